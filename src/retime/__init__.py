@@ -1,0 +1,1 @@
+"""retime re-orders one training step and leaves its result unchanged."""
