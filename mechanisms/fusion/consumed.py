@@ -1,0 +1,64 @@
+"""What stands in ``parameter.grad`` after backward fusion has used a gradient up.
+
+Were it None, ``clip_grad_norm_``, a GradScaler or a gradient logger would silently see nothing. This tensor has the
+parameter's shape, owns no memory, and raises on every read, saying what to change. ``zero_grad`` works on it.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MESSAGE = (
+    "this gradient was consumed by backward fusion: the update already ran inside backward(). "
+    "{reader} needs gradients after the backward pass: use mode='forward' (exact with global-norm clipping, GradScaler "
+    "and gradient logging), or clip_value=... for clipping by value. If this was raised inside backward(): the "
+    "gradients of the step before were never cleared (call optimizer.zero_grad()), or more backward passes ran before "
+    "optimizer.step() than in the steps before (wrap all but the last in `with fusion.accumulate():`)."
+)
+_aten = torch.ops.aten
+_CLEARING = (_aten.zero_.default, _aten._foreach_zero_.default)
+_MOVING = (_aten.detach.default, _aten.alias.default, _aten._to_copy.default, _aten.detach_.default)
+
+
+class ConsumedGradient(Tensor):
+    """A gradient that was used up. Shape, dtype and device are the parameter's; there are no bytes behind it."""
+
+    _cleared: bool
+    received: Tensor | None
+
+    @staticmethod
+    def __new__(cls, like: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Any:
+        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, like.shape, strides=like.stride(), dtype=dtype or like.dtype, device=device or like.device
+        )
+        made._cleared = False
+        made.received = None
+        return made
+
+    def __init__(self, like: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None: ...
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"ConsumedGradient(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0]
+        if func in _CLEARING:
+            for tensor in first if isinstance(first, list | tuple) else (first,):
+                if isinstance(tensor, cls):
+                    tensor._cleared, tensor.received = True, None
+                else:
+                    tensor.zero_()
+            return first
+        if func in _MOVING and isinstance(first, cls):
+            return cls(first, device=kwargs.get("device"), dtype=kwargs.get("dtype"))
+        if func is _aten.add_.Tensor and isinstance(first, cls) and first._cleared:
+            # zero_grad(set_to_none=False) came first: what accumulates now is the next step's gradient
+            first.received = torch.zeros_like(args[1]) if first.received is None else first.received
+            first.received.add_(args[1])
+            return first
+        raise RuntimeError(_MESSAGE.format(reader=f"`{func.name()}`"))

@@ -1,0 +1,144 @@
+"""Forward fusion: update parameters as late as possible (Jiang et al. 2021, section 3, algorithm 2).
+
+``optimizer.step()`` notes what is to be done - the gradients, and the hyper-parameters as they stand now - and returns.
+Each bucket is updated when something first reads one of its parameters, usually the next forward pass, where the fresh
+values are still in the caches. All gradients exist at ``step()``, so whatever needs global information (global-norm
+clipping, GradScaler, gradient logging) is exact.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from retime.mechanisms.fusion.backward import default_bucket_bytes, parameters_of
+from retime.mechanisms.fusion.lazy import PendingUpdate, can_wait, is_pending, settle_all
+from retime.mechanisms.fusion.narrow import OptimizerWindow, nbytes
+from retime.mechanisms.fusion.readers import settle_before_readers, unwatchable_parameters
+from retime.mechanisms.fusion.replaced import ReplacedMethod
+from retime.mechanisms.fusion.report import FusionReport
+from retime.mechanisms.fusion.support import why_not_per_parameter
+
+
+class ForwardFusion:
+    """Defers the optimizer's updates to the next read; see :func:`retime.mechanisms.fusion.fuse_optimizer`."""
+
+    def __init__(
+        self, optimizer: Optimizer, model: nn.Module | None = None, *, bucket_bytes: int | None = None
+    ) -> None:
+        self.optimizer = optimizer
+        self.bucket_bytes = bucket_bytes or default_bucket_bytes(parameters_of(optimizer))
+        self._model = model
+        self._position = {p: i for i, p in enumerate(model.parameters())} if model is not None else {}
+        self._unwatchable = unwatchable_parameters(model) if model is not None else set()
+        self._report = FusionReport(mode="forward", parameters=sum(1 for _ in parameters_of(optimizer)))
+        self._pending: list[PendingUpdate] = []
+        self._handles: list[Any] = settle_before_readers(model) if model is not None else []
+        self._handles.append(optimizer.register_state_dict_pre_hook(lambda _: self.flush()))
+        self._handles.append(optimizer.register_load_state_dict_pre_hook(lambda *_: self.flush()))
+        self._step = ReplacedMethod(optimizer, "step", self._deferred_step)
+        self._zero_grad = ReplacedMethod(optimizer, "zero_grad", self._clear)
+
+    def _clear(self, set_to_none: bool = True) -> None:
+        if not set_to_none:
+            self.flush()  # the zeros would be written into the gradients the updates still need
+        with torch._C.DisableTorchFunctionSubclass():
+            self._zero_grad.inner(set_to_none=set_to_none)
+
+    def _deferred_step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.flush()  # parameters that no forward pass read
+        reason = why_not_per_parameter(self.optimizer)
+        if reason is not None:
+            self._report.note_plain(reason)
+            self._step.inner()
+            return loss
+        settle_all(p for p in parameters_of(self.optimizer) if is_pending(p))  # another optimizer's updates come first
+        deferred = [p for p in parameters_of(self.optimizer) if p.grad is not None and self._can_defer(p)]
+        window = OptimizerWindow(self.optimizer, snapshot=True)
+        self._step_the_rest(deferred)
+        for bucket in self._buckets(deferred):
+            gradients = [p.grad for p in bucket]
+            self._pending.append(PendingUpdate(bucket, _Apply(window, bucket, gradients)))
+            self._report.buckets += 1
+        self._report.steps += 1
+        self._report.fused_updates += len(deferred)
+        return loss
+
+    def _can_defer(self, parameter: Tensor) -> bool:
+        return can_wait(parameter) and parameter not in self._unwatchable
+
+    def _step_the_rest(self, deferred: list[Tensor]) -> None:
+        """The optimizer's own step, for what cannot wait: it counts the step for schedulers, whatever is left."""
+        later = {id(p) for p in deferred}
+        groups = self.optimizer.param_groups
+        rest = [{**group, "params": [p for p in group["params"] if id(p) not in later]} for group in groups]
+        self._report.late_updates += sum(p.grad is not None for group in rest for p in group["params"])
+        self.optimizer.param_groups = [group for group in rest if group["params"]]
+        try:
+            self._step.inner()
+        finally:
+            self.optimizer.param_groups = groups
+
+    def _buckets(self, parameters: list[Tensor]) -> list[list[Tensor]]:
+        """In model order, so that a bucket's members are read close together."""
+        last = len(self._position)
+        ordered = sorted(parameters, key=lambda p: self._position.get(p, last))
+        buckets: list[list[Tensor]] = []
+        size = self.bucket_bytes
+        for parameter in ordered:
+            if size >= self.bucket_bytes:
+                buckets.append([])
+                size = 0
+            buckets[-1].append(parameter)
+            size += nbytes(parameter)
+            self._report.largest_bucket_bytes = max(self._report.largest_bucket_bytes, size)
+        return buckets
+
+    def flush(self) -> None:
+        """Run every update that is still pending, now."""
+        pending, self._pending = self._pending, []
+        for update in pending:
+            update.settle()
+
+    def report(self) -> FusionReport:
+        """What was deferred so far."""
+        return self._report
+
+    def remove(self) -> None:
+        """Bring all parameters up to date and give the optimizer its own methods back."""
+        self.flush()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._step.restore()
+        self._zero_grad.restore()
+
+
+class _Apply:
+    """Steps one bucket from gradients that were put aside."""
+
+    def __init__(self, window: OptimizerWindow, bucket: list[Tensor], gradients: list[Any]) -> None:
+        self._window, self._bucket, self._gradients = window, bucket, gradients
+        self._versions = [gradient._version for gradient in gradients]
+
+    def __call__(self) -> None:
+        present = [p.grad for p in self._bucket]
+        for parameter, gradient, version in zip(self._bucket, self._gradients, self._versions, strict=True):
+            if gradient._version != version:
+                raise RuntimeError(
+                    f"a gradient of shape {tuple(gradient.shape)} was changed in place between optimizer.step() and "
+                    "the update, which forward fusion runs at the next read: call fusion.flush() after "
+                    "optimizer.step(), or optimizer.zero_grad() before the next backward()"
+                )
+            parameter.grad = gradient
+        try:
+            self._window.update(self._bucket)
+        finally:
+            for parameter, gradient in zip(self._bucket, present, strict=True):
+                parameter.grad = gradient

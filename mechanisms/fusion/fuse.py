@@ -1,0 +1,136 @@
+"""``fuse_optimizer``: optimizer fusion for a hand-written loop."""
+
+from collections.abc import Callable
+from typing import Any, Literal, overload
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from retime.mechanisms.fusion.backward import BackwardFusion, parameters_of
+from retime.mechanisms.fusion.forward import ForwardFusion
+from retime.mechanisms.fusion.replaced import ReplacedMethod
+from retime.mechanisms.fusion.report import check_mode
+from retime.mechanisms.fusion.support import is_fused_step, why_not_per_parameter
+
+
+class BareBackwardFusion(BackwardFusion):
+    """Backward fusion that also stands in for ``optimizer.step`` of a hand-written loop: it updates the rest."""
+
+    def __init__(self, optimizer: Optimizer, **options: Any) -> None:
+        super().__init__(optimizer, **options)
+        self._step_method = ReplacedMethod(optimizer, "step", self._rest_of_step)
+
+    def _rest_of_step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.begin_rest()
+        if self.clip_value is not None:
+            torch.nn.utils.clip_grad_value_(list(parameters_of(self.optimizer)), self.clip_value)
+        self._step_method.inner()
+        self.end_step()
+        return loss
+
+    def remove(self) -> None:
+        """Take all hooks off and give the optimizer its own ``step`` back."""
+        super().remove()
+        self._step_method.restore()
+
+
+@overload
+def fuse_optimizer(
+    model: nn.Module,
+    optimizer: Optimizer,
+    mode: Literal["backward"] = ...,
+    *,
+    bucket_bytes: int | None = ...,
+    clip_value: float | None = ...,
+    side_stream: bool = ...,
+) -> BareBackwardFusion: ...
+@overload
+def fuse_optimizer(
+    model: nn.Module,
+    optimizer: Optimizer,
+    mode: Literal["forward"],
+    *,
+    bucket_bytes: int | None = ...,
+    clip_value: float | None = ...,
+    side_stream: bool = ...,
+) -> ForwardFusion: ...
+@overload
+def fuse_optimizer(
+    model: nn.Module,
+    optimizer: Optimizer,
+    mode: str,
+    *,
+    bucket_bytes: int | None = ...,
+    clip_value: float | None = ...,
+    side_stream: bool = ...,
+) -> BareBackwardFusion | ForwardFusion: ...
+def fuse_optimizer(
+    model: nn.Module,
+    optimizer: Optimizer,
+    mode: str = "backward",
+    *,
+    bucket_bytes: int | None = None,
+    clip_value: float | None = None,
+    side_stream: bool = False,
+) -> BareBackwardFusion | ForwardFusion:
+    """Fuse ``optimizer`` into the passes of ``model`` (Jiang et al. 2021, section 3); the loop stays as it is.
+
+    ``mode="backward"`` updates parameters inside ``loss.backward()`` and frees their gradients at once;
+    ``optimizer.step()`` updates what is left. Gradients are gone by then: reading one raises an error. Several backward
+    passes a step work (the first step counts them, or wrap all but the last in ``with fusion.accumulate():``).
+    ``mode="forward"`` defers the updates to the next read of each parameter, usually the next forward pass.
+
+    Parameters and optimizer state are bit-identical to the plain loop's, as each kernel is elementwise and the same.
+
+    :param bucket_bytes: gradients (backward) or parameters (forward) gathered before a multi-tensor update; None: 1 MiB
+        on a CPU, 8 MiB on CUDA.
+    :param clip_value: backward only: clamp gradient elements to [-clip_value, clip_value] before the update.
+    :param side_stream: backward on CUDA only: run updates on a stream beside the backward pass.
+    :raises ValueError: the mode is unknown, the optimizer holds no parameter of the model or parameters on another
+        device, or it cannot be updated parameter by parameter (LBFGS, step hooks, a ``step`` of somebody's own).
+    """
+    mode = check_mode(mode)
+    check_can_fuse(model, optimizer)
+    if bucket_bytes is not None and bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes={bucket_bytes} must be at least 1, or None for the default")
+    if clip_value is not None and clip_value <= 0:
+        raise ValueError(f"clip_value={clip_value} must be greater than 0, or None for no clipping")
+    if mode == "backward":
+        return BareBackwardFusion(optimizer, bucket_bytes=bucket_bytes, clip_value=clip_value, side_stream=side_stream)
+    if clip_value is not None:
+        raise ValueError("clip_value is for mode='backward'; in mode='forward' call torch.nn.utils.clip_grad_value_")
+    if side_stream:
+        raise ValueError("side_stream is for mode='backward'; in mode='forward' updates precede their layer's forward")
+    return ForwardFusion(optimizer, model, bucket_bytes=bucket_bytes)
+
+
+def check_can_fuse(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise ValueError if fusing this pair can't be right, saying what to change."""
+    reason = why_not_per_parameter(optimizer)
+    if reason is not None:
+        raise ValueError(f"cannot fuse this optimizer: {reason}")
+    if is_fused_step(optimizer.__dict__.get("step")):
+        raise ValueError("this optimizer is fused already: call .remove() on the first fusion before fusing it again")
+    ours = set(model.parameters())
+    shared = [p for p in parameters_of(optimizer) if p in ours]
+    if not shared:
+        raise ValueError(
+            "the optimizer holds no parameter of the model: build it from model.parameters() after moving or wrapping "
+            "the model"
+        )
+    devices = {p.device for p in shared}
+    for parameter in shared:
+        state = optimizer.state.get(parameter, {})
+        moment = next((v for v in state.values() if isinstance(v, torch.Tensor) and v.dim() > 0), None)
+        if moment is not None and moment.device != parameter.device:
+            raise ValueError(
+                f"optimizer state is on {moment.device}, its parameter on {parameter.device}: load the optimizer's "
+                "state after moving the model"
+            )
+    if any(device.type == "meta" for device in devices):
+        raise ValueError("the model has parameters on the meta device: materialise them before fusing the optimizer")

@@ -1,0 +1,147 @@
+"""The lazy-update engine: a parameter is brought up to date by whoever reads it first.
+
+Forward fusion (Jiang et al. 2021, algorithm 2) runs an update just before the next forward pass needs the parameter.
+Hooks on modules would miss direct reads (``layer.weight``, a tied embedding, an EMA that kept a list of parameters). So
+the parameter itself watches: while an update is pending its class is :class:`PendingParameter`, whose
+``__torch_function__`` runs the update when any torch function reads it, then hands back the plain class. Up-to-date
+parameters cost nothing.
+
+What torch functions cannot see are reads that bypass Python: an alias made earlier (``p.data``, a view), compiled or
+scripted code, a replayed CUDA graph, a C extension that takes the tensor directly. ``forward.py`` keeps such parameters
+out, or brings them up to date by a module hook; for aliases there is ``flush()``.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_get, _set = "__get__", "__set__"
+_KEEPS_PENDING: frozenset[Any] = frozenset(
+    [
+        getattr(getattr(Tensor, name), access)
+        for name in ("grad", "requires_grad")
+        for access in (_get, _set)
+    ]
+    + [
+        getattr(getattr(Tensor, name), _get)
+        for name in ("shape", "dtype", "device", "layout", "ndim", "is_leaf", "grad_fn", "is_cuda", "is_sparse",
+                     "is_meta", "is_quantized", "itemsize", "nbytes", "_backward_hooks", "_post_accumulate_grad_hooks")
+    ]
+    + [
+        getattr(Tensor, name)
+        for name in ("size", "dim", "numel", "nelement", "stride", "element_size", "is_contiguous",
+                     "is_floating_point", "is_complex", "get_device", "requires_grad_", "register_hook",
+                     "register_post_accumulate_grad_hook", "__len__")
+    ]
+)  # fmt: skip
+"""Torch functions that look at a parameter's form or gradient, not at its values."""
+
+
+class PendingUpdate:
+    """One bucket of parameters whose update has not run yet.
+
+    ``apply`` brings exactly these parameters up to date; whoever builds the update may make it wait first, for instance
+    for the all-reduce of this bucket.
+    """
+
+    def __init__(self, parameters: list[Tensor], apply: Callable[[], None]) -> None:
+        for parameter in parameters:
+            earlier = getattr(parameter, "_retime_pending", None)
+            if earlier is not None:
+                earlier.settle()
+        self.parameters = parameters
+        self._apply: Callable[[], None] | None = apply
+        for parameter in parameters:
+            parameter._retime_pending = self  # type: ignore[attr-defined]
+            parameter.__class__ = _pending_class[type(parameter)]
+
+    def settle(self) -> None:
+        """Run the update if it has not run yet."""
+        apply, self._apply = self._apply, None
+        if apply is None:
+            return
+        for parameter in self.parameters:
+            parameter.__class__ = _plain_class[type(parameter)]
+            del parameter._retime_pending  # type: ignore[attr-defined]
+        with _surroundings_of_a_step(self.parameters[0].device.type):
+            apply()
+
+
+@contextlib.contextmanager
+def _surroundings_of_a_step(device_type: str) -> Iterator[None]:
+    """The reader may be under inference mode, autocast or ``torch.device(...)``; ``optimizer.step()`` would not be."""
+    with contextlib.ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            # state created in inference mode could never be updated in place again
+            stack.enter_context(torch.inference_mode(False))
+        if torch.is_autocast_enabled(device_type):
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        stack.enter_context(torch._C.DisableTorchFunction())
+        stack.enter_context(torch.no_grad())
+        yield
+
+
+def can_wait(parameter: Tensor) -> bool:
+    """Whether this tensor's class can watch reads: plain parameters and tensors, no subclass of somebody's own."""
+    return type(parameter) in _pending_class
+
+
+def is_pending(parameter: Tensor) -> bool:
+    """Whether an update of this parameter has not run yet."""
+    return type(parameter) in _plain_class
+
+
+def settle_all(parameters: Iterable[Tensor]) -> None:
+    """Bring all of these up to date."""
+    for parameter in parameters:
+        if is_pending(parameter):
+            parameter._retime_pending.settle()  # type: ignore[attr-defined]
+
+
+def _settle_arguments(values: Iterable[Any]) -> None:
+    for value in values:
+        if isinstance(value, Tensor):
+            if is_pending(value):
+                value._retime_pending.settle()  # type: ignore[attr-defined]
+        elif isinstance(value, list | tuple):
+            _settle_arguments(value)
+        elif isinstance(value, dict):
+            _settle_arguments(value.values())
+
+
+class _Watching:
+    """What the pending classes share."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _KEEPS_PENDING:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        _settle_arguments(args)
+        if kwargs:
+            _settle_arguments(kwargs.values())
+        return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        self._retime_pending.settle()  # type: ignore[attr-defined]
+        return self.__deepcopy__(memo)  # the class is the plain one again
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._retime_pending.settle()  # type: ignore[attr-defined]
+        return self.__reduce_ex__(protocol)
+
+
+class PendingParameter(_Watching, nn.Parameter):
+    """A Parameter with a pending update; never constructed, only the class of a live parameter for a while."""
+
+
+class PendingTensor(_Watching, Tensor):
+    """The same for plain tensors that an optimizer updates."""
+
+
+_pending_class: dict[type[Tensor], Any] = {nn.Parameter: PendingParameter, Tensor: PendingTensor}
+_plain_class: dict[type[Tensor], Any] = {pending: plain for plain, pending in _pending_class.items()}

@@ -1,0 +1,69 @@
+"""Step the user's own optimizer for some of its parameters.
+
+One optimizer object a parameter (the usual recipe) leaves the user's optimizer without state, and loses the
+multi-tensor kernels. Here a *window* shares the optimizer's state and hyper-parameters and shows its ``step`` only the
+parameters of one bucket. The user's object is never touched, so a failure or a second thread finds it whole.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from retime.mechanisms.fusion.support import raw_step
+
+
+class OptimizerWindow:
+    """A view of ``optimizer`` that can step a part of its parameters.
+
+    With ``snapshot=True`` hyper-parameters are copied (tensor ones cloned, also ``grad_scale`` and ``found_inf`` which
+    a GradScaler hangs on the optimizer), so later changes by a scheduler or the scaler do not reach this window.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, snapshot: bool = False) -> None:
+        self._step = raw_step(optimizer)
+        window = object.__new__(type(optimizer))
+        window.__dict__.update(optimizer.__dict__)
+        window.__dict__.pop("step", None)
+        window.__dict__.pop("zero_grad", None)
+        self._window = window
+        self._groups: list[dict[str, Any]] = [
+            {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+        ]
+        if snapshot:
+            self._groups = [{k: _copied(v) for k, v in group.items()} for group in self._groups]
+            for name in ("grad_scale", "found_inf"):
+                if name in window.__dict__:
+                    window.__dict__[name] = _copied(window.__dict__[name])
+        self._group_of = {
+            id(parameter): index for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]
+        }
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether the optimizer updates this parameter."""
+        return id(parameter) in self._group_of
+
+    def update(self, parameters: Iterable[Tensor]) -> None:
+        """Step these parameters, from their ``.grad``, with the kernels the optimizer would use for all of them."""
+        members: dict[int, list[Tensor]] = {}
+        for parameter in parameters:
+            members.setdefault(self._group_of[id(parameter)], []).append(parameter)
+        self._window.param_groups = [{**self._groups[index], "params": members[index]} for index in sorted(members)]
+        self._step(self._window)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, tuple):
+        return tuple(_copied(v) for v in value)
+    return value
+
+
+def nbytes(tensor: Tensor) -> int:
+    """Bytes that ``tensor`` occupies (values and indices of a sparse one)."""
+    if tensor.layout is torch.sparse_coo:
+        return nbytes(tensor._values()) + nbytes(tensor._indices())
+    return tensor.numel() * tensor.element_size()

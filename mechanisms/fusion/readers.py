@@ -1,0 +1,48 @@
+"""Code that reads parameters where no torch function sees it, and what forward fusion does about each kind."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from retime.mechanisms.fusion.lazy import settle_all
+
+_PICKS_A_KERNEL_BY_CLASS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+"""They ask ``has_torch_function`` of their weights and would choose another kernel while updates are pending."""
+
+
+def unwatchable_parameters(model: nn.Module) -> set[Tensor]:
+    """Parameters under compiled or scripted modules: their code reads memory directly, so their updates cannot wait."""
+    found: set[Tensor] = set()
+    for module in model.modules():
+        compiled = getattr(module, "_compiled_call_impl", None) is not None or hasattr(
+            module, "_torchdynamo_orig_callable"
+        )
+        if compiled or isinstance(module, torch.jit.ScriptModule | torch._dynamo.OptimizedModule):
+            found.update(module.parameters())
+    return found
+
+
+def settle_before_readers(model: nn.Module) -> list[RemovableHandle]:
+    """Hook the modules whose forward may hand parameters to code that no torch function sees; returns the handles.
+
+    torch's own layers need no hook. Somebody else's class may call a C extension with its parameters; a module with a
+    ``forward`` of its own on the instance (graphed or wrapped callables) may read its whole subtree.
+    """
+    handles = []
+    for module in model.modules():
+        whole = isinstance(module, _PICKS_A_KERNEL_BY_CLASS) or "forward" in module.__dict__
+        own = next(module.parameters(recurse=False), None) is not None
+        foreign = not type(module).__module__.startswith("torch.nn.")
+        if whole or (own and foreign):
+            handles.append(module.register_forward_pre_hook(_settle(recurse=whole), prepend=True))
+    return handles
+
+
+def _settle(*, recurse: bool) -> Callable[[nn.Module, Any], None]:
+    def hook(module: nn.Module, inputs: Any) -> None:
+        settle_all(module.parameters(recurse=recurse))
+
+    return hook

@@ -1,0 +1,53 @@
+"""What optimizer fusion really did."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Mode = Literal["backward", "forward"]
+MODES: tuple[Mode, ...] = ("backward", "forward")
+
+
+def check_mode(mode: str) -> Mode:
+    """Return ``mode`` if it names a fusion, else raise ValueError with the choices."""
+    for known in MODES:
+        if mode == known:
+            return known
+    raise ValueError(f"unknown fusion mode {mode!r}: use mode='backward' or mode='forward'")
+
+
+@dataclass
+class FusionReport:
+    """Counts since the optimizer was fused; sizes in bytes."""
+
+    mode: Mode
+    parameters: int = 0
+    """Parameters that the mechanism follows."""
+    steps: int = 0
+    """Optimizer steps in which fusion was active."""
+    fused_updates: int = 0
+    """Parameter updates that ran inside a backward (or a later forward) pass."""
+    late_updates: int = 0
+    """Parameter updates of active steps that ran in ``optimizer.step()`` all the same: the last bucket, parameters
+    seen for the first time, parameters that other hooks read."""
+    buckets: int = 0
+    """Kernel groups that carried the fused updates."""
+    largest_bucket_bytes: int = 0
+    peak_gradient_bytes: int = 0
+    """Most bytes of gradients alive at one time between two steps, as far as the parameters' hooks can see."""
+    plain_steps: dict[str, int] = field(default_factory=dict)
+    """Steps that ran the plain way, by reason."""
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.mode} fusion: {self.fused_updates} updates of {self.parameters} parameters fused into "
+            f"{self.buckets} buckets over {self.steps} steps, {self.late_updates} in optimizer.step()"
+        )
+        if self.plain_steps:
+            reasons = "; ".join(f"{count} because {reason}" for reason, count in self.plain_steps.items())
+            text += f"; plain steps: {reasons}"
+        return text
+
+    def note_plain(self, reason: str) -> bool:
+        """Count one plain step; True when this reason is new."""
+        self.plain_steps[reason] = self.plain_steps.get(reason, 0) + 1
+        return self.plain_steps[reason] == 1

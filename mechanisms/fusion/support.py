@@ -1,0 +1,77 @@
+"""Which optimizers can be taken apart, parameter by parameter.
+
+Fusion needs the update of one parameter to depend on nothing but that parameter, its gradient, its state and its
+group's hyper-parameters (Jiang et al. 2021, section 3). torch's own optimizers are like that, LBFGS excepted. Nothing
+can be known about the ``step`` of somebody else's class, so that has to be declared.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim import optimizer as optimizer_module
+
+_declared: set[type[Optimizer]] = set()
+
+
+def declare_per_parameter(optimizer_class: type[Optimizer]) -> type[Optimizer]:
+    """Promise that ``optimizer_class.step`` treats every parameter on its own; usable as a class decorator.
+
+    What must hold: ``step`` reads ``param_groups`` and ``state`` only, keeps no count of its own outside
+    ``state[parameter]``, and gives the same numbers when it is called for one part of the parameters after another.
+    """
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        raise TypeError(f"declare_per_parameter takes an Optimizer class, got {optimizer_class!r}")
+    _declared.add(optimizer_class)
+    return optimizer_class
+
+
+def raw_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
+    """The class's ``step`` without the wrapper that runs step hooks: those belong to the whole step, not a part."""
+    step: Any = type(optimizer).step
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__
+    return step  # type: ignore[no-any-return]
+
+
+def why_not_per_parameter(optimizer: Optimizer) -> str | None:
+    """The reason why this optimizer must step as a whole, or None when it can be taken apart."""
+    kind = type(optimizer)
+    name = kind.__name__
+    if not isinstance(optimizer, Optimizer):
+        return f"{name} is not a torch.optim.Optimizer"
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return "LBFGS needs all parameters and gradients at once; choose a first-order optimizer to fuse"
+    if kind not in _declared:
+        for method in ("step", "_init_group"):
+            function = inspect.unwrap(getattr(kind, method, _absent))
+            if not function.__module__.startswith("torch.optim"):
+                return (
+                    f"{name}.{method} is not torch's own, so its updates may depend on each other; "
+                    f"if they do not, call retime.declare_per_parameter({name})"
+                )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return f"{name}(differentiable=True) needs the graph of the whole step"
+    replaced = optimizer.__dict__.get("step")
+    if replaced is not None and not getattr(replaced, "_wrapped_by_lr_sched", False) and not is_fused_step(replaced):
+        return f"the step method of this {name} was replaced by {replaced!r}"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or _global_step_hooks():
+        return f"{name} has step hooks, which see all parameters between two steps; remove them to fuse"
+    return None
+
+
+def is_fused_step(step: object) -> bool:
+    """Whether ``step`` is the method that fusion installs on an optimizer."""
+    return bool(getattr(step, "_retime_fused", False))
+
+
+def _global_step_hooks() -> bool:
+    return bool(optimizer_module._global_optimizer_pre_hooks or optimizer_module._global_optimizer_post_hooks)
+
+
+def _absent() -> None: ...
+
+
+_absent.__module__ = "torch.optim"

@@ -1,0 +1,220 @@
+"""Where one training step's time goes: a stop-watch that is switched from phase to phase.
+
+    timer = StepTimer("cuda")
+    timer.start()
+    timer.switch("forward");  loss = model(x).sum()
+    timer.switch("backward"); loss.backward()
+    timer.switch("update");   optimizer.step()
+    timer.stop()
+    print(timer.timing().metrics())
+
+On CUDA a switch records an event on the current stream and never waits for the device, so measuring does not change
+how host and device overlap; :meth:`StepTimer.timing` waits once, after the step. Elsewhere a switch reads the host's
+clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from retime.schedules.timeline import Span
+
+__all__ = ["OTHER", "PHASES", "StepTimer", "StepTiming"]
+
+PHASES = ("forward", "backward", "update")
+OTHER = "other"
+EXPOSED = "exposed communication"
+
+
+@dataclass(frozen=True)
+class StepTiming:
+    """What one step's phases took, in milliseconds.
+
+    Args:
+        spans: one box a stretch of a phase, in order, plus one a stretch of exposed communication. Stretches outside
+            the three phases (zeroing gradients, hooks, schedulers) are the gaps between the boxes.
+        step_ms: from ``start`` to ``stop``; over several batches, the sum of each batch's.
+        forward_ms: total of the forward spans.
+        backward_ms: total of the backward spans, exposed communication included.
+        update_ms: total of the update spans.
+        communication_exposed_ms: from the last gradient that this process computed to the end of its backward; 0 for
+            one process; ``None`` where it cannot be told, because no parameter reported a gradient.
+        clock: ``"cuda events"`` or ``"host clock"``.
+    """
+
+    spans: tuple[Span, ...]
+    step_ms: float
+    forward_ms: float
+    backward_ms: float
+    update_ms: float
+    communication_exposed_ms: float | None
+    clock: str
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers by name; ``communication_exposed_ms`` is left out where it is unknown."""
+        numbers = {
+            "forward_ms": self.forward_ms,
+            "backward_ms": self.backward_ms,
+            "update_ms": self.update_ms,
+            "step_ms": self.step_ms,
+        }
+        if self.communication_exposed_ms is not None:
+            numbers["communication_exposed_ms"] = self.communication_exposed_ms
+        return numbers
+
+
+class _Clock(Protocol):
+    name: str
+
+    def mark(self, reuse: Any = None) -> Any:
+        """A point in time; ``reuse`` moves an earlier mark to now and is cheaper where marks are objects."""
+
+    def offsets_ms(self, marks: list[Any]) -> list[float]:
+        """Milliseconds from the first mark to each."""
+
+
+class _HostClock:
+    name = "host clock"
+
+    def mark(self, reuse: float | None = None) -> float:
+        return time.perf_counter()
+
+    def offsets_ms(self, marks: list[float]) -> list[float]:
+        return [(mark - marks[0]) * 1000.0 for mark in marks]
+
+
+class _CudaClock:
+    name = "cuda events"
+
+    def mark(self, reuse: torch.cuda.Event | None = None) -> torch.cuda.Event:
+        event = reuse if reuse is not None else torch.cuda.Event(enable_timing=True)
+        # The current stream of the *calling* thread: inside the backward, autograd has made it the layer's stream.
+        event.record()
+        return event
+
+    def offsets_ms(self, marks: list[torch.cuda.Event]) -> list[float]:
+        for mark in marks:
+            mark.synchronize()
+        return [marks[0].elapsed_time(mark) for mark in marks]
+
+
+@dataclass
+class _Stretch:
+    """One phase from its begin mark to the next stretch's; ``last_gradient`` is set in a backward only."""
+
+    phase: str
+    begin: Any
+    last_gradient: Any = None
+
+
+class StepTimer:
+    """Times the phases of one step, of one batch or of several accumulated ones.
+
+    Args:
+        device: where the step computes. CUDA devices are timed by events, all others by the host's clock; the host's
+            clock sees a device with its own queue (mps, xpu) only when its work is launched.
+        parameters: give the model's parameters when several processes reduce gradients, and exposed communication is
+            measured: from the last parameter whose gradient became ready to the end of the backward. On CUDA the
+            current stream waits for the collectives there; with gloo the calling thread does. Whatever else a strategy
+            does after the last gradient, a fused update for example, counts too. Hooks sit on the parameters from
+            :meth:`start` to :meth:`stop` only, and read nothing.
+
+    Phases do not nest: a switch ends the phase before it.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", *, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        self._clock: _Clock = _CudaClock() if torch.device(device).type == "cuda" else _HostClock()
+        self._watched = None if parameters is None else [p for p in parameters if p.requires_grad]
+        self._batches: list[list[_Stretch]] = []
+        self._running = False
+        self._hooks: list[Any] = []
+
+    def start(self) -> None:
+        """Open a batch, in no phase.
+
+        Raises:
+            RuntimeError: when the last batch was not stopped.
+        """
+        if self._running:
+            raise RuntimeError("start() was called twice: call stop() at the end of each batch")
+        self._running = True
+        self._hooks = [p.register_post_accumulate_grad_hook(self._gradient_ready) for p in self._watched or ()]
+        self._batches.append([_Stretch(OTHER, self._clock.mark())])
+
+    def switch(self, phase: str) -> None:
+        """End the current phase and begin ``phase``: ``"forward"``, ``"backward"``, ``"update"`` or ``"other"``.
+
+        Raises:
+            ValueError: for any other phase.
+            RuntimeError: before :meth:`start` or after :meth:`stop`.
+        """
+        if phase not in (*PHASES, OTHER):
+            raise ValueError(f"unknown phase {phase!r}: use one of {', '.join((*PHASES, OTHER))}")
+        if not self._running:
+            raise RuntimeError(f"switch({phase!r}) outside a batch: call start() first")
+        self._batches[-1].append(_Stretch(phase, self._clock.mark()))
+
+    def stop(self) -> None:
+        """Close the batch and take the hooks off; does nothing when none is open."""
+        if self._running:
+            self._batches[-1].append(_Stretch(OTHER, self._clock.mark()))
+        self._running = False
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def timing(self) -> StepTiming:
+        """What the batches since the timer was made took; on CUDA this waits for the device.
+
+        Time between two batches is left out: the second begins where the first ended.
+
+        Raises:
+            RuntimeError: when a batch is open, or none was timed.
+        """
+        if self._running or not self._batches:
+            raise RuntimeError("nothing to report: call start() and stop() around a batch first")
+        spans: list[Span] = []
+        step_ms = 0.0
+        gradients_missing = False
+        for stretches in self._batches:
+            offsets = self._clock.offsets_ms([stretch.begin for stretch in stretches])
+            for i, stretch in enumerate(stretches[:-1]):
+                if stretch.phase == OTHER:
+                    continue
+                begin_ms, end_ms = step_ms + offsets[i], step_ms + offsets[i + 1]
+                # Events resolve half a microsecond: two that follow at once may come out reversed.
+                length_ms = max(0.0, end_ms - begin_ms)
+                spans.append(Span(stretch.phase, "step", begin_ms, length_ms, stretch.phase))
+                if stretch.phase != "backward" or self._watched is None:
+                    continue
+                if stretch.last_gradient is None:
+                    gradients_missing = True
+                    continue
+                ready_ms = step_ms + self._clock.offsets_ms([stretches[0].begin, stretch.last_gradient])[1]
+                exposed_ms = min(length_ms, max(0.0, end_ms - ready_ms))
+                spans.append(Span(EXPOSED, "communication", end_ms - exposed_ms, exposed_ms, EXPOSED))
+            step_ms += offsets[-1]
+
+        def total(name: str) -> float:
+            return sum(span.duration_ms for span in spans if span.name == name)
+
+        return StepTiming(
+            spans=tuple(spans),
+            step_ms=step_ms,
+            forward_ms=total("forward"),
+            backward_ms=total("backward"),
+            update_ms=total("update"),
+            communication_exposed_ms=None if gradients_missing else total(EXPOSED),
+            clock=self._clock.name,
+        )
+
+    def _gradient_ready(self, _: Tensor) -> None:
+        stretch = self._batches[-1][-1]
+        if stretch.phase == "backward":  # a user's own autograd.grad in the forward is no gradient of the step
+            stretch.last_gradient = self._clock.mark(stretch.last_gradient)
