@@ -1,0 +1,34 @@
+"""Which order: the tasks of a training step, plans as data, planners, validator, simulator.  Plain Python, no torch."""
+
+from retime.schedules.buffers import Buffer, step_buffers
+from retime.schedules.dependencies import dependencies
+from retime.schedules.depth import depth
+from retime.schedules.errors import ScheduleError
+from retime.schedules.fusion import backward_fusion, baseline, forward_fusion
+from retime.schedules.schedule import Lane, Schedule
+from retime.schedules.simulate import Timeline, simulate
+from retime.schedules.tasks import Kind, Task
+from retime.schedules.timeline import Span, write_chrome_trace, write_png
+from retime.schedules.validate import execution_order, validate
+
+__all__ = [
+    "Buffer",
+    "Kind",
+    "Lane",
+    "Schedule",
+    "ScheduleError",
+    "Span",
+    "Task",
+    "Timeline",
+    "backward_fusion",
+    "baseline",
+    "dependencies",
+    "depth",
+    "execution_order",
+    "forward_fusion",
+    "simulate",
+    "step_buffers",
+    "validate",
+    "write_chrome_trace",
+    "write_png",
+]

@@ -1,0 +1,29 @@
+"""The one error of this package, and the mark that shows where a schedule is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+# A step of a deep network is a line of hundreds of tasks; the reader needs the neighbourhood of the mark.
+_NEIGHBOURS_SHOWN = 8
+
+
+class ScheduleError(ValueError):
+    """A schedule, or a piece of text that should be one, is wrong; the message says what and marks the place."""
+
+
+def mark(words: Sequence[str], position: int, *, prefix: str = "") -> str:
+    """Return ``words`` as one line and, under it, carets below the word at ``position``.
+
+    Args:
+        words: the tasks of one lane, as text.
+        position: index into ``words`` of the one to mark.
+        prefix: what the line starts with, such as ``"compute: "``.
+    """
+    first = max(0, position - _NEIGHBOURS_SHOWN)
+    last = min(len(words), position + _NEIGHBOURS_SHOWN + 1)
+    before = [*(["..."] if first else []), *words[first:position]]
+    after = [*words[position + 1 : last], *(["..."] if last < len(words) else [])]
+    column = len(prefix) + sum(len(word) + 1 for word in before)
+    line = prefix + " ".join([*before, words[position], *after])
+    return f"  {line}\n  {' ' * column}{'^' * len(words[position])} <-- ERROR HERE"

@@ -1,0 +1,102 @@
+"""Where the updates go: after the backward pass, into it, or into the next forward pass.
+
+The three schedules of Jiang et al. 2020, "Optimizer fusion", section 3 and Figure 1 (b) to (d). All of them hold the
+same tasks. ``O_1``, the gradient of the batch, is left out: training does not need it.
+"""
+
+from __future__ import annotations
+
+from retime.schedules.schedule import Schedule
+from retime.schedules.tasks import Kind, Task
+
+
+def baseline(layers: int, *, steps: int = 1) -> Schedule:
+    """Forward, backward, then all updates (Figure 1 b).
+
+    >>> str(baseline(3))
+    'F1 F2 F3 O3 W3 O2 W2 W1 U1 U2 U3'
+
+    Args:
+        layers: n, at least 1.
+        steps: training steps, at least 1.
+
+    Raises:
+        ValueError: when ``layers`` or ``steps`` is below 1.
+    """
+    _check(layers, steps)
+    tasks: list[Task] = []
+    for step in range(steps):
+        tasks += _forward(layers, step)
+        for layer in range(layers, 0, -1):
+            tasks += _backward(layer, step)
+        tasks += _updates(layers, step)
+    return Schedule.sequence(tasks)
+
+
+def backward_fusion(layers: int, *, steps: int = 1) -> Schedule:
+    """Each update as soon as its gradient exists and the old parameters are no longer read (Figure 1 d, algorithm 3).
+
+    ``U_i`` stands behind ``O_i`` as well as ``W_i``: ``O_i`` still reads the old parameters (appendix B.2).
+
+    >>> str(backward_fusion(3))
+    'F1 F2 F3 O3 W3 U3 O2 W2 U2 W1 U1'
+
+    Args:
+        layers: n, at least 1.
+        steps: training steps, at least 1.
+
+    Raises:
+        ValueError: when ``layers`` or ``steps`` is below 1.
+    """
+    _check(layers, steps)
+    tasks: list[Task] = []
+    for step in range(steps):
+        tasks += _forward(layers, step)
+        for layer in range(layers, 0, -1):
+            tasks += [*_backward(layer, step), Task(Kind.U, layer, step=step)]
+    return Schedule.sequence(tasks)
+
+
+def forward_fusion(layers: int, *, steps: int = 2) -> Schedule:
+    """Each update as late as possible, just before the next step's forward of its layer (Figure 1 c, algorithm 2).
+
+    The updates of the last step have no next forward pass and come at the end, as a mechanism has to flush them before
+    parameters are read. So it takes two steps to show the fusion; one alone is the baseline.
+
+    >>> str(forward_fusion(2))
+    "F1 F2 O2 W2 W1 U1 F1' U2 F2' O2' W2' W1' U1' U2'"
+
+    Args:
+        layers: n, at least 1.
+        steps: training steps, at least 1.
+
+    Raises:
+        ValueError: when ``layers`` or ``steps`` is below 1.
+    """
+    _check(layers, steps)
+    tasks: list[Task] = []
+    for step in range(steps):
+        for forward in _forward(layers, step):
+            tasks += [Task(Kind.U, forward.layer, step=step - 1), forward] if step else [forward]
+        for layer in range(layers, 0, -1):
+            tasks += _backward(layer, step)
+    return Schedule.sequence(tasks + _updates(layers, steps - 1))
+
+
+def _forward(layers: int, step: int) -> list[Task]:
+    return [Task(Kind.F, layer, step=step) for layer in range(1, layers + 1)]
+
+
+def _backward(layer: int, step: int) -> list[Task]:
+    weight = Task(Kind.W, layer, step=step)
+    return [weight] if layer == 1 else [Task(Kind.O, layer, step=step), weight]
+
+
+def _updates(layers: int, step: int) -> list[Task]:
+    return [Task(Kind.U, layer, step=step) for layer in range(1, layers + 1)]
+
+
+def _check(layers: int, steps: int) -> None:
+    for name, value in (("layers", layers), ("steps", steps)):
+        if value < 1:
+            raise ValueError(f"{name}={value}: give 1 or more")

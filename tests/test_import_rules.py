@@ -1,0 +1,178 @@
+"""Imports point one way: schedules <- mechanisms <- modules <- strategies, callbacks, integrations <- recipes."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+LEFT_OF = {
+    "schedules": set(),
+    "mechanisms": {"schedules"},
+    "modules": {"schedules", "mechanisms"},
+    "strategies": {"schedules", "mechanisms", "modules"},
+    "callbacks": {"schedules", "mechanisms", "modules"},
+    "integrations": {"schedules", "mechanisms", "modules"},
+    "recipes": {"schedules", "mechanisms", "modules", "strategies", "callbacks", "integrations", "conf"},
+    "conf": set(),
+}
+LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
+CONFIGURATION = {"hydra", "omegaconf"}
+BANNED = {
+    "schedules": {"torch", *LIGHTNING, "accelerate", *CONFIGURATION},
+    "mechanisms": {*LIGHTNING, "accelerate", *CONFIGURATION},
+    "modules": {*LIGHTNING, "accelerate", *CONFIGURATION},
+}
+# What `import retime` must not load: slow, and not needed to train.
+LATE = {"transformers", "hydra", "matplotlib"}
+
+
+def imported(source: str, package: str) -> set[str]:
+    """Every dotted name that ``source``, a module of ``package``, imports anywhere, with relative ones resolved.
+
+    ``from a import b`` gives both ``a`` and ``a.b``, since b may be a module.
+    """
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parent = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parent, *([base] if base else [])])
+            names |= {base} | {f"{base}.{alias.name}" for alias in node.names}
+    return names
+
+
+def offences(folder: str, source: str, package: str) -> list[str]:
+    """What ``source`` imports although its folder may not."""
+    found = []
+    allowed = LEFT_OF[folder] | {folder}
+    for name in sorted(imported(source, package)):
+        top, *rest = name.split(".")
+        if top in BANNED.get(folder, set()):
+            found.append(f"{folder} must not import {name}")
+        elif top != "retime" or folder == "recipes":  # recipes are the last folder: all of retime is to their left
+            continue
+        elif rest and rest[0] in LEFT_OF and rest[0] not in allowed:
+            found.append(f"{folder} must not import {name}: it is no folder to the left")
+    if folder != "recipes" and uses_public_api(source, package):
+        found.append(f"{folder} must not import from retime itself: the public API imports {folder}")
+    return found
+
+
+def uses_public_api(source: str, package: str) -> bool:
+    """Whether ``source`` imports ``retime``, or something else than a folder from it."""
+    plain = any(
+        alias.name == "retime"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    )
+    names = [name.split(".") for name in imported(source, package) if name.startswith("retime.")]
+    return plain or any(rest[0] not in LEFT_OF for _, *rest in names)
+
+
+def files(folder: str) -> list[Path]:
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+@pytest.mark.parametrize("folder", LEFT_OF)
+def test_a_folder_imports_only_what_is_left_of_it(folder):
+    sources = files(folder)
+    assert sources, f"{folder}/ holds no Python: is the tree complete?"
+    found = []
+    for path in sources:
+        package = ".".join(["retime", *path.relative_to(ROOT).parent.parts])
+        found += [f"{path.relative_to(ROOT)}: {what}" for what in offences(folder, path.read_text("utf-8"), package)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("folder", "source", "count"),
+    [
+        ("schedules", "import json\nfrom retime.schedules.tasks import Task\nfrom . import depth", 0),
+        ("schedules", "import torch.nn", 1),
+        ("schedules", "def f():\n    from torch import Tensor", 2),  # the package and, possibly, its module
+        ("schedules", "from retime.mechanisms import fuse_optimizer", 2),
+        ("mechanisms", "from retime.schedules import Schedule\nimport torch", 0),
+        ("mechanisms", "from ..modules import scan", 2),
+        ("mechanisms", "import lightning.pytorch as pl", 1),
+        ("modules", "from retime import mechanisms", 0),
+        ("modules", "from accelerate import Accelerator", 2),
+        ("strategies", "from lightning.pytorch.strategies import DDPStrategy", 0),
+        ("strategies", "from retime.callbacks import StepTimeline", 2),
+        ("callbacks", "import retime", 1),
+        ("callbacks", "from retime import ScanRNN", 1),
+        ("recipes", "import retime\nfrom retime import ScanRNN\nfrom retime.strategies import x", 0),
+    ],
+)
+def test_the_rules_catch_what_they_should(folder, source, count):
+    assert len(offences(folder, source, f"retime.{folder}")) == count
+
+
+def test_importing_retime_does_not_import_what_is_needed_late():
+    """Lightning itself loads some of these when they are installed, so the question is who asks for them."""
+    code = f"""
+import builtins, importlib, json, sys
+late, asked = {LATE!r}, []
+original_import, original_module = builtins.__import__, importlib.import_module
+
+def note(name, module):
+    if name.split(".")[0] in late and module.split(".")[0] == "retime":
+        asked.append(f"{{module}} imports {{name}}")
+
+def noting_import(name, globals=None, locals=None, fromlist=(), level=0):
+    if not level:
+        note(name, (globals or {{}}).get("__name__") or "")
+    return original_import(name, globals, locals, fromlist, level)
+
+def noting_module(name, package=None):
+    note(name, sys._getframe(1).f_globals.get("__name__") or "")
+    return original_module(name, package)
+
+import warnings
+warnings.simplefilter("ignore")  # other libraries' own, at import
+try:
+    import lightning.pytorch
+except ImportError:
+    pass
+before = set(sys.modules)
+builtins.__import__, importlib.import_module = noting_import, noting_module
+import retime
+loaded = sorted(late & (set(sys.modules) - before))
+print(json.dumps([asked, loaded, "hydra" in sys.modules, "retime" in sys.modules]))
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
+    assert ran.returncode == 0, ran.stderr
+    asked, loaded, hydra, retime = json.loads(ran.stdout.splitlines()[-1])
+    assert asked == []
+    assert loaded == []
+    assert not hydra
+    assert retime
+
+
+def test_importing_schedules_loads_neither_torch_nor_matplotlib():
+    """``retime/__init__`` may load torch; the files of schedules alone must not."""
+    code = f"""
+import importlib.util, sys, types
+package = types.ModuleType("retime")  # stands in for the public API, whose own imports are not the question
+package.__path__ = []
+sys.modules["retime"] = package
+folder = {str(ROOT / "schedules")!r}
+spec = importlib.util.spec_from_file_location(
+    "retime.schedules", folder + "/__init__.py", submodule_search_locations=[folder]
+)
+module = importlib.util.module_from_spec(spec)
+sys.modules["retime.schedules"] = module
+spec.loader.exec_module(module)
+assert module.Schedule.parse("F1").tasks
+assert not {{"torch", "lightning", "numpy", "matplotlib"}} & set(sys.modules)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 0, ran.stderr

@@ -1,0 +1,120 @@
+"""Timelines as files."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from retime.schedules import Schedule, Span, simulate, write_chrome_trace, write_png
+
+SPANS = [
+    Span("F1", "compute", 0.0, 1.5, "forward"),
+    Span("W1", "compute", 1.5, 2.0, "weight gradient"),
+    Span("S1", "network", 3.5, 1.0, "synchronisation"),
+    Span("mark", "network", 4.5, 0.0),
+]
+
+
+def read_trace(path):
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_a_trace_holds_every_span_in_microseconds(tmp_path):
+    path = tmp_path / "made" / "trace.json"
+    write_chrome_trace(path, reversed(SPANS), process_name="rank 0")
+    trace = read_trace(path)
+    assert set(trace) == {"traceEvents", "displayTimeUnit"}
+    boxes = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert [(box["name"], box["cat"], box["tid"], box["ts"], box["dur"]) for box in boxes] == [
+        ("F1", "forward", 1, 0.0, 1500.0),
+        ("W1", "weight gradient", 1, 1500.0, 2000.0),
+        ("S1", "synchronisation", 0, 3500.0, 1000.0),
+        ("mark", "task", 0, 4500.0, 0.0),
+    ]
+    assert {box["pid"] for box in boxes} == {0}
+
+
+def test_a_trace_names_the_process_and_the_lanes(tmp_path):
+    write_chrome_trace(tmp_path / "trace.json", SPANS, process_name="rank 0")
+    metadata = [event for event in read_trace(tmp_path / "trace.json")["traceEvents"] if event["ph"] == "M"]
+    assert [(event["name"], event["tid"], *event["args"].values()) for event in metadata] == [
+        ("process_name", 0, "rank 0"),
+        ("thread_name", 0, "compute"),
+        ("thread_sort_index", 0, 0),
+        ("thread_name", 1, "network"),
+        ("thread_sort_index", 1, 1),
+    ]
+
+
+def test_a_trace_of_nothing_is_valid(tmp_path):
+    write_chrome_trace(tmp_path / "trace.json", [])
+    (event,) = read_trace(tmp_path / "trace.json")["traceEvents"]
+    assert event["args"] == {"name": "retime"}
+
+
+def test_a_png_shows_the_spans(tmp_path):
+    image = pytest.importorskip("matplotlib.image")
+    path = tmp_path / "made" / "step.png"
+    write_png(path, SPANS, title="one step: $5 of it")  # a dollar sign starts no formula
+    assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    pixels = image.imread(path)[:, :, :3]
+    height, width, _ = pixels.shape
+    assert width > 1000
+    assert height > 200
+    colours = {tuple(round(float(value), 2) for value in pixel) for pixel in pixels.reshape(-1, 3)}
+    # the first three colours of matplotlib's tab10, one a category
+    assert {(0.12, 0.47, 0.71), (1.0, 0.5, 0.05), (0.17, 0.63, 0.17)} <= colours
+
+
+def test_a_png_of_many_categories_and_lanes(tmp_path):
+    pytest.importorskip("matplotlib")
+    spans = [Span(f"task{i}", f"lane{i % 9}", float(i), 1.0, f"category {i}") for i in range(15)]
+    write_png(tmp_path / "many.png", spans)
+    write_png(tmp_path / "instant.png", [Span("now", "lane", 3.0, 0.0)])
+    assert (tmp_path / "many.png").stat().st_size > 10_000
+    assert (tmp_path / "instant.png").stat().st_size > 1_000
+
+
+def test_a_png_of_nothing_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"nothing\.png': there are no spans"):
+        write_png(tmp_path / "nothing.png", [])
+    assert not (tmp_path / "nothing.png").exists()
+
+
+def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r'pip install "lightning-retime\[recipes\]"'):
+        write_png(tmp_path / "step.png", SPANS)
+
+
+def test_drawing_leaves_pyplot_alone(tmp_path):
+    pytest.importorskip("matplotlib")
+    code = (
+        "import sys; from retime.schedules import Span, write_png; "
+        "assert 'matplotlib' not in sys.modules; "
+        f"write_png({str(tmp_path / 'step.png')!r}, [Span('F1', 'compute', 0.0, 1.0)]); "
+        "assert 'matplotlib' in sys.modules; assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize(("start_ms", "duration_ms"), [(0.0, -1.0), (math.nan, 1.0), (0.0, math.inf)])
+def test_a_span_checks_its_times(start_ms, duration_ms):
+    with pytest.raises(ValueError, match=f"span 'F1' has .*duration_ms={duration_ms}"):
+        Span("F1", "compute", start_ms, duration_ms)
+
+
+def test_a_simulated_timeline_writes_as_it_is(tmp_path):
+    timeline = simulate(Schedule.parse("O2 W2 S2 W1 S1"), {"O": 1, "W": 1, "S": 2}, {"S": "network"})
+    write_chrome_trace(tmp_path / "trace.json", timeline.spans)
+    boxes = [event for event in read_trace(tmp_path / "trace.json")["traceEvents"] if event["ph"] == "X"]
+    assert {box["name"]: (box["ts"], box["dur"]) for box in boxes} == {
+        "O2": (0, 1000),
+        "W2": (1000, 1000),
+        "S2": (2000, 2000),
+        "W1": (2000, 1000),
+        "S1": (4000, 2000),
+    }
+    assert timeline.spans[-1].end_ms == timeline.makespan_ms == 6
