@@ -93,7 +93,7 @@ class _CudaClock:
     name = "cuda events"
 
     def mark(self, reuse: torch.cuda.Event | None = None) -> torch.cuda.Event:
-        event = reuse if reuse is not None else torch.cuda.Event(enable_timing=True)
+        event = reuse if reuse is not None else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         # The current stream of the *calling* thread: inside the backward, autograd has made it the layer's stream.
         event.record()
         return event
@@ -120,10 +120,10 @@ class StepTimer:
         device: where the step computes. CUDA devices are timed by events, all others by the host's clock; the host's
             clock sees a device with its own queue (mps, xpu) only when its work is launched.
         parameters: give the model's parameters when several processes reduce gradients, and exposed communication is
-            measured: from the last parameter whose gradient became ready to the end of the backward. On CUDA the
+            measured: from the last gradient that autograd hands to a parameter to the end of the backward. On CUDA the
             current stream waits for the collectives there; with gloo the calling thread does. Whatever else a strategy
-            does after the last gradient, a fused update for example, counts too. Hooks sit on the parameters from
-            :meth:`start` to :meth:`stop` only, and read nothing.
+            does after the last gradient, a fused update or a deferred weight gradient for example, counts too. Hooks
+            sit on the parameters from :meth:`start` to :meth:`stop` only, and read nothing.
 
     Phases do not nest: a switch ends the phase before it.
     """
@@ -144,7 +144,9 @@ class StepTimer:
         if self._running:
             raise RuntimeError("start() was called twice: call stop() at the end of each batch")
         self._running = True
-        self._hooks = [p.register_post_accumulate_grad_hook(self._gradient_ready) for p in self._watched or ()]
+        for p in self._watched or ():
+            # Not register_post_accumulate_grad_hook: backward fusion takes that for a reader and steps aside.
+            self._hooks.append(p.register_hook(self._gradient_ready))  # type: ignore[no-untyped-call]
         self._batches.append([_Stretch(OTHER, self._clock.mark())])
 
     def switch(self, phase: str) -> None:
@@ -214,7 +216,7 @@ class StepTimer:
             clock=self._clock.name,
         )
 
-    def _gradient_ready(self, _: Tensor) -> None:
+    def _gradient_ready(self, gradient: Tensor) -> None:
         stretch = self._batches[-1][-1]
         if stretch.phase == "backward":  # a user's own autograd.grad in the forward is no gradient of the step
             stretch.last_gradient = self._clock.mark(stretch.last_gradient)

@@ -1,0 +1,262 @@
+"""Forward, backward and update of a Lightning step, as told by the strategy, and the callbacks that listen.
+
+The callbacks here must not override ``on_after_backward``, ``on_before_optimizer_step``, ``on_before_zero_grad`` or
+``configure_gradient_clipping``: a fused optimizer takes whoever does for a reader of gradients and runs the plain step,
+so that the measurement would measure itself. They stand in for three methods of the strategy instead, on the instance
+and for the measured batch only.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.core.optimizer import do_nothing_closure
+from lightning.pytorch.strategies import Strategy
+
+from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.step_timer import OTHER
+
+_MISSING = object()
+
+
+class PhaseObserver(Protocol):
+    """Told each time the step goes from one phase to the next."""
+
+    def switch(self, phase: str) -> None:
+        """``phase`` is ``"forward"``, ``"backward"``, ``"update"`` or ``"other"``."""
+
+
+class StrategyPhases:
+    """Stands in for ``training_step``, ``backward`` and ``optimizer_step`` of one strategy object.
+
+    Phases exclude one another: with manual optimization, a backward inside ``training_step`` interrupts the forward.
+    The update is ``optimizer_step`` outside its closure, since Lightning's closure is the forward and the backward.
+    Several observers share one stand-in: two stacked ones could not be taken off in any order.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._observers: list[PhaseObserver] = []
+        self._stack = [OTHER]
+        self._told = OTHER
+        self._originals: dict[str, Callable[..., Any]] = {}
+        self._before: dict[str, Any] = {}
+        self._stand_ins: dict[str, Callable[..., Any]] = {
+            "training_step": self._training_step,
+            "backward": self._backward,
+            "optimizer_step": self._optimizer_step,
+        }
+
+    @classmethod
+    def attach(cls, strategy: Strategy, observer: PhaseObserver) -> StrategyPhases:
+        """Tell ``observer`` about ``strategy``'s phases until :meth:`detach`."""
+        phases = getattr(vars(strategy).get("backward"), "__self__", None)
+        if not isinstance(phases, StrategyPhases):
+            phases = cls(strategy)
+            phases._install()
+        phases._observers.append(observer)
+        return phases
+
+    def detach(self, observer: PhaseObserver) -> None:
+        """Tell ``observer`` no more; the last one to go puts the strategy back as it was."""
+        self._observers.remove(observer)
+        if self._observers:
+            return
+        for name, stand_in in self._stand_ins.items():
+            # If somebody else put theirs over ours meanwhile, it is not ours to remove; ours then only passes through.
+            if vars(self._strategy).get(name) != stand_in:
+                continue
+            if self._before[name] is _MISSING:
+                delattr(self._strategy, name)
+            else:
+                setattr(self._strategy, name, self._before[name])
+
+    def _install(self) -> None:
+        for name, stand_in in self._stand_ins.items():
+            self._originals[name] = getattr(self._strategy, name)
+            self._before[name] = vars(self._strategy).get(name, _MISSING)
+            setattr(self._strategy, name, stand_in)
+
+    def _training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._phase("forward"):
+            return self._originals["training_step"](*args, **kwargs)
+
+    def _backward(self, *args: Any, **kwargs: Any) -> Any:
+        with self._phase("backward"):
+            return self._originals["backward"](*args, **kwargs)
+
+    def _optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        step = self._originals["optimizer_step"]
+        if closure is do_nothing_closure:  # manual optimization without a closure
+            with self._phase("update"):
+                return step(optimizer, closure, *args, **kwargs)
+        frame = len(self._stack)
+
+        def closure_then_update() -> Any:
+            with self._phase(OTHER):  # zeroing the gradients is neither forward nor backward
+                try:
+                    return closure()
+                finally:
+                    self._stack[frame] = "update"
+
+        with self._phase(OTHER):  # nothing is updated before the closure has run
+            return step(optimizer, closure_then_update, *args, **kwargs)
+
+    @contextmanager
+    def _phase(self, phase: str) -> Iterator[None]:
+        self._stack.append(phase)
+        self._tell()
+        try:
+            yield
+        finally:
+            self._stack.pop()
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._stack[-1] == self._told:
+            return
+        self._told = self._stack[-1]
+        for observer in self._observers:
+            observer.switch(self._told)
+
+
+class PhaseCallback(Callback):
+    """Measures whole optimizer steps: picks them, listens to their batches and publishes the numbers.
+
+    A step is the batches that one optimizer update covers: one, or as many as are accumulated; with manual
+    optimization always one batch. Counting starts anew with each ``fit``.
+
+    Args:
+        every_n_steps: measure each n-th step after the warm-up; ``None`` measures one step a ``fit``.
+        warm_up: steps a ``fit`` that are not measured at its start.
+        log: send the numbers to the trainer's loggers.
+
+    Raises:
+        ValueError: when a number is too small.
+        TypeError: when one is not an integer.
+    """
+
+    def __init__(self, every_n_steps: int | None, warm_up: int, log: bool) -> None:
+        name = type(self).__name__
+        if every_n_steps is not None:
+            _check_integer(name, "every_n_steps", every_n_steps, at_least=1)
+        _check_integer(name, "warm_up", warm_up, at_least=0)
+        self.every_n_steps = every_n_steps
+        self.warm_up = warm_up
+        self._publishes = log  # Lightning puts the module's log method at `callback.log`
+        self.steps_measured = 0
+        self._seen = self._measured = 0  # in this fit
+        self._under_way = self._measuring = False
+        self._global_step = 0
+        self._phases: StrategyPhases | None = None
+        self._observer: PhaseObserver | None = None
+
+    @abstractmethod
+    def _begin_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget the last step."""
+
+    @abstractmethod
+    def _begin_batch(self) -> PhaseObserver:
+        """Start measuring; the observer returned hears of the phases."""
+
+    @abstractmethod
+    def _end_batch(self) -> None:
+        """Stop measuring; also called when the batch failed."""
+
+    @abstractmethod
+    def _end_step(self, trainer: Trainer, global_step: int) -> None:
+        """All batches of the step are measured; ``global_step`` is the trainer's count before it."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._abandon()
+        self._seen = self._measured = 0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if not self._under_way:
+            self._under_way = True
+            self._global_step = trainer.global_step
+            self._measuring = self._due()
+            if self._measuring:
+                self._begin_step(trainer, pl_module)
+        if self._measuring:
+            self._observer = self._begin_batch()
+            self._phases = StrategyPhases.attach(trainer.strategy, self._observer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._release()
+        if not self._under_way:
+            return  # Lightning starts no batch that is None, but it ends it
+        if pl_module.automatic_optimization and trainer.global_step == self._global_step:
+            return  # this batch's gradients are being accumulated: the step goes on
+        self._under_way = False
+        self._seen += 1
+        if self._measuring:
+            self._measured += 1
+            self.steps_measured += 1
+            self._end_step(trainer, self._global_step)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._abandon()  # on_train_batch_start may have returned -1, which ends the epoch without ending the batch
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._abandon()
+        if self._seen and not self._measured and trainer.is_global_zero:
+            warnings.warn(
+                f"{type(self).__name__} measured 0 of {self._seen} steps, since it leaves out the first "
+                f"warm_up={self.warm_up}: train longer, or give a smaller warm_up.",
+                NoEffectWarning,
+                stacklevel=2,
+            )
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._abandon()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._abandon()
+
+    def _due(self) -> bool:
+        past_warm_up = self._seen - self.warm_up
+        if self.every_n_steps is None:
+            return past_warm_up == 0
+        return past_warm_up >= 0 and past_warm_up % self.every_n_steps == 0
+
+    def _release(self) -> None:
+        if self._phases is None or self._observer is None:
+            return
+        self._phases.detach(self._observer)
+        self._phases = self._observer = None
+        self._end_batch()
+
+    def _abandon(self) -> None:
+        self._release()
+        self._under_way = self._measuring = False
+
+    def _publish(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        """Send ``metrics`` to the loggers in a row of their own.
+
+        ``LightningModule.log`` would repeat a value in every later row and drop it where ``log_every_n_steps`` does not
+        meet the measured step; the user's own rows are left alone this way.
+        """
+        if not self._publishes:
+            return
+        # The loggers' x axis: the built-in monitors read it here too, so that the rows line up.
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=step)
+        # Where there is no logger the numbers are still at hand; float64, as bytes do not fit into float32.
+        trainer.callback_metrics.update({k: torch.tensor(v, dtype=torch.float64) for k, v in metrics.items()})
+
+
+def _check_integer(owner: str, name: str, value: object, *, at_least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{owner}({name}={value!r}): give a whole number of steps, {at_least} or more")
+    if value < at_least:
+        raise ValueError(f"{owner}({name}={value}): give {at_least} or more steps")

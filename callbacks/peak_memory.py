@@ -1,0 +1,82 @@
+"""The most memory each phase of a training step needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+
+from retime.callbacks._phases import PhaseCallback, PhaseObserver
+from retime.mechanisms.memory_probe import MemoryProbe
+
+__all__ = ["PeakMemory"]
+
+
+class PeakMemory(PhaseCallback):
+    """Peak bytes during forward, backward, update and the whole batch, under any strategy.
+
+        trainer = Trainer(strategy="fused_optimizer", callbacks=[PeakMemory(every_n_steps=50)])
+
+    Logged for each measured step: ``memory/forward_peak_bytes``, ``memory/backward_peak_bytes``,
+    ``memory/update_peak_bytes`` and ``memory/batch_peak_bytes`` (from a batch's start hook to its end hook, so at least
+    the largest of the three). The phases are those of :class:`~retime.callbacks.step_timeline.StepTimeline`; one that
+    did not run is left out, and with accumulation each number is the largest over the step's batches.
+
+    On CUDA it is the allocator's peak of allocated bytes on this process's device. Elsewhere it is the peak resident
+    size of this process, libraries included; freed memory that the C library keeps counts as resident. Every process
+    measures itself; rank zero logs.
+
+    Measuring a phase resets the peak before it: ``torch.cuda.max_memory_allocated``, or the process's ``VmHWM`` and
+    ``ru_maxrss``, read after a ``fit`` with this callback cover the last measured phase on only. Use :attr:`peaks`.
+
+    Args:
+        every_n_steps: measure each n-th optimizer step, the first included.
+        log: send the numbers to the trainer's loggers, at every measured step whatever ``log_every_n_steps`` is.
+
+    Attributes:
+        peaks: one dict a measured step: ``step`` (the trainer's ``global_step`` before it) and, of those above that
+            ran, ``forward_peak_bytes``, ``backward_peak_bytes``, ``update_peak_bytes``, ``batch_peak_bytes``.
+
+    Raises:
+        ValueError: when ``every_n_steps`` is below 1.
+        TypeError: when it is not an integer.
+    """
+
+    def __init__(self, every_n_steps: int = 1, log: bool = True) -> None:
+        if every_n_steps is None:
+            raise TypeError("PeakMemory(every_n_steps=None): give a whole number of steps, 1 or more")
+        super().__init__(every_n_steps, warm_up=0, log=log)
+        self.peaks: list[dict[str, int]] = []
+        self._probe: MemoryProbe | None = None
+
+    def report(self) -> dict[str, Any]:
+        """What was measured: ``steps``, ``source``, ``note`` and the largest of each number over all measured steps.
+
+        ``source`` is ``"cuda allocator"``, ``"VmHWM"`` (the kernel's peak resident size) or ``"sampled rss"``, which
+        may miss a short peak; ``note`` then says why it had to be sampled.
+        """
+        names = dict.fromkeys(name for step in self.peaks for name in step if name != "step")
+        return {
+            "steps": len(self.peaks),
+            "source": self._probe.source if self._probe else None,
+            "note": self._probe.note if self._probe else "",
+            **{name: max(step[name] for step in self.peaks if name in step) for name in names},
+        }
+
+    def _begin_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._probe = MemoryProbe(trainer.strategy.root_device)
+
+    def _begin_batch(self) -> PhaseObserver:
+        assert self._probe is not None  # made in _begin_step
+        self._probe.start()
+        return self._probe
+
+    def _end_batch(self) -> None:
+        if self._probe is not None:
+            self._probe.stop()
+
+    def _end_step(self, trainer: Trainer, global_step: int) -> None:
+        assert self._probe is not None
+        measured = {f"{phase}_peak_bytes": peak for phase, peak in self._probe.peaks().items()}
+        self.peaks.append({"step": global_step, **measured})
+        self._publish(trainer, {f"memory/{name}": float(peak) for name, peak in measured.items()})

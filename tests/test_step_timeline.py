@@ -1,0 +1,515 @@
+"""StepTimeline and the stop-watch below it: spans and keys are counted, durations only compared with one another."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.utils.data import DataLoader
+
+import retime.callbacks.step_timeline as step_timeline
+from retime.callbacks._phases import StrategyPhases
+from retime.callbacks.peak_memory import PeakMemory
+from retime.callbacks.step_timeline import StepTimeline
+from retime.mechanisms.fusion import fuse_optimizer
+from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.step_timer import EXPOSED, StepTimer, StepTiming
+
+pytestmark = [  # what Lightning itself warns of
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+    pytest.mark.filterwarnings("ignore:`training_step` returned `None`"),
+]
+
+KEYS = {f"timeline/{name}_ms" for name in ("forward", "backward", "update", "communication_exposed", "step")}
+GRADIENT_READING_HOOKS = (
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "configure_gradient_clipping",
+)
+
+
+class Net(LightningModule):
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.optimizer = optimizer
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor | None:
+        loss = self.net(batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        if self.optimizer == "lbfgs":
+            return torch.optim.LBFGS(self.parameters(), max_iter=3)
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+class ManualNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self.net(batch).square().mean())
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.net[0], self.net[2])]
+
+
+class Failing(Net):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor | None:
+        if self.where == "forward":
+            raise ZeroDivisionError
+        return super().training_step(batch, batch_idx)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        if self.where == "backward":
+            raise ZeroDivisionError
+        super().backward(loss)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if self.where == "update":
+
+            def closure() -> None:
+                optimizer_closure()
+                raise ZeroDivisionError
+
+            optimizer.step(closure)
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+
+class Spy(Callback):
+    """Notes which of the strategy's attributes are set on the instance while a batch runs."""
+
+    def __init__(self) -> None:
+        self.stood_in: list[bool] = []
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
+        self.stood_in.append("backward" in vars(trainer.strategy))
+
+
+def loader(batches: int) -> DataLoader[torch.Tensor]:
+    data = torch.randn(batches * 2, 4, generator=torch.Generator().manual_seed(1))
+    return DataLoader(data, batch_size=2)  # type: ignore[arg-type]
+
+
+def fit(callbacks: list[Callback], model: Net | None = None, batches: int = 6, **options: Any) -> Trainer:
+    trainer = Trainer(
+        **{"max_epochs": 1, "logger": False, **options},
+        accelerator="cpu",
+        devices=1,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=callbacks,
+    )
+    trainer.fit(model or Net(), loader(batches))
+    return trainer
+
+
+def quiet(**options: Any) -> StepTimeline:
+    return StepTimeline(**{"every_n_steps": 1, "warm_up": 0, "png": False, "trace": False, **options})
+
+
+def count(timing: StepTiming) -> dict[str, int]:
+    return dict(Counter(span.name for span in timing.spans))
+
+
+def assert_consistent(timing: StepTiming) -> None:
+    step = [span for span in timing.spans if span.lane == "step"]
+    assert all(span.duration_ms >= 0 for span in timing.spans)
+    assert all(a.end_ms <= b.start_ms + 1e-6 for a, b in pairwise(step))
+    assert timing.forward_ms + timing.backward_ms + timing.update_ms <= timing.step_ms + 1e-6
+    assert timing.communication_exposed_ms is not None
+    assert 0 <= timing.communication_exposed_ms <= timing.backward_ms
+
+
+# ---------------------------------------------------------------------------------------------------- the stop-watch
+
+
+def train_bare(timer: StepTimer, net: nn.Module) -> None:
+    timer.start()
+    timer.switch("forward")
+    loss = net(torch.ones(2, 4)).sum()
+    timer.switch("backward")
+    loss.backward()
+    timer.switch("update")
+    timer.stop()
+
+
+def test_timer_in_a_bare_loop() -> None:
+    timer = StepTimer()
+    train_bare(timer, nn.Linear(4, 1))
+    timing = timer.timing()
+    assert count(timing) == {"forward": 1, "backward": 1, "update": 1}
+    assert timing.communication_exposed_ms == 0
+    assert timing.clock == "host clock"
+    assert_consistent(timing)
+
+
+def test_timer_finds_the_end_of_the_last_gradient() -> None:
+    net = nn.Linear(4, 1)
+    net.bias.requires_grad_(False)
+    timer = StepTimer(parameters=net.parameters())
+    train_bare(timer, net)
+    train_bare(timer, net)
+    timing = timer.timing()
+    assert count(timing) == {"forward": 2, "backward": 2, "update": 2, EXPOSED: 2}
+    assert_consistent(timing)
+    assert not net.weight._backward_hooks
+
+
+def test_timer_does_not_guess_exposed_communication() -> None:
+    timer = StepTimer(parameters=[])
+    train_bare(timer, nn.Linear(4, 1))
+    assert timer.timing().communication_exposed_ms is None
+    assert "communication_exposed_ms" not in timer.timing().metrics()
+
+
+def test_timer_does_not_stop_backward_fusion() -> None:
+    def late_updates(watched: bool) -> int:
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        fusion = fuse_optimizer(net, torch.optim.SGD(net.parameters(), lr=0.1), bucket_bytes=1)
+        timer = StepTimer(parameters=net.parameters() if watched else None)
+        for _ in range(3):
+            train_bare(timer, net)
+            fusion.optimizer.step()
+            fusion.optimizer.zero_grad()
+        assert fusion.report().fused_updates > 0
+        return fusion.report().late_updates
+
+    assert late_updates(watched=True) == late_updates(watched=False)
+
+
+def test_timer_refuses_misuse() -> None:
+    timer = StepTimer()
+    with pytest.raises(RuntimeError, match="call start"):
+        timer.switch("forward")
+    with pytest.raises(RuntimeError, match="nothing to report"):
+        timer.timing()
+    timer.start()
+    with pytest.raises(RuntimeError, match="called twice"):
+        timer.start()
+    with pytest.raises(ValueError, match=r"'sideways': use one of forward, backward, update, other"):
+        timer.switch("sideways")
+    timer.stop()
+    timer.stop()
+
+
+def test_cuda_step_is_timed_by_events_that_are_read_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    class FakeEvent:
+        """Ticks one millisecond at each record."""
+
+        clock = 0
+        waits = 0
+
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            FakeEvent.clock += 1
+            self.at = FakeEvent.clock
+
+        def synchronize(self) -> None:
+            FakeEvent.waits += 1
+
+        def elapsed_time(self, end: FakeEvent) -> float:
+            return float(end.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    net = nn.Linear(4, 1)
+    timer = StepTimer("cuda", parameters=net.parameters())
+    train_bare(timer, net)
+    assert FakeEvent.waits == 0
+    timing = timer.timing()
+    # start 1, forward 2, backward 3, two gradients 4 and 5, update 6, stop 7
+    assert timing.metrics() == {
+        "forward_ms": 1,
+        "backward_ms": 3,
+        "update_ms": 1,
+        "step_ms": 6,
+        "communication_exposed_ms": 1,
+    }
+    assert timing.clock == "cuda events"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_events_on_a_device() -> None:
+    net = nn.Linear(4, 1).cuda()
+    timer = StepTimer("cuda", parameters=net.parameters())
+    timer.start()
+    timer.switch("forward")
+    loss = net(torch.ones(2, 4, device="cuda")).sum()
+    timer.switch("backward")
+    loss.backward()
+    timer.stop()
+    assert count(timer.timing()) == {"forward": 1, "backward": 1, EXPOSED: 1}
+    assert_consistent(timer.timing())
+
+
+# ------------------------------------------------------------------------------------------------------ the callback
+
+
+def test_measures_every_nth_step_after_the_warm_up(tmp_path: Path) -> None:
+    timeline = StepTimeline(every_n_steps=2, warm_up=1, dirpath=tmp_path)
+    trainer = fit([timeline])
+    assert len(timeline.timings) == 3
+    for timing in timeline.timings:
+        assert count(timing) == {"forward": 1, "backward": 1, "update": 1}
+        assert_consistent(timing)
+    names = {f"epoch-0-step-{step}.{suffix}" for step in (1, 3, 5) for suffix in ("png", "json")}
+    assert {path.name for path in tmp_path.iterdir()} == names == {path.name for path in timeline.files}
+    assert (tmp_path / "epoch-0-step-1.png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads((tmp_path / "epoch-0-step-1.json").read_text())["traceEvents"]
+    assert [e["name"] for e in events if e["ph"] == "X"] == ["forward", "backward", "update"]
+    assert set(trainer.callback_metrics) >= KEYS
+    assert timeline.report()["steps"] == 3
+    assert timeline.report()["clock"] == "host clock"
+    assert timeline.report()["mean_step_ms"] > 0
+
+
+def test_accumulated_batches_have_no_update_of_their_own() -> None:
+    timeline = quiet(every_n_steps=2)
+    fit([timeline], batches=7, accumulate_grad_batches=3)  # windows of 3, 3 and 1 batches
+    whole, short = timeline.timings
+    assert count(whole) == {"forward": 3, "backward": 3, "update": 1}
+    assert count(short) == {"forward": 1, "backward": 1, "update": 1}
+    assert_consistent(whole)
+
+
+def test_manual_optimization_has_a_span_for_each_backward_and_update() -> None:
+    timeline = quiet(every_n_steps=4)
+    fit([timeline], ManualNet())
+    assert len(timeline.timings) == 2
+    for timing in timeline.timings:
+        spans = count(timing)
+        assert spans["backward"] == spans["update"] == 2
+        assert spans["forward"] >= 2
+        assert_consistent(timing)
+
+
+def test_every_closure_call_is_drawn() -> None:
+    timeline = quiet(every_n_steps=None)
+    fit([timeline], Net("lbfgs"))
+    spans = count(timeline.timings[0])
+    assert spans["forward"] == spans["backward"] > 1
+    assert spans["update"] == spans["forward"]  # LBFGS works after every evaluation
+
+
+def test_a_skipped_step_has_no_backward() -> None:
+    class Skipping(Net):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+            return None
+
+    timeline = quiet(every_n_steps=None)
+    fit([timeline], Skipping())
+    assert count(timeline.timings[0]) == {"forward": 1, "update": 1}
+
+
+def test_one_step_a_fit_and_several_fits() -> None:
+    timeline = quiet(every_n_steps=None, warm_up=2)
+    model = Net()
+    trainer = fit([timeline], model)
+    assert len(timeline.timings) == 1
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, loader(6))
+    fit([timeline])
+    assert len(timeline.timings) == timeline.steps_measured == 3
+
+
+def test_says_when_nothing_was_measured() -> None:
+    with pytest.warns(NoEffectWarning, match="measured 0 of 6 steps.*warm_up=9"):
+        fit([quiet(warm_up=9)])
+
+
+def test_user_metrics_are_not_disturbed(tmp_path: Path) -> None:
+    def user_rows(name: str, callbacks: list[Callback]) -> tuple[list[tuple[str, str]], int]:
+        logger = CSVLogger(tmp_path, name=name)
+        fit(callbacks, logger=logger, log_every_n_steps=2)
+        with open(Path(logger.log_dir) / "metrics.csv", newline="") as file:
+            rows = list(csv.DictReader(file))
+        ours = [row for row in rows if row.get("timeline/step_ms")]
+        assert all(row[key] for row in ours for key in KEYS)
+        return [(row["step"], row["loss"]) for row in rows if row["loss"]], len(ours)
+
+    plain, none = user_rows("plain", [])
+    assert none == 0
+    assert user_rows("timed", [StepTimeline(every_n_steps=3, warm_up=0)]) == (plain, 2)
+    assert user_rows("silent", [quiet(log=False)]) == (plain, 0)
+    drawn = sorted((tmp_path / "timed" / "version_0" / "timeline").iterdir())  # the default folder
+    assert len(drawn) == 4
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_weights_are_bit_identical_and_the_strategy_is_left_as_found(options: dict[str, Any], reverse: bool) -> None:
+    reference, measured, spy = Net(), Net(), Spy()
+    fit([], reference, **options)
+    callbacks: list[Callback] = [quiet(every_n_steps=2, warm_up=1), spy, PeakMemory(every_n_steps=3)]
+    trainer = fit(callbacks[::-1] if reverse else callbacks, measured, **options)
+    for name, weight in reference.state_dict().items():
+        assert torch.equal(weight, measured.state_dict()[name]), name
+    assert set(spy.stood_in) == {True, False} if options else all(spy.stood_in[::3])
+    assert_untouched(trainer)
+
+
+def assert_untouched(trainer: Trainer) -> None:
+    assert not {"training_step", "backward", "optimizer_step"} & set(vars(trainer.strategy))
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "update"])
+def test_an_exception_leaves_nothing_behind(where: str) -> None:
+    timeline, memory, model = quiet(), PeakMemory(), Failing(where)
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False, callbacks=[timeline, memory]
+    )
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(model, loader(2))
+    assert_untouched(trainer)
+    assert not timeline.timings
+    fit([timeline, memory])
+    assert len(timeline.timings) == len(memory.peaks) == 6
+
+
+def test_an_epoch_cut_short_by_a_hook_leaves_nothing_behind() -> None:
+    class Cutting(Net):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if batch_idx == 1 else None
+
+    timeline = quiet()
+    assert_untouched(fit([timeline], Cutting(), accumulate_grad_batches=1))
+    assert len(timeline.timings) == 1
+
+
+def test_another_stand_in_on_the_strategy_survives() -> None:
+    calls = []
+
+    class Patching(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            backward = trainer.strategy.backward
+
+            def patched(*args: Any, **kwargs: Any) -> Any:
+                calls.append(1)
+                return backward(*args, **kwargs)
+
+            trainer.strategy.backward = patched  # type: ignore[method-assign]
+            self.patched = patched
+
+    patching, timeline = Patching(), quiet()
+    trainer = fit([patching, timeline])
+    assert len(calls) == len(timeline.timings) == 6
+    assert vars(trainer.strategy)["backward"] is patching.patched
+
+
+def test_a_stand_in_put_over_ours_meanwhile_is_kept() -> None:
+    class Strategy:
+        def training_step(self) -> str:
+            return "step"
+
+        backward = optimizer_step = training_step
+
+    strategy: Any = Strategy()
+    timer = StepTimer()
+    phases = StrategyPhases.attach(strategy, timer)
+    ours = strategy.training_step
+    strategy.training_step = theirs = lambda: ours()
+    phases.detach(timer)
+    assert vars(strategy) == {"training_step": theirs}
+    assert strategy.training_step() == "step"
+
+
+@pytest.mark.parametrize("hook", GRADIENT_READING_HOOKS)
+def test_no_hook_that_makes_a_fused_optimizer_run_plain(hook: str) -> None:
+    for callback in (StepTimeline, PeakMemory):
+        assert getattr(callback, hook, None) is getattr(Callback, hook, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"every_n_steps": 0}, ValueError, r"StepTimeline\(every_n_steps=0\): give 1 or more steps"),
+        ({"every_n_steps": 2.5}, TypeError, r"StepTimeline\(every_n_steps=2.5\): give a whole number"),
+        ({"every_n_steps": True}, TypeError, r"every_n_steps=True"),
+        ({"warm_up": -1}, ValueError, r"StepTimeline\(warm_up=-1\): give 0 or more steps"),
+    ],
+)
+def test_arguments_are_checked(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        StepTimeline(**arguments)
+
+
+def test_drawing_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_timeline, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match="or give png=False"):
+        StepTimeline()
+    StepTimeline(png=False)
+
+
+DDP_SCRIPT = """
+import sys, torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader
+from retime.callbacks.step_timeline import StepTimeline
+
+class Net(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).sum()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+    def on_train_end(self):
+        (timeline,) = [c for c in self.trainer.callbacks if isinstance(c, StepTimeline)]
+        timing = timeline.timings[-1]
+        names = ",".join(span.name for span in timing.spans)
+        known = timing.communication_exposed_ms is not None
+        print(f"\\nrank {self.global_rank}: {names}; {known}; {len(timeline.files)} files", flush=True)
+
+timeline = StepTimeline(every_n_steps=2, warm_up=1, dirpath=sys.argv[1], png=False)
+trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp_fork", max_epochs=1, logger=False,
+                  enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+                  accumulate_grad_batches=2, callbacks=[timeline])
+trainer.fit(Net(), DataLoader(torch.randn(16, 4), batch_size=2))
+"""
+
+
+def test_two_processes_report_exposed_communication(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", DDP_SCRIPT, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    spans = f"forward,backward,{EXPOSED},forward,backward,{EXPOSED},update"
+    lines = {line for line in done.stdout.splitlines() if line.startswith("rank ")}
+    assert lines == {f"rank 0: {spans}; True; 1 files", f"rank 1: {spans}; True; 0 files"}
+    assert [path.name for path in tmp_path.iterdir()] == ["epoch-0-step-1.json"]
