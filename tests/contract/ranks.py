@@ -1,0 +1,131 @@
+"""Rows that need two ranks: one pair of gloo processes runs all of a row's scenarios, one after the other."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from contract.record import Record
+
+WORLD_SIZE = 2
+START_S = 90
+"""The longest a pair may take from its start to its first result (imports, on a busy machine)."""
+SCENARIO_S = 30
+"""The longest one scenario may take after that: the ranks then wait for each other for ever."""
+GRACE_S = 5
+"""How long the second rank may take to notice that the first has failed."""
+PAIRS = 4
+"""A failed scenario ends its pair of processes; so many pairs are started before the rest is given up."""
+
+
+class RankError(AssertionError):
+    """A scenario failed on some rank; the message holds the ranks' tracebacks."""
+
+
+class RankRuns:
+    """Runs `scenarios` under a row on two ranks, at the first question for a record."""
+
+    def __init__(self, row: str, scenarios: list[str], folder: Path, scenario_s: float = SCENARIO_S) -> None:
+        self._row, self._scenarios, self._folder, self._scenario_s = row, scenarios, folder, scenario_s
+        self._results: dict[str, list[Any]] | None = None
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def records(self, scenario: str) -> list[Record]:
+        """The scenario's records by rank."""
+        if self._results is None:
+            self._results = {}
+            self._run_all(self._results)
+        results = self._results.get(scenario, [f"not run: {PAIRS} pairs of processes had failed before it"])
+        if all(isinstance(result, Record) for result in results):
+            return results
+        texts = [f"rank {rank}:\n{result}" for rank, result in enumerate(results) if not isinstance(result, Record)]
+        raise RankError("\n".join(texts))
+
+    def stop(self) -> None:
+        """End the processes, if they are still there."""
+        for process in self._processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        self._processes = []
+
+    def _run_all(self, results: dict[str, list[Any]]) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        left = list(self._scenarios)
+        for attempt in range(PAIRS):
+            if not left:
+                return
+            logs = [self._folder / f"{attempt}.{rank}.log" for rank in range(WORLD_SIZE)]
+            try:
+                self._start(left, logs)
+                failure = self._watch(left)
+            finally:
+                self.stop()
+            for name in left:
+                paths = self._paths(name)
+                if all(path.exists() for path in paths) or name == failure:
+                    results[name] = [self._read(path, log) for path, log in zip(paths, logs, strict=True)]
+            left = [name for name in left if name not in results]
+
+    def _start(self, scenarios: list[str], logs: list[Path]) -> None:
+        tests = Path(__file__).parents[1]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        for rank, log in enumerate(logs):
+            environment = os.environ | {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "WORLD_SIZE": str(WORLD_SIZE),
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "GROUP_RANK": "0",
+                "TORCHELASTIC_RUN_ID": "contract",  # Lightning then starts no processes of its own
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+            }
+            command = [sys.executable, "-m", "contract.worker", self._row, str(self._folder), *scenarios]
+            with log.open("wb") as out:
+                self._processes.append(
+                    # A session of its own, so that stop() also ends whatever a rank may have started.
+                    subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
+                )
+
+    def _watch(self, scenarios: list[str]) -> str | None:
+        """Wait for the pair; return the scenario in which it failed or hung."""
+        deadline, seen = time.monotonic() + START_S, 0
+        while any(process.poll() is None for process in self._processes):
+            time.sleep(0.05)
+            done = self._done(scenarios)
+            if done > seen:
+                deadline, seen = time.monotonic() + self._scenario_s, done
+            if any(process.poll() not in (None, 0) for process in self._processes):
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+            if time.monotonic() > deadline:
+                break
+        for name in scenarios:
+            paths = self._paths(name)
+            if not all(path.exists() for path in paths) or any(isinstance(self._read(path), str) for path in paths):
+                return name
+        return None
+
+    def _done(self, scenarios: list[str]) -> int:
+        return sum(path.exists() for name in scenarios for path in self._paths(name))
+
+    def _paths(self, scenario: str) -> list[Path]:
+        return [self._folder / f"{scenario}.{rank}.pt" for rank in range(WORLD_SIZE)]
+
+    @staticmethod
+    def _read(path: Path, log: Path | None = None) -> Any:
+        if path.exists():
+            return torch.load(path, weights_only=False)
+        tail = "" if log is None else log.read_text(errors="replace")[-2000:]
+        return f"no result: the process hung or died. The end of its output:\n{tail}"

@@ -1,0 +1,34 @@
+"""The runs, one file a theme; importing this package registers them all in `contract.registry.SCENARIOS`."""
+
+from contract.registry import SCENARIOS
+from contract.scenarios import (
+    accumulation,
+    averaging,
+    checkpoints,
+    evaluation,
+    hooks,
+    interruptions,
+    manual,
+    optimizers,
+    parameters,
+    precision,
+    schedules,
+    tuning,
+)
+
+__all__ = ["SCENARIOS"]
+
+THEMES = (
+    accumulation,
+    averaging,
+    checkpoints,
+    evaluation,
+    hooks,
+    interruptions,
+    manual,
+    optimizers,
+    parameters,
+    precision,
+    schedules,
+    tuning,
+)

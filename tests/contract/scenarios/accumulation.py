@@ -1,0 +1,107 @@
+"""Gradient accumulation, clipping, and steps that are left out."""
+
+from typing import Any
+
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+from contract.bench import Bench
+from contract.models import Net, sgd
+from contract.registry import scenario
+from contract.traits import NORM_CLIP
+
+NONE_ACROSS_RANKS = "Lightning refuses a training_step that returns None across ranks"
+
+
+@scenario()
+def accumulate_with_short_last_window(bench: Bench) -> None:
+    bench.fit(Net(), accumulate_grad_batches=3)  # 5 batches: a window of 3, then one of 2
+
+
+@scenario()
+def accumulate_longer_than_the_epoch(bench: Bench) -> None:
+    bench.fit(Net(), accumulate_grad_batches=8)
+
+
+@scenario()
+def accumulate_by_epoch(bench: Bench) -> None:
+    bench.fit(Net(), callbacks=[GradientAccumulationScheduler({0: 1, 1: 2, 2: 4})], max_epochs=3)
+
+
+class ChangeAccumulation(Callback):
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        trainer.accumulate_grad_batches = 1 if batch_idx < 2 else 2
+
+
+@scenario()
+def accumulation_changes_mid_epoch(bench: Bench) -> None:
+    bench.fit(Net(optimizer=sgd), callbacks=[ChangeAccumulation()])
+
+
+@scenario()
+def accumulation_cut_by_max_steps(bench: Bench) -> None:
+    bench.fit(Net(), accumulate_grad_batches=2, max_steps=4, max_epochs=3)
+
+
+@scenario()
+def clip_by_value(bench: Bench) -> None:
+    bench.fit(Net(), gradient_clip_val=0.01, gradient_clip_algorithm="value")
+
+
+@scenario()
+def clip_by_value_with_accumulation(bench: Bench) -> None:
+    bench.fit(Net(optimizer=sgd), gradient_clip_val=0.01, gradient_clip_algorithm="value", accumulate_grad_batches=2)
+
+
+@scenario(NORM_CLIP)
+def clip_by_norm(bench: Bench) -> None:
+    bench.fit(Net(optimizer=sgd), gradient_clip_val=0.05)
+
+
+@scenario(NORM_CLIP)
+def clip_by_norm_with_accumulation(bench: Bench) -> None:
+    bench.fit(Net(), gradient_clip_val=0.05, accumulate_grad_batches=2)
+
+
+class Skips(Net):
+    """Returns None for some batches: no backward, yet the step is still called."""
+
+    skipped: tuple[int, ...] = ()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx in self.skipped else loss
+
+
+class SkipsFirstAndLast(Skips):
+    skipped = (0, 4)
+
+
+class SkipsMiddle(Skips):
+    skipped = (1, 2)
+
+
+@scenario(single=NONE_ACROSS_RANKS)
+def training_step_returns_none(bench: Bench) -> None:
+    bench.fit(SkipsMiddle())
+
+
+@scenario(single=NONE_ACROSS_RANKS)
+def training_step_returns_none_at_the_ends(bench: Bench) -> None:
+    bench.fit(SkipsFirstAndLast(optimizer=sgd))
+
+
+@scenario(single=NONE_ACROSS_RANKS)
+def none_on_the_stepping_batch(bench: Bench) -> None:
+    """The window's last batch has no backward, but the gradients of the batches before it are stepped."""
+    bench.fit(SkipsFirstAndLast(), accumulate_grad_batches=5)
+
+
+@scenario(single=NONE_ACROSS_RANKS)
+def none_inside_a_window(bench: Bench) -> None:
+    bench.fit(SkipsMiddle(), accumulate_grad_batches=3)
+
+
+@scenario(single=NONE_ACROSS_RANKS)
+def none_on_the_stepping_batch_with_value_clipping(bench: Bench) -> None:
+    bench.fit(SkipsMiddle(), accumulate_grad_batches=3, gradient_clip_val=0.01, gradient_clip_algorithm="value")

@@ -1,0 +1,199 @@
+"""Modules and callbacks that override the hooks around the step."""
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+
+from contract.bench import Bench
+from contract.models import Net, sgd
+from contract.registry import scenario
+from contract.traits import GRADIENT_HOOK
+
+
+class ScalesBeforeStep(Net):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            parameter.grad.mul_(0.5)
+
+
+class ScalesAfterBackward(Net):
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad.mul_(0.5)
+
+
+class ReadsBeforeZeroGrad(Net):
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        if self.net[0].bias.grad is not None:
+            self.trace.append({"grad": self.net[0].bias.grad.clone()})
+
+
+class ClipsItself(Net):
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        for parameter in self.parameters():
+            parameter.grad.clamp_(-0.02, 0.02)
+
+
+class OwnBackward(Net):
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        (loss * 2).backward()
+
+
+class GradientCallback(Callback):
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        pl_module.trace.append({"grad norm": torch.stack([p.grad.norm() for p in pl_module.parameters()])})
+
+
+class AfterBackwardCallback(Callback):
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        for parameter in pl_module.parameters():
+            parameter.grad.add_(0.01 * parameter.detach())
+
+
+class EveryOtherBatch(Net):
+    """Lightning's documented form: the closure always runs, the step only on odd batches."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 2:
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+class WarmUp(Net):
+    """Sets the learning rate after the step, as Lightning's documentation shows warm-up."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+        for group in optimizer.param_groups:
+            group["lr"] = min(1.0, (self.trainer.global_step + 1) / 6) * 0.05
+
+
+class ClampsAfterStep(Net):
+    """Edits the weights right after the step, inside the step's own hook."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.clamp_(-0.3, 0.3)
+
+
+class ZeroesToZero(Net):
+    """Keeps the gradient tensors alive between steps instead of setting them to None."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+class NeverZeroes(Net):
+    """Lets gradients pile up over the whole run (a crude momentum)."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        """Nothing."""
+
+
+class ClampsBetweenBatches(Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            for parameter in pl_module.parameters():
+                parameter.clamp_(-0.3, 0.3)
+
+
+class ClampsBeforeBatch(Callback):
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        for parameter in pl_module.parameters():
+            parameter.data.clamp_(-0.3, 0.3)
+
+
+class LogsWeightNorm(Net):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("weight_norm", torch.stack([p.detach().norm() for p in self.parameters()]).norm(), sync_dist=True)
+
+
+class LogsWeightNormAtEpochEnd(Net):
+    def on_train_epoch_end(self) -> None:
+        self.log("weight_norm", torch.stack([p.detach().norm() for p in self.parameters()]).norm(), sync_dist=True)
+
+
+@scenario(GRADIENT_HOOK)
+def hook_before_optimizer_step(bench: Bench) -> None:
+    bench.fit(ScalesBeforeStep(optimizer=sgd))
+
+
+@scenario(GRADIENT_HOOK)
+def hook_after_backward(bench: Bench) -> None:
+    bench.fit(ScalesAfterBackward(optimizer=sgd))
+
+
+@scenario(GRADIENT_HOOK)
+def hook_before_zero_grad(bench: Bench) -> None:
+    bench.fit(ReadsBeforeZeroGrad())
+
+
+@scenario(GRADIENT_HOOK)
+def hook_configure_gradient_clipping(bench: Bench) -> None:
+    bench.fit(ClipsItself(optimizer=sgd))
+
+
+@scenario(GRADIENT_HOOK)
+def hook_backward(bench: Bench) -> None:
+    bench.fit(OwnBackward(optimizer=sgd))
+
+
+@scenario(GRADIENT_HOOK)
+def callback_before_optimizer_step(bench: Bench) -> None:
+    bench.fit(Net(), callbacks=[GradientCallback()])
+
+
+@scenario(GRADIENT_HOOK)
+def callback_after_backward(bench: Bench) -> None:
+    bench.fit(Net(optimizer=sgd), callbacks=[AfterBackwardCallback()], accumulate_grad_batches=2)
+
+
+@scenario()
+def optimizer_step_every_other_batch(bench: Bench) -> None:
+    bench.fit(EveryOtherBatch(optimizer=sgd))
+
+
+@scenario()
+def optimizer_step_with_own_warm_up(bench: Bench) -> None:
+    bench.fit(WarmUp(optimizer=sgd))
+
+
+@scenario()
+def optimizer_step_clamps_weights(bench: Bench) -> None:
+    bench.fit(ClampsAfterStep(optimizer=sgd))
+
+
+@scenario()
+def zero_grad_keeps_tensors(bench: Bench) -> None:
+    bench.fit(ZeroesToZero(optimizer=sgd), accumulate_grad_batches=2)
+
+
+@scenario()
+def zero_grad_never(bench: Bench) -> None:
+    bench.fit(NeverZeroes(optimizer=sgd), max_epochs=1)
+
+
+@scenario()
+def weights_clamped_between_batches(bench: Bench) -> None:
+    bench.fit(Net(optimizer=sgd), callbacks=[ClampsBetweenBatches()])
+
+
+@scenario()
+def weights_clamped_before_batch(bench: Bench) -> None:
+    bench.fit(Net(optimizer=sgd), callbacks=[ClampsBeforeBatch()])
+
+
+@scenario()
+def weight_norm_logged_each_batch(bench: Bench) -> None:
+    bench.fit(LogsWeightNorm())
+
+
+@scenario()
+def weight_norm_logged_each_epoch(bench: Bench) -> None:
+    bench.fit(LogsWeightNormAtEpochEnd())

@@ -1,0 +1,272 @@
+"""Parameters that are tied, unused, frozen, late, read outside their module's forward, or read again in backward."""
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
+
+from contract.bench import Bench
+from contract.models import FEATURES, Net, adam, mlp, sgd
+from contract.registry import scenario
+from contract.traits import COMPILED, LATE_READ, REENTRANT
+
+FROZEN_IN_DDP = "DDP does not synchronise a parameter that was frozen when it was built"
+
+
+class Tied(nn.Module):
+    """One weight, used by two modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+        self.second.weight = self.first.weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.second(self.first(inputs).tanh())
+
+
+class Shared(nn.Module):
+    """One module, called three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for _ in range(3):
+            inputs = self.block(inputs).tanh()
+        return inputs
+
+
+class Unused(nn.Module):
+    """One layer never gets a gradient, one only on some batches, and the order of the layers changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.sometimes, self.never = mlp(), mlp(), mlp()
+        self.calls = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls % 3 == 0:
+            return self.first(inputs)
+        if self.calls % 3 == 1:
+            return self.sometimes(self.first(inputs))
+        return self.first(self.sometimes(inputs))
+
+
+class Checkpointed(nn.Module):
+    """Recomputes its blocks in backward, and uses one block in two recomputed segments."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.outer, self.reentrant = mlp(), nn.Linear(FEATURES, FEATURES), reentrant
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        inputs = self.outer(inputs)
+        for _ in range(2):
+            inputs = checkpoint(self.inner, inputs, use_reentrant=self.reentrant)
+        return self.outer(inputs)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.out = nn.LSTM(2, 4, num_layers=2, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.out(self.lstm(inputs.view(len(inputs), -1, 2))[0]).flatten(1)
+
+
+class Attention(nn.Module):
+    """Attention reads its output projection's weight without calling that module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.TransformerEncoderLayer(2, nhead=2, dim_feedforward=4, dropout=0.0, batch_first=True)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.block(inputs.view(len(inputs), -1, 2)).flatten(1)
+
+
+class Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3))
+        self.out = weight_norm(nn.Linear(8, FEATURES))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.out(self.body(inputs))
+
+
+class Penalised(Net):
+    """Reads all weights before any module runs, and calls one layer's function on its bare weight."""
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, targets = batch
+        size = sum(parameter.square().sum() for parameter in self.parameters())
+        hidden = nn.functional.linear(inputs, self.net[0].weight, self.net[0].bias).tanh()
+        return mse_loss(self.net[2](hidden), targets) + 0.01 * size
+
+
+class ReadsDataFirst(Net):
+    """Reads weights through .data and .detach(), outside autograd, at the start of the step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.trace.append({"first": self.net[0].weight.data.clone(), "last": self.net[2].bias.detach().clone()})
+        return super().training_step(batch, batch_idx)
+
+
+class GradientPenalty(Net):
+    """Differentiates twice: the inner gradient is part of the loss."""
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, targets = batch[0].clone().requires_grad_(), batch[1]
+        outputs = self(inputs)
+        (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+        return mse_loss(outputs, targets) + 0.1 * slope.square().mean()
+
+
+class LateRead(Net):
+    """Uses the last weight once more, detached: backward still needs it after its gradient is complete."""
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, targets = batch
+        outputs = self.net[0](inputs) @ self.net[2].weight.detach().t()
+        return mse_loss(self.net[2](outputs @ self.net[2].weight.detach()), targets)
+
+
+class TwoForwards(Net):
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + super().loss([batch[0].flip(1), batch[1]])
+
+
+class LateUnfreeze(Callback):
+    """Thaws in epoch 1 a parameter that the optimizer has held from the start."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.net[0].requires_grad_(trainer.current_epoch >= 1)
+
+
+class HoldsAll(Net):
+    def configure_optimizers(self) -> Any:
+        return adam(self.parameters())
+
+
+class Replaced(Net):
+    """Its weights get new storage between epochs, as pruning and resizing tools do."""
+
+    def on_train_epoch_start(self) -> None:
+        for parameter in self.parameters():
+            parameter.data = parameter.data.clone()
+
+
+class Quiet(Net):
+    """Notes and logs nothing in training_step, which is compiled as a whole."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+
+@scenario()
+def parameters_tied(bench: Bench) -> None:
+    bench.fit(Net(Tied()), accumulate_grad_batches=2)
+
+
+@scenario()
+def module_called_three_times(bench: Bench) -> None:
+    bench.fit(Net(Shared(), optimizer=sgd))
+
+
+@scenario(find_unused_parameters=True)
+def parameters_unused(bench: Bench) -> None:
+    bench.fit(Net(Unused()))
+
+
+@scenario(find_unused_parameters=True)
+def parameters_unused_with_accumulation(bench: Bench) -> None:
+    bench.fit(Net(Unused(), optimizer=sgd), accumulate_grad_batches=2)
+
+
+@scenario(single=FROZEN_IN_DDP)
+def parameters_thawed_late(bench: Bench) -> None:
+    bench.fit(HoldsAll(), callbacks=[LateUnfreeze()])
+
+
+@scenario()
+def parameters_frozen(bench: Bench) -> None:
+    module = Net()
+    module.net[0].requires_grad_(False)
+    bench.fit(module)
+
+
+@scenario()
+def parameters_get_new_storage(bench: Bench) -> None:
+    bench.fit(Replaced())
+
+
+@scenario()
+def activation_checkpointing(bench: Bench) -> None:
+    bench.fit(Net(Checkpointed(reentrant=False)))
+
+
+@scenario(REENTRANT, single="reentrant checkpointing marks a DDP parameter ready twice")
+def activation_checkpointing_reentrant(bench: Bench) -> None:
+    bench.fit(Net(Checkpointed(reentrant=True)))
+
+
+@scenario()
+def recurrent_network(bench: Bench) -> None:
+    bench.fit(Net(Recurrent()))
+
+
+@scenario()
+def attention(bench: Bench) -> None:
+    bench.fit(Net(Attention()), val=bench.loader(batches=1))
+
+
+@scenario()
+def batch_norm_dropout_weight_norm(bench: Bench) -> None:
+    bench.fit(Net(Normalised()), val=bench.loader(batches=1))
+
+
+@scenario()
+def weights_in_the_loss(bench: Bench) -> None:
+    bench.fit(Penalised())
+
+
+@scenario()
+def weights_read_without_autograd(bench: Bench) -> None:
+    bench.fit(ReadsDataFirst())
+
+
+@scenario()
+def gradient_penalty(bench: Bench) -> None:
+    bench.fit(GradientPenalty())
+
+
+@scenario(LATE_READ)
+def weight_read_late_in_backward(bench: Bench) -> None:
+    bench.fit(LateRead())
+
+
+@scenario()
+def two_forwards_one_loss(bench: Bench) -> None:
+    bench.fit(TwoForwards())
+
+
+@scenario(COMPILED)
+def compiled_module(bench: Bench) -> None:
+    # "aot_eager" traces forward and backward as the default does, without a C++ compiler.
+    bench.fit(torch.compile(Quiet(), backend="aot_eager"))
+
+
+@scenario(COMPILED)
+def compiled_submodule(bench: Bench) -> None:
+    module = Net()
+    module.net.compile(backend="aot_eager")
+    bench.fit(module, accumulate_grad_batches=2)

@@ -1,0 +1,50 @@
+"""Mixed and other precisions, with and without a gradient scaler."""
+
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+
+from contract.bench import Bench
+from contract.models import Net, sgd
+from contract.registry import scenario
+from contract.traits import NORM_CLIP, SCALER
+
+
+@scenario()
+def precision_bf16_mixed(bench: Bench) -> None:
+    bench.fit(Net(), precision="bf16-mixed", val=bench.loader(batches=1))
+
+
+@scenario()
+def precision_16_mixed(bench: Bench) -> None:
+    """On a CPU Lightning turns this into bf16-mixed; on a GPU it scales."""
+    bench.fit(Net(), precision="16-mixed")
+
+
+@scenario()
+def precision_64_true(bench: Bench) -> None:
+    bench.fit(Net(), precision="64-true", accumulate_grad_batches=2)
+
+
+@scenario()
+def precision_bf16_true(bench: Bench) -> None:
+    bench.fit(Net(optimizer=sgd), precision="bf16-true")
+
+
+def _scaled() -> MixedPrecision:
+    # The scale starts so high that the first steps overflow and are skipped, then grows again every second step.
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)
+    return MixedPrecision("16-mixed", "cpu", scaler)
+
+
+@scenario(SCALER)
+def precision_with_scaler(bench: Bench) -> None:
+    plugin = _scaled()
+    bench.fit(Net(), plugins=[plugin], max_epochs=3)
+    bench.keep("scaler", plugin.scaler.state_dict())
+
+
+@scenario(SCALER, NORM_CLIP)
+def precision_with_scaler_clipping_and_accumulation(bench: Bench) -> None:
+    plugin = _scaled()
+    bench.fit(Net(), plugins=[plugin], max_epochs=4, accumulate_grad_batches=2, gradient_clip_val=0.1)
+    bench.keep("scaler", plugin.scaler.state_dict())

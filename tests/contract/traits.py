@@ -1,0 +1,12 @@
+"""What a scenario contains that a mechanism may have to step aside for."""
+
+NORM_CLIP = "clips by the norm of all gradients"
+GRADIENT_HOOK = "overrides a hook that sees the gradients"
+MANUAL = "optimizes manually"
+LBFGS = "steps with LBFGS"
+CUSTOM_OPTIMIZER = "brings its own optimizer class"
+COMPILED = "runs in torch.compile"
+SCALER = "scales the loss with a GradScaler"
+STEP_HOOK = "hooks the optimizer's step"
+REENTRANT = "accumulates a gradient in several nested backward passes"
+LATE_READ = "reads a weight in backward after its gradient is complete"
