@@ -1,0 +1,7 @@
+"""Lightning callbacks."""
+
+from retime.callbacks.fuse_optimizer import FuseOptimizer
+from retime.callbacks.peak_memory import PeakMemory
+from retime.callbacks.step_timeline import StepTimeline
+
+__all__ = ["FuseOptimizer", "PeakMemory", "StepTimeline"]

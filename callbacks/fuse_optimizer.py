@@ -1,0 +1,82 @@
+"""Optimizer fusion as a callback, for use with a strategy of one's own choice."""
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from retime.mechanisms.fusion.data_parallel import ReductionHook, sparse_layer
+from retime.mechanisms.fusion.report import FusionReport
+from retime.strategies.flavour import refuse_other_trainer
+from retime.strategies.stepping import FusedStepping
+
+
+class FuseOptimizer(Callback):
+    """Fuse the optimizers' updates into the backward or the next forward pass (Jiang et al. 2021).
+
+    Does what ``strategy="fused_optimizer"`` does, beside another single-device or DDP strategy. Under DDP in backward
+    mode it takes the communication hook; with a hook of your own, pass that to
+    ``FusedOptimizerDDPStrategy(ddp_comm_hook=...)`` instead.
+    """
+
+    def __init__(self, mode: str = "backward", bucket_bytes: int | None = None) -> None:
+        self._stepping = FusedStepping(mode, bucket_bytes)
+        self._strategy: Strategy | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        refuse_other_trainer(trainer)
+        strategy = trainer.strategy
+        if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
+            raise ValueError(
+                f"FuseOptimizer cannot be used with {type(strategy).__name__}, which shards or owns the optimizer: use a "
+                "single-device or DDP strategy"
+            )
+        if hasattr(strategy, "_stepping"):
+            raise ValueError(f"strategy='{strategy.strategy_name}' fuses the optimizer already: drop one of the two")
+        if (
+            isinstance(strategy, DDPStrategy)
+            and strategy._ddp_comm_hook is not None
+            and self._stepping.mode == "backward"
+        ):
+            raise ValueError(
+                "backward fusion needs DDP's communication hook, and this strategy has one of its own: use "
+                "FusedOptimizerDDPStrategy(ddp_comm_hook=...), or FuseOptimizer('forward')"
+            )
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._strategy = trainer.strategy
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        strategy, stepping = trainer.strategy, self._stepping
+        if isinstance(strategy.model, DistributedDataParallel) and stepping.mode == "backward":
+            layer = sparse_layer(pl_module)
+            if layer is not None:
+                stepping.no_reduction = f"DDP cannot reduce the sparse gradients of {layer!r} through a hook"
+            else:
+                stepping.reduction = ReductionHook(strategy.model)
+        stepping.start(trainer)
+        plain = strategy.optimizer_step
+
+        def optimizer_step(optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+            return stepping.step(trainer, optimizer, closure, lambda chosen: plain(optimizer, chosen, *args, **kwargs))
+
+        strategy.optimizer_step = optimizer_step  # type: ignore[method-assign]
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
+        if isinstance(trainer.strategy.model, DistributedDataParallel):
+            self._stepping.flush()  # gradients may live in DDP's buckets, which this backward pass overwrites
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._stepping.stop()
+        trainer.strategy.__dict__.pop("optimizer_step", None)
+        self._strategy = None
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._stepping.flush()
+
+    def report(self) -> FusionReport:
+        """What was fused so far, and which steps ran the plain way, why."""
+        return self._stepping.report()

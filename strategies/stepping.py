@@ -1,0 +1,193 @@
+"""When Lightning's steps are fused: the decisions that the strategies and the callback share.
+
+Backward fusion is armed inside ``Strategy.optimizer_step`` for the one backward pass that belongs to the step, so
+accumulation and an overridden ``optimizer_step`` need no special case. Whatever must see gradients between the backward
+pass and the update makes the step run the plain way, with one :class:`NoEffectWarning` a reason.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+from torch.optim import Optimizer
+
+from retime.mechanisms.fusion.backward import BackwardFusion
+from retime.mechanisms.fusion.data_parallel import DataParallelFusion, ReductionHook
+from retime.mechanisms.fusion.forward import ForwardFusion
+from retime.mechanisms.fusion.report import FusionReport, check_mode
+from retime.mechanisms.fusion.support import why_not_per_parameter
+from retime.mechanisms.no_effect import NoEffectWarning
+
+_MODULE_READERS = (
+    "backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "configure_gradient_clipping",
+)
+_CALLBACK_READERS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+_USE_FORWARD = "use mode='forward' (strategy='fused_optimizer_forward')"
+
+
+class FusedStepping:
+    """Fuses the optimizers of one Trainer; the strategy calls :meth:`start`, :meth:`step` and :meth:`stop`."""
+
+    def __init__(self, mode: str, bucket_bytes: int | None = None, side_stream: bool = False) -> None:
+        self.mode = check_mode(mode)
+        if bucket_bytes is not None and bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes={bucket_bytes} must be at least 1, or None for the default")
+        if side_stream and self.mode == "forward":
+            raise ValueError("side_stream=True is for mode='backward': forward fusion updates before a layer's forward")
+        self.reduction: ReductionHook | None = None
+        self.no_reduction: str | None = None
+        self._options: dict[str, Any] = {"bucket_bytes": bucket_bytes}
+        self._side_stream = side_stream
+        self._fusions: dict[Optimizer, BackwardFusion | ForwardFusion] = {}
+        self._plain = FusionReport(mode=self.mode)
+
+    def start(self, trainer: Trainer) -> None:
+        """Before the first step: say what will run the plain way, and fuse what can be."""
+        module = trainer.lightning_module
+        for optimizer in trainer.strategy.optimizers:
+            reason = self._why_plain(trainer, module, optimizer)
+            if reason is not None:
+                self._warn(reason)
+            else:
+                self._fusion_of(optimizer, module)
+        rank_zero_info(
+            f"retime: {self.mode} fusion of {len(self._fusions)} of {len(trainer.strategy.optimizers)} optimizers"
+        )
+
+    def step(
+        self,
+        trainer: Trainer,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        plain_step: Callable[[Callable[[], Any]], Any],
+    ) -> Any:
+        """One optimizer step. ``plain_step(closure)`` is what the strategy would do without us."""
+        module = trainer.lightning_module
+        reason = self._why_plain(trainer, module, optimizer) or self._why_plain_now(closure)
+        fusion = self._fusions.get(optimizer)
+        if reason is not None:
+            if isinstance(fusion, ForwardFusion):
+                fusion.remove()
+                del self._fusions[optimizer]
+            elif fusion is not None:
+                fusion.abandon_step()
+            if self._plain.note_plain(reason):
+                self._warn(reason)
+            return plain_step(closure)
+        fusion = self._fusion_of(optimizer, module)
+        if isinstance(fusion, ForwardFusion):
+            return plain_step(closure)  # the optimizer's own step is the deferring one
+        return self._step_in_backward(trainer, fusion, closure, plain_step)
+
+    def _step_in_backward(
+        self,
+        trainer: Trainer,
+        fusion: BackwardFusion,
+        closure: Callable[[], Any],
+        plain_step: Callable[[Callable[[], Any]], Any],
+    ) -> Any:
+        fusion.clip_value = trainer.gradient_clip_val or None  # by value: clipping by norm never comes here
+        armed = fusion.arm(closure)
+
+        def closure_then_rest() -> Any:
+            result = armed()
+            fusion.begin_rest()
+            return result
+
+        try:
+            result = plain_step(closure_then_rest)
+        except BaseException:
+            fusion.abandon_step()
+            raise
+        fusion.end_step()
+        return result
+
+    def _fusion_of(self, optimizer: Optimizer, module: nn.Module) -> BackwardFusion | ForwardFusion:
+        fusion = self._fusions.get(optimizer)
+        if fusion is not None:
+            return fusion
+        if self.mode == "forward":
+            fusion = ForwardFusion(optimizer, module, **self._options)
+        elif self.reduction is not None:
+            fusion = DataParallelFusion(optimizer, self.reduction, **self._options)
+        else:
+            fusion = BackwardFusion(optimizer, armed=False, side_stream=self._side_stream, **self._options)
+            fusion.guard_at_once = False
+        self._fusions[optimizer] = fusion
+        return fusion
+
+    def _why_plain(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> str | None:
+        reason = why_not_per_parameter(optimizer)
+        if reason is not None:
+            return reason
+        return _why_not_in_backward(trainer, module) or self.no_reduction if self.mode == "backward" else None
+
+    def _why_plain_now(self, closure: Callable[[], Any]) -> str | None:
+        if self.mode == "forward" or type(closure) is Closure:
+            return None
+        return "optimizer_step passes a closure of its own, which may read gradients; pass on Lightning's closure"
+
+    def _warn(self, reason: str) -> None:
+        warnings.warn(f"{self.mode} fusion has no effect on these steps: {reason}", NoEffectWarning, stacklevel=2)
+
+    def flush(self) -> None:
+        """Bring all parameters up to date."""
+        for fusion in self._fusions.values():
+            if isinstance(fusion, ForwardFusion):
+                fusion.flush()
+
+    def stop(self) -> None:
+        """Bring all parameters up to date and leave no hook behind; counts stay for :meth:`report`."""
+        for fusion in self._fusions.values():
+            fusion.remove()
+            self._plain = _sum([self._plain, fusion.report()])
+        self._fusions.clear()
+
+    def report(self) -> FusionReport:
+        """What was fused, over all optimizers."""
+        return _sum([self._plain, *(fusion.report() for fusion in self._fusions.values())])
+
+
+def _why_not_in_backward(trainer: Trainer, module: LightningModule) -> str | None:
+    if not module.automatic_optimization:
+        return f"manual optimization decides by itself when to step; {_USE_FORWARD}"
+    if trainer.gradient_clip_val and str(trainer.gradient_clip_algorithm or "norm").lower().endswith("norm"):
+        return (
+            "clipping by global norm needs all gradients before the first update; "
+            f"{_USE_FORWARD} or gradient_clip_algorithm='value'"
+        )
+    plugin: Precision = trainer.precision_plugin
+    if getattr(plugin, "scaler", None) is not None:
+        return f"a GradScaler has to see all gradients before the first update; use precision='bf16-mixed', or {_USE_FORWARD}"
+    if not type(plugin).__module__.startswith("lightning."):
+        return f"the precision plug-in {type(plugin).__name__} may read gradients; {_USE_FORWARD}"
+    for owner, hooks in [(module, _MODULE_READERS), *((c, _CALLBACK_READERS) for c in trainer.callbacks)]:
+        for hook in hooks:
+            if is_overridden(hook, owner):
+                return f"{type(owner).__name__}.{hook} may read gradients; {_USE_FORWARD}"
+    if getattr(trainer.strategy, "_model_averager", None) is not None:
+        return "post-local SGD averages by gradient after the step"
+    return None
+
+
+def _sum(reports: Iterable[FusionReport]) -> FusionReport:
+    first, *others = reports
+    total = dataclasses.replace(first, plain_steps=dict(first.plain_steps))
+    for report in others:
+        for name in ("parameters", "steps", "fused_updates", "late_updates", "buckets", "peak_gradient_bytes"):
+            setattr(total, name, getattr(total, name) + getattr(report, name))
+        total.largest_bucket_bytes = max(total.largest_bucket_bytes, report.largest_bucket_bytes)
+        for reason, count in report.plain_steps.items():
+            total.plain_steps[reason] = total.plain_steps.get(reason, 0) + count
+    return total
