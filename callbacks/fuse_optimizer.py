@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -24,30 +24,23 @@ class FuseOptimizer(Callback):
 
     def __init__(self, mode: str = "backward", bucket_bytes: int | None = None) -> None:
         self._stepping = FusedStepping(mode, bucket_bytes)
-        self._strategy: Strategy | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         refuse_other_trainer(trainer)
         strategy = trainer.strategy
         if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
             raise ValueError(
-                f"FuseOptimizer cannot be used with {type(strategy).__name__}, which shards or owns the optimizer: use a "
-                "single-device or DDP strategy"
+                f"FuseOptimizer cannot be used with {type(strategy).__name__}, which shards or owns the optimizer: "
+                "use a single-device or DDP strategy"
             )
         if hasattr(strategy, "_stepping"):
             raise ValueError(f"strategy='{strategy.strategy_name}' fuses the optimizer already: drop one of the two")
-        if (
-            isinstance(strategy, DDPStrategy)
-            and strategy._ddp_comm_hook is not None
-            and self._stepping.mode == "backward"
-        ):
+        own_hook = isinstance(strategy, DDPStrategy) and strategy._ddp_comm_hook is not None
+        if own_hook and self._stepping.mode == "backward":
             raise ValueError(
                 "backward fusion needs DDP's communication hook, and this strategy has one of its own: use "
                 "FusedOptimizerDDPStrategy(ddp_comm_hook=...), or FuseOptimizer('forward')"
             )
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._strategy = trainer.strategy
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy, stepping = trainer.strategy, self._stepping
@@ -72,7 +65,6 @@ class FuseOptimizer(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._stepping.stop()
         trainer.strategy.__dict__.pop("optimizer_step", None)
-        self._strategy = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._stepping.flush()

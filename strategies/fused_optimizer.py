@@ -23,10 +23,11 @@ class FusedOptimizerStrategy(LightningOnly, SingleDeviceStrategy):
     Weights, optimizer state, logged values and ``global_step`` are bit-identical to the plain strategy's. Steps that
     cannot be fused exactly run the plain way, with one ``NoEffectWarning`` a reason before the first of them.
 
-    :param mode: ``"backward"`` (updates inside the backward pass, gradients freed at once) or ``"forward"`` (updates just
-        before the next read; exact with norm clipping, GradScaler, gradient hooks and manual optimization).
+    :param mode: ``"backward"`` (updates inside the backward pass, gradients freed at once) or ``"forward"`` (updates
+        just before the next read; exact with norm clipping, GradScaler, gradient hooks and manual optimization).
     :param device: the one device; None: the one the Trainer chose.
-    :param bucket_bytes: bytes gathered before one multi-tensor update; None: 1 MiB on a CPU, 8 MiB on CUDA, less for small models.
+    :param bucket_bytes: bytes gathered before one multi-tensor update; None: 1 MiB on a CPU, 8 MiB on CUDA, less for
+        small models.
     :param side_stream: backward mode on CUDA: updates on a stream of their own, beside the backward pass.
     """
 

@@ -51,6 +51,7 @@ class FusedStepping:
         self._side_stream = side_stream
         self._fusions: dict[Optimizer, BackwardFusion | ForwardFusion] = {}
         self._plain = FusionReport(mode=self.mode)
+        self._warned: set[str] = set()
 
     def start(self, trainer: Trainer) -> None:
         """Before the first step: say what will run the plain way, and fuse what can be."""
@@ -82,8 +83,8 @@ class FusedStepping:
                 del self._fusions[optimizer]
             elif fusion is not None:
                 fusion.abandon_step()
-            if self._plain.note_plain(reason):
-                self._warn(reason)
+            self._plain.note_plain(reason)
+            self._warn(reason)
             return plain_step(closure)
         fusion = self._fusion_of(optimizer, module)
         if isinstance(fusion, ForwardFusion):
@@ -139,7 +140,9 @@ class FusedStepping:
         return "optimizer_step passes a closure of its own, which may read gradients; pass on Lightning's closure"
 
     def _warn(self, reason: str) -> None:
-        warnings.warn(f"{self.mode} fusion has no effect on these steps: {reason}", NoEffectWarning, stacklevel=2)
+        if reason not in self._warned:
+            self._warned.add(reason)
+            warnings.warn(f"{self.mode} fusion has no effect on these steps: {reason}", NoEffectWarning, stacklevel=2)
 
     def flush(self) -> None:
         """Bring all parameters up to date."""
@@ -169,7 +172,10 @@ def _why_not_in_backward(trainer: Trainer, module: LightningModule) -> str | Non
         )
     plugin: Precision = trainer.precision_plugin
     if getattr(plugin, "scaler", None) is not None:
-        return f"a GradScaler has to see all gradients before the first update; use precision='bf16-mixed', or {_USE_FORWARD}"
+        return (
+            "a GradScaler has to see all gradients before the first update; use precision='bf16-mixed', "
+            f"or {_USE_FORWARD}"
+        )
     if not type(plugin).__module__.startswith("lightning."):
         return f"the precision plug-in {type(plugin).__name__} may read gradients; {_USE_FORWARD}"
     for owner, hooks in [(module, _MODULE_READERS), *((c, _CALLBACK_READERS) for c in trainer.callbacks)]:

@@ -1,4 +1,4 @@
-"""Imports point one way: schedules <- mechanisms <- modules <- strategies, callbacks, integrations <- recipes."""
+"""Imports point one way: schedules <- mechanisms <- modules <- strategies <- callbacks, integrations <- recipes."""
 
 import ast
 import json
@@ -15,7 +15,7 @@ LEFT_OF = {
     "mechanisms": {"schedules"},
     "modules": {"schedules", "mechanisms"},
     "strategies": {"schedules", "mechanisms", "modules"},
-    "callbacks": {"schedules", "mechanisms", "modules"},
+    "callbacks": {"schedules", "mechanisms", "modules", "strategies"},
     "integrations": {"schedules", "mechanisms", "modules"},
     "recipes": {"schedules", "mechanisms", "modules", "strategies", "callbacks", "integrations", "conf"},
     "conf": set(),

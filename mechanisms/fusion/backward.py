@@ -38,9 +38,13 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def default_bucket_bytes(parameters: Iterable[Tensor]) -> int:
-    """Bucket size when the user names none: enough to keep the kernels busy, little enough to stay in the caches."""
-    on_cuda = any(parameter.is_cuda for parameter in parameters)
-    return CUDA_BUCKET_BYTES if on_cuda else CPU_BUCKET_BYTES
+    """Bucket size when the user names none: enough to keep the kernels busy, little enough to stay in the caches.
+
+    A small model gets at least four buckets, or nothing would be left to fuse.
+    """
+    everything = list(parameters)
+    most = CUDA_BUCKET_BYTES if any(parameter.is_cuda for parameter in everything) else CPU_BUCKET_BYTES
+    return max(1, min(most, sum(map(nbytes, everything)) // 4))
 
 
 class BackwardFusion:
@@ -213,11 +217,6 @@ class BackwardFusion:
         self._alive.clear()
         self._alive_bytes = 0
         self._window = None
-
-    def note_plain(self, reason: str) -> bool:
-        """Count a step that ran the plain way; True when this reason is new."""
-        self._reset()
-        return self._report.note_plain(reason)
 
     def report(self) -> FusionReport:
         """What was fused so far."""

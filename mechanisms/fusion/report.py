@@ -47,7 +47,6 @@ class FusionReport:
             text += f"; plain steps: {reasons}"
         return text
 
-    def note_plain(self, reason: str) -> bool:
-        """Count one plain step; True when this reason is new."""
+    def note_plain(self, reason: str) -> None:
+        """Count one step that ran the plain way."""
         self.plain_steps[reason] = self.plain_steps.get(reason, 0) + 1
-        return self.plain_steps[reason] == 1
