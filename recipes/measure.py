@@ -1,0 +1,126 @@
+"""How recipes measure: variants interleaved round by round in one process, pinned, reported with their spread.
+
+A round runs one block of steps of every variant, in an order that rotates from round to round, so that drift of the
+machine (clock, neighbours, cache) meets every variant alike. A block gives one number, the median of its steps; a
+ratio is formed inside each round, and its spread is the spread of those per-round ratios.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and quartiles over rounds, with the rounds themselves; the unit is the owner's."""
+
+    median: float
+    low: float
+    high: float
+    rounds: list[float] = field(default_factory=list)
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Median, lower and upper quartile of `values`, one value a round."""
+    if not values:
+        raise ValueError("no rounds were measured: set rounds to at least 1")
+    low, median, high = np.percentile(np.asarray(values, dtype=float), [25, 50, 75])
+    return Spread(float(median), float(low), float(high), [float(value) for value in values])
+
+
+def speedup(reference: Sequence[float], other: Sequence[float]) -> Spread:
+    """How many times faster `other` is than `reference`: their ratio in each round, then its spread."""
+    return spread([before / after for before, after in zip(reference, other, strict=True)])
+
+
+def interleave(
+    blocks: Mapping[str, Callable[[], T]],
+    rounds: int,
+    warmup_rounds: int = 1,
+    tick: Callable[[str], None] = lambda name: None,
+) -> dict[str, list[T]]:
+    """Run every block once a round, in rotating order, and keep what each returned in the measured rounds.
+
+    Warm-up rounds run first and are dropped: they build optimizer states, fill caches and let an autotuner settle.
+    `tick` is told the name of each finished block, for a progress bar.
+    """
+    names = list(blocks)
+    kept: dict[str, list[T]] = {name: [] for name in names}
+    for number in range(-warmup_rounds, rounds):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            value = blocks[name]()
+            if number >= 0:
+                kept[name].append(value)
+            tick(name)
+    return kept
+
+
+@contextmanager
+def pinned(cores: int | None) -> Iterator[None]:
+    """Run on `cores` processor cores with as many torch threads, then put both settings back.
+
+    `None` leaves the machine's own choice. The last cores are taken: the first ones serve more interrupts.
+    """
+    if cores is None:
+        yield
+        return
+    allowed = sorted(os.sched_getaffinity(0))
+    if not 1 <= cores <= len(allowed):
+        raise ValueError(f"hardware.cores={cores}, but this process may use 1 to {len(allowed)} cores")
+    threads = torch.get_num_threads()
+    os.sched_setaffinity(0, allowed[-cores:])
+    torch.set_num_threads(cores)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        os.sched_setaffinity(0, allowed)
+
+
+class PhaseClock:
+    """Times the phases of one step, in milliseconds: `start()`, `mark()` after each phase, then `phases_ms()`.
+
+    On a GPU the marks are events in the current stream, so that timing does not add synchronisation between phases.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._times: list[float] = []
+        self._events: list[torch.cuda.Event] = []
+
+    def start(self) -> None:
+        self._times.clear()
+        self._events.clear()
+        self.mark()
+
+    def mark(self) -> None:
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._events.append(event)
+        else:
+            self._times.append(time.perf_counter() * 1e3)
+
+    def phases_ms(self) -> list[float]:
+        if self._cuda:
+            self._events[-1].synchronize()
+            return [before.elapsed_time(after) for before, after in zip(self._events, self._events[1:], strict=False)]
+        return [after - before for before, after in zip(self._times, self._times[1:], strict=False)]
+
+
+def middle_step(steps: Sequence[Sequence[float]]) -> list[float]:
+    """The phases of a block's typical step: the median of each phase, then the median of whole steps as last entry.
+
+    `steps` has one list of phase times a step; the result has one entry more than a step has phases.
+    """
+    table = np.asarray(steps, dtype=float)
+    return [*np.median(table, axis=0).tolist(), float(np.median(table.sum(axis=1)))]

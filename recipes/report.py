@@ -1,0 +1,123 @@
+"""CSV, PNG and paper-vs-measured table from `result.json` alone: `python -m retime.recipes.report results/`."""
+
+import csv
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+from hydra.utils import get_class
+from rich.console import Console
+
+from retime.recipes.claims import show
+from retime.recipes.measure import speedup
+from retime.recipes.recipe import Recipe
+from retime.recipes.results import FILE, Point, Result, load
+from retime.recipes.tables import label_of
+
+
+def rebuild(folder: Path, console: Console | None = None) -> list[Path]:
+    """Write `result.csv`, `result.png` and `result.md` beside every `result.json` in or under `folder`.
+
+    Returns the `result.json` files found. Each report is shown on `console` if one is given.
+
+    Raises:
+        FileNotFoundError: there is no `result.json` there.
+    """
+    found = sorted(folder.rglob(FILE))
+    if not found:
+        raise FileNotFoundError(f"no {FILE} in or under {folder}: run an experiment first, or name another folder")
+    for path in found:
+        result = load(path)
+        recipe: Recipe[Any] = get_class(result.recipe)()
+        text = markdown(result, recipe)
+        path.with_suffix(".csv").write_text(table_of_values(result), encoding="utf-8")
+        path.with_suffix(".md").write_text(text, encoding="utf-8")
+        recipe.draw(result, path.with_suffix(".png"))
+        if console is not None:
+            recipe.show(result, console)
+            console.print(f"{path.parent}/result.json, .csv, .md, .png", style="dim", soft_wrap=True, highlight=False)
+    return found
+
+
+def table_of_values(result: Result) -> str:
+    """The result as CSV: one line a point, variant and quantity, with median and quartiles over rounds."""
+    axes = list(dict.fromkeys(key for point in result.points for key in point.at))
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow([*axes, "variant", "quantity", "unit", "median", "quartile_low", "quartile_high", "rounds"])
+    for point in result.points:
+        place = [point.at.get(axis, "") for axis in axes]
+        for row in point.rows:
+            value = row.spread
+            numbers = [f"{number:.6g}" for number in (value.median, value.low, value.high)]
+            writer.writerow([*place, row.variant, row.quantity, row.unit, *numbers, len(row.values)])
+    return stream.getvalue()
+
+
+def markdown(result: Result, recipe: Recipe[Any]) -> str:
+    """The report as Markdown: what it is, where it was measured, paper against measured, all values."""
+    lines = [f"# {result.paper}, {result.where}: {result.title}", ""]
+    if result.simulated:
+        lines += ["**Simulated, not measured.**", ""]
+    comparisons = recipe.compare(result)
+    if comparisons:
+        heading = ["source", "quantity", "published or wanted", "this machine (quartiles over rounds)", "remark"]
+        lines += ["## Paper and this machine", "", *_table(heading, [line.cells() for line in comparisons]), ""]
+    for note in recipe.notes(result):
+        lines += [note, ""]
+    lines += ["## Measured", ""]
+    for point in result.points:
+        lines += [f"### {label_of(point.at)}" if point.at else "### Single point", ""]
+        lines += [*_values(point, recipe), ""]
+        if point.facts:
+            lines += [*(f"- {key}: {value}" for key, value in point.facts.items()), ""]
+    lines += ["## Where", "", *_provenance(result)]
+    return "\n".join(lines) + "\n"
+
+
+def _values(point: Point, recipe: Recipe[Any]) -> list[str]:
+    """One line a variant: every quantity, then how many times faster it is than each reference."""
+    quantities = list(dict.fromkeys((row.quantity, row.unit) for row in point.rows))
+    references = {heading: name for heading, name in recipe.references(point).items() if name}
+    lines = []
+    for variant in dict.fromkeys(row.variant for row in point.rows):
+        cells = [variant]
+        for quantity, unit in quantities:
+            rows = [row for row in point.rows if (row.variant, row.quantity) == (variant, quantity)]
+            cells.append(show(rows[0].spread, unit) if rows else "")
+        for reference in references.values():
+            if point.has(variant, recipe.quantity) and point.has(reference, recipe.quantity):
+                pair = (point.values(reference, recipe.quantity), point.values(variant, recipe.quantity))
+                cells.append(show(speedup(*pair), "x"))
+            else:
+                cells.append("")
+        lines.append(cells)
+    return _table(["variant", *(quantity for quantity, _ in quantities), *references], lines)
+
+
+def _provenance(result: Result) -> list[str]:
+    """Machine, versions and commit of the points; points measured differently are told apart."""
+    places: dict[str, list[str]] = {}
+    for point in result.points:
+        words = [*point.hardware.values(), *(f"{name} {version}" for name, version in point.versions.items())]
+        words += [f"commit {point.commit}"] if point.commit else []
+        words += [f"{key} {point.settings[key]}" for key in ("rounds", "steps") if key in point.settings]
+        places.setdefault(", ".join(words), []).append(f"{label_of(point.at) or 'all'} ({point.finished[:10]})")
+    return [f"- {place}: {', '.join(points)}" for place, points in places.items()]
+
+
+def _table(heading: list[str], lines: list[list[str]]) -> list[str]:
+    rows = [heading, ["---"] * len(heading), *lines]
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+
+
+def main(arguments: list[str]) -> None:
+    """Rebuild the reports under each folder named on the command line (default: `results`)."""
+    for folder in arguments or ["results"]:
+        for path in rebuild(Path(folder)):
+            print(path.parent)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,79 @@
+"""The recipes' settings as dataclasses. Hydra checks every key and type of a command line against them.
+
+`Settings` is what every recipe has; a paper's recipes extend it and register the extension with `register`, and an
+experiment file in `conf/experiment/` names it: `defaults: [/schema: <name>]`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+
+@dataclass
+class Hardware:
+    """Where a recipe runs: `conf/hardware/cpu.yaml` or `cuda.yaml`."""
+
+    name: str = MISSING
+    device: str = MISSING
+    # processor cores to pin to, with as many torch threads; null leaves the machine's own choice
+    cores: int | None = MISSING
+
+
+@dataclass
+class Settings:
+    """What every recipe can be told."""
+
+    name: str = MISSING  # of the experiment
+    title: str = MISSING  # one line for the list of experiments
+    paper: str = MISSING
+    where: str = MISSING  # figure or table
+    recipe: str = MISSING  # dotted path of a Recipe class
+    hardware: Hardware = field(default_factory=Hardware)
+    seed: int = 0
+    rounds: int = 7  # measured rounds: each gives every variant one number
+    warmup_rounds: int = 1
+    steps: int = 5  # training steps in a round of a variant
+    results_dir: str = "results"
+    rerun: bool = False  # measure finished points again
+
+
+@dataclass
+class FusionSettings(Settings):
+    """The optimizer-fusion recipes' settings. `_target_` may name any importable callable."""
+
+    model: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)  # a data set of (input, target) pairs
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    variants: list[str] = field(default_factory=list)
+    batch_size: int | None = None
+    # axes of the figures that have one; a figure without that axis ignores none of them, it has them empty
+    batch_sizes: list[int] = field(default_factory=list)
+    models: dict[str, Any] = field(default_factory=dict)
+    optimizers: dict[str, Any] = field(default_factory=dict)
+    sizes: list[int] = field(default_factory=list)
+    cases: dict[str, Any] = field(default_factory=dict)
+    devices: int = 1
+    epochs: int = 1
+
+
+def register(name: str, settings: type[Settings]) -> None:
+    """Offer a settings class to experiment files as `/schema: <name>`."""
+    ConfigStore.instance().store(group="schema", name=name, node=settings, package="_global_")
+
+
+def register_all() -> None:
+    """Put this module's classes and the `by_hardware` resolver where Hydra finds them; harmless when repeated."""
+    ConfigStore.instance().store(name="settings", node=Settings)
+    register("settings", Settings)
+    register("fusion", FusionSettings)
+    OmegaConf.register_new_resolver("by_hardware", _by_hardware, replace=True)
+
+
+def _by_hardware(sizes: DictConfig, *, _root_: DictConfig) -> Any:
+    """`${by_hardware:{cpu: 64, cuda: 224}}` in an experiment file: the value for the chosen hardware."""
+    name = _root_.hardware.name
+    if name not in sizes:
+        raise ValueError(f"this experiment has sizes for hardware={', '.join(map(str, sizes))}, not for {name}")
+    return sizes[name]
