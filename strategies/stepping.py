@@ -98,7 +98,9 @@ class FusedStepping:
         closure: Callable[[], Any],
         plain_step: Callable[[Callable[[], Any]], Any],
     ) -> Any:
-        fusion.clip_value = trainer.gradient_clip_val or None  # by value: clipping by norm never comes here
+        # clipping, if any, is by value here: fusion does it, gradient by gradient, in Lightning's place
+        clip_value, trainer.gradient_clip_val = trainer.gradient_clip_val, None
+        fusion.clip_value = clip_value or None
         armed = fusion.arm(closure)
 
         def closure_then_rest() -> Any:
@@ -111,6 +113,8 @@ class FusedStepping:
         except BaseException:
             fusion.abandon_step()
             raise
+        finally:
+            trainer.gradient_clip_val = clip_value
         fusion.end_step()
         return result
 

@@ -189,6 +189,11 @@ class BackwardFusion:
             self._side.join()
         for parameter in self._consumed:
             parameter.grad = None
+        self._clip_rest()
+
+    def _clip_rest(self) -> None:
+        if self.clip_value is not None:
+            clip_by_value([p.grad for p in parameters_of(self.optimizer) if p.grad is not None], self.clip_value)
 
     def end_step(self) -> None:
         """After the optimizer's own ``step``: close the window, remember the counts of a first step, put the guards."""
@@ -236,6 +241,8 @@ class BackwardFusion:
 
 def clip_by_value(gradients: list[Tensor], clip_value: float) -> None:
     """Clamp in place, with the kernels that ``torch.nn.utils.clip_grad_value_`` uses on parameters."""
+    if not gradients:
+        return
     with torch.no_grad():
         torch._foreach_clamp_min_(gradients, -clip_value)
         torch._foreach_clamp_max_(gradients, clip_value)

@@ -146,8 +146,7 @@ class DataParallelFusion(BackwardFusion):
     def begin_rest(self) -> None:
         """Hide the used gradients from the optimizer's own step."""
         self._hidden = [(parameter, parameter.grad) for parameter in self._consumed]
-        for parameter in self._consumed:
-            parameter.grad = None
+        super().begin_rest()
 
     def end_step(self) -> None:
         """Show the reduced gradients again and close the step."""

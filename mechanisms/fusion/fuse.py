@@ -27,8 +27,6 @@ class BareBackwardFusion(BackwardFusion):
             with torch.enable_grad():
                 loss = closure()
         self.begin_rest()
-        if self.clip_value is not None:
-            torch.nn.utils.clip_grad_value_(list(parameters_of(self.optimizer)), self.clip_value)
         self._step_method.inner()
         self.end_step()
         return loss
