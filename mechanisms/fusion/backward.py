@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from retime.mechanisms.fusion.consumed import ConsumedGradient
 from retime.mechanisms.fusion.narrow import OptimizerWindow, nbytes
+from retime.mechanisms.fusion.replaced import ReplacedMethod
 from retime.mechanisms.fusion.report import FusionReport
 from retime.mechanisms.fusion.side_stream import SideStream
 
@@ -66,6 +67,8 @@ class BackwardFusion:
     ) -> None:
         self.optimizer = optimizer
         self.armed = armed
+        self.wanted: Callable[[], bool] = lambda: True
+        """A further condition on a backward pass to be fused, for loops that know which one belongs to a step."""
         self.clip_value = clip_value
         self.bucket_bytes = bucket_bytes or default_bucket_bytes(parameters_of(optimizer))
         self._side = SideStream() if side_stream else None
@@ -79,7 +82,23 @@ class BackwardFusion:
         self._bucket_size = 0
         self._consumed: list[Tensor] = []
         self._window: OptimizerWindow | None = None
+        self._own_step: ReplacedMethod | None = None
         self.follow_new_parameters()
+
+    def complete_in_step(self) -> None:
+        """Let ``optimizer.step()`` of a hand-written loop update what the backward pass left over."""
+        self._own_step = ReplacedMethod(self.optimizer, "step", self._rest_of_step)
+
+    def _rest_of_step(self, closure: Callable[[], Any] | None = None) -> Any:
+        assert self._own_step is not None
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.begin_rest()
+        self._own_step.inner()
+        self.end_step()
+        return loss
 
     def follow_new_parameters(self) -> None:
         """Put the hook on parameters that joined the optimizer, or were unfrozen, since the last call."""
@@ -116,7 +135,7 @@ class BackwardFusion:
         if gradient is None:
             return
         self._count_alive(parameter, nbytes(gradient))
-        if not self.armed:
+        if not (self.armed and self.wanted()):
             return
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -231,6 +250,8 @@ class BackwardFusion:
         """Take all hooks and guards off; the optimizer keeps its state."""
         if self._side is not None:
             self._side.join()
+        if self._own_step is not None:
+            self._own_step.restore()
         for parameter, handle in self._handles.items():
             handle.remove()
             if isinstance(parameter.grad, ConsumedGradient):

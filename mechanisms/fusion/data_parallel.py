@@ -33,7 +33,7 @@ class ReductionHook:
     def __init__(
         self, model: DistributedDataParallel, hook: CommunicationHook | None = None, state: Any = None
     ) -> None:
-        self.on_reduced: Callable[[list[Tensor], list[Tensor]], None] | None = None
+        self.listeners: list[DataParallelFusion] = []
         self._group = model.process_group
         self._hook = hook
         self._state = state
@@ -41,7 +41,15 @@ class ReductionHook:
         def retime_reduction(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
             return self._reduce(bucket)
 
-        model.register_comm_hook(None, retime_reduction)
+        try:
+            model.register_comm_hook(None, retime_reduction)
+        except RuntimeError as error:
+            raise ValueError(
+                "backward fusion needs DDP's communication hook, and this model has one already: under Lightning pass "
+                "yours as FusedOptimizerDDPStrategy(ddp_comm_hook=...); in a bare loop fuse before registering, or use "
+                "mode='forward'"
+            ) from error
+        model._retime_reduction = self
 
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         parameters, gradients, buffer = bucket.parameters(), bucket.gradients(), bucket.buffer()
@@ -49,16 +57,19 @@ class ReductionHook:
             future = self._hook(self._state, bucket)
         else:
             future = average(buffer, is_view=_is_view(parameters[0], gradients[0]), group=self._group)
-        act = self.on_reduced
-        if act is None:
+        armed = [fusion for fusion in self.listeners if fusion.armed and fusion.wanted()]
+        if not armed:
             return future
+        if bucket.is_last():
+            _at_end_of_backward(lambda: [fusion.guard_reduced() for fusion in armed])
 
         def then(reduced: torch.futures.Future[Any]) -> Tensor:
             value = reduced.value()
             value = value[0] if isinstance(value, list | tuple) else value
             if value.data_ptr() != buffer.data_ptr():
                 buffer.copy_(value)  # a compressing hook returns a tensor of its own; gradients are views of the buffer
-            act(parameters, gradients)
+            for fusion in armed:
+                fusion.update_reduced(parameters, gradients)
             return buffer
 
         return future.then(then)
@@ -79,6 +90,18 @@ def _is_view(parameter: Tensor, gradient: Tensor) -> bool:
     return parameter.grad is not None and parameter.grad.data_ptr() == gradient.data_ptr()
 
 
+def reduction_of(model: DistributedDataParallel) -> ReductionHook:
+    """The model's reduction hook, made when there is none; DDP takes one communication hook for life."""
+    layer = sparse_layer(model.module)
+    if layer is not None:
+        raise ValueError(
+            f"DDP cannot reduce the sparse gradients of {layer!r} through a communication hook: use sparse=False, or "
+            "mode='forward'"
+        )
+    found = getattr(model, "_retime_reduction", None)
+    return found if isinstance(found, ReductionHook) else ReductionHook(model)
+
+
 def sparse_layer(model: nn.Module) -> str | None:
     """Name of a layer with sparse gradients: DDP's communication hooks cannot carry them."""
     for name, module in model.named_modules():
@@ -90,28 +113,16 @@ def sparse_layer(model: nn.Module) -> str | None:
 class DataParallelFusion(BackwardFusion):
     """Backward fusion driven by DDP's reduced buckets instead of local gradients.
 
-    Gradients live in DDP's buckets whether or not they were used, so ``.grad`` stays readable after the step and no
-    memory is saved; what is gained is locality and an update that overlaps the rest of the backward pass.
+    Gradients live in DDP's buckets whether or not they were used, so no memory is saved; what is gained is locality and
+    an update that overlaps the rest of the backward pass. After the step ``.grad`` holds the reduced gradients again.
     """
 
     def __init__(self, optimizer: Optimizer, reduction: ReductionHook, **options: Any) -> None:
-        super().__init__(optimizer, armed=False, **options)
+        super().__init__(optimizer, **options)
         self._reduction = reduction
+        reduction.listeners.append(self)
         self._lock = threading.Lock()
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
-
-    def arm(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """``closure``, with updates after each bucket's all-reduce while it runs."""
-
-        def armed_closure() -> Any:
-            self._window = OptimizerWindow(self.optimizer)
-            self._reduction.on_reduced = self._on_reduced
-            try:
-                return closure()
-            finally:
-                self._reduction.on_reduced = None
-
-        return armed_closure
 
     def _on_gradient(self, parameter: Tensor) -> None:
         # a parameter that no rank used keeps grad=None, which only the end of backward can tell; one that this rank
@@ -120,10 +131,10 @@ class DataParallelFusion(BackwardFusion):
         if parameter.grad is not None:
             self._count_alive(parameter, nbytes(parameter.grad))
 
-    def _on_reduced(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
+    def update_reduced(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
+        """Update these parameters from their reduced gradients; called by the thread that completed the all-reduce."""
         with self._lock:
-            window = self._window
-            assert window is not None
+            window = self._window = self._window or OptimizerWindow(self.optimizer)
             ready = [(p, g) for p, g in zip(parameters, gradients, strict=True) if p in self._fired and window.holds(p)]
             if not ready:
                 return
@@ -143,9 +154,14 @@ class DataParallelFusion(BackwardFusion):
             report.buckets += 1
             report.largest_bucket_bytes = max(report.largest_bucket_bytes, sum(nbytes(g) for _, g in ready))
 
+    def guard_reduced(self) -> None:
+        """From the end of backward to the step, a read of a used gradient raises: clipping it would change nothing."""
+        self._hidden = [(parameter, parameter.grad) for parameter in self._consumed]
+        if self.guard_at_once:
+            self._put_guards(self._consumed)
+
     def begin_rest(self) -> None:
         """Hide the used gradients from the optimizer's own step."""
-        self._hidden = [(parameter, parameter.grad) for parameter in self._consumed]
         super().begin_rest()
 
     def end_step(self) -> None:
@@ -157,3 +173,16 @@ class DataParallelFusion(BackwardFusion):
         self._report.late_updates += len(self._fired) - len(self._consumed)
         self._reset()
         self.follow_new_parameters()
+
+    def remove(self) -> None:
+        """Take all hooks off; the communication hook stays and does what DDP itself would."""
+        self._reduction.listeners.remove(self)
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        super().remove()
+
+
+def _at_end_of_backward(act: Callable[[], Any]) -> None:
+    """Run ``act`` after DDP's own end-of-backward callback, which is queued when this bucket's hook has returned."""
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue(lambda: queue(act))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from retime.mechanisms.fusion.backward import default_bucket_bytes, parameters_of
@@ -36,6 +37,9 @@ class ForwardFusion:
         self._report = FusionReport(mode="forward", parameters=sum(1 for _ in parameters_of(optimizer)))
         self._pending: list[PendingUpdate] = []
         self._handles: list[Any] = settle_before_readers(model) if model is not None else []
+        if isinstance(model, DistributedDataParallel):
+            # gradients may live in DDP's buckets, which the coming backward pass overwrites
+            self._handles.append(model.register_forward_hook(lambda *_: self.flush()))
         self._handles.append(optimizer.register_state_dict_pre_hook(lambda _: self.flush()))
         self._handles.append(optimizer.register_load_state_dict_pre_hook(lambda *_: self.flush()))
         self._step = ReplacedMethod(optimizer, "step", self._deferred_step)

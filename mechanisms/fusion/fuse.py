@@ -1,40 +1,19 @@
 """``fuse_optimizer``: optimizer fusion for a hand-written loop."""
 
-from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from retime.mechanisms.fusion.backward import BackwardFusion, parameters_of
+from retime.mechanisms.fusion.data_parallel import DataParallelFusion, reduction_of
 from retime.mechanisms.fusion.forward import ForwardFusion
-from retime.mechanisms.fusion.replaced import ReplacedMethod
 from retime.mechanisms.fusion.report import check_mode
 from retime.mechanisms.fusion.support import is_fused_step, why_not_per_parameter
-
-
-class BareBackwardFusion(BackwardFusion):
-    """Backward fusion that also stands in for ``optimizer.step`` of a hand-written loop: it updates the rest."""
-
-    def __init__(self, optimizer: Optimizer, **options: Any) -> None:
-        super().__init__(optimizer, **options)
-        self._step_method = ReplacedMethod(optimizer, "step", self._rest_of_step)
-
-    def _rest_of_step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self.begin_rest()
-        self._step_method.inner()
-        self.end_step()
-        return loss
-
-    def remove(self) -> None:
-        """Take all hooks off and give the optimizer its own ``step`` back."""
-        super().remove()
-        self._step_method.restore()
 
 
 @overload
@@ -46,7 +25,7 @@ def fuse_optimizer(
     bucket_bytes: int | None = ...,
     clip_value: float | None = ...,
     side_stream: bool = ...,
-) -> BareBackwardFusion: ...
+) -> BackwardFusion: ...
 @overload
 def fuse_optimizer(
     model: nn.Module,
@@ -66,7 +45,7 @@ def fuse_optimizer(
     bucket_bytes: int | None = ...,
     clip_value: float | None = ...,
     side_stream: bool = ...,
-) -> BareBackwardFusion | ForwardFusion: ...
+) -> BackwardFusion | ForwardFusion: ...
 def fuse_optimizer(
     model: nn.Module,
     optimizer: Optimizer,
@@ -75,7 +54,7 @@ def fuse_optimizer(
     bucket_bytes: int | None = None,
     clip_value: float | None = None,
     side_stream: bool = False,
-) -> BareBackwardFusion | ForwardFusion:
+) -> BackwardFusion | ForwardFusion:
     """Fuse ``optimizer`` into the passes of ``model`` (Jiang et al. 2021, section 3); the loop stays as it is.
 
     ``mode="backward"`` updates parameters inside ``loss.backward()`` and frees their gradients at once;
@@ -89,6 +68,9 @@ def fuse_optimizer(
         on a CPU, 8 MiB on CUDA.
     :param clip_value: backward only: clamp gradient elements to [-clip_value, clip_value] before the update.
     :param side_stream: backward on CUDA only: run updates on a stream beside the backward pass.
+    Under ``DistributedDataParallel`` backward mode updates each bucket after its all-reduce; it takes the model's
+    communication hook.
+
     :raises ValueError: the mode is unknown, the optimizer holds no parameter of the model or parameters on another
         device, or it cannot be updated parameter by parameter (LBFGS, step hooks, a ``step`` of somebody's own).
     """
@@ -99,7 +81,16 @@ def fuse_optimizer(
     if clip_value is not None and clip_value <= 0:
         raise ValueError(f"clip_value={clip_value} must be greater than 0, or None for no clipping")
     if mode == "backward":
-        return BareBackwardFusion(optimizer, bucket_bytes=bucket_bytes, clip_value=clip_value, side_stream=side_stream)
+        if side_stream and isinstance(model, DistributedDataParallel):
+            raise ValueError("side_stream is for one device: under DDP updates follow the all-reduce on its own stream")
+        options = {"bucket_bytes": bucket_bytes, "clip_value": clip_value, "side_stream": side_stream}
+        fusion = (
+            DataParallelFusion(optimizer, reduction_of(model), **options)
+            if isinstance(model, DistributedDataParallel)
+            else BackwardFusion(optimizer, **options)
+        )
+        fusion.complete_in_step()
+        return fusion
     if clip_value is not None:
         raise ValueError("clip_value is for mode='backward'; in mode='forward' call torch.nn.utils.clip_grad_value_")
     if side_stream:
@@ -114,6 +105,11 @@ def check_can_fuse(model: nn.Module, optimizer: Optimizer) -> None:
         raise ValueError(f"cannot fuse this optimizer: {reason}")
     if is_fused_step(optimizer.__dict__.get("step")):
         raise ValueError("this optimizer is fused already: call .remove() on the first fusion before fusing it again")
+    if isinstance(model, FullyShardedDataParallel) or any(isinstance(p, DTensor) for p in parameters_of(optimizer)):
+        raise ValueError(
+            "fully sharded parameters are updated shard by shard, by FSDP: to fuse the optimizer, use one device or "
+            "DistributedDataParallel"
+        )
     ours = set(model.parameters())
     shared = [p for p in parameters_of(optimizer) if p in ours]
     if not shared:

@@ -1,5 +1,6 @@
 """Replace one method of one optimizer object, and put it back."""
 
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ class ReplacedMethod:
     """``optimizer.<name>`` becomes ``function(optimizer, ...)``; ``inner`` is what stood there before.
 
     The replacement is a method bound to the optimizer, because learning-rate schedulers wrap
-    ``optimizer.step.__func__``, and carries on the mark by which they know their own wrapper.
+    ``optimizer.step.__func__``, and looks like the method it replaces, marks of such wrappers included.
     """
 
     def __init__(self, optimizer: Optimizer, name: str, function: Callable[..., Any]) -> None:
@@ -19,12 +20,11 @@ class ReplacedMethod:
         self.inner: Callable[..., Any] = getattr(optimizer, name)
         self.active = True
 
+        @functools.wraps(getattr(self.inner, "__func__", self.inner))
         def stand_in(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             return function(*args, **kwargs) if self.active else self.inner(*args, **kwargs)
 
         stand_in._retime_fused = True  # type: ignore[attr-defined]
-        if hasattr(self.inner, "_wrapped_by_lr_sched"):
-            stand_in._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         self._stand_in = types.MethodType(stand_in, optimizer)
         setattr(optimizer, name, self._stand_in)
 
