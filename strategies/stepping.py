@@ -125,10 +125,11 @@ class FusedStepping:
         if self.mode == "forward":
             fusion = ForwardFusion(optimizer, module, **self._options)
         elif self.reduction is not None:
-            fusion = DataParallelFusion(optimizer, self.reduction, **self._options)
+            fusion = DataParallelFusion(optimizer, self.reduction, armed=False, **self._options)
         else:
             fusion = BackwardFusion(optimizer, armed=False, side_stream=self._side_stream, **self._options)
-            fusion.guard_at_once = False
+        if isinstance(fusion, BackwardFusion):
+            fusion.guard_at_once = False  # all readers up to the end of the step are known here
         self._fusions[optimizer] = fusion
         return fusion
 
