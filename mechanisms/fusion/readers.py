@@ -33,6 +33,8 @@ def settle_before_readers(model: nn.Module) -> list[RemovableHandle]:
     """
     handles = []
     for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # takes no Python hook; its parameters never wait
         whole = isinstance(module, _PICKS_A_KERNEL_BY_CLASS) or "forward" in module.__dict__
         own = next(module.parameters(recurse=False), None) is not None
         foreign = not type(module).__module__.startswith("torch.nn.")
