@@ -1,5 +1,6 @@
 """Shared by all tests: one thread a process, and the contract table's runs, each made once a session."""
 
+import gc
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -26,5 +27,7 @@ def contract_runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
             for row in (parameters["row"], parameters["row"].reference):
                 chosen.setdefault(row.name, set()).add(parameters["scenario"].name)
     runs = Runs(tmp_path_factory.mktemp("contract"), chosen)
+    gc.freeze()  # BatchSizeFinder collects garbage again and again; this spares it torch's own objects
     yield runs
+    gc.unfreeze()
     runs.stop()

@@ -26,6 +26,8 @@ KNOWN_WARNINGS = {
     "LeafSpec": "Lightning calls torch's older name",
     "AMP with fp16 is not supported on CPU": "a scenario asks for 16-mixed to see what becomes of it",
     "Using `DistributedSampler` with the dataloaders": "two ranks evaluate here, to compare what each of them logs",
+    "`broadcast_buffers` is deprecated": "newer torch renames the option, older torch has only this name",
+    "functional.all_gather is deprecated": "Lightning calls torch's older name",
     "`training_step` returned `None`": "a scenario returns None on purpose",
 }
 """Warnings that Lightning and torch give under the plain strategy too, by message, each with the reason to hide it."""
@@ -82,6 +84,7 @@ class Scenario:
         drive: does the run on a `Bench`.
         traits: what a mechanism may have to step aside for (`contract.traits`).
         single: why it makes sense on one device only; empty if it runs on two ranks as well.
+        several: whether it makes sense on several ranks only.
         ddp: keyword arguments a DDP strategy needs for it.
     """
 
@@ -89,7 +92,12 @@ class Scenario:
     drive: Callable[["Bench"], None]
     traits: frozenset[str] = frozenset()
     single: str = ""
+    several: bool = False
     ddp: dict[str, Any] = field(default_factory=dict)
+
+    def fits(self, row: Row) -> bool:
+        """Whether it makes sense under this row."""
+        return self.name.startswith(row.only) and not (self.single if row.plain == "ddp" else self.several)
 
 
 class Bench:

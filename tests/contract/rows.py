@@ -1,13 +1,34 @@
-"""The table: one row a strategy. Adding a strategy to the contract is adding its line to `STRATEGIES`."""
+"""The table: one row a strategy. Adding a strategy to the contract is adding its line to `STRATEGIES`.
 
-from collections.abc import Callable
-from dataclasses import dataclass
+    Row("my_strategy", lambda _: "my_strategy", unfused=frozenset({MANUAL}), report=_of_strategy)
+
+On several ranks: `plain="ddp"`, and a factory that hands on the DDP options a scenario needs.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 
 from contract.record import Record
+from contract.traits import (
+    ACCUMULATION_HOOK,
+    COMPILED,
+    CUSTOM_OPTIMIZER,
+    GRADIENT_HOOK,
+    KEEPS_GRADIENTS,
+    LATE_READ,
+    LBFGS,
+    MANUAL,
+    NORM_CLIP,
+    SCALER,
+    SPARSE,
+    STEP_HOOK,
+)
+from retime.callbacks import FuseOptimizer
+from retime.strategies import FusedOptimizerDDPStrategy, FusedOptimizerStrategy
 
 
 @dataclass(frozen=True)
@@ -22,6 +43,10 @@ class Row:
         tolerance: 0 compares the bits; otherwise the relative and absolute tolerance the docstring promises.
         unfused: the traits for which the mechanism must be off. Without any of them it must be on.
         report: where the mechanism's `report()` is; None when the row has no mechanism.
+        refused: traits that end the run with an error, each with a pattern of its message.
+        only: beginnings of the scenarios' names, for a row that shares most of its code with another.
+        failing: scenarios in which the strategy breaks the contract, and how: open defects, which the test reports as
+            expected failures, and as failures once they pass.
     """
 
     name: str
@@ -31,10 +56,17 @@ class Row:
     tolerance: float = 0.0
     unfused: frozenset[str] = frozenset()
     report: Callable[[Trainer], Any] | None = None
+    refused: Mapping[str, str] = field(default_factory=dict)
+    only: tuple[str, ...] = ("",)
+    failing: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def reference(self) -> "Row":
         return PLAIN[self.plain]
+
+    def refusal(self, traits: frozenset[str]) -> str | None:
+        """The pattern of the error that a scenario with these traits must end with."""
+        return next((pattern for trait, pattern in self.refused.items() if trait in traits), None)
 
     def expect_fused(self, traits: frozenset[str]) -> bool:
         """Whether the mechanism must have made updates in a scenario with these traits."""
@@ -59,7 +91,99 @@ PLAIN = {
     "ddp": Row("plain_ddp", lambda ddp: DDPStrategy(**ddp), plain="ddp"),
 }
 
+# Backward fusion updates before all gradients exist, so whatever looks at them all makes it step aside.
+IN_BACKWARD = frozenset({NORM_CLIP, GRADIENT_HOOK, MANUAL, LBFGS, CUSTOM_OPTIMIZER, SCALER, STEP_HOOK})
+# Forward fusion only needs updates that can be taken apart, and reads that it can see coming.
+IN_FORWARD = frozenset({LBFGS, CUSTOM_OPTIMIZER, STEP_HOOK, COMPILED})
+
+# Open defects, by scenario. The test fails as soon as one of them is mended, so that its line goes.
+BACKWARD_DEFECTS = {
+    "accumulation_hooks_before_the_fit": "nothing is fused, and neither report() nor a warning says so",
+    "accumulation_hooks_at_train_start": "nothing is fused, and neither report() nor a warning says so",
+    "weights_read_in_backward_hooks": "a module's backward hook sees weights that are updated already",
+}
+FORWARD_DEFECTS = {
+    "weights_copied_at_epoch_end": "aliases (p.data) made before the fit read stale weights in on_train_epoch_end",
+    "ema_through_aliases": "aliases (p.data) made before the fit read stale weights in on_train_batch_end",
+    "weights_shared_with_numpy": "NumPy arrays made before the fit read stale weights in on_train_batch_end",
+    "optimizer_state_logged": "optimizer.state[p] is read while its update is pending",
+    "optimizer_state_cleared": "optimizer.state.clear() comes before an update that was already due",
+    "compiled_module": "updates run inside compiled code: recompiled again and again, and not bit-identical",
+    "compiled_submodule": "nothing is fused, and neither report() nor a warning says so",
+    "precision_64_true": "Adam's step counter gets the default dtype of the forward pass",
+}
+BUCKET_DEFECTS = dict.fromkeys(
+    ("parameters_of_odd_shapes", "channels_last"), "DDP's bucket is read as if every weight were laid out row by row"
+)
+CALLBACK_DEFECTS = {
+    "fit_after_an_exception": "hooks stay on the module after an exception, and the next fit then fuses nothing",
+}
+
+ON_ONE_DEVICE: dict[str, Any] = {
+    "unfused": IN_BACKWARD | {ACCUMULATION_HOOK},
+    "failing": BACKWARD_DEFECTS,
+    "refused": {LATE_READ: "modified by an inplace operation", KEEPS_GRADIENTS: "consumed by backward fusion"},
+}
+FORWARD: dict[str, Any] = {"unfused": IN_FORWARD, "failing": FORWARD_DEFECTS}
+DDP_BACKWARD: dict[str, Any] = {"unfused": IN_BACKWARD | {SPARSE}, "failing": BUCKET_DEFECTS}
+FEW = ("accumulat", "clip_by", "checkpoint", "optimizer_sparse", "parameters_", "precision_", "ddp_")
+
+
+def _of_strategy(trainer: Trainer) -> Any:
+    return trainer.strategy.report()
+
+
+def _of_callback(trainer: Trainer) -> Any:
+    return next(callback for callback in trainer.callbacks if isinstance(callback, FuseOptimizer)).report()
+
+
 STRATEGIES = [
     # Whatever differs in this row is the table's own doing.
     Row("plain_again", lambda _: SingleDeviceStrategy("cpu")),
+    Row("fused_optimizer", lambda _: "fused_optimizer", report=_of_strategy, **ON_ONE_DEVICE),
+    Row("fused_optimizer_forward", lambda _: "fused_optimizer_forward", report=_of_strategy, **FORWARD),
+    Row(
+        "small_buckets",
+        lambda _: FusedOptimizerStrategy(bucket_bytes=1),
+        report=_of_strategy,
+        only=("optimizer_", *FEW),
+        **ON_ONE_DEVICE,
+    ),
+    Row(
+        "callback_backward",
+        lambda _: "auto",
+        callbacks=lambda: [FuseOptimizer("backward")],
+        report=_of_callback,
+        **ON_ONE_DEVICE | {"failing": BACKWARD_DEFECTS | CALLBACK_DEFECTS},
+    ),
+    Row(
+        "callback_forward",
+        lambda _: "auto",
+        callbacks=lambda: [FuseOptimizer("forward")],
+        **FORWARD,
+        report=_of_callback,
+    ),
+    Row(
+        "fused_optimizer_ddp",
+        lambda ddp: FusedOptimizerDDPStrategy(**ddp) if ddp else "fused_optimizer_ddp",
+        plain="ddp",
+        **DDP_BACKWARD,
+        report=_of_strategy,
+    ),
+    Row(
+        "ddp_forward",
+        lambda ddp: FusedOptimizerDDPStrategy(mode="forward", **ddp),
+        plain="ddp",
+        **FORWARD,
+        report=_of_strategy,
+    ),
+    Row(
+        "ddp_callback",
+        lambda ddp: DDPStrategy(**ddp),
+        plain="ddp",
+        callbacks=lambda: [FuseOptimizer("backward")],
+        **DDP_BACKWARD,
+        report=_of_callback,
+        only=FEW,
+    ),
 ]

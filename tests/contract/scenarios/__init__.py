@@ -12,7 +12,9 @@ from contract.scenarios import (
     optimizers,
     parameters,
     precision,
+    readers,
     schedules,
+    several_ranks,
     tuning,
 )
 
@@ -29,6 +31,8 @@ THEMES = (
     optimizers,
     parameters,
     precision,
+    readers,
     schedules,
+    several_ranks,
     tuning,
 )

@@ -126,6 +126,7 @@ def bare_loop_after_fit(bench: Bench) -> None:
     """After the fit, gradients stay where backward puts them, and the module can be copied."""
     module = Net()
     optimizer = bench.fit(module).optimizers[0]
+    module.zero_grad()
     for net in (module.net, copy.deepcopy(module.net)):
         loss = net(torch.linspace(-1, 1, FEATURES).repeat(3, 1)).square().sum()
         loss.backward()

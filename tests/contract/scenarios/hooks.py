@@ -8,7 +8,7 @@ from lightning.pytorch import Callback
 from contract.bench import Bench
 from contract.models import Net, sgd
 from contract.registry import scenario
-from contract.traits import GRADIENT_HOOK
+from contract.traits import GRADIENT_HOOK, KEEPS_GRADIENTS
 
 
 class ScalesBeforeStep(Net):
@@ -174,7 +174,7 @@ def zero_grad_keeps_tensors(bench: Bench) -> None:
     bench.fit(ZeroesToZero(optimizer=sgd), accumulate_grad_batches=2)
 
 
-@scenario()
+@scenario(KEEPS_GRADIENTS)
 def zero_grad_never(bench: Bench) -> None:
     bench.fit(NeverZeroes(optimizer=sgd), max_epochs=1)
 

@@ -16,30 +16,31 @@ from contract.registry import scenario
 
 
 class PlannedError(Exception):
-    """Raised by a scenario on purpose."""
+    """Raised by a scenario on purpose, in epoch 1: by then a mechanism that first watches a step is at work."""
 
 
 class RaisesInStep(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx == 3:
+        if self.current_epoch == 1 and batch_idx == 3:
             raise PlannedError
         return super().training_step(batch, batch_idx)
 
 
 class RaisesAfterBatch(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 3:
+        if trainer.current_epoch == 1 and batch_idx == 3:
             raise PlannedError
 
 
 class RaisesInValidation(Net):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        raise PlannedError
+        if self.current_epoch == 1:
+            raise PlannedError
 
 
 class Interrupts(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx == 3:
+        if self.current_epoch == 1 and batch_idx == 3:
             raise KeyboardInterrupt
         return super().training_step(batch, batch_idx)
 

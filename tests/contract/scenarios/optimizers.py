@@ -10,7 +10,7 @@ from torch import nn, optim
 from contract.bench import Bench
 from contract.models import FEATURES, Net, Optimizer, adam, mlp
 from contract.registry import add, scenario
-from contract.traits import CUSTOM_OPTIMIZER, LBFGS, STEP_HOOK
+from contract.traits import CUSTOM_OPTIMIZER, LBFGS, SPARSE, STEP_HOOK
 
 SHIPPED = {
     "sgd": partial(optim.SGD, lr=0.05),
@@ -66,7 +66,7 @@ class Words(Net):
         return nn.functional.mse_loss(self(inputs.abs().mul(3).long().clamp(max=4)).sum(1), targets)
 
 
-@scenario()
+@scenario(SPARSE)
 def optimizer_sparse_adam(bench: Bench) -> None:
     bench.fit(Words())
 

@@ -103,6 +103,20 @@ class Normalised(nn.Module):
         return self.out(self.body(inputs))
 
 
+class Convolved(nn.Module):
+    """Convolutions whose weights lie in memory with the channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(1, 4, 2, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 2))
+        self.out = nn.Linear(12, FEATURES)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        images = inputs.view(len(inputs), 1, 2, 3).contiguous(memory_format=torch.channels_last)
+        return self.out(self.body(images).flatten(1))
+
+
 class Penalised(Net):
     """Reads all weights before any module runs, and calls one layer's function on its bare weight."""
 
@@ -225,6 +239,11 @@ def recurrent_network(bench: Bench) -> None:
 
 
 @scenario()
+def channels_last(bench: Bench) -> None:
+    bench.fit(Net(Convolved()), accumulate_grad_batches=2)
+
+
+@scenario()
 def attention(bench: Bench) -> None:
     bench.fit(Net(Attention()), val=bench.loader(batches=1))
 
@@ -262,7 +281,7 @@ def two_forwards_one_loss(bench: Bench) -> None:
 @scenario(COMPILED)
 def compiled_module(bench: Bench) -> None:
     # "aot_eager" traces forward and backward as the default does, without a C++ compiler.
-    bench.fit(torch.compile(Quiet(), backend="aot_eager"))
+    bench.fit(torch.compile(Quiet(), backend="aot_eager"), max_epochs=1)
 
 
 @scenario(COMPILED)

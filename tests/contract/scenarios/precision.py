@@ -1,5 +1,7 @@
 """Mixed and other precisions, with and without a gradient scaler."""
 
+from functools import partial
+
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 
@@ -28,6 +30,12 @@ def precision_64_true(bench: Bench) -> None:
 @scenario()
 def precision_bf16_true(bench: Bench) -> None:
     bench.fit(Net(optimizer=sgd), precision="bf16-true")
+
+
+@scenario()
+def precision_bf16_mixed_adafactor(bench: Bench) -> None:
+    """Adafactor multiplies matrices in its update: under autocast, where a forward runs, they would be rounded."""
+    bench.fit(Net(optimizer=partial(torch.optim.Adafactor, lr=0.02)), precision="bf16-mixed")
 
 
 def _scaled() -> MixedPrecision:

@@ -48,7 +48,7 @@ def lr_finder(bench: Bench) -> None:
 @scenario(single="Lightning does not tune the batch size across ranks")
 def batch_size_finder(bench: Bench) -> None:
     module = Sized(bench)
-    finder = BatchSizeFinder(max_trials=2, steps_per_trial=2, init_val=2)
+    finder = BatchSizeFinder(max_trials=2, steps_per_trial=1, init_val=2)
     trainer = bench.trainer(callbacks=[finder])
     bench.fit(module, trainer)
     bench.keep("batch size", finder.optimal_batch_size)

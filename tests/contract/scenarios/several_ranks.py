@@ -1,0 +1,71 @@
+"""What only several ranks have: DDP's options, uneven use of parameters, collectives in hooks."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from contract.bench import Bench
+from contract.models import FEATURES, Net, mlp, sgd
+from contract.registry import scenario
+from contract.scenarios.parameters import Normalised
+
+
+def _deep() -> nn.Module:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(FEATURES, 64), nn.Tanh(), nn.Linear(64, FEATURES)) for _ in "abcd"])
+
+
+class DependsOnRank(nn.Module):
+    """Rank 0 and rank 1 use different layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.out = mlp(), mlp(), mlp()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        used = self.second if torch.distributed.get_rank() else self.first
+        return self.out(used(inputs))
+
+
+class LogsAcrossRanks(Net):
+    """Gathers values of all ranks while training."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        norm = torch.stack([parameter.detach().norm() for parameter in self.parameters()]).norm()
+        self.log("norm", norm, sync_dist=True)
+        self.trace.append({"all norms": self.all_gather(norm), "all losses": self.all_gather(outputs["loss"])})
+
+
+@scenario(several=True, bucket_cap_mb=0.001)
+def ddp_many_buckets(bench: Bench) -> None:
+    bench.fit(Net(_deep()))
+
+
+@scenario(several=True, bucket_cap_mb=0.001)
+def ddp_many_buckets_with_accumulation(bench: Bench) -> None:
+    bench.fit(Net(_deep(), optimizer=sgd), accumulate_grad_batches=2)
+
+
+@scenario(several=True, gradient_as_bucket_view=True)
+def ddp_gradients_are_bucket_views(bench: Bench) -> None:
+    bench.fit(Net(_deep()), accumulate_grad_batches=2)
+
+
+@scenario(several=True, static_graph=True)
+def ddp_static_graph(bench: Bench) -> None:
+    bench.fit(Net(_deep()))
+
+
+@scenario(several=True, find_unused_parameters=True)
+def ddp_ranks_use_different_layers(bench: Bench) -> None:
+    bench.fit(Net(DependsOnRank()))
+
+
+@scenario(several=True, broadcast_buffers=False)
+def ddp_own_buffers_on_each_rank(bench: Bench) -> None:
+    bench.fit(Net(Normalised()))
+
+
+@scenario(several=True)
+def ddp_collectives_in_hooks(bench: Bench) -> None:
+    bench.fit(LogsAcrossRanks())
