@@ -13,7 +13,7 @@ from rich.table import Table
 
 from retime.recipes import report
 from retime.recipes.recipe import Recipe, result_folder
-from retime.recipes.schema import Settings, register_all
+from retime.recipes.schema import register_all, settings_of
 
 
 def experiments() -> dict[str, str]:
@@ -33,8 +33,7 @@ def run(config: DictConfig) -> None:
     if OmegaConf.is_missing(config, "recipe"):
         _list(console)
         return
-    settings: Any = OmegaConf.to_object(config)
-    assert isinstance(settings, Settings)
+    settings = settings_of(config)
     if settings.name == "report":
         report.rebuild(Path(settings.results_dir), console)
         return

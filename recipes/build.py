@@ -28,8 +28,8 @@ def build(block: dict[str, Any], **more: Any) -> Any:
     except TypeError as error:
         accepted = ", ".join(inspect.signature(target).parameters)
         raise ValueError(
-            f"{block['_target_']}({accepted}): {error}. Take a key away with '~model.<key>', add one with "
-            "'+model.<key>=<value>'"
+            f"{block['_target_']}({accepted}): {error}. Set an argument with <block>.<name>=<value>, take "
+            "one away with '~<block>.<name>'"
         ) from None
     return instantiate(block, **more, _convert_="all")
 

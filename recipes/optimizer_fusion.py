@@ -97,7 +97,7 @@ class BatchSizes(StepTimes):
 
     def compare(self, result: Result) -> list[Comparison]:
         lines = []
-        up_to = Claim(claims.PAPER, "abstract, section 1", "x", 1.20, "highest training speed increase (up to 20 %)")
+        up_to = Claim(claims.PAPER, "section 1", "x", 1.20, "training speed, up to")
         for mode in ("forward", "backward"):
             found = [(ratio(p, "baseline", like_the_paper(p, mode)), p) for p in result.points]
             best = max(((s, p) for s, p in found if s), key=lambda pair: pair[0].median, default=None)
@@ -119,11 +119,11 @@ class SavedTime(BatchSizes):
                 pairs = [(p.at["batch_size"], difference(p, ("baseline", "step"), (name, "step"))) for p in points]
                 known = [(size, value) for size, value in pairs if value]
                 places, values = [size for size, _ in known], [value for _, value in known]
-                colour = charts.points_with_spread(axes, places, values, label(name), index)
-                if fit:
-                    saved = fit.saved_ms[name]
-                    text = f"fitted t_saved = {amount(saved, 'ms')}"
-                    axes.axhline(saved, color=colour, linewidth=1, linestyle=":", label=text)
+                saved = fit.saved_ms[name] if fit else None
+                text = label(name) if saved is None else f"{label(name)}\nfitted t_saved = {amount(saved, 'ms')}"
+                colour = charts.points_with_spread(axes, places, values, text, index)
+                if saved is not None:
+                    axes.axhline(saved, color=colour, linewidth=1, linestyle=":")
         batch_axis(axes, result)
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
         axes.set_ylabel("saved per step against\nthe default optimizer (ms)")

@@ -85,7 +85,7 @@ class Result:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / FILE
         draft = path.with_suffix(".json.part")
-        draft.write_text(json.dumps(asdict(self), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        draft.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
         os.replace(draft, path)
         return path
 

@@ -4,6 +4,7 @@
 experiment file in `conf/experiment/` names it: `defaults: [/schema: <name>]`.
 """
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,8 +60,16 @@ class FusionSettings(Settings):
 
 
 def register(name: str, settings: type[Settings]) -> None:
-    """Offer a settings class to experiment files as `/schema: <name>`."""
-    ConfigStore.instance().store(group="schema", name=name, node=settings, package="_global_")
+    """Offer a settings class to experiment files as `/schema: <name>`.
+
+    Blocks such as `model` take any key (`model.depth=4`), as their target may be anybody's function; `build` checks the
+    keys against that function's signature. All other keys are checked here.
+    """
+    node = OmegaConf.structured(settings)
+    for block in dataclasses.fields(settings):
+        if block.default_factory is dict:
+            OmegaConf.set_struct(node[block.name], False)
+    ConfigStore.instance().store(group="schema", name=name, node=node, package="_global_")
 
 
 def register_all() -> None:
@@ -69,6 +78,24 @@ def register_all() -> None:
     register("settings", Settings)
     register("fusion", FusionSettings)
     OmegaConf.register_new_resolver("by_hardware", _by_hardware, replace=True)
+
+
+def settings_of(config: DictConfig) -> Settings:
+    """The settings as the dataclass that the experiment names.
+
+    Raises:
+        ValueError: the command line added a key (`+key=value`) that the dataclass does not have.
+    """
+    settings = OmegaConf.to_object(config)
+    assert isinstance(settings, Settings)
+    for part, path in ((settings, ""), (settings.hardware, "hardware.")):
+        known = {entry.name for entry in dataclasses.fields(part)}
+        unknown = sorted(set(vars(part)) - known)
+        if unknown:
+            raise ValueError(
+                f"{path}{unknown[0]} is no setting of this experiment; there are {', '.join(sorted(known))}"
+            )
+    return settings
 
 
 def _by_hardware(sizes: DictConfig, *, _root_: DictConfig) -> Any:

@@ -1,0 +1,75 @@
+"""Interleaving, spreads, pinning: the arithmetic of measuring. Nothing here reads a clock."""
+
+import os
+
+import pytest
+import torch
+
+from retime.recipes.claims import Claim, Comparison, Target, amount
+from retime.recipes.measure import PhaseClock, interleave, middle_step, pinned, speedup, spread
+
+
+def test_every_round_runs_every_variant_in_another_order() -> None:
+    ran: list[str] = []
+    names = ["a", "b", "c"]
+    kept = interleave({name: (lambda name=name: ran.append(name)) for name in names}, rounds=3, warmup_rounds=1)
+    assert [len(values) for values in kept.values()] == [3, 3, 3]  # the warm-up round is dropped
+    rounds = [ran[first : first + 3] for first in range(0, len(ran), 3)]
+    assert rounds == [["c", "a", "b"], ["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"]]
+
+
+def test_ticks_are_counted() -> None:
+    ticks: list[str] = []
+    interleave({"a": lambda: 1.0, "b": lambda: 2.0}, rounds=2, warmup_rounds=1, tick=ticks.append)
+    assert len(ticks) == 6
+
+
+def test_spread_is_median_and_quartiles() -> None:
+    value = spread([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert (value.low, value.median, value.high) == (2.0, 3.0, 4.0)
+    with pytest.raises(ValueError, match="rounds"):
+        spread([])
+
+
+def test_speedup_is_formed_inside_each_round() -> None:
+    # a machine that slows down five-fold midway changes no round's ratio
+    assert speedup([2.0, 10.0], [1.0, 5.0]).rounds == [2.0, 2.0]
+
+
+def test_middle_step_keeps_phases_and_whole() -> None:
+    assert middle_step([[1.0, 5.0], [2.0, 1.0], [3.0, 3.0]]) == [2.0, 3.0, 6.0]
+
+
+def test_pinning_is_undone() -> None:
+    cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    with pinned(1):
+        assert len(os.sched_getaffinity(0)) == 1
+        assert torch.get_num_threads() == 1
+    assert os.sched_getaffinity(0) == cores
+    assert torch.get_num_threads() == threads
+    with pytest.raises(ValueError, match=r"hardware\.cores=4096"), pinned(4096):
+        pass
+
+
+def test_phase_clock_gives_a_time_for_each_mark() -> None:
+    clock = PhaseClock(torch.device("cpu"))
+    clock.start()
+    clock.mark()
+    clock.mark()
+    assert len(clock.phases_ms()) == 2
+    assert all(value >= 0 for value in clock.phases_ms())
+
+
+def test_claims_and_targets_show_their_verdict() -> None:
+    claim = Comparison(Claim("optimizer-fusion", "Figure 3", "ms", 16.70, "optimizer"), spread([10.0]))
+    assert claim.cells() == ["optimizer-fusion, Figure 3", "optimizer", "16.70 ms", "10.00 ms", ""]
+    assert Comparison(Target("speed", "x", 1.1), spread([1.2])).cells()[-1] == "met"
+    assert Comparison(Target("speed", "x", 1.1), spread([1.0])).cells()[-1] == "MISSED"
+    assert Comparison(Target("overhead", "%", 1.0, at_most=True), spread([0.5])).cells()[-1] == "met"
+    assert Comparison(Target("speed", "x", 1.1)).cells()[3] == "not measured"
+    assert [amount(value, "x") for value in (0.1234, 1.234, 123.4, 1234.0)] == [
+        "0.123 x",
+        "1.23 x",
+        "123.4 x",
+        "1234 x",
+    ]

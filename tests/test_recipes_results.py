@@ -1,0 +1,157 @@
+"""Results on disk: finished points are kept, interrupted runs continue, reports come from the JSON alone."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from retime.recipes import report
+from retime.recipes.fusion_variants import PHASES
+from retime.recipes.optimizer_fusion import Optimizers, SavedTime
+from retime.recipes.recipe import Measured
+from retime.recipes.results import Result, Row, load
+from retime.recipes.schema import FusionSettings, Hardware
+
+VARIANTS = {"baseline": 10.0, "fused": 8.0, "retime_backward": 7.0, "retime_forward": 8.5, "no_update": 6.0}
+
+
+class Counting(SavedTime):
+    """Figure 4 without its measuring: says what it was asked for and answers with made-up times."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self.fail_at: int | None = None
+
+    def measure(self, settings: FusionSettings, at: dict[str, Any], tick: Any) -> Measured:
+        size = at["batch_size"]
+        if size == self.fail_at:
+            raise KeyboardInterrupt
+        self.asked.append(size)
+        tick("block")
+        return made_up(size)
+
+
+def made_up(size: int = 4) -> Measured:
+    rows = [
+        Row(name, phase, "ms", [(ms + size) * part, (ms + size) * part * 1.1])
+        for name, ms in VARIANTS.items()
+        for phase, part in zip((*PHASES, "step"), (0.3, 0.5, 0.2, 1.0), strict=True)
+    ]
+    return Measured(rows, {"parameters": 100, "parameters per layer": 10})
+
+
+@pytest.fixture
+def settings() -> FusionSettings:
+    return FusionSettings(
+        name="fusion_fig4",
+        title="Time saved",
+        paper="optimizer-fusion",
+        where="Figure 4",
+        recipe="retime.recipes.optimizer_fusion.SavedTime",
+        hardware=Hardware("cpu", "cpu", None),
+        models={"small": {"_target_": "retime.recipes.models.mlp"}},
+        batch_sizes=[1, 4, 16],
+    )
+
+
+@pytest.fixture
+def quiet() -> Console:
+    return Console(quiet=True)
+
+
+def test_finished_points_are_not_measured_again(settings: FusionSettings, tmp_path: Path, quiet: Console) -> None:
+    recipe = Counting()
+    recipe.run(settings, tmp_path, quiet)
+    assert recipe.asked == [1, 4, 16]
+    recipe.run(settings, tmp_path, quiet)
+    assert recipe.asked == [1, 4, 16]
+    recipe.run(dataclasses.replace(settings, rerun=True, batch_sizes=[4]), tmp_path, quiet)
+    assert recipe.asked == [1, 4, 16, 4]
+    recipe.run(dataclasses.replace(settings, batch_sizes=[1, 64]), tmp_path, quiet)
+    assert recipe.asked == [1, 4, 16, 4, 64]  # one more point of the same figure
+    assert sorted(point.at["batch_size"] for point in load(tmp_path / "result.json").points) == [1, 4, 16, 64]
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"rounds": 3}, {"models": {"small": {"_target_": "other"}}}])
+def test_changed_settings_measure_again(
+    settings: FusionSettings, change: dict[str, Any], tmp_path: Path, quiet: Console
+) -> None:
+    recipe = Counting()
+    recipe.run(settings, tmp_path, quiet)
+    recipe.run(dataclasses.replace(settings, **change), tmp_path, quiet)
+    assert recipe.asked == [1, 4, 16] * 2
+
+
+def test_another_machine_measures_again(
+    settings: FusionSettings, tmp_path: Path, quiet: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = Counting()
+    recipe.run(settings, tmp_path, quiet)
+    monkeypatch.setattr("retime.recipes.machine.hardware", lambda: {"processor": "another"})
+    recipe.run(settings, tmp_path, quiet)
+    assert recipe.asked == [1, 4, 16] * 2
+
+
+def test_an_interrupted_run_continues(settings: FusionSettings, tmp_path: Path, quiet: Console) -> None:
+    recipe = Counting()
+    recipe.fail_at = 16
+    with pytest.raises(KeyboardInterrupt):
+        recipe.run(settings, tmp_path, quiet)
+    recipe.fail_at = None
+    recipe.run(settings, tmp_path, quiet)
+    assert recipe.asked == [1, 4, 16]
+
+
+def test_report_is_rebuilt_from_json_alone(settings: FusionSettings, tmp_path: Path, quiet: Console) -> None:
+    folder = tmp_path / "optimizer-fusion" / "figure-4" / "cpu"
+    Counting().run(settings, folder, quiet)
+    report.main([str(tmp_path)])
+    made = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert sorted(made) == ["result.csv", "result.json", "result.md", "result.png"]
+    for name in ("result.csv", "result.md", "result.png"):
+        (folder / name).unlink()
+    report.main([str(tmp_path)])
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == made
+
+    lines = made["result.csv"].decode().splitlines()
+    assert lines[0] == "model,batch_size,variant,quantity,unit,median,quartile_low,quartile_high,rounds"
+    assert len(lines) == 1 + 3 * len(VARIANTS) * (len(PHASES) + 1)
+    text = made["result.md"].decode()
+    assert "optimizer-fusion, section 1" in text
+    assert "t_saved = 3.15 ms (retime backward)" in text  # medians of the made-up times: 1.05 * (10 - 7)
+    point = json.loads(made["result.json"])["points"][0]
+    assert {"hardware", "versions", "commit", "rows", "settings", "finished"} <= set(point)
+
+
+def test_report_of_a_figure_with_named_points(settings: FusionSettings, tmp_path: Path, quiet: Console) -> None:
+    class Made(Optimizers):
+        def measure(self, settings: FusionSettings, at: dict[str, Any], tick: Any) -> Measured:
+            return made_up()
+
+    settings = dataclasses.replace(
+        settings, recipe="retime.recipes.optimizer_fusion.Optimizers", optimizers={"SGD": {}, "Adam": {}}
+    )
+    Made().run(settings, tmp_path, quiet)
+    console = Console(record=True, width=160)
+    report.rebuild(tmp_path, console)
+    assert (tmp_path / "result.png").stat().st_size > 10_000
+    shown = console.export_text()
+    assert "Optimizer's share of the default step: SGD 20.00 %, Adam 20.00 %." in shown
+    assert "speed over the strongest peer (fused)" in shown
+
+
+def test_simulated_results_say_so(tmp_path: Path) -> None:
+    result = Result("x", "retime.recipes.optimizer_fusion.SavedTime", "paper", "Figure 1", "title", simulated=True)
+    result.save(tmp_path)
+    assert "Simulated, not measured" in report.markdown(load(tmp_path / "result.json"), SavedTime())
+
+
+def test_other_layouts_and_empty_folders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="run an experiment first"):
+        report.rebuild(tmp_path)
+    (tmp_path / "result.json").write_text('{"format": 0}')
+    with pytest.raises(ValueError, match="Measure it again"):
+        report.rebuild(tmp_path)

@@ -1,0 +1,79 @@
+"""Experiment files: every one resolves for every hardware, and wrong keys or types are refused."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_module
+from hydra.errors import ConfigCompositionException
+
+from retime.recipes.__main__ import experiments
+from retime.recipes.recipe import result_folder
+from retime.recipes.schema import FusionSettings, Hardware, Settings, register_all, settings_of
+
+
+@pytest.fixture(autouse=True)
+def _hydra() -> Iterator[None]:
+    register_all()
+    with initialize_config_module("retime.conf", version_base="1.3"):
+        yield
+
+
+def composed(*overrides: str) -> Any:
+    return settings_of(compose("config", list(overrides)))
+
+
+@pytest.mark.parametrize("hardware", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", sorted(experiments()))
+def test_experiment_resolves(name: str, hardware: str) -> None:
+    settings = composed(f"experiment={name}", f"hardware={hardware}")
+    assert isinstance(settings, Settings)
+    assert settings.name == name
+    assert settings.hardware.device == hardware
+    assert settings.title
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("batchsize=4", "Key 'batchsize' not in 'FusionSettings'"),
+        ("hardware.core=2", "Key 'core' not in 'Hardware'"),
+        ("batch_size=four", "could not be converted to Integer"),
+        ("rounds=2.5", "could not be converted to Integer"),
+        ("variants=3", "Invalid value assigned"),
+    ],
+)
+def test_wrong_setting_is_refused(override: str, message: str) -> None:
+    with pytest.raises(ConfigCompositionException) as refusal:
+        composed("experiment=fusion_fig3", override)
+    assert message in f"{refusal.value} {refusal.value.__cause__}"
+
+
+@pytest.mark.parametrize(("override", "name"), [("+anything=1", "anything"), ("+hardware.speed=1", "hardware.speed")])
+def test_added_key_is_refused(override: str, name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is no setting of this experiment; there are"):
+        composed("experiment=fusion_fig3", override)
+
+
+def test_blocks_take_the_arguments_of_anybodys_function() -> None:
+    settings = composed("experiment=fusion_fig3", "model._target_=my.library.network", "model.depth=4")
+    assert settings.model == {"_target_": "my.library.network", "depth": 4}
+
+
+def test_hardware_chooses_sizes_and_the_command_line_wins() -> None:
+    assert composed("experiment=fusion_fig3").data["image_size"] == 64
+    assert composed("experiment=fusion_fig3", "hardware=cuda").data["image_size"] == 224
+    assert composed("experiment=fusion_fig3", "hardware=cuda", "data.image_size=32").data["image_size"] == 32
+
+
+def test_folder_is_named_after_what_was_overridden() -> None:
+    hardware = Hardware(name="cpu", device="cpu", cores=1)
+    settings = FusionSettings(name="x", paper="optimizer-fusion", where="Figure 4", hardware=hardware)
+    overrides = ["experiment=fusion_fig4", "hardware=cpu", "model.depth=3", "batch_size=4", "rerun=true"]
+    assert str(result_folder(settings, overrides, [])) == (
+        "results/optimizer-fusion/figure-4/cpu/batch_size=4/model.depth=3"
+    )
+    # a point of the same figure needs no folder of its own
+    assert str(result_folder(settings, overrides, ["batch_size"])) == (
+        "results/optimizer-fusion/figure-4/cpu/model.depth=3"
+    )
