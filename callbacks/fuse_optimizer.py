@@ -63,11 +63,15 @@ class FuseOptimizer(Callback):
             self._stepping.flush()  # gradients may live in DDP's buckets, which this backward pass overwrites
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._stepping.stop()
-        trainer.strategy.__dict__.pop("optimizer_step", None)
+        self._finish(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._stepping.flush()
+        # Lightning does not call teardown after an exception
+        self._finish(trainer)
+
+    def _finish(self, trainer: Trainer) -> None:
+        self._stepping.stop()
+        trainer.strategy.__dict__.pop("optimizer_step", None)
 
     def report(self) -> FusionReport:
         """What was fused so far, and which steps ran the plain way, why."""

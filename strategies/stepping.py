@@ -52,10 +52,12 @@ class FusedStepping:
         self._fusions: dict[Optimizer, BackwardFusion | ForwardFusion] = {}
         self._plain = FusionReport(mode=self.mode)
         self._warned: set[str] = set()
+        self._modules: list[tuple[str, nn.Module]] = []
 
     def start(self, trainer: Trainer) -> None:
         """Before the first step: say what will run the plain way, and fuse what can be."""
         module = trainer.lightning_module
+        self._modules = list(module.named_modules())
         for optimizer in trainer.strategy.optimizers:
             reason = self._why_plain(trainer, module, optimizer)
             if reason is not None:
@@ -110,8 +112,12 @@ class FusedStepping:
 
         try:
             result = plain_step(closure_then_rest)
-        except BaseException:
+        except BaseException as error:
             fusion.abandon_step()
+            if "modified by an inplace operation" in str(error):
+                error.add_note(
+                    f"retime: backward fusion had updated this parameter already. {_USE_FORWARD.capitalize()}"
+                )
             raise
         finally:
             trainer.gradient_clip_val = clip_value
@@ -137,7 +143,15 @@ class FusedStepping:
         reason = why_not_per_parameter(optimizer)
         if reason is not None:
             return reason
-        return _why_not_in_backward(trainer, module) or self.no_reduction if self.mode == "backward" else None
+        if self.mode == "forward":
+            return None
+        return _why_not_in_backward(trainer, module) or self._why_not_beside_hooks() or self.no_reduction
+
+    def _why_not_beside_hooks(self) -> str | None:
+        for name, module in self._modules:
+            if module._backward_hooks or module._backward_pre_hooks:
+                return f"the backward hook of {name or 'the module'} may read weights updated already; {_USE_FORWARD}"
+        return None
 
     def _why_plain_now(self, closure: Callable[[], Any]) -> str | None:
         if self.mode == "forward" or type(closure) is Closure:
@@ -161,6 +175,7 @@ class FusedStepping:
             fusion.remove()
             self._plain = _sum([self._plain, fusion.report()])
         self._fusions.clear()
+        self._modules = []
 
     def report(self) -> FusionReport:
         """What was fused, over all optimizers."""
@@ -194,11 +209,12 @@ def _why_not_in_backward(trainer: Trainer, module: LightningModule) -> str | Non
 
 def _sum(reports: Iterable[FusionReport]) -> FusionReport:
     first, *others = reports
-    total = dataclasses.replace(first, plain_steps=dict(first.plain_steps))
+    total = dataclasses.replace(first, plain_steps=dict(first.plain_steps), held_back=dict(first.held_back))
     for report in others:
         for name in ("parameters", "steps", "fused_updates", "late_updates", "buckets", "peak_gradient_bytes"):
             setattr(total, name, getattr(total, name) + getattr(report, name))
         total.largest_bucket_bytes = max(total.largest_bucket_bytes, report.largest_bucket_bytes)
-        for reason, count in report.plain_steps.items():
-            total.plain_steps[reason] = total.plain_steps.get(reason, 0) + count
+        for sums, counts in ((total.plain_steps, report.plain_steps), (total.held_back, report.held_back)):
+            for reason, count in counts.items():
+                sums[reason] = sums.get(reason, 0) + count
     return total

@@ -10,10 +10,13 @@ A parameter is updated once its gradient is complete and nothing needs its old v
   saved the parameter, and autograd's version check raises.
 
 Updates go by *buckets* of gradients in order of arrival, so the optimizer's multi-tensor and fused kernels are kept,
-and each bucket's gradients are freed at once.
+and each bucket's gradients are freed at once. For the freed memory to be used again, nothing small may be allocated
+between two gradients and outlive them: glibc's aligned allocations would not merge again, and every gradient would take
+new pages (seen as 17,000 page faults a step). So all bookkeeping of a step lives in records made once.
 """
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -27,6 +30,7 @@ from retime.mechanisms.fusion.narrow import OptimizerWindow, nbytes
 from retime.mechanisms.fusion.replaced import ReplacedMethod
 from retime.mechanisms.fusion.report import FusionReport
 from retime.mechanisms.fusion.side_stream import SideStream
+from retime.mechanisms.no_effect import NoEffectWarning
 
 CPU_BUCKET_BYTES = 1 << 20
 CUDA_BUCKET_BYTES = 8 << 20
@@ -48,6 +52,43 @@ def default_bucket_bytes(parameters: Iterable[Tensor]) -> int:
     return max(1, min(most, sum(map(nbytes, everything)) // 4))
 
 
+OTHER_HOOKS = "with post-accumulate-grad hooks of others"
+
+
+class Followed:
+    """One parameter: how often its hook fires in a step, and where the step stands."""
+
+    __slots__ = ("alive_bytes", "fired", "fusion", "guard", "handle", "held_back", "parameter", "used", "uses")
+
+    def __init__(self, fusion: "BackwardFusion", parameter: Tensor) -> None:
+        self.fusion = fusion
+        self.parameter = parameter
+        self.uses = 0
+        """Firings in a step, ``theta.count`` of algorithm 3; 0 until a step has been counted."""
+        self.fired = 0
+        self.used = False
+        """Whether this step's gradient has been used up."""
+        self.alive_bytes = 0
+        self.held_back = False
+        self.guard = ConsumedGradient(parameter)  # type: ignore[abstract]
+        self.handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(self._fire)
+
+    def _fire(self, parameter: Tensor) -> None:
+        self.fusion.on_gradient(self)
+
+    def put_guard(self) -> None:
+        """Make every read of ``.grad`` raise."""
+        guard, parameter = self.guard, self.parameter
+        form = (parameter.shape, parameter.dtype, parameter.device)
+        if (guard.shape, guard.dtype, guard.device) != form:
+            self.guard = ConsumedGradient(parameter)  # type: ignore[abstract]
+        self.parameter.grad = self.guard.renewed()
+
+    def close(self) -> None:
+        """Forget the step."""
+        self.fired, self.used, self.alive_bytes = 0, False, 0
+
+
 class BackwardFusion:
     """Updates the optimizer's parameters inside ``backward()``; see :func:`retime.mechanisms.fusion.fuse_optimizer`.
 
@@ -55,6 +96,10 @@ class BackwardFusion:
     the one backward pass that belongs to a step). ``clip_value`` clamps every gradient element to
     [-clip_value, clip_value] first, as ``torch.nn.utils.clip_grad_value_`` does.
     """
+
+    guard_at_once = True
+    """Whether reads of a consumed gradient raise from the moment it is used up. An adapter that knows all readers up to
+    the end of the step turns it off and calls :meth:`end_step`, which puts the guards then."""
 
     def __init__(
         self,
@@ -73,14 +118,10 @@ class BackwardFusion:
         self.bucket_bytes = bucket_bytes or default_bucket_bytes(parameters_of(optimizer))
         self._side = SideStream() if side_stream else None
         self._report = FusionReport(mode="backward")
-        self._handles: dict[Tensor, RemovableHandle] = {}
-        self._uses: dict[Tensor, int] = {}
-        self._fired: dict[Tensor, int] = {}
-        self._alive: dict[Tensor, int] = {}
+        self._followed: dict[Tensor, Followed] = {}
         self._alive_bytes = 0
-        self._bucket: list[Tensor] = []
+        self._bucket: list[Followed] = []
         self._bucket_size = 0
-        self._consumed: list[Tensor] = []
         self._window: OptimizerWindow | None = None
         self._own_step: ReplacedMethod | None = None
         self.follow_new_parameters()
@@ -103,9 +144,9 @@ class BackwardFusion:
     def follow_new_parameters(self) -> None:
         """Put the hook on parameters that joined the optimizer, or were unfrozen, since the last call."""
         for parameter in parameters_of(self.optimizer):
-            if parameter.requires_grad and parameter not in self._handles:
-                self._handles[parameter] = parameter.register_post_accumulate_grad_hook(self._on_gradient)
-        self._report.parameters = len(self._handles)
+            if parameter.requires_grad and parameter not in self._followed:
+                self._followed[parameter] = Followed(self, parameter)
+        self._report.parameters = len(self._followed)
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -128,13 +169,16 @@ class BackwardFusion:
 
         return armed_closure
 
-    def _on_gradient(self, parameter: Tensor) -> None:
+    def on_gradient(self, followed: Followed) -> None:
+        """A gradient was added to ``.grad`` of this parameter."""
+        parameter = followed.parameter
         gradient = parameter.grad
-        if isinstance(gradient, ConsumedGradient):
-            parameter.grad = gradient = gradient.received
+        if gradient is followed.guard:
+            parameter.grad = gradient = followed.guard.received
         if gradient is None:
             return
-        self._count_alive(parameter, nbytes(gradient))
+        size = nbytes(gradient)
+        self._count_alive(followed, size)
         if not (self.armed and self.wanted()):
             return
         if torch.is_grad_enabled():
@@ -142,75 +186,86 @@ class BackwardFusion:
                 "backward(create_graph=True) keeps the old parameters for a second derivative, backward fusion "
                 "overwrites them: use mode='forward', or remove the fusion"
             )
-        fired = self._fired[parameter] = self._fired.get(parameter, 0) + 1
-        uses = self._uses.get(parameter)
-        if uses is None or fired < uses or self._others_read(parameter):
+        followed.fired += 1
+        if followed.fired < followed.uses or not followed.uses:
             return
-        if fired > uses:
+        if _others_read(parameter):
+            self._hold_back(followed)
+            return
+        if followed.fired > followed.uses:
             raise RuntimeError(
-                f"a parameter of shape {tuple(parameter.shape)} received {fired} gradients in one step, {uses} in the "
-                "steps before, and may be updated already. Wrap all backward passes of a step but the last in "
-                "`with fusion.accumulate():`; with checkpointing, pass use_reentrant=False"
+                f"a parameter of shape {tuple(parameter.shape)} received {followed.fired} gradients in one step, "
+                f"{followed.uses} in the steps before, and may be updated already. Wrap all backward passes of a step "
+                "but the last in `with fusion.accumulate():`; with checkpointing, pass use_reentrant=False"
             )
         if self._window is None:
             self._window = OptimizerWindow(self.optimizer)
         if not self._window.holds(parameter):
             return
-        self._bucket.append(parameter)
-        self._bucket_size += nbytes(gradient)
+        self._bucket.append(followed)
+        self._bucket_size += size
         if self._bucket_size >= self.bucket_bytes:
             self._update_bucket(self._window)
 
-    def _count_alive(self, parameter: Tensor, size: int) -> None:
-        self._alive_bytes += size - self._alive.get(parameter, 0)
-        self._alive[parameter] = size
+    def _hold_back(self, followed: Followed) -> None:
+        if followed.held_back:
+            return
+        followed.held_back = True
+        held = self._report.held_back
+        if OTHER_HOOKS not in held:
+            warnings.warn(
+                f"backward fusion has no effect on parameters {OTHER_HOOKS}: these would find the gradient used up. "
+                "Remove the hooks, or use mode='forward'",
+                NoEffectWarning,
+                stacklevel=2,
+            )
+        held[OTHER_HOOKS] = held.get(OTHER_HOOKS, 0) + 1
+
+    def _count_alive(self, followed: Followed, size: int) -> None:
+        self._alive_bytes += size - followed.alive_bytes
+        followed.alive_bytes = size
         if self._alive_bytes > self._report.peak_gradient_bytes:
             self._report.peak_gradient_bytes = self._alive_bytes
-
-    def _others_read(self, parameter: Tensor) -> bool:
-        hooks = parameter._post_accumulate_grad_hooks
-        return hooks is not None and len(hooks) > 1
 
     def _update_bucket(self, window: OptimizerWindow) -> None:
         bucket, size = self._bucket, self._bucket_size
         self._bucket, self._bucket_size = [], 0
+        parameters = [followed.parameter for followed in bucket]
         if self._side is None:
-            self._step(window, bucket)
+            self._step(window, parameters)
         else:
-            with self._side.after_current(hold=[p.grad for p in bucket]):
-                self._step(window, bucket)
-        for parameter in bucket:
-            parameter.grad = None
-            self._alive_bytes -= self._alive.pop(parameter)
-        if self.guard_at_once:
-            self._put_guards(bucket)
-        self._consumed += bucket
-        self._report.fused_updates += len(bucket)
-        self._report.buckets += 1
-        self._report.largest_bucket_bytes = max(self._report.largest_bucket_bytes, size)
+            with self._side.after_current(hold=[p.grad for p in parameters]):
+                self._step(window, parameters)
+        for followed in bucket:
+            self._alive_bytes -= followed.alive_bytes
+            followed.alive_bytes = 0
+            followed.used = True
+            if self.guard_at_once:
+                followed.put_guard()
+            else:
+                followed.parameter.grad = None
+        self._count_bucket(len(bucket), size)
 
-    def _step(self, window: OptimizerWindow, bucket: list[Tensor]) -> None:
+    def _count_bucket(self, updates: int, size: int) -> None:
+        report = self._report
+        report.fused_updates += updates
+        report.buckets += 1
+        report.largest_bucket_bytes = max(report.largest_bucket_bytes, size)
+
+    def _step(self, window: OptimizerWindow, parameters: list[Tensor]) -> None:
         if self.clip_value is not None:
-            clip_by_value([p.grad for p in bucket if p.grad is not None], self.clip_value)
-        window.update(bucket)
+            clip_by_value([p.grad for p in parameters if p.grad is not None], self.clip_value)
+        window.update(parameters)
 
-    guard_at_once = True
-    """Whether reads of a consumed gradient raise from the moment it is used up. An adapter that knows all readers up to
-    the end of the step turns it off and calls :meth:`end_step`, which puts the guards then."""
-
-    def _put_guards(self, parameters: list[Tensor]) -> None:
-        for parameter in parameters:
-            parameter.grad = ConsumedGradient(parameter)  # type: ignore[abstract]
+    def _used(self) -> list[Followed]:
+        return [followed for followed in self._followed.values() if followed.used]
 
     def begin_rest(self) -> None:
         """Before the optimizer's own ``step``: consumed gradients read as None, so that it updates only the rest."""
         if self._side is not None:
             self._side.join()
-        for parameter in self._consumed:
-            parameter.grad = None
-        self._clip_rest()
-
-    def _clip_rest(self) -> None:
+        for followed in self._used():
+            followed.parameter.grad = None
         if self.clip_value is not None:
             clip_by_value([p.grad for p in parameters_of(self.optimizer) if p.grad is not None], self.clip_value)
 
@@ -218,27 +273,31 @@ class BackwardFusion:
         """After the optimizer's own ``step``: close the window, remember the counts of a first step, put the guards."""
         if self._side is not None:
             self._side.join()
-        report = self._report
-        report.steps += 1
-        report.late_updates += len(self._fired) - len(self._consumed)
-        for parameter, fired in self._fired.items():
-            if fired > self._uses.get(parameter, 0):
-                self._uses[parameter] = fired
-        self._put_guards([p for p in self._consumed if p.grad is None])
-        self._reset()
+        self._report.steps += 1
+        for followed in self._followed.values():
+            if followed.used:
+                self._show(followed)
+            elif followed.fired:
+                self._report.late_updates += 1
+            followed.uses = max(followed.uses, followed.fired)
+        self._close()
         self.follow_new_parameters()
+
+    def _show(self, followed: Followed) -> None:
+        """What ``.grad`` holds after a step in which the gradient was used."""
+        if followed.parameter.grad is None:
+            followed.put_guard()
 
     def abandon_step(self) -> None:
         """After an exception inside backward: forget the half-done step. Gradients not yet used stay in ``.grad``."""
         if self._side is not None:
             self._side.join()
-        self._reset()
+        self._close()
 
-    def _reset(self) -> None:
+    def _close(self) -> None:
         self._bucket, self._bucket_size = [], 0
-        self._consumed = []
-        self._fired.clear()
-        self._alive.clear()
+        for followed in self._followed.values():
+            followed.close()
         self._alive_bytes = 0
         self._window = None
 
@@ -252,12 +311,17 @@ class BackwardFusion:
             self._side.join()
         if self._own_step is not None:
             self._own_step.restore()
-        for parameter, handle in self._handles.items():
-            handle.remove()
-            if isinstance(parameter.grad, ConsumedGradient):
-                parameter.grad = parameter.grad.received
-        self._handles.clear()
-        self._reset()
+        for followed in self._followed.values():
+            followed.handle.remove()
+            if isinstance(followed.parameter.grad, ConsumedGradient):
+                followed.parameter.grad = followed.parameter.grad.received
+        self._close()
+        self._followed.clear()
+
+
+def _others_read(parameter: Tensor) -> bool:
+    hooks = parameter._post_accumulate_grad_hooks
+    return hooks is not None and len(hooks) > 1
 
 
 def clip_by_value(gradients: list[Tensor], clip_value: float) -> None:

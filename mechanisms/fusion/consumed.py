@@ -38,6 +38,11 @@ class ConsumedGradient(Tensor):
 
     def __init__(self, like: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None: ...
 
+    def renewed(self) -> "ConsumedGradient":
+        """This guard, for another step."""
+        self._cleared, self.received = False, None
+        return self
+
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"ConsumedGradient(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 

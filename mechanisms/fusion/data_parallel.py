@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from retime.mechanisms.fusion.backward import BackwardFusion, clip_by_value
+from retime.mechanisms.fusion.backward import BackwardFusion, Followed
 from retime.mechanisms.fusion.narrow import OptimizerWindow, nbytes
 
 CommunicationHook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
@@ -52,7 +52,8 @@ class ReductionHook:
         model._retime_reduction = self
 
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        parameters, gradients, buffer = bucket.parameters(), bucket.gradients(), bucket.buffer()
+        parameters, buffer = bucket.parameters(), bucket.buffer()
+        gradients = [_in_layout_of(p, g) for p, g in zip(parameters, bucket.gradients(), strict=True)]
         if self._hook is not None:
             future = self._hook(self._state, bucket)
         else:
@@ -84,6 +85,13 @@ def average(buffer: Tensor, *, is_view: bool, group: Any) -> torch.futures.Futur
         buffer.mul_(1.0 / ranks)
     future: torch.futures.Future[Any] = dist.all_reduce(buffer, group=group, async_op=True).get_future()
     return future.then(lambda done: done.value()[0])
+
+
+def _in_layout_of(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """The bucket's slice as DDP lays it out: with the parameter's strides where these leave no gaps."""
+    if parameter.is_contiguous() or torch.empty_like(parameter).stride() != parameter.stride():
+        return gradient
+    return gradient.as_strided(parameter.shape, parameter.stride(), gradient.storage_offset())
 
 
 def _is_view(parameter: Tensor, gradient: Tensor) -> bool:
@@ -120,65 +128,60 @@ class DataParallelFusion(BackwardFusion):
     def __init__(self, optimizer: Optimizer, reduction: ReductionHook, **options: Any) -> None:
         super().__init__(optimizer, **options)
         self._reduction = reduction
-        reduction.listeners.append(self)
         self._lock = threading.Lock()
-        self._hidden: list[tuple[Tensor, Tensor | None]] = []
+        self._hidden: dict[Followed, Tensor | None] = {}
+        reduction.listeners.append(self)
 
-    def _on_gradient(self, parameter: Tensor) -> None:
-        # a parameter that no rank used keeps grad=None, which only the end of backward can tell; one that this rank
-        # used, in any micro-batch of the step, certainly gets the reduced gradient
-        self._fired[parameter] = 1
-        if parameter.grad is not None:
-            self._count_alive(parameter, nbytes(parameter.grad))
+    def on_gradient(self, followed: Followed) -> None:
+        """Note that this rank used the parameter, in whichever micro-batch of the step.
+
+        A parameter that no rank used keeps grad=None, which only the end of backward can tell; one that this rank used
+        certainly gets the reduced gradient.
+        """
+        followed.fired = 1
+        if followed.parameter.grad is not None:
+            self._count_alive(followed, nbytes(followed.parameter.grad))
 
     def update_reduced(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
         """Update these parameters from their reduced gradients; called by the thread that completed the all-reduce."""
         with self._lock:
             window = self._window = self._window or OptimizerWindow(self.optimizer)
-            ready = [(p, g) for p, g in zip(parameters, gradients, strict=True) if p in self._fired and window.holds(p)]
+            ready = [
+                (followed, gradient)
+                for parameter, gradient in zip(parameters, gradients, strict=True)
+                if (followed := self._followed.get(parameter)) and followed.fired and window.holds(parameter)
+            ]
             if not ready:
                 return
-            if self.clip_value is not None:
-                clip_by_value([gradient for _, gradient in ready], self.clip_value)
-            local = [parameter.grad for parameter, _ in ready]
-            for parameter, gradient in ready:
-                parameter.grad = gradient
+            local = [followed.parameter.grad for followed, _ in ready]
+            for followed, gradient in ready:
+                followed.parameter.grad = gradient
             try:
-                window.update([parameter for parameter, _ in ready])
+                self._step(window, [followed.parameter for followed, _ in ready])
             finally:
-                for (parameter, _), gradient_of_rank in zip(ready, local, strict=True):
-                    parameter.grad = gradient_of_rank  # DDP writes the reduced gradient there at the end of backward
-            self._consumed += [parameter for parameter, _ in ready]
-            report = self._report
-            report.fused_updates += len(ready)
-            report.buckets += 1
-            report.largest_bucket_bytes = max(report.largest_bucket_bytes, sum(nbytes(g) for _, g in ready))
+                for (followed, _), gradient_of_rank in zip(ready, local, strict=True):
+                    # DDP writes the reduced gradient there at the end of backward
+                    followed.parameter.grad = gradient_of_rank
+            for followed, _ in ready:
+                followed.used = True
+            self._count_bucket(len(ready), sum(nbytes(gradient) for _, gradient in ready))
 
     def guard_reduced(self) -> None:
         """From the end of backward to the step, a read of a used gradient raises: clipping it would change nothing."""
-        self._hidden = [(parameter, parameter.grad) for parameter in self._consumed]
+        self._hidden = {followed: followed.parameter.grad for followed in self._used()}
         if self.guard_at_once:
-            self._put_guards(self._consumed)
+            for followed in self._hidden:
+                followed.put_guard()
 
-    def begin_rest(self) -> None:
-        """Hide the used gradients from the optimizer's own step."""
-        super().begin_rest()
-
-    def end_step(self) -> None:
-        """Show the reduced gradients again and close the step."""
-        for parameter, gradient in self._hidden:
-            parameter.grad = gradient
-        self._hidden = []
-        self._report.steps += 1
-        self._report.late_updates += len(self._fired) - len(self._consumed)
-        self._reset()
-        self.follow_new_parameters()
+    def _show(self, followed: Followed) -> None:
+        followed.parameter.grad = self._hidden.pop(followed, None)
 
     def remove(self) -> None:
         """Take all hooks off; the communication hook stays and does what DDP itself would."""
-        self._reduction.listeners.remove(self)
-        for parameter, gradient in self._hidden:
-            parameter.grad = gradient
+        if self in self._reduction.listeners:
+            self._reduction.listeners.remove(self)
+        for followed in list(self._hidden):
+            self._show(followed)
         super().remove()
 
 

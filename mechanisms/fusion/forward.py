@@ -6,6 +6,7 @@ values are still in the caches. All gradients exist at ``step()``, so whatever n
 clipping, GradScaler, gradient logging) is exact.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +18,17 @@ from torch.optim import Optimizer
 from retime.mechanisms.fusion.backward import default_bucket_bytes, parameters_of
 from retime.mechanisms.fusion.lazy import PendingUpdate, can_wait, is_pending, settle_all
 from retime.mechanisms.fusion.narrow import OptimizerWindow, nbytes
-from retime.mechanisms.fusion.readers import settle_before_readers, unwatchable_parameters
+from retime.mechanisms.fusion.readers import has_alias, settle_before_readers, unwatchable_parameters
 from retime.mechanisms.fusion.replaced import ReplacedMethod
 from retime.mechanisms.fusion.report import FusionReport
 from retime.mechanisms.fusion.support import why_not_per_parameter
+from retime.mechanisms.fusion.watched_state import WatchedState, unwatch, watch
+from retime.mechanisms.no_effect import NoEffectWarning
+
+NOTHING_CAN_WAIT = (
+    "all parameters are inside compiled or scripted modules, or share their memory with other tensors or arrays, where "
+    "reads cannot be seen; use mode='backward'"
+)
 
 
 class ForwardFusion:
@@ -59,23 +67,31 @@ class ForwardFusion:
         self.flush()  # parameters that no forward pass read
         reason = why_not_per_parameter(self.optimizer)
         if reason is not None:
-            self._report.note_plain(reason)
-            self._step.inner()
-            return loss
+            return self._plain_step(reason, loss)
         settle_all(p for p in parameters_of(self.optimizer) if is_pending(p))  # another optimizer's updates come first
         deferred = [p for p in parameters_of(self.optimizer) if p.grad is not None and self._can_defer(p)]
+        if not deferred and any(p.grad is not None for p in parameters_of(self.optimizer)):
+            return self._plain_step(NOTHING_CAN_WAIT, loss)
+        state = watch(self.optimizer, self.flush)
         window = OptimizerWindow(self.optimizer, snapshot=True)
         self._step_the_rest(deferred)
         for bucket in self._buckets(deferred):
             gradients = [p.grad for p in bucket]
-            self._pending.append(PendingUpdate(bucket, _Apply(window, bucket, gradients)))
+            self._pending.append(PendingUpdate(bucket, _Apply(window, bucket, gradients, state)))
             self._report.buckets += 1
         self._report.steps += 1
         self._report.fused_updates += len(deferred)
         return loss
 
+    def _plain_step(self, reason: str, loss: Any) -> Any:
+        if reason not in self._report.plain_steps:
+            warnings.warn(f"forward fusion has no effect on these steps: {reason}", NoEffectWarning, stacklevel=4)
+        self._report.note_plain(reason)
+        self._step.inner()
+        return loss
+
     def _can_defer(self, parameter: Tensor) -> bool:
-        return can_wait(parameter) and parameter not in self._unwatchable
+        return can_wait(parameter) and parameter not in self._unwatchable and not has_alias(parameter)
 
     def _step_the_rest(self, deferred: list[Tensor]) -> None:
         """The optimizer's own step, for what cannot wait: it counts the step for schedulers, whatever is left."""
@@ -84,9 +100,12 @@ class ForwardFusion:
         rest = [{**group, "params": [p for p in group["params"] if id(p) not in later]} for group in groups]
         self._report.late_updates += sum(p.grad is not None for group in rest for p in group["params"])
         self.optimizer.param_groups = [group for group in rest if group["params"]]
+        state = watch(self.optimizer, self.flush)
+        state.updating = True
         try:
             self._step.inner()
         finally:
+            state.updating = False
             self.optimizer.param_groups = groups
 
     def _buckets(self, parameters: list[Tensor]) -> list[list[Tensor]]:
@@ -120,6 +139,7 @@ class ForwardFusion:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        unwatch(self.optimizer)
         self._step.restore()
         self._zero_grad.restore()
 
@@ -127,8 +147,10 @@ class ForwardFusion:
 class _Apply:
     """Steps one bucket from gradients that were put aside."""
 
-    def __init__(self, window: OptimizerWindow, bucket: list[Tensor], gradients: list[Any]) -> None:
-        self._window, self._bucket, self._gradients = window, bucket, gradients
+    def __init__(
+        self, window: OptimizerWindow, bucket: list[Tensor], gradients: list[Any], state: WatchedState
+    ) -> None:
+        self._window, self._bucket, self._gradients, self._state = window, bucket, gradients, state
         self._versions = [gradient._version for gradient in gradients]
 
     def __call__(self) -> None:
@@ -141,8 +163,10 @@ class _Apply:
                     "optimizer.step(), or optimizer.zero_grad() before the next backward()"
                 )
             parameter.grad = gradient
+        self._state.updating = True
         try:
             self._window.update(self._bucket)
         finally:
+            self._state.updating = False
             for parameter, gradient in zip(self._bucket, present, strict=True):
                 parameter.grad = gradient

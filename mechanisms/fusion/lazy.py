@@ -6,9 +6,10 @@ the parameter itself watches: while an update is pending its class is :class:`Pe
 ``__torch_function__`` runs the update when any torch function reads it, then hands back the plain class. Up-to-date
 parameters cost nothing.
 
-What torch functions cannot see are reads that bypass Python: an alias made earlier (``p.data``, a view), compiled or
-scripted code, a replayed CUDA graph, a C extension that takes the tensor directly. ``forward.py`` keeps such parameters
-out, or brings them up to date by a module hook; for aliases there is ``flush()``.
+What torch functions cannot see are reads that bypass Python: an alias made earlier (``p.data``, a view, an array),
+compiled or scripted code, a C extension that takes the tensor directly, a replayed CUDA graph. ``readers.py`` finds
+such parameters and keeps them out, or brings them up to date by a module hook; before replaying a graph of your own,
+call ``flush()``.
 """
 
 import contextlib
@@ -53,6 +54,7 @@ class PendingUpdate:
             if earlier is not None:
                 earlier.settle()
         self.parameters = parameters
+        self._default_dtype = torch.get_default_dtype()
         self._apply: Callable[[], None] | None = apply
         for parameter in parameters:
             parameter._retime_pending = self  # type: ignore[attr-defined]
@@ -66,19 +68,22 @@ class PendingUpdate:
         for parameter in self.parameters:
             parameter.__class__ = _plain_class[type(parameter)]
             del parameter._retime_pending  # type: ignore[attr-defined]
-        with _surroundings_of_a_step(self.parameters[0].device.type):
+        with _surroundings_of_a_step(self.parameters[0].device.type, self._default_dtype):
             apply()
 
 
 @contextlib.contextmanager
-def _surroundings_of_a_step(device_type: str) -> Iterator[None]:
-    """The reader may be under inference mode, autocast or ``torch.device(...)``; ``optimizer.step()`` would not be."""
+def _surroundings_of_a_step(device_type: str, default_dtype: torch.dtype) -> Iterator[None]:
+    """The reader may be under inference mode, autocast or ``torch.device(...)``; ``optimizer.step()`` was not."""
     with contextlib.ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             # state created in inference mode could never be updated in place again
             stack.enter_context(torch.inference_mode(False))
         if torch.is_autocast_enabled(device_type):
             stack.enter_context(torch.autocast(device_type, enabled=False))
+        if torch.get_default_dtype() != default_dtype:
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(default_dtype)  # new state takes it
         stack.enter_context(torch._C.DisableTorchFunction())
         stack.enter_context(torch.no_grad())
         yield

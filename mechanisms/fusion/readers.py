@@ -17,12 +17,20 @@ def unwatchable_parameters(model: nn.Module) -> set[Tensor]:
     """Parameters under compiled or scripted modules: their code reads memory directly, so their updates cannot wait."""
     found: set[Tensor] = set()
     for module in model.modules():
-        compiled = getattr(module, "_compiled_call_impl", None) is not None or hasattr(
-            module, "_torchdynamo_orig_callable"
-        )
+        # the last is the mark that Lightning leaves on a compiled LightningModule
+        marks = ("_compiled_call_impl", "_torchdynamo_orig_callable", "_compiler_ctx")
+        compiled = any(getattr(module, mark, None) is not None for mark in marks)
         if compiled or isinstance(module, torch.jit.ScriptModule | torch._dynamo.OptimizedModule):
             found.update(module.parameters())
     return found
+
+
+def has_alias(parameter: Tensor) -> bool:
+    """Whether something else shares the parameter's memory: ``p.data``, a view or a NumPy array made earlier.
+
+    A read through the alias could not be seen. The parameter and the handle used for counting hold the storage twice.
+    """
+    return torch._C._storage_Use_Count(parameter.untyped_storage()._cdata) > 2
 
 
 def settle_before_readers(model: nn.Module) -> list[RemovableHandle]:

@@ -34,6 +34,8 @@ class FusionReport:
     largest_bucket_bytes: int = 0
     peak_gradient_bytes: int = 0
     """Most bytes of gradients alive at one time between two steps, as far as the parameters' hooks can see."""
+    held_back: dict[str, int] = field(default_factory=dict)
+    """Parameters that are updated in ``optimizer.step()`` although the others are fused, by reason."""
     plain_steps: dict[str, int] = field(default_factory=dict)
     """Steps that ran the plain way, by reason."""
 
@@ -42,6 +44,8 @@ class FusionReport:
             f"{self.mode} fusion: {self.fused_updates} updates of {self.parameters} parameters fused into "
             f"{self.buckets} buckets over {self.steps} steps, {self.late_updates} in optimizer.step()"
         )
+        if self.held_back:
+            text += "; held back: " + "; ".join(f"{count} {reason}" for reason, count in self.held_back.items())
         if self.plain_steps:
             reasons = "; ".join(f"{count} because {reason}" for reason, count in self.plain_steps.items())
             text += f"; plain steps: {reasons}"
