@@ -135,8 +135,8 @@ class BareLoop:
         self.wired = variant.wire(self.model, lambda parameters: build_optimizer(optimizer, parameters, flags))
         self.clock = PhaseClock(device)
 
-    def step(self) -> list[float]:
-        """One step; milliseconds of forward, backward, and what the loop does after backward."""
+    def step(self) -> None:
+        """One step, in three phases: forward, backward, and what the loop does after backward."""
         clock = self.clock
         clock.start()
         loss = loss_of(self.model(self.inputs), self.targets)
@@ -145,15 +145,15 @@ class BareLoop:
         clock.mark()
         self.wired.finish()
         clock.mark()
-        return clock.phases_ms()
 
     def block(self, steps: int) -> list[float]:
         """The typical one of `steps` steps: its forward, backward and optimizer phase and its whole time, in ms.
 
         One step more runs first and is not counted: it brings this variant's weights back into the caches.
         """
-        self.step()
-        return middle_step([self.step() for _ in range(steps)])
+        for _ in range(steps + 1):
+            self.step()
+        return middle_step(self.clock.steps_ms()[1:])
 
 
 def kernel_flags(kernel: Kernel, optimizer: dict[str, Any], device: torch.device) -> dict[str, bool]:

@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -87,34 +88,35 @@ def pinned(cores: int | None) -> Iterator[None]:
 
 
 class PhaseClock:
-    """Times the phases of one step, in milliseconds: `start()`, `mark()` after each phase, then `phases_ms()`.
+    """Times the phases of steps, in milliseconds: `start()` a step, `mark()` after each phase, then `steps_ms()`.
 
-    On a GPU the marks are events in the current stream, so that timing does not add synchronisation between phases.
+    On a GPU the marks are events in the current stream, read when all steps have run: the host may run ahead of the
+    device as it does in training.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._times: list[float] = []
-        self._events: list[torch.cuda.Event] = []
+        self._marks: list[list[Any]] = []
 
     def start(self) -> None:
-        self._times.clear()
-        self._events.clear()
+        self._marks.append([])
         self.mark()
 
     def mark(self) -> None:
         if self._cuda:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
-            self._events.append(event)
+            self._marks[-1].append(event)
         else:
-            self._times.append(time.perf_counter() * 1e3)
+            self._marks[-1].append(time.perf_counter() * 1e3)
 
-    def phases_ms(self) -> list[float]:
+    def steps_ms(self) -> list[list[float]]:
+        """The phases of each step since the last call."""
+        steps, self._marks = self._marks, []
         if self._cuda:
-            self._events[-1].synchronize()
-            return [before.elapsed_time(after) for before, after in zip(self._events, self._events[1:], strict=False)]
-        return [after - before for before, after in zip(self._times, self._times[1:], strict=False)]
+            torch.cuda.synchronize()
+            return [[a.elapsed_time(b) for a, b in pairwise(marks)] for marks in steps]
+        return [[b - a for a, b in pairwise(marks)] for marks in steps]
 
 
 def middle_step(steps: Sequence[Sequence[float]]) -> list[float]:

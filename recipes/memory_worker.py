@@ -32,7 +32,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     model = build_model(request["model"], device, 0)
     loop = BareLoop(variant, model, _batch(request, device), request["optimizer"])
     first, _ = _peak(device, loop.step)
-    later, _ = _peak(device, lambda: [loop.step() for _ in range(request["steps"])])
+    later, _ = _peak(device, lambda: loop.block(request["steps"]))
     gradients = GradientBytes(model.parameters())
     loop.step()
     return {

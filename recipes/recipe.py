@@ -81,7 +81,10 @@ class Recipe(ABC, Generic[S]):
         tables.show(result, self.quantity, self.compare(result), self.notes(result), self.references, console)
 
     def run(self, settings: S, folder: Path, console: Console) -> Result:
-        """Measure the points that `folder` does not hold yet (all of them with `rerun`), and save after each."""
+        """Measure the points that `folder` does not hold yet (all of them with `rerun`), and save after each.
+
+        A point is kept if settings, machine and versions are the same; another commit alone does not count.
+        """
         result = self._open(settings, folder)
         wanted = self.points(settings)
         common = _fingerprint(settings, self.axes)

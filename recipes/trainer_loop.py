@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from retime.recipes.build import build_optimizer, loss_of
 from retime.recipes.gradient_bytes import GradientBytes
+from retime.recipes.measure import PhaseClock
 
 Batch = tuple[Tensor, Tensor]
 
@@ -69,25 +70,31 @@ class Task(LightningModule):
 
 
 class StepClock(Callback):
-    """The moments at which batches end, in ms, and the losses. A step is the time from one end to the next.
+    """Times from one batch's end to the next one's, and the losses.
 
     So the part of a step that a schedule moves into the next forward pass is counted too, in the next step.
     """
 
     def __init__(self, watch: GradientBytes | None = None) -> None:
-        self.ends_ms: list[float] = []
         self.losses: list[Tensor] = []
         self.first_peak = 0
+        self._clock: PhaseClock | None = None
         self._watch = watch
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
-        if pl_module.device.type == "cuda":
-            torch.cuda.synchronize(pl_module.device)
-        self.ends_ms.append(time.perf_counter() * 1e3)
+        if self._clock is None:
+            self._clock = PhaseClock(pl_module.device)
+            self._clock.start()
+        else:
+            self._clock.mark()
         self.losses.append(outputs["loss"].detach())
-        if self._watch is not None and len(self.ends_ms) == 1:
+        if self._watch is not None and len(self.losses) == 1:
             self.first_peak = self._watch.peak
             self._watch.restart()
+
+    def step_ms(self) -> list[float]:
+        """All steps but the first; call it once, after training."""
+        return self._clock.steps_ms()[0] if self._clock is not None else []
 
 
 @dataclass(frozen=True)
@@ -136,7 +143,7 @@ def train(
     if watch is not None:
         watch.remove()
     return Training(
-        step_ms=[after - before for before, after in zip(clock.ends_ms, clock.ends_ms[1:], strict=False)],
+        step_ms=clock.step_ms(),
         losses=[float(loss) for loss in clock.losses],
         weights=digest(model),
         module=task,

@@ -53,11 +53,14 @@ def test_pinning_is_undone() -> None:
 
 def test_phase_clock_gives_a_time_for_each_mark() -> None:
     clock = PhaseClock(torch.device("cpu"))
-    clock.start()
-    clock.mark()
-    clock.mark()
-    assert len(clock.phases_ms()) == 2
-    assert all(value >= 0 for value in clock.phases_ms())
+    for _ in range(3):
+        clock.start()
+        clock.mark()
+        clock.mark()
+    steps = clock.steps_ms()
+    assert [len(phases) for phases in steps] == [2, 2, 2]
+    assert all(value >= 0 for phases in steps for value in phases)
+    assert clock.steps_ms() == []
 
 
 def test_claims_and_targets_show_their_verdict() -> None:
