@@ -63,7 +63,7 @@ class FusedStepping:
             if reason is not None:
                 self._warn(reason)
             else:
-                self._fusion_of(optimizer, module)
+                self._fusion_of(optimizer, trainer)
         rank_zero_info(
             f"retime: {self.mode} fusion of {len(self._fusions)} of {len(trainer.strategy.optimizers)} optimizers"
         )
@@ -81,14 +81,13 @@ class FusedStepping:
         fusion = self._fusions.get(optimizer)
         if reason is not None:
             if isinstance(fusion, ForwardFusion):
-                fusion.remove()
-                del self._fusions[optimizer]
+                self._drop(optimizer)
             elif fusion is not None:
                 fusion.abandon_step()
             self._plain.note_plain(reason)
             self._warn(reason)
             return plain_step(closure)
-        fusion = self._fusion_of(optimizer, module)
+        fusion = self._fusion_of(optimizer, trainer)
         if isinstance(fusion, ForwardFusion):
             return plain_step(closure)  # the optimizer's own step is the deferring one
         return self._step_in_backward(trainer, fusion, closure, plain_step)
@@ -124,12 +123,14 @@ class FusedStepping:
         fusion.end_step()
         return result
 
-    def _fusion_of(self, optimizer: Optimizer, module: nn.Module) -> BackwardFusion | ForwardFusion:
+    def _fusion_of(self, optimizer: Optimizer, trainer: Trainer) -> BackwardFusion | ForwardFusion:
         fusion = self._fusions.get(optimizer)
         if fusion is not None:
             return fusion
+        for replaced in [known for known in self._fusions if known not in trainer.strategy.optimizers]:
+            self._drop(replaced)
         if self.mode == "forward":
-            fusion = ForwardFusion(optimizer, module, **self._options)
+            fusion = ForwardFusion(optimizer, trainer.lightning_module, **self._options)
         elif self.reduction is not None:
             fusion = DataParallelFusion(optimizer, self.reduction, armed=False, **self._options)
         else:
@@ -171,11 +172,14 @@ class FusedStepping:
 
     def stop(self) -> None:
         """Bring all parameters up to date and leave no hook behind; counts stay for :meth:`report`."""
-        for fusion in self._fusions.values():
-            fusion.remove()
-            self._plain = _sum([self._plain, fusion.report()])
-        self._fusions.clear()
+        for optimizer in list(self._fusions):
+            self._drop(optimizer)
         self._modules = []
+
+    def _drop(self, optimizer: Optimizer) -> None:
+        fusion = self._fusions.pop(optimizer)
+        fusion.remove()
+        self._plain = _sum([self._plain, fusion.report()])
 
     def report(self) -> FusionReport:
         """What was fused, over all optimizers."""

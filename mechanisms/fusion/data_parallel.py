@@ -7,6 +7,7 @@ all three work, because only the backward pass that belongs to a step is armed.
 """
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +35,9 @@ class ReductionHook:
         self, model: DistributedDataParallel, hook: CommunicationHook | None = None, state: Any = None
     ) -> None:
         self.listeners: list[DataParallelFusion] = []
-        self._group = model.process_group
+        # no strong reference to the process group: the last one to go may be a continuation, in a thread of the group,
+        # and a group cannot end in its own thread
+        self._model = weakref.ref(model)
         self._hook = hook
         self._state = state
 
@@ -57,7 +60,9 @@ class ReductionHook:
         if self._hook is not None:
             future = self._hook(self._state, bucket)
         else:
-            future = average(buffer, is_view=_is_view(parameters[0], gradients[0]), group=self._group)
+            model = self._model()
+            assert model is not None
+            future = average(buffer, is_view=_is_view(parameters[0], gradients[0]), group=model.process_group)
         armed = [fusion for fusion in self.listeners if fusion.armed and fusion.wanted()]
         if not armed:
             return future

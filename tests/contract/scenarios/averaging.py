@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAver
 from contract.bench import Bench
 from contract.models import Net, sgd
 from contract.registry import scenario
+from contract.traits import ALIASES
 
 
 class HomeMadeEMA(Callback):
@@ -65,7 +66,7 @@ def ema_home_made_every_batch(bench: Bench) -> None:
     bench.keep("average", callback.average)
 
 
-@scenario()
+@scenario(ALIASES)
 def weights_copied_at_epoch_end(bench: Bench) -> None:
     callback = EpochSnapshots()
     bench.fit(Net(), callbacks=[callback])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from contract.bench import Bench
 from contract.models import Net, adam, mlp, sgd
 from contract.registry import scenario
-from contract.traits import ACCUMULATION_HOOK, BACKWARD_HOOK
+from contract.traits import ACCUMULATION_HOOK, ALIASES, BACKWARD_HOOK, HELD_BACK
 
 
 class AliasEMA(Callback):
@@ -169,14 +169,14 @@ class LoadsWeights(Callback):
             pl_module.load_state_dict(self.kept)
 
 
-@scenario()
+@scenario(ALIASES)
 def ema_through_aliases(bench: Bench) -> None:
     callback = AliasEMA()
     bench.fit(Net(), callbacks=[callback])
     bench.keep("average", callback.average)
 
 
-@scenario()
+@scenario(ALIASES)
 def weights_shared_with_numpy(bench: Bench) -> None:
     bench.fit(NumpyReader(optimizer=sgd))
 
@@ -206,7 +206,7 @@ def accumulation_hooks_at_train_start(bench: Bench) -> None:
     bench.fit(HalvesAccumulatedLate(optimizer=sgd))
 
 
-@scenario()
+@scenario(HELD_BACK)
 def accumulation_hooks_mid_run(bench: Bench) -> None:
     bench.fit(HalvesAccumulatedMidRun(optimizer=sgd))
 
