@@ -22,7 +22,7 @@ from retime.mechanisms.fusion.backward import BackwardFusion
 from retime.mechanisms.fusion.data_parallel import DataParallelFusion, ReductionHook
 from retime.mechanisms.fusion.forward import ForwardFusion
 from retime.mechanisms.fusion.report import FusionReport, check_mode
-from retime.mechanisms.fusion.support import why_not_per_parameter
+from retime.mechanisms.fusion.support import why_not_per_parameter, why_not_this_step
 from retime.mechanisms.no_effect import NoEffectWarning
 
 _MODULE_READERS = (
@@ -141,7 +141,7 @@ class FusedStepping:
         return fusion
 
     def _why_plain(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> str | None:
-        reason = why_not_per_parameter(optimizer)
+        reason = why_not_per_parameter(optimizer) or why_not_this_step(optimizer)
         if reason is not None:
             return reason
         if self.mode == "forward":

@@ -13,7 +13,7 @@ from retime.mechanisms.fusion.backward import BackwardFusion, parameters_of
 from retime.mechanisms.fusion.data_parallel import DataParallelFusion, reduction_of
 from retime.mechanisms.fusion.forward import ForwardFusion
 from retime.mechanisms.fusion.report import check_mode
-from retime.mechanisms.fusion.support import is_fused_step, why_not_per_parameter
+from retime.mechanisms.fusion.support import is_fused_step, why_not_per_parameter, why_not_this_step
 
 
 @overload
@@ -100,7 +100,7 @@ def fuse_optimizer(
 
 def check_can_fuse(model: nn.Module, optimizer: Optimizer) -> None:
     """Raise ValueError if fusing this pair can't be right, saying what to change."""
-    reason = why_not_per_parameter(optimizer)
+    reason = why_not_per_parameter(optimizer) or why_not_this_step(optimizer)
     if reason is not None:
         raise ValueError(f"cannot fuse this optimizer: {reason}")
     if is_fused_step(optimizer.__dict__.get("step")):

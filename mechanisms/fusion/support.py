@@ -54,12 +54,17 @@ def why_not_per_parameter(optimizer: Optimizer) -> str | None:
                 )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{name}(differentiable=True) needs the graph of the whole step"
-    replaced = optimizer.__dict__.get("step")
-    if replaced is not None and not getattr(replaced, "_wrapped_by_lr_sched", False) and not is_fused_step(replaced):
-        return f"the step method of this {name} was replaced by {replaced!r}"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or _global_step_hooks():
         return f"{name} has step hooks, which see all parameters between two steps; remove them to fuse"
     return None
+
+
+def why_not_this_step(optimizer: Optimizer) -> str | None:
+    """The reason why this object's ``step`` must not be taken over: somebody put another method in its place."""
+    replaced = optimizer.__dict__.get("step")
+    if replaced is None or getattr(replaced, "_wrapped_by_lr_sched", False) or is_fused_step(replaced):
+        return None
+    return f"the step method of this {type(optimizer).__name__} was replaced by {replaced!r}"
 
 
 def is_fused_step(step: object) -> bool:

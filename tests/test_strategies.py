@@ -1,0 +1,130 @@
+"""What the strategies refuse, before anything is set up, and how they report."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+
+import retime
+from retime.callbacks import FuseOptimizer
+from retime.strategies import FusedOptimizerDDPStrategy, FusedOptimizerStrategy
+
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "max_steps": 2,
+    "limit_val_batches": 0,
+}
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*`max_epochs` was not set"),
+]
+
+
+def trainer(**options: Any) -> Trainer:
+    return Trainer(**QUIET, **{"accelerator": "cpu", "devices": 1, **options})
+
+
+def test_names_are_registered_once_and_described() -> None:
+    for name in ("fused_optimizer", "fused_optimizer_forward", "fused_optimizer_ddp"):
+        assert name in StrategyRegistry.available_strategies()
+        assert StrategyRegistry[name]["description"]
+    assert isinstance(trainer(strategy="fused_optimizer").strategy, FusedOptimizerStrategy)
+
+
+def test_name_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_TRAINER_STRATEGY", "fused_optimizer_forward")
+    assert isinstance(trainer().strategy, FusedOptimizerStrategy)
+
+
+@pytest.mark.parametrize("strategy", ["fused_optimizer", "fused_optimizer_forward"])
+def test_several_devices_are_refused(strategy: str) -> None:
+    with pytest.raises(ValueError, match=r"runs on one device, got devices=2.*fused_optimizer_ddp"):
+        trainer(strategy=strategy, devices=2).fit(BoringModel())
+
+
+def test_the_device_comes_from_the_trainer() -> None:
+    assert trainer(strategy="fused_optimizer").strategy.root_device == torch.device("cpu")
+    assert FusedOptimizerStrategy(device="cuda:1").root_device == torch.device("cuda:1")
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: FusedOptimizerStrategy("sideways"), "unknown fusion mode 'sideways'"),
+        (lambda: FusedOptimizerDDPStrategy("sideways"), "unknown fusion mode 'sideways'"),
+        (lambda: FuseOptimizer("sideways"), "unknown fusion mode 'sideways'"),
+        (lambda: FusedOptimizerStrategy(bucket_bytes=-1), "bucket_bytes=-1"),
+        (lambda: FusedOptimizerStrategy("forward", side_stream=True), "side_stream"),
+    ],
+)
+def test_bad_arguments(make: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+def test_callback_refuses_what_it_cannot_join() -> None:
+    with pytest.raises(ValueError, match="fuses the optimizer already"):
+        trainer(strategy="fused_optimizer", callbacks=[FuseOptimizer()]).fit(BoringModel())
+
+    stand_in = type("FSDPStrategy", (), {})()
+    fake = type("FakeTrainer", (), {"strategy": stand_in})()
+    with pytest.raises(ValueError, match="cannot be used with FSDPStrategy"):
+        FuseOptimizer().setup(fake, BoringModel(), "fit")
+    fake.strategy = DDPStrategy(ddp_comm_hook=lambda state, bucket: None)
+    with pytest.raises(ValueError, match=r"FusedOptimizerDDPStrategy\(ddp_comm_hook"):
+        FuseOptimizer().setup(fake, BoringModel(), "fit")
+
+
+def test_optimizer_from_elsewhere_trains_the_plain_way_and_says_so() -> None:
+    class Module(BoringModel):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters())
+
+    chosen = trainer(strategy="fused_optimizer")
+    with pytest.warns(retime.NoEffectWarning, match="LBFGS needs all parameters"):
+        chosen.fit(Module())
+    assert "LBFGS" in str(chosen.strategy.report())  # type: ignore[attr-defined]
+
+
+def test_nothing_is_left_after_the_fit() -> None:
+    for strategy in ("fused_optimizer", "fused_optimizer_forward"):
+        model = BoringModel()
+        chosen = trainer(strategy=strategy)
+        chosen.fit(model)
+        assert chosen.strategy.report().steps == 2  # type: ignore[attr-defined]
+        assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+        assert {type(p) for p in model.parameters()} == {torch.nn.Parameter}
+        assert "step" not in chosen.optimizers[0].__dict__ or chosen.lr_scheduler_configs
+
+
+PYTORCH_LIGHTNING = """
+import warnings; warnings.simplefilter("ignore")
+import pytorch_lightning, retime
+from retime.callbacks import FuseOptimizer
+class Stage: pass
+try:
+    pytorch_lightning.Trainer(strategy=retime.FusedOptimizerStrategy(), logger=False)
+except ValueError as error:
+    assert "from lightning.pytorch import Trainer" in str(error), error
+trainer = pytorch_lightning.Trainer(accelerator="cpu", logger=False)
+try:
+    FuseOptimizer().setup(trainer, None, "fit")
+except TypeError as error:
+    assert "from lightning.pytorch import Trainer" in str(error), error
+    print("refused twice")
+"""
+
+
+def test_the_other_lightning_package_is_pointed_out() -> None:
+    pytest.importorskip("pytorch_lightning", reason="pytorch_lightning is not installed")
+    done = subprocess.run([sys.executable, "-c", PYTORCH_LIGHTNING], capture_output=True, text=True, timeout=120)
+    assert "refused twice" in done.stdout, done.stderr
