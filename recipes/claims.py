@@ -55,13 +55,15 @@ class Comparison:
 
 
 def amount(value: float, unit: str) -> str:
-    """A value with its unit, with digits that suit its size: `1.12 x`, `16.7 ms`, `4.00 MiB`, `0.4 %`."""
+    """A value with its unit, with digits that suit its size: `1.120 x`, `16.70 ms`, `4.00 MiB`, `0.400 %`."""
+    if unit == "x" and abs(value) < 10:
+        return f"{value:.3f} x"  # the papers print ratios with up to three decimals
     digits = 0 if abs(value) >= 1000 else 1 if abs(value) >= 100 else 2 if abs(value) >= 1 else 3
     return f"{value:.{digits}f} {unit}"
 
 
 def show(value: Spread, unit: str) -> str:
-    """A median with its quartiles: `1.12 x (1.10 to 1.13)`."""
+    """A median with its quartiles: `1.120 x (1.102 to 1.131)`."""
     if value.low == value.high:
         return amount(value.median, unit)
     low, high = (amount(edge, unit).rsplit(" ", 1)[0] for edge in (value.low, value.high))

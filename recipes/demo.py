@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from retime.recipes import charts
@@ -31,6 +31,28 @@ HEADINGS = {
     PLAIN: "plain strategy\nAdamW(fused=True)",
     OURS: 'strategy="fused_optimizer"\nAdamW(fused=True)',
 }
+
+
+class ResidualLayer(nn.Module):
+    """x + relu(W norm(x)): keeps a deep network of linear layers trainable."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """`(B, width)` to the same shape."""
+        return inputs + torch.relu(self.linear(self.norm(inputs)))
+
+
+def residual_mlp(depth: int = 12, width: int = 1024, in_features: int = 64, num_classes: int = 10) -> nn.Sequential:
+    """A linear layer, `depth` residual ones and a last one: enough parameters for their updates to cost time.
+
+    Input `(B, ...)` with `in_features` numbers a sample, output logits `(B, num_classes)`.
+    """
+    layers = [ResidualLayer(width) for _ in range(depth)]
+    return nn.Sequential(nn.Flatten(), nn.Linear(in_features, width), *layers, nn.Linear(width, num_classes))
 
 
 class Demo(Recipe[FusionSettings]):
@@ -173,7 +195,7 @@ def epochs_of_batches(settings: FusionSettings, epochs: int) -> list[Batch]:
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> float:
+def accuracy(model: nn.Module, inputs: Tensor, targets: Tensor) -> float:
     """Share of right answers, 0 to 1."""
     model.eval()
     device = next(model.parameters()).device

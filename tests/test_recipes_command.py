@@ -66,8 +66,7 @@ def test_demo_shows_identical_results(run: Command, tmp_path: Path, capsys: pyte
     run(
         "experiment=demo",
         *("hardware.cores=null", "rounds=1", "epochs=1", "batch_size=256"),
-        "model._args_=[{_target_: torch.nn.Flatten},"
-        "{_target_: retime.recipes.models.mlp, depth: 2, width: 16, in_features: 64, num_classes: 10}]",
+        *("model.depth=2", "model.width=16"),
     )
     (result,) = results(tmp_path / "results").values()
     (point,) = result.points
