@@ -68,25 +68,33 @@ class PendingUpdate:
         for parameter in self.parameters:
             parameter.__class__ = _plain_class[type(parameter)]
             del parameter._retime_pending  # type: ignore[attr-defined]
-        with _surroundings_of_a_step(self.parameters[0].device.type, self._default_dtype):
-            apply()
+        if self._is_usual():
+            with torch._C.DisableTorchFunction():
+                apply()
+        else:
+            with _surroundings_of_a_step(self.parameters[0].device.type, self._default_dtype):
+                apply()
+
+    def _is_usual(self) -> bool:
+        """Whether a step could run here and now as it stands; the long way round costs as much as a small update."""
+        return not (
+            torch.is_inference_mode_enabled()
+            or torch.is_autocast_enabled(self.parameters[0].device.type)
+            or torch.get_default_dtype() != self._default_dtype
+        )
 
 
 @contextlib.contextmanager
 def _surroundings_of_a_step(device_type: str, default_dtype: torch.dtype) -> Iterator[None]:
-    """The reader may be under inference mode, autocast or ``torch.device(...)``; ``optimizer.step()`` was not."""
-    with contextlib.ExitStack() as stack:
-        if torch.is_inference_mode_enabled():
-            # state created in inference mode could never be updated in place again
-            stack.enter_context(torch.inference_mode(False))
-        if torch.is_autocast_enabled(device_type):
-            stack.enter_context(torch.autocast(device_type, enabled=False))
-        if torch.get_default_dtype() != default_dtype:
-            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-            torch.set_default_dtype(default_dtype)  # new state takes it
-        stack.enter_context(torch._C.DisableTorchFunction())
-        stack.enter_context(torch.no_grad())
-        yield
+    """The reader may be under inference mode or autocast or change the default dtype; ``optimizer.step()`` did not."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default_dtype)  # new state takes it
+    try:
+        # state created in inference mode could never be updated in place again
+        with torch.inference_mode(False), torch.autocast(device_type, enabled=False), torch._C.DisableTorchFunction():
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def can_wait(parameter: Tensor) -> bool:

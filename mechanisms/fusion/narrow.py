@@ -51,7 +51,8 @@ class OptimizerWindow:
         for parameter in parameters:
             members.setdefault(self._group_of[id(parameter)], []).append(parameter)
         self._window.param_groups = [{**self._groups[index], "params": members[index]} for index in sorted(members)]
-        self._step(self._window)
+        with torch.no_grad():
+            self._step(self._window)
 
 
 def _copied(value: Any) -> Any:

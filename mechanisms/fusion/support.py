@@ -29,8 +29,13 @@ def declare_per_parameter(optimizer_class: type[Optimizer]) -> type[Optimizer]:
 
 
 def raw_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
-    """The class's ``step`` without the wrapper that runs step hooks: those belong to the whole step, not a part."""
+    """The class's ``step`` without the wrapper that runs step hooks: those belong to the whole step, not a part.
+
+    Of torch's own optimizers also without the wrapper that switches gradients off: call it under ``no_grad``.
+    """
     step: Any = type(optimizer).step
+    if inspect.unwrap(step).__module__.startswith("torch.optim"):
+        return inspect.unwrap(step)  # type: ignore[no-any-return]
     while getattr(step, "hooked", False):
         step = step.__wrapped__
     return step  # type: ignore[no-any-return]
