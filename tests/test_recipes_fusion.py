@@ -1,5 +1,6 @@
 """The optimizer-fusion recipes' parts: variants compute the same, gradients are counted, the formula is fitted."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -126,6 +127,14 @@ def test_trainer_gives_the_same_bits_under_each_strategy() -> None:
     assert done["retime_backward"].strategy != done["fused"].strategy
     assert len(done["fused"].step_ms) == len(batches) - 1
     assert digest(model()) != done["fused"].weights
+
+
+def test_trainer_draws_the_same_dropout_for_each_strategy() -> None:
+    batches = build_batches(DATA, 4, 4)
+    runs = [trainer_run(name) for name in ("fused", "retime_backward", "retime_forward")]
+    dropping = nn.Sequential(model(), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH))
+    done = [train(run, copy.deepcopy(dropping), batches, ADAMW) for run in runs]
+    assert len({run.weights for run in done}) == 1
 
 
 def test_trainer_counts_gradients_apart_for_the_first_step() -> None:
