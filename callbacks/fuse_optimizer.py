@@ -34,7 +34,7 @@ class FuseOptimizer(Callback):
                 "use a single-device or DDP strategy"
             )
         if hasattr(strategy, "_stepping"):
-            raise ValueError(f"strategy='{strategy.strategy_name}' fuses the optimizer already: drop one of the two")
+            raise ValueError(f"{type(strategy).__name__} fuses the optimizer already: drop one of the two")
         own_hook = isinstance(strategy, DDPStrategy) and strategy._ddp_comm_hook is not None
         if own_hook and self._stepping.mode == "backward":
             raise ValueError(
@@ -44,6 +44,7 @@ class FuseOptimizer(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy, stepping = trainer.strategy, self._stepping
+        stepping.distributed = isinstance(strategy.model, DistributedDataParallel)
         if isinstance(strategy.model, DistributedDataParallel) and stepping.mode == "backward":
             layer = sparse_layer(pl_module)
             if layer is not None:
@@ -59,8 +60,7 @@ class FuseOptimizer(Callback):
         strategy.optimizer_step = optimizer_step  # type: ignore[method-assign]
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
-        if isinstance(trainer.strategy.model, DistributedDataParallel):
-            self._stepping.flush()  # gradients may live in DDP's buckets, which this backward pass overwrites
+        self._stepping.before_backward(loss)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._finish(trainer)

@@ -66,6 +66,10 @@ class FusedOptimizerStrategy(LightningOnly, SingleDeviceStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self._stepping.start(trainer)
 
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        self._stepping.before_backward(closure_loss)
+        super().pre_backward(closure_loss)
+
     def optimizer_step(
         self,
         optimizer: Optimizer,
@@ -101,6 +105,7 @@ class FusedOptimizerDDPStrategy(LightningOnly, DDPStrategy):
     def __init__(self, mode: str = "backward", bucket_bytes: int | None = None, **ddp_kwargs: Any) -> None:
         super().__init__(**ddp_kwargs)
         self._stepping = FusedStepping(mode, bucket_bytes)
+        self._stepping.distributed = True
 
     def _register_ddp_hooks(self) -> None:
         model = self.model
@@ -126,8 +131,7 @@ class FusedOptimizerDDPStrategy(LightningOnly, DDPStrategy):
             self._stepping.start(trainer)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        # gradients may live in DDP's buckets, which this backward pass overwrites
-        self._stepping.flush()
+        self._stepping.before_backward(closure_loss)
         super().pre_backward(closure_loss)
 
     def optimizer_step(

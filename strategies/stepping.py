@@ -14,8 +14,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import nn
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from retime.mechanisms.fusion.backward import BackwardFusion
@@ -47,6 +47,7 @@ class FusedStepping:
             raise ValueError("side_stream=True is for mode='backward': forward fusion updates before a layer's forward")
         self.reduction: ReductionHook | None = None
         self.no_reduction: str | None = None
+        self.distributed = False
         self._options: dict[str, Any] = {"bucket_bytes": bucket_bytes}
         self._side_stream = side_stream
         self._fusions: dict[Optimizer, BackwardFusion | ForwardFusion] = {}
@@ -91,6 +92,15 @@ class FusedStepping:
         if isinstance(fusion, ForwardFusion):
             return plain_step(closure)  # the optimizer's own step is the deferring one
         return self._step_in_backward(trainer, fusion, closure, plain_step)
+
+    def before_backward(self, loss: Tensor) -> None:
+        """Called with the loss of every backward pass."""
+        for fusion in self._fusions.values():
+            if isinstance(fusion, ForwardFusion):
+                if self.distributed:
+                    fusion.flush()  # gradients may live in DDP's buckets, which this backward pass overwrites
+            elif fusion.armed:
+                fusion.expect_one_graph(loss)
 
     def _step_in_backward(
         self,
@@ -202,7 +212,7 @@ def _why_not_in_backward(trainer: Trainer, module: LightningModule) -> str | Non
         )
     if not type(plugin).__module__.startswith("lightning."):
         return f"the precision plug-in {type(plugin).__name__} may read gradients; {_USE_FORWARD}"
-    for owner, hooks in [(module, _MODULE_READERS), *((c, _CALLBACK_READERS) for c in trainer.callbacks)]:
+    for owner, hooks in [(module, _MODULE_READERS), *((c, _CALLBACK_READERS) for c in trainer.callbacks)]:  # type: ignore[attr-defined]
         for hook in hooks:
             if is_overridden(hook, owner):
                 return f"{type(owner).__name__}.{hook} may read gradients; {_USE_FORWARD}"

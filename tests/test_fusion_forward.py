@@ -86,7 +86,7 @@ def test_every_reader_sees_updated_values(name: str) -> None:
 
 
 def test_saving_reads_and_copies_are_plain_parameters() -> None:
-    model, optimizer, fusion = stepped("forward")
+    model, _, _ = stepped("forward")
     buffer = io.BytesIO()
     torch.save(list(model.parameters()), buffer)
     buffer.seek(0)

@@ -4,8 +4,9 @@ A parameter is updated once its gradient is complete and nothing needs its old v
 
 * Autograd adds up all uses of a parameter within one graph before its accumulation hook fires. What it cannot add up
   are several graphs: a second ``backward()`` before the step, or the nested backward of reentrant checkpointing. So the
-  first step of every parameter runs the plain way while its firings are counted (``theta.count`` of algorithm 3); later
-  steps update it at the last one. Fewer firings leave it to ``optimizer.step()``; more raise an error.
+  first step of every parameter runs the plain way while its firings are counted (``theta.count`` of algorithm 3),
+  unless an adapter knows that there is one graph; later steps update it at the last one. Fewer firings leave it to
+  ``optimizer.step()``; more raise an error.
 * A node that still needs the old value (section B.2) either contributes to the gradient, and so ran before the hook, or
   saved the parameter, and autograd's version check raises.
 
@@ -70,8 +71,10 @@ class Followed:
         """Whether this step's gradient has been used up."""
         self.alive_bytes = 0
         self.held_back = False
-        self.guard = ConsumedGradient(parameter)  # type: ignore[abstract]
-        self.handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(self._fire)
+        self.guard = ConsumedGradient(parameter)
+        self.handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            self._fire
+        )
 
     def _fire(self, parameter: Tensor) -> None:
         self.fusion.on_gradient(self)
@@ -81,7 +84,7 @@ class Followed:
         guard, parameter = self.guard, self.parameter
         form = (parameter.shape, parameter.dtype, parameter.device)
         if (guard.shape, guard.dtype, guard.device) != form:
-            self.guard = ConsumedGradient(parameter)  # type: ignore[abstract]
+            self.guard = ConsumedGradient(parameter)
         self.parameter.grad = self.guard.renewed()
 
     def close(self) -> None:
@@ -147,6 +150,17 @@ class BackwardFusion:
             if parameter.requires_grad and parameter not in self._followed:
                 self._followed[parameter] = Followed(self, parameter)
         self._report.parameters = len(self._followed)
+
+    def expect_one_graph(self, loss: Tensor) -> None:
+        """Tell that this step's one backward pass starts at ``loss``: no parameter need be counted first.
+
+        Unless the graph has nodes written in Python, such as reentrant checkpointing's, which may run a backward pass
+        of their own.
+        """
+        unknown = [followed for followed in self._followed.values() if not followed.uses]
+        if unknown and not has_python_nodes(loss):
+            for followed in unknown:
+                followed.uses = 1
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -322,6 +336,21 @@ class BackwardFusion:
 def _others_read(parameter: Tensor) -> bool:
     hooks = parameter._post_accumulate_grad_hooks
     return hooks is not None and len(hooks) > 1
+
+
+def has_python_nodes(loss: Tensor) -> bool:
+    """Whether the graph behind ``loss`` has a node of a ``torch.autograd.Function``."""
+    waiting: list[Any] = [loss.grad_fn]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return True
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+    return False
 
 
 def clip_by_value(gradients: list[Tensor], clip_value: float) -> None:

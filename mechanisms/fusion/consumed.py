@@ -29,7 +29,7 @@ class ConsumedGradient(Tensor):
 
     @staticmethod
     def __new__(cls, like: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Any:
-        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=dtype or like.dtype, device=device or like.device
         )
         made._cleared = False
@@ -43,13 +43,15 @@ class ConsumedGradient(Tensor):
         self._cleared, self.received = False, None
         return self
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ConsumedGradient(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         first = args[0]
         if func in _CLEARING:

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from retime.mechanisms.fusion.backward import BackwardFusion, Followed
 from retime.mechanisms.fusion.narrow import OptimizerWindow, nbytes
 
-CommunicationHook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
+_ATTRIBUTE = "_retime_reduction"
+CommunicationHook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
 
 class ReductionHook:
@@ -41,7 +43,7 @@ class ReductionHook:
         self._hook = hook
         self._state = state
 
-        def retime_reduction(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        def retime_reduction(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
             return self._reduce(bucket)
 
         try:
@@ -52,9 +54,9 @@ class ReductionHook:
                 "yours as FusedOptimizerDDPStrategy(ddp_comm_hook=...); in a bare loop fuse before registering, or use "
                 "mode='forward'"
             ) from error
-        model._retime_reduction = self
+        model.__dict__[_ATTRIBUTE] = self
 
-    def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def _reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         parameters, buffer = bucket.parameters(), bucket.buffer()
         gradients = [_in_layout_of(p, g) for p, g in zip(parameters, bucket.gradients(), strict=True)]
         if self._hook is not None:
@@ -67,7 +69,8 @@ class ReductionHook:
         if not armed:
             return future
         if bucket.is_last():
-            _at_end_of_backward(lambda: [fusion.guard_reduced() for fusion in armed])
+            for fusion in armed:
+                _at_end_of_backward(fusion.guard_reduced)
 
         def then(reduced: torch.futures.Future[Any]) -> Tensor:
             value = reduced.value()
@@ -111,7 +114,7 @@ def reduction_of(model: DistributedDataParallel) -> ReductionHook:
             f"DDP cannot reduce the sparse gradients of {layer!r} through a communication hook: use sparse=False, or "
             "mode='forward'"
         )
-    found = getattr(model, "_retime_reduction", None)
+    found = model.__dict__.get(_ATTRIBUTE)
     return found if isinstance(found, ReductionHook) else ReductionHook(model)
 
 
@@ -119,7 +122,7 @@ def sparse_layer(model: nn.Module) -> str | None:
     """Name of a layer with sparse gradients: DDP's communication hooks cannot carry them."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            return name
+            return str(name)
     return None
 
 

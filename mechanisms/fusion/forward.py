@@ -40,7 +40,9 @@ class ForwardFusion:
         self.optimizer = optimizer
         self.bucket_bytes = bucket_bytes or default_bucket_bytes(parameters_of(optimizer))
         self._model = model
-        self._position = {p: i for i, p in enumerate(model.parameters())} if model is not None else {}
+        self._position: dict[Tensor, int] = {}
+        if model is not None:
+            self._position.update((p, i) for i, p in enumerate(model.parameters()))
         self._unwatchable = unwatchable_parameters(model) if model is not None else set()
         self._report = FusionReport(mode="forward", parameters=sum(1 for _ in parameters_of(optimizer)))
         self._pending: list[PendingUpdate] = []

@@ -83,11 +83,10 @@ def fuse_optimizer(
     if mode == "backward":
         if side_stream and isinstance(model, DistributedDataParallel):
             raise ValueError("side_stream is for one device: under DDP updates follow the all-reduce on its own stream")
-        options = {"bucket_bytes": bucket_bytes, "clip_value": clip_value, "side_stream": side_stream}
         fusion = (
-            DataParallelFusion(optimizer, reduction_of(model), **options)
+            DataParallelFusion(optimizer, reduction_of(model), bucket_bytes=bucket_bytes, clip_value=clip_value)
             if isinstance(model, DistributedDataParallel)
-            else BackwardFusion(optimizer, **options)
+            else BackwardFusion(optimizer, bucket_bytes=bucket_bytes, clip_value=clip_value, side_stream=side_stream)
         )
         fusion.complete_in_step()
         return fusion
@@ -100,6 +99,8 @@ def fuse_optimizer(
 
 def check_can_fuse(model: nn.Module, optimizer: Optimizer) -> None:
     """Raise ValueError if fusing this pair can't be right, saying what to change."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"the optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
     reason = why_not_per_parameter(optimizer) or why_not_this_step(optimizer)
     if reason is not None:
         raise ValueError(f"cannot fuse this optimizer: {reason}")

@@ -25,7 +25,7 @@ class SideStream:
             yield
             return
         if self._stream is None:
-            self._stream = torch.cuda.Stream()
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream())
         self._held += hold
         with torch.cuda.stream(self._stream):

@@ -45,8 +45,6 @@ def why_not_per_parameter(optimizer: Optimizer) -> str | None:
     """The reason why this optimizer must step as a whole, or None when it can be taken apart."""
     kind = type(optimizer)
     name = kind.__name__
-    if not isinstance(optimizer, Optimizer):
-        return f"{name} is not a torch.optim.Optimizer"
     if isinstance(optimizer, torch.optim.LBFGS):
         return "LBFGS needs all parameters and gradients at once; choose a first-order optimizer to fuse"
     if kind not in _declared:

@@ -24,9 +24,9 @@ __all__ = [
 ]
 __version__ = version("lightning-retime")
 
-for _name, _strategy, _options in (
-    ("fused_optimizer", FusedOptimizerStrategy, {"mode": "backward"}),
-    ("fused_optimizer_forward", FusedOptimizerStrategy, {"mode": "forward"}),
-    ("fused_optimizer_ddp", FusedOptimizerDDPStrategy, {"mode": "backward"}),
+for _name, _strategy, _mode, _description in (
+    ("fused_optimizer", FusedOptimizerStrategy, "backward", "one device, updates inside the backward pass"),
+    ("fused_optimizer_forward", FusedOptimizerStrategy, "forward", "one device, updates before the next forward pass"),
+    ("fused_optimizer_ddp", FusedOptimizerDDPStrategy, "backward", "DDP, each bucket's update behind its all-reduce"),
 ):
-    StrategyRegistry.register(_name, _strategy, description=_strategy.__doc__.splitlines()[0], **_options)
+    StrategyRegistry.register(_name, _strategy, description=_description, mode=_mode)
