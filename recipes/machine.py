@@ -19,6 +19,14 @@ class Provenance(TypedDict):
     commit: str | None
 
 
+# Settings of the C library's allocator: they decide whether a freed gradient's memory is used again at once.
+_ALLOCATOR_VARIABLES = (
+    "GLIBC_TUNABLES",
+    "MALLOC_TRIM_THRESHOLD_",
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_TOP_PAD_",
+    "LD_PRELOAD",
+)
 _PACKAGES = ("torch", "lightning", "lightning-retime", "numpy", "transformers")
 
 
@@ -35,6 +43,9 @@ def hardware() -> dict[str, str]:
         "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
         "system": f"{platform.system()} {platform.machine()}",
     }
+    allocator = " ".join(f"{name}={os.environ[name]}" for name in _ALLOCATOR_VARIABLES if name in os.environ)
+    if allocator:
+        found["allocator"] = allocator
     if torch.cuda.is_available():
         found["accelerator"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     return found
