@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -54,6 +54,8 @@ class FusedStepping:
         self._plain = FusionReport(mode=self.mode)
         self._warned: set[str] = set()
         self._modules: list[tuple[str, nn.Module]] = []
+        self._owners: tuple[LightningModule | Callback, ...] = ()
+        self._reader: str | None = None
 
     def start(self, trainer: Trainer) -> None:
         """Before the first step: say what will run the plain way, and fuse what can be."""
@@ -156,7 +158,18 @@ class FusedStepping:
             return reason
         if self.mode == "forward":
             return None
-        return _why_not_in_backward(trainer, module) or self._why_not_beside_hooks() or self.no_reduction
+        return (
+            _why_not_in_backward(trainer, module)
+            or self._why_not_beside_readers(trainer, module)
+            or self._why_not_beside_hooks()
+            or self.no_reduction
+        )
+
+    def _why_not_beside_readers(self, trainer: Trainer, module: LightningModule) -> str | None:
+        owners = (module, *trainer.callbacks)  # type: ignore[attr-defined]
+        if owners != self._owners:
+            self._owners, self._reader = owners, _gradient_reader(owners)
+        return self._reader
 
     def _why_not_beside_hooks(self) -> str | None:
         for name, module in self._modules:
@@ -184,7 +197,7 @@ class FusedStepping:
         """Bring all parameters up to date and leave no hook behind; counts stay for :meth:`report`."""
         for optimizer in list(self._fusions):
             self._drop(optimizer)
-        self._modules = []
+        self._modules, self._owners = [], ()
 
     def _drop(self, optimizer: Optimizer) -> None:
         fusion = self._fusions.pop(optimizer)
@@ -212,12 +225,16 @@ def _why_not_in_backward(trainer: Trainer, module: LightningModule) -> str | Non
         )
     if not type(plugin).__module__.startswith("lightning."):
         return f"the precision plug-in {type(plugin).__name__} may read gradients; {_USE_FORWARD}"
-    for owner, hooks in [(module, _MODULE_READERS), *((c, _CALLBACK_READERS) for c in trainer.callbacks)]:  # type: ignore[attr-defined]
-        for hook in hooks:
-            if is_overridden(hook, owner):
-                return f"{type(owner).__name__}.{hook} may read gradients; {_USE_FORWARD}"
     if getattr(trainer.strategy, "_model_averager", None) is not None:
         return "post-local SGD averages by gradient after the step"
+    return None
+
+
+def _gradient_reader(owners: tuple[LightningModule | Callback, ...]) -> str | None:
+    for owner in owners:
+        for hook in _MODULE_READERS if isinstance(owner, LightningModule) else _CALLBACK_READERS:
+            if is_overridden(hook, owner):
+                return f"{type(owner).__name__}.{hook} may read gradients; {_USE_FORWARD}"
     return None
 
 

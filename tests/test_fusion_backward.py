@@ -50,6 +50,22 @@ def test_gradient_memory_stays_within_a_bucket_and_a_layer() -> None:
     fusion.remove()
 
 
+@pytest.mark.parametrize("passes", [1, 2])
+def test_known_backward_passes_need_no_counting(passes: int) -> None:
+    layer = (16 * 16 + 16) * 4
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        if passes == 2:
+            model(x * 2).square().mean().backward()
+        return model(x).square().mean()  # type: ignore[no-any-return]
+
+    ours = train("backward", model=network(depth=12), loss=loss, bucket_bytes=layer, backward_passes=passes)
+    assert_same(train(None, model=network(depth=12), loss=loss), ours)
+    assert ours.report.late_updates == 0
+    if passes == 1:
+        assert ours.report.peak_gradient_bytes <= 2 * layer
+
+
 def test_several_kernels_a_bucket_not_one_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     real = torch._fused_adamw_
@@ -314,6 +330,7 @@ def test_remove_leaves_nothing_behind() -> None:
         ({"mode": "sideways"}, "unknown fusion mode 'sideways'"),
         ({"bucket_bytes": 0}, "bucket_bytes=0"),
         ({"clip_value": -1.0}, "clip_value=-1.0"),
+        ({"backward_passes": 0}, "backward_passes=0"),
         ({"mode": "forward", "clip_value": 1.0}, "clip_grad_value_"),
         ({"mode": "forward", "side_stream": True}, "side_stream"),
     ],

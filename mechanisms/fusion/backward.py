@@ -64,7 +64,7 @@ class Followed:
     def __init__(self, fusion: "BackwardFusion", parameter: Tensor) -> None:
         self.fusion = fusion
         self.parameter = parameter
-        self.uses = 0
+        self.uses = fusion.backward_passes or 0
         """Firings in a step, ``theta.count`` of algorithm 3; 0 until a step has been counted."""
         self.fired = 0
         self.used = False
@@ -81,11 +81,11 @@ class Followed:
 
     def put_guard(self) -> None:
         """Make every read of ``.grad`` raise."""
-        guard, parameter = self.guard, self.parameter
-        form = (parameter.shape, parameter.dtype, parameter.device)
-        if (guard.shape, guard.dtype, guard.device) != form:
-            self.guard = ConsumedGradient(parameter)
-        self.parameter.grad = self.guard.renewed()
+        try:
+            self.parameter.grad = self.guard.renewed()
+        except (RuntimeError, TypeError):  # the parameter has another shape, dtype or device by now
+            self.guard = ConsumedGradient(self.parameter)
+            self.parameter.grad = self.guard
 
     def close(self) -> None:
         """Forget the step."""
@@ -111,9 +111,11 @@ class BackwardFusion:
         bucket_bytes: int | None = None,
         clip_value: float | None = None,
         side_stream: bool = False,
+        backward_passes: int | None = None,
         armed: bool = True,
     ) -> None:
         self.optimizer = optimizer
+        self.backward_passes = backward_passes
         self.armed = armed
         self.wanted: Callable[[], bool] = lambda: True
         """A further condition on a backward pass to be fused, for loops that know which one belongs to a step."""

@@ -40,9 +40,12 @@ class ForwardFusion:
         self.optimizer = optimizer
         self.bucket_bytes = bucket_bytes or default_bucket_bytes(parameters_of(optimizer))
         self._model = model
-        self._position: dict[Tensor, int] = {}
+        self._layer: dict[Tensor, int] = {}
+        """In model order, the number of the module that owns the parameter (its first owner, if it is tied)."""
         if model is not None:
-            self._position.update((p, i) for i, p in enumerate(model.parameters()))
+            for number, module in enumerate(model.modules()):
+                for parameter in module.parameters(recurse=False):
+                    self._layer.setdefault(parameter, number)
         self._unwatchable = unwatchable_parameters(model) if model is not None else set()
         self._report = FusionReport(mode="forward", parameters=sum(1 for _ in parameters_of(optimizer)))
         self._pending: list[PendingUpdate] = []
@@ -111,15 +114,17 @@ class ForwardFusion:
             self.optimizer.param_groups = groups
 
     def _buckets(self, parameters: list[Tensor]) -> list[list[Tensor]]:
-        """In model order, so that a bucket's members are read close together."""
-        last = len(self._position)
-        ordered = sorted(parameters, key=lambda p: self._position.get(p, last))
+        """In model order and layer by layer: reading a bias must not update the next layer before this one has run."""
+        last = len(self._layer)
+        ordered = sorted(parameters, key=lambda p: self._layer.get(p, last))
         buckets: list[list[Tensor]] = []
-        size = self.bucket_bytes
+        size, layer = self.bucket_bytes, -1
         for parameter in ordered:
-            if size >= self.bucket_bytes:
+            of = self._layer.get(parameter, last)
+            if size >= self.bucket_bytes and (of != layer or of == last):
                 buckets.append([])
                 size = 0
+            layer = of
             buckets[-1].append(parameter)
             size += nbytes(parameter)
             self._report.largest_bucket_bytes = max(self._report.largest_bucket_bytes, size)

@@ -25,6 +25,7 @@ def fuse_optimizer(
     bucket_bytes: int | None = ...,
     clip_value: float | None = ...,
     side_stream: bool = ...,
+    backward_passes: int | None = ...,
 ) -> BackwardFusion: ...
 @overload
 def fuse_optimizer(
@@ -35,6 +36,7 @@ def fuse_optimizer(
     bucket_bytes: int | None = ...,
     clip_value: float | None = ...,
     side_stream: bool = ...,
+    backward_passes: int | None = ...,
 ) -> ForwardFusion: ...
 @overload
 def fuse_optimizer(
@@ -45,6 +47,7 @@ def fuse_optimizer(
     bucket_bytes: int | None = ...,
     clip_value: float | None = ...,
     side_stream: bool = ...,
+    backward_passes: int | None = ...,
 ) -> BackwardFusion | ForwardFusion: ...
 def fuse_optimizer(
     model: nn.Module,
@@ -54,6 +57,7 @@ def fuse_optimizer(
     bucket_bytes: int | None = None,
     clip_value: float | None = None,
     side_stream: bool = False,
+    backward_passes: int | None = None,
 ) -> BackwardFusion | ForwardFusion:
     """Fuse ``optimizer`` into the passes of ``model`` (Jiang et al. 2021, section 3); the loop stays as it is.
 
@@ -68,6 +72,8 @@ def fuse_optimizer(
         on a CPU, 8 MiB on CUDA.
     :param clip_value: backward only: clamp gradient elements to [-clip_value, clip_value] before the update.
     :param side_stream: backward on CUDA only: run updates on a stream beside the backward pass.
+    :param backward_passes: backward only: backward passes in each step, when known. Then the first step is fused too,
+        and its peak of memory is already the lower one; a step with more passes raises.
     Under ``DistributedDataParallel`` backward mode updates each bucket after its all-reduce; it takes the model's
     communication hook.
 
@@ -78,6 +84,8 @@ def fuse_optimizer(
     check_can_fuse(model, optimizer)
     if bucket_bytes is not None and bucket_bytes < 1:
         raise ValueError(f"bucket_bytes={bucket_bytes} must be at least 1, or None for the default")
+    if backward_passes is not None and backward_passes < 1:
+        raise ValueError(f"backward_passes={backward_passes} must be at least 1, or None to count in the first step")
     if clip_value is not None and clip_value <= 0:
         raise ValueError(f"clip_value={clip_value} must be greater than 0, or None for no clipping")
     if mode == "backward":
@@ -86,7 +94,13 @@ def fuse_optimizer(
         fusion = (
             DataParallelFusion(optimizer, reduction_of(model), bucket_bytes=bucket_bytes, clip_value=clip_value)
             if isinstance(model, DistributedDataParallel)
-            else BackwardFusion(optimizer, bucket_bytes=bucket_bytes, clip_value=clip_value, side_stream=side_stream)
+            else BackwardFusion(
+                optimizer,
+                bucket_bytes=bucket_bytes,
+                clip_value=clip_value,
+                side_stream=side_stream,
+                backward_passes=backward_passes,
+            )
         )
         fusion.complete_in_step()
         return fusion
