@@ -4,7 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    SingleDeviceStrategy,
+    SingleDeviceXLAStrategy,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -28,7 +33,8 @@ class FuseOptimizer(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         refuse_other_trainer(trainer)
         strategy = trainer.strategy
-        if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
+        owned = isinstance(strategy, DeepSpeedStrategy | SingleDeviceXLAStrategy)  # subclasses of the two below
+        if owned or not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
             raise ValueError(
                 f"FuseOptimizer cannot be used with {type(strategy).__name__}, which shards or owns the optimizer: "
                 "use a single-device or DDP strategy"
@@ -72,6 +78,10 @@ class FuseOptimizer(Callback):
     def _finish(self, trainer: Trainer) -> None:
         self._stepping.stop()
         trainer.strategy.__dict__.pop("optimizer_step", None)
+
+    def flush(self) -> None:
+        """Forward mode: run all pending updates now, for readers that bypass Python."""
+        self._stepping.flush()
 
     def report(self) -> FusionReport:
         """What was fused so far, and which steps ran the plain way, why."""

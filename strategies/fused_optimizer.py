@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -17,7 +17,48 @@ from retime.strategies.flavour import LightningOnly
 from retime.strategies.stepping import FusedStepping
 
 
-class FusedOptimizerStrategy(LightningOnly, SingleDeviceStrategy):
+class _Fused(LightningOnly, Strategy):
+    """What both strategies do: hand every step to the stepping, and take everything off at the end."""
+
+    _stepping: FusedStepping
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._stepping.start(trainer)
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        self._stepping.before_backward(closure_loss)
+        super().pre_backward(closure_loss)
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        plain = super().optimizer_step
+        module = self.lightning_module
+        assert module is not None
+        return self._stepping.step(
+            module.trainer, optimizer, closure, lambda chosen: plain(optimizer, chosen, model, **kwargs)
+        )
+
+    def teardown(self) -> None:
+        self._stepping.stop()
+        super().teardown()
+
+    def report(self) -> FusionReport:
+        """What was fused so far, and which steps ran the plain way, why."""
+        return self._stepping.report()
+
+    def flush(self) -> None:
+        """Forward mode: run all pending updates now, for readers that bypass Python."""
+        self._stepping.flush()
+
+
+class FusedOptimizerStrategy(_Fused, SingleDeviceStrategy):
     """One device, with the optimizer fused into the backward or the next forward pass.
 
     Weights, optimizer state, logged values and ``global_step`` are bit-identical to the plain strategy's. Steps that
@@ -61,37 +102,8 @@ class FusedOptimizerStrategy(LightningOnly, SingleDeviceStrategy):
         _ = self.root_device  # several devices are refused before anything is set up
         super().setup_environment()
 
-    def setup(self, trainer: Trainer) -> None:
-        super().setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._stepping.start(trainer)
 
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        self._stepping.before_backward(closure_loss)
-        super().pre_backward(closure_loss)
-
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        plain = super().optimizer_step
-        return self._stepping.step(
-            _trainer_of(self), optimizer, closure, lambda chosen: plain(optimizer, chosen, model, **kwargs)
-        )
-
-    def teardown(self) -> None:
-        self._stepping.stop()
-        super().teardown()
-
-    def report(self) -> FusionReport:
-        """What was fused so far, and which steps ran the plain way, why."""
-        return self._stepping.report()
-
-
-class FusedOptimizerDDPStrategy(LightningOnly, DDPStrategy):
+class FusedOptimizerDDPStrategy(_Fused, DDPStrategy):
     """DistributedDataParallel, with each bucket's update right after its all-reduce (backward mode).
 
     Works with ``no_sync``, accumulation and a communication hook of the user's own. Bit-identical to ``ddp``. The
@@ -124,37 +136,3 @@ class FusedOptimizerDDPStrategy(LightningOnly, DDPStrategy):
             if hook is not None and self._ddp_comm_wrapper is not None:
                 hook = self._ddp_comm_wrapper(hook)
         self._stepping.reduction = ReductionHook(model, hook, state)
-
-    def setup(self, trainer: Trainer) -> None:
-        super().setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._stepping.start(trainer)
-
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        self._stepping.before_backward(closure_loss)
-        super().pre_backward(closure_loss)
-
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        plain = super().optimizer_step
-        return self._stepping.step(
-            _trainer_of(self), optimizer, closure, lambda chosen: plain(optimizer, chosen, model, **kwargs)
-        )
-
-    def teardown(self) -> None:
-        self._stepping.stop()
-        super().teardown()
-
-    def report(self) -> FusionReport:
-        """What was fused so far, and which steps ran the plain way, why."""
-        return self._stepping.report()
-
-
-def _trainer_of(strategy: SingleDeviceStrategy | DDPStrategy) -> Trainer:
-    assert strategy.lightning_module is not None
-    return strategy.lightning_module.trainer

@@ -16,6 +16,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from torch.nn.modules import module as global_hooks
 from torch.optim import Optimizer
 
 from retime.mechanisms.fusion.backward import BackwardFusion
@@ -172,6 +173,8 @@ class FusedStepping:
         return self._reader
 
     def _why_not_beside_hooks(self) -> str | None:
+        if global_hooks._global_backward_hooks or global_hooks._global_backward_pre_hooks:
+            return f"a global module backward hook may read weights updated already; {_USE_FORWARD}"
         for name, module in self._modules:
             if module._backward_hooks or module._backward_pre_hooks:
                 return f"the backward hook of {name or 'the module'} may read weights updated already; {_USE_FORWARD}"

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fusion_support import adamw, assert_same, batches, network, train
 from retime import NoEffectWarning, fuse_optimizer
+from retime.mechanisms.fusion import BackwardFusion
 from retime.mechanisms.fusion.consumed import ConsumedGradient
 
 
@@ -161,19 +162,81 @@ def test_tied_and_unused_parameters(mode: str) -> None:
     assert len(ours.state["state"]) == 2  # the unused layer has no state, as in the plain loop
 
 
-def test_old_value_that_is_still_needed_raises() -> None:
-    class Detached(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.eye(16))
+class LateReader(nn.Module):
+    """Backward needs the old weight after its gradient is complete (section B.2)."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = x.clone().requires_grad_()
-            hidden = (x * 1.0) @ self.weight.detach()  # needs the old value after the gradient is complete (B.2)
-            return hidden @ self.weight
+    def __init__(self, alias: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(16, 16) / 4)
+        self.alias = alias
 
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        train("backward", model=Detached(), bucket_bytes=1)
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        old = self.weight.data if self.alias else self.weight.detach()
+        return torch.tanh(torch.tanh(x) @ old) @ self.weight
+
+
+@pytest.mark.parametrize("alias", [True, False], ids=["data", "detach"])
+def test_old_value_that_is_still_needed_is_kept(alias: bool) -> None:
+    ours = train("backward", model=LateReader(alias), bucket_bytes=1)
+    assert_same(train(None, model=LateReader(alias)), ours)
+
+
+def _one_step() -> tuple[nn.Module, torch.optim.Optimizer, BackwardFusion]:
+    """A fused loop right after its second backward()."""
+    model = network()
+    optimizer = adamw(model.parameters())
+    fusion = fuse_optimizer(model, optimizer, bucket_bytes=1, backward_passes=1)
+    model(batches(1)[0]).sum().backward()
+    return model, optimizer, fusion
+
+
+def test_changes_between_backward_and_step_are_refused() -> None:
+    _, optimizer, fusion = _one_step()
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(RuntimeError, match="learning rate or another hyper-parameter was changed"):
+        optimizer.step()
+    fusion.remove()
+    model, optimizer, fusion = _one_step()
+    next(model.parameters()).grad = None
+    with pytest.raises(RuntimeError, match="cleared or replaced between"):
+        optimizer.step()
+    fusion.remove()
+
+
+def test_autocast_around_backward_does_not_touch_the_update() -> None:
+    def loop(mode: str | None) -> Any:
+        model = network()
+        optimizer = torch.optim.Adafactor(model.parameters(), lr=0.01)  # its update multiplies matrices
+        fusion = fuse_optimizer(model, optimizer, mode) if mode else None
+        for x in batches(4):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if fusion:
+            fusion.remove()
+        return model.state_dict()
+
+    plain, ours = loop(None), loop("backward")
+    assert all(torch.equal(plain[k], ours[k]) for k in plain)
+
+
+def test_module_backward_hooks_are_refused() -> None:
+    model = network()
+    model[1].register_full_backward_hook(lambda *_: None)  # type: ignore[index]
+    with pytest.raises(ValueError, match="backward hook of 1 may read"):
+        fuse_optimizer(model, adamw(model.parameters()))
+
+
+def test_fusing_again_below_a_scheduler() -> None:
+    model = network()
+    optimizer = adamw(model.parameters())
+    fusion = fuse_optimizer(model, optimizer)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    fusion.remove()
+    fuse_optimizer(model, optimizer).remove()
 
 
 def test_reading_a_used_gradient_raises_and_says_what_to_do() -> None:

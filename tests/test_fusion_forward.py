@@ -2,6 +2,7 @@
 
 import copy
 import io
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fusion_support import adamw, assert_same, batches, network, train
-from retime import fuse_optimizer
+from retime import NoEffectWarning, fuse_optimizer
 from retime.mechanisms.fusion.forward import ForwardFusion
 from retime.mechanisms.fusion.lazy import is_pending
 
@@ -245,22 +246,26 @@ def test_two_optimizers_of_one_parameter_keep_their_order() -> None:
 
 
 def test_gradient_changed_after_the_step_raises() -> None:
-    model, _optimizer, _fusion = stepped("forward")
-    parameter = next(model.parameters())
-    assert parameter.grad is not None
-    parameter.grad.mul_(2)
+    model = network()
+    optimizer = adamw(model.parameters())
+    fuse_optimizer(model, optimizer, "forward")
+    model(batches(1)[0]).square().mean().backward()
+    gradient = next(model.parameters()).grad
+    assert gradient is not None
+    optimizer.step()
+    gradient.mul_(2)
     with pytest.raises(RuntimeError, match=r"changed in place between optimizer.step\(\) and the update"):
         model(batches(1)[0])
 
 
-def test_compiled_modules_are_updated_in_step() -> None:
+def test_no_parameter_waits_once_something_was_compiled() -> None:
     inner = network()
     compiled = torch.compile(inner, backend="eager")
-    model, _optimizer, fusion = stepped("forward", model=nn.Sequential(compiled, nn.Linear(16, 16)))
+    with pytest.warns(NoEffectWarning, match="inside compiled or scripted modules"):
+        model, _, fusion = stepped("forward", model=nn.Sequential(compiled, nn.Linear(16, 16)))
     assert fusion is not None
-    assert not any(is_pending(p) for p in inner.parameters())
-    assert all(is_pending(p) for p in model[1].parameters())  # type: ignore[index]
-    assert fusion.report().late_updates == 8
+    assert not any(is_pending(p) for p in model.parameters())
+    assert fusion.report().plain_steps
     fusion.remove()
     torch._dynamo.reset()
 
@@ -312,3 +317,88 @@ def test_plain_tensors_as_parameters() -> None:
 
     for mode in ("backward", "forward"):
         assert torch.equal(loop(None), loop(mode))
+
+
+def test_old_style_zeroing_through_data() -> None:
+    def zero(model: nn.Module, optimizer: Optimizer, i: int) -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.data.zero_()
+
+    def loop(mode: str | None) -> Any:
+        model = network()
+        optimizer = adamw(model.parameters())
+        fusion = fuse_optimizer(model, optimizer, mode) if mode else None
+        for i, x in enumerate(batches(4)):
+            model(x).square().mean().backward()
+            optimizer.step()
+            zero(model, optimizer, i)
+        if fusion:
+            fusion.remove()
+        return model.state_dict()
+
+    plain, ours = loop(None), loop("forward")
+    assert all(torch.equal(plain[k], ours[k]) for k in plain)
+
+
+def test_parameters_of_another_model_do_not_wait() -> None:
+    mine, other = network(2), network(2)
+    optimizer = adamw([*mine.parameters(), *other.parameters()])
+    fusion = fuse_optimizer(mine, optimizer, "forward")
+    other(mine(batches(1)[0])).sum().backward()
+    optimizer.step()
+    assert all(map(is_pending, mine.parameters()))
+    assert not any(map(is_pending, other.parameters()))
+    fusion.remove()
+
+
+def test_a_model_with_hooks_of_ours_can_be_pickled() -> None:
+    model, _, fusion = stepped("forward", model=Foreign())
+    torch.save(model, io.BytesIO())
+    assert fusion is not None
+    fusion.remove()
+
+
+def _compiled_function(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    return torch.compile(lambda x: model(x).square().mean(), backend="aot_eager")
+
+
+def _compiled_model(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    compiled = torch.compile(model, backend="aot_eager")
+    return lambda x: compiled(x).square().mean()
+
+
+def _compiled_layer(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    model[0].compile(backend="aot_eager")  # type: ignore[index]
+    return lambda x: model(x).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("compile_late", [_compiled_function, _compiled_model, _compiled_layer])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.filterwarnings("ignore::FutureWarning:torch")
+def test_compiling_after_fusing(compile_late: Callable[[nn.Module], Callable[[Tensor], Tensor]]) -> None:
+    def loop(mode: str | None) -> Any:
+        torch._dynamo.reset()
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        fusion = fuse_optimizer(model, optimizer, mode) if mode else None
+        losses = []
+        run: Callable[[Tensor], Tensor] = lambda x: model(x).square().mean()  # noqa: E731
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for i, x in enumerate(batches(5)):
+                if i == 1:
+                    run = compile_late(model)
+                loss = run(x)
+                losses.append(loss.detach())
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        if fusion:
+            assert any(issubclass(warning.category, NoEffectWarning) for warning in told)
+            fusion.remove()
+        return losses
+
+    plain, ours = loop(None), loop("forward")
+    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+    torch._dynamo.reset()

@@ -8,7 +8,13 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    SingleDeviceXLAStrategy,
+    StrategyRegistry,
+)
 
 import retime
 from retime.callbacks import FuseOptimizer
@@ -75,10 +81,11 @@ def test_callback_refuses_what_it_cannot_join() -> None:
     with pytest.raises(ValueError, match="fuses the optimizer already"):
         trainer(strategy="fused_optimizer", callbacks=[FuseOptimizer()]).fit(BoringModel())
 
-    stand_in = type("FSDPStrategy", (), {})()
-    fake = type("FakeTrainer", (), {"strategy": stand_in})()
-    with pytest.raises(ValueError, match="cannot be used with FSDPStrategy"):
-        FuseOptimizer().setup(fake, BoringModel(), "fit")
+    fake = type("FakeTrainer", (), {})()
+    for owner in (FSDPStrategy, DeepSpeedStrategy, SingleDeviceXLAStrategy):
+        fake.strategy = object.__new__(owner)
+        with pytest.raises(ValueError, match=f"cannot be used with {owner.__name__}"):
+            FuseOptimizer().setup(fake, BoringModel(), "fit")
     fake.strategy = DDPStrategy(ddp_comm_hook=lambda state, bucket: None)
     with pytest.raises(ValueError, match=r"FusedOptimizerDDPStrategy\(ddp_comm_hook"):
         FuseOptimizer().setup(fake, BoringModel(), "fit")

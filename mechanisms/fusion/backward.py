@@ -7,8 +7,10 @@ A parameter is updated once its gradient is complete and nothing needs its old v
   first step of every parameter runs the plain way while its firings are counted (``theta.count`` of algorithm 3),
   unless an adapter knows that there is one graph; later steps update it at the last one. Fewer firings leave it to
   ``optimizer.step()``; more raise an error.
-* A node that still needs the old value (section B.2) either contributes to the gradient, and so ran before the hook, or
-  saved the parameter, and autograd's version check raises.
+* A node that still needs the old value (section B.2) either contributes to the gradient, and so ran before the hook; or
+  saved an alias of the parameter, which is found and holds the update back; or saved the parameter itself, and
+  autograd's version check raises. What cannot be seen is a checkpointed segment that will read, without a gradient, a
+  parameter whose gradient is complete by then: use mode='forward' for such a model.
 
 Updates go by *buckets* of gradients in order of arrival, so the optimizer's multi-tensor and fused kernels are kept,
 and each bucket's gradients are freed at once. For the freed memory to be used again, nothing small may be allocated
@@ -28,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from retime.mechanisms.fusion.consumed import ConsumedGradient
 from retime.mechanisms.fusion.narrow import OptimizerWindow, nbytes
+from retime.mechanisms.fusion.readers import has_alias
 from retime.mechanisms.fusion.replaced import ReplacedMethod
 from retime.mechanisms.fusion.report import FusionReport
 from retime.mechanisms.fusion.side_stream import SideStream
@@ -208,11 +211,14 @@ class BackwardFusion:
         if _others_read(parameter):
             self._hold_back(followed)
             return
+        if has_alias(parameter):
+            return  # a node may have saved it, and no version check would tell
         if followed.fired > followed.uses:
             raise RuntimeError(
                 f"a parameter of shape {tuple(parameter.shape)} received {followed.fired} gradients in one step, "
                 f"{followed.uses} in the steps before, and may be updated already. Wrap all backward passes of a step "
-                "but the last in `with fusion.accumulate():`; with checkpointing, pass use_reentrant=False"
+                "but the last in `with fusion.accumulate():`; with checkpointing, pass use_reentrant=False; a "
+                "backward() that no optimizer.step() follows needs mode='forward'"
             )
         if self._window is None:
             self._window = OptimizerWindow(self.optimizer)
@@ -280,7 +286,18 @@ class BackwardFusion:
         """Before the optimizer's own ``step``: consumed gradients read as None, so that it updates only the rest."""
         if self._side is not None:
             self._side.join()
-        for followed in self._used():
+        used = self._used()
+        if self.guard_at_once and any(followed.parameter.grad is not followed.guard for followed in used):
+            raise RuntimeError(
+                "a gradient was cleared or replaced between backward() and optimizer.step(), but backward fusion has "
+                "updated its parameter already: use mode='forward'"
+            )
+        if self._window is not None and used and self._window.is_outdated(self.optimizer):
+            raise RuntimeError(
+                "a learning rate or another hyper-parameter was changed between backward() and optimizer.step(), but "
+                "backward fusion has updated parameters already: change it before backward(), or use mode='forward'"
+            )
+        for followed in used:
             followed.parameter.grad = None
         if self.clip_value is not None:
             clip_by_value([p.grad for p in parameters_of(self.optimizer) if p.grad is not None], self.clip_value)

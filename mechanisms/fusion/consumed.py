@@ -14,7 +14,8 @@ _MESSAGE = (
     "{reader} needs gradients after the backward pass: use mode='forward' (exact with global-norm clipping, GradScaler "
     "and gradient logging), or clip_value=... for clipping by value. If this was raised inside backward(): the "
     "gradients of the step before were never cleared (call optimizer.zero_grad()), or more backward passes ran before "
-    "optimizer.step() than in the steps before (wrap all but the last in `with fusion.accumulate():`)."
+    "optimizer.step() than in the steps before (wrap all but the last in `with fusion.accumulate():`), or no "
+    "optimizer.step() followed an earlier one (use mode='forward')."
 )
 _aten = torch.ops.aten
 _CLEARING = (_aten.zero_.default, _aten._foreach_zero_.default)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.callback import callback_handler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -47,12 +48,15 @@ class ForwardFusion:
                 for parameter in module.parameters(recurse=False):
                     self._layer.setdefault(parameter, number)
         self._unwatchable = unwatchable_parameters(model) if model is not None else set()
+        self._modules = list(model.modules()) if model is not None else []
         self._report = FusionReport(mode="forward", parameters=sum(1 for _ in parameters_of(optimizer)))
         self._pending: list[PendingUpdate] = []
+        self._removed = False
         self._handles: list[Any] = settle_before_readers(model) if model is not None else []
         if isinstance(model, DistributedDataParallel):
             # gradients may live in DDP's buckets, which the coming backward pass overwrites
             self._handles.append(model.register_forward_hook(lambda *_: self.flush()))
+        callback_handler.register_start_callback(self._on_compilation)
         self._handles.append(optimizer.register_state_dict_pre_hook(lambda _: self.flush()))
         self._handles.append(optimizer.register_load_state_dict_pre_hook(lambda *_: self.flush()))
         self._step = ReplacedMethod(optimizer, "step", self._deferred_step)
@@ -70,6 +74,9 @@ class ForwardFusion:
             with torch.enable_grad():
                 loss = closure()
         self.flush()  # parameters that no forward pass read
+        if any(module._compiled_call_impl is not None for module in self._modules):
+            assert self._model is not None
+            self._unwatchable |= unwatchable_parameters(self._model)
         reason = why_not_per_parameter(self.optimizer)
         if reason is not None:
             return self._plain_step(reason, loss)
@@ -96,7 +103,10 @@ class ForwardFusion:
         return loss
 
     def _can_defer(self, parameter: Tensor) -> bool:
-        return can_wait(parameter) and parameter not in self._unwatchable and not has_alias(parameter)
+        if not can_wait(parameter) or parameter in self._unwatchable or has_alias(parameter):
+            return False
+        # a parameter of another model has readers that nobody examined
+        return self._model is None or parameter in self._layer
 
     def _step_the_rest(self, deferred: list[Tensor]) -> None:
         """The optimizer's own step, for what cannot wait: it counts the step for schedulers, whatever is left."""
@@ -130,8 +140,18 @@ class ForwardFusion:
             self._report.largest_bucket_bytes = max(self._report.largest_bucket_bytes, size)
         return buckets
 
+    def _on_compilation(self, *_: Any) -> None:
+        """Compiled code reads memory directly, and nobody can tell which parameters it will read: none may wait."""
+        self.flush()
+        self._unwatchable.update(parameters_of(self.optimizer))
+
     def flush(self) -> None:
-        """Run every update that is still pending, now."""
+        """Run every update that is still pending, now.
+
+        Needed only before reads that bypass Python: ``torch.func`` transforms of the parameters, DLPack, TorchScript
+        made after the fusion, replaying a CUDA graph, the state of one parameter (``optimizer.state[p]``) that was kept
+        from before the step.
+        """
         pending, self._pending = self._pending, []
         for update in pending:
             update.settle()
@@ -142,7 +162,11 @@ class ForwardFusion:
 
     def remove(self) -> None:
         """Bring all parameters up to date and give the optimizer its own methods back."""
+        if self._removed:
+            return
+        self._removed = True
         self.flush()
+        callback_handler.remove_start_callback(self._on_compilation)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

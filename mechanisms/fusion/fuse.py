@@ -91,6 +91,7 @@ def fuse_optimizer(
     if mode == "backward":
         if side_stream and isinstance(model, DistributedDataParallel):
             raise ValueError("side_stream is for one device: under DDP updates follow the all-reduce on its own stream")
+        refuse_backward_hooks(model)
         fusion = (
             DataParallelFusion(optimizer, reduction_of(model), bucket_bytes=bucket_bytes, clip_value=clip_value)
             if isinstance(model, DistributedDataParallel)
@@ -111,6 +112,16 @@ def fuse_optimizer(
     return ForwardFusion(optimizer, model, bucket_bytes=bucket_bytes)
 
 
+def refuse_backward_hooks(model: nn.Module) -> None:
+    """Raise ValueError if a module's backward hook could read weights that are updated already."""
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise ValueError(
+                f"the backward hook of {name or 'the model'} may read weights that are updated already by then: "
+                "use mode='forward', or remove the hook"
+            )
+
+
 def check_can_fuse(model: nn.Module, optimizer: Optimizer) -> None:
     """Raise ValueError if fusing this pair can't be right, saying what to change."""
     if not isinstance(optimizer, Optimizer):
@@ -125,6 +136,8 @@ def check_can_fuse(model: nn.Module, optimizer: Optimizer) -> None:
             "fully sharded parameters are updated shard by shard, by FSDP: to fuse the optimizer, use one device or "
             "DistributedDataParallel"
         )
+    if isinstance(model, nn.DataParallel):
+        raise ValueError("DataParallel copies parameters behind Python's back: use DistributedDataParallel")
     ours = set(model.parameters())
     shared = [p for p in parameters_of(optimizer) if p in ours]
     if not shared:

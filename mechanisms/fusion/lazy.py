@@ -38,7 +38,8 @@ _KEEPS_PENDING: frozenset[Any] = frozenset(
                      "register_post_accumulate_grad_hook", "__len__")
     ]
 )  # fmt: skip
-"""Torch functions that look at a parameter's form or gradient, not at its values."""
+"""Torch functions that look at a parameter's form, or whether it has a gradient, not at its values."""
+_READ_GRADIENT = Tensor.grad.__get__  # type: ignore[attr-defined]
 
 
 class PendingUpdate:
@@ -133,7 +134,10 @@ class _Watching:
         kwargs = kwargs or {}
         if func in _KEEPS_PENDING:
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
+            if func != _READ_GRADIENT or result is None:
+                return result
+            # the gradient itself may be changed now, through .data even unseen, and the update still needs it
         _settle_arguments(args)
         if kwargs:
             _settle_arguments(kwargs.values())

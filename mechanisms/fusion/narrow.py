@@ -5,7 +5,7 @@ multi-tensor kernels. Here a *window* shares the optimizer's state and hyper-par
 parameters of one bucket. The user's object is never touched, so a failure or a second thread finds it whole.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,14 +45,28 @@ class OptimizerWindow:
         """Whether the optimizer updates this parameter."""
         return id(parameter) in self._group_of
 
-    def update(self, parameters: Iterable[Tensor]) -> None:
+    def update(self, parameters: Sequence[Tensor]) -> None:
         """Step these parameters, from their ``.grad``, with the kernels the optimizer would use for all of them."""
         members: dict[int, list[Tensor]] = {}
         for parameter in parameters:
             members.setdefault(self._group_of[id(parameter)], []).append(parameter)
         self._window.param_groups = [{**self._groups[index], "params": members[index]} for index in sorted(members)]
+        device = parameters[0].device.type
         with torch.no_grad():
-            self._step(self._window)
+            if torch.is_autocast_enabled(device):  # the caller's, around its backward pass
+                with torch.autocast(device, enabled=False):
+                    self._step(self._window)
+            else:
+                self._step(self._window)
+
+    def is_outdated(self, optimizer: Optimizer) -> bool:
+        """Whether hyper-parameters of the groups seen here were changed since."""
+        for mine, group in zip(self._groups, optimizer.param_groups, strict=False):
+            for key, value in mine.items():
+                now = group.get(key)
+                if now is not value and (isinstance(value, Tensor) or isinstance(now, Tensor) or now != value):
+                    return True
+        return False
 
 
 def _copied(value: Any) -> Any:

@@ -1,6 +1,5 @@
 """Code that reads parameters where no torch function sees it, and what forward fusion does about each kind."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,7 +29,8 @@ def has_alias(parameter: Tensor) -> bool:
 
     A read through the alias could not be seen. The parameter and the handle used for counting hold the storage twice.
     """
-    return torch._C._storage_Use_Count(parameter.untyped_storage()._cdata) > 2
+    storage = parameter.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > 2 or (storage.device.type == "cpu" and storage.is_shared())
 
 
 def settle_before_readers(model: nn.Module) -> list[RemovableHandle]:
@@ -47,12 +47,15 @@ def settle_before_readers(model: nn.Module) -> list[RemovableHandle]:
         own = next(module.parameters(recurse=False), None) is not None
         foreign = not type(module).__module__.startswith("torch.nn.")
         if whole or (own and foreign):
-            handles.append(module.register_forward_pre_hook(_settle(recurse=whole), prepend=True))
+            handles.append(module.register_forward_pre_hook(_Settle(recurse=whole), prepend=True))
     return handles
 
 
-def _settle(*, recurse: bool) -> Callable[[nn.Module, Any], None]:
-    def hook(module: nn.Module, inputs: Any) -> None:
-        settle_all(module.parameters(recurse=recurse))
+class _Settle:
+    """A pre-hook that brings a module's parameters up to date; a class, so that the model can still be pickled."""
 
-    return hook
+    def __init__(self, *, recurse: bool) -> None:
+        self._recurse = recurse
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        settle_all(module.parameters(recurse=self._recurse))

@@ -24,7 +24,7 @@ class ReplacedMethod:
         def stand_in(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             return function(*args, **kwargs) if self.active else self.inner(*args, **kwargs)
 
-        stand_in._retime_fused = True  # type: ignore[attr-defined]
+        stand_in._retime_fused = self  # type: ignore[attr-defined]
         self._stand_in = types.MethodType(stand_in, optimizer)
         setattr(optimizer, name, self._stand_in)
 

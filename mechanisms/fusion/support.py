@@ -71,8 +71,9 @@ def why_not_this_step(optimizer: Optimizer) -> str | None:
 
 
 def is_fused_step(step: object) -> bool:
-    """Whether ``step`` is the method that fusion installs on an optimizer."""
-    return bool(getattr(step, "_retime_fused", False))
+    """Whether ``step`` is, or wraps, a method by which a fusion has taken over an optimizer."""
+    replaced = getattr(step, "_retime_fused", None)
+    return replaced is not None and bool(replaced.active)
 
 
 def _global_step_hooks() -> bool:

@@ -22,7 +22,6 @@ from contract.traits import (
     GRADIENT_HOOK,
     HELD_BACK,
     KEEPS_GRADIENTS,
-    LATE_READ,
     LBFGS,
     MANUAL,
     NORM_CLIP,
@@ -101,7 +100,7 @@ IN_FORWARD = frozenset({LBFGS, CUSTOM_OPTIMIZER, STEP_HOOK, COMPILED})
 
 ON_ONE_DEVICE: dict[str, Any] = {
     "unfused": IN_BACKWARD | {ACCUMULATION_HOOK, BACKWARD_HOOK},
-    "refused": {LATE_READ: "modified by an inplace operation", KEEPS_GRADIENTS: "consumed by backward fusion"},
+    "refused": {KEEPS_GRADIENTS: "consumed by backward fusion"},
 }
 FORWARD: dict[str, Any] = {"unfused": IN_FORWARD | {ALIASES}}
 DDP_BACKWARD: dict[str, Any] = {"unfused": IN_BACKWARD | {SPARSE, BACKWARD_HOOK}}
