@@ -4,12 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-    DeepSpeedStrategy,
-    SingleDeviceStrategy,
-    SingleDeviceXLAStrategy,
-)
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 

@@ -39,7 +39,7 @@ _KEEPS_PENDING: frozenset[Any] = frozenset(
     ]
 )  # fmt: skip
 """Torch functions that look at a parameter's form, or whether it has a gradient, not at its values."""
-_READ_GRADIENT = Tensor.grad.__get__  # type: ignore[attr-defined]
+_READ_GRADIENT = getattr(Tensor.grad, _get)
 
 
 class PendingUpdate:
