@@ -56,7 +56,14 @@ def default_bucket_bytes(parameters: Iterable[Tensor]) -> int:
     return max(1, min(most, sum(map(nbytes, everything)) // 4))
 
 
-OTHER_HOOKS = "with post-accumulate-grad hooks of others"
+OTHER_HOOKS = (
+    "with post-accumulate-grad hooks of others, which would find the gradient used up; remove the hooks, or use "
+    "mode='forward'"
+)
+ALIASED = (
+    "that share memory with another tensor or array (.data, .detach(), .numpy()), since backward may still need the "
+    "old values through it and no version check would tell; drop the alias to fuse"
+)
 
 
 class Followed:
@@ -209,10 +216,11 @@ class BackwardFusion:
         if followed.fired < followed.uses or not followed.uses:
             return
         if _others_read(parameter):
-            self._hold_back(followed)
+            self._hold_back(followed, OTHER_HOOKS)
             return
         if has_alias(parameter):
-            return  # a node may have saved it, and no version check would tell
+            self._hold_back(followed, ALIASED)
+            return
         if followed.fired > followed.uses:
             raise RuntimeError(
                 f"a parameter of shape {tuple(parameter.shape)} received {followed.fired} gradients in one step, "
@@ -229,19 +237,14 @@ class BackwardFusion:
         if self._bucket_size >= self.bucket_bytes:
             self._update_bucket(self._window)
 
-    def _hold_back(self, followed: Followed) -> None:
+    def _hold_back(self, followed: Followed, why: str) -> None:
         if followed.held_back:
             return
         followed.held_back = True
         held = self._report.held_back
-        if OTHER_HOOKS not in held:
-            warnings.warn(
-                f"backward fusion has no effect on parameters {OTHER_HOOKS}: these would find the gradient used up. "
-                "Remove the hooks, or use mode='forward'",
-                NoEffectWarning,
-                stacklevel=2,
-            )
-        held[OTHER_HOOKS] = held.get(OTHER_HOOKS, 0) + 1
+        if why not in held:
+            warnings.warn(f"backward fusion has no effect on parameters {why}", NoEffectWarning, stacklevel=2)
+        held[why] = held.get(why, 0) + 1
 
     def _count_alive(self, followed: Followed, size: int) -> None:
         self._alive_bytes += size - followed.alive_bytes

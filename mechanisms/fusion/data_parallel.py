@@ -18,8 +18,9 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from retime.mechanisms.fusion.backward import BackwardFusion, Followed
+from retime.mechanisms.fusion.backward import ALIASED, BackwardFusion, Followed
 from retime.mechanisms.fusion.narrow import OptimizerWindow, nbytes
+from retime.mechanisms.fusion.readers import has_alias
 
 _ATTRIBUTE = "_retime_reduction"
 CommunicationHook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
@@ -157,7 +158,10 @@ class DataParallelFusion(BackwardFusion):
             ready = [
                 (followed, gradient)
                 for parameter, gradient in zip(parameters, gradients, strict=True)
-                if (followed := self._followed.get(parameter)) and followed.fired and window.holds(parameter)
+                if (followed := self._followed.get(parameter))
+                and followed.fired
+                and window.holds(parameter)
+                and not self._is_aliased(followed)
             ]
             if not ready:
                 return
@@ -173,6 +177,12 @@ class DataParallelFusion(BackwardFusion):
             for followed, _ in ready:
                 followed.used = True
             self._count_bucket(len(ready), sum(nbytes(gradient) for _, gradient in ready))
+
+    def _is_aliased(self, followed: Followed) -> bool:
+        if not has_alias(followed.parameter):
+            return False
+        self._hold_back(followed, ALIASED)
+        return True
 
     def guard_reduced(self) -> None:
         """From the end of backward to the step, a read of a used gradient raises: clipping it would change nothing."""

@@ -99,11 +99,11 @@ IN_BACKWARD = frozenset({NORM_CLIP, GRADIENT_HOOK, MANUAL, LBFGS, CUSTOM_OPTIMIZ
 IN_FORWARD = frozenset({LBFGS, CUSTOM_OPTIMIZER, STEP_HOOK, COMPILED})
 
 ON_ONE_DEVICE: dict[str, Any] = {
-    "unfused": IN_BACKWARD | {ACCUMULATION_HOOK, BACKWARD_HOOK},
+    "unfused": IN_BACKWARD | {ACCUMULATION_HOOK, ALIASES, BACKWARD_HOOK},
     "refused": {KEEPS_GRADIENTS: "consumed by backward fusion"},
 }
 FORWARD: dict[str, Any] = {"unfused": IN_FORWARD | {ALIASES}}
-DDP_BACKWARD: dict[str, Any] = {"unfused": IN_BACKWARD | {SPARSE, BACKWARD_HOOK}}
+DDP_BACKWARD: dict[str, Any] = {"unfused": IN_BACKWARD | {ALIASES, SPARSE, BACKWARD_HOOK}}
 FEW = ("accumulat", "clip_by", "checkpoint", "optimizer_sparse", "parameters_", "precision_", "ddp_")
 
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from contract.bench import Bench
 from contract.models import FEATURES, Net, adam, mlp, sgd
 from contract.registry import scenario
-from contract.traits import COMPILED, LATE_READ, REENTRANT
+from contract.traits import COMPILED, HELD_BACK, REENTRANT
 
 FROZEN_IN_DDP = "DDP does not synchronise a parameter that was frozen when it was built"
 
@@ -268,7 +268,7 @@ def gradient_penalty(bench: Bench) -> None:
     bench.fit(GradientPenalty())
 
 
-@scenario(LATE_READ)
+@scenario(HELD_BACK)
 def weight_read_late_in_backward(bench: Bench) -> None:
     bench.fit(LateRead())
 
