@@ -200,6 +200,12 @@ def test_changes_between_backward_and_step_are_refused() -> None:
         optimizer.step()
     fusion.remove()
     model, optimizer, fusion = _one_step()
+    with torch.no_grad():
+        next(model.parameters()).mul_(0.9)
+    with pytest.raises(RuntimeError, match="changed in place between"):
+        optimizer.step()
+    fusion.remove()
+    model, optimizer, fusion = _one_step()
     next(model.parameters()).grad = None
     with pytest.raises(RuntimeError, match="cleared or replaced between"):
         optimizer.step()

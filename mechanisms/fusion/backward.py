@@ -69,7 +69,18 @@ ALIASED = (
 class Followed:
     """One parameter: how often its hook fires in a step, and where the step stands."""
 
-    __slots__ = ("alive_bytes", "fired", "fusion", "guard", "handle", "held_back", "parameter", "used", "uses")
+    __slots__ = (
+        "alive_bytes",
+        "fired",
+        "fusion",
+        "guard",
+        "handle",
+        "held_back",
+        "parameter",
+        "used",
+        "uses",
+        "version",
+    )
 
     def __init__(self, fusion: "BackwardFusion", parameter: Tensor) -> None:
         self.fusion = fusion
@@ -79,6 +90,8 @@ class Followed:
         self.fired = 0
         self.used = False
         """Whether this step's gradient has been used up."""
+        self.version = 0
+        """Autograd's count of in-place changes of the parameter, right after the update."""
         self.alive_bytes = 0
         self.held_back = False
         self.guard = ConsumedGradient(parameter)
@@ -265,6 +278,7 @@ class BackwardFusion:
             self._alive_bytes -= followed.alive_bytes
             followed.alive_bytes = 0
             followed.used = True
+            followed.version = followed.parameter._version
             if self.guard_at_once:
                 followed.put_guard()
             else:
@@ -294,6 +308,11 @@ class BackwardFusion:
             raise RuntimeError(
                 "a gradient was cleared or replaced between backward() and optimizer.step(), but backward fusion has "
                 "updated its parameter already: use mode='forward'"
+            )
+        if self.guard_at_once and any(followed.parameter._version != followed.version for followed in used):
+            raise RuntimeError(
+                "a parameter was changed in place between backward() and optimizer.step(), but backward fusion has "
+                "updated it already: change it before backward() or after step(), or use mode='forward'"
             )
         if self._window is not None and used and self._window.is_outdated(self.optimizer):
             raise RuntimeError(

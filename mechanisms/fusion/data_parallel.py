@@ -176,6 +176,7 @@ class DataParallelFusion(BackwardFusion):
                     followed.parameter.grad = gradient_of_rank
             for followed, _ in ready:
                 followed.used = True
+                followed.version = followed.parameter._version
             self._count_bucket(len(ready), sum(nbytes(gradient) for _, gradient in ready))
 
     def _is_aliased(self, followed: Followed) -> bool:
