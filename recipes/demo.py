@@ -139,8 +139,8 @@ class Demo(Recipe[FusionSettings]):
         return [
             "Identical result: every loss and every bit of the final weights are the same with the plain strategy and "
             "with ours, at the same optimizer kernel. (AdamW() rounds differently: it is another kernel.)",
-            f"Gradients alive: from the second step on; the first step keeps all of them "
-            f"({amount(point.values(OURS, 'gradients alive, first step')[0], 'MiB')}).",
+            f"Gradients alive in the first step of ours: "
+            f"{amount(point.values(OURS, 'gradients alive, first step')[0], 'MiB')}.",
         ]
 
     def draw(self, result: Result, path: Path) -> None:
