@@ -57,7 +57,10 @@ class FuseOptimizer(Callback):
         plain = strategy.optimizer_step
 
         def optimizer_step(optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-            return stepping.step(trainer, optimizer, closure, lambda chosen: plain(optimizer, chosen, *args, **kwargs))
+            further = {name: value for name, value in kwargs.items() if name != "model"}
+            return stepping.step(
+                trainer, optimizer, closure, lambda chosen: plain(optimizer, chosen, *args, **kwargs), further
+            )
 
         strategy.optimizer_step = optimizer_step  # type: ignore[method-assign]
 

@@ -42,7 +42,7 @@ class _Fused(LightningOnly, Strategy):
         module = self.lightning_module
         assert module is not None
         return self._stepping.step(
-            module.trainer, optimizer, closure, lambda chosen: plain(optimizer, chosen, model, **kwargs)
+            module.trainer, optimizer, closure, lambda chosen: plain(optimizer, chosen, model, **kwargs), kwargs
         )
 
     def teardown(self) -> None:

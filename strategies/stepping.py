@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -31,6 +32,7 @@ _MODULE_READERS = (
     "on_after_backward",
     "on_before_optimizer_step",
     "on_before_zero_grad",
+    "optimizer_zero_grad",
     "configure_gradient_clipping",
 )
 _CALLBACK_READERS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
@@ -78,10 +80,14 @@ class FusedStepping:
         optimizer: Optimizer,
         closure: Callable[[], Any],
         plain_step: Callable[[Callable[[], Any]], Any],
+        arguments: dict[str, Any],
     ) -> Any:
-        """One optimizer step. ``plain_step(closure)`` is what the strategy would do without us."""
+        """One optimizer step. ``plain_step(closure)`` is what the strategy would do without us.
+
+        ``arguments`` are further ones of the optimizer's ``step``, which a fused update could not hand on.
+        """
         module = trainer.lightning_module
-        reason = self._why_plain(trainer, module, optimizer) or self._why_plain_now(closure)
+        reason = self._why_plain(trainer, module, optimizer) or self._why_plain_now(closure, arguments)
         fusion = self._fusions.get(optimizer)
         if reason is not None:
             if isinstance(fusion, ForwardFusion):
@@ -180,7 +186,9 @@ class FusedStepping:
                 return f"the backward hook of {name or 'the module'} may read weights updated already; {_USE_FORWARD}"
         return None
 
-    def _why_plain_now(self, closure: Callable[[], Any]) -> str | None:
+    def _why_plain_now(self, closure: Callable[[], Any], arguments: dict[str, Any]) -> str | None:
+        if arguments:
+            return f"optimizer.step is called with further arguments ({', '.join(arguments)})"
         if self.mode == "forward" or type(closure) is Closure:
             return None
         return "optimizer_step passes a closure of its own, which may read gradients; pass on Lightning's closure"
@@ -228,6 +236,13 @@ def _why_not_in_backward(trainer: Trainer, module: LightningModule) -> str | Non
         )
     if not type(plugin).__module__.startswith("lightning."):
         return f"the precision plug-in {type(plugin).__name__} may read gradients; {_USE_FORWARD}"
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if (
+            isinstance(callback, StochasticWeightAveraging)
+            and callback._model_contains_batch_norm
+            and trainer.current_epoch >= callback.swa_end
+        ):
+            return "StochasticWeightAveraging steps once more with the last gradients after its BatchNorm epoch"
     if getattr(trainer.strategy, "_model_averager", None) is not None:
         return "post-local SGD averages by gradient after the step"
     return None

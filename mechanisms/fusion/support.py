@@ -20,7 +20,8 @@ def declare_per_parameter(optimizer_class: type[Optimizer]) -> type[Optimizer]:
     """Promise that ``optimizer_class.step`` treats every parameter on its own; usable as a class decorator.
 
     What must hold: ``step`` reads ``param_groups`` and ``state`` only, keeps no count of its own outside
-    ``state[parameter]``, and gives the same numbers when it is called for one part of the parameters after another.
+    ``state[parameter]``, takes no argument but ``closure``, and gives the same numbers when it is called for one part
+    of the parameters after another.
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise TypeError(f"declare_per_parameter takes an Optimizer class, got {optimizer_class!r}")

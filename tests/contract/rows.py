@@ -21,7 +21,6 @@ from contract.traits import (
     CUSTOM_OPTIMIZER,
     GRADIENT_HOOK,
     HELD_BACK,
-    KEEPS_GRADIENTS,
     LBFGS,
     MANUAL,
     NORM_CLIP,
@@ -100,7 +99,6 @@ IN_FORWARD = frozenset({LBFGS, CUSTOM_OPTIMIZER, STEP_HOOK, COMPILED})
 
 ON_ONE_DEVICE: dict[str, Any] = {
     "unfused": IN_BACKWARD | {ACCUMULATION_HOOK, ALIASES, BACKWARD_HOOK},
-    "refused": {KEEPS_GRADIENTS: "consumed by backward fusion"},
 }
 FORWARD: dict[str, Any] = {"unfused": IN_FORWARD | {ALIASES}}
 DDP_BACKWARD: dict[str, Any] = {"unfused": IN_BACKWARD | {ALIASES, SPARSE, BACKWARD_HOOK}}

@@ -8,7 +8,7 @@ from lightning.pytorch import Callback
 from contract.bench import Bench
 from contract.models import Net, sgd
 from contract.registry import scenario
-from contract.traits import GRADIENT_HOOK, KEEPS_GRADIENTS
+from contract.traits import GRADIENT_HOOK
 
 
 class ScalesBeforeStep(Net):
@@ -169,12 +169,12 @@ def optimizer_step_clamps_weights(bench: Bench) -> None:
     bench.fit(ClampsAfterStep(optimizer=sgd))
 
 
-@scenario()
+@scenario(GRADIENT_HOOK)
 def zero_grad_keeps_tensors(bench: Bench) -> None:
     bench.fit(ZeroesToZero(optimizer=sgd), accumulate_grad_batches=2)
 
 
-@scenario(KEEPS_GRADIENTS)
+@scenario(GRADIENT_HOOK)
 def zero_grad_never(bench: Bench) -> None:
     bench.fit(NeverZeroes(optimizer=sgd), max_epochs=1)
 
