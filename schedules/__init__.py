@@ -5,6 +5,7 @@ from retime.schedules.dependencies import dependencies
 from retime.schedules.depth import depth
 from retime.schedules.errors import ScheduleError
 from retime.schedules.fusion import backward_fusion, baseline, forward_fusion
+from retime.schedules.k_search import KSearch
 from retime.schedules.schedule import Lane, Schedule
 from retime.schedules.simulate import Timeline, simulate
 from retime.schedules.tasks import Kind, Task
@@ -13,6 +14,7 @@ from retime.schedules.validate import execution_order, validate
 
 __all__ = [
     "Buffer",
+    "KSearch",
     "Kind",
     "Lane",
     "Schedule",
