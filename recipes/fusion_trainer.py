@@ -131,7 +131,7 @@ class Targets(StepTimes):
                 target = Target(f"{case}: gradients alive in backward mode", "MiB", bound, at_most=True)
                 alive = spread(point.values("retime_backward", GRADIENTS))
                 first = point.values("retime_backward", FIRST_GRADIENTS)[0]
-                lines.append(Comparison(target, alive, f"from the second step on; {first:.1f} MiB in the first"))
+                lines.append(Comparison(target, alive, f"in every later step; {first:.1f} MiB in the first"))
         return lines
 
     def notes(self, result: Result) -> list[str]:

@@ -15,6 +15,9 @@ from retime.recipes.recipe import Recipe
 from retime.recipes.results import FILE, Point, Result, load
 from retime.recipes.tables import label_of
 
+LONGEST_LIST = 12
+"""Facts with more values than this are told by their first and last."""
+
 
 def rebuild(folder: Path, console: Console | None = None) -> list[Path]:
     """Write `result.csv`, `result.png` and `result.md` beside every `result.json` in or under `folder`.
@@ -71,7 +74,7 @@ def markdown(result: Result, recipe: Recipe[Any]) -> str:
         lines += [f"### {label_of(point.at)}" if point.at else "### Single point", ""]
         lines += [*_values(point, recipe), ""]
         if point.facts:
-            lines += [*(f"- {key}: {value}" for key, value in point.facts.items()), ""]
+            lines += [*(f"- {key}: {_short(value)}" for key, value in point.facts.items()), ""]
     lines += ["## Where", "", *_provenance(result)]
     return "\n".join(lines) + "\n"
 
@@ -121,3 +124,10 @@ def main(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+
+
+def _short(value: Any) -> str:
+    """A fact as one short line; long series are in the JSON."""
+    if isinstance(value, list) and len(value) > LONGEST_LIST:
+        return f"{len(value)} values, from {value[0]} to {value[-1]} (all in result.json)"
+    return str(value)
