@@ -122,12 +122,12 @@ def main(arguments: list[str]) -> None:
             print(path.parent)
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
-
-
 def _short(value: Any) -> str:
     """A fact as one short line; long series are in the JSON."""
     if isinstance(value, list) and len(value) > LONGEST_LIST:
         return f"{len(value)} values, from {value[0]} to {value[-1]} (all in result.json)"
     return str(value)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
