@@ -14,7 +14,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 @dataclass
 class Hardware:
-    """Where a recipe runs: `conf/hardware/cpu.yaml` or `cuda.yaml`."""
+    """Where a recipe runs: `conf/hardware/cpu.yaml`, `cuda.yaml` or `emulated.yaml`."""
 
     name: str = MISSING
     device: str = MISSING
@@ -59,6 +59,31 @@ class FusionSettings(Settings):
     epochs: int = 1
 
 
+@dataclass
+class OutOfOrderSettings(Settings):
+    """The settings of the out-of-order data-parallel recipes that measure on ranks (`hardware=emulated`)."""
+
+    hosts: int = 2
+    # of each link in each direction, as tc spells it; null leaves links unshaped, balanced makes the communication of a
+    # step's gradients take as long as its computation
+    rate: str | None = "2gbit"
+    emulate_compute: bool = False  # layers that sleep for the model's measured times, for more hosts than cores
+    model: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)  # a data set of (input, target) pairs
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    variants: list[str] = field(default_factory=list)
+    batch_size: int = 256  # of each rank
+    layer_bucket_mb: float = 4.5  # bucket_cap_mb of the *_layer_buckets variants: about one layer
+    search_steps: int = 70  # of the one run in which k="auto" searches
+    epochs: int = 1
+    timeout_s: float = 900.0
+    # axes of the figures that have one
+    cases: dict[str, Any] = field(default_factory=dict)
+    optimizers: dict[str, Any] = field(default_factory=dict)
+    host_counts: list[int] = field(default_factory=list)
+    ks: list[int] = field(default_factory=list)
+
+
 def register(name: str, settings: type[Settings]) -> None:
     """Offer a settings class to experiment files as `/schema: <name>`.
 
@@ -77,6 +102,7 @@ def register_all() -> None:
     ConfigStore.instance().store(name="settings", node=Settings)
     register("settings", Settings)
     register("fusion", FusionSettings)
+    register("ooo_measured", OutOfOrderSettings)
     OmegaConf.register_new_resolver("by_hardware", _by_hardware, replace=True)
 
 

@@ -1,0 +1,28 @@
+"""An emulated cluster: real gloo over real sockets between network namespaces whose links have a chosen rate.
+
+    with emulated_network(hosts=2, bits_per_second=parse_rate("2gbit")) as network:
+        answers = run_ranks(network, "retime.recipes.ooo_worker", request)
+
+It needs root, `ip` and `tc`; `unavailable()` says what is missing. `loopback(hosts)` is the same without namespaces and
+without a rate, for anybody.
+"""
+
+from retime.recipes.emulated.network import Network, emulated_network, loopback
+from retime.recipes.emulated.ranks import RankError, run_ranks
+from retime.recipes.emulated.rate import parse_rate, rate_text
+from retime.recipes.emulated.requirements import ClusterUnavailable, unavailable
+from retime.recipes.emulated.sleeping import SleepingLayer, sleeping_copy
+
+__all__ = [
+    "ClusterUnavailable",
+    "Network",
+    "RankError",
+    "SleepingLayer",
+    "emulated_network",
+    "loopback",
+    "parse_rate",
+    "rate_text",
+    "run_ranks",
+    "sleeping_copy",
+    "unavailable",
+]
