@@ -6,6 +6,12 @@ from retime.schedules.depth import depth
 from retime.schedules.errors import ScheduleError
 from retime.schedules.fusion import backward_fusion, baseline, forward_fusion
 from retime.schedules.k_search import KSearch
+from retime.schedules.reverse_first_k import (
+    backward_to_forward,
+    communicate_last,
+    largest_k,
+    reverse_first_k,
+)
 from retime.schedules.schedule import Lane, Schedule
 from retime.schedules.simulate import Timeline, simulate
 from retime.schedules.tasks import Kind, Task
@@ -23,11 +29,15 @@ __all__ = [
     "Task",
     "Timeline",
     "backward_fusion",
+    "backward_to_forward",
     "baseline",
+    "communicate_last",
     "dependencies",
     "depth",
     "execution_order",
     "forward_fusion",
+    "largest_k",
+    "reverse_first_k",
     "simulate",
     "step_buffers",
     "validate",
