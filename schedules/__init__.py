@@ -1,11 +1,21 @@
 """Which order: the tasks of a training step, plans as data, planners, validator, simulator.  Plain Python, no torch."""
 
 from retime.schedules.buffers import Buffer, step_buffers
+from retime.schedules.data_parallel import (
+    Bucket,
+    Communication,
+    DataParallelTimeline,
+    LayerCost,
+    layer_buckets,
+    simulate_data_parallel,
+    size_buckets,
+)
 from retime.schedules.dependencies import dependencies
 from retime.schedules.depth import depth
 from retime.schedules.errors import ScheduleError
 from retime.schedules.fusion import backward_fusion, baseline, forward_fusion
 from retime.schedules.k_search import KSearch
+from retime.schedules.network import Cluster, Link, Transfer
 from retime.schedules.reverse_first_k import (
     backward_to_forward,
     communicate_last,
@@ -19,15 +29,22 @@ from retime.schedules.timeline import Span, write_chrome_trace, write_png
 from retime.schedules.validate import execution_order, validate
 
 __all__ = [
+    "Bucket",
     "Buffer",
+    "Cluster",
+    "Communication",
+    "DataParallelTimeline",
     "KSearch",
     "Kind",
     "Lane",
+    "LayerCost",
+    "Link",
     "Schedule",
     "ScheduleError",
     "Span",
     "Task",
     "Timeline",
+    "Transfer",
     "backward_fusion",
     "backward_to_forward",
     "baseline",
@@ -37,8 +54,11 @@ __all__ = [
     "execution_order",
     "forward_fusion",
     "largest_k",
+    "layer_buckets",
     "reverse_first_k",
     "simulate",
+    "simulate_data_parallel",
+    "size_buckets",
     "step_buffers",
     "validate",
     "write_chrome_trace",

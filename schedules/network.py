@@ -1,0 +1,93 @@
+"""How long gradients travel: links, and the all-reduce of a cluster with several devices a node."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+_BITS_PER_BYTE = 8
+_MS_PER_S = 1e3
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction of a full-duplex connection.
+
+    Args:
+        bits_per_s: what a transfer really gets, above 0; infinite for a link that costs nothing.
+        latency_ms: from the start of a message to its first byte.
+
+    Raises:
+        ValueError: when a number is out of its range.
+    """
+
+    bits_per_s: float
+    latency_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.bits_per_s > 0:
+            raise ValueError(f"bits_per_s={self.bits_per_s}: give more than 0 bits a second, such as 10e9")
+        if not (math.isfinite(self.latency_ms) and self.latency_ms >= 0):
+            raise ValueError(f"latency_ms={self.latency_ms}: give 0 or more milliseconds")
+
+    def transfer_ms(self, size_bytes: float) -> float:
+        """Time on the wire, without the latency."""
+        return size_bytes * _BITS_PER_BYTE / self.bits_per_s * _MS_PER_S
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A message: ``latency_ms`` in which the link is free for others, then ``busy_ms`` of the whole link."""
+
+    latency_ms: float
+    busy_ms: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes with the same number of devices each (Oh et al. 2022, Table 2).
+
+    Args:
+        nodes: how many, at least 1.
+        devices_per_node: at least 1.
+        between_nodes: the network.
+        within_node: what connects the devices of a node, such as NVLink.
+
+    Raises:
+        ValueError: when a count is below 1.
+    """
+
+    nodes: int
+    devices_per_node: int
+    between_nodes: Link
+    within_node: Link = Link(math.inf)
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "devices_per_node"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: give 1 or more")
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.devices_per_node
+
+    def all_reduce(self, size_bytes: float) -> Transfer:
+        """One gradient bucket, added up over all devices.
+
+        First within each node, then over the nodes, so that a node's devices share one copy on the network: a ring of n
+        sends 2 (n - 1) / n times the bytes in 2 (n - 1) messages. A parameter server on every node sends as many bytes
+        (Jiang et al. 2020, "A unified architecture for accelerating distributed DNN training", section 3).
+        """
+        inner, outer = _ring(self.devices_per_node), _ring(self.nodes)
+        within_ms = self.within_node.transfer_ms(inner * size_bytes)
+        between_ms = self.between_nodes.transfer_ms(outer * size_bytes)
+        latency_ms = (
+            2 * (self.devices_per_node - 1) * self.within_node.latency_ms
+            + 2 * (self.nodes - 1) * self.between_nodes.latency_ms
+        )
+        return Transfer(latency_ms, within_ms + between_ms)
+
+
+def _ring(members: int) -> float:
+    """How many times its own size a message crosses each link of a ring."""
+    return 2 * (members - 1) / members
