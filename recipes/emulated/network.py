@@ -20,8 +20,8 @@ from retime.recipes.fresh import free_port
 MOST_HOSTS = 64
 _SUBNET = "10.78.0"
 _PORT = 29500
-# The bucket holds a millisecond at the rate, but two of the kernel's 64 KiB packets at least: large enough that timers do
-# not cost throughput, small enough that a message of a few MB cannot pass unshaped.
+# The bucket holds a millisecond at the rate, but two of the kernel's 64 KiB packets at least: large enough that timers
+# do not cost throughput, small enough that a message of a few MB cannot pass unshaped.
 _BURST_SECONDS, _LEAST_BURST_BYTES = 1e-3, 128 * 1024
 _QUEUE = "50ms"
 

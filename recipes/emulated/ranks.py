@@ -49,7 +49,9 @@ def run_ranks(
         ranks: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(len(network.hosts)):
-                ranks.append(_start(network, rank, module, folder, environment or {}))
+                ranks.append(  # noqa: PERF401 -- one by one, so that those started are ended if the next fails
+                    _start(network, rank, module, folder, environment or {})
+                )
             _watch(ranks, folder, module, timeout_s, progress)
         finally:
             for process in ranks:

@@ -49,9 +49,7 @@ def unavailable() -> str | None:
         call("ip", "-n", name, "link", "add", "veth0", "type", "veth", "peer", "name", "veth1")
         call("tc", "-n", name, "qdisc", "add", "dev", "veth0", "root", "tbf", "rate", "1gbit", "burst", "256kb", *queue)
     except CommandError as error:
-        return (
-            f"this kernel lacks a bridge, veth pairs or the tbf queue ({error}): load the modules bridge, veth, sch_tbf"
-        )
+        return f"this kernel lacks a bridge, veth pairs or the tbf queue ({error}): load bridge, veth, sch_tbf"
     finally:
         call("ip", "netns", "delete", name)
     return None

@@ -1,8 +1,8 @@
 """Layers that sleep for a layer's measured times, so that more hosts than processor cores can be emulated.
 
-A real layer keeps a core busy; a sleeping one only takes the time, holds parameters of the real size, and hands gradients
-of that size to whoever synchronises them. Output gradient (O) and weight gradient (W) sleep in different autograd nodes,
-built-in ones with a hook each, so a schedule can run O now and W later, as it can with a real layer:
+A real layer keeps a core busy; a sleeping one only takes the time, holds parameters of the real size, and hands
+gradients of that size to whoever synchronises them. Output gradient (O) and weight gradient (W) sleep in different
+autograd nodes, built-in ones with a hook each, so a schedule can run O now and W later, as it can with a real layer:
 
     input --view--(+)--> output       hook on the view's output: sleeps O, runs on the way to the input alone
     weight --view--[0]--^             hook on the view's output: sleeps W, runs on the way to the weight alone

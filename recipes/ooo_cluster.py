@@ -1,0 +1,203 @@
+"""The common part of the out-of-order recipes: a network, ranks on it, what they measured as rows and facts."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from retime.recipes.claims import show
+from retime.recipes.emulated import Network, emulated_network, loopback, parse_rate, rate_text, run_ranks
+from retime.recipes.emulated.bandwidth import sent_bytes
+from retime.recipes.measure import Spread, speedup, spread
+from retime.recipes.ooo_fits import BUCKET_BYTES
+from retime.recipes.ooo_variants import COMMUNICATION, COMPUTE, label, variant
+from retime.recipes.recipe import Measured, Recipe, Tick
+from retime.recipes.results import Point, Row
+from retime.recipes.schema import OutOfOrderSettings
+
+PAPER = "ooo-backprop"
+BALANCED = "balanced"
+PEAK = "peak memory"
+MIB = 2**20
+_BALANCING_BITS = 2e9
+_LEAST_BITS, _MOST_BITS = 20e6, 20e9
+# Tensors from this size on are mapped apart and given back when freed (glibc's M_MMAP_THRESHOLD, mallopt(3)).
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+
+
+class OnRanks(Recipe[OutOfOrderSettings]):
+    """A recipe that measures inside `Trainer.fit` on ranks: of an emulated cluster, or of loopback (`hardware=cpu`)."""
+
+    def references(self, point: Point) -> dict[str, str]:
+        found = {"speed over ddp": "ddp"}
+        peer = strongest_peer(point)
+        return found if peer in (None, "ddp") else {**found, f"speed over {peer}": peer}
+
+    @contextlib.contextmanager
+    def network(self, settings: OutOfOrderSettings, hosts: int, rate: str | None) -> Iterator[Network]:
+        """The network that the settings ask for.
+
+        Raises:
+            ValueError: no hardware for ranks, or a rate on hardware without links.
+        """
+        if settings.hardware.name == "emulated":
+            bits = None if rate is None else _BALANCING_BITS if rate == BALANCED else parse_rate(rate)
+            with emulated_network(hosts, bits) as network:
+                yield network
+        elif settings.hardware.name == "cpu":
+            if rate is not None:
+                raise ValueError(
+                    f"rate={rate} needs links to shape: choose hardware=emulated (as root), or rate=null for loopback"
+                )
+            yield loopback(hosts)
+        else:
+            raise ValueError(
+                f"{settings.name} runs its ranks on this machine's cores, not on hardware={settings.hardware.name}: "
+                "choose hardware=emulated, or hardware=cpu for unshaped loopback"
+            )
+
+    def peak_rows(
+        self, settings: OutOfOrderSettings, network: Network, tick: Tick, names: list[str], **more: Any
+    ) -> tuple[list[Row], dict[str, Any]]:
+        """Peak memory of each variant's fit, from fresh processes: rows in MiB (the worst rank's), and facts."""
+        found: dict[str, list[float]] = {name: [] for name in names}
+        facts: dict[str, Any] = {}
+        for _ in range(settings.rounds):
+            for name in names:
+                answers = self.run_job(settings, network, tick, "memory", **(more | {"variants": [name]}))
+                found[name].append(max(answer["bytes"] for answer in answers) / MIB)
+                facts["gradient bytes"] = answers[0]["gradient_bytes"]
+        return [Row(name, PEAK, "MiB", values) for name, values in found.items()], facts
+
+    def run_job(
+        self, settings: OutOfOrderSettings, network: Network, tick: Tick, job: str, **more: Any
+    ) -> list[dict[str, Any]]:
+        """Run one of `ooo_worker`'s jobs and return each rank's answer."""
+        request = {key: value for key, value in asdict(settings).items() if key in _FOR_RANKS} | {"job": job} | more
+
+        def progress(text: str) -> None:
+            if text.startswith("links carry"):
+                rate = "unshaped" if network.bits_per_second is None else f"{rate_text(network.bits_per_second)}/s"
+                print(f"{settings.name}: {len(network.hosts)} hosts, {rate}: {text}")
+            tick(text)
+
+        return run_ranks(
+            network,
+            "retime.recipes.ooo_worker",
+            request,
+            timeout_s=settings.timeout_s,
+            environment=MALLOC,
+            progress=progress,
+        )
+
+    def balance(self, settings: OutOfOrderSettings, network: Network, tick: Tick, **more: Any) -> dict[str, Any]:
+        """Shape the network so that communication takes as long as computation; returns how that was found.
+
+        Both are measured at a trial rate. What communication takes beyond its bytes at that rate is the processor's own
+        work on them, which no rate changes, so the rate follows from the rest.
+        """
+        answers = self.run_job(settings, network, tick, "calibrate", **more)
+        compute_ms = min(answers[0]["step_ms"][COMPUTE])
+        communication_ms = min(answers[0]["step_ms"][COMMUNICATION])
+        sent = 8 * sent_bytes(answers[0]["gradient_bytes"], len(network.hosts))
+        own_ms = max(0.0, communication_ms - sent / _BALANCING_BITS * 1e3)
+        bits = sent / max(compute_ms - own_ms, 0.2 * compute_ms) * 1e3
+        bits = float(min(max(bits, _LEAST_BITS), _MOST_BITS))
+        network.shape(bits)
+        return {"compute_ms": round(compute_ms, 2), "rate": rate_text(bits)}
+
+    def compare_variants(
+        self, settings: OutOfOrderSettings, tick: Tick, hosts: int, rate: str | None, **more: Any
+    ) -> Measured:
+        """Step times of the variants and the bounds at one place, with what a simulator needs to be calibrated."""
+        for name in more.get("variants", settings.variants):
+            variant(name)
+        with self.network(settings, hosts, rate) as network:
+            balanced = self.balance(settings, network, tick, **more) if rate == BALANCED else None
+            answers = self.run_job(settings, network, tick, "compare", **more)
+            bits = network.bits_per_second
+        first = answers[0]
+        rows = [Row(name, "step", "ms", values) for name, values in first["step_ms"].items()]
+        facts: dict[str, Any] = {
+            "parameters": first["parameters"],
+            "gradient bytes": first["gradient_bytes"],
+            "final weights bit-identical to ddp, on all ranks": ", ".join(identical(answers)) or "none",
+            "cluster": {
+                "hosts": hosts,
+                "rate_bits": bits,
+                "batch_size": more.get("batch_size", settings.batch_size),
+                "k": first["k"],
+                "bucket_bytes": BUCKET_BYTES,
+                "communication_processor_ms": first["communication_processor_ms"],
+                **first["bandwidth"],
+            },
+        }
+        if first["search"]:
+            facts["search"] = first["search"]
+        if balanced:
+            facts["balanced"] = balanced
+        return Measured(rows, facts)
+
+
+_FOR_RANKS = (
+    *("model", "data", "optimizer", "batch_size", "variants", "rounds", "warmup_rounds", "steps", "seed"),
+    *("layer_bucket_mb", "search_steps", "epochs"),
+)
+
+
+def identical(answers: list[dict[str, Any]]) -> list[str]:
+    """The variants that ended every time, on every rank, with the weights of `ddp`."""
+    weights = [answer["weights"] for answer in answers]
+    plain = {digest for ranks in weights for digest in ranks.get("ddp", [])}
+    return [name for name in weights[0] if len(plain) == 1 and {d for ranks in weights for d in ranks[name]} == plain]
+
+
+def strongest_peer(point: Point) -> str | None:
+    """The fastest of the plain settings of DDP."""
+    peers = [name for name in point.variants("step") if name.startswith("ddp")]
+    return min(peers, key=lambda name: spread(point.values(name, "step")).median, default=None)
+
+
+def ratio(point: Point | None, reference: str | None, name: str) -> Spread | None:
+    """How many times faster `name` steps than `reference`; None if one of them was not measured."""
+    if point is None or reference is None or not point.has(reference, "step") or not point.has(name, "step"):
+        return None
+    return speedup(point.values(reference, "step"), point.values(name, "step"))
+
+
+def bound_ms(point: Point) -> list[float]:
+    """In each round the longer of computation and communication: no schedule can step faster."""
+    bounds = [point.values(name, "step") for name in (COMPUTE, COMMUNICATION) if point.has(name, "step")]
+    return [max(values) for values in zip(*bounds, strict=True)]
+
+
+def bound_fraction(point: Point | None, name: str) -> Spread | None:
+    """Which part of the bound's speed a variant reaches, in each round."""
+    if point is None or not point.has(name, "step") or not point.has(COMPUTE, "step"):
+        return None
+    return speedup(bound_ms(point), point.values(name, "step"))
+
+
+def best_of_ours(point: Point) -> str | None:
+    """The name of what a user gets: the tuned k, or else the fastest fixed k, with the cross-iteration wait."""
+    names = [name for name in point.variants("step") if name.startswith("ooo_") and "_waiting" not in name]
+    tuned = [name for name in names if name.startswith("ooo_tuned")]
+    return min(tuned or names, key=lambda name: spread(point.values(name, "step")).median, default=None)
+
+
+def bound_notes(point: Point, place: str) -> list[str]:
+    """Each variant's share of the bound, and what the links carried."""
+    cluster = point.facts["cluster"]
+    rate = f"{rate_text(cluster['rate_bits'])}/s links" if cluster["rate_bits"] else "unshaped links"
+    carried = f" that carry {rate_text(cluster['gloo_bits'])}/s in an all-reduce" if cluster["gloo_bits"] else ""
+    lines = [f"- {place}: {cluster['hosts']} hosts, {rate}{carried}"]
+    for name in point.variants("step"):
+        found = bound_fraction(point, name)
+        if found and name not in (COMPUTE, COMMUNICATION):
+            lines.append(f"- {place}: {label(name)} reaches {show(found, 'x')} of max(compute, communication)")
+    busy = cluster["communication_processor_ms"]
+    if busy:
+        lines.append(
+            f"- {place}: {busy:.0f} ms of communication are processor time, which nothing can hide on one core"
+        )
+    return lines

@@ -1,0 +1,109 @@
+"""Short `Trainer.fit`s on a rank, all from the same weights on the same batches: what the out-of-order recipes time."""
+
+import copy
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import Strategy
+from torch import nn
+
+from retime.recipes.ooo_variants import COMMUNICATION, COMPUTE, alone, variant
+from retime.recipes.trainer_loop import Batch, Run, Training, train
+
+WARMUP_STEPS = 3
+"""DDP rebuilds its buckets after the first step; optimizer states and lazy updates begin in the second."""
+BUCKET_BYTES = 25 * 2**20
+"""DistributedDataParallel's default bucket_cap_mb."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What one fit left: the training, and what an out-of-order strategy says about itself."""
+
+    training: Training
+    k: int | None
+    report: Any
+
+
+class Fits:
+    """Fits of any variant of one task. Every rank makes the same calls in the same order."""
+
+    def __init__(
+        self, model: nn.Module, batches: list[Batch], optimizer: dict[str, Any], layer_bucket_mb: float = 25.0
+    ) -> None:
+        self._model = model
+        self._batches = batches
+        self._optimizer = optimizer
+        self._layer_bucket_mb = layer_bucket_mb
+        self.tuned_k: int | None = None
+        self.weights: dict[str, set[str]] = {}
+        """Digests of the final weights that each timed variant ended with."""
+        self.communication_processor_ms: float | None = None
+        """Processor time of this process in the last `communication_ms`: it cannot be hidden behind computation."""
+
+    def fit(self, name: str, steps: int | None = None, epochs: int = 1) -> Fit:
+        """Train once; with `steps`, on so many batches, which begin again at their end."""
+        made: list[Strategy] = []
+
+        def strategy() -> Strategy:
+            made.append(
+                alone() if name == COMPUTE else variant(name).strategy(self._layer_bucket_mb, tuned_k=self.tuned_k)
+            )
+            return made[0]
+
+        batches = self._batches
+        if steps is not None:
+            batches = [batches[number % len(batches)] for number in range(steps)]
+        dist.barrier()
+        training = train(
+            Run(strategy),
+            copy.deepcopy(self._model),
+            batches,
+            self._optimizer,
+            devices=1 if name == COMPUTE else dist.get_world_size(),
+            epochs=epochs,
+        )
+        report = getattr(made[0], "report", None)
+        k = getattr(made[0], "k", None)
+        return Fit(training, k if isinstance(k, int) else None, report() if callable(report) else None)
+
+    def search(self, steps: int) -> Fit:
+        """Let k="auto" find its k; `tuned` variants take it from then on."""
+        found = self.fit("ooo_auto", steps)
+        self.tuned_k = found.k
+        return found
+
+    def step_ms(self, name: str) -> float:
+        """One timed block: the median step of one fit, or of repeated all-reduces."""
+        if name == COMMUNICATION:
+            return self.communication_ms()
+        done = self.fit(name).training
+        if name != COMPUTE:
+            self.weights.setdefault(name, set()).add(done.weights)
+        return statistics.median(done.step_ms[WARMUP_STEPS:])
+
+    def communication_ms(self, repeats: int = 3) -> float:
+        """Milliseconds to all-reduce as many bytes as the gradients have, in DDP's buckets, with nothing beside it."""
+        left, buckets = gradient_bytes(self._model), []
+        while left > 0:
+            buckets.append(torch.zeros(min(left, BUCKET_BYTES) // 4))
+            left -= BUCKET_BYTES
+        times, busy = [], []
+        for _ in range(repeats):
+            dist.barrier()
+            started, working = time.perf_counter(), time.process_time()
+            for work in [dist.all_reduce(bucket, async_op=True) for bucket in buckets]:
+                work.wait()
+            times.append((time.perf_counter() - started) * 1e3)
+            busy.append((time.process_time() - working) * 1e3)
+        self.communication_processor_ms = statistics.median(busy)
+        return statistics.median(times)
+
+
+def gradient_bytes(model: nn.Module) -> int:
+    """Bytes of all gradients of one step; shared parameters count once."""
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)

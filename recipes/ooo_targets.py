@@ -1,0 +1,156 @@
+"""`ooo_targets`: what this project wants out-of-order data parallel training to reach, each case with its numbers."""
+
+from pathlib import Path
+from typing import Any
+
+from retime.recipes import charts
+from retime.recipes.claims import Comparison, Target
+from retime.recipes.measure import Spread, spread
+from retime.recipes.ooo_cases import case_of
+from retime.recipes.ooo_cluster import (
+    MIB,
+    PEAK,
+    OnRanks,
+    best_of_ours,
+    bound_fraction,
+    bound_notes,
+    ratio,
+    strongest_peer,
+)
+from retime.recipes.ooo_fits import BUCKET_BYTES
+from retime.recipes.ooo_sweep import best_fixed, search_steps, within_best
+from retime.recipes.ooo_variants import COMMUNICATION, COMPUTE, label
+from retime.recipes.recipe import Measured, Tick
+from retime.recipes.results import Point, Result
+from retime.recipes.schema import OutOfOrderSettings
+
+SPEED = {"mlp": 1.25, "gpt2": 1.15, "resnet": 1.15, "unshaped": 0.97}
+BOUND_FRACTION = 0.75
+SEARCH_PERCENT, SEARCH_STEPS = 3.0, 60
+EXTRA_PERCENT = 1.0
+
+
+class Targets(OnRanks):
+    """Each case is a point: step times of the variants, or peak memory (`kind: memory`)."""
+
+    axes = ("cases",)
+
+    def points(self, settings: OutOfOrderSettings) -> list[dict[str, Any]]:
+        return [{"case": name} for name in settings.cases]
+
+    def detail(self, settings: OutOfOrderSettings, at: dict[str, Any]) -> dict[str, Any]:
+        return {"case": settings.cases[at["case"]]}
+
+    def measure(self, settings: OutOfOrderSettings, at: dict[str, Any], tick: Tick) -> Measured:
+        case = case_of(settings, at["case"])
+        kind, rate = case.pop("kind", "times"), case.pop("rate", settings.rate)
+        if kind == "times":
+            return self.compare_variants(settings, tick, settings.hosts, rate, **case)
+        if kind != "memory":
+            raise ValueError(f"cases.{at['case']}.kind={kind!r} is unknown: choose times or memory")
+        with self.network(settings, settings.hosts, rate) as network:
+            names = case.get("variants", settings.variants)
+            tuned: dict[str, Any] = {"k": None}
+            if any(name.startswith("ooo_tuned") for name in names):
+                tuned = self.run_job(settings, network, tick, "search", **case)[0]
+            rows, facts = self.peak_rows(settings, network, tick, names, **{**case, "k": tuned["k"]})
+        return Measured(rows, {**facts, "k": tuned["k"]})
+
+    def compare(self, result: Result) -> list[Comparison]:
+        points = {point.at["case"]: point for point in result.points}
+        lines = []
+        for case, least in SPEED.items():
+            if case in points:
+                ours = best_of_ours(points[case])
+                note = _peer_note(points[case], ours)
+                target = Target(f"{case}: out of order over Lightning's ddp", "x", least)
+                lines.append(Comparison(target, ratio(points[case], "ddp", ours) if ours else None, note))
+        if "mlp" in points:
+            lines += _mlp(points["mlp"])
+        same = [point for case, point in points.items() if case.startswith("identical")]
+        if same:
+            share = [100.0 * _all_identical(point) for point in same]
+            cases = ", ".join(point.at["case"].removeprefix("identical_") for point in same)
+            target = Target("runs with final weights bit-identical to ddp", "%", 100.0)
+            lines.append(Comparison(target, spread([sum(share) / len(share)]), cases))
+        if "memory" in points:
+            lines.append(_memory(points["memory"]))
+        return lines
+
+    def notes(self, result: Result) -> list[str]:
+        return [
+            line
+            for point in result.points
+            if "cluster" in point.facts and not point.at["case"].startswith("identical")
+            for line in bound_notes(point, point.at["case"])
+        ]
+
+    def draw(self, result: Result, path: Path) -> None:
+        points = [point for point in result.points if point.at["case"] in SPEED]
+        drawing, axes = charts.figure(result.title, width=9)
+        names = ("ddp_layer_buckets", "ooo_k0", "ooo_tuned_waiting", "ooo_tuned")
+        for index, name in enumerate(names):
+            known = [(place, ratio(point, "ddp", name)) for place, point in enumerate(points)]
+            shift = (index - (len(names) - 1) / 2) * 0.17
+            charts.points_with_spread(
+                axes, [x + shift for x, value in known if value], [v for _, v in known if v], label(name), index
+            )
+        for place, point in enumerate(points):
+            axes.hlines(SPEED[point.at["case"]], place - 0.4, place + 0.4, color=charts.GREY, linewidth=2.5, alpha=0.6)
+        axes.plot([], [], color=charts.GREY, linewidth=2.5, alpha=0.6, label="wanted at least")
+        charts.even_line(axes, "Lightning's ddp")
+        axes.set_xticks(range(len(points)), [_place(point) for point in points])
+        axes.set_ylabel("steps per second against ddp (x)")
+        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+        charts.save(drawing, path)
+
+
+def _mlp(point: Point) -> list[Comparison]:
+    """The rows of the table that the first case answers besides its speed."""
+    ours = best_of_ours(point)
+    plain = bound_fraction(point, "ddp")
+    note = f"ddp {plain.median:.2f}" if plain else ""
+    lines = []
+    if ours:
+        target = Target("mlp: share of the bound max(compute, communication) reached", "x", BOUND_FRACTION)
+        lines.append(Comparison(target, bound_fraction(point, ours), note))
+    best = best_fixed(point)
+    if best and point.has("ooo_tuned", "step"):
+        target = Target("mlp: k='auto' slower than the best k of a full sweep", "%", SEARCH_PERCENT, at_most=True)
+        note = f"auto k={point.facts['cluster']['k']}, best {best}"
+        lines.append(Comparison(target, within_best(point), note))
+    steps = search_steps(point)
+    if steps is not None:
+        target = Target("mlp: steps that k='auto' takes to decide", "steps", SEARCH_STEPS, at_most=True)
+        lines.append(Comparison(target, spread([float(steps)])))
+    return lines
+
+
+def _memory(point: Point) -> Comparison:
+    ours = next((row.variant for row in point.rows if row.variant.startswith("ooo_")), None)
+    extra: Spread | None = None
+    bound = 0.0
+    if ours and point.has("ddp", PEAK):
+        plain = point.values("ddp", PEAK)
+        bound = EXTRA_PERCENT / 100 * spread(plain).median + min(BUCKET_BYTES, point.facts["gradient bytes"]) / MIB
+        extra = spread([mine - ddp for mine, ddp in zip(point.values(ours, PEAK), plain, strict=True)])
+    target = Target("mlp: extra peak memory at the tuned k (1 % plus one bucket)", "MiB", bound, at_most=True)
+    return Comparison(target, extra, f"k={point.facts['k']}")
+
+
+def _all_identical(point: Point) -> bool:
+    found = point.facts["final weights bit-identical to ddp, on all ranks"].split(", ")
+    return all(name in found for name in point.variants("step") if name not in (COMPUTE, COMMUNICATION))
+
+
+def _peer_note(point: Point, ours: str | None) -> str:
+    peer = strongest_peer(point)
+    found = ratio(point, peer, ours) if ours else None
+    if found is None or peer == "ddp" or peer is None:
+        return ""
+    return f"{found.median:.2f} x over {label(peer)}"
+
+
+def _place(point: Point) -> str:
+    rate = point.facts["cluster"]["rate_bits"]
+    return f"{point.at['case']}\n{rate / 1e9:.2g} Gbit/s" if rate else f"{point.at['case']}\nno limit"
