@@ -1,0 +1,23 @@
+"""A rank with gloo: measures the links, or fails on rank 1. See test_emulated_cluster.py."""
+
+import os
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from retime.recipes.emulated.bandwidth import measure_bandwidth
+from retime.recipes.emulated.rank import serve_rank, tell
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    if request["do"] == "fail" and dist.get_rank() == 1:
+        raise RuntimeError("rank 1 has had enough")
+    tell("measuring")
+    found = asdict(measure_bandwidth(request["mib"], repeats=2))
+    return found | {"cores": len(os.sched_getaffinity(0)), "threads": torch.get_num_threads()}
+
+
+if __name__ == "__main__":
+    serve_rank(answer)

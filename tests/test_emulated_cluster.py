@@ -1,0 +1,203 @@
+"""Emulated clusters: namespaces come up, links keep their rate, nothing stays behind however it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from retime.recipes.emulated import (
+    ClusterUnavailable,
+    RankError,
+    emulated_network,
+    loopback,
+    parse_rate,
+    rate_text,
+    requirements,
+    run_ranks,
+    unavailable,
+)
+from retime.recipes.emulated.namespaces import existing, new_prefix, remove_stale
+from retime.recipes.emulated.requirements import call
+
+TESTS = {"PYTHONPATH": str(Path(__file__).parent)}
+PLAIN, GLOO = "emulated_plain_worker", "emulated_gloo_worker"
+
+
+@pytest.fixture
+def root() -> None:
+    """Skips where no cluster can be emulated."""
+    reason = unavailable()
+    if reason:
+        pytest.skip(reason)
+
+
+@contextmanager
+def leaves_nothing() -> Iterator[None]:
+    """The machine's own devices and our namespaces are the same afterwards."""
+    before = call("ip", "-brief", "link"), own_namespaces()
+    yield
+    assert (call("ip", "-brief", "link"), own_namespaces()) == before
+
+
+def own_namespaces(pid: int | None = None) -> list[str]:
+    return [name for name in existing() if name.startswith(f"retime-{pid or os.getpid()}-")]
+
+
+@pytest.mark.parametrize(("text", "bits"), [("2gbit", 2e9), ("500mbit", 5e8), ("2500 kbit", 2.5e6), ("1.5Gbit", 1.5e9)])
+def test_rates_are_spelled_as_tc_does(text: str, bits: float) -> None:
+    assert parse_rate(text) == bits
+
+
+@pytest.mark.parametrize("text", ["fast", "2", "-1gbit", "2gbps", "0mbit", "500gbit"])
+def test_wrong_rates_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=f"rate={text}|rate='{text}'"):
+        parse_rate(text)
+
+
+def test_a_rate_in_words() -> None:
+    assert [rate_text(bits) for bits in (2e9, 1.8666e9, 2.5e8, 5e4)] == ["2gbit", "1.87gbit", "250mbit", "50kbit"]
+
+
+@pytest.mark.parametrize("hosts", [0, 65])
+def test_hosts_out_of_range_are_refused(hosts: int) -> None:
+    with pytest.raises(ValueError, match=f"hosts={hosts} is out of range: choose from 1 to 64"):
+        loopback(hosts)
+
+
+def test_without_root_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    requirements.unavailable.cache_clear()
+    try:
+        with (
+            pytest.raises(ClusterUnavailable, match=r"needs? root: run with sudo.*hardware=cpu"),
+            emulated_network(2, 1e9),
+        ):
+            pass
+    finally:
+        requirements.unavailable.cache_clear()
+
+
+def test_without_tc_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(requirements.shutil, "which", lambda tool: None if tool == "tc" else tool)
+    requirements.unavailable.cache_clear()
+    try:
+        reason = unavailable()
+        assert reason is not None
+        assert "`tc` is missing: install iproute2" in reason or "need Linux" in reason
+    finally:
+        requirements.unavailable.cache_clear()
+
+
+def test_loopback_has_no_rate() -> None:
+    with pytest.raises(ValueError, match="choose hardware=emulated"):
+        loopback(2).shape(1e9)
+
+
+def test_plain_ranks_answer_on_loopback() -> None:
+    heard: list[str] = []
+    answers = run_ranks(loopback(3), PLAIN, {"do": "answer"}, environment=TESTS, progress=heard.append)
+    assert [answer["rank"] for answer in answers] == [0, 1, 2]
+    assert heard == ["rank 0 runs"]
+
+
+def test_an_exception_on_one_rank_ends_all_and_is_shown() -> None:
+    with pytest.raises(RankError, match=r"(?s)rank 1 of 2 died \(exit status 1\).*--- rank 1:.*rank 1 has had enough"):
+        run_ranks(loopback(2), GLOO, {"do": "fail", "mib": 1}, environment=TESTS, timeout_s=60)
+
+
+def test_ranks_without_an_answer_and_late_ranks_are_errors() -> None:
+    with pytest.raises(RankError, match="rank 0 of 2 ended without an answer"):
+        run_ranks(loopback(2), PLAIN, {"do": "nothing"}, environment=TESTS)
+    with pytest.raises(RankError, match="took longer than 1 s: use smaller sizes"):
+        run_ranks(loopback(2), PLAIN, {"do": "sleep"}, environment=TESTS, timeout_s=1)
+
+
+@pytest.mark.network
+@pytest.mark.usefixtures("root")
+def test_networks_of_one_process_have_their_own_names_and_leave_nothing() -> None:
+    with leaves_nothing():
+        with emulated_network(2, 1e9) as one, emulated_network(3, None) as other:
+            assert one.prefix != other.prefix
+            assert len(own_namespaces()) == (2 + 1) + (3 + 1)
+            shaping = call("tc", "-n", f"{one.prefix}-h1", "qdisc", "show", "dev", "eth0")
+            assert "tbf" in shaping
+            assert "rate 1Gbit" in shaping
+            assert "tbf" not in call("tc", "-n", f"{other.prefix}-h1", "qdisc", "show", "dev", "eth0")
+            one.shape(5e8)
+            assert "rate 500Mbit" in call("tc", "-n", f"{one.prefix}-switch", "qdisc", "show", "dev", "port0")
+            one.shape(None)
+            assert "tbf" not in call("tc", "-n", f"{one.prefix}-switch", "qdisc", "show", "dev", "port0")
+        with pytest.raises(KeyError, match="mine"), emulated_network(2, 1e9):
+            raise KeyError("mine")
+
+
+@pytest.mark.network
+@pytest.mark.usefixtures("root")
+def test_links_keep_their_rate() -> None:
+    """A broad band: other processes share this machine's cores."""
+    with leaves_nothing(), emulated_network(2, 100e6) as network:
+        answers = run_ranks(network, GLOO, {"do": "measure", "mib": 2}, environment=TESTS, timeout_s=60)
+    for answer in answers:
+        assert 40e6 < answer["gloo_bits"] < 130e6
+        assert 40e6 < answer["tcp_bits"] < 130e6
+        assert (answer["cores"], answer["threads"]) == (1, 1)
+
+
+@pytest.mark.network
+@pytest.mark.usefixtures("root")
+def test_a_killed_rank_ends_the_others() -> None:
+    with leaves_nothing(), emulated_network(2, 1e9) as network:
+        with pytest.raises(RankError, match=r"(?s)rank 1 of 2 died \(by SIGKILL\).*--- rank 1:.*rank 1 says goodbye"):
+            run_ranks(network, PLAIN, {"do": "die"}, environment=TESTS, timeout_s=60)
+        for number in range(2):
+            assert call("ip", "netns", "pids", f"{network.prefix}-h{number}") == ""
+
+
+@pytest.mark.network
+@pytest.mark.usefixtures("root")
+def test_killed_parents_leave_nothing() -> None:
+    """After SIGKILL nobody can clean up at once: the next start does. Three at once, as each takes seconds to start."""
+    parents = {number: start_parent() for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)}
+    for number, parent in parents.items():
+        assert parent.stdout is not None
+        with parent, parent.stdout as lines:
+            prefix = lines.readline().strip()
+            assert len(own_namespaces(parent.pid)) == 3
+            ranks = [pid for host in range(2) for pid in call("ip", "netns", "pids", f"{prefix}-h{host}").split()]
+            assert len(ranks) == 2
+            parent.send_signal(number)
+            assert parent.wait(timeout=30) != 0
+        if number == signal.SIGKILL:
+            assert len(own_namespaces(parent.pid)) == 3
+            assert set(remove_stale()) >= {f"{prefix}-{part}" for part in ("h0", "h1", "switch")}
+        assert own_namespaces(parent.pid) == []
+        assert not [pid for pid in ranks if runs(pid)]
+
+
+@pytest.mark.network
+@pytest.mark.usefixtures("root")
+def test_namespaces_of_a_living_process_are_no_stale_ones() -> None:
+    with emulated_network(1, None) as network:
+        assert not [name for name in remove_stale() if name.startswith(str(network.prefix))]
+        assert len(own_namespaces()) == 2
+    assert new_prefix() != new_prefix()
+
+
+def start_parent() -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "emulated_parent"]
+    environment = {**os.environ, **TESTS}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+
+
+def runs(pid: str) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
