@@ -84,6 +84,29 @@ class OutOfOrderSettings(Settings):
     ks: list[int] = field(default_factory=list)
 
 
+@dataclass
+class SimulatedSettings(Settings):
+    """What the simulated out-of-order recipes can be told; each figure reads some of it."""
+
+    # Figure 4: unit times of forward, output gradient, weight gradient and synchronisation
+    units: dict[str, float] = field(default_factory=dict)
+    layers: int = 5
+    k: int = 3
+    # section 8.3 and Figure 10
+    models: dict[str, Any] = field(default_factory=dict)  # name: a block with a _target_ that makes a network
+    model: dict[str, Any] = field(default_factory=dict)
+    image_size: int = 224
+    batch_size: int = 128
+    compute_ms: float = 380.0  # of a step of the discussed network on one V100; calibrates the GPUs
+    overhead_ms: float = 350.0  # of its baseline at 16 GPUs; calibrates the network of "section 8.3"
+    partition_bytes: int = 4_096_000  # BytePS's default
+    bucket_bytes: int = 26_214_400  # DistributedDataParallel's default
+    latency_ms: float = 0.05  # of a message between nodes
+    clusters: list[str] = field(default_factory=list)
+    networks: list[str] = field(default_factory=list)
+    calibration: str = ""  # result.json of measured runs
+
+
 def register(name: str, settings: type[Settings]) -> None:
     """Offer a settings class to experiment files as `/schema: <name>`.
 
@@ -103,6 +126,7 @@ def register_all() -> None:
     register("settings", Settings)
     register("fusion", FusionSettings)
     register("ooo_measured", OutOfOrderSettings)
+    register("ooo_simulated", SimulatedSettings)
     OmegaConf.register_new_resolver("by_hardware", _by_hardware, replace=True)
 
 

@@ -1,0 +1,134 @@
+"""What each layer of a network costs on a GPU: counted on torch's meta device, timed with a roofline.
+
+A *layer* is a convolution or linear layer with all that runs up to the next one (normalisation, activation, pooling):
+the unit that reverse-first-k defers, since only its weight gradient is a kernel of its own worth deferring. Its batch
+normalisation's gradients come with the output gradient.
+
+Legend: B batch. One multiplication with its addition is one MAC, two operations.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retime.schedules import LayerCost
+
+BYTES = 4  # of a number: the paper trains in single precision
+_MS_PER_S = 1e3
+# How often a layer's work is read or written, in tensors of its input's or output's size: a forward pass reads one and
+# writes one; an output gradient reads the gradient and what the forward pass kept, and writes one; a weight gradient
+# reads input and gradient.
+_TENSORS_FORWARD, _TENSORS_OUTPUT_GRADIENT = 1.0, 1.5
+
+
+@dataclass(frozen=True)
+class Operations:
+    """One leaf module for one sample: MACs, numbers read, numbers written, and its parameters."""
+
+    macs: float
+    numbers_in: float
+    numbers_out: float
+    parameters: int
+    has_kernel: bool
+    """Whether it is a convolution or a linear layer, which starts a layer."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A graphics processor: its data sheet, and which share of it training reaches.
+
+    Args:
+        name: as in the paper's Table 1.
+        operations_per_s: peak in single precision.
+        memory_bytes_per_s: peak of the device memory.
+        efficiency: share of both peaks that is reached.
+    """
+
+    name: str
+    operations_per_s: float
+    memory_bytes_per_s: float
+    efficiency: float = 1.0
+
+
+def count(build: Callable[[], nn.Module], image_size: int = 224) -> list[Operations]:
+    """The leaf modules of an image network in the order they run, without computing anything.
+
+    Args:
+        build: makes a network of images `(B, 3, H, W)`; its weights are never allocated.
+        image_size: H and W.
+    """
+    found: list[Operations] = []
+
+    def note(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if isinstance(output, Tensor) and not isinstance(module, nn.Flatten | nn.Identity | nn.Dropout):
+            found.append(_operations(module, inputs[0], output))
+
+    samples = 2  # batch normalisation in training mode needs more than one
+    with torch.device("meta"):
+        model = build()
+        handles = [m.register_forward_hook(note) for m in model.modules() if not list(m.children())]
+        model(torch.empty(samples, 3, image_size, image_size))
+    for handle in handles:
+        handle.remove()
+    return [
+        Operations(o.macs / samples, o.numbers_in / samples, o.numbers_out / samples, o.parameters, o.has_kernel)
+        for o in found
+    ]
+
+
+def layer_costs(operations: Sequence[Operations], gpu: Gpu, batch_size: int) -> list[LayerCost]:
+    """Milliseconds and gradient bytes of each layer.
+
+    A kernel takes as long as its arithmetic or its memory traffic at the GPU's efficiency, whichever is longer. Output
+    and weight gradient of a convolution or linear layer each take the MACs of its forward pass.
+    """
+    layers: list[list[Operations]] = []
+    for operation in operations:
+        if operation.has_kernel or not layers:
+            layers.append([])
+        layers[-1].append(operation)
+    costs = []
+    for layer in layers:
+        forward_ms = output_ms = weight_ms = 0.0
+        for o in layer:
+            numbers = (o.numbers_in + o.numbers_out) * batch_size
+            macs = o.macs * batch_size
+            forward_ms += _kernel_ms(gpu, macs, _TENSORS_FORWARD * numbers + o.parameters)
+            output_ms += _kernel_ms(gpu, macs, _TENSORS_OUTPUT_GRADIENT * numbers + o.parameters)
+            if o.has_kernel:
+                weight_ms += _kernel_ms(gpu, macs, numbers + o.parameters)
+        costs.append(LayerCost(forward_ms, output_ms, weight_ms, BYTES * sum(o.parameters for o in layer)))
+    return costs
+
+
+def compute_ms(costs: Sequence[LayerCost]) -> float:
+    """A step's forward and backward pass on one device; the first layer has no output gradient."""
+    return sum(cost.compute_ms for cost in costs) - costs[0].output_gradient_ms
+
+
+def calibrated(gpu: Gpu, operations: Sequence[Operations], batch_size: int, step_ms: float) -> Gpu:
+    """The GPU with the efficiency at which this network's forward and backward pass take `step_ms`."""
+    ideal_ms = compute_ms(
+        layer_costs(operations, Gpu(gpu.name, gpu.operations_per_s, gpu.memory_bytes_per_s), batch_size)
+    )
+    return Gpu(gpu.name, gpu.operations_per_s, gpu.memory_bytes_per_s, ideal_ms / step_ms)
+
+
+def _operations(module: nn.Module, inputs: Tensor, output: Tensor) -> Operations:
+    macs = 0.0
+    if isinstance(module, nn.Conv2d):
+        kernel = module.kernel_size[0] * module.kernel_size[1]
+        macs = output.numel() * kernel * module.in_channels / module.groups
+    elif isinstance(module, nn.Linear):
+        macs = output.numel() * module.in_features
+    parameters = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+    has_kernel = isinstance(module, nn.Conv2d | nn.Linear)
+    return Operations(macs, inputs.numel(), output.numel(), parameters, has_kernel)
+
+
+def _kernel_ms(gpu: Gpu, macs: float, numbers: float) -> float:
+    seconds = max(2 * macs / gpu.operations_per_s, numbers * BYTES / gpu.memory_bytes_per_s)
+    return seconds / gpu.efficiency * _MS_PER_S
