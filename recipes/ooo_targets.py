@@ -121,7 +121,7 @@ def _mlp(point: Point) -> list[Comparison]:
         lines.append(Comparison(target, within_best(point), note))
     steps = search_steps(point)
     if steps is not None:
-        target = Target("mlp: steps that k='auto' takes to decide", "steps", SEARCH_STEPS, at_most=True)
+        target = Target("mlp: steps that k='auto' took to decide", "steps", SEARCH_STEPS, at_most=True)
         lines.append(Comparison(target, spread([float(steps)])))
     return lines
 

@@ -40,11 +40,11 @@ class Variant:
             options["bucket_cap_mb"] = layer_bucket_mb
         if self.k is None:
             return DDPStrategy(**options)
-        from retime.strategies import OOODataParallelStrategy
-
         k = tuned_k if self.k == "tuned" else self.k
         if k is None:
             raise ValueError(f"{self.name} needs the k of a search: run one first")
+        from retime.strategies import OOODataParallelStrategy
+
         strategy: Strategy = OOODataParallelStrategy(k=k, cross_iteration=self.cross_iteration, **options)
         return strategy
 

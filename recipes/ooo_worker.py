@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from retime.mechanisms.memory_probe import MemoryProbe
+from retime.mechanisms.out_of_order.k_tuner import SETTLING_STEPS, TIMED_STEPS
 from retime.recipes.build import CPU, build_batches, build_model, build_optimizer
 from retime.recipes.emulated.bandwidth import measure_bandwidth
 from retime.recipes.emulated.rank import serve_rank, tell
@@ -104,6 +105,9 @@ def layers(request: dict[str, Any]) -> dict[str, Any]:
     return {"layers": [asdict(one) for one in found], "update_ms": update}
 
 
+STEPS_BEFORE_SEARCH = 3
+"""The buckets must have settled first."""
+
 JOBS = {one.__name__: one for one in (calibrate, compare, search, losses, memory, layers)}
 
 
@@ -125,11 +129,12 @@ def _model(request: dict[str, Any]) -> nn.Module:
 
 def _search(fit: Fit) -> dict[str, Any]:
     """How k="auto" went: the k that it tried, each with its step time, and in how many steps."""
-    report = fit.report
+    path = [[int(k), round(seconds * 1e3, 4)] for k, seconds in fit.report.searched.items()]
     return {
         "k": fit.k,
-        "path": [[int(k), round(seconds * 1e3, 4)] for k, seconds in getattr(report, "searched", {}).items()],
-        "report": str(report),
+        "path": path,
+        "steps": STEPS_BEFORE_SEARCH + len(path) * (SETTLING_STEPS + TIMED_STEPS),
+        "report": str(fit.report),
     }
 
 

@@ -141,11 +141,11 @@ def test_networks_of_one_process_have_their_own_names_and_leave_nothing() -> Non
 @pytest.mark.usefixtures("root")
 def test_links_keep_their_rate() -> None:
     """A broad band: other processes share this machine's cores."""
-    with leaves_nothing(), emulated_network(2, 100e6) as network:
-        answers = run_ranks(network, GLOO, {"do": "measure", "mib": 2}, environment=TESTS, timeout_s=60)
+    with leaves_nothing(), emulated_network(2, 200e6) as network:
+        answers = run_ranks(network, GLOO, {"do": "measure", "mib": 1}, environment=TESTS, timeout_s=60)
     for answer in answers:
-        assert 40e6 < answer["gloo_bits"] < 130e6
-        assert 40e6 < answer["tcp_bits"] < 130e6
+        assert 80e6 < answer["gloo_bits"] < 260e6
+        assert 80e6 < answer["tcp_bits"] < 260e6
         assert (answer["cores"], answer["threads"]) == (1, 1)
 
 
