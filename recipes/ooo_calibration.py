@@ -33,6 +33,7 @@ class MeasuredRun:
         bucket_bytes: of DistributedDataParallel.
         k: deferred layers.
         cross_iteration: whether the next forward pass waits for each layer's own bucket only.
+        contended: whether the processors that compute also move the data; not so where layers sleep.
         step_ms: as measured.
     """
 
@@ -43,6 +44,7 @@ class MeasuredRun:
     bucket_bytes: int
     k: int
     cross_iteration: bool
+    contended: bool
     step_ms: float
 
 
@@ -53,7 +55,7 @@ class Parameters:
     Args:
         share: of a link's rate that an all-reduce gets.
         latency_ms: of one of its messages.
-        interference: share of the computation's speed lost while something is on the link.
+        interference: share of the computation's speed lost while something is on the link, where processors do both.
     """
 
     share: float = 0.9
@@ -67,7 +69,7 @@ class Parameters:
 
 
 @dataclass(frozen=True)
-class Calibration:
+class CalibratedSimulator:
     """The fitted parameters, and how far off each run is when all others are fitted.
 
     Args:
@@ -109,7 +111,7 @@ def read_runs(path: Path) -> list[MeasuredRun]:
     return [run for point in load(path).points for run in _runs(point)]
 
 
-def calibrate(runs: Sequence[MeasuredRun]) -> Calibration:
+def calibrate(runs: Sequence[MeasuredRun]) -> CalibratedSimulator:
     """Fit the parameters to all runs, and once without each run.
 
     Raises:
@@ -122,7 +124,7 @@ def calibrate(runs: Sequence[MeasuredRun]) -> Calibration:
     for index, left_out in enumerate(runs):
         others = [run for number, run in enumerate(runs) if number != index]
         predicted[left_out.name] = simulated_ms(left_out, fit(others, fitted))
-    return Calibration(fitted, predicted, {run.name: run.step_ms for run in runs})
+    return CalibratedSimulator(fitted, predicted, {run.name: run.step_ms for run in runs})
 
 
 def fit(runs: Sequence[MeasuredRun], start: Parameters | None = None) -> Parameters:
@@ -152,7 +154,7 @@ def simulated_ms(run: MeasuredRun, parameters: Parameters) -> float:
         size_buckets(run.costs, run.bucket_bytes, first_bytes=min(_FIRST_BUCKET_BYTES, run.bucket_bytes), k=k),
         Cluster(run.hosts, 1, link).all_reduce,
         cross_iteration=run.cross_iteration,
-        interference=parameters.interference,
+        interference=parameters.interference if run.contended else 0.0,
     )
     return simulate_data_parallel(run.costs, communication, k=k).step_ms
 
@@ -186,6 +188,7 @@ def _runs(point: Point) -> list[MeasuredRun]:
                 bucket_bytes=layer_bytes if one.layer_buckets else cluster["bucket_bytes"],
                 k=min(int(k or 0), len(costs)),
                 cross_iteration=one.ours and one.cross_iteration,
+                contended=point.at.get("compute") != "emulated",
                 step_ms=statistics.median(point.values(name, "step")),
             )
         )

@@ -12,7 +12,7 @@ from retime.recipes import ooo_claims as claims
 from retime.recipes.build import build
 from retime.recipes.claims import Claim, Comparison, amount
 from retime.recipes.measure import spread
-from retime.recipes.ooo_calibration import Calibration, calibrate, read_runs
+from retime.recipes.ooo_calibration import CalibratedSimulator, calibrate, read_runs
 from retime.recipes.ooo_clusters import P100_SXM2, SETTINGS, V100
 from retime.recipes.ooo_discussion import discussed, network_share
 from retime.recipes.ooo_model_costs import Gpu, Operations, compute_ms, count, layer_costs
@@ -34,7 +34,7 @@ class Scaling(SimulatedRecipe):
     def __init__(self) -> None:
         self._operations: dict[str, list[Operations]] = {}
         self._shares: dict[str, float] = {}
-        self._calibration: Calibration | None = None
+        self._calibration: CalibratedSimulator | None = None
         self._efficiency: float | None = None
 
     def points(self, settings: SimulatedSettings) -> list[dict[str, Any]]:
@@ -158,7 +158,7 @@ class Scaling(SimulatedRecipe):
         points = _points(result, network=network)
         clusters = list(dict.fromkeys(point.at["cluster"] for point in points))
         drawing, panels = charts.panels(
-            f"{result.title}\nsimulated, network as in {network}", max(2, len(clusters)), width=13, height=5.4
+            f"{result.title}\nnetwork as in {network}", max(2, len(clusters)), width=13, height=5.4
         )
         for axes, cluster in zip(panels, clusters, strict=False):
             for index, point in enumerate(_points(result, network=network, cluster=cluster)):
@@ -231,7 +231,7 @@ def _checks(result: Result) -> list[Comparison]:
     return lines
 
 
-def _facts(calibration: Calibration) -> dict[str, Any]:
+def _facts(calibration: CalibratedSimulator) -> dict[str, Any]:
     return {
         "runs": len(calibration.measured_ms),
         "share": round(calibration.parameters.share, 4),
@@ -245,7 +245,7 @@ def _facts(calibration: Calibration) -> dict[str, Any]:
 
 def _draw_throughput(points: list[Point], clusters: list[str], result: Result, path: Path) -> None:
     """The figure as the paper draws it: images a second of the first two networks."""
-    drawing, panels = charts.panels(f"{result.title}\nsimulated", max(2, len(clusters)), width=13, height=5.4)
+    drawing, panels = charts.panels(result.title, max(2, len(clusters)), width=13, height=5.4)
     for axes, cluster in zip(panels, clusters, strict=False):
         shown = [point for point in points if point.at["cluster"] == cluster][:2]
         for style, point in zip(("-", "--"), shown, strict=False):

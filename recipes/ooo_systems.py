@@ -61,8 +61,8 @@ def _step(system: str, costs: Sequence[LayerCost], cluster: Cluster, sizes: Size
             cluster.all_reduce,
             cross_iteration=False,
         ),
-        BYTEPS: lambda: Communication(buckets, cluster.all_reduce, partition_bytes=partitions),
-        PRIORITY: lambda: Communication(buckets, cluster.all_reduce, "priority", partitions),
+        BYTEPS: lambda: Communication(buckets, cluster.push_pull, partition_bytes=partitions),
+        PRIORITY: lambda: Communication(buckets, cluster.push_pull, "priority", partitions),
         OURS_DDP: lambda: Communication(
             size_buckets(costs, sizes.bucket_bytes, first_bytes=_FIRST_BUCKET_BYTES, k=k), cluster.all_reduce
         ),

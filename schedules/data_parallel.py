@@ -253,10 +253,10 @@ class _Run:
                 message.busy_ms -= passed_ms / len(on_link)
             else:
                 message.latency_ms -= passed_ms
-        for queue, message in self._sending.items():
-            if message and message.latency_ms <= _NOTHING_MS and message.busy_ms <= _NOTHING_MS:
+        for message in sending:
+            if message.latency_ms <= _NOTHING_MS and message.busy_ms <= _NOTHING_MS:
                 self._arrived(message)
-                self._sending[queue] = None
+                self._sending[message.bucket.queue] = None
         if self._left_ms is not None:
             self._left_ms -= passed_ms * speed
             if self._left_ms <= _NOTHING_MS:

@@ -72,19 +72,26 @@ class Cluster:
         return self.nodes * self.devices_per_node
 
     def all_reduce(self, size_bytes: float) -> Transfer:
-        """One gradient bucket, added up over all devices.
+        """One gradient bucket, added up over all devices by rings.
 
         First within each node, then over the nodes, so that a node's devices share one copy on the network: a ring of n
-        sends 2 (n - 1) / n times the bytes in 2 (n - 1) messages. A parameter server on every node sends as many bytes
-        (Jiang et al. 2020, "A unified architecture for accelerating distributed DNN training", section 3).
+        sends 2 (n - 1) / n times the bytes in 2 (n - 1) messages.
         """
-        inner, outer = _ring(self.devices_per_node), _ring(self.nodes)
-        within_ms = self.within_node.transfer_ms(inner * size_bytes)
-        between_ms = self.between_nodes.transfer_ms(outer * size_bytes)
-        latency_ms = (
-            2 * (self.devices_per_node - 1) * self.within_node.latency_ms
-            + 2 * (self.nodes - 1) * self.between_nodes.latency_ms
-        )
+        return self._transfer(size_bytes, messages=2 * (self.nodes - 1))
+
+    def push_pull(self, size_bytes: float) -> Transfer:
+        """The same over parameter servers, one on each node as in BytePS: one message there and one back.
+
+        Every node sends the bytes of all shards but its own and gets as many back, which is what a ring moves (Jiang et
+        al. 2020, "A unified architecture for accelerating distributed DNN training in heterogeneous GPU/CPU clusters").
+        """
+        return self._transfer(size_bytes, messages=2 if self.nodes > 1 else 0)
+
+    def _transfer(self, size_bytes: float, messages: int) -> Transfer:
+        within_ms = self.within_node.transfer_ms(_ring(self.devices_per_node) * size_bytes)
+        between_ms = self.between_nodes.transfer_ms(_ring(self.nodes) * size_bytes)
+        within_messages = 2 * (self.devices_per_node - 1)
+        latency_ms = within_messages * self.within_node.latency_ms + messages * self.between_nodes.latency_ms
         return Transfer(latency_ms, within_ms + between_ms)
 
 

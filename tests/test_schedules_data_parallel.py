@@ -136,6 +136,13 @@ def test_ring_all_reduce():
     assert Cluster(12, 4, link).devices == 48
 
 
+def test_parameter_servers_send_as_much_in_two_messages():
+    link = Link(8e9, 0.5)
+    four = Cluster(4, 1, link).push_pull(1e6)
+    assert (four.latency_ms, four.busy_ms) == pytest.approx((1.0, 1.5))
+    assert Cluster(1, 1, link).push_pull(1e6) == Transfer(0.0, 0.0)
+
+
 def test_buckets_fill_from_the_last_layer_and_the_first_k_apart():
     costs = [LayerCost(1, 1, 1, size_bytes) for size_bytes in (1, 2, 0, 4, 8)]
     assert layer_buckets(costs) == [Bucket((1,)), Bucket((2,)), Bucket((4,)), Bucket((5,))]
