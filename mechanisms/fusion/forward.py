@@ -7,7 +7,7 @@ clipping, GradScaler, gradient logging) is exact.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from retime.mechanisms.fusion.backward import default_bucket_bytes, parameters_of
-from retime.mechanisms.fusion.lazy import PendingUpdate, can_wait, is_pending, settle_all
+from retime.mechanisms.fusion.lazy import PendingUpdate, can_wait, gradient_of, is_pending, settle_all
 from retime.mechanisms.fusion.narrow import OptimizerWindow, nbytes
 from retime.mechanisms.fusion.readers import has_alias, settle_before_readers, unwatchable_parameters
 from retime.mechanisms.fusion.replaced import ReplacedMethod
@@ -80,20 +80,29 @@ class ForwardFusion:
         reason = why_not_per_parameter(self.optimizer)
         if reason is not None:
             return self._plain_step(reason, loss)
-        settle_all(p for p in parameters_of(self.optimizer) if is_pending(p))  # another optimizer's updates come first
-        deferred = [p for p in parameters_of(self.optimizer) if p.grad is not None and self._can_defer(p)]
-        if not deferred and any(p.grad is not None for p in parameters_of(self.optimizer)):
+        self._settle_others()
+        stepped = [p for p in parameters_of(self.optimizer) if gradient_of(p) is not None]
+        deferred = [p for p in stepped if self._can_defer(p)]
+        if stepped and not deferred:
             return self._plain_step(NOTHING_CAN_WAIT, loss)
         state = watch(self.optimizer, self.flush)
         window = OptimizerWindow(self.optimizer, snapshot=True)
         self._step_the_rest(deferred)
-        for bucket in self._buckets(deferred):
-            gradients = [p.grad for p in bucket]
-            self._pending.append(PendingUpdate(bucket, _Apply(window, bucket, gradients, state)))
+        for bucket, wait in self._waiting_buckets(deferred):
+            self._pending.append(PendingUpdate(bucket, _Apply(window, bucket, state, wait)))
             self._report.buckets += 1
         self._report.steps += 1
         self._report.fused_updates += len(deferred)
         return loss
+
+    def _settle_others(self) -> None:
+        """Another optimizer's updates of the same parameters come first."""
+        settle_all(parameters_of(self.optimizer))
+
+    def _waiting_buckets(self, parameters: list[Tensor]) -> Iterator[tuple[list[Tensor], Callable[[], None] | None]]:
+        """The buckets, each with what its update must wait for."""
+        for bucket in self._buckets(parameters):
+            yield bucket, None
 
     def _plain_step(self, reason: str, loss: Any) -> Any:
         if reason not in self._report.plain_steps:
@@ -103,7 +112,7 @@ class ForwardFusion:
         return loss
 
     def _can_defer(self, parameter: Tensor) -> bool:
-        if not can_wait(parameter) or parameter in self._unwatchable or has_alias(parameter):
+        if not (can_wait(parameter) or is_pending(parameter)) or parameter in self._unwatchable or has_alias(parameter):
             return False
         # a parameter of another model has readers that nobody examined
         return self._model is None or parameter in self._layer
@@ -113,7 +122,7 @@ class ForwardFusion:
         later = {id(p) for p in deferred}
         groups = self.optimizer.param_groups
         rest = [{**group, "params": [p for p in group["params"] if id(p) not in later]} for group in groups]
-        self._report.late_updates += sum(p.grad is not None for group in rest for p in group["params"])
+        self._report.late_updates += sum(gradient_of(p) is not None for group in rest for p in group["params"])
         self.optimizer.param_groups = [group for group in rest if group["params"]]
         state = watch(self.optimizer, self.flush)
         state.updating = True
@@ -176,15 +185,18 @@ class ForwardFusion:
 
 
 class _Apply:
-    """Steps one bucket from gradients that were put aside."""
+    """Steps one bucket from gradients that were put aside, once ``wait`` has returned."""
 
     def __init__(
-        self, window: OptimizerWindow, bucket: list[Tensor], gradients: list[Any], state: WatchedState
+        self, window: OptimizerWindow, bucket: list[Tensor], state: WatchedState, wait: Callable[[], None] | None
     ) -> None:
-        self._window, self._bucket, self._gradients, self._state = window, bucket, gradients, state
-        self._versions = [gradient._version for gradient in gradients]
+        self._window, self._bucket, self._state, self._wait = window, bucket, state, wait
+        self._gradients: list[Any] = [parameter.grad for parameter in bucket]
+        self._versions = [gradient._version for gradient in self._gradients]
 
     def __call__(self) -> None:
+        if self._wait is not None:
+            self._wait()
         present = [p.grad for p in self._bucket]
         for parameter, gradient, version in zip(self._bucket, self._gradients, self._versions, strict=True):
             if gradient._version != version:

@@ -66,15 +66,24 @@ class PendingUpdate:
         apply, self._apply = self._apply, None
         if apply is None:
             return
-        for parameter in self.parameters:
-            parameter.__class__ = _plain_class[type(parameter)]
-            del parameter._retime_pending  # type: ignore[attr-defined]
+        self._unwatch()
         if self._is_usual():
             with torch._C.DisableTorchFunction():
                 apply()
         else:
             with _surroundings_of_a_step(self.parameters[0].device.type, self._default_dtype):
                 apply()
+
+    def release(self) -> None:
+        """Take the watch off without running the update, for somebody who takes it over."""
+        if self._apply is not None:
+            self._apply = None
+            self._unwatch()
+
+    def _unwatch(self) -> None:
+        for parameter in self.parameters:
+            parameter.__class__ = _plain_class[type(parameter)]
+            del parameter._retime_pending  # type: ignore[attr-defined]
 
     def _is_usual(self) -> bool:
         """Whether a step could run here and now as it stands; the long way round costs as much as a small update."""
@@ -106,6 +115,20 @@ def can_wait(parameter: Tensor) -> bool:
 def is_pending(parameter: Tensor) -> bool:
     """Whether an update of this parameter has not run yet."""
     return type(parameter) in _plain_class
+
+
+def pending_of(parameter: Tensor) -> PendingUpdate | None:
+    """What waits for the next read of this parameter, if anything."""
+    found: PendingUpdate | None = parameter._retime_pending if is_pending(parameter) else None  # type: ignore[attr-defined]
+    return found
+
+
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """``parameter.grad`` without counting as a read, which would run what is pending."""
+    if not is_pending(parameter):
+        return parameter.grad
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.grad
 
 
 def settle_all(parameters: Iterable[Tensor]) -> None:

@@ -16,12 +16,18 @@ def unwatchable_parameters(model: nn.Module) -> set[Tensor]:
     """Parameters under compiled or scripted modules: their code reads memory directly, so their updates cannot wait."""
     found: set[Tensor] = set()
     for module in model.modules():
-        # the last is the mark that Lightning leaves on a compiled LightningModule
-        marks = ("_compiled_call_impl", "_torchdynamo_orig_callable", "_compiler_ctx")
-        compiled = any(getattr(module, mark, None) is not None for mark in marks)
-        if compiled or isinstance(module, torch.jit.ScriptModule | torch._dynamo.OptimizedModule):
+        if is_compiled(module):
             found.update(module.parameters())
     return found
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether the module's forward is compiled or scripted."""
+    # the last is the mark that Lightning leaves on a compiled LightningModule
+    marks = ("_compiled_call_impl", "_torchdynamo_orig_callable", "_compiler_ctx")
+    return any(getattr(module, mark, None) is not None for mark in marks) or isinstance(
+        module, torch.jit.ScriptModule | torch._dynamo.OptimizedModule
+    )
 
 
 def has_alias(parameter: Tensor) -> bool:
@@ -29,7 +35,8 @@ def has_alias(parameter: Tensor) -> bool:
 
     A read through the alias could not be seen. The parameter and the handle used for counting hold the storage twice.
     """
-    storage = parameter.untyped_storage()
+    with torch._C.DisableTorchFunctionSubclass():  # not a read
+        storage = parameter.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) > 2 or (storage.device.type == "cpu" and storage.is_shared())
 
 

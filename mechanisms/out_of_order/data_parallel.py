@@ -1,0 +1,373 @@
+"""Out-of-order data parallel: communication hides behind weight gradients and behind the next forward pass.
+
+Oh et al. 2022, section 5.1. DistributedDataParallel and its buckets stay the engine. Its communication hook starts each
+bucket's all-reduce and reports it as done; who really needs a gradient waits for it (``reductions``). The weight
+gradients of the first k blocks run last, in forward order, and each block's gradients leave as soon as they are there:
+the next forward pass needs them first.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from retime.mechanisms.fusion.data_parallel import average, sparse_layer
+from retime.mechanisms.out_of_order.buckets import BucketMap, Region
+from retime.mechanisms.out_of_order.deferral import WeightGradientDeferral
+from retime.mechanisms.out_of_order.k_tuner import KTuner
+from retime.mechanisms.out_of_order.layers import Block
+from retime.mechanisms.out_of_order.memory import extra_bytes, largest_affordable_k, peak_bytes_so_far
+from retime.mechanisms.out_of_order.reductions import Reduction, Reductions, settle_gradients
+from retime.mechanisms.out_of_order.report import OutOfOrderReport
+from retime.mechanisms.out_of_order.updates import CrossIterationUpdates
+
+SUPPORTED_BACKENDS = ("gloo", "nccl")
+SMALLEST_MESSAGE_BYTES = 1024 * 1024
+"""Gradients of neighbouring blocks are sent together until they are this large."""
+UNUSED = "find_unused_parameters=True lets ranks differ in what they compute; use static_graph=True, or leave it out"
+K = int | Literal["auto"]
+
+
+class OutOfOrderDataParallel:
+    """Re-orders the backward pass and the waits of one DistributedDataParallel model.
+
+    In a bare loop::
+
+        model = DistributedDataParallel(net, gradient_as_bucket_view=True)
+        ooo = OutOfOrderDataParallel(model, optimizer)
+        for batch in loader:
+            model(batch).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Gradients are bit-identical to the plain wrapper's on two ranks. On more, sums may round differently, as they do
+    whenever the buckets of DistributedDataParallel change.
+
+    :param model: built with ``gradient_as_bucket_view=True`` and without a communication hook.
+    :param optimizers: those that step its parameters; more can be given to :meth:`attach`.
+    :param k: how many blocks, in forward order, have their weight gradients computed last; ``"auto"`` measures during
+        the first steps (section 5.1) and keeps the fastest. Values above the number of blocks raise once it is known.
+    :param max_memory: bytes; bounds k (algorithm 2, lines 1 and 2). None: no bound.
+    :param cross_iteration: let ``optimizer.step()`` return while all-reduces are on their way.
+    :param blocks: names of the modules that k counts; None: repeated blocks, else single layers.
+    :param divide: whether gradients are divided by the number of ranks, as the plain wrapper does with bucket views;
+        False: multiplied by the rounded reciprocal, as it does without.
+    :param timeout: of the two process groups made here; None: torch's default.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        optimizers: Optimizer | Iterable[Optimizer] = (),
+        *,
+        k: K = "auto",
+        max_memory: int | None = None,
+        cross_iteration: bool = True,
+        blocks: Iterable[str] | None = None,
+        divide: bool = True,
+        timeout: Any = None,
+    ) -> None:
+        check_k(k)
+        _check_model(model)
+        self.model = model
+        self.cross_iteration = cross_iteration
+        self.max_memory = max_memory
+        self._wanted: K = k
+        self._report = OutOfOrderReport()
+        self._deferral = WeightGradientDeferral(model.module, blocks=blocks)
+        self._deferral.armed = False
+        self._deferral.on_block = self._on_block
+        self._deferral.on_finished = self._arrange_waits
+        self._map = BucketMap()
+        self._divide = divide
+        self._reductions = Reductions(model.process_group, is_view=divide, timeout=timeout)
+        self._carrying: dict[Tensor, Reduction] = {}
+        self._updates: list[CrossIterationUpdates] = []
+        self._tuner: KTuner | None = None
+        self._plan: _Plan | None = None
+        self._removed = self._read_early = False
+        self.expects_loss = False
+        """Set by an owner that calls :meth:`watch` with the loss, which shows more than the model's output does."""
+        self.may_defer = True
+        """The owner turns it off where the order must stay, as in manual optimization."""
+        self._no_order: str | None = UNUSED if model.find_unused_parameters and not model.static_graph else None
+        _register(model, self._reduce)
+        self._handles: list[Any] = [
+            model.register_forward_pre_hook(self._before_forward),
+            model.register_forward_hook(self._after_forward),
+        ]
+        for optimizer in [optimizers] if isinstance(optimizers, Optimizer) else optimizers:
+            self.attach(optimizer)
+
+    @property
+    def k(self) -> int:
+        """The number of blocks whose weight gradients run last at the moment."""
+        return self._deferral.k
+
+    @property
+    def blocks(self) -> list[str]:
+        """Names of the blocks in forward order; empty before the first backward pass."""
+        return [block.name for block in self._deferral.blocks]
+
+    @property
+    def is_searching(self) -> bool:
+        """Whether ``k="auto"`` is still measuring."""
+        return self._wanted == "auto"
+
+    def set_k(self, k: K) -> None:
+        """Use this k from the next step on; ``"auto"`` searches again. All ranks must be given the same."""
+        check_k(k)
+        self._wanted, self._tuner = k, None
+        if k != "auto" and self._deferral.blocks:
+            self._use(self._bounded(k))
+
+    def attach(self, optimizer: Optimizer) -> CrossIterationUpdates:
+        """Let this optimizer's updates wait for their own gradients only; returns the fusion that does it."""
+        updates = CrossIterationUpdates(optimizer, self.model.module, self._carrying.get)
+        self._updates.append(updates)
+        return updates
+
+    def watch(self, loss: Any) -> None:
+        """Look at the graph under the loss before its first backward pass; otherwise the model's output is taken."""
+        if self._deferral.is_watching and self._deferral.armed:
+            self._deferral.watch(loss)
+            if isinstance(self._wanted, int):
+                self._check_range(self._wanted)
+
+    def flush(self) -> None:
+        """Wait for every all-reduce and run every update that is still pending."""
+        settle_gradients(list(self._carrying))
+        for updates in self._updates:
+            updates.flush()
+        self._carrying.clear()
+
+    def report(self) -> OutOfOrderReport:
+        """What was done so far."""
+        report = self._report
+        report.blocks, report.k = len(self._deferral.blocks), self.k
+        report.deferred_gradients = self._deferral.deferred_gradients
+        report.held_gradients = self._deferral.held_gradients
+        report.kept = self._deferral.kept
+        report.held = self._deferral.held
+        fused = [updates.report() for updates in self._updates]
+        report.fused_updates = sum(part.fused_updates for part in fused)
+        report.late_updates = sum(part.late_updates for part in fused)
+        report.plain_steps = {reason: count for part in fused for reason, count in part.plain_steps.items()}
+        report.in_order = {self._no_order: report.steps} if self._no_order else {}
+        report.extra_bytes = extra_bytes(self._deferral, self.k)
+        if self._tuner is not None:
+            report.searched = dict(self._tuner.measured)
+        return report
+
+    def remove(self) -> None:
+        """Bring all parameters up to date and take the hooks off; the communication hook then does as the wrapper."""
+        if self._removed:
+            return
+        self._removed = True
+        self.flush()
+        for updates in self._updates:
+            updates.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._deferral.remove()
+        self._reductions.close()
+
+    def _before_forward(self, model: nn.Module, inputs: Any) -> None:
+        deferral = self._deferral
+        synchronised = model.training and torch.is_grad_enabled() and self.model.require_backward_grad_sync
+        if not self._map.is_steady:
+            self.flush()  # the wrapper is about to build its buckets anew
+        if synchronised:
+            deferral.forget()
+            self._choose_k()
+        even = not self.model._join_config.enable  # a rank that has joined early follows the wrapper's own order
+        deferral.armed = synchronised and even and self.may_defer and self._no_order is None
+
+    def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        if not self.expects_loss:
+            self.watch(output)
+        self.flush()  # gradients of parameters that nobody read lie in buckets that the backward pass overwrites
+
+    def _choose_k(self) -> None:
+        deferral = self._deferral
+        if not self._map.is_steady:
+            self._plan, deferral.k = None, 0
+            return
+        if not deferral.blocks or self._no_order is not None:
+            return
+        if self._wanted != "auto":
+            if self._plan is None:
+                self._use(self._bounded(self._wanted))
+            return
+        if self._tuner is None:
+            self._tuner = KTuner(len(deferral.blocks), self._affordable(), self._largest)
+            self._use(self._tuner.k)
+        elif self._tuner.tick(time.perf_counter()):
+            self._use(self._tuner.k)
+        if self._tuner.is_done:
+            self._wanted = self._tuner.k
+
+    def _check_range(self, k: int) -> None:
+        blocks = len(self._deferral.blocks)
+        if k > blocks:
+            raise ValueError(f"k={k}, but the model has {blocks} blocks: {', '.join(self.blocks)}; choose 0 to {blocks}")
+
+    def _bounded(self, k: int) -> int:
+        self._check_range(k)
+        return min(k, self._affordable())
+
+    def _affordable(self) -> int:
+        if self.max_memory is None:
+            return len(self._deferral.blocks)
+        peak = peak_bytes_so_far(next(self.model.module.parameters()).device)
+        return largest_affordable_k(self._deferral, self.max_memory, int(self._largest(peak)))
+
+    def _use(self, k: int) -> None:
+        if k != self._deferral.k or self._plan is None:
+            self._deferral.k = k
+            self._plan = _Plan(self._map, self._deferral.blocks[:k])
+
+    def _largest(self, value_here: float) -> float:
+        """The largest of all ranks' values, of which all get the same number."""
+        device = "cpu" if dist.get_backend(self.model.process_group) == "gloo" else torch.cuda.current_device()
+        value = torch.tensor([value_here], dtype=torch.float64, device=device)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.model.process_group)
+        return float(value)
+
+    def discard_measurement(self) -> None:
+        """Something other than training took time since the last step: do not count it when searching for k."""
+        if self._tuner is not None:
+            self._tuner.discard()
+
+    def _reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        buffer = bucket.buffer()
+        if self._removed or self.model._join_config.enable:
+            return average(buffer, is_view=self._divide, group=self.model.process_group)
+        ours = self._is_ours(bucket.index())
+        final = self.model._has_rebuilt_buckets or self._no_order is not None
+        if not self._map.learn(bucket, final=final) and ours:
+            raise RuntimeError(
+                "DistributedDataParallel built its buckets anew in the middle of training, and gradients were sent "
+                "from the old ones: use k=0 for this model"
+            )
+        if not ours:
+            self._reductions.start(bucket.parameters(), buffer, urgent=False)
+        if bucket.is_last():
+            _at_end_of_backward(self._on_backward_done)
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(buffer)
+        return done
+
+    def _is_ours(self, bucket: int) -> bool:
+        """Whether this bucket's gradients leave in our order, not when the wrapper finds the bucket full."""
+        plan = self._plan
+        return self._deferral.armed and plan is not None and plan.first_bucket is not None and bucket >= plan.first_bucket
+
+    def _on_block(self, block: Block | None) -> None:
+        plan = self._plan
+        if plan is None or not self._deferral.armed:
+            return
+        if block is None:
+            for region in plan.others:
+                self._reductions.start(region.parameters, region.values, urgent=False)
+            return
+        for region in plan.behind.get(block.name, ()):
+            self._reductions.start(region.parameters, region.values, urgent=True)
+
+    def _on_backward_done(self) -> None:
+        """All buckets are full; the weight gradients that waited may still be on the way through their last lines."""
+        if self._deferral.is_finishing:
+            return
+        if self._is_ours(2**31):
+            self._deferral.finish()  # none of the chosen layers could be cut out, so nothing waited
+        else:
+            self._arrange_waits()
+
+    def _arrange_waits(self) -> None:
+        self._report.steps += 1
+        self._read_early = False
+        self._carrying.clear()
+        for reduction in self._reductions.take():
+            if self.cross_iteration:
+                reduction.watch(self._on_early_read)
+            else:
+                reduction.wait()
+            self._carrying.update(dict.fromkeys(reduction.parameters, reduction))
+
+    def _on_early_read(self) -> None:
+        if not self._read_early:
+            self._read_early = True
+            self._report.early_waits += 1
+
+
+class _Plan:
+    """Which gradients leave when, for one k: a cut through the wrapper's buckets."""
+
+    def __init__(self, buckets: BucketMap, blocks: list[Block]) -> None:
+        mine = [[p for layer in block.layers for p in layer.parameters] for block in blocks]
+        chosen = {p for parameters in mine for p in parameters}
+        self.first_bucket = buckets.first_bucket_of(chosen)
+        self.others: list[Region] = []
+        """Sent before the first weight gradient that waited: they share buckets with those that wait."""
+        self.behind: dict[str, list[Region]] = {}
+        """Sent behind each block's weight gradients."""
+        if self.first_bucket is None:
+            return
+        self.others = buckets.regions(p for p in buckets.parameters_from(self.first_bucket) if p not in chosen)
+        gathered: list[Tensor] = []
+        sent: set[Tensor] = set()
+        for block, parameters in zip(blocks, mine, strict=True):
+            gathered += [p for p in parameters if p not in sent]
+            sent.update(parameters)
+            size = sum(p.numel() * p.element_size() for p in gathered)
+            if gathered and (size >= SMALLEST_MESSAGE_BYTES or block is blocks[-1]):
+                self.behind[block.name] = buckets.regions(gathered)
+                gathered = []
+
+
+def check_k(k: object) -> None:
+    """Raise for what can never be a k."""
+    if k != "auto" and (isinstance(k, bool) or not isinstance(k, int)):
+        raise TypeError(f"k={k!r} must be a number of blocks or 'auto'")
+    if isinstance(k, int) and k < 0:
+        raise ValueError(f"k={k} must be 0 or more, or 'auto'")
+
+
+def _check_model(model: DistributedDataParallel) -> None:
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(f"out-of-order data parallel needs a DistributedDataParallel model, got {type(model).__name__}")
+    backend = dist.get_backend(model.process_group)
+    if backend not in SUPPORTED_BACKENDS:
+        raise ValueError(f"backend {backend!r} is not supported: use {' or '.join(SUPPORTED_BACKENDS)}")
+    if dist.get_world_size(model.process_group) < 2:
+        raise ValueError("out-of-order data parallel needs two processes or more: with one there is nothing to hide")
+    if not model.gradient_as_bucket_view:
+        raise ValueError("build the model with DistributedDataParallel(..., gradient_as_bucket_view=True)")
+    layer = sparse_layer(model.module)
+    if layer is not None:
+        raise ValueError(f"the sparse gradients of {layer!r} cannot go through a communication hook: use sparse=False")
+
+
+def _register(model: DistributedDataParallel, hook: Callable[[GradBucket], Any]) -> None:
+    def retime_out_of_order(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        return hook(bucket)  # type: ignore[no-any-return]
+
+    try:
+        model.register_comm_hook(None, retime_out_of_order)
+    except RuntimeError as error:
+        raise ValueError(
+            "out-of-order data parallel is a communication hook itself, and this model has one already: remove yours, "
+            "or use plain DistributedDataParallel"
+        ) from error
+
+
+def _at_end_of_backward(act: Callable[[], Any]) -> None:
+    """Run ``act`` after the wrapper's own end-of-backward callback, queued when this bucket's hook has returned."""
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue(lambda: queue(act))

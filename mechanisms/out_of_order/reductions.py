@@ -1,0 +1,92 @@
+"""All-reduces that are on their way while training goes on, and who waits for them.
+
+From the end of the backward pass each parameter watches for reads (the lazy-update engine of forward fusion): whoever
+looks at its gradient first waits until the all-reduce of that gradient has ended. So clipping, scalers, loggers and
+plain optimizers see complete gradients without knowing of any of this.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from retime.mechanisms.fusion.lazy import PendingUpdate, can_wait, is_pending, pending_of
+from retime.mechanisms.fusion.readers import has_alias
+
+
+class GradientWatch(PendingUpdate):
+    """Parameters whose gradients are on their way; reading one waits for the all-reduce."""
+
+
+class Reduction:
+    """One all-reduce on its way, for the gradients of ``parameters``."""
+
+    def __init__(self, parameters: Iterable[Tensor], work: Any) -> None:
+        self.parameters = list(parameters)
+        self._work = work
+
+    def wait(self) -> None:
+        """Return when the gradients are complete (on CUDA: when the current stream will see them so)."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+
+    def watch(self, on_read: Callable[[], None]) -> None:
+        """Make whoever reads one of these gradients wait for it; where that cannot be seen, wait now."""
+        if all(can_wait(p) and not is_pending(p) and not has_alias(p) for p in self.parameters):
+
+            def wait() -> None:
+                on_read()
+                self.wait()
+
+            GradientWatch(self.parameters, wait)
+        else:
+            self.wait()
+
+
+class Reductions:
+    """The all-reduces of one backward pass, in process groups of their own.
+
+    Of their own, so that nothing else (buffers, metrics, a user's barrier) queues behind them; the urgent ones, of the
+    layers that the next forward pass needs first, have another, so that they do not queue behind the bulk either.
+    """
+
+    def __init__(self, group: Any, *, is_view: bool, timeout: Any = None) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        self._size = len(ranks)
+        self._is_view = is_view
+        local = len(ranks) != dist.get_world_size()
+        backend = dist.get_backend(group)
+        self._groups = [
+            dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=local) for _ in range(2)
+        ]
+        self._on_their_way: list[Reduction] = []
+
+    def start(self, parameters: Iterable[Tensor], values: Tensor, *, urgent: bool) -> None:
+        """Begin to replace ``values``, the gradients of ``parameters``, by their mean over the ranks."""
+        if self._is_view:
+            values.div_(self._size)
+        else:  # as DistributedDataParallel does with gradients that are no views of its buckets
+            values.mul_(1.0 / self._size)
+        work = dist.all_reduce(values, group=self._groups[urgent], async_op=True)
+        self._on_their_way.append(Reduction(parameters, work))
+
+    def take(self) -> list[Reduction]:
+        """Those begun since the last call."""
+        taken, self._on_their_way = self._on_their_way, []
+        return taken
+
+    def close(self) -> None:
+        """Give the process groups back."""
+        groups, self._groups = self._groups, []
+        for group in groups:
+            dist.destroy_process_group(group)
+
+
+def settle_gradients(parameters: Iterable[Tensor]) -> None:
+    """Wait for gradients that are still on their way, without running updates that wait for them."""
+    for parameter in parameters:
+        pending = pending_of(parameter)
+        if isinstance(pending, GradientWatch):
+            pending.settle()

@@ -1,0 +1,55 @@
+"""What out-of-order backprop really did."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class OutOfOrderReport:
+    """Counts since the mechanism was attached; sizes in bytes, times in seconds."""
+
+    blocks: int = 0
+    """L, the blocks found in forward order; 0 before the first backward pass has been watched."""
+    k: int = 0
+    """Blocks whose weight gradients run last, in forward order (Oh et al. 2022, algorithm 2)."""
+    steps: int = 0
+    """Backward passes with gradient synchronisation."""
+    deferred_gradients: int = 0
+    """Weight gradients (one a layer and step) that were computed after all output gradients."""
+    held_gradients: int = 0
+    """Weight gradients that one kernel computes together with the output gradient, and that were handed on later."""
+    kept: dict[str, int] = field(default_factory=dict)
+    """Layers that stay in the conventional order, by reason."""
+    held: dict[str, int] = field(default_factory=dict)
+    """Layers whose weight gradients are computed in order and handed on later, by reason."""
+    fused_updates: int = 0
+    """Parameter updates that waited for their own gradients only, in the next forward pass or at another read."""
+    late_updates: int = 0
+    """Parameter updates that ran in ``optimizer.step()`` all the same."""
+    early_waits: int = 0
+    """Steps in which something read a gradient between backward and ``optimizer.step()``, and so waited for it."""
+    plain_steps: dict[str, int] = field(default_factory=dict)
+    """Steps or optimizers without cross-iteration wait, by reason."""
+    in_order: dict[str, int] = field(default_factory=dict)
+    """Backward passes whose weight gradients all ran in the conventional order, by reason."""
+    searched: dict[int, float] = field(default_factory=dict)
+    """With ``k="auto"``: seconds a step by k, in the order in which they were measured."""
+    extra_bytes: int = 0
+    """Predicted growth of the memory peak at this k (algorithm 2, line 1)."""
+
+    def __str__(self) -> str:
+        text = (
+            f"out-of-order backprop: k={self.k} of {self.blocks} blocks, {self.deferred_gradients} weight gradients "
+            f"deferred and {self.held_gradients} held over {self.steps} steps; {self.fused_updates} updates waited for "
+            f"their own gradients only, {self.late_updates} ran in optimizer.step()"
+        )
+        if self.early_waits:
+            text += f"; {self.early_waits} steps waited because gradients were read before optimizer.step()"
+        for title, counts in (
+            ("kept in order", self.kept),
+            ("held", self.held),
+            ("no cross-iteration wait", self.plain_steps),
+            ("backward in order", self.in_order),
+        ):
+            if counts:
+                text += f"; {title}: " + "; ".join(f"{count} because {reason}" for reason, count in counts.items())
+        return text
