@@ -135,8 +135,8 @@ class Scaling(SimulatedRecipe):
         for network in dict.fromkeys(point.at["network"] for point in result.points):
             gains = [_gain(point, point.facts["devices"][-1]) for point in _points(result, network=network)]
             lines.append(
-                f"Network as in {network}: with all GPUs of a cluster reverse first-k gains {amount(min(gains), 'x')} to "
-                f"{amount(max(gains), 'x')} over BytePS, depending on cluster and model."
+                f"Network as in {network}: with all GPUs of a cluster reverse first-k gains "
+                f"{amount(min(gains), 'x')} to {amount(max(gains), 'x')} over BytePS, depending on cluster and model."
             )
         lines.append(
             "Reverse first-k gains over a network that sends in the order made. Over ideal priorities it gains only "

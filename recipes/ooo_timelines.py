@@ -41,11 +41,8 @@ class Timelines(SimulatedRecipe):
         rows = [Row(name, "step", "units", [found.makespan_ms]) for name, found in timelines.items()]
         rows += [Row(name, "GPU idle", "units", [found.idle_ms["compute"]]) for name, found in timelines.items()]
         by_k = {str(k): timeline(settings, k).makespan_ms for k in range(settings.layers)}
-        facts = {
-            "unit times": dict(settings.units),
-            "units by k": by_k,
-            "timelines": {name: boxes(found) for name, found in timelines.items()},
-        }
+        facts: dict[str, Any] = {"unit times": dict(settings.units), "units by k": by_k}
+        facts |= {_timeline_of(name): boxes(found) for name, found in timelines.items()}
         return Measured(rows, facts)
 
     def references(self, point: Point) -> dict[str, str]:
@@ -85,12 +82,16 @@ class Timelines(SimulatedRecipe):
         (point,) = result.points
         spans = [
             Span(name, f"{title[:3]} {lane}", start, length, category)
-            for title, found in point.facts["timelines"].items()
-            for name, lane, start, length, category in found
+            for title in point.variants("step")
+            for name, lane, start, length, category in point.facts[_timeline_of(title)]
         ]
-        units = ", ".join(f"{title}: {point.values(title, 'step')[0]:g}" for title in point.facts["timelines"])
+        units = ", ".join(f"{title}: {point.values(title, 'step')[0]:g}" for title in point.variants("step"))
         write_png(path, spans, title=f"{result.title} (1 ms is one unit)\n{units}")
         write_chrome_trace(path.with_name("trace.json"), spans, process_name=f"{result.paper}, {result.where}")
+
+
+def _timeline_of(name: str) -> str:
+    return f"{name}: name, lane, start, length, kind"
 
 
 def timeline(settings: SimulatedSettings, k: int, last: Collection[int] = ()) -> Timeline:
