@@ -11,8 +11,10 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 from torch import nn
 
+from retime.mechanisms.out_of_order.report import OutOfOrderReport
 from retime.recipes.ooo_variants import COMMUNICATION, COMPUTE, alone, variant
 from retime.recipes.trainer_loop import Batch, Run, Training, train
+from retime.strategies import OOODataParallelStrategy
 
 WARMUP_STEPS = 3
 """DDP rebuilds its buckets after the first step; optimizer states and lazy updates begin in the second."""
@@ -26,7 +28,7 @@ class Fit:
 
     training: Training
     k: int | None
-    report: Any
+    report: OutOfOrderReport | None
 
 
 class Fits:
@@ -67,9 +69,10 @@ class Fits:
             devices=1 if name == COMPUTE else dist.get_world_size(),
             epochs=epochs,
         )
-        report = getattr(made[0], "report", None)
-        k = getattr(made[0], "k", None)
-        return Fit(training, k if isinstance(k, int) else None, report() if callable(report) else None)
+        if not isinstance(made[0], OOODataParallelStrategy):
+            return Fit(training, None, None)
+        report = made[0].report()
+        return Fit(training, report.k, report)
 
     def search(self, steps: int) -> Fit:
         """Let k="auto" find its k; `tuned` variants take it from then on."""

@@ -17,7 +17,6 @@ from retime.recipes.ooo_cluster import (
     ratio,
     strongest_peer,
 )
-from retime.recipes.ooo_fits import BUCKET_BYTES
 from retime.recipes.ooo_sweep import best_fixed, search_steps, within_best
 from retime.recipes.ooo_variants import COMMUNICATION, COMPUTE, label
 from retime.recipes.recipe import Measured, Tick
@@ -132,7 +131,8 @@ def _memory(point: Point) -> Comparison:
     bound = 0.0
     if ours and point.has("ddp", PEAK):
         plain = point.values("ddp", PEAK)
-        bound = EXTRA_PERCENT / 100 * spread(plain).median + min(BUCKET_BYTES, point.facts["gradient bytes"]) / MIB
+        bucket_mib = min(point.settings.get("layer_bucket_mb", 4.0), point.facts["gradient bytes"] / MIB)
+        bound = EXTRA_PERCENT / 100 * spread(plain).median + bucket_mib
         extra = spread([mine - ddp for mine, ddp in zip(point.values(ours, PEAK), plain, strict=True)])
     target = Target("mlp: extra peak memory at the tuned k (1 % plus one bucket)", "MiB", bound, at_most=True)
     return Comparison(target, extra, f"k={point.facts['k']}")

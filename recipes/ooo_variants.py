@@ -15,6 +15,8 @@ from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 
+from retime.strategies import OOODataParallelStrategy
+
 _NAME = re.compile(r"(?:(?P<ddp>ddp)|ooo_(?P<k>auto|tuned|k\d+))(?P<waiting>_waiting)?(?P<small>_layer_buckets)?")
 COMPUTE, COMMUNICATION = "compute", "communication"
 """The bounds, measured beside the variants: a rank alone, and nothing but the all-reduce of all gradients."""
@@ -43,8 +45,6 @@ class Variant:
         k = tuned_k if self.k == "tuned" else self.k
         if k is None:
             raise ValueError(f"{self.name} needs the k of a search: run one first")
-        from retime.strategies import OOODataParallelStrategy
-
         strategy: Strategy = OOODataParallelStrategy(k=k, cross_iteration=self.cross_iteration, **options)
         return strategy
 

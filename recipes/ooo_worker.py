@@ -129,6 +129,7 @@ def _model(request: dict[str, Any]) -> nn.Module:
 
 def _search(fit: Fit) -> dict[str, Any]:
     """How k="auto" went: the k that it tried, each with its step time, and in how many steps."""
+    assert fit.report is not None
     path = [[int(k), round(seconds * 1e3, 4)] for k, seconds in fit.report.searched.items()]
     return {
         "k": fit.k,

@@ -73,7 +73,7 @@ class OutOfOrderSettings(Settings):
     optimizer: dict[str, Any] = field(default_factory=dict)
     variants: list[str] = field(default_factory=list)
     batch_size: int = 256  # of each rank
-    layer_bucket_mb: float = 4.5  # bucket_cap_mb of the *_layer_buckets variants: about one layer
+    layer_bucket_mb: float = 4.0  # bucket_cap_mb of the *_layer_buckets variants: about one layer
     search_steps: int = 70  # of the one run in which k="auto" searches
     epochs: int = 1
     timeout_s: float = 900.0
