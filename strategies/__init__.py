@@ -1,5 +1,6 @@
 """Lightning strategies; ``import retime`` registers their names."""
 
 from retime.strategies.fused_optimizer import FusedOptimizerDDPStrategy, FusedOptimizerStrategy
+from retime.strategies.ooo_ddp import OOODataParallelStrategy
 
-__all__ = ["FusedOptimizerDDPStrategy", "FusedOptimizerStrategy"]
+__all__ = ["FusedOptimizerDDPStrategy", "FusedOptimizerStrategy", "OOODataParallelStrategy"]

@@ -51,6 +51,9 @@ class FusedStepping:
         self.reduction: ReductionHook | None = None
         self.no_reduction: str | None = None
         self.distributed = False
+        self.make_forward: Callable[[Optimizer, LightningModule], ForwardFusion] | None = None
+        """Builds the fusion of an optimizer in forward mode, for strategies that let updates wait for more."""
+        self.mechanism = f"{mode} fusion"
         self._options: dict[str, Any] = {"bucket_bytes": bucket_bytes}
         self._side_stream = side_stream
         self._fusions: dict[Optimizer, BackwardFusion | ForwardFusion] = {}
@@ -71,7 +74,7 @@ class FusedStepping:
             else:
                 self._fusion_of(optimizer, trainer)
         rank_zero_info(
-            f"retime: {self.mode} fusion of {len(self._fusions)} of {len(trainer.strategy.optimizers)} optimizers"
+            f"retime: {self.mechanism} of {len(self._fusions)} of {len(trainer.strategy.optimizers)} optimizers"
         )
 
     def step(
@@ -148,7 +151,9 @@ class FusedStepping:
             return fusion
         for replaced in [known for known in self._fusions if known not in trainer.strategy.optimizers]:
             self._drop(replaced)
-        if self.mode == "forward":
+        if self.make_forward is not None:
+            fusion = self.make_forward(optimizer, trainer.lightning_module)
+        elif self.mode == "forward":
             fusion = ForwardFusion(optimizer, trainer.lightning_module, **self._options)
         elif self.reduction is not None:
             fusion = DataParallelFusion(optimizer, self.reduction, armed=False, **self._options)
@@ -196,7 +201,7 @@ class FusedStepping:
     def _warn(self, reason: str) -> None:
         if reason not in self._warned:
             self._warned.add(reason)
-            warnings.warn(f"{self.mode} fusion has no effect on these steps: {reason}", NoEffectWarning, stacklevel=2)
+            warnings.warn(f"{self.mechanism} has no effect on these steps: {reason}", NoEffectWarning, stacklevel=2)
 
     def flush(self) -> None:
         """Bring all parameters up to date."""

@@ -94,9 +94,10 @@ class OutOfOrderDataParallel:
         self._removed = self._read_early = False
         self.expects_loss = False
         """Set by an owner that calls :meth:`watch` with the loss, which shows more than the model's output does."""
-        self.may_defer = True
-        """The owner turns it off where the order must stay, as in manual optimization."""
-        self._no_order: str | None = UNUSED if model.find_unused_parameters and not model.static_graph else None
+        self.known_k: tuple[int, int] | None = None
+        """What an earlier search found, and for how many blocks: then ``"auto"`` does not search."""
+        self._never_rebuilds = model.find_unused_parameters and not model.static_graph
+        self._no_order: str | None = UNUSED if self._never_rebuilds else None
         _register(model, self._reduce)
         self._handles: list[Any] = [
             model.register_forward_pre_hook(self._before_forward),
@@ -114,6 +115,10 @@ class OutOfOrderDataParallel:
     def blocks(self) -> list[str]:
         """Names of the blocks in forward order; empty before the first backward pass."""
         return [block.name for block in self._deferral.blocks]
+
+    def keep_order(self, reason: str) -> None:
+        """Leave all weight gradients in the conventional order from now on."""
+        self._no_order = reason
 
     @property
     def is_searching(self) -> bool:
@@ -187,7 +192,7 @@ class OutOfOrderDataParallel:
             deferral.forget()
             self._choose_k()
         even = not self.model._join_config.enable  # a rank that has joined early follows the wrapper's own order
-        deferral.armed = synchronised and even and self.may_defer and self._no_order is None
+        deferral.armed = synchronised and even and self._no_order is None
 
     def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
         if not self.expects_loss:
@@ -205,6 +210,10 @@ class OutOfOrderDataParallel:
             if self._plan is None:
                 self._use(self._bounded(self._wanted))
             return
+        if self._tuner is None and self.known_k is not None and self.known_k[1] == len(deferral.blocks):
+            self._wanted = self.known_k[0]
+            self._use(self._bounded(self._wanted))
+            return
         if self._tuner is None:
             self._tuner = KTuner(len(deferral.blocks), self._affordable(), self._largest)
             self._use(self._tuner.k)
@@ -215,8 +224,10 @@ class OutOfOrderDataParallel:
 
     def _check_range(self, k: int) -> None:
         blocks = len(self._deferral.blocks)
-        if k > blocks:
-            raise ValueError(f"k={k}, but the model has {blocks} blocks: {', '.join(self.blocks)}; choose 0 to {blocks}")
+        if k > blocks > 0:
+            raise ValueError(
+                f"k={k}, but the model has {blocks} blocks: {', '.join(self.blocks)}; choose 0 to {blocks}"
+            )
 
     def _bounded(self, k: int) -> int:
         self._check_range(k)
@@ -250,7 +261,7 @@ class OutOfOrderDataParallel:
         if self._removed or self.model._join_config.enable:
             return average(buffer, is_view=self._divide, group=self.model.process_group)
         ours = self._is_ours(bucket.index())
-        final = self.model._has_rebuilt_buckets or self._no_order is not None
+        final = self.model._has_rebuilt_buckets or self._never_rebuilds
         if not self._map.learn(bucket, final=final) and ours:
             raise RuntimeError(
                 "DistributedDataParallel built its buckets anew in the middle of training, and gradients were sent "
@@ -267,7 +278,9 @@ class OutOfOrderDataParallel:
     def _is_ours(self, bucket: int) -> bool:
         """Whether this bucket's gradients leave in our order, not when the wrapper finds the bucket full."""
         plan = self._plan
-        return self._deferral.armed and plan is not None and plan.first_bucket is not None and bucket >= plan.first_bucket
+        return (
+            self._deferral.armed and plan is not None and plan.first_bucket is not None and bucket >= plan.first_bucket
+        )
 
     def _on_block(self, block: Block | None) -> None:
         plan = self._plan

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from retime.mechanisms.out_of_order.cut import Backward, Call, changed_its_input, enter, leave, run_weight_gradient
 from retime.mechanisms.out_of_order.graph import FOREIGN, leaves_outside, sequence_number, why_inseparable
 from retime.mechanisms.out_of_order.held import StandIns
-from retime.mechanisms.out_of_order.layers import SMALL_BYTES, Block, Layer, find_layers, group_into_blocks
+from retime.mechanisms.out_of_order.layers import COMPILED, SMALL_BYTES, Block, Layer, find_layers, group_into_blocks
 
 CHANGES_INPUT = "it changes its input in place"
 CHECKPOINTED = "it runs under activation checkpointing or other saved-tensor hooks"
@@ -71,6 +71,8 @@ class WeightGradientDeferral:
         self._selected_for = -1
         self._handles: list[Any] = []
         for layer in self.layers:
+            if layer.kept == COMPILED:
+                continue
             hooks = _Hooks(self, layer)
             self._handles += [
                 layer.module.register_forward_pre_hook(hooks.before, with_kwargs=True),
@@ -91,7 +93,6 @@ class WeightGradientDeferral:
     def held(self) -> dict[str, int]:
         """How many layers' weight gradients are computed in order and handed on later, by reason."""
         return dict(Counter(la.held for la in self.layers if la.kept is None and la.held is not None))
-
 
     def watch(self, root: Any) -> None:
         """Look at the graph under ``root`` (the loss, or what the model returned), once, before its backward pass."""
@@ -238,23 +239,32 @@ def _why_held(call: Call) -> str | None:
 
 
 class _Hooks:
-    """The hooks of one layer; a class, so that the model can still be pickled."""
+    """The hooks of one layer. A copy of the module, or a pickled one, gets hooks that do nothing."""
 
-    def __init__(self, deferral: WeightGradientDeferral, layer: Layer) -> None:
+    def __init__(self, deferral: WeightGradientDeferral | None = None, layer: Layer | None = None) -> None:
         self._deferral, self._layer = deferral, layer
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or self._deferral is None or self._layer is None:
+            return None
         return self._deferral.before(self._layer, args, kwargs)
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if torch.compiler.is_compiling() or self._deferral is None or self._layer is None:
+            return None
         return self._deferral.after(self._layer, output)
+
+    def __deepcopy__(self, memo: Any) -> "_Hooks":
+        return _Hooks()
+
+    def __reduce__(self) -> Any:
+        return _Hooks, ()
 
 
 def _is_special() -> bool:
-    """Inside a backward pass (checkpointing recomputes there), a compiler's trace or a function transform."""
+    """Inside a backward pass (checkpointing recomputes there) or a function transform."""
     return (
         torch._C._current_graph_task_id() != -1
-        or torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
     )

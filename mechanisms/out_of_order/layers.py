@@ -11,6 +11,7 @@ from retime.mechanisms.fusion.readers import is_compiled
 SMALL_BYTES = 64 * 1024
 """Weight gradients up to this size are computed in order and handed on later: a pass of their own over the activations
 (as for a normalisation layer) would cost more than keeping them."""
+COMPILED = "it is compiled or scripted"
 _LEAST_REPEATS = 3
 _LEAST_SHARE = 0.5
 """A class counts as the model's repeated block if its instances hold this share of the parameters' bytes."""
@@ -61,7 +62,7 @@ def find_layers(model: nn.Module) -> list[Layer]:
             continue
         layer = Layer(name, module, parameters)
         if module in compiled:
-            layer.kept = "it is compiled or scripted"
+            layer.kept = COMPILED
         elif isinstance(module, nn.RNNBase):
             layer.kept = "its kernel computes all gradients at once, from a list of weights of its own"
         elif any(owners[p] > 1 for p in parameters):

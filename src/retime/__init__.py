@@ -10,13 +10,14 @@ from lightning.pytorch.strategies import StrategyRegistry
 from retime.callbacks import FuseOptimizer, PeakMemory, StepTimeline
 from retime.mechanisms.fusion import declare_per_parameter, fuse_optimizer
 from retime.mechanisms.no_effect import NoEffectWarning
-from retime.strategies import FusedOptimizerDDPStrategy, FusedOptimizerStrategy
+from retime.strategies import FusedOptimizerDDPStrategy, FusedOptimizerStrategy, OOODataParallelStrategy
 
 __all__ = [
     "FuseOptimizer",
     "FusedOptimizerDDPStrategy",
     "FusedOptimizerStrategy",
     "NoEffectWarning",
+    "OOODataParallelStrategy",
     "PeakMemory",
     "StepTimeline",
     "declare_per_parameter",
@@ -30,3 +31,11 @@ for _name, _strategy, _mode, _description in (
     ("fused_optimizer_ddp", FusedOptimizerDDPStrategy, "backward", "DDP, each bucket's update behind its all-reduce"),
 ):
     StrategyRegistry.register(_name, _strategy, description=_description, mode=_mode)
+
+for _name, _start in (("ooo_ddp", "popen"), ("ooo_ddp_spawn", "spawn"), ("ooo_ddp_fork", "fork")):
+    StrategyRegistry.register(
+        _name,
+        OOODataParallelStrategy,
+        description=f"DDP with out-of-order weight gradients and cross-iteration waits, start method {_start}",
+        start_method=_start,
+    )

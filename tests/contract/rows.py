@@ -29,7 +29,8 @@ from contract.traits import (
     STEP_HOOK,
 )
 from retime.callbacks import FuseOptimizer
-from retime.strategies import FusedOptimizerDDPStrategy, FusedOptimizerStrategy
+from retime.mechanisms.out_of_order import data_parallel, deferral
+from retime.strategies import FusedOptimizerDDPStrategy, FusedOptimizerStrategy, OOODataParallelStrategy
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,11 @@ ON_ONE_DEVICE: dict[str, Any] = {
 }
 FORWARD: dict[str, Any] = {"unfused": IN_FORWARD | {ALIASES}}
 DDP_BACKWARD: dict[str, Any] = {"unfused": IN_BACKWARD | {ALIASES, SPARSE, BACKWARD_HOOK}}
+OUT_OF_ORDER: dict[str, Any] = {
+    "plain": "ddp",
+    "unfused": IN_FORWARD | {ALIASES},
+    "refused": {SPARSE: "sparse"},
+}
 FEW = ("accumulat", "clip_by", "checkpoint", "optimizer_sparse", "parameters_", "precision_", "ddp_")
 
 
@@ -111,6 +117,17 @@ def _of_strategy(trainer: Trainer) -> Any:
 
 def _of_callback(trainer: Trainer) -> Any:
     return next(callback for callback in trainer.callbacks if isinstance(callback, FuseOptimizer)).report()
+
+
+def _all_blocks(ddp: dict[str, Any]) -> OOODataParallelStrategy:
+    """Defers every weight gradient, also those so small that they would only be held back.
+
+    Rows on several ranks have processes of their own, so the changes reach no other row.
+    """
+    deferral.SMALL_BYTES = 0
+    data_parallel.SMALLEST_MESSAGE_BYTES = 1
+    data_parallel.OutOfOrderDataParallel._check_range = lambda self, k: None
+    return OOODataParallelStrategy(k=99, **ddp)
 
 
 STRATEGIES = [
@@ -160,6 +177,21 @@ STRATEGIES = [
         callbacks=lambda: [FuseOptimizer("backward")],
         **DDP_BACKWARD,
         report=_of_callback,
+        only=FEW,
+    ),
+    Row(
+        "ooo_ddp",
+        lambda ddp: OOODataParallelStrategy(**ddp) if ddp else "ooo_ddp",
+        **OUT_OF_ORDER,
+        report=_of_strategy,
+    ),
+    Row("ooo_ddp_one_block", lambda ddp: OOODataParallelStrategy(k=1, **ddp), **OUT_OF_ORDER, report=_of_strategy),
+    Row("ooo_ddp_all_blocks", _all_blocks, **OUT_OF_ORDER, report=_of_strategy),
+    Row(
+        "ooo_ddp_waiting",
+        lambda ddp: OOODataParallelStrategy(k=1, cross_iteration=False, **ddp),
+        plain="ddp",
+        refused={SPARSE: "sparse"},
         only=FEW,
     ),
 ]

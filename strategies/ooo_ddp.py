@@ -1,0 +1,195 @@
+"""Out-of-order data parallel as a Lightning strategy (Oh et al. 2022, section 5.1)."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from retime.mechanisms.fusion.data_parallel import sparse_layer
+from retime.mechanisms.fusion.report import FusionReport
+from retime.mechanisms.out_of_order.data_parallel import K, OutOfOrderDataParallel, check_k
+from retime.mechanisms.out_of_order.report import OutOfOrderReport
+from retime.strategies.flavour import LightningOnly
+from retime.strategies.stepping import FusedStepping
+
+CHECKPOINT_KEY = "retime_ooo_ddp"
+MANUAL = "manual optimization decides by itself which gradients it wants; the order of its backward passes stays"
+
+
+class OOODataParallelStrategy(LightningOnly, DDPStrategy):
+    """``ddp`` that hides gradient communication behind weight gradients and behind the next forward pass.
+
+    The weight gradients of the first k blocks run last, in forward order, each block's gradients leave at once, and
+    ``optimizer.step()`` does not wait for them: each parameter is updated when the next forward pass reads it and its
+    gradient has arrived. Whatever reads a gradient or a weight earlier waits for it, so clipping, scalers, callbacks
+    and checkpoints see what they would see under ``ddp``.
+
+    On two ranks everything is bit-identical to ``ddp``; on more, gradients are summed in other pieces than its buckets
+    and may round differently in the last bit, as they do when ``bucket_cap_mb`` changes.
+
+    :param k: how many blocks are re-ordered; ``"auto"`` measures in the first steps (at most 60), keeps the fastest and
+        stores it in the checkpoint.
+    :param max_memory: bytes a rank may use at its peak (CUDA: allocated; CPU: resident), which bounds k.
+    :param cross_iteration: False: ``optimizer.step()`` waits for all gradients, as under ``ddp``.
+    :param blocks: names of the modules that k counts; None: the model's repeated blocks, else its layers.
+    :param ddp_kwargs: those of :class:`lightning.pytorch.strategies.DDPStrategy`. ``bucket_cap_mb`` defaults to 4, so
+        that the first gradients leave early; a communication hook is refused.
+    """
+
+    strategy_name = "ooo_ddp"
+
+    def __init__(
+        self,
+        k: K = "auto",
+        max_memory: int | None = None,
+        cross_iteration: bool = True,
+        blocks: Iterable[str] | None = None,
+        **ddp_kwargs: Any,
+    ) -> None:
+        check_k(k)
+        if max_memory is not None and max_memory < 1:
+            raise ValueError(f"max_memory={max_memory} must be a number of bytes, or None for no bound")
+        if ddp_kwargs.get("ddp_comm_hook") is not None or ddp_kwargs.get("ddp_comm_state") is not None:
+            raise ValueError(
+                "ooo_ddp is a communication hook itself and cannot take another: leave out ddp_comm_hook, or use "
+                "strategy='ddp' or FusedOptimizerDDPStrategy(ddp_comm_hook=...)"
+            )
+        self._divide = bool(ddp_kwargs.get("gradient_as_bucket_view", False))
+        super().__init__(**{"bucket_cap_mb": 4} | ddp_kwargs | {"gradient_as_bucket_view": True})
+        self._wanted, self._max_memory, self._cross_iteration = k, max_memory, cross_iteration
+        self._block_names = list(blocks) if blocks is not None else None
+        self._ooo: OutOfOrderDataParallel | None = None
+        self._last_report = OutOfOrderReport()
+        self._known_k: tuple[int, int] | None = None
+        self._stepping = FusedStepping("forward")
+        self._stepping.distributed = True
+        self._stepping.mechanism = "the cross-iteration wait"
+        self._stepping.make_forward = self._make_updates
+
+    @property
+    def k(self) -> K:
+        """The number of blocks whose weight gradients run last at the moment."""
+        return self._wanted if self._ooo is None else self._ooo.k
+
+    def set_k(self, k: K) -> None:
+        """Use this k from the next step on; ``"auto"`` searches (again). All ranks must be given the same."""
+        check_k(k)
+        self._wanted = k
+        if self._ooo is not None:
+            self._ooo.set_k(k)
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if dist.get_world_size() < 2:
+            raise ValueError(
+                f"strategy={self.strategy_name!r} needs two processes or more, got one: use devices=2 or more, or "
+                "strategy='auto' (or 'fused_optimizer_forward') on one device"
+            )
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING and self._cross_iteration and self._ooo is not None:
+            self._stepping.start(trainer)
+
+    def _register_ddp_hooks(self) -> None:
+        model = self.model
+        assert isinstance(model, DistributedDataParallel)
+        layer = sparse_layer(model.module)
+        if layer is not None:
+            raise ValueError(
+                f"ooo_ddp cannot send the sparse gradients of {layer!r} through DDP's communication hook: use "
+                "sparse=False, or strategy='ddp'"
+            )
+        self._ooo = OutOfOrderDataParallel(
+            model,
+            k=self._wanted,
+            max_memory=self._max_memory,
+            cross_iteration=self._cross_iteration,
+            blocks=self._block_names,
+            divide=self._divide,
+            timeout=self._timeout,
+        )
+        self._ooo.expects_loss = True
+        self._ooo.known_k = self._known_k
+        assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization:
+            self._ooo.keep_order(MANUAL)
+
+    def _make_updates(self, optimizer: Optimizer, module: LightningModule) -> Any:
+        assert self._ooo is not None
+        return self._ooo.attach(optimizer)
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        if self._ooo is not None:
+            self._stepping.before_backward(closure_loss)
+            self._ooo.watch(closure_loss)
+        super().pre_backward(closure_loss)
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        plain = super().optimizer_step
+        if self._ooo is None or not self._cross_iteration:
+            return plain(optimizer, closure, model, **kwargs)
+        module = self.lightning_module
+        assert module is not None
+        return self._stepping.step(
+            module.trainer, optimizer, closure, lambda chosen: plain(optimizer, chosen, model, **kwargs), kwargs
+        )
+
+    def on_validation_start(self) -> None:
+        self._pause()
+        super().on_validation_start()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        self._pause()
+        if self._ooo is not None and not self._ooo.is_searching:
+            blocks = len(self._ooo.blocks)
+            checkpoint[CHECKPOINT_KEY] = {"k": self._ooo.k, "blocks": blocks, "world_size": self.world_size}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        found = checkpoint.get(CHECKPOINT_KEY)
+        if found is not None and found["world_size"] == self.world_size:
+            self._known_k = (found["k"], found["blocks"])
+            if self._ooo is not None:
+                self._ooo.known_k = self._known_k
+        return checkpoint
+
+    def _pause(self) -> None:
+        if self._ooo is not None:
+            self._ooo.discard_measurement()
+
+    def teardown(self) -> None:
+        self._stepping.stop()
+        if self._ooo is not None:
+            self._ooo.remove()
+            self._last_report = self._ooo.report()
+            rank_zero_info(f"retime: {self._last_report}")
+            self._ooo = None
+        super().teardown()
+
+    def report(self) -> OutOfOrderReport:
+        """What was re-ordered so far, and what could not be, why."""
+        report = self._last_report if self._ooo is None else self._ooo.report()
+        steps: FusionReport = self._stepping.report()
+        report.plain_steps = steps.plain_steps
+        report.late_updates = steps.late_updates
+        return report
+
+    def flush(self) -> None:
+        """Wait for all gradients and run all pending updates now, for readers that bypass Python."""
+        if self._ooo is not None:
+            self._ooo.flush()
