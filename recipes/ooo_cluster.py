@@ -17,7 +17,7 @@ from retime.recipes.schema import OutOfOrderSettings
 
 PAPER = "ooo-backprop"
 BALANCED = "balanced"
-PEAK = "peak memory"
+PEAK, FIRST_PEAK = "peak memory", "peak of the first steps"
 MIB = 2**20
 _BALANCING_BITS = 2e9
 _LEAST_BITS, _MOST_BITS = 20e6, 20e9
@@ -60,14 +60,15 @@ class OnRanks(Recipe[OutOfOrderSettings]):
         self, settings: OutOfOrderSettings, network: Network, tick: Tick, names: list[str], **more: Any
     ) -> tuple[list[Row], dict[str, Any]]:
         """Peak memory of each variant's fit, from fresh processes: rows in MiB (the worst rank's), and facts."""
-        found: dict[str, list[float]] = {name: [] for name in names}
+        found: dict[tuple[str, str], list[float]] = {}
         facts: dict[str, Any] = {}
         for _ in range(settings.rounds):
             for name in names:
                 answers = self.run_job(settings, network, tick, "memory", **(more | {"variants": [name]}))
-                found[name].append(max(answer["bytes"] for answer in answers) / MIB)
+                for quantity, key in ((PEAK, "later_bytes"), (FIRST_PEAK, "first_bytes")):
+                    found.setdefault((name, quantity), []).append(max(answer[key] for answer in answers) / MIB)
                 facts["gradient bytes"] = answers[0]["gradient_bytes"]
-        return [Row(name, PEAK, "MiB", values) for name, values in found.items()], facts
+        return [Row(name, quantity, "MiB", values) for (name, quantity), values in found.items()], facts
 
     def run_job(
         self, settings: OutOfOrderSettings, network: Network, tick: Tick, job: str, **more: Any

@@ -7,7 +7,7 @@ from retime.recipes import charts
 from retime.recipes.claims import Claim, Comparison
 from retime.recipes.measure import Spread, spread
 from retime.recipes.ooo_cases import case_of
-from retime.recipes.ooo_cluster import MIB, PAPER, PEAK, OnRanks
+from retime.recipes.ooo_cluster import FIRST_PEAK, MIB, PAPER, PEAK, OnRanks
 from retime.recipes.ooo_variants import label
 from retime.recipes.recipe import Measured, Tick
 from retime.recipes.results import Point, Result
@@ -53,6 +53,11 @@ class Memory(OnRanks):
             f"plain DDP's peak is {spread(point.values('ddp', PEAK)).median:.1f} MiB"
             for point in result.points
             if point.has("ddp", PEAK)
+        ] + [
+            f"- {point.at['case']}: in the first steps, in which DDP builds its buckets anew, {label(name)} peaks at "
+            f"{spread(point.values(name, FIRST_PEAK)).median:.1f} MiB"
+            for point in result.points
+            for name in point.variants(FIRST_PEAK)
         ]
 
     def draw(self, result: Result, path: Path) -> None:

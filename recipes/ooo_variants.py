@@ -11,7 +11,7 @@ ooo_tuned           out of order with the k that ooo_auto found before in the sa
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 
@@ -42,7 +42,8 @@ class Variant:
             options["bucket_cap_mb"] = layer_bucket_mb
         if self.k is None:
             return DDPStrategy(**options)
-        k = tuned_k if self.k == "tuned" else self.k
+        k: int | Literal["auto"] | None
+        k = tuned_k if self.k == "tuned" else "auto" if isinstance(self.k, str) else self.k
         if k is None:
             raise ValueError(f"{self.name} needs the k of a search: run one first")
         strategy: Strategy = OOODataParallelStrategy(k=k, cross_iteration=self.cross_iteration, **options)

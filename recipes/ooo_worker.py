@@ -1,6 +1,7 @@
 """What the ranks of the out-of-order recipes run: `request["job"]` names one of the functions in JOBS."""
 
 import copy
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -82,18 +83,59 @@ def losses(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def memory(request: dict[str, Any]) -> dict[str, Any]:
-    """This rank's peak resident bytes in one variant's fit, above the same process before it had a model."""
+    """This rank's peak resident bytes in one variant's fit, above the same process before it had a model.
+
+    The first steps are apart: DDP builds its buckets anew in them, with the old ones still there, and optimizers make
+    their states.
+    """
     (name,) = request["variants"]
     small = nn.Linear(8, 8)
     batch: list[Batch] = [(torch.randn(4, 8), torch.zeros(4, dtype=torch.int64))]
-    # loads code and opens connections that would count as the model's otherwise
-    Fits(small, batch * 4, request["optimizer"]).fit("ddp")
-    before = _peak(lambda: None)
-    fits = _fits(request)
+    for warm_up in ("ddp", "ooo_k0"):
+        # loads code, starts threads and opens connections that would count as the model's otherwise
+        Fits(small, batch * 4, request["optimizer"]).fit(warm_up)
+    peaks = [_Peak()]
+    size = gradient_bytes(_model(request))
+    peaks.append(_Peak())
+    fits = _fits(request, lambda batches: _Announced(batches, lambda: peaks.append(_Peak())))
     fits.tuned_k = request["k"]
-    done: list[Fit] = []
-    after = _peak(lambda: done.append(fits.fit(name)))
-    return {"bytes": after - before, "k": done[0].k, "gradient_bytes": gradient_bytes(_model(request))}
+    k = fits.fit(name).k
+    before, first, later = (peak.bytes() for peak in peaks)
+    return {"first_bytes": first - before, "later_bytes": later - before, "k": k, "gradient_bytes": size}
+
+
+class _Peak:
+    """The peak of resident bytes from its making to the next one's."""
+
+    _running: "_Peak | None" = None
+
+    def __init__(self) -> None:
+        if _Peak._running is not None:
+            _Peak._running.bytes()
+        self._probe = MemoryProbe(CPU)
+        self._found: int | None = None
+        self._probe.start()
+        _Peak._running = self
+
+    def bytes(self) -> int:
+        if self._found is None:
+            self._probe.stop()
+            self._found = int(self._probe.peaks()["batch"])
+        return self._found
+
+
+class _Announced(list[Batch]):
+    """Batches that call `settled` when the first steps are over."""
+
+    def __init__(self, batches: list[Batch], settled: Callable[[], Any]) -> None:
+        super().__init__(batches)
+        self._settled = settled
+
+    def __iter__(self) -> Iterator[Batch]:
+        for number, batch in enumerate(super().__iter__()):
+            if number == WARMUP_STEPS + 1:
+                self._settled()
+            yield batch
 
 
 def layers(request: dict[str, Any]) -> dict[str, Any]:
@@ -111,14 +153,14 @@ STEPS_BEFORE_SEARCH = 3
 JOBS = {one.__name__: one for one in (calibrate, compare, search, losses, memory, layers)}
 
 
-def _fits(request: dict[str, Any]) -> Fits:
+def _fits(request: dict[str, Any], wrap: Callable[[list[Batch]], list[Batch]] = list) -> Fits:
     """Fits of the request's model; every rank has a share of its own of the batches."""
     rank, hosts = dist.get_rank(), dist.get_world_size()
     steps = WARMUP_STEPS + 1 + request["steps"]
     if request.get("batches") is not None:
         steps = request["batches"]
     batches = build_batches(request["data"], request["batch_size"], steps * hosts)[rank::hosts]
-    return Fits(_model(request), batches, request["optimizer"], request["layer_bucket_mb"])
+    return Fits(_model(request), wrap(batches), request["optimizer"], request["layer_bucket_mb"])
 
 
 def _model(request: dict[str, Any]) -> nn.Module:
@@ -137,14 +179,6 @@ def _search(fit: Fit) -> dict[str, Any]:
         "steps": STEPS_BEFORE_SEARCH + len(path) * (SETTLING_STEPS + TIMED_STEPS),
         "report": str(fit.report),
     }
-
-
-def _peak(work: Any) -> int:
-    probe = MemoryProbe(CPU)
-    probe.start()
-    work()
-    probe.stop()
-    return int(probe.peaks()["batch"])
 
 
 if __name__ == "__main__":
