@@ -110,7 +110,7 @@ class Hosts(OnRanks):
             axes.set_title(f"{kind} computation", fontsize=10)
             axes.set_xlabel("hosts")
             axes.set_xticks([point.at["hosts"] for point in points])
-            axes.set_ylim(bottom=0)
+        panels[0].set_ylim(bottom=0)  # after all is drawn: the panels share their scale
         panels[0].set_ylabel("samples per second, all hosts")
         panels[-1].legend(fontsize=8)
         charts.save(drawing, path)
