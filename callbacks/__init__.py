@@ -2,6 +2,7 @@
 
 from retime.callbacks.fuse_optimizer import FuseOptimizer
 from retime.callbacks.peak_memory import PeakMemory
+from retime.callbacks.reverse_first_k import ReverseFirstK
 from retime.callbacks.step_timeline import StepTimeline
 
-__all__ = ["FuseOptimizer", "PeakMemory", "StepTimeline"]
+__all__ = ["FuseOptimizer", "PeakMemory", "ReverseFirstK", "StepTimeline"]

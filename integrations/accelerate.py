@@ -1,8 +1,10 @@
-"""Optimizer fusion for Accelerate: an object applied after ``accelerator.prepare()``.
+"""The mechanisms for Accelerate: objects applied after ``accelerator.prepare()``.
 
-Accelerate has no entry point for plug-ins of others and its Trainer builds the Accelerator itself, so the object works
-on what ``prepare`` returned. It needs nothing from a loop, and can be made in a ``TrainerCallback`` too.
+Accelerate has no entry point for plug-ins of others and its Trainer builds the Accelerator itself, so the objects work
+on what ``prepare`` returned. They need nothing from a loop, and can be made in a ``TrainerCallback`` too.
 """
+
+from __future__ import annotations
 
 from typing import Any
 
@@ -10,12 +12,15 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer, patch_optimizer_step
 from accelerate.utils import DistributedType
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from retime.mechanisms.fusion.backward import BackwardFusion
 from retime.mechanisms.fusion.forward import ForwardFusion
 from retime.mechanisms.fusion.fuse import fuse_optimizer
 from retime.mechanisms.fusion.report import FusionReport, check_mode
+from retime.mechanisms.out_of_order import data_parallel
+from retime.mechanisms.out_of_order.report import OutOfOrderReport
 
 _ONE_PROCESS_OR_DDP = {
     DistributedType.NO,
@@ -57,20 +62,15 @@ class FusedOptimizer:
                 "mixed_precision='fp16' scales gradients, and its GradScaler has to see all of them before the first "
                 "update: use mode='forward', or mixed_precision='bf16'"
             )
-        if not isinstance(optimizer, AcceleratedOptimizer):
-            raise TypeError(
-                f"apply FusedOptimizer after accelerator.prepare(...): it takes the optimizer that prepare returned, "
-                f"got {type(optimizer).__name__}"
-            )
         self._accelerator = accelerator
-        self._optimizer = optimizer
+        self._optimizer = _prepared(optimizer, type(self).__name__)
         self._fusion = fuse_optimizer(
-            model, optimizer.optimizer, self.mode, bucket_bytes=bucket_bytes, clip_value=clip_value
+            model, self._optimizer.optimizer, self.mode, bucket_bytes=bucket_bytes, clip_value=clip_value
         )
         if isinstance(self._fusion, BackwardFusion):
             self._fusion.wanted = lambda: bool(accelerator.sync_gradients)
             self._refuse_norm_clipping()
-        self._renew_captured_steps()
+        _renew_captured_steps(self._optimizer)
 
     def _refuse_norm_clipping(self) -> None:
         def clip_grad_norm_(*args: Any, **kwargs: Any) -> Any:
@@ -80,13 +80,6 @@ class FusedOptimizer:
             )
 
         self._accelerator.clip_grad_norm_ = clip_grad_norm_
-
-    def _renew_captured_steps(self) -> None:
-        """With a scaler, AcceleratedOptimizer holds the step methods that it found when it was made."""
-        if self._optimizer.scaler is not None:
-            step = self._optimizer.optimizer.step
-            self._optimizer._optimizer_original_step_method = step
-            self._optimizer._optimizer_patched_step_method = patch_optimizer_step(self._optimizer, step)
 
     def flush(self) -> None:
         """Forward mode: run all pending updates now, for readers that hold an alias of a parameter's memory."""
@@ -101,4 +94,93 @@ class FusedOptimizer:
         """Bring all parameters up to date and take everything off again."""
         self._fusion.remove()
         self._accelerator.__dict__.pop("clip_grad_norm_", None)
-        self._renew_captured_steps()
+        _renew_captured_steps(self._optimizer)
+
+
+class OutOfOrderDataParallel:
+    """Hide gradient communication behind weight gradients and the next forward pass (Oh et al. 2022, section 5.1).
+
+    The loop stays as it is, accumulation, clipping and fp16 included; see
+    :class:`retime.mechanisms.out_of_order.OutOfOrderDataParallel` for what happens and for the arguments. Prepare the
+    model with ``Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)])``. The k
+    that ``"auto"`` found is part of ``accelerator.save_state()``.
+
+    :raises ValueError: one process only, another engine than DistributedDataParallel, a communication hook of its own.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizer: Optimizer,
+        k: data_parallel.K = "auto",
+        *,
+        max_memory: int | None = None,
+        cross_iteration: bool = True,
+        blocks: list[str] | None = None,
+    ) -> None:
+        if not isinstance(model, DistributedDataParallel):
+            raise ValueError(
+                f"OutOfOrderDataParallel needs the DistributedDataParallel model that accelerator.prepare() makes with "
+                f"two processes or more, got {type(model).__name__} ({accelerator.distributed_type}, "
+                f"{accelerator.num_processes} processes)"
+            )
+        self._optimizer = _prepared(optimizer, type(self).__name__)
+        self._ooo = data_parallel.OutOfOrderDataParallel(
+            model,
+            [self._optimizer.optimizer] if cross_iteration else [],
+            k=k,
+            max_memory=max_memory,
+            cross_iteration=cross_iteration,
+            blocks=blocks,
+        )
+        _renew_captured_steps(self._optimizer)
+        accelerator.register_for_checkpointing(self)
+
+    @property
+    def k(self) -> int:
+        """The number of blocks whose weight gradients run last at the moment."""
+        return self._ooo.k
+
+    def set_k(self, k: data_parallel.K) -> None:
+        """Use this k from the next step on; all ranks must be given the same."""
+        self._ooo.set_k(k)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What ``accelerator.save_state()`` keeps: the k that was found, nothing while the search is under way."""
+        return {"known_k": None if self._ooo.is_searching else (self._ooo.k, len(self._ooo.blocks))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up the k of an earlier run, so that ``"auto"`` need not search again."""
+        known = state["known_k"]
+        self._ooo.known_k = tuple(known) if known else None
+
+    def flush(self) -> None:
+        """Wait for all gradients and run all pending updates now, for readers that bypass Python."""
+        self._ooo.flush()
+
+    def report(self) -> OutOfOrderReport:
+        """What was re-ordered so far."""
+        return self._ooo.report()
+
+    def remove(self) -> None:
+        """Bring all parameters up to date and take everything off again."""
+        self._ooo.remove()
+        _renew_captured_steps(self._optimizer)
+
+
+def _prepared(optimizer: Optimizer, name: str) -> AcceleratedOptimizer:
+    if not isinstance(optimizer, AcceleratedOptimizer):
+        raise TypeError(
+            f"apply {name} after accelerator.prepare(...): it takes the optimizer that prepare returned, got "
+            f"{type(optimizer).__name__}"
+        )
+    return optimizer
+
+
+def _renew_captured_steps(optimizer: AcceleratedOptimizer) -> None:
+    """With a scaler, AcceleratedOptimizer holds the step methods that it found when it was made."""
+    if optimizer.scaler is not None:
+        step = optimizer.optimizer.step
+        optimizer._optimizer_original_step_method = step
+        optimizer._optimizer_patched_step_method = patch_optimizer_step(optimizer, step)

@@ -1,5 +1,7 @@
 """Out-of-order data parallel as a Lightning strategy (Oh et al. 2022, section 5.1)."""
 
+import sys
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -173,13 +175,21 @@ class OOODataParallelStrategy(LightningOnly, DDPStrategy):
             self._ooo.discard_measurement()
 
     def teardown(self) -> None:
-        self._stepping.stop()
-        if self._ooo is not None:
-            self._ooo.remove()
-            self._last_report = self._ooo.report()
-            rank_zero_info(f"retime: {self._last_report}")
-            self._ooo = None
-        super().teardown()
+        ooo, self._ooo = self._ooo, None
+        failing = sys.exc_info()[0] is not None
+        try:
+            if ooo is not None:
+                ooo.remove()
+        except RuntimeError as error:
+            if not failing:
+                raise
+            warnings.warn(f"the last step's updates are lost, another rank has failed: {error}", stacklevel=2)
+        finally:
+            if ooo is not None:
+                self._last_report = ooo.report()
+                rank_zero_info(f"retime: {self._last_report}")
+            self._stepping.stop()
+            super().teardown()
 
     def report(self) -> OutOfOrderReport:
         """What was re-ordered so far, and what could not be, why."""

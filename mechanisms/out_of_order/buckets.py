@@ -47,11 +47,17 @@ class BucketMap:
             self._buffers[index] = buffer
             self._places = {p: place for p, place in self._places.items() if place.bucket != index}
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-                start = gradient.storage_offset() - buffer.storage_offset()
+                start = int(gradient.storage_offset() - buffer.storage_offset())
                 self._places[parameter] = Place(index, start, start + gradient.numel())
         if bucket.is_last():
             self.is_steady = final
         return same
+
+    def forget(self) -> None:
+        """Let go of buckets that are about to be replaced."""
+        self._buffers.clear()
+        self._places.clear()
+        self.is_steady = False
 
     def place_of(self, parameter: Tensor) -> Place | None:
         """Where the parameter's gradient is; None for one that DistributedDataParallel does not reduce."""

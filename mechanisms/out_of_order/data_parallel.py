@@ -7,6 +7,7 @@ the next forward pass needs them first.
 """
 
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -18,12 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from retime.mechanisms.fusion.data_parallel import average, sparse_layer
+from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.out_of_order.buckets import BucketMap, Region
 from retime.mechanisms.out_of_order.deferral import WeightGradientDeferral
 from retime.mechanisms.out_of_order.k_tuner import KTuner
 from retime.mechanisms.out_of_order.layers import Block
 from retime.mechanisms.out_of_order.memory import extra_bytes, largest_affordable_k, peak_bytes_so_far
-from retime.mechanisms.out_of_order.reductions import Reduction, Reductions, settle_gradients
+from retime.mechanisms.out_of_order.reductions import Reduction, Reductions, release, settle_gradients
 from retime.mechanisms.out_of_order.report import OutOfOrderReport
 from retime.mechanisms.out_of_order.updates import CrossIterationUpdates
 
@@ -97,7 +99,9 @@ class OutOfOrderDataParallel:
         self.known_k: tuple[int, int] | None = None
         """What an earlier search found, and for how many blocks: then ``"auto"`` does not search."""
         self._never_rebuilds = model.find_unused_parameters and not model.static_graph
-        self._no_order: str | None = UNUSED if self._never_rebuilds else None
+        self._no_order: str | None = None
+        if self._never_rebuilds:
+            self.keep_order(UNUSED)
         _register(model, self._reduce)
         self._handles: list[Any] = [
             model.register_forward_pre_hook(self._before_forward),
@@ -117,8 +121,10 @@ class OutOfOrderDataParallel:
         return [block.name for block in self._deferral.blocks]
 
     def keep_order(self, reason: str) -> None:
-        """Leave all weight gradients in the conventional order from now on."""
+        """Leave all weight gradients in the conventional order from now on; whoever asked for a k is warned."""
         self._no_order = reason
+        if isinstance(self._wanted, int) and self._wanted > 0:
+            warnings.warn(f"k={self._wanted} has no effect: {reason}", NoEffectWarning, stacklevel=3)
 
     @property
     def is_searching(self) -> bool:
@@ -128,7 +134,7 @@ class OutOfOrderDataParallel:
     def set_k(self, k: K) -> None:
         """Use this k from the next step on; ``"auto"`` searches again. All ranks must be given the same."""
         check_k(k)
-        self._wanted, self._tuner = k, None
+        self._wanted, self._tuner, self.known_k = k, None, None
         if k != "auto" and self._deferral.blocks:
             self._use(self._bounded(k))
 
@@ -171,23 +177,32 @@ class OutOfOrderDataParallel:
         return report
 
     def remove(self) -> None:
-        """Bring all parameters up to date and take the hooks off; the communication hook then does as the wrapper."""
+        """Bring all parameters up to date and take the hooks off; the communication hook then does as the wrapper.
+
+        Raises:
+            RuntimeError: a gradient never arrived because another rank failed; the hooks are off all the same.
+        """
         if self._removed:
             return
         self._removed = True
-        self.flush()
-        for updates in self._updates:
-            updates.remove()
-        for handle in self._handles:
-            handle.remove()
-        self._deferral.remove()
-        self._reductions.close()
+        try:
+            self.flush()
+        finally:
+            release(self._carrying)
+            self._carrying.clear()
+            for updates in self._updates:
+                updates.remove()
+            for handle in self._handles:
+                handle.remove()
+            self._deferral.remove()
+            self._reductions.close()
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
         deferral = self._deferral
         synchronised = model.training and torch.is_grad_enabled() and self.model.require_backward_grad_sync
         if not self._map.is_steady:
-            self.flush()  # the wrapper is about to build its buckets anew
+            self.flush()
+            self._map.forget()  # the wrapper is about to build its buckets anew
         if synchronised:
             deferral.forget()
             self._choose_k()

@@ -1,8 +1,9 @@
 """Deferred weight gradients: first all output gradients, then the weight gradients of the first k blocks.
 
-Out-of-order backprop (Oh et al. 2022, section 3, algorithm 2) on unmodified modules, by hooks around their layers. The
-first backward pass is watched and runs as ever: it shows the forward order, what each layer's piece of the autograd
-graph looks like, and which parameters are used elsewhere too. What cannot wait stays in order and is listed in ``kept``.
+Out-of-order backprop (Oh et al. 2022, section 3, algorithm 2) on unmodified modules, by hooks around their layers.
+The first backward pass is watched and runs as ever: it shows the forward order, what each layer's piece of the autograd
+graph looks like, and which parameters are used elsewhere too. What cannot wait stays in order and is listed in
+``kept``.
 """
 
 from collections import Counter

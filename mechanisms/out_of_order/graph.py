@@ -1,6 +1,7 @@
 """What the autograd graph says about one call of a layer: can its weight gradient wait?"""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,11 @@ def is_leaf(node: Node) -> bool:
     return hasattr(node, "variable")
 
 
+def _leaf_of(node: Any) -> Tensor:
+    leaf: Tensor = node.variable
+    return leaf
+
+
 def why_inseparable(
     outputs: Iterable[GradientEdge], inputs: Iterable[GradientEdge], parameters: set[Tensor], since: int
 ) -> str | None:
@@ -46,7 +52,7 @@ def why_inseparable(
             reaches[node] = (any(f[0] for f in found), any(f[1] for f in found))
         elif node not in reaches:
             if is_leaf(node):
-                if node.variable not in parameters:
+                if _leaf_of(node) not in parameters:
                     return FOREIGN
                 reaches[node] = (False, True)
             elif node._sequence_nr() < since:
@@ -81,7 +87,7 @@ def leaves_outside(roots: Iterable[Tensor], calls: dict[Node, list[Node]]) -> se
             continue
         visited.add(node)
         if is_leaf(node):
-            found.add(node.variable)
+            found.add(_leaf_of(node))
         elif node in calls:
             stack += calls[node]
         else:
@@ -94,7 +100,7 @@ def sequence_number() -> int:
     return int(torch._C._autograd._get_sequence_nr())
 
 
-def _is_one_kernel(node: Node) -> bool:
+def _is_one_kernel(node: Any) -> bool:
     """A custom autograd.Function, or a recurrent kernel, computes all of its gradients whatever is asked of it."""
     name = node.name()
     return isinstance(node, BackwardCFunction) or any(word in name for word in ("Rnn", "Lstm", "Gru", "NormBackward"))

@@ -20,7 +20,7 @@ class StandIns:
         self.tensors: dict[Tensor, Tensor] = {}
         for parameter in layer.parameters:
             tensor = parameter.detach().requires_grad_()
-            tensor.register_post_accumulate_grad_hook(lambda _: on_gradient())
+            tensor.register_post_accumulate_grad_hook(lambda _: on_gradient())  # type: ignore[no-untyped-call]
             self.tensors[parameter] = tensor
         self._places = [
             (module, name, parameter)

@@ -1,5 +1,6 @@
 """Finds k while training goes on: every step counts for training, some are timed too (Oh et al. 2022, section 5.1)."""
 
+import statistics
 from collections.abc import Callable
 
 from retime.schedules import KSearch
@@ -7,9 +8,12 @@ from retime.schedules import KSearch
 SETTLING_STEPS = 1
 """Steps after a change of k that are not timed: the first one still waits for gradients sent in the former order."""
 TIMED_STEPS = 2
-"""Steps timed for each k; the faster one counts, since whatever disturbs a step makes it slower."""
+"""Steps timed together for each k. Their mean counts and not the fastest: a step can lend time to the next one."""
 MOST_STEPS = 57
 """Steps that the search may take, with the three that come before it 60."""
+FINALISTS = 3
+REPEATS = 2
+"""As far as steps are left, the best few are timed again, so often each."""
 
 
 class KTuner:
@@ -21,27 +25,34 @@ class KTuner:
     """
 
     def __init__(self, blocks: int, largest: int, agree: Callable[[float], float]) -> None:
-        self._search = KSearch(blocks, largest=largest, budget=MOST_STEPS // (SETTLING_STEPS + TIMED_STEPS))
+        self._visits = MOST_STEPS // (SETTLING_STEPS + TIMED_STEPS)
+        self._search = KSearch(blocks, largest=largest, budget=self._visits)
         self._agree = agree
+        self._times: dict[int, list[float]] = {}
+        self._again: list[int] | None = None
         self._began: float | None = None
         self._settling = SETTLING_STEPS
-        self._times: list[float] = []
+        self._timed: list[float] = []
 
     @property
     def k(self) -> int:
         """The k to use now."""
-        next_k = self._search.next_k
-        return self._search.best if next_k is None else next_k
+        if self._search.next_k is not None:
+            return self._search.next_k
+        if self._again:
+            return self._again[0]
+        means = self.measured
+        return min(means, key=lambda k: (means[k], k), default=0)
 
     @property
     def is_done(self) -> bool:
         """Whether the search has ended."""
-        return self._search.next_k is None
+        return self._search.next_k is None and not self._again
 
     @property
     def measured(self) -> dict[int, float]:
-        """Seconds a step by k, in the order measured."""
-        return self._search.measured
+        """Seconds a step by k, in the order in which they were first measured."""
+        return {k: statistics.fmean(times) for k, times in self._times.items()}
 
     def discard(self) -> None:
         """Do not count the step that is under way: something else took time in it."""
@@ -58,11 +69,21 @@ class KTuner:
         if self._settling:
             self._settling -= 1
             return False
-        self._times.append(now - began)
-        if len(self._times) < TIMED_STEPS:
+        self._timed.append(now - began)
+        if len(self._timed) < TIMED_STEPS:
             return False
         before = self.k
-        self._search.record(self._agree(min(self._times)))
-        self._times = []
-        self._settling = SETTLING_STEPS
+        self._note(before, self._agree(statistics.fmean(self._timed)))
+        self._timed, self._settling = [], SETTLING_STEPS
         return self.k != before
+
+    def _note(self, k: int, seconds: float) -> None:
+        self._times.setdefault(k, []).append(seconds)
+        if self._search.next_k is not None:
+            self._search.record(seconds)
+        elif self._again:
+            del self._again[0]
+        if self._search.next_k is None and self._again is None:
+            left = min(self._visits - len(self._search.measured), REPEATS * FINALISTS)
+            best = sorted(self._search.measured, key=self._search.measured.__getitem__)[:FINALISTS]
+            self._again = [best[i % len(best)] for i in range(left - left % len(best))]

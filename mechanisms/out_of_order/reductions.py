@@ -90,3 +90,11 @@ def settle_gradients(parameters: Iterable[Tensor]) -> None:
         pending = pending_of(parameter)
         if isinstance(pending, GradientWatch):
             pending.settle()
+
+
+def release(parameters: Iterable[Tensor]) -> None:
+    """Forget whatever these parameters still wait for, after a failure that it cannot survive."""
+    for parameter in parameters:
+        pending = pending_of(parameter)
+        if pending is not None:
+            pending.release()

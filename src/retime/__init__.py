@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from retime.callbacks import FuseOptimizer, PeakMemory, StepTimeline
+from retime.callbacks import FuseOptimizer, PeakMemory, ReverseFirstK, StepTimeline
 from retime.mechanisms.fusion import declare_per_parameter, fuse_optimizer
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.strategies import FusedOptimizerDDPStrategy, FusedOptimizerStrategy, OOODataParallelStrategy
@@ -19,6 +19,7 @@ __all__ = [
     "NoEffectWarning",
     "OOODataParallelStrategy",
     "PeakMemory",
+    "ReverseFirstK",
     "StepTimeline",
     "declare_per_parameter",
     "fuse_optimizer",

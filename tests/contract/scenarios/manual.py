@@ -10,7 +10,7 @@ from torch.nn.functional import mse_loss
 from contract.bench import Bench
 from contract.models import Net, adam, mlp, sgd
 from contract.registry import scenario
-from contract.traits import MANUAL
+from contract.traits import MANUAL, UNUSED
 
 
 class Manual(Net):
@@ -96,6 +96,6 @@ def manual_with_closure(bench: Bench) -> None:
     bench.fit(ManualClosure())
 
 
-@scenario(MANUAL, find_unused_parameters=True)
+@scenario(MANUAL, UNUSED, find_unused_parameters=True)
 def manual_with_two_optimizers(bench: Bench) -> None:
     bench.fit(Adversaries(), val=None)

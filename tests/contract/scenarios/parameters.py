@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from contract.bench import Bench
 from contract.models import FEATURES, Net, adam, mlp, sgd
 from contract.registry import scenario
-from contract.traits import COMPILED, HELD_BACK, REENTRANT
+from contract.traits import COMPILED, HELD_BACK, REENTRANT, UNUSED
 
 FROZEN_IN_DDP = "DDP does not synchronise a parameter that was frozen when it was built"
 
@@ -196,12 +196,12 @@ def module_called_three_times(bench: Bench) -> None:
     bench.fit(Net(Shared(), optimizer=sgd))
 
 
-@scenario(find_unused_parameters=True)
+@scenario(UNUSED, find_unused_parameters=True)
 def parameters_unused(bench: Bench) -> None:
     bench.fit(Net(Unused()))
 
 
-@scenario(find_unused_parameters=True)
+@scenario(UNUSED, find_unused_parameters=True)
 def parameters_unused_with_accumulation(bench: Bench) -> None:
     bench.fit(Net(Unused(), optimizer=sgd), accumulate_grad_batches=2)
 

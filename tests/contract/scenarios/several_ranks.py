@@ -9,6 +9,7 @@ from contract.bench import Bench
 from contract.models import FEATURES, Net, mlp, sgd
 from contract.registry import scenario
 from contract.scenarios.parameters import Normalised
+from contract.traits import UNUSED
 
 
 def _deep() -> nn.Module:
@@ -56,7 +57,7 @@ def ddp_static_graph(bench: Bench) -> None:
     bench.fit(Net(_deep()))
 
 
-@scenario(several=True, find_unused_parameters=True)
+@scenario(UNUSED, several=True, find_unused_parameters=True)
 def ddp_ranks_use_different_layers(bench: Bench) -> None:
     bench.fit(Net(DependsOnRank()))
 
