@@ -1,0 +1,97 @@
+"""The LSTM cell of torch.nn: its state is the pair (h, c), so Jacobians are ``2H x 2H``."""
+
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from retime.mechanisms.scan.cells import GateGradients, LocalCell, Weights
+from retime.mechanisms.scan.diagonal import diagonal_scan
+from retime.mechanisms.scan.jacobians import LocalJacobians, fold
+
+
+class LSTMJacobians(LocalJacobians):
+    """With ``s = vc + vh o (1 - tanh^2 c)``: ``vc' = f s`` and ``vh' = [i' s, f' s, g' s, o' vh] W_hh``.
+
+    :param through: ``o (1 - tanh^2 c)``: ``[T, *batch, H]``.
+    :param forget: ``f``: ``[T, *batch, H]``.
+    :param scale: derivatives of i, f, g with respect to c, and of o with respect to h, each times its gate's slope:
+        ``[T, *batch, 4, H]``.
+    :param matrix: ``weight_hh``: ``[4 * H, H]``.
+    """
+
+    def __init__(self, through: Tensor, forget: Tensor, scale: Tensor, matrix: Tensor) -> None:
+        self.through = through
+        self.forget = forget
+        self.scale = scale
+        self.matrix = matrix
+        self.steps = scale.shape[0]
+        self.batch = tuple(scale.shape[1:-2])
+        self.hidden = scale.shape[-1]
+        self.state = 2 * self.hidden
+
+    def step_mv(self, t: int, v: Tensor) -> Tensor:
+        return self._step(v, self.through[t], self.forget[t], self.scale[t])
+
+    def step_mm(self, t: int, rows: Tensor) -> Tensor:
+        return self._step(
+            rows, self.through[t].unsqueeze(-2), self.forget[t].unsqueeze(-2), self.scale[t].unsqueeze(-3)
+        )
+
+    def _step(self, v: Tensor, through: Tensor, forget: Tensor, scale: Tensor) -> Tensor:
+        gates = self.gates(v, through, scale)
+        cell = v[..., self.hidden :] + v[..., : self.hidden] * through
+        return torch.cat([gates.flatten(-2) @ self.matrix, forget * cell], dim=-1)
+
+    def gates(self, v: Tensor, through: Tensor, scale: Tensor) -> Tensor:
+        """Gradients of the four gates' products: ``[..., 4, H]``."""
+        output = v[..., : self.hidden]
+        cell = (v[..., self.hidden :] + output * through).unsqueeze(-2)
+        return torch.cat([cell.expand(*cell.shape[:-2], 3, self.hidden), output.unsqueeze(-2)], dim=-2) * scale
+
+    def dense(self) -> Tensor:
+        eye = torch.eye(self.state, dtype=self.scale.dtype, device=self.scale.device)
+        eye = eye.expand(self.steps, *self.batch, self.state, self.state)
+        return self._step(eye, self.through.unsqueeze(-2), self.forget.unsqueeze(-2), self.scale.unsqueeze(-3))
+
+    def narrow(self, start: int, steps: int) -> Self:
+        parts = (part.narrow(0, start, steps) for part in (self.through, self.forget, self.scale))
+        return type(self)(*parts, self.matrix)
+
+    def folded(self, chunk: int) -> Self:
+        parts = (fold(part, chunk) for part in (self.through, self.forget, self.scale))
+        return type(self)(*parts, self.matrix)
+
+
+class LocalLSTM(LocalCell):
+    """Gates are recomputed in one product for all steps; ``c`` by a scan of ``c[t] = f c[t-1] + i g``.
+
+    :param x: ``[T, B, I]``.
+    :param before: ``h[t-1]``: ``[T, B, H]``.
+    :param first_cell: ``c0``: ``[B, H]``.
+    :param mask: ``[T, B, 1]``, zero where a shorter sequence has ended. None: all have the same length.
+    """
+
+    def __init__(
+        self, x: Tensor, before: Tensor, first_cell: Tensor, weights: Weights, mask: Tensor | None = None
+    ) -> None:
+        products = F.linear(x, weights.input, weights.input_bias) + F.linear(
+            before, weights.hidden, weights.hidden_bias
+        )
+        i, f, g, o = products.chunk(4, dim=-1)
+        i, f, g, o = torch.sigmoid(i), torch.sigmoid(f), torch.tanh(g), torch.sigmoid(o)
+        cell = diagonal_scan(f, i * g, first_cell)
+        cell_before = torch.cat([first_cell.unsqueeze(0), cell[:-1]])
+        squashed = torch.tanh(cell)
+        through = o * (1 - squashed * squashed)
+        scale = torch.stack(
+            [g * (i * (1 - i)), cell_before * (f * (1 - f)), i * (1 - g * g), squashed * (o * (1 - o))], dim=-2
+        )
+        if mask is not None:
+            f, through, scale = f * mask, through * mask, scale * mask.unsqueeze(-1)
+        self.jacobians = LSTMJacobians(through, f, scale, weights.hidden)
+
+    def gate_gradients(self, v: Tensor) -> GateGradients:
+        gradient = self.jacobians.gates(v, self.jacobians.through, self.jacobians.scale).flatten(-2)
+        return GateGradients(gradient, gradient)

@@ -1,0 +1,65 @@
+"""Names of solvers, and what a solver is."""
+
+import re
+from typing import Protocol
+
+from torch import Tensor
+
+from retime.mechanisms.scan.blelloch import Blelloch
+from retime.mechanisms.scan.chunk import Chunk
+from retime.mechanisms.scan.jacobians import LocalJacobians
+from retime.mechanisms.scan.sequential import Sequential
+
+NAMES = "auto, sequential, chunk, chunk(length), blelloch, truncated(levels), autograd"
+
+
+class Solver(Protocol):
+    """Solves ``v[t-1] = g[t-1] + J[t]^T v[t]`` for all ``t``."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def safe(self) -> bool:
+        """Whether every number it forms is one that autograd forms too."""
+        ...
+
+    def solve(self, jacobians: LocalJacobians, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """Solve one scan.
+
+        :param gradient: ``g``, what reaches each state from outside the recurrence: ``[T, B, S]``.
+        :return: ``v``: ``[T, B, S]``, and ``J[0]^T v[0]``, the gradient of the first state: ``[B, S]``.
+        """
+        ...
+
+
+def parse_solver(name: str) -> Solver:
+    """The solver of that name.
+
+    :raises ValueError: for an unknown name.
+    """
+    match = re.fullmatch(r"(\w+)(?:[:(](\d+)\)?)?", name.strip())
+    kind, number = match.groups() if match else (name, None)
+    count = None if number is None else int(number)
+    if kind == "sequential" and count is None:
+        return Sequential()
+    if kind == "chunk":
+        return Chunk(count)
+    if kind == "blelloch" and count is None:
+        return Blelloch()
+    if kind == "truncated" and count is not None:
+        return Blelloch(count)
+    raise ValueError(f"unknown solver {name!r}; use one of {NAMES}")
+
+
+def check_solver(solver: str | Solver) -> None:
+    """Refuse what :func:`scan_layer` would refuse.
+
+    :raises ValueError: for an unknown name.
+    :raises TypeError: for an object without ``solve``.
+    """
+    if isinstance(solver, str):
+        if solver not in ("auto", "autograd"):
+            parse_solver(solver)
+    elif not callable(getattr(solver, "solve", None)):
+        raise TypeError(f"solver={solver!r} has no solve(jacobians, gradient); use one of {NAMES}")
