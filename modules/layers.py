@@ -1,0 +1,153 @@
+"""ScanRNN, ScanGRU and ScanLSTM: torch.nn's constructors in front of `ScanRecurrent`."""
+
+from typing import Any
+
+from retime.mechanisms.scan import Solver
+from retime.modules.recurrent import ScanRecurrent
+
+MODES = {"tanh": "RNN_TANH", "relu": "RNN_RELU"}
+
+
+class ScanRNN(ScanRecurrent):
+    """`torch.nn.RNN` (Elman, tanh or ReLU) whose backward pass through time is a parallel scan (Wang et al. 2020).
+
+    Takes torch.nn.RNN's arguments, inputs and state_dict. Its own argument:
+
+    Args:
+        solver: how gradients go back through time: "auto" (the cheapest by a cost model), "chunk", "blelloch" (the
+            paper's Algorithm 1), "sequential" or "truncated(<levels>)".
+
+    Raises:
+        ValueError: an unknown solver or nonlinearity, a `proj_size`, a dropout outside [0, 1].
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        nonlinearity: str = "tanh",
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        solver: str | Solver = "auto",
+        proj_size: int | None = None,
+    ) -> None:
+        refuse_projection(proj_size)
+        if nonlinearity not in MODES:
+            raise ValueError(f"Unknown nonlinearity '{nonlinearity}'. Select from 'tanh' or 'relu'.")
+        super().__init__(
+            MODES[nonlinearity],
+            input_size,
+            hidden_size,
+            num_layers,
+            bias,
+            batch_first,
+            dropout,
+            bidirectional,
+            device=device,
+            dtype=dtype,
+            solver=solver,
+        )
+        self.nonlinearity = nonlinearity
+
+
+class ScanGRU(ScanRecurrent):
+    """`torch.nn.GRU` whose backward pass through time is a parallel scan (Wang et al. 2020, section 4.2, appendix E).
+
+    Takes torch.nn.GRU's arguments, inputs and state_dict. Its own argument:
+
+    Args:
+        solver: how gradients go back through time: "auto" (the cheapest by a cost model), "chunk", "blelloch" (the
+            paper's Algorithm 1), "sequential" or "truncated(<levels>)".
+
+    Raises:
+        ValueError: an unknown solver, a `proj_size`, a dropout outside [0, 1].
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        solver: str | Solver = "auto",
+        proj_size: int | None = None,
+    ) -> None:
+        refuse_projection(proj_size)
+        super().__init__(
+            "GRU",
+            input_size,
+            hidden_size,
+            num_layers,
+            bias,
+            batch_first,
+            dropout,
+            bidirectional,
+            device=device,
+            dtype=dtype,
+            solver=solver,
+        )
+
+
+class ScanLSTM(ScanRecurrent):
+    """`torch.nn.LSTM` whose backward pass through time is a parallel scan over the pair (h, c), 2 H numbers a step.
+
+    Takes torch.nn.LSTM's arguments, inputs and state_dict, without projections. Its own argument:
+
+    Args:
+        solver: how gradients go back through time: "auto" (the cheapest by a cost model), "chunk", "blelloch" (the
+            paper's Algorithm 1), "sequential" or "truncated(<levels>)".
+
+    Raises:
+        ValueError: an unknown solver, a `proj_size` other than 0, a dropout outside [0, 1].
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        proj_size: int = 0,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        solver: str | Solver = "auto",
+    ) -> None:
+        if proj_size:
+            raise ValueError(
+                f"ScanLSTM(proj_size={proj_size}): there is no scan over projected states; use torch.nn.LSTM"
+            )
+        super().__init__(
+            "LSTM",
+            input_size,
+            hidden_size,
+            num_layers,
+            bias,
+            batch_first,
+            dropout,
+            bidirectional,
+            device=device,
+            dtype=dtype,
+            solver=solver,
+        )
+
+
+def refuse_projection(proj_size: int | None) -> None:
+    """torch.nn's own refusal, which it makes for any value."""
+    if proj_size is not None:
+        raise ValueError("proj_size argument is only supported for LSTM, not RNN or GRU")

@@ -1,0 +1,148 @@
+"""The common part of ScanRNN, ScanGRU and ScanLSTM: torch.nn's interface over `scan_layer`, one layer a call.
+
+Shapes: T time steps, B batch, I input size, H hidden size, L layers, D directions (1 or 2), N = all steps of all packed
+sequences.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retime.mechanisms.scan import Solver, scan_layer
+from retime.modules.inputs import Sequences, check_hidden, check_hidden_dtype, unpack
+from retime.modules.solvers import check_solver
+
+States = tuple[Tensor, ...]
+"""What the layers start from or end with: (h,), or (h, c) for an LSTM, each `(L * D, B, H)`."""
+
+
+class ScanRecurrent(nn.RNNBase):
+    """A recurrent module whose backward pass through time is a parallel scan (BPPSA, Wang et al. 2020, section 3).
+
+    Forward values are torch.nn's own, bit by bit on CPU; gradients equal autograd's up to rounding. Between layers
+    dropout draws the numbers that torch.nn draws on CPU; cuDNN keeps random numbers of its own, which nothing else
+    can draw.
+    """
+
+    solver: str | Solver
+
+    def __init__(self, mode: str, *sizes: Any, solver: str | Solver, **options: Any) -> None:
+        check_solver(solver)
+        super().__init__(mode, *sizes, **options)
+        self.solver = solver
+
+    def forward(self, input: Any, hx: Any = None) -> Any:
+        """Run all layers over `input`, `(T, B, I)`, `(B, T, I)` with `batch_first`, `(T, I)` or a PackedSequence.
+
+        `hx` is `(L * D, B, H)` or, unbatched, `(L * D, H)`; a pair of them for an LSTM; zeros if left out.
+
+        Returns:
+            The last layer's output, `(T, B, D * H)` in the input's form, and the last states in the form of `hx`.
+
+        Raises:
+            RuntimeError: a shape that does not fit, as torch.nn reports it.
+            ValueError: an input of another number of dimensions or another dtype than the weights.
+        """
+        sequences = unpack(self, input)
+        outputs, finals = self._layers(sequences, self._initial(sequences, hx))
+        states = tuple(sequences.unsorted(final) for final in finals)
+        return sequences.restored(outputs), states if self.mode == "LSTM" else states[0]
+
+    def _initial(self, sequences: Sequences, hx: Any) -> States:
+        """The states before the first step, in the order in which the sequences are sorted."""
+        expected = (self.num_layers * (2 if self.bidirectional else 1), sequences.batch, self.hidden_size)
+        if hx is None:
+            zeros = torch.zeros(expected, dtype=sequences.data.dtype, device=sequences.data.device)
+            return (zeros, zeros) if self.mode == "LSTM" else (zeros,)
+        given = check_hidden(self, hx, batched=sequences.batched)
+        if not sequences.batched:
+            given = tuple(state.unsqueeze(1) for state in given)
+        for number, state in enumerate(given):
+            name = f"hidden[{number}]" if self.mode == "LSTM" else "hidden"
+            self.check_hidden_size(state, expected, f"Expected {name} size {{}}, got {{}}")
+        check_hidden_dtype(sequences.data, given)
+        return tuple(sequences.sorted(state) for state in given)
+
+    def _layers(self, sequences: Sequences, initial: States) -> tuple[Tensor, States]:
+        directions = 2 if self.bidirectional else 1
+        outputs = sequences.data
+        finals: list[States] = []
+        for layer in range(self.num_layers):
+            halves = []
+            for direction in range(directions):
+                number = layer * directions + direction
+                starts = tuple(state[number] for state in initial)
+                half, *final = scan_layer(
+                    self.mode,
+                    outputs,
+                    starts[0] if len(starts) == 1 else (starts[0], starts[1]),
+                    *self._weights(number),
+                    reverse=direction == 1,
+                    solver=self.solver,
+                    batch_sizes=sequences.batch_sizes,
+                )
+                halves.append(half)
+                finals.append(tuple(final))
+            outputs = halves[0] if directions == 1 else torch.cat(halves, dim=-1)
+            if layer < self.num_layers - 1:
+                outputs = nn.functional.dropout(outputs, self.dropout, self.training)
+        return outputs, tuple(torch.stack(states) for states in zip(*finals, strict=True))
+
+    def _weights(self, number: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Weights and biases of one layer and direction, read by name: parametrizations and functional_call apply."""
+        w_ih, w_hh, *biases = (getattr(self, name) for name in self._all_weights[number])
+        b_ih, b_hh = biases if biases else (None, None)
+        return w_ih, w_hh, b_ih, b_hh
+
+    def check_input(self, input: Tensor, batch_sizes: Tensor | None) -> None:
+        """As torch.nn's, and refuse integers under autocast too."""
+        weight = getattr(self, self._all_weights[0][0])
+        if not input.is_floating_point() or not (
+            input.dtype == weight.dtype or torch.is_autocast_enabled(input.device.type)
+        ):
+            raise ValueError(
+                f"RNN input dtype ({input.dtype}) does not match weight dtype ({weight.dtype}). "
+                f"Convert input: input.to({weight.dtype}), or convert model: model.to(<input's dtype>)"
+            )
+        dimensions = 2 if batch_sizes is not None else 3
+        if input.dim() != dimensions:
+            raise RuntimeError(f"input must have {dimensions} dimensions, got {input.dim()}")
+        if input.size(-1) != self.input_size:
+            raise RuntimeError(
+                f"input.size(-1) must be equal to input_size. Expected {self.input_size}, got {input.size(-1)}"
+            )
+
+    def flatten_parameters(self) -> None:
+        """Give each layer's and direction's weights a block of memory of its own, as cuDNN wants them; else nothing.
+
+        torch.nn makes one block of all layers, since it runs them in one call.
+        """
+        directions = 2 if self.bidirectional else 1
+        if len(self._flat_weights) != len(self._flat_weights_names):
+            return
+        position = 0
+        for number, names in enumerate(self._all_weights):
+            part = SimpleNamespace(
+                mode=self.mode,
+                input_size=self.input_size if number < directions else directions * self.hidden_size,
+                hidden_size=self.hidden_size,
+                num_layers=1,
+                bias=self.bias,
+                batch_first=False,
+                bidirectional=False,
+                proj_size=0,
+                _flat_weights=self._flat_weights[position : position + len(names)],
+                _flat_weights_names=names,
+            )
+            nn.RNNBase.flatten_parameters(part)  # type: ignore[arg-type]
+            position += len(names)
+
+    def extra_repr(self) -> str:
+        solver = "" if self.solver == "auto" else f", solver={self.solver!r}"
+        return super().extra_repr() + solver
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__.setdefault("solver", "auto")
