@@ -22,7 +22,9 @@ class Blelloch:
         if levels is not None and levels < 1:
             raise ValueError(f"levels={levels}: give 1 or more, or use solver='sequential' for none")
         self.levels = levels
-        self.name = "blelloch" if levels is None else f"truncated({levels})"
+
+    def __repr__(self) -> str:
+        return "blelloch" if self.levels is None else f"truncated({self.levels})"
 
     def solve(self, jacobians: LocalJacobians, gradient: Tensor) -> tuple[Tensor, Tensor]:
         maps = jacobians.dense()[1:].flip(0)

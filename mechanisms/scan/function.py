@@ -5,17 +5,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retime.mechanisms.scan.cells import GateGradients, LocalCell, Weights
-from retime.mechanisms.scan.gru import LocalGRU
-from retime.mechanisms.scan.lstm import LocalLSTM
+from retime.mechanisms.scan.backward import Gradients, Saved, layer_gradients
+from retime.mechanisms.scan.cells import Weights
 from retime.mechanisms.scan.native import run_native
 from retime.mechanisms.scan.packed import Packing
-from retime.mechanisms.scan.rnn import LocalRNN
 from retime.mechanisms.scan.solver import Solver
 
 
 class ScanFunction(torch.autograd.Function):
-    """Saves the input, the first states, the output and the weights: what nn saves, without its gates."""
+    """Saves the input, the first states, the output and the weights; no gates, and no cell states of an LSTM.
+
+    Tensors: ``x``, ``h0`` ``[D, B, H]``, ``c0`` ``[D, B, H]`` or None, then four weights a direction (``D`` is 1 or 2).
+    """
 
     @staticmethod
     def forward(
@@ -28,96 +29,93 @@ class ScanFunction(torch.autograd.Function):
         *weights: Tensor | None,
     ) -> tuple[Tensor, ...]:
         state = (first,) if first_cell is None else (first, first_cell)
-        return run_native(mode, x, state, Weights(*weights), batch_sizes)  # type: ignore[arg-type]
+        return run_native(mode, x, state, by_direction(weights), batch_sizes)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.mode, ctx.solver, batch_sizes, x, first, first_cell, *weights = inputs
+        ctx.mode, ctx.solver, *tensors = inputs
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(batch_sizes, x, first, first_cell, *weights, output[0])
+        ctx.save_for_backward(*tensors, output[0])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        batch_sizes, x, first, first_cell, *rest = ctx.saved_tensors
-        weights, output = Weights(*rest[:4]), rest[4]
+        batch_sizes, *inputs, output = ctx.saved_tensors
         if all(gradient is None for gradient in gradients):
-            return (None,) * 10
-        with torch.autocast(x.device.type, enabled=False):
-            wanted = ctx.needs_input_grad[3:]
-            found = solve_layer(
-                ctx.mode, ctx.solver, batch_sizes, x, first, first_cell, weights, output, gradients, wanted
-            )
-        return (None, None, None, *found)
+            return (None,) * (3 + len(inputs))
+        with torch.autocast(output.device.type, enabled=False):
+            found = _backward(ctx.mode, ctx.solver, batch_sizes, inputs, output, gradients)
+        return (
+            None,
+            None,
+            None,
+            *(
+                gradient.to(tensor.dtype) if wanted and tensor is not None and gradient is not None else None
+                for gradient, tensor, wanted in zip(found, inputs, ctx.needs_input_grad[3:], strict=True)
+            ),
+        )
 
 
-def solve_layer(
+def by_direction(weights: tuple[Tensor | None, ...]) -> tuple[Weights, ...]:
+    """Four weights a direction."""
+    return tuple(Weights(*weights[k : k + 4]) for k in range(0, len(weights), 4))  # type: ignore[arg-type]
+
+
+def _backward(
     mode: str,
     solver: Solver,
     batch_sizes: Tensor | None,
-    x: Tensor,
-    first: Tensor,
-    first_cell: Tensor | None,
-    weights: Weights,
+    inputs: list[Tensor | None],
     output: Tensor,
     gradients: tuple[Tensor | None, ...],
-    wanted: tuple[bool, ...],
 ) -> list[Tensor | None]:
-    """Gradients of x, h0, c0, and the four weights; None where not wanted.
-
-    :param gradients: of the output, ``h_n`` and (LSTM) ``c_n``; None: no gradient reaches it.
-    """
-    targets = (x, first, first_cell, *weights)
-    dtype = torch.promote_types(torch.promote_types(x.dtype, weights.hidden.dtype), torch.float32)
-    x, first, output = x.to(dtype), first.to(dtype), output.to(dtype)
-    first_cell = None if first_cell is None else first_cell.to(dtype)
-    weights = Weights(*(None if weight is None else weight.to(dtype) for weight in weights))  # type: ignore[arg-type]
-    gradients = tuple(None if gradient is None else gradient.to(dtype) for gradient in gradients)
-    packing = None if batch_sizes is None else Packing(batch_sizes, x.device)
-    mask = None
-    outside, *last = gradients
+    dtype = output.dtype
+    for tensor in inputs:
+        dtype = dtype if tensor is None else torch.promote_types(dtype, tensor.dtype)
+    dtype = torch.promote_types(dtype, torch.float32)  # half precision is what nn rounds to, not what sums should use
+    x, first, first_cell, *weights = (None if tensor is None else tensor.to(dtype) for tensor in inputs)
+    assert x is not None
+    assert first is not None
+    packing = None if batch_sizes is None else Packing(batch_sizes, output.device)
+    reached, *last = (None if gradient is None else gradient.to(dtype) for gradient in gradients)
+    results = output.to(dtype)
+    reached = torch.zeros_like(results) if reached is None else reached
     if packing is not None:
-        x, output, mask = packing.pad(x), packing.pad(output), packing.mask(dtype)
-        outside = None if outside is None else packing.pad(outside)
-    before = torch.cat([first.unsqueeze(0), output[:-1]])
-    cell: LocalCell
-    if mode == "LSTM":
-        assert first_cell is not None
-        cell = LocalLSTM(x, before, first_cell, weights, mask)
-    elif mode == "GRU":
-        cell = LocalGRU(x, before, weights, mask)
-    else:
-        cell = LocalRNN(mode, output, weights, mask)
-
-    series = [torch.zeros_like(output) if outside is None else outside]
-    if mode == "LSTM":
-        series.append(torch.zeros_like(output))
-    for k, gradient in enumerate(last):
-        if gradient is None:
-            continue
-        if packing is not None:
-            series[k] = series[k] + packing.at_end(gradient)
-        else:
-            series[k] = torch.cat([series[k][:-1], (series[k][-1] + gradient).unsqueeze(0)])
-    joint = series[0] if len(series) == 1 else torch.cat(series, dim=-1)
-    v, carry = solver.solve(cell.jacobians, joint)
-    states = carry.chunk(len(series), dim=-1)
-
-    gates = cell.gate_gradients(v)
-    found: list[Tensor | None] = [
-        None,
-        states[0],
-        states[1] if len(states) == 2 else None,
-        *_weight_gradients(gates, x, before),
-    ]
-    from_input = gates.input @ weights.input
-    found[0] = from_input if packing is None else packing.pack(from_input)
+        x, results, reached = packing.pad(x), packing.pad(results), packing.pad(reached)
+    mask = None if packing is None else packing.mask(dtype)
+    directions = by_direction(tuple(weights))
+    found: list[Gradients] = []
+    for d, (part, part_reached) in enumerate(
+        zip(results.chunk(len(directions), -1), reached.chunk(len(directions), -1), strict=True)
+    ):
+        turn = _unchanged if d == 0 else _flip if packing is None else packing.flip
+        saved = Saved(
+            mode, turn(x), first[d], None if first_cell is None else first_cell[d], turn(part), directions[d], mask
+        )
+        outside = [turn(part_reached)] + [torch.zeros_like(part)] * (len(last) - 1)
+        for k, gradient in enumerate(last):
+            if gradient is not None:
+                outside[k] = _add_last(outside[k], gradient[d], packing)
+        one = layer_gradients(solver, saved, outside)
+        found.append(one._replace(x=turn(one.x)))
+    dx = found[0].x if len(found) == 1 else found[0].x + found[1].x
     return [
-        None if target is None or not want or gradient is None else gradient.to(target.dtype)
-        for target, want, gradient in zip(targets, wanted, found, strict=True)
+        dx if packing is None else packing.pack(dx),
+        torch.stack([one.first for one in found]),
+        None if first_cell is None else torch.stack([one.first_cell for one in found if one.first_cell is not None]),
+        *(gradient for one in found for gradient in one.weights),
     ]
 
 
-def _weight_gradients(gates: GateGradients, x: Tensor, before: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of ``weight_ih``, ``weight_hh``, ``bias_ih`` and ``bias_hh``."""
-    inputs, hidden = gates.input.flatten(0, 1), gates.hidden.flatten(0, 1)
-    return inputs.t() @ x.flatten(0, 1), hidden.t() @ before.flatten(0, 1), inputs.sum(0), hidden.sum(0)
+def _add_last(series: Tensor, gradient: Tensor, packing: Packing | None) -> Tensor:
+    """``series`` ``[T, B, H]`` with the gradient of the last state ``[B, H]`` added where each sequence ends."""
+    if packing is not None:
+        return series + packing.at_end(gradient)
+    return torch.cat([series[:-1], (series[-1] + gradient).unsqueeze(0)])
+
+
+def _unchanged(series: Tensor) -> Tensor:
+    return series
+
+
+def _flip(series: Tensor) -> Tensor:
+    return series.flip(0)

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from retime.mechanisms.scan.blocks import BlockJacobians
 from retime.mechanisms.scan.cells import GateGradients, LocalCell, Weights
-from retime.mechanisms.scan.jacobians import BlockJacobians
 
 
 class LocalGRU(LocalCell):

@@ -52,6 +52,20 @@ class LocalJacobians(ABC):
     def folded(self, chunk: int) -> Self:
         """Chunks of ``chunk`` steps side by side: ``T`` becomes ``chunk``, batch becomes ``(T / chunk, *batch)``."""
 
+    def products(self, gradient: Tensor) -> Tensor:
+        """The affine map of all steps together, ``v -> v J[T-1] ... J[0] + q``.
+
+        :param gradient: ``[T, *batch, S]``, added before each step.
+        :return: ``[*batch, S + 1, S]``: the matrix, and ``q`` as its last row.
+        """
+        rows = torch.eye(self.state, dtype=gradient.dtype, device=gradient.device).expand(*self.batch, -1, -1)
+        sent = torch.zeros_like(gradient[0])
+        rows = torch.cat([rows, sent.unsqueeze(-2)], dim=-2)
+        for t in range(self.steps - 1, -1, -1):
+            rows = torch.cat([rows[..., :-1, :], rows[..., -1:, :] + gradient[t].unsqueeze(-2)], dim=-2)
+            rows = self.step_mm(t, rows)
+        return rows
+
     def sweep(self, gradient: Tensor, entry: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The recurrence ``v[t-1] = gradient[t-1] + J[t]^T v[t]``, one step after another.
 
@@ -65,40 +79,6 @@ class LocalJacobians(ABC):
             carry = gradient[t - 1] + self.step_mv(t, carry)
             states.append(carry)
         return torch.stack(states[::-1]), self.step_mv(0, carry)
-
-
-class BlockJacobians(LocalJacobians):
-    """``J[t] = sum_k diag(a[t, k]) M[k]``: every cell whose state is its output (RNN: one block; GRU: four).
-
-    :param scale: ``a``: ``[T, *batch, K, H]``.
-    :param matrix: the blocks ``M[k]`` under one another: ``[K * H, H]``.
-    """
-
-    def __init__(self, scale: Tensor, matrix: Tensor) -> None:
-        self.scale = scale
-        self.matrix = matrix
-        self.steps = scale.shape[0]
-        self.batch = tuple(scale.shape[1:-2])
-        self.blocks, self.state = scale.shape[-2:]
-
-    def step_mv(self, t: int, v: Tensor) -> Tensor:
-        return (self.scale[t] * v.unsqueeze(-2)).flatten(-2) @ self.matrix
-
-    def step_mm(self, t: int, rows: Tensor) -> Tensor:
-        return (self.scale[t].unsqueeze(-3) * rows.unsqueeze(-2)).flatten(-2) @ self.matrix
-
-    def dense(self) -> Tensor:
-        blocks = self.matrix.view(self.blocks, self.state, self.state)
-        total = self.scale[..., 0, :].unsqueeze(-1) * blocks[0]
-        for k in range(1, self.blocks):
-            total = torch.addcmul(total, self.scale[..., k, :].unsqueeze(-1), blocks[k])
-        return total
-
-    def narrow(self, start: int, steps: int) -> Self:
-        return type(self)(self.scale.narrow(0, start, steps), self.matrix)
-
-    def folded(self, chunk: int) -> Self:
-        return type(self)(fold(self.scale, chunk), self.matrix)
 
 
 def fold(series: Tensor, chunk: int) -> Tensor:

@@ -1,15 +1,18 @@
-"""One layer and one direction of a recurrent network whose backward pass is a scan."""
+"""One layer of a recurrent network whose backward pass is a scan."""
 
 import torch
 from torch import Tensor
 
 from retime.mechanisms.scan.cells import Weights
+from retime.mechanisms.scan.choice import choose_solver
 from retime.mechanisms.scan.function import ScanFunction
 from retime.mechanisms.scan.native import MODES, run_native
 from retime.mechanisms.scan.packed import Packing
-from retime.mechanisms.scan.solver import Solver, check_solver, parse_solver
+from retime.mechanisms.scan.solver import Solver, check_solver
 
 Outputs = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
+LayerWeights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""``weight_ih`` ``[G * H, I]``, ``weight_hh`` ``[G * H, H]``, then both biases ``[G * H]`` (None: no bias)."""
 
 
 def scan_layer(
@@ -25,7 +28,7 @@ def scan_layer(
     solver: str | Solver = "auto",
     batch_sizes: Tensor | None = None,
 ) -> Outputs:
-    """Run one layer; differentiable in every tensor, any number of times.
+    """Run one direction; differentiable in every tensor, any number of times.
 
     :param mode: ``"RNN_TANH"``, ``"RNN_RELU"``, ``"GRU"`` or ``"LSTM"``.
     :param x: ``[T, B, I]``; with ``batch_sizes`` the packed data ``[N, I]``, sorted by length.
@@ -34,29 +37,64 @@ def scan_layer(
     :param w_hh: ``[G * H, H]``.
     :param b_ih: ``[G * H]``; None, as ``b_hh``, for a layer without bias.
     :param reverse: from each sequence's last step to its first.
-    :param solver: a name, or an object (``retime.mechanisms.scan.Solver``).
+    :param solver: a name (``retime.mechanisms.scan.solver.NAMES``), or an object with ``solve``.
     :param batch_sizes: as in PackedSequence: ``[T]``, int64, on the CPU.
     :return: output ``[T, B, H]`` (or ``[N, H]``), ``h_n`` ``[B, H]`` and, for LSTM, ``c_n`` ``[B, H]``.
     :raises ValueError: for an unknown mode or solver, or one bias without the other.
     """
+    state = tuple(part.unsqueeze(0) for part in (hx if isinstance(hx, tuple) else (hx,)))
+    if reverse:
+        turn = _flip if batch_sizes is None else Packing(batch_sizes, x.device).flip_packed
+        output, *last = _run(mode, turn(x), state, ((w_ih, w_hh, b_ih, b_hh),), solver, batch_sizes)
+        output = turn(output)
+    else:
+        output, *last = _run(mode, x, state, ((w_ih, w_hh, b_ih, b_hh),), solver, batch_sizes)
+    return (output, *(part.squeeze(0) for part in last))  # type: ignore[return-value]
+
+
+def scan_bidirectional(
+    mode: str,
+    x: Tensor,
+    hx: Tensor | tuple[Tensor, Tensor],
+    weights: LayerWeights,
+    reverse_weights: LayerWeights,
+    *,
+    solver: str | Solver = "auto",
+    batch_sizes: Tensor | None = None,
+) -> Outputs:
+    """Run both directions in one native call: torch.nn's reverse half rounds otherwise than a reversed forward one.
+
+    Parameters are those of :func:`scan_layer`, with a leading dimension of 2 in ``hx``: ``[2, B, H]``.
+
+    :return: output ``[T, B, 2 * H]`` (or ``[N, 2 * H]``), ``h_n`` ``[2, B, H]`` and, for LSTM, ``c_n``.
+    """
+    state = hx if isinstance(hx, tuple) else (hx,)
+    return _run(mode, x, state, (weights, reverse_weights), solver, batch_sizes)  # type: ignore[return-value]
+
+
+def _run(
+    mode: str,
+    x: Tensor,
+    state: tuple[Tensor, ...],
+    directions: tuple[LayerWeights, ...],
+    solver: str | Solver,
+    batch_sizes: Tensor | None,
+) -> tuple[Tensor, ...]:
     if mode not in MODES:
         raise ValueError(f"unknown mode {mode!r}; use one of {', '.join(MODES)}")
-    if (b_ih is None) != (b_hh is None):
-        raise ValueError("one of b_ih and b_hh is None: give both, or neither")
+    for _, _, b_ih, b_hh in directions:
+        if (b_ih is None) != (b_hh is None):
+            raise ValueError("one of b_ih and b_hh is None: give both, or neither")
     check_solver(solver)
-    weights = Weights(w_ih, w_hh, b_ih, b_hh)
-    state = hx if isinstance(hx, tuple) else (hx,)
-    packing = Packing(batch_sizes, x.device) if reverse and batch_sizes is not None else None
-    if reverse:
-        x = x.flip(0) if packing is None else packing.reverse(x)
-    wanted = torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in (x, *state, *weights)
-    )
-    if not wanted or solver == "autograd":
-        output, *last = run_native(mode, x, state, weights, batch_sizes)
-    else:
-        chosen = parse_solver("chunk" if solver == "auto" else solver) if isinstance(solver, str) else solver
-        output, *last = ScanFunction.apply(mode, chosen, batch_sizes, x, *state, *([None] * (2 - len(state))), *weights)
-    if reverse:
-        output = output.flip(0) if packing is None else packing.reverse(output)
-    return (output, *last)  # type: ignore[return-value]
+    flat = tuple(weight for weights in directions for weight in weights)
+    chosen = None
+    if torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in (x, *state, *flat)):
+        chosen = choose_solver(solver, mode, x, state[0], batch_sizes)
+    if chosen is None:
+        return run_native(mode, x, state, tuple(Weights(*weights) for weights in directions), batch_sizes)
+    first_cell = state[1] if mode == "LSTM" else None
+    return ScanFunction.apply(mode, chosen, batch_sizes, x, state[0], first_cell, *flat)  # type: ignore[no-any-return]
+
+
+def _flip(series: Tensor) -> Tensor:
+    return series.flip(0)

@@ -1,4 +1,4 @@
-"""The forward pass: torch's own kernels, one layer and one direction a call."""
+"""The forward pass: torch's own kernels, one layer a call."""
 
 from torch import _VF, Tensor
 
@@ -8,21 +8,21 @@ MODES = ("RNN_TANH", "RNN_RELU", "GRU", "LSTM")
 
 
 def run_native(
-    mode: str, x: Tensor, state: tuple[Tensor, ...], weights: Weights, batch_sizes: Tensor | None = None
+    mode: str, x: Tensor, state: tuple[Tensor, ...], directions: tuple[Weights, ...], batch_sizes: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """What torch.nn would call for this layer, so that its values are torch.nn's bit for bit.
+    """What torch.nn calls for this layer, so that its values are torch.nn's bit for bit.
 
     :param x: ``[T, B, I]``, or packed ``[N, I]`` with ``batch_sizes``.
-    :param state: ``h0`` and, for LSTM, ``c0``: ``[B, H]`` each.
-    :return: output ``[T, B, H]`` or ``[N, H]``, then the last states ``[B, H]``.
+    :param state: ``h0`` and, for LSTM, ``c0``: ``[D, B, H]`` each, ``D`` directions.
+    :param directions: one direction's weights, or the forward and the reverse one's.
+    :return: output ``[T, B, D * H]`` or ``[N, D * H]``, then the last states ``[D, B, H]``.
     """
-    first = tuple(part.unsqueeze(0) for part in state)
-    flat = tuple(weight for weight in weights if weight is not None)
-    hx = first if mode == "LSTM" else first[0]
+    flat = tuple(weight for weights in directions for weight in weights if weight is not None)
+    hx = state if mode == "LSTM" else state[0]
     kernel = getattr(_VF, mode.lower())
-    has_biases = weights.input_bias is not None
+    has_biases, two_ways = directions[0].input_bias is not None, len(directions) == 2
     if batch_sizes is None:
-        results = kernel(x, hx, flat, has_biases, 1, 0.0, True, False, False)
+        results = kernel(x, hx, flat, has_biases, 1, 0.0, True, two_ways, False)
     else:
-        results = kernel(x, batch_sizes, hx, flat, has_biases, 1, 0.0, True, False)
-    return (results[0], *(part.squeeze(0) for part in results[1:]))
+        results = kernel(x, batch_sizes, hx, flat, has_biases, 1, 0.0, True, two_ways)
+    return tuple(results)

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
+from retime.mechanisms.scan.blocks import BlockJacobians
 from retime.mechanisms.scan.cells import GateGradients, LocalCell, Weights
-from retime.mechanisms.scan.jacobians import BlockJacobians
 
 
 class LocalRNN(LocalCell):

@@ -1,4 +1,4 @@
-"""One step after another: plain back-propagation through time, without an autograd node a step."""
+"""One step after another: back-propagation through time without an autograd node a step."""
 
 from torch import Tensor
 
@@ -6,10 +6,12 @@ from retime.mechanisms.scan.jacobians import LocalJacobians
 
 
 class Sequential:
-    """Theta(T) dependent matrix-vector products. Never overflows where autograd does not."""
+    """Theta(T) dependent matrix-vector products; forms no number that autograd does not form."""
 
-    name = "sequential"
     safe = True
+
+    def __repr__(self) -> str:
+        return "sequential"
 
     def solve(self, jacobians: LocalJacobians, gradient: Tensor) -> tuple[Tensor, Tensor]:
         return jacobians.sweep(gradient)

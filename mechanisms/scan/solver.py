@@ -10,18 +10,19 @@ from retime.mechanisms.scan.chunk import Chunk
 from retime.mechanisms.scan.jacobians import LocalJacobians
 from retime.mechanisms.scan.sequential import Sequential
 
-NAMES = "auto, sequential, chunk, chunk(length), blelloch, truncated(levels), autograd"
+NAMES = "auto, sequential, chunk, chunk:<length>, blelloch, truncated:<levels>, autograd"
 
 
 class Solver(Protocol):
     """Solves ``v[t-1] = g[t-1] + J[t]^T v[t]`` for all ``t``."""
 
     @property
-    def name(self) -> str: ...
-
-    @property
     def safe(self) -> bool:
         """Whether every number it forms is one that autograd forms too."""
+        ...
+
+    def __repr__(self) -> str:
+        """The name that :func:`parse_solver` reads."""
         ...
 
     def solve(self, jacobians: LocalJacobians, gradient: Tensor) -> tuple[Tensor, Tensor]:

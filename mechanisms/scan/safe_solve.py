@@ -1,0 +1,40 @@
+"""Solve a scan, and once more the safe way where a product of Jacobians left the range of its type."""
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.scan.jacobians import LocalJacobians
+from retime.mechanisms.scan.sequential import Sequential
+from retime.mechanisms.scan.solver import Solver
+
+_said: set[str] = set()
+
+
+def safe_solve(solver: Solver, jacobians: LocalJacobians, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """As ``solver.solve``; finite wherever back-propagation through time is.
+
+    While a CUDA graph is captured nothing can be read back, so that the result is taken as it is: capture with
+    ``solver="sequential"`` or ``"chunk"`` where gradients explode.
+    """
+    v, carry = solver.solve(jacobians, gradient)
+    if solver.safe or _capturing(v) or bool(torch.isfinite(v.sum() + carry.sum())):
+        return v, carry
+    v, carry = Sequential().solve(jacobians, gradient)
+    name = repr(solver)
+    if name not in _said and bool(torch.isfinite(carry).all()):
+        _said.add(name)
+        warnings.warn(
+            f"solver={name} has no effect on this backward pass: a product of Jacobians overflowed {gradient.dtype}, "
+            f"so the {jacobians.steps} steps ran one after another. Use solver='sequential', or clip what makes the "
+            "gradients explode. This is said once.",
+            NoEffectWarning,
+            stacklevel=2,
+        )
+    return v, carry
+
+
+def _capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
