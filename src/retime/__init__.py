@@ -7,9 +7,10 @@ from importlib.metadata import version
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from retime.callbacks import FuseOptimizer, PeakMemory, ReverseFirstK, StepTimeline
+from retime.callbacks import FuseOptimizer, ParallelScanBackward, PeakMemory, ReverseFirstK, StepTimeline
 from retime.mechanisms.fusion import declare_per_parameter, fuse_optimizer
 from retime.mechanisms.no_effect import NoEffectWarning
+from retime.modules import ScanGRU, ScanLSTM, ScanRNN, convert
 from retime.strategies import FusedOptimizerDDPStrategy, FusedOptimizerStrategy, OOODataParallelStrategy
 
 __all__ = [
@@ -18,9 +19,14 @@ __all__ = [
     "FusedOptimizerStrategy",
     "NoEffectWarning",
     "OOODataParallelStrategy",
+    "ParallelScanBackward",
     "PeakMemory",
     "ReverseFirstK",
+    "ScanGRU",
+    "ScanLSTM",
+    "ScanRNN",
     "StepTimeline",
+    "convert",
     "declare_per_parameter",
     "fuse_optimizer",
 ]
