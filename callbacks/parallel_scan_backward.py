@@ -6,9 +6,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
+from retime.mechanisms.scan import check_solver
 from retime.modules import ConversionReport, convert, convert_back
 from retime.modules.obstacles import obstacles
-from retime.modules.solvers import check_solver
 
 
 class ParallelScanBackward(Callback):

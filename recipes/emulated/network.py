@@ -3,6 +3,9 @@
 h0 [eth0]=====[port0]            A cable (=====) is a veth pair. `tc tbf` shapes both of its ends: eth0 is what a
 h1 [eth0]=====[port1] bridge     host sends, port0 what it receives. The bridge lies in a namespace of its own, so
 h2 [eth0]=====[port2]            nothing of the machine's own network changes.
+
+h0 [eth0]=====[eth0] h1          Two hosts need no switch: one cable, shaped at both ends. Every hop of an emulated
+                                 network is work for the processors that the ranks train on, which a real one is not.
 """
 
 import contextlib
@@ -18,11 +21,13 @@ from retime.recipes.emulated.requirements import ClusterUnavailable, call, unava
 from retime.recipes.fresh import free_port
 
 MOST_HOSTS = 64
+_CABLE = 2
+"""So many hosts are joined by one cable, without a switch."""
 _SUBNET = "10.78.0"
 _PORT = 29500
-# The bucket holds a millisecond at the rate, but two of the kernel's 64 KiB packets at least: large enough that timers
-# do not cost throughput, small enough that a message of a few MB cannot pass unshaped.
-_BURST_SECONDS, _LEAST_BURST_BYTES = 1e-3, 128 * 1024
+# The bucket holds 4 milliseconds at the rate, but two of the kernel's 64 KiB packets at least: large enough that timers
+# cost little, small enough that a message of a few MB cannot pass unshaped.
+_BURST_SECONDS, _LEAST_BURST_BYTES = 4e-3, 128 * 1024
 _QUEUE = "50ms"
 
 
@@ -52,14 +57,16 @@ class Network:
         """
         if self.prefix is None:
             raise ValueError("the loopback network has no rate: choose hardware=emulated to shape links")
-        for number in range(len(self.hosts)):
-            for namespace, device in ((f"{self.prefix}-h{number}", "eth0"), (f"{self.prefix}-switch", f"port{number}")):
-                if bits_per_second is not None:
-                    burst = max(_LEAST_BURST_BYTES, round(bits_per_second / 8 * _BURST_SECONDS))
-                    shaping = ("tbf", "rate", f"{bits_per_second:.0f}bit", "burst", str(burst), "latency", _QUEUE)
-                    call("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *shaping)
-                elif self.bits_per_second is not None:
-                    call("tc", "-n", namespace, "qdisc", "delete", "dev", device, "root")
+        ends = [(f"{self.prefix}-h{number}", "eth0") for number in range(len(self.hosts))]
+        if len(self.hosts) != _CABLE:
+            ends += [(f"{self.prefix}-switch", f"port{number}") for number in range(len(self.hosts))]
+        for namespace, device in ends:
+            if bits_per_second is not None:
+                burst = max(_LEAST_BURST_BYTES, round(bits_per_second / 8 * _BURST_SECONDS))
+                shaping = ("tbf", "rate", f"{bits_per_second:.0f}bit", "burst", str(burst), "latency", _QUEUE)
+                call("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *shaping)
+            elif self.bits_per_second is not None:
+                call("tc", "-n", namespace, "qdisc", "delete", "dev", device, "root")
         self.bits_per_second = bits_per_second
 
 
@@ -91,11 +98,13 @@ def emulated_network(hosts: int, bits_per_second: float | None) -> Iterator[Netw
     with _terminated_by_exception():
         try:
             network = Network([], None, prefix=prefix)
-            call("ip", "netns", "add", switch)
-            call("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
-            call("ip", "-n", switch, "link", "set", "bridge", "up")
-            for number, name in enumerate(names):
-                network.hosts.append(_plug_in(name, switch, number))
+            if hosts == _CABLE:
+                network.hosts += _join(*names)
+            else:
+                call("ip", "netns", "add", switch)
+                call("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+                call("ip", "-n", switch, "link", "set", "bridge", "up")
+                network.hosts += [_plug_in(name, switch, number) for number, name in enumerate(names)]
             network.shape(bits_per_second)
             yield network
         finally:
@@ -108,6 +117,22 @@ def check_hosts(hosts: int) -> None:
     """ValueError unless so many hosts can be emulated."""
     if not 1 <= hosts <= MOST_HOSTS:
         raise ValueError(f"hosts={hosts} is out of range: choose from 1 to {MOST_HOSTS}")
+
+
+def _join(first: str, second: str) -> list[Host]:
+    """Two hosts' namespaces with a cable between them."""
+    for name in (first, second):
+        call("ip", "netns", "add", name)
+    call("ip", "link", "add", "eth0", "netns", first, "type", "veth", "peer", "name", "eth0", "netns", second)
+    hosts = []
+    for number, name in enumerate((first, second)):
+        address = f"{_SUBNET}.{number + 1}"
+        call("ip", "-n", name, "link", "set", "eth0", "addrgenmode", "none")
+        call("ip", "-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+        for device in ("lo", "eth0"):
+            call("ip", "-n", name, "link", "set", device, "up")
+        hosts.append(Host(("ip", "netns", "exec", name), "eth0", address))
+    return hosts
 
 
 def _plug_in(name: str, switch: str, number: int) -> Host:

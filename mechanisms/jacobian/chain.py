@@ -1,0 +1,62 @@
+"""The scan over a chain of sparse Jacobians: symbolic phase once, numeric phase every iteration.
+
+Legend: B batch, d_k rows of M_k, S 1 or B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from retime.mechanisms.jacobian.pattern import CsrPattern
+from retime.mechanisms.jacobian.product import ProductPlan, VectorPlan
+from retime.mechanisms.jacobian.scan_plan import Multiply, scan_plan
+
+
+class JacobianScan:
+    """All gradients of a chain by `scan_plan`, for fixed patterns.
+
+    Sums are formed in another order than back-propagation forms them, so gradients differ from autograd's by rounding
+    (section 3.5), and a zero in a Jacobian meets an infinite factor as 0 * inf = NaN.
+
+    Args:
+        patterns: of M_1 .. M_m, the transposed Jacobians from the last layer to the first.
+        levels: up-sweep levels, None for all; see `scan_plan`.
+
+    Raises:
+        ValueError: the shapes of two neighbours do not fit.
+    """
+
+    def __init__(self, patterns: Sequence[CsrPattern], levels: int | None = None) -> None:
+        self.plan = scan_plan(len(patterns), levels)
+        known = dict(enumerate(patterns, start=1))
+        self._plans: list[ProductPlan | VectorPlan] = []
+        for step in self.plan.steps:
+            if step.is_vector:
+                self._plans.append(VectorPlan(known[step.matrix]))
+            else:
+                product = ProductPlan(known[step.matrix], known[step.operand])
+                known[step.result] = product.pattern
+                self._plans.append(product)
+
+    def __call__(self, gradient: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
+        """``[g, M_1 g, ..., M_m ... M_1 g]``, each ``(d_k, B)``.
+
+        Args:
+            gradient: g, ``(d_0, B)``.
+            values: of M_1 .. M_m, each ``(entries, S)`` in g's dtype.
+        """
+        held: dict[int, Tensor] = {0: gradient, **dict(enumerate(values, start=1))}
+        needed_until = {number: index for index, step in enumerate(self.plan.steps) for number in _read_by(step)}
+        keep = set(self.plan.gradients)
+        for index, (step, plan) in enumerate(zip(self.plan.steps, self._plans, strict=True)):
+            held[step.result] = plan(held[step.matrix], held[step.operand])
+            for number in _read_by(step):
+                if needed_until[number] == index and number not in keep:
+                    held.pop(number, None)
+        return [held[number] for number in self.plan.gradients]
+
+
+def _read_by(step: Multiply) -> tuple[int, int]:
+    return step.matrix, step.operand

@@ -1,0 +1,39 @@
+"""Trains with `ooo_ddp_spawn` or `ooo_ddp_fork` in two processes of Lightning's own making."""
+
+import sys
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import nn
+
+import retime  # noqa: F401  (registers the names)
+from contract.models import Net
+
+
+class Tell(Callback):
+    def on_train_end(self, trainer: Trainer, *args: object) -> None:
+        report = trainer.strategy.report()  # type: ignore[attr-defined]
+        if trainer.is_global_zero:
+            print(f"steps: {report.steps}, blocks: {report.blocks}, updates: {report.fused_updates > 0}", flush=True)
+
+
+def main() -> None:
+    inputs = torch.randn(32, 6)
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, inputs.sin()), batch_size=2)
+    wide = nn.Sequential(nn.Linear(6, 160), nn.Linear(160, 160), nn.Linear(160, 160), nn.Linear(160, 6))
+    trainer = Trainer(
+        strategy=f"ooo_ddp_{sys.argv[1]}",
+        accelerator="cpu",
+        devices=2,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        default_root_dir=sys.argv[2],
+        callbacks=[Tell()],
+    )
+    trainer.fit(Net(wide), data)
+
+
+if __name__ == "__main__":
+    main()

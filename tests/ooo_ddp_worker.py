@@ -1,0 +1,319 @@
+"""One rank of tests/test_ooo_data_parallel.py: `python ooo_ddp_worker.py CHECK` in a bare loop or a Trainer."""
+
+import contextlib
+import gc
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from contract.models import Net
+from retime.callbacks import FuseOptimizer, ReverseFirstK
+from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.out_of_order import OutOfOrderDataParallel, OutOfOrderReport
+from retime.strategies import OOODataParallelStrategy
+
+WIDTH = 160
+RANK = int(os.environ["RANK"])
+CHECKS: dict[str, Callable[[], None]] = {}
+
+
+def check(function: Callable[[], None]) -> Callable[[], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    middle = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True))]
+    return nn.Sequential(nn.Linear(8, WIDTH), nn.Tanh(), *middle, nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 4))
+
+
+def wrapped(**options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(network(), **{"gradient_as_bucket_view": True, "bucket_cap_mb": 0.1} | options)
+
+
+def loop(
+    k: Any,
+    *,
+    cross_iteration: bool = True,
+    clip: bool = False,
+    micro_batches: int = 1,
+    make: Any = None,
+    steps: int = 7,
+    **options: Any,
+) -> tuple[list[Tensor], OutOfOrderReport | None]:
+    """Weights, gradients and losses of a few steps; `k` None is plain DistributedDataParallel."""
+    model = wrapped(**options)
+    optimizer = (make or torch.optim.AdamW)(model.parameters(), lr=0.01)
+    ooo = None if k is None else OutOfOrderDataParallel(model, optimizer, k=k, cross_iteration=cross_iteration)
+    generator = torch.Generator().manual_seed(RANK)
+    seen: list[Tensor] = []
+    for step in range(steps):
+        for micro_batch in range(micro_batches):
+            last = micro_batch == micro_batches - 1
+            with contextlib.nullcontext() if last else model.no_sync():
+                loss = model(torch.randn(6, 8, generator=generator)).square().mean()
+                loss.backward()
+                seen.append(loss.detach())
+        if clip:
+            seen.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        if step % 3 == 1:
+            seen += [parameter.grad.clone() for parameter in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    if ooo is not None:
+        ooo.remove()
+    return [*seen, *(p.detach().clone() for p in model.parameters())], ooo.report() if ooo else None
+
+
+def assert_same(a: list[Tensor], b: list[Tensor]) -> None:
+    for one, other in zip(a, b, strict=True):
+        assert torch.equal(one, other)
+
+
+@check
+def same_bits() -> None:
+    sgd = lambda parameters, lr: torch.optim.SGD(parameters, lr)  # noqa: E731
+    cases: list[dict[str, Any]] = [
+        {},
+        {"clip": True, "make": sgd},
+        {"micro_batches": 2},
+        {"static_graph": True},
+        {"bucket_cap_mb": 25},
+    ]
+    for case in cases:
+        plain, _ = loop(None, **case)
+        for k in (0, 2, 5):
+            ours, report = loop(k, **case)
+            assert_same(plain, ours)
+            assert report is not None and report.k == k and report.blocks == 5
+            assert report.fused_updates and bool(report.deferred_gradients) == bool(k)
+            assert bool(report.early_waits) == bool(case.get("clip")) or report.early_waits == 2
+        assert_same(plain, loop(3, cross_iteration=False, **case)[0])
+
+
+@check
+def search() -> None:
+    plain, _ = loop(None, steps=60)
+    ours, report = loop("auto", steps=60)
+    assert_same(plain, ours)
+    assert report is not None and sorted(report.searched) == [0, 1, 2, 3, 4]
+    found = torch.tensor([report.k])
+    both = [torch.zeros_like(found) for _ in range(2)]
+    dist.all_gather(both, found)
+    assert both[0] == both[1]
+
+
+@check
+def hundreds_of_gradients_are_sent_in_forward_order() -> None:
+    sent: list[list[int]] = []
+    model = wrapped()
+    ooo = OutOfOrderDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.01), k=3)
+    numbers = {parameter: number for number, parameter in enumerate(model.parameters())}
+    start = ooo._reductions.start
+
+    def noting(parameters: Any, values: Tensor, *, urgent: bool) -> None:
+        if urgent:
+            sent.append(sorted(numbers[p] for p in parameters))
+        start(parameters, values, urgent=urgent)
+
+    ooo._reductions.start = noting  # type: ignore[method-assign]
+    import retime.mechanisms.out_of_order.data_parallel as module
+
+    module.SMALLEST_MESSAGE_BYTES = 1
+    for _ in range(4):
+        sent.clear()
+        model(torch.ones(2, 8)).sum().backward()
+    assert [group[0] for group in sent] == [0, 2, 4]
+    ooo.remove()
+
+
+@check
+def uneven_inputs() -> None:
+    results = []
+    for k in (None, 2):
+        model = wrapped()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        ooo = None if k is None else OutOfOrderDataParallel(model, optimizer, k=k)
+        generator = torch.Generator().manual_seed(RANK)
+        with model.join():
+            for _ in range(4 + 3 * RANK):
+                model(torch.randn(6, 8, generator=generator)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        if ooo is not None:
+            ooo.remove()
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert_same(*results)
+
+
+@check
+def refusals() -> None:
+    optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
+    for wrong in (-1, "many", 1.5, True):
+        with pytest.raises((ValueError, TypeError), match="k="):
+            OutOfOrderDataParallel(wrapped(), optimizer, k=wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="needs a DistributedDataParallel model"):
+        OutOfOrderDataParallel(network(), optimizer)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="gradient_as_bucket_view=True"):
+        OutOfOrderDataParallel(wrapped(gradient_as_bucket_view=False), optimizer)
+    hooked = wrapped()
+    hooked.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
+    with pytest.raises(ValueError, match="has one already"):
+        OutOfOrderDataParallel(hooked, optimizer)
+    alone = dist.new_group([RANK], use_local_synchronization=True)
+    with pytest.raises(ValueError, match="two processes or more"):
+        OutOfOrderDataParallel(wrapped(process_group=alone), optimizer)
+    with pytest.warns(NoEffectWarning, match="static_graph=True"):
+        OutOfOrderDataParallel(wrapped(find_unused_parameters=True), (), k=1).remove()
+    model = wrapped()
+    ooo = OutOfOrderDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), k=6)
+    with pytest.raises(ValueError, match="k=6, but the model has 5 blocks: 0, 2, 4, 6, 8"):
+        model(torch.ones(2, 8))
+    ooo.remove()
+    model = wrapped()
+    bounded = OutOfOrderDataParallel(model, (), k=2, max_memory=1000)
+    with pytest.raises(ValueError, match="max_memory=1000 is below"):
+        for _ in range(4):
+            model(torch.ones(2, 8)).sum().backward()
+    bounded.remove()
+
+
+@check
+def memory_bound() -> None:
+    model = wrapped()
+    ooo = OutOfOrderDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), k=5, max_memory=2**50)
+    for _ in range(4):
+        model(torch.ones(2, 8)).sum().backward()
+    assert ooo.k == 4  # the largest below the number of blocks that the bound was asked for
+    ooo.remove()
+
+
+def trainer(folder: Path, **options: Any) -> Trainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    return Trainer(**quiet, devices=2, default_root_dir=folder, **options)
+
+
+def data() -> Any:
+    inputs = torch.randn(64, 6, generator=torch.Generator().manual_seed(0))
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, inputs.sin()), batch_size=2)
+
+
+@check
+def k_is_kept_in_the_checkpoint() -> None:
+    folder = Path(sys.argv[2])
+    deep = nn.Sequential(nn.Linear(6, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 6))
+    first = OOODataParallelStrategy(k="auto")
+    one = trainer(folder, strategy=first, max_steps=60, max_epochs=-1, enable_checkpointing=False)
+    one.fit(Net(deep), data())
+    assert len(first.report().searched) == first.report().blocks
+    again = OOODataParallelStrategy(k="auto")
+    path = folder / "kept.ckpt"
+    seeing = trainer(folder, strategy=again, max_steps=70, max_epochs=-1, callbacks=[Saves(path)])
+    seeing.fit(Net(deep), data())
+    found = again.report().k
+    resumed = OOODataParallelStrategy(k="auto")
+    last = trainer(folder, strategy=resumed, max_steps=90, max_epochs=-1, enable_checkpointing=False)
+    last.fit(Net(deep), data(), ckpt_path=path, weights_only=False)
+    assert resumed.report().k == found and not resumed.report().searched
+    plain = trainer(folder, strategy="ddp", max_steps=95, max_epochs=-1, enable_checkpointing=False)
+    plain.fit(Net(deep), data(), ckpt_path=path, weights_only=False)
+
+
+class Saves(ReverseFirstK):
+    """Sets nothing of its own, and saves a checkpoint late."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("auto", log=False)
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == 66:
+            trainer.save_checkpoint(self.path)
+
+
+@check
+def callback_sets_k() -> None:
+    folder = Path(sys.argv[2])
+    deep = nn.Sequential(nn.Linear(6, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 6))
+    one = trainer(folder, strategy="ooo_ddp", max_epochs=2, callbacks=[ReverseFirstK(2)], enable_checkpointing=False)
+    one.fit(Net(deep), data())
+    assert one.strategy.report().k == 2  # type: ignore[attr-defined]
+    assert one.callback_metrics["reverse_first_k"] == 2
+    with pytest.raises(ValueError, match="strategy='ooo_ddp'"):
+        trainer(folder, strategy="ddp", callbacks=[ReverseFirstK(2)]).fit(Net(), data())
+    with pytest.raises(ValueError, match="fuses the optimizer already"):
+        trainer(folder, strategy="ooo_ddp", callbacks=[FuseOptimizer("forward")]).fit(Net(), data())
+
+
+@check
+def accelerate_loop() -> None:
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    from retime.integrations.accelerate import OutOfOrderDataParallel as ForAccelerate
+
+    def train(k: Any) -> tuple[list[Tensor], Any]:
+        views = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, kwargs_handlers=[views])
+        net = network()
+        model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.01))
+        ooo = None if k is None else ForAccelerate(accelerator, model, optimizer, k=k)
+        generator = torch.Generator().manual_seed(RANK)
+        norms = []
+        for _ in range(10):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.randn(6, 8, generator=generator)).square().mean())
+                if accelerator.sync_gradients:
+                    norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.1))
+                optimizer.step()
+                optimizer.zero_grad()
+        if ooo is not None:
+            accelerator.save_state(sys.argv[2])
+            accelerator.wait_for_everyone()
+            accelerator.load_state(sys.argv[2])
+            ooo.remove()
+        return [*norms, *(p.detach().clone() for p in net.parameters())], ooo
+
+    plain, _ = train(None)
+    ours, ooo = train(2)
+    assert_same(plain, ours)
+    assert ooo.report().deferred_gradients and ooo.report().fused_updates
+    assert ooo._ooo.known_k == (2, 5)
+
+
+@check
+def rank_dies_in_backward() -> None:
+    from datetime import timedelta
+
+    class Dies(Net):
+        def on_after_backward(self) -> None:
+            if RANK == 1 and self.global_step == 4:
+                os._exit(9)
+
+    strategy = OOODataParallelStrategy(k=1, timeout=timedelta(seconds=15))
+    trainer(Path(sys.argv[2]), strategy=strategy, max_epochs=2, enable_checkpointing=False).fit(Dies(), data())
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    name = sys.argv[1]
+    if not len(sys.argv) > 2:
+        dist.init_process_group("gloo")
+    CHECKS[name]()
+    print(f"rank {RANK}: {name} done", flush=True)
+    gc.collect()
+    os._exit(0)  # a gloo thread that ends while the interpreter shuts down aborts the process
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""Out-of-order data parallel on two gloo ranks: same bits, order of sending, the search, refusals, a dying rank."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from retime.callbacks import ReverseFirstK
+from retime.mechanisms.out_of_order.k_tuner import MOST_STEPS, KTuner
+from retime.strategies import OOODataParallelStrategy
+from two_ranks import run_two_ranks
+
+IN_A_BARE_LOOP = [
+    "same_bits",
+    "search",
+    "hundreds_of_gradients_are_sent_in_forward_order",
+    "uneven_inputs",
+    "refusals",
+    "memory_bound",
+]
+
+
+@pytest.mark.parametrize("name", IN_A_BARE_LOOP)
+def test_in_a_bare_loop(name: str) -> None:
+    for number, rank in enumerate(run_two_ranks("ooo_ddp_worker.py", name)):
+        assert f"rank {number}: {name} done" in rank.stdout, rank.stderr
+
+
+@pytest.mark.parametrize("name", ["k_is_kept_in_the_checkpoint", "callback_sets_k", "accelerate_loop"])
+def test_in_a_trainer(name: str, tmp_path: Path) -> None:
+    for number, rank in enumerate(run_two_ranks("ooo_ddp_worker.py", name, str(tmp_path))):
+        assert f"rank {number}: {name} done" in rank.stdout, rank.stderr
+
+
+@pytest.mark.parametrize("start", ["spawn", "fork"])
+def test_names_that_start_their_own_processes(start: str, tmp_path: Path) -> None:
+    script = Path(__file__).with_name("ooo_ddp_launcher.py")
+    done = subprocess.run(
+        [sys.executable, str(script), start, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    assert "steps: 8, blocks: 3, updates: True" in done.stdout, done.stderr[-3000:]
+
+
+def test_a_rank_that_dies_ends_the_other_with_an_error(tmp_path: Path) -> None:
+    first, second = run_two_ranks("ooo_ddp_worker.py", "rank_dies_in_backward", str(tmp_path), timeout_s=60)
+    assert second.returncode == 9
+    assert first.returncode not in (0, None)
+    assert "Error" in first.stderr
+
+
+def test_arguments_are_checked_before_anything_starts() -> None:
+    with pytest.raises(ValueError, match="k=-1 must be 0 or more"):
+        OOODataParallelStrategy(k=-1)
+    with pytest.raises(TypeError, match="must be a number of blocks or 'auto'"):
+        OOODataParallelStrategy(k="most")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="max_memory=0"):
+        OOODataParallelStrategy(max_memory=0)
+    with pytest.raises(ValueError, match="communication hook itself"):
+        OOODataParallelStrategy(ddp_comm_hook=lambda state, bucket: None)
+    with pytest.raises(ValueError, match="search_every_n_epochs=2"):
+        ReverseFirstK(k=3, search_every_n_epochs=2)
+
+
+def test_one_process_is_refused() -> None:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": 1}
+    trainer = Trainer(strategy="ooo_ddp", accelerator="cpu", devices=1, enable_checkpointing=False, **quiet)
+    try:
+        with pytest.raises(ValueError, match="needs two processes or more, got one"):
+            trainer.fit(BoringModel())
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def drive(tuner: KTuner, seconds_of: dict[int, float], blocks_carry: float = 0.0) -> int:
+    """Steps until the search ends; a step after a change of k takes longer by what the former k left."""
+    now, steps, k, debt = 0.0, 0, tuner.k, 0.0
+    tuner.tick(now)
+    while not tuner.is_done:
+        now += seconds_of[k] + debt
+        debt = 0.0
+        steps += 1
+        if tuner.tick(now):
+            k, debt = tuner.k, blocks_carry
+    return steps
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 5, 12, 40, 100])
+def test_search_ends_at_the_best_k_within_its_steps(blocks: int) -> None:
+    best = blocks // 3
+    tuner = KTuner(blocks, blocks, lambda seconds: seconds)
+    steps = drive(tuner, {k: 1.0 + 0.01 * abs(k - best) for k in range(blocks + 1)}, blocks_carry=0.5)
+    assert steps <= MOST_STEPS
+    assert abs(tuner.k - best) <= (0 if blocks < 60 else 2)
+
+
+def test_search_does_not_count_a_step_that_was_interrupted() -> None:
+    tuner = KTuner(2, 2, lambda seconds: seconds)
+    tuner.tick(0.0)
+    tuner.tick(1.0)
+    tuner.discard()
+    tuner.tick(100.0)
+    tuner.tick(101.0)
+    tuner.tick(102.0)
+    assert tuner.measured == {0: 1.0}
