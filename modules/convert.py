@@ -11,11 +11,10 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor, nn
 
 from retime.mechanisms.no_effect import NoEffectWarning
-from retime.mechanisms.scan import Solver
+from retime.mechanisms.scan import Solver, check_solver
 from retime.modules.conversion_report import ConversionReport
 from retime.modules.obstacles import PLAIN, SCANS, obstacles
 from retime.modules.recurrent import ScanRecurrent
-from retime.modules.solvers import check_solver
 
 
 def convert(model: nn.Module, solver: str | Solver = "auto", names: Iterable[str] | None = None) -> ConversionReport:

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retime.mechanisms.scan import Solver, scan_layer
+from retime.mechanisms.scan import Solver, check_solver, scan_bidirectional, scan_layer
 from retime.modules.inputs import Sequences, check_hidden, check_hidden_dtype, unpack
-from retime.modules.solvers import check_solver
 
 States = tuple[Tensor, ...]
 """What the layers start from or end with: (h,), or (h, c) for an LSTM, each `(L * D, B, H)`."""
@@ -23,7 +22,8 @@ class ScanRecurrent(nn.RNNBase):
 
     Forward values are torch.nn's own, bit by bit on CPU; gradients equal autograd's up to rounding. Between layers
     dropout draws the numbers that torch.nn draws on CPU; cuDNN keeps random numbers of its own, which nothing else
-    can draw.
+    can draw. `torch.compile` runs these modules eagerly, as it does torch.nn's: a traced loop over time would take
+    longer to compile than to train.
     """
 
     solver: str | Solver
@@ -33,6 +33,7 @@ class ScanRecurrent(nn.RNNBase):
         super().__init__(mode, *sizes, **options)
         self.solver = solver
 
+    @torch.compiler.disable
     def forward(self, input: Any, hx: Any = None) -> Any:
         """Run all layers over `input`, `(T, B, I)`, `(B, T, I)` with `batch_first`, `(T, I)` or a PackedSequence.
 
@@ -66,29 +67,29 @@ class ScanRecurrent(nn.RNNBase):
         return tuple(sequences.sorted(state) for state in given)
 
     def _layers(self, sequences: Sequences, initial: States) -> tuple[Tensor, States]:
-        directions = 2 if self.bidirectional else 1
         outputs = sequences.data
         finals: list[States] = []
         for layer in range(self.num_layers):
-            halves = []
-            for direction in range(directions):
-                number = layer * directions + direction
-                starts = tuple(state[number] for state in initial)
-                half, *final = scan_layer(
-                    self.mode,
-                    outputs,
-                    starts[0] if len(starts) == 1 else (starts[0], starts[1]),
-                    *self._weights(number),
-                    reverse=direction == 1,
-                    solver=self.solver,
-                    batch_sizes=sequences.batch_sizes,
-                )
-                halves.append(half)
-                finals.append(tuple(final))
-            outputs = halves[0] if directions == 1 else torch.cat(halves, dim=-1)
+            outputs, *final = self._layer(layer, outputs, initial, sequences.batch_sizes)
+            finals.append(tuple(final))
             if layer < self.num_layers - 1:
                 outputs = nn.functional.dropout(outputs, self.dropout, self.training)
-        return outputs, tuple(torch.stack(states) for states in zip(*finals, strict=True))
+        return outputs, tuple(torch.cat(states) for states in zip(*finals, strict=True))
+
+    def _layer(self, layer: int, inputs: Tensor, initial: States, batch_sizes: Tensor | None) -> tuple[Tensor, ...]:
+        """One layer in all its directions: output `(T, B, D * H)`, then its last states, each `(D, B, H)`."""
+        if self.bidirectional:
+            numbers = 2 * layer, 2 * layer + 1
+            first, *cell = (state[numbers[0] : numbers[1] + 1] for state in initial)
+            both = (self._weights(number) for number in numbers)
+            hx = (first, cell[0]) if cell else first
+            return scan_bidirectional(self.mode, inputs, hx, *both, solver=self.solver, batch_sizes=batch_sizes)
+        first, *cell = (state[layer] for state in initial)
+        hx = (first, cell[0]) if cell else first
+        outputs, *final = scan_layer(
+            self.mode, inputs, hx, *self._weights(layer), solver=self.solver, batch_sizes=batch_sizes
+        )
+        return (outputs, *(state.unsqueeze(0) for state in final))
 
     def _weights(self, number: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Weights and biases of one layer and direction, read by name: parametrizations and functional_call apply."""

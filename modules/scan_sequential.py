@@ -1,0 +1,242 @@
+"""`ScanSequential`: an ``nn.Sequential`` whose backward pass is a scan over sparse Jacobians (BPPSA).
+
+Legend: B batch, x_k the output of layer k (x_0 the input), J_k the transposed Jacobian of layer k.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+
+from retime.mechanisms.jacobian import JacobianScan, LayerJacobian, UnknownJacobian, jacobian_of
+from retime.mechanisms.no_effect import NoEffectWarning
+
+
+@dataclass
+class ScanReport:
+    """What the last forward pass with gradients did. Layers are named as in ``named_modules()``."""
+
+    scanned: list[str] = field(default_factory=list)
+    """Layers whose output gradients the scan computes."""
+    plain: dict[str, str] = field(default_factory=dict)
+    """Layers in plain autograd, each with the reason; a scan runs before and after them."""
+    scans: int = 0
+    """Scans of the last backward pass."""
+    levels: int | None = None
+    """Up-sweep levels asked for; None for all."""
+
+    def __str__(self) -> str:
+        levels = "all" if self.levels is None else self.levels
+        text = f"parallel-scan backward: {len(self.scanned)} layers in {self.scans} scans, up-sweep levels: {levels}"
+        if self.plain:
+            text += "; plain: " + "; ".join(f"{name} ({reason})" for name, reason in self.plain.items())
+        return text
+
+
+class ScanSequential(nn.Sequential):
+    """A chain of layers whose output gradients come from the modified Blelloch scan (Wang et al. 2020, algorithm 1).
+
+    Convolutions, linear layers, poolings, elementwise functions, dropout and flatten are known; their Jacobians are
+    exact and sparse, so gradients equal autograd's up to the rounding of another order of summation (float64: 1e-12
+    relative). Weight gradients stay autograd's own. Any other layer, and one with forward or backward hooks, runs plain
+    between two scans, and one `NoEffectWarning` names it. Constructor, ``state_dict`` and indices are
+    ``nn.Sequential``'s. No double backward.
+
+    The scan does more arithmetic than back-propagation in fewer dependent steps: it pays where many workers are idle,
+    not on a few CPU cores.
+
+    Args:
+        args: layers, or one OrderedDict of them, as for ``nn.Sequential``.
+        levels: up-sweep levels of the scan; 2 is the paper's choice for VGG-11 (section 5.3), None the whole algorithm,
+            0 back-propagation over explicit Jacobians.
+
+    Raises:
+        ValueError: ``levels`` is negative.
+    """
+
+    def __init__(self, *args: Any, levels: int | None = 2) -> None:
+        super().__init__(*args)
+        if levels is not None and levels < 0:
+            raise ValueError(f"levels={levels} must be 0 or more, or None for the whole scan")
+        self.levels = levels
+        self._jacobians: dict[tuple[Any, ...], LayerJacobian] = {}
+        self._scans: dict[tuple[int, ...], JacobianScan] = {}
+        self._report = ScanReport(levels=levels)
+        self._warned = False
+
+    @classmethod
+    def of(cls, model: nn.Sequential, levels: int | None = 2) -> ScanSequential:
+        """The same layers, shared with ``model``, under the same names."""
+        made = cls(levels=levels)
+        for name, layer in model.named_children():
+            made.add_module(name, layer)
+        return made.train(model.training)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As ``nn.Sequential``: ``(B, ...)`` through all layers."""
+        if not torch.is_grad_enabled():
+            output = super().forward(input)
+            assert isinstance(output, Tensor)
+            return output
+        self._report = ScanReport(levels=self.levels)
+        inputs, segment = input, _Segment(input)
+        for name, layer in _leaves(self):
+            known = self._jacobian(name, layer, inputs)
+            if isinstance(known, str):
+                self._report.plain[name] = known
+                inputs = layer(self._close(segment))
+                segment = _Segment(inputs)
+            else:
+                self._report.scanned.append(name)
+                inputs = segment.add(layer, known, inputs)
+        output = self._close(segment)
+        self._warn()
+        return output
+
+    def report(self) -> ScanReport:
+        """What the last forward pass with gradients did."""
+        return self._report
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_jacobians": {}, "_scans": {}}
+
+    def _jacobian(self, name: str, layer: nn.Module, inputs: Tensor) -> LayerJacobian | str:
+        """What is known about a layer at this input shape, or why it runs plain."""
+        if _has_hooks(layer):
+            return "it has hooks"
+        if not inputs.is_floating_point():
+            return f"its input is {inputs.dtype}"
+        key = (name, type(layer), inputs.shape[1:], inputs.device)
+        known = self._jacobians.get(key)
+        if known is None or not known.still_fits(layer):
+            try:
+                known = jacobian_of(layer, inputs.shape[1:], inputs.device)
+            except UnknownJacobian as reason:
+                return str(reason)
+            self._jacobians[key] = known
+            self._scans.clear()
+        return known
+
+    def _close(self, segment: _Segment) -> Tensor:
+        """The segment's output, with a gradient that comes from one scan."""
+        wanted = segment.wanted()
+        if not segment.layers or not wanted:
+            return segment.outputs[-1]
+        self._report.scans += 1
+        first = wanted[0]
+        layers = [each for each in segment.layers[first:] if not each[0].is_identity]
+        key = tuple(id(known) for known, _ in layers)
+        if key not in self._scans:
+            self._scans[key] = JacobianScan([known.pattern for known, _ in reversed(layers)], self.levels)
+        run = _Run(segment, wanted, self._scans[key])
+        output = _ScanBackward.apply(run, *(segment.outputs[k] for k in wanted))  # type: ignore[no-untyped-call]
+        assert isinstance(output, Tensor)
+        return output
+
+    def _warn(self) -> None:
+        if self._report.plain and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{len(self._report.plain)} of {len(self._report.plain) + len(self._report.scanned)} layers of "
+                f"{type(self).__name__} run in plain autograd: "
+                + "; ".join(f"{name}: {reason}" for name, reason in self._report.plain.items())
+                + ". Replace them by layers with a known Jacobian, or put them outside.",
+                NoEffectWarning,
+                stacklevel=4,
+            )
+
+
+class _Segment:
+    """Known layers in a row. `outputs` are x_0 .. x_n; a gradient may enter each of them on its own."""
+
+    def __init__(self, inputs: Tensor) -> None:
+        self.outputs = [inputs]
+        self.layers: list[tuple[LayerJacobian, tuple[Tensor, ...]]] = []
+
+    def add(self, layer: nn.Module, known: LayerJacobian, inputs: Tensor) -> Tensor:
+        """Run a layer. Its output hangs on its parameters alone: the scan stands in for the way to its input."""
+        outputs, saved = known.run(layer, inputs.detach())
+        self.outputs.append(outputs)
+        self.layers.append((known, saved))
+        return outputs
+
+    def wanted(self) -> list[int]:
+        """The k for which somebody needs the gradient of x_k."""
+        return [k for k, output in enumerate(self.outputs) if output.requires_grad]
+
+
+@dataclass
+class _Run:
+    """What one backward pass needs."""
+
+    segment: _Segment
+    wanted: list[int]
+    scan: JacobianScan
+
+    @property
+    def layers(self) -> list[tuple[LayerJacobian, tuple[Tensor, ...]]]:
+        """From the first layer whose Jacobian is needed to the last one."""
+        return self.segment.layers[self.wanted[0] :]
+
+
+class _ScanBackward(torch.autograd.Function):
+    """x_n forward; backward the gradients of all wanted x_k by one scan."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, *wanted: Tensor) -> Tensor:
+        """``wanted`` are the x_k that require grad: their values are those of the forward pass already."""
+        ctx.scan, ctx.wanted = run.scan, run.wanted
+        ctx.jacobians = [known for known, _ in run.layers]
+        ctx.counts = [len(saved) for _, saved in run.layers]
+        ctx.shapes = [(output.shape, output.dtype) for output in run.segment.outputs]
+        ctx.save_for_backward(*(tensor for _, saved in run.layers for tensor in saved))
+        return run.segment.outputs[-1].detach()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient of x_n in, those of the wanted x_k out."""
+        (gradient,) = gradients
+        saved = iter(ctx.saved_tensors)
+        dtype = gradient.dtype
+        values = []
+        for known, count in zip(ctx.jacobians, ctx.counts, strict=True):
+            tensors = [next(saved) for _ in range(count)]
+            if not known.is_identity:
+                values.append(known.values(*tensors))
+                dtype = torch.promote_types(dtype, values[-1].dtype)
+        flat = gradient.flatten(1).t().to(dtype).contiguous()
+        found = iter(ctx.scan(flat, [each.to(dtype).contiguous() for each in reversed(values)]))
+        at: dict[int, Tensor] = {}
+        current, last = next(found), len(ctx.shapes) - 1
+        at[last] = current
+        for back, known in enumerate(reversed(ctx.jacobians), start=1):
+            if not known.is_identity:
+                current = next(found)
+            at[last - back] = current
+        answers: list[Tensor | None] = [None]
+        for k in ctx.wanted:
+            shape, wanted_dtype = ctx.shapes[k]
+            answers.append(at[k].t().reshape(shape).to(wanted_dtype))
+        return tuple(answers)
+
+
+def _leaves(model: nn.Sequential, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The layers in order, with those of nested plain ``nn.Sequential`` without hooks in their place."""
+    for name, layer in model.named_children():
+        if type(layer) is nn.Sequential and not _has_hooks(layer):
+            yield from _leaves(layer, f"{prefix}{name}.")
+        else:
+            yield prefix + name, layer
+
+
+def _has_hooks(layer: nn.Module) -> bool:
+    """Whether hooks may see or change what flows through; those that apply pruning masks to weights may stay."""
+    pre = [hook for hook in layer._forward_pre_hooks.values() if not isinstance(hook, BasePruningMethod)]
+    return bool(pre or layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks)
