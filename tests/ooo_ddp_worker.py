@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,8 +96,11 @@ def same_bits() -> None:
         for k in (0, 2, 5):
             ours, report = loop(k, **case)
             assert_same(plain, ours)
-            assert report is not None and report.k == k and report.blocks == 5
-            assert report.fused_updates and bool(report.deferred_gradients) == bool(k)
+            assert report is not None
+            assert report.k == k
+            assert report.blocks == 5
+            assert report.fused_updates
+            assert bool(report.deferred_gradients) == bool(k)
             assert bool(report.early_waits) == bool(case.get("clip")) or report.early_waits == 2
         assert_same(plain, loop(3, cross_iteration=False, **case)[0])
 
@@ -106,7 +110,8 @@ def search() -> None:
     plain, _ = loop(None, steps=60)
     ours, report = loop("auto", steps=60)
     assert_same(plain, ours)
-    assert report is not None and sorted(report.searched) == [0, 1, 2, 3, 4]
+    assert report is not None
+    assert sorted(report.searched) == [0, 1, 2, 3, 4]
     found = torch.tensor([report.k])
     both = [torch.zeros_like(found) for _ in range(2)]
     dist.all_gather(both, found)
@@ -182,10 +187,34 @@ def refusals() -> None:
     ooo.remove()
     model = wrapped()
     bounded = OutOfOrderDataParallel(model, (), k=2, max_memory=1000)
+    for _ in range(2):
+        model(torch.ones(2, 8)).sum().backward()
     with pytest.raises(ValueError, match="max_memory=1000 is below"):
+        model(torch.ones(2, 8))
+    bounded.remove()
+
+
+@check
+def nothing_is_left_behind() -> None:
+    groups = len(dist.distributed_c10d._world.pg_map)
+    gone = []
+    for k in (0, 3):
+        model = wrapped()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ooo = OutOfOrderDataParallel(model, optimizer, k=k)
         for _ in range(4):
             model(torch.ones(2, 8)).sum().backward()
-    bounded.remove()
+            optimizer.step()
+            optimizer.zero_grad()
+        ooo.remove()
+        net = model.module
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
+        assert all(type(parameter) is nn.Parameter for parameter in net.parameters())
+        gone += [weakref.ref(parameter) for parameter in net.parameters()]
+        del model, optimizer, ooo, net
+    gc.collect()
+    assert not any(reference() is not None for reference in gone)
+    assert len(dist.distributed_c10d._world.pg_map) == groups
 
 
 @check
@@ -224,7 +253,8 @@ def k_is_kept_in_the_checkpoint() -> None:
     resumed = OOODataParallelStrategy(k="auto")
     last = trainer(folder, strategy=resumed, max_steps=90, max_epochs=-1, enable_checkpointing=False)
     last.fit(Net(deep), data(), ckpt_path=path, weights_only=False)
-    assert resumed.report().k == found and not resumed.report().searched
+    assert resumed.report().k == found
+    assert not resumed.report().searched
     plain = trainer(folder, strategy="ddp", max_steps=95, max_epochs=-1, enable_checkpointing=False)
     plain.fit(Net(deep), data(), ckpt_path=path, weights_only=False)
 
@@ -287,7 +317,8 @@ def accelerate_loop() -> None:
     plain, _ = train(None)
     ours, ooo = train(2)
     assert_same(plain, ours)
-    assert ooo.report().deferred_gradients and ooo.report().fused_updates
+    assert ooo.report().deferred_gradients
+    assert ooo.report().fused_updates
     assert ooo._ooo.known_k == (2, 5)
 
 

@@ -19,6 +19,7 @@ IN_A_BARE_LOOP = [
     "uneven_inputs",
     "refusals",
     "memory_bound",
+    "nothing_is_left_behind",
 ]
 
 

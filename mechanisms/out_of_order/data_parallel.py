@@ -8,6 +8,7 @@ the next forward pass needs them first.
 
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -102,7 +103,7 @@ class OutOfOrderDataParallel:
         self._no_order: str | None = None
         if self._never_rebuilds:
             self.keep_order(UNUSED)
-        _register(model, self._reduce)
+        _register(model, self)
         self._handles: list[Any] = [
             model.register_forward_pre_hook(self._before_forward),
             model.register_forward_hook(self._after_forward),
@@ -377,14 +378,22 @@ def _check_model(model: DistributedDataParallel) -> None:
         raise ValueError("out-of-order data parallel needs two processes or more: with one there is nothing to hide")
     if not model.gradient_as_bucket_view:
         raise ValueError("build the model with DistributedDataParallel(..., gradient_as_bucket_view=True)")
+    if model.mixed_precision is not None:
+        raise ValueError("DistributedDataParallel(mixed_precision=...) is not supported: use autocast instead")
     layer = sparse_layer(model.module)
     if layer is not None:
         raise ValueError(f"the sparse gradients of {layer!r} cannot go through a communication hook: use sparse=False")
 
 
-def _register(model: DistributedDataParallel, hook: Callable[[GradBucket], Any]) -> None:
+def _register(model: DistributedDataParallel, owner: OutOfOrderDataParallel) -> None:
+    # The reducer holds its hook where the garbage collector cannot look, so the hook must not hold the model. The model
+    # holds the owner instead, for as long as it lives.
+    reference = weakref.ref(owner)
+
     def retime_out_of_order(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        return hook(bucket)  # type: ignore[no-any-return]
+        living = reference()
+        assert living is not None
+        return living._reduce(bucket)
 
     try:
         model.register_comm_hook(None, retime_out_of_order)
@@ -393,6 +402,7 @@ def _register(model: DistributedDataParallel, hook: Callable[[GradBucket], Any])
             "out-of-order data parallel is a communication hook itself, and this model has one already: remove yours, "
             "or use plain DistributedDataParallel"
         ) from error
+    model.__dict__["_retime_out_of_order"] = owner
 
 
 def _at_end_of_backward(act: Callable[[], Any]) -> None:
