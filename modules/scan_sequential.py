@@ -46,7 +46,7 @@ class ScanSequential(nn.Sequential):
     exact and sparse, so gradients equal autograd's up to the rounding of another order of summation (float64: 1e-12
     relative). Weight gradients stay autograd's own. Any other layer, and one with forward or backward hooks, runs plain
     between two scans, and one `NoEffectWarning` names it. Constructor, ``state_dict`` and indices are
-    ``nn.Sequential``'s. No double backward.
+    ``nn.Sequential``'s. ``create_graph=True`` is refused: no double backward.
 
     The scan does more arithmetic than back-propagation in fewer dependent steps: it pays where many workers are idle,
     not on a few CPU cores.
@@ -81,7 +81,7 @@ class ScanSequential(nn.Sequential):
     def forward(self, input: Tensor) -> Tensor:
         """As ``nn.Sequential``: ``(B, ...)`` through all layers."""
         if not torch.is_grad_enabled():
-            output = super().forward(input)
+            output = super().forward(input)  # type: ignore[no-untyped-call]
             assert isinstance(output, Tensor)
             return output
         self._report = ScanReport(levels=self.levels)
@@ -199,9 +199,16 @@ class _ScanBackward(torch.autograd.Function):
         return run.segment.outputs[-1].detach()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient of x_n in, those of the wanted x_k out."""
+        """The gradient of x_n in, those of the wanted x_k out.
+
+        Raises:
+            RuntimeError: ``create_graph=True``.
+        """
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "ScanSequential has no double backward: call backward without create_graph=True, or use nn.Sequential"
+            )
         (gradient,) = gradients
         saved = iter(ctx.saved_tensors)
         dtype = gradient.dtype

@@ -6,6 +6,7 @@ Legend: A is R x K, B is K x C, P scalar products a[i, k] * b[k, j] with both fa
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -110,13 +111,13 @@ def _products(left: CsrPattern, right: CsrPattern) -> Iterator[tuple[Tensor, Ten
     """Entry of A, entry of B and place ``row * C + column`` in A B of every scalar product, by rows of A, in chunks."""
     counts = right.row_counts[left.indices]
     before = counts.cumsum(0) - counts
-    total = int(counts.sum())
-    # a chunk may cut a row, but never the products of one entry of A
-    cuts = torch.searchsorted(before, torch.arange(0, total + CHUNK, CHUNK, device=before.device)).unique().tolist()
     device = left.indices.device
-    # whole rows only, so that no place occurs in two chunks
-    cuts = sorted({int(left.indptr[int(torch.searchsorted(left.indptr, cut))]) for cut in [0, *cuts, left.entries]})
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    # a chunk begins at a whole row of A, so that no place occurs in two chunks
+    targets = torch.arange(0, int(counts.sum()), CHUNK, device=device)
+    entries = torch.searchsorted(before, targets, right=True) - 1
+    rows = torch.searchsorted(left.indptr, entries, right=True) - 1
+    cuts = sorted({0, *left.indptr[rows].tolist(), left.entries})
+    for start, stop in pairwise(cuts):
         here = counts[start:stop]
         left_of = torch.arange(start, stop, device=device).repeat_interleave(here)
         within = torch.arange(left_of.numel(), device=device) - (before[left_of] - before[start])

@@ -26,5 +26,5 @@ def prune_class_blind(model: nn.Module, share: float) -> dict[str, float]:
     if not layers:
         raise ValueError(f"{type(model).__name__} has no convolution or linear layer to prune")
     weights = [(layer, "weight") for layer in layers.values()]
-    prune.global_unstructured(weights, pruning_method=prune.L1Unstructured, amount=float(share))  # type: ignore[no-untyped-call]
+    prune.global_unstructured(weights, pruning_method=prune.L1Unstructured, amount=float(share))
     return {name: float(layer.get_buffer("weight_mask").float().mean()) for name, layer in layers.items()}

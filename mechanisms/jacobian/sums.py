@@ -35,8 +35,8 @@ class SumOfProducts:
         order = torch.argsort(counts, stable=True)
         lengths, sizes = torch.unique_consecutive(counts[order], return_counts=True)
         done = 0
-        for length, members in zip(lengths.tolist(), order.split(sizes.tolist()), strict=True):
-            for some in members.split(max(1, CHUNK // max(1, length))):
+        for length, members in zip(lengths.tolist(), torch.split(order, sizes.tolist()), strict=True):
+            for some in torch.split(members, max(1, CHUNK // max(1, length))):
                 place = (torch.arange(length, device=first.device)[:, None] + first[some]).flatten()
                 sums = slice(done, done + some.numel())
                 self._groups.append(_Group(sums, length, _Pick(left_of[place]), _Pick(right_of[place])))
