@@ -31,7 +31,8 @@ class StepTimeline(PhaseCallback):
     a step is one batch, with a span for every ``manual_backward`` and optimizer step; ``training_step`` outside them is
     forward.
 
-    A fused optimizer updates inside the backward or the next forward; ``update_ms`` is then what is left outside.
+    A fused optimizer updates inside the backward or the next forward; ``update_ms`` is then what is left outside. Under
+    ``ooo_ddp`` gradients that have not arrived by then are waited for in the next forward, and are part of it.
 
     Communication is exposed from the moment autograd hands the last gradient to a parameter of this process to the end
     of its backward: the collectives that the computation did not hide. It is 0 for one process and left out where no

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 from retime.mechanisms.memory_probe import MemoryProbe
-from retime.mechanisms.out_of_order.k_tuner import SETTLING_STEPS, TIMED_STEPS
 from retime.recipes.build import CPU, build_batches, build_model, build_optimizer
 from retime.recipes.emulated.bandwidth import measure_bandwidth
 from retime.recipes.emulated.rank import serve_rank, tell
@@ -147,9 +146,6 @@ def layers(request: dict[str, Any]) -> dict[str, Any]:
     return {"layers": [asdict(one) for one in found], "update_ms": update}
 
 
-STEPS_BEFORE_SEARCH = 3
-"""The buckets must have settled first."""
-
 JOBS = {one.__name__: one for one in (calibrate, compare, search, losses, memory, layers)}
 
 
@@ -176,7 +172,7 @@ def _search(fit: Fit) -> dict[str, Any]:
     return {
         "k": fit.k,
         "path": path,
-        "steps": STEPS_BEFORE_SEARCH + len(path) * (SETTLING_STEPS + TIMED_STEPS),
+        "steps": fit.report.search_steps,
         "report": str(fit.report),
     }
 

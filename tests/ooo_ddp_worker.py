@@ -112,6 +112,7 @@ def search() -> None:
     assert_same(plain, ours)
     assert report is not None
     assert sorted(report.searched) == [0, 1, 2, 3, 4]
+    assert 10 < report.search_steps <= 60
     found = torch.tensor([report.k])
     both = [torch.zeros_like(found) for _ in range(2)]
     dist.all_gather(both, found)

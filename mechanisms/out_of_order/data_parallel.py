@@ -95,6 +95,7 @@ class OutOfOrderDataParallel:
         self._tuner: KTuner | None = None
         self._plan: _Plan | None = None
         self._removed = self._read_early = False
+        self._search_steps = 0
         self.expects_loss = False
         """Set by an owner that calls :meth:`watch` with the loss, which shows more than the model's output does."""
         self.known_k: tuple[int, int] | None = None
@@ -175,6 +176,7 @@ class OutOfOrderDataParallel:
         report.extra_bytes = extra_bytes(self._deferral, self.k)
         if self._tuner is not None:
             report.searched = dict(self._tuner.measured)
+            report.search_steps = self._search_steps
         return report
 
     def remove(self) -> None:
@@ -235,6 +237,7 @@ class OutOfOrderDataParallel:
             self._use(self._tuner.k)
         elif self._tuner.tick(time.perf_counter()):
             self._use(self._tuner.k)
+        self._search_steps = self._report.steps
         if self._tuner.is_done:
             self._wanted = self._tuner.k
 

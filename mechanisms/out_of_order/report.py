@@ -33,6 +33,8 @@ class OutOfOrderReport:
     """Backward passes whose weight gradients all ran in the conventional order, by reason."""
     searched: dict[int, float] = field(default_factory=dict)
     """With ``k="auto"``: seconds a step by k, in the order in which they were measured."""
+    search_steps: int = 0
+    """Steps from the first one until the search had ended, or until now."""
     extra_bytes: int = 0
     """Predicted growth of the memory peak at this k (algorithm 2, line 1)."""
 
