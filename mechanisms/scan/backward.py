@@ -50,7 +50,7 @@ def layer_gradients(solver: Solver, saved: Saved, outside: list[Tensor]) -> Grad
     first, *first_cell = carry.chunk(len(outside), dim=-1)
     gates = cell.gate_gradients(v)
     return Gradients(
-        gates.input @ saved.weights.input,
+        _input_gradient(gates.input, saved.weights.input),
         first,
         first_cell[0] if first_cell else None,
         _weight_gradients(gates, saved.x, before),
@@ -66,12 +66,24 @@ def local_cell(saved: Saved, before: Tensor) -> LocalCell:
     return LocalRNN(saved.mode, saved.output, saved.weights, saved.mask)
 
 
+def _input_gradient(gates: tuple[Tensor, ...], weight: Tensor) -> Tensor:
+    """Of ``x``: ``[T, B, I]``."""
+    first, *rest = weight.unflatten(0, (len(gates), -1)).unbind(0)
+    total = gates[0].flatten(0, 1) @ first
+    for gate, part in zip(gates[1:], rest, strict=True):
+        total = torch.addmm(total, gate.flatten(0, 1), part)
+    return total.unflatten(0, gates[0].shape[:2])
+
+
 def _weight_gradients(gates: GateGradients, x: Tensor, before: Tensor) -> Weights:
-    inputs, hidden = gates.input.flatten(0, 1), gates.hidden.flatten(0, 1)
-    input_bias = inputs.sum(0)
+    inputs, hidden = [g.flatten(0, 1) for g in gates.input], [g.flatten(0, 1) for g in gates.hidden]
+    rows, states = x.flatten(0, 1), before.flatten(0, 1)
+    input_bias = [gate.sum(0) for gate in inputs]
+    shared = [one is other for one, other in zip(gates.input, gates.hidden, strict=True)]
+    hidden_bias = [bias if same else gate.sum(0) for bias, same, gate in zip(input_bias, shared, hidden, strict=True)]
     return Weights(
-        inputs.t() @ x.flatten(0, 1),
-        hidden.t() @ before.flatten(0, 1),
-        input_bias,
-        input_bias if hidden is inputs else hidden.sum(0),
+        torch.cat([gate.t() @ rows for gate in inputs]),
+        torch.cat([gate.t() @ states for gate in hidden]),
+        torch.cat(input_bias),
+        torch.cat(hidden_bias),
     )

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from retime.mechanisms.scan.jacobians import LocalJacobians
@@ -22,12 +23,28 @@ class Weights(NamedTuple):
 
 
 class GateGradients(NamedTuple):
-    """dL/d of the two products that feed the gates."""
+    """dL/d of the two products that feed the gates, a tensor ``[T, B, H]`` a gate."""
 
-    input: Tensor
-    """dL/d ``x W_ih^T + b_ih``: ``[T, B, G * H]``."""
-    hidden: Tensor
-    """dL/d ``h[t-1] W_hh^T + b_hh``: ``[T, B, G * H]``."""
+    input: tuple[Tensor, ...]
+    """dL/d ``x W_ih^T + b_ih``."""
+    hidden: tuple[Tensor, ...]
+    """dL/d ``h[t-1] W_hh^T + b_hh``."""
+
+
+def gate_products(series: Tensor, weight: Tensor, bias: Tensor | None, gates: int) -> tuple[Tensor, ...]:
+    """``series @ weight.T + bias``, one contiguous ``[T, B, H]`` a gate, which suits elementwise work.
+
+    :param series: ``[T, B, F]``.
+    :param weight: ``[G * H, F]``.
+    :param bias: ``[G * H]``.
+    """
+    rows = series.flatten(0, 1).expand(gates, -1, -1)
+    matrices = weight.unflatten(0, (gates, -1)).transpose(1, 2)
+    if bias is None:
+        products = torch.bmm(rows, matrices)
+    else:
+        products = torch.baddbmm(bias.unflatten(0, (gates, 1, -1)), rows, matrices)
+    return products.unflatten(1, series.shape[:2]).unbind(0)
 
 
 class LocalCell(ABC):

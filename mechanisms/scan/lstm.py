@@ -4,9 +4,8 @@ from typing import Self
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from retime.mechanisms.scan.cells import GateGradients, LocalCell, Weights
+from retime.mechanisms.scan.cells import GateGradients, LocalCell, Weights, gate_products
 from retime.mechanisms.scan.diagonal import diagonal_scan
 from retime.mechanisms.scan.jacobians import LocalJacobians, fold
 
@@ -76,10 +75,9 @@ class LocalLSTM(LocalCell):
     def __init__(
         self, x: Tensor, before: Tensor, first_cell: Tensor, weights: Weights, mask: Tensor | None = None
     ) -> None:
-        products = F.linear(x, weights.input, weights.input_bias) + F.linear(
-            before, weights.hidden, weights.hidden_bias
-        )
-        i, f, g, o = products.chunk(4, dim=-1)
+        from_input = gate_products(x, weights.input, weights.input_bias, gates=4)
+        from_hidden = gate_products(before, weights.hidden, weights.hidden_bias, gates=4)
+        i, f, g, o = (a + b for a, b in zip(from_input, from_hidden, strict=True))
         i, f, g, o = torch.sigmoid(i), torch.sigmoid(f), torch.tanh(g), torch.sigmoid(o)
         cell = diagonal_scan(f, i * g, first_cell)
         cell_before = torch.cat([first_cell.unsqueeze(0), cell[:-1]])
@@ -93,5 +91,5 @@ class LocalLSTM(LocalCell):
         self.jacobians = LSTMJacobians(through, f, scale, weights.hidden)
 
     def gate_gradients(self, v: Tensor) -> GateGradients:
-        gradient = self.jacobians.gates(v, self.jacobians.through, self.jacobians.scale).flatten(-2)
+        gradient = self.jacobians.gates(v, self.jacobians.through, self.jacobians.scale).unbind(-2)
         return GateGradients(gradient, gradient)

@@ -20,4 +20,4 @@ class LocalRNN(LocalCell):
 
     def gate_gradients(self, v: Tensor) -> GateGradients:
         gradient = self.slope * v
-        return GateGradients(gradient, gradient)
+        return GateGradients((gradient,), (gradient,))
