@@ -70,6 +70,7 @@ class OOODataParallelStrategy(LightningOnly, DDPStrategy):
         self._ooo: OutOfOrderDataParallel | None = None
         self._last_report = OutOfOrderReport()
         self._known_k: tuple[int, int] | None = None
+        self._was_searching = False
         self._stepping = FusedStepping("forward")
         self._stepping.distributed = True
         self._stepping.mechanism = "the cross-iteration wait"
@@ -130,6 +131,7 @@ class OOODataParallelStrategy(LightningOnly, DDPStrategy):
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self._ooo is not None:
+            self._tell_search()
             self._stepping.before_backward(closure_loss)
             self._ooo.watch(closure_loss)
         super().pre_backward(closure_loss)
@@ -149,6 +151,18 @@ class OOODataParallelStrategy(LightningOnly, DDPStrategy):
         return self._stepping.step(
             module.trainer, optimizer, closure, lambda chosen: plain(optimizer, chosen, model, **kwargs), kwargs
         )
+
+    def _tell_search(self) -> None:
+        """Say once that a search has begun, and once what it found."""
+        assert self._ooo is not None
+        searching = self._ooo.is_searching
+        if searching and not self._was_searching:
+            rank_zero_info("retime: searching for k during the first steps; all of them count for training")
+        elif self._was_searching and not searching:
+            found = self._ooo.report()
+            times = ", ".join(f"k={k}: {seconds * 1e3:.0f} ms" for k, seconds in sorted(found.searched.items()))
+            rank_zero_info(f"retime: k={found.k} is the fastest after {found.search_steps} steps ({times})")
+        self._was_searching = searching
 
     def on_validation_start(self) -> None:
         self._pause()

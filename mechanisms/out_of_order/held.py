@@ -38,7 +38,7 @@ class StandIns:
         """Give the layer its parameters back."""
         for module, name, parameter in self._places:
             if module._parameters.get(name) is self.tensors[parameter]:
-                module._parameters[name] = parameter  # type: ignore[assignment]
+                module._parameters[name] = parameter
 
     def hand_on(self, *, release: bool) -> int:
         """Send the gradients to the parameters; returns how many there were."""
