@@ -1,7 +1,17 @@
-"""Modules that replace torch.nn's: recurrent ones whose backward pass through time is a parallel scan."""
+"""Modules that replace torch.nn's and go backward as a parallel scan: recurrent ones, and chains of layers."""
 
 from retime.modules.conversion_report import ConversionReport
 from retime.modules.convert import convert, convert_back
 from retime.modules.layers import ScanGRU, ScanLSTM, ScanRNN
+from retime.modules.scan_sequential import ScanReport, ScanSequential
 
-__all__ = ["ConversionReport", "ScanGRU", "ScanLSTM", "ScanRNN", "convert", "convert_back"]
+__all__ = [
+    "ConversionReport",
+    "ScanGRU",
+    "ScanLSTM",
+    "ScanRNN",
+    "ScanReport",
+    "ScanSequential",
+    "convert",
+    "convert_back",
+]

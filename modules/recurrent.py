@@ -33,7 +33,7 @@ class ScanRecurrent(nn.RNNBase):
         super().__init__(mode, *sizes, **options)
         self.solver = solver
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: Any, hx: Any = None) -> Any:
         """Run all layers over `input`, `(T, B, I)`, `(B, T, I)` with `batch_first`, `(T, I)` or a PackedSequence.
 
@@ -145,5 +145,5 @@ class ScanRecurrent(nn.RNNBase):
         return super().extra_repr() + solver
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.__dict__.setdefault("solver", "auto")

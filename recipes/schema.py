@@ -107,6 +107,23 @@ class SimulatedSettings(Settings):
     calibration: str = ""  # result.json of measured runs
 
 
+@dataclass
+class RecurrentSettings(Settings):
+    """The settings of the parallel-scan recipes for recurrent networks."""
+
+    model: dict[str, Any] = field(default_factory=dict)  # takes input_size, returns logits
+    data: dict[str, Any] = field(default_factory=dict)  # a data set of (sequence, class) pairs
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    variants: list[str] = field(default_factory=list)  # "baseline" is torch.nn, any other name a solver
+    batch_size: int = 16
+    sequence_length: int = 1000
+    # axes of the figures that have one
+    sequence_lengths: list[int] = field(default_factory=list)
+    batch_sizes: list[int] = field(default_factory=list)
+    features: list[str] = field(default_factory=list)  # IRMAS's feature sets of Table 3: S, M, L
+    cases: dict[str, Any] = field(default_factory=dict)
+
+
 def register(name: str, settings: type[Settings]) -> None:
     """Offer a settings class to experiment files as `/schema: <name>`.
 
@@ -127,6 +144,7 @@ def register_all() -> None:
     register("fusion", FusionSettings)
     register("ooo_measured", OutOfOrderSettings)
     register("ooo_simulated", SimulatedSettings)
+    register("bppsa_recurrent", RecurrentSettings)
     OmegaConf.register_new_resolver("by_hardware", _by_hardware, replace=True)
 
 

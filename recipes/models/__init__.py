@@ -15,6 +15,7 @@ module           builders                                          papers
 `mobilenet`      mobilenet_v3                                      ooo-backprop
 `googlenet`      googlenet                                         cpu-accumulation
 `translation`    transformer_base                                  optimizer-fusion
+`recurrent`      recurrent_classifier                              bppsa
 ===============  ================================================  ================================================
 
 In a Hydra config: ``model: {_target_: retime.recipes.models.vgg, depth: 19, batch_norm: true}``.
@@ -27,6 +28,7 @@ from retime.recipes.models.fcn import fcn
 from retime.recipes.models.googlenet import googlenet
 from retime.recipes.models.hub import bert, gpt2, llama, mobilenet_v2, resnet
 from retime.recipes.models.mobilenet import mobilenet_v3
+from retime.recipes.models.recurrent import recurrent_classifier
 from retime.recipes.models.translation import transformer_base
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "mobilenet_v3",
     "parameter_count",
     "parameters_per_layer",
+    "recurrent_classifier",
     "resnet",
     "transformer_base",
     "vgg",

@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from retime.callbacks import FuseOptimizer, ParallelScanBackward, PeakMemory, ReverseFirstK, StepTimeline
 from retime.mechanisms.fusion import declare_per_parameter, fuse_optimizer
 from retime.mechanisms.no_effect import NoEffectWarning
-from retime.modules import ScanGRU, ScanLSTM, ScanRNN, convert
+from retime.modules import ScanGRU, ScanLSTM, ScanRNN, ScanSequential, convert, convert_back
 from retime.strategies import FusedOptimizerDDPStrategy, FusedOptimizerStrategy, OOODataParallelStrategy
 
 __all__ = [
@@ -25,8 +25,10 @@ __all__ = [
     "ScanGRU",
     "ScanLSTM",
     "ScanRNN",
+    "ScanSequential",
     "StepTimeline",
     "convert",
+    "convert_back",
     "declare_per_parameter",
     "fuse_optimizer",
 ]

@@ -1,0 +1,191 @@
+"""BPPSA's recurrent recipes: small runs of each, what they count, and the paper's numbers."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from retime.recipes import __main__ as command
+from retime.recipes import bppsa_recurrent_claims as claims
+from retime.recipes.bppsa_recurrent import BASELINE, TrainingLoop, gradient_differences, steps_for
+from retime.recipes.bppsa_recurrent_curves import Curves, InstrumentCurves, Shuffled, thinned
+from retime.recipes.bppsa_recurrent_sensitivity import Instruments, Scaling, over_batch, over_length
+from retime.recipes.bppsa_recurrent_targets import Targets, worst_of
+from retime.recipes.data import bitstreams, synthetic_irmas
+from retime.recipes.models import recurrent_classifier
+from retime.recipes.report import rebuild
+from retime.recipes.results import load
+from retime.recipes.schema import Hardware, RecurrentSettings
+
+CPU = torch.device("cpu")
+ADAM = {"_target_": "torch.optim.Adam", "lr": 0.001}
+
+
+def settings(recipe, **options):
+    common = {
+        "name": "x",
+        "title": "title",
+        "paper": "bppsa",
+        "where": "Figure",
+        "recipe": f"{recipe.__module__}.{recipe.__name__}",
+        "hardware": Hardware("cpu", "cpu", 1),
+        "rounds": 2,
+        "steps": 1,
+        "batch_size": 2,
+        "sequence_length": 20,
+        "model": {"_target_": "retime.recipes.models.recurrent_classifier", "hidden_size": 4, "num_classes": 11},
+        "data": {"_target_": "retime.recipes.data.bitstreams", "length": 8},
+        "optimizer": ADAM,
+        "variants": ["baseline", "auto", "blelloch"],
+    }
+    return RecurrentSettings(**{**common, **options})
+
+
+def run(recipe, folder, **options):
+    """The result of a small run, after its report has been written."""
+    recipe().run(settings(recipe, **options), folder, Console(quiet=True))
+    rebuild(folder)
+    assert {path.name for path in folder.iterdir()} == {f"result.{kind}" for kind in ("json", "csv", "png", "md")}
+    assert (folder / "result.png").stat().st_size > 10_000
+    return load(folder / "result.json"), (folder / "result.md").read_text()
+
+
+# --- parts
+
+
+@pytest.mark.parametrize("cell", ["RNN", "GRU", "LSTM"])
+def test_variants_train_the_same_network(cell):
+    model = recurrent_classifier(cell, input_size=1, hidden_size=4)
+    data = bitstreams(steps=12, length=4)
+    batch = data.inputs, data.targets
+    loops = {name: TrainingLoop(name, model, ADAM, CPU) for name in ("baseline", "chunk", "blelloch")}
+    assert [type(loop.model.recurrent).__name__ for loop in loops.values()] == [cell, f"Scan{cell}", f"Scan{cell}"]
+    assert max(gradient_differences(loops, batch).values()) < 1e-4
+    losses = {name: [float(loop.step(batch)) for _ in range(3)] for name, loop in loops.items()}
+    assert losses["chunk"] == pytest.approx(losses["baseline"], rel=1e-4)
+    assert losses["baseline"][2] < losses["baseline"][0]
+    assert len(loops["chunk"].block(batch, 2)) == 4
+
+
+def test_unknown_cells_are_refused():
+    with pytest.raises(ValueError, match="cell='QRNN' is unknown: choose one of 'RNN', 'GRU', 'LSTM'"):
+        recurrent_classifier("QRNN")
+
+
+@pytest.mark.parametrize("data", [bitstreams(steps=3, length=10), synthetic_irmas(length=10)])
+def test_batches_are_the_same_for_every_variant_and_cover_an_epoch(data):
+    one, other = Shuffled(data, 4, 0, CPU), Shuffled(data, 4, 0, CPU)
+    for number in (0, 3, 1):
+        assert torch.equal(one[number][0], other[number][0])
+        assert one[number][1].shape == (4,)
+    assert not torch.equal(one[0][0], one[2][0])  # the next epoch has another order
+    with pytest.raises(ValueError, match="batch_size=11, but the data set has only 10 examples"):
+        Shuffled(data, 11, 0, CPU)
+
+
+def test_long_curves_are_stored_as_means_of_windows():
+    assert thinned([1.0, 2.0]) == [1.0, 2.0]
+    stored = thinned([float(k) for k in range(1001)])
+    assert stored[:2] == [1.0, 4.0]
+    assert len(stored) == 334
+    assert thinned([float(k) for k in range(1001)], last=True)[-1] == 1000.0
+
+
+def test_long_sequences_have_short_blocks():
+    some = settings(Scaling, steps=3)
+    assert [steps_for(some, length) for length in (10, 1000, 3000, 30000)] == [60, 3, 1, 1]
+
+
+def test_the_papers_tables_say_what_its_text_says():
+    assert claims.BY_LENGTH[1000].overall().value == pytest.approx(1.82, abs=0.01)
+    assert claims.BY_LENGTH[1000].backward().value == pytest.approx(8.0, abs=0.1)
+    assert claims.BY_BATCH[16].overall().value == claims.BY_LENGTH[1000].overall().value
+    assert claims.BY_FEATURES["L", 16].backward().value == pytest.approx((11.43 - 5.78) / (6.91 - 6.06))
+    assert max(row.backward().value for row in claims.BY_LENGTH.values()) == pytest.approx(52.8, abs=0.1)
+
+
+# --- recipes
+
+
+def test_figure_8(tmp_path: Path):
+    result, text = run(Scaling, tmp_path / "r", sequence_lengths=[10, 20], batch_sizes=[1, 2])
+    assert [point.at for point in result.points] == [{"T": 10, "B": 2}, {"T": 20, "B": 2}, {"T": 20, "B": 1}]
+    assert [point.at["T"] for point in over_length(result)] == [10, 20]
+    assert [point.at["B"] for point in over_batch(result)] == [2, 1]
+    assert "bppsa, Table 4" in text
+    assert "108.0 x" in text
+    assert "a backward pass that took no time" in text
+    assert "Largest relative difference of any gradient" in text
+    for point in result.points:
+        assert point.variants("step") == ["baseline", "auto", "blelloch"]
+
+
+def test_figure_8_of_one_axis(tmp_path: Path):
+    result, _ = run(Scaling, tmp_path / "r", sequence_lengths=[10, 20], variants=["baseline", "auto"])
+    assert over_batch(result) == []
+
+
+def test_figure_9(tmp_path: Path):
+    data = {"_target_": "retime.recipes.data.synthetic_irmas", "length": 4}
+    result, text = run(Instruments, tmp_path / "r", features=["S"], batch_sizes=[2, 16], data=data)
+    assert [point.facts["time steps"] for point in result.points] == [259, 259]
+    assert "bppsa, Table 6 | GRU, S, B=16, whole step (V100)" in text
+    assert "13.40 x" in text or "13.4 x" in text
+
+
+def test_figure_7(tmp_path: Path):
+    result, text = run(Curves, tmp_path / "r", rounds=3, steps=2)
+    (point,) = result.points
+    assert len(point.facts["auto losses"]) == 6
+    assert point.facts["auto seconds"] == sorted(point.facts["auto seconds"])
+    assert point.facts["auto losses"] == pytest.approx(point.facts["baseline losses"], rel=1e-4)
+    assert "2.730 x" in text
+    assert "torch.nn's steps took" in text
+
+
+def test_figure_13(tmp_path: Path):
+    data = {"_target_": "retime.recipes.data.synthetic_irmas", "length": 4}
+    result, text = run(InstrumentCurves, tmp_path / "r", features=["S", "M"], data=data, variants=["baseline", "auto"])
+    assert [point.at["features"] for point in result.points] == ["S", "M"]
+    assert "Table 6 | GRU, M, B=16, backward (V100)" in text
+
+
+def test_targets(tmp_path: Path):
+    cases = {
+        "rnn_batch16": {"hardware": "cpu", "cell": "RNN", "length": 20, "batch_size": 2},
+        "cudnn_batch1": {"hardware": "cuda", "cell": "RNN", "length": 20, "batch_size": 2},
+        "grid_gru": {
+            "kind": "grid",
+            "cell": "GRU",
+            "lengths": [5, 10],
+            "batch_sizes": [1, 4],
+            "hidden_sizes": [3],
+            "most_states": 60,
+        },
+    }
+    result, text = run(Targets, tmp_path / "r", cases=cases)
+    speed, grid = result.points
+    assert [point.at["case"] for point in result.points] == ["rnn_batch16", "grid_gru"]
+    assert speed.has(BASELINE, "backward")
+    assert grid.facts == {"left out, more states than most_states": ["T=10 B=4 H=3"]}
+    place, worst = worst_of(grid)
+    assert place in {"T=5 B=1 H=3", "T=5 B=4 H=3", "T=10 B=1 H=3"}
+    assert worst.median == min(row.spread.median for row in grid.rows if row.quantity == "speed")
+    assert "RNN, T=20, B=2, H=20: backward over torch.nn's | ≥ 2.000 x" in text
+    assert "at the worst shape | ≥ 0.950 x" in text
+
+
+def test_an_unknown_kind_of_case_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="kind='speeed' is unknown: choose speed or grid"):
+        run(Targets, tmp_path / "r", cases={"a": {"kind": "speeed"}})
+
+
+def test_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    overrides = ["rounds=1", "warmup_rounds=0", "steps=1", "sequence_lengths=[10]", "batch_sizes=[]", "batch_size=2"]
+    monkeypatch.setattr(sys, "argv", ["retime.recipes", "experiment=bppsa_fig8", *overrides])
+    command.main()
+    (found,) = (tmp_path / "results" / "bppsa" / "figure-8" / "cpu").rglob("result.json")
+    assert load(found).points[0].at == {"T": 10, "B": 2}
