@@ -7,6 +7,7 @@ from torch import Tensor
 
 from retime.mechanisms.scan.backward import Gradients, Saved, layer_gradients
 from retime.mechanisms.scan.cells import Weights
+from retime.mechanisms.scan.ieee import ieee_products
 from retime.mechanisms.scan.native import run_native
 from retime.mechanisms.scan.packed import Packing
 from retime.mechanisms.scan.solver import Solver
@@ -28,8 +29,13 @@ class ScanFunction(torch.autograd.Function):
         first_cell: Tensor | None,
         *weights: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        state = (first,) if first_cell is None else (first, first_cell)
-        return run_native(mode, x, state, by_direction(weights), batch_sizes)
+        if first_cell is None:
+            return run_native(mode, x, (first,), by_direction(weights), batch_sizes)
+        x, first, first_cell = x.detach(), first.detach(), first_cell.detach()
+        weights = tuple(None if weight is None else weight.detach() for weight in weights)
+        with torch.enable_grad():  # oneDNN's LSTM rounds otherwise where gradients are off
+            results = run_native(mode, x, (first, first_cell), by_direction(weights), batch_sizes)
+        return tuple(result.detach() for result in results)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -42,7 +48,7 @@ class ScanFunction(torch.autograd.Function):
         batch_sizes, *inputs, output = ctx.saved_tensors
         if all(gradient is None for gradient in gradients):
             return (None,) * (3 + len(inputs))
-        with torch.autocast(output.device.type, enabled=False):
+        with torch.autocast(output.device.type, enabled=False), ieee_products(output.device):
             found = _backward(ctx.mode, ctx.solver, batch_sizes, inputs, output, gradients)
         return (
             None,

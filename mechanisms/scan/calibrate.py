@@ -1,0 +1,81 @@
+"""Measure a device and fit the cost model to it."""
+
+import statistics
+import time
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from retime.mechanisms.scan.cost_model import AUTOGRAD, WAYS, CostModel, Shape
+from retime.mechanisms.scan.fit import fit_coefficients
+from retime.mechanisms.scan.layer import scan_layer
+
+MODES = {"RNN": "RNN_TANH", "GRU": "GRU", "LSTM": "LSTM"}
+GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
+SHAPES = tuple(
+    Shape(steps, batch, hidden, 8)
+    for steps, batch, hidden in (
+        (10, 1, 8), (30, 1, 20), (100, 1, 32), (1000, 1, 8), (300, 2, 8), (300, 4, 20), (30, 16, 64), (300, 16, 8),
+        (300, 16, 20), (100, 16, 128), (100, 64, 32), (300, 1, 256), (30, 256, 32), (10, 256, 128),
+    )
+)  # fmt: skip
+LARGEST_PRODUCTS = 20_000_000
+"""Shapes with more than this many numbers in all Jacobians are not tried with solvers that multiply them."""
+
+
+def calibrate(device: str | torch.device = "cpu", cells: Iterable[str] = ("RNN", "GRU"), repeats: int = 3) -> CostModel:
+    """Time every way through the backward pass on ``device``: some seconds of an otherwise idle machine.
+
+    Use the result with ``set_cost_model("cpu", calibrate("cpu"))``; it prints as a table to keep.
+
+    :param cells: ``"RNN"``, ``"GRU"``, ``"LSTM"`` (op by op, as packed sequences and float64 run).
+    """
+    device = torch.device(device)
+    coefficients = {}
+    for cell in cells:
+        measured: dict[str, list[tuple[Shape, float]]] = {way: [] for way in WAYS}
+        for shape in SHAPES:
+            forward, steps = _time(cell, shape, device, repeats)
+            for way, whole in steps.items():
+                measured[way].append((shape, max(whole - forward, 1.0)))
+        for way, points in measured.items():
+            work, times = [shape.work(way) for shape, _ in points], [time_us for _, time_us in points]
+            coefficients[f"{cell} {way}"] = fit_coefficients(work, times)
+    return CostModel(coefficients)
+
+
+def _time(cell: str, shape: Shape, device: torch.device, repeats: int) -> tuple[float, dict[str, float]]:
+    """Microseconds of a forward pass without gradients, and of a whole step each way, interleaved; medians."""
+    dtype = torch.float64 if cell == "LSTM" and device.type == "cpu" else torch.float32  # float32 has a fused kernel
+    batch, hidden, gates = int(shape.batch), shape.hidden, GATES[cell]
+    x = torch.randn(shape.steps, batch, shape.inputs, device=device, dtype=dtype)
+    sizes = ((gates * hidden, shape.inputs), (gates * hidden, hidden), (gates * hidden,), (gates * hidden,))
+    weights = [(torch.randn(size, device=device, dtype=dtype) * 0.1).requires_grad_() for size in sizes]
+    first = torch.zeros(batch, hidden, device=device, dtype=dtype)
+    gradient = torch.randn(shape.steps, batch, hidden, device=device, dtype=dtype)
+
+    def forward(way: str) -> Tensor:
+        hx = (first, first) if cell == "LSTM" else first
+        return scan_layer(MODES[cell], x, hx, weights[0], weights[1], weights[2], weights[3], solver=way)[0]
+
+    small = shape.steps * shape.batch * hidden**2 <= LARGEST_PRODUCTS
+    ways = [way for way in WAYS if small or way in (AUTOGRAD, "sequential")]
+    plain: list[float] = []
+    whole: dict[str, list[float]] = {way: [] for way in ways}
+    for repeat in range(repeats + 1):
+        with torch.no_grad():
+            start = _now(device)
+            forward(AUTOGRAD)
+            plain += [_now(device) - start] * (repeat > 0)
+        for way in ways:
+            start = _now(device)
+            torch.autograd.grad(forward(way), weights, gradient)
+            whole[way] += [_now(device) - start] * (repeat > 0)
+    return statistics.median(plain), {way: statistics.median(times) for way, times in whole.items()}
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() * 1e6
