@@ -68,11 +68,11 @@ def local_cell(saved: Saved, before: Tensor) -> LocalCell:
 
 def _input_gradient(gates: tuple[Tensor, ...], weight: Tensor) -> Tensor:
     """Of ``x``: ``[T, B, I]``."""
-    first, *rest = weight.unflatten(0, (len(gates), -1)).unbind(0)
+    first, *rest = weight.chunk(len(gates))
     total = gates[0].flatten(0, 1) @ first
     for gate, part in zip(gates[1:], rest, strict=True):
         total = torch.addmm(total, gate.flatten(0, 1), part)
-    return total.unflatten(0, gates[0].shape[:2])
+    return total.view(*gates[0].shape[:2], -1)
 
 
 def _weight_gradients(gates: GateGradients, x: Tensor, before: Tensor) -> Weights:

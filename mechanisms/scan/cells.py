@@ -39,12 +39,10 @@ def gate_products(series: Tensor, weight: Tensor, bias: Tensor | None, gates: in
     :param bias: ``[G * H]``.
     """
     rows = series.flatten(0, 1).expand(gates, -1, -1)
-    matrices = weight.unflatten(0, (gates, -1)).transpose(1, 2)
-    if bias is None:
-        products = torch.bmm(rows, matrices)
-    else:
-        products = torch.baddbmm(bias.unflatten(0, (gates, 1, -1)), rows, matrices)
-    return products.unflatten(1, series.shape[:2]).unbind(0)
+    matrices = weight.reshape(gates, -1, weight.shape[1]).transpose(1, 2)
+    add = None if bias is None else bias.reshape(gates, 1, -1)
+    products = torch.bmm(rows, matrices) if add is None else torch.baddbmm(add, rows, matrices)
+    return products.view(gates, *series.shape[:2], -1).unbind(0)
 
 
 class LocalCell(ABC):

@@ -57,4 +57,4 @@ def _cell(mode: str, x: Tensor, batch_sizes: Tensor | None) -> str:
 
 
 def _onednn() -> bool:
-    return torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    return bool(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled)  # type: ignore[no-untyped-call]

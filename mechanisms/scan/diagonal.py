@@ -19,7 +19,8 @@ def diagonal_scan(a: Tensor, b: Tensor, first: Tensor) -> Tensor:
     steps = a.shape[0]
     chunk = max(1, math.isqrt(steps))
     whole = steps // chunk * chunk
-    decay, within = [], []
+    decay: list[Tensor] = []
+    within: list[Tensor] = []
     for a_t, b_t in zip(fold(a[:whole], chunk), fold(b[:whole], chunk), strict=True):
         decay.append(a_t * decay[-1] if decay else a_t)
         within.append(torch.addcmul(b_t, a_t, within[-1]) if within else b_t)

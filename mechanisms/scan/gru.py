@@ -17,6 +17,8 @@ class LocalGRU(LocalCell):
     :param mask: ``[T, B, 1]``, zero where a shorter sequence has ended. None: all have the same length.
     """
 
+    jacobians: BlockJacobians
+
     def __init__(self, x: Tensor, before: Tensor, weights: Weights, mask: Tensor | None = None) -> None:
         input_r, input_z, input_n = gate_products(x, weights.input, weights.input_bias, gates=3)
         hidden_r, hidden_z, m = gate_products(before, weights.hidden, weights.hidden_bias, gates=3)

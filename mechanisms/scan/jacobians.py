@@ -83,7 +83,8 @@ class LocalJacobians(ABC):
 
 def fold(series: Tensor, chunk: int) -> Tensor:
     """``[T, ...]`` as ``[chunk, T / chunk, ...]``: step within a chunk first, chunks become a batch. No copy."""
-    return series.unflatten(0, (-1, chunk)).transpose(0, 1)
+    length, *rest = series.shape
+    return series.reshape(length // chunk, chunk, *rest).transpose(0, 1)
 
 
 def unfold(series: Tensor) -> Tensor:

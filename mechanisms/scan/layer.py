@@ -93,7 +93,10 @@ def _run(
     if chosen is None:
         return run_native(mode, x, state, tuple(Weights(*weights) for weights in directions), batch_sizes)
     first_cell = state[1] if mode == "LSTM" else None
-    return ScanFunction.apply(mode, chosen, batch_sizes, x, state[0], first_cell, *flat)  # type: ignore[no-any-return]
+    results = ScanFunction.apply(  # type: ignore[no-untyped-call]
+        mode, chosen, batch_sizes, x, state[0], first_cell, *flat
+    )
+    return tuple(results)
 
 
 def _flip(series: Tensor) -> Tensor:

@@ -55,12 +55,12 @@ class LSTMJacobians(LocalJacobians):
         return self._step(eye, self.through.unsqueeze(-2), self.forget.unsqueeze(-2), self.scale.unsqueeze(-3))
 
     def narrow(self, start: int, steps: int) -> Self:
-        parts = (part.narrow(0, start, steps) for part in (self.through, self.forget, self.scale))
-        return type(self)(*parts, self.matrix)
+        through, forget, scale = (part.narrow(0, start, steps) for part in (self.through, self.forget, self.scale))
+        return type(self)(through, forget, scale, self.matrix)
 
     def folded(self, chunk: int) -> Self:
-        parts = (fold(part, chunk) for part in (self.through, self.forget, self.scale))
-        return type(self)(*parts, self.matrix)
+        through, forget, scale = (fold(part, chunk) for part in (self.through, self.forget, self.scale))
+        return type(self)(through, forget, scale, self.matrix)
 
 
 class LocalLSTM(LocalCell):
@@ -71,6 +71,8 @@ class LocalLSTM(LocalCell):
     :param first_cell: ``c0``: ``[B, H]``.
     :param mask: ``[T, B, 1]``, zero where a shorter sequence has ended. None: all have the same length.
     """
+
+    jacobians: LSTMJacobians
 
     def __init__(
         self, x: Tensor, before: Tensor, first_cell: Tensor, weights: Weights, mask: Tensor | None = None
