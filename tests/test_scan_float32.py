@@ -42,13 +42,13 @@ def test_no_worse_than_autograd(mode: str, regime: str) -> None:
 
 def exploding_tail() -> tuple[Case, torch.Tensor]:
     """Later Jacobians multiply to more than float32 holds, but no gradient passes through them."""
-    case = make_case("RNN_RELU", 2000, 1, 8, dtype=torch.float32)
+    case = make_case("RNN_RELU", 1400, 1, 8, dtype=torch.float32)
     with torch.no_grad():
         for tensor in (*case.net.parameters(), *case.state):
             tensor.zero_()
-        case.net.weight_hh_l0.copy_(torch.eye(8) * 1.08)  # 1.08 ** 2000 is 7e66
-        case.net.bias_ih_l0.fill_(1e-37)  # so the output stays below 1e32, and above 0
-    sent = torch.zeros(2000, 1, 8)
+        case.net.weight_hh_l0.copy_(torch.eye(8) * 1.106)  # 1.106 ** 1024 is 6e44
+        case.net.bias_ih_l0.fill_(1e-37)  # the output stays below 1e27, and above 0
+    sent = torch.zeros(1400, 1, 8)
     sent[:50] = torch.randn(50, 1, 8)
     return case, sent
 
