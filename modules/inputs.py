@@ -69,10 +69,18 @@ def unpack(module: nn.RNNBase, input: Tensor | PackedSequence) -> Sequences:
     if input.dim() == 2:
         input = input.unsqueeze(1)
         module.check_input(input, None)
+        check_steps(input)
         return Sequences(input, 1, batched=False)
     module.check_input(input, None)
     data = input.transpose(0, 1) if module.batch_first else input
+    check_steps(data)
     return Sequences(data, data.size(1), batch_first=module.batch_first)
+
+
+def check_steps(data: Tensor) -> None:
+    """torch.nn's own refusal of `(0, B, I)`."""
+    if not data.size(0):
+        raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
 
 
 def check_hidden(module: nn.RNNBase, hx: Any, *, batched: bool) -> tuple[Tensor, ...]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from retime.mechanisms.scan.choice import choose_solver
 from retime.modules import convert
 from retime.recipes import charts
 from retime.recipes.bppsa_recurrent import BASELINE, OURS, Recurrent, label, ratio
@@ -115,7 +116,7 @@ class Targets(Recurrent):
         """Whole steps of torch.nn and of `auto` at every shape with at most `most_states` = T B H numbers of state."""
         device = torch.device(settings.hardware.device)
         rows: list[Row] = []
-        left_out = []
+        left_out, chosen = [], {}
         for length, batch_size, hidden_size in itertools.product(lengths, batch_sizes, hidden_sizes):
             place = f"T={length} B={batch_size} H={hidden_size}"
             if length * batch_size * hidden_size > most_states:
@@ -130,8 +131,9 @@ class Targets(Recurrent):
             rows.append(Row(place, PLAIN_MS, "ms", [round(value, 5) for value in plain]))
             rows.append(Row(place, SCAN_MS, "ms", [round(value, 5) for value in ours]))
             rows.append(Row(place, RATIO, "x", [round(value, 5) for value in speedup(plain, ours).rounds]))
+            chosen[place] = auto_choice(cell, length, batch_size, hidden_size, device)
             tick(place)
-        return Measured(rows, {"left out, more states than most_states": left_out})
+        return Measured(rows, {"auto chose": chosen, "left out, more states than most_states": left_out})
 
     def references(self, point: Point) -> dict[str, str]:
         return {} if is_grid(point) else super().references(point)
@@ -210,6 +212,13 @@ def layer(cell: str, hidden_size: int, seed: int, device: torch.device) -> nn.RN
     torch.manual_seed(seed)
     module: nn.RNNBase = CELLS[cell](hidden_size, hidden_size)
     return module.to(device)
+
+
+def auto_choice(cell: str, length: int, batch_size: int, hidden_size: int, device: torch.device) -> str:
+    """The solver that "auto" takes for a layer of that shape."""
+    inputs = torch.empty(length, batch_size, hidden_size, device=device)
+    solver = choose_solver(OURS, "RNN_TANH" if cell == "RNN" else cell, inputs, inputs[:1])
+    return "torch's own" if solver is None else str(solver)
 
 
 def steps_that_take(milliseconds: float, loop: LayerLoop) -> int:

@@ -169,7 +169,8 @@ def test_targets(tmp_path: Path):
     speed, grid = result.points
     assert [point.at["case"] for point in result.points] == ["rnn_batch16", "grid_gru"]
     assert speed.has(BASELINE, "backward")
-    assert grid.facts == {"left out, more states than most_states": ["T=10 B=4 H=3"]}
+    assert grid.facts["left out, more states than most_states"] == ["T=10 B=4 H=3"]
+    assert set(grid.facts["auto chose"]) == {"T=5 B=1 H=3", "T=5 B=4 H=3", "T=10 B=1 H=3"}
     place, worst = worst_of(grid)
     assert place in {"T=5 B=1 H=3", "T=5 B=4 H=3", "T=10 B=1 H=3"}
     assert worst.median == min(row.spread.median for row in grid.rows if row.quantity == "speed")

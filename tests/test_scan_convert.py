@@ -90,7 +90,7 @@ def test_everything_but_the_class_stays_the_same_object():
 
 def test_training_is_torchs_own():
     plain, scan = Tagger(), Tagger()
-    convert(scan)
+    convert(scan, solver="chunk")
     assert train(scan) == pytest.approx(train(plain), rel=1e-5)
 
 
@@ -101,7 +101,7 @@ def test_a_saved_model_converted_trained_and_converted_back(tmp_path):
     torch.save(plain.state_dict(), tmp_path / "plain.pt")
     model = Tagger()
     model.load_state_dict(torch.load(tmp_path / "plain.pt"))
-    convert(model)
+    convert(model, solver="chunk")
     model.eval()
     plain.eval()
     assert torch.equal(model(batch()), plain(batch()))
@@ -121,7 +121,7 @@ def test_optimizer_made_before_goes_on():
     plain, scan = Tagger().eval(), Tagger().eval()
     optimizers = [torch.optim.Adam(model.parameters(), lr=0.01) for model in (plain, scan)]
     first = [train(model, 2, optimizer) for model, optimizer in zip((plain, scan), optimizers, strict=True)]
-    convert(scan)
+    convert(scan, solver="chunk")
     second = [train(model, 2, optimizer) for model, optimizer in zip((plain, scan), optimizers, strict=True)]
     assert first[0] == first[1]
     assert second[1] == pytest.approx(second[0], rel=1e-5)
@@ -289,7 +289,7 @@ def test_parametrizations_pruning_and_old_hooks_work_after_conversion():
         torch.manual_seed(0)
         plain = nn.GRU(WIDTH, HIDDEN)
         scan = copy.deepcopy(plain)
-        convert(scan)
+        convert(scan, solver="chunk")
         gradients = []
         for module in (plain, scan):
             torch.manual_seed(3)
@@ -324,6 +324,6 @@ def test_compiled_before_conversion():
 def test_packed_input_of_a_converted_model():
     plain = nn.GRU(WIDTH, HIDDEN, bidirectional=True)
     scan = copy.deepcopy(plain)
-    convert(scan)
+    convert(scan, solver="chunk")
     data = pack_sequence([torch.randn(n, WIDTH) for n in (3, 5)], enforce_sorted=False)
     assert torch.equal(scan(data)[1], plain(data)[1])
