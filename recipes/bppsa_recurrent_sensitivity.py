@@ -4,6 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from retime.recipes import bppsa_recurrent_claims as claims
 from retime.recipes import charts
 from retime.recipes.bppsa_recurrent import (
@@ -61,11 +63,13 @@ class Scaling(Recurrent):
             (over_batch(result), fraction_of, "fraction of the device a sample, 1/B"),
         ]
         rows = [row for row in rows if row[0]] or [(result.points, length_of, "time steps T")]
-        drawing, panels = charts.panels(
-            f"{result.title}\n{hardware_line(result)}", 3 * len(rows), width=7.0 * len(rows) + 6, height=4.4
-        )
-        for number, (points, where, text) in enumerate(rows):
-            latency, speed, breakdown = panels[3 * number : 3 * number + 3]
+        drawing = Figure(figsize=(14, 4.4 * len(rows)), layout="constrained")
+        drawing.suptitle(f"{result.title}\n{hardware_line(result)}", fontsize=11)
+        for (points, where, text), panels in zip(rows, drawing.subplots(len(rows), 3, squeeze=False), strict=True):
+            latency, speed, breakdown = panels
+            for axes in panels:
+                axes.grid(alpha=0.25)
+                axes.spines[["top", "right"]].set_visible(False)
             draw_backward(latency, points, where)
             draw_speedups(speed, points, where)
             draw_breakdown(breakdown, points, [tick_label(where(point)) for point in points])
