@@ -124,6 +124,29 @@ class RecurrentSettings(Settings):
     cases: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass
+class ConvolutionalSettings(Settings):
+    """The settings of the parallel-scan recipes for convolutional networks. `steps` are training steps."""
+
+    model: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)  # a data set of (input, target) pairs; takes split="val" too
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    batch_size: int = 32
+    # Table 1
+    operators: list[str] = field(default_factory=list)
+    image_size: int = 32
+    channels: int = 64  # of the first convolution
+    columns: int = 100  # of a Jacobian that the baselines compute; their time for all columns is this time, scaled
+    # Figure 6
+    precisions: list[str] = field(default_factory=list)
+    levels: list[int | None] = field(default_factory=list)  # up-sweep levels of each scan; null is the whole one
+    evaluate_every: int = 10  # training steps between two test losses
+    # Figure 10
+    share: float = 0.97  # of the weights that pruning takes away
+    retrain_steps: int = 0
+    cases: dict[str, Any] = field(default_factory=dict)  # name: {pruning, zeros, levels}
+
+
 def register(name: str, settings: type[Settings]) -> None:
     """Offer a settings class to experiment files as `/schema: <name>`.
 
@@ -145,6 +168,7 @@ def register_all() -> None:
     register("ooo_measured", OutOfOrderSettings)
     register("ooo_simulated", SimulatedSettings)
     register("bppsa_recurrent", RecurrentSettings)
+    register("bppsa_convolutional", ConvolutionalSettings)
     OmegaConf.register_new_resolver("by_hardware", _by_hardware, replace=True)
 
 

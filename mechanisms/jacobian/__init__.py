@@ -7,7 +7,7 @@ from retime.mechanisms.jacobian.layers import jacobian_of, transposed_jacobian
 from retime.mechanisms.jacobian.matrix import SparseJacobian
 from retime.mechanisms.jacobian.pattern import CsrPattern
 from retime.mechanisms.jacobian.product import ProductPlan, VectorPlan, product_count, product_pattern
-from retime.mechanisms.jacobian.pruning import prune_class_blind
+from retime.mechanisms.jacobian.pruning import prune_class_blind, prune_class_uniform
 from retime.mechanisms.jacobian.scan_plan import Multiply, ScanPlan, full_levels, scan_plan
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "product_count",
     "product_pattern",
     "prune_class_blind",
+    "prune_class_uniform",
     "scan_plan",
     "transposed_jacobian",
 ]

@@ -48,14 +48,14 @@ class MaxPoolJacobian(LayerJacobian):
         self.pattern, entry = _planes(windows, input_shape)
         self._input_of_plane = windows.place[windows.inside].repeat(input_shape[0])[entry]
 
-    def saved(self, layer: nn.Module, inputs: Tensor) -> tuple[Tensor, ...]:
-        return (inputs,)
+    def run(self, layer: nn.Module, inputs: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        outputs, picked = _MAX_POOLS[inputs.dim() - 2](inputs, **self._options, return_indices=True)
+        return outputs, (picked, inputs.new_empty(0))
 
     def values(self, *saved: Tensor) -> Tensor:
-        (inputs,) = saved
-        _, picked = _MAX_POOLS[inputs.dim() - 2](inputs, **self._options, return_indices=True)
+        picked, like = saved
         of_entry = picked.flatten(1).t().index_select(0, self.pattern.indices)
-        return (of_entry == self._input_of_plane[:, None]).to(inputs.dtype)
+        return (of_entry == self._input_of_plane[:, None]).to(like.dtype)
 
     def move(self, device: torch.device) -> None:
         super().move(device)

@@ -1,4 +1,4 @@
-"""Class-blind magnitude pruning (See et al. 2016), which the paper's section 4.3 prunes VGG-11 with."""
+"""Magnitude pruning of See et al. 2016, which the paper's section 4.3 prunes VGG-11 with."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ PRUNED = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 def prune_class_blind(model: nn.Module, share: float) -> dict[str, float]:
     """Prune away the ``share`` of all convolution and linear weights that is smallest in magnitude, all layers alike.
 
-    *Class-blind*: one threshold for the whole model, whatever the layer. Biases stay. The masks are those of
-    `torch.nn.utils.prune`, so retraining keeps pruned weights at zero and `prune.remove` makes them plain zeros.
+    *Class-blind*: one threshold for the whole model, whatever the layer (the scheme that See et al. find best). Biases
+    stay. The masks are those of `torch.nn.utils.prune`, so retraining keeps pruned weights at zero and `prune.remove`
+    makes them plain zeros.
 
     Returns:
         The share of weights kept, a layer.
@@ -20,11 +21,28 @@ def prune_class_blind(model: nn.Module, share: float) -> dict[str, float]:
     Raises:
         ValueError: ``share`` is not between 0 and 1, or there is nothing to prune.
     """
-    if not 0 <= share < 1:
-        raise ValueError(f"share={share} must be at least 0 and below 1: 0.97 prunes 97 % of the weights")
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, PRUNED)}
-    if not layers:
-        raise ValueError(f"{type(model).__name__} has no convolution or linear layer to prune")
+    layers = _layers(model, share)
     weights = [(layer, "weight") for layer in layers.values()]
     prune.global_unstructured(weights, pruning_method=prune.L1Unstructured, amount=float(share))
+    return _kept(layers)
+
+
+def prune_class_uniform(model: nn.Module, share: float) -> dict[str, float]:
+    """Prune away the smallest ``share`` of each layer's own weights (See et al.'s *class-uniform*); else as above."""
+    layers = _layers(model, share)
+    for layer in layers.values():
+        prune.l1_unstructured(layer, "weight", amount=float(share))  # type: ignore[no-untyped-call]
+    return _kept(layers)
+
+
+def _layers(model: nn.Module, share: float) -> dict[str, nn.Module]:
+    if not 0 <= share < 1:
+        raise ValueError(f"share={share} must be at least 0 and below 1: 0.97 prunes 97 % of the weights")
+    layers: dict[str, nn.Module] = {n: layer for n, layer in model.named_modules() if isinstance(layer, PRUNED)}
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no convolution or linear layer to prune")
+    return layers
+
+
+def _kept(layers: dict[str, nn.Module]) -> dict[str, float]:
     return {name: float(layer.get_buffer("weight_mask").float().mean()) for name, layer in layers.items()}
