@@ -21,7 +21,8 @@ PEAK, FIRST_PEAK = "peak memory", "peak of the first steps"
 MIB = 2**20
 _BALANCING_BITS = 2e9
 _LEAST_BITS, _MOST_BITS = 20e6, 20e9
-# Tensors from this size on are mapped apart and given back when freed (glibc's M_MMAP_THRESHOLD, mallopt(3)).
+# For measuring memory: tensors from this size on are mapped apart and given back when freed (glibc's M_MMAP_THRESHOLD,
+# mallopt(3)). It costs page faults, so nothing is timed with it.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 
 
@@ -87,7 +88,7 @@ class OnRanks(Recipe[OutOfOrderSettings]):
             "retime.recipes.ooo_worker",
             request,
             timeout_s=settings.timeout_s,
-            environment=MALLOC,
+            environment=MALLOC if job == "memory" else None,
             progress=progress,
         )
 

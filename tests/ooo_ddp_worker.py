@@ -143,6 +143,57 @@ def hundreds_of_gradients_are_sent_in_forward_order() -> None:
     ooo.remove()
 
 
+class OrderOfRank(nn.Module):
+    """Two layers in another order on each rank: all parameters are used everywhere, so the wrapper does not mind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (self.a, self.b) if RANK == 0 else (self.b, self.a)
+        return second(first(x))  # type: ignore[no-any-return]
+
+
+@check
+def ranks_that_differ() -> None:
+    results = []
+    for k in (None, 1):
+        model = DistributedDataParallel(OrderOfRank(), gradient_as_bucket_view=True, bucket_cap_mb=0.01)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        ooo = None if k is None else OutOfOrderDataParallel(model, optimizer, k=k)
+        with contextlib.nullcontext() if k is None else pytest.warns(NoEffectWarning, match="different orders"):
+            for _ in range(5):
+                model(torch.ones(2, WIDTH)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        if ooo is not None:
+            ooo.remove()
+            assert ooo.report().in_order
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert_same(*results)
+
+
+@check
+def k_changes_while_training() -> None:
+    plain, _ = loop(None, steps=9)
+    model = wrapped()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    ooo = OutOfOrderDataParallel(model, optimizer, k=1)
+    generator = torch.Generator().manual_seed(RANK)
+    for step in range(9):
+        loss = model(torch.randn(6, 8, generator=generator)).square().mean()
+        if step > 3:
+            ooo.set_k(step % 5)  # between forward and backward: counts from the next step on
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert ooo.k == 2
+    ooo.remove()
+    assert_same(plain[-len(list(model.parameters())) :], [p.detach() for p in model.parameters()])
+
+
 @check
 def uneven_inputs() -> None:
     results = []

@@ -16,6 +16,8 @@ IN_A_BARE_LOOP = [
     "same_bits",
     "search",
     "hundreds_of_gradients_are_sent_in_forward_order",
+    "ranks_that_differ",
+    "k_changes_while_training",
     "uneven_inputs",
     "refusals",
     "memory_bound",

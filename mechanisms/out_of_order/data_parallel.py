@@ -9,6 +9,7 @@ the next forward pass needs them first.
 import time
 import warnings
 import weakref
+import zlib
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -34,6 +35,7 @@ SUPPORTED_BACKENDS = ("gloo", "nccl")
 SMALLEST_MESSAGE_BYTES = 1024 * 1024
 """Gradients of neighbouring blocks are sent together until they are this large."""
 UNUSED = "find_unused_parameters=True lets ranks differ in what they compute; use static_graph=True, or leave it out"
+RANKS_DIFFER = "the ranks ran the layers of their first step in different orders"
 K = int | Literal["auto"]
 
 
@@ -94,7 +96,7 @@ class OutOfOrderDataParallel:
         self._updates: list[CrossIterationUpdates] = []
         self._tuner: KTuner | None = None
         self._plan: _Plan | None = None
-        self._removed = self._read_early = False
+        self._removed = self._read_early = self._compared = self._changed = False
         self._search_steps = 0
         self.expects_loss = False
         """Set by an owner that calls :meth:`watch` with the loss, which shows more than the model's output does."""
@@ -136,9 +138,9 @@ class OutOfOrderDataParallel:
     def set_k(self, k: K) -> None:
         """Use this k from the next step on; ``"auto"`` searches again. All ranks must be given the same."""
         check_k(k)
-        self._wanted, self._tuner, self.known_k = k, None, None
-        if k != "auto" and self._deferral.blocks:
-            self._use(self._bounded(k))
+        if isinstance(k, int):
+            self._check_range(k)
+        self._wanted, self._tuner, self.known_k, self._changed = k, None, None, True
 
     def attach(self, optimizer: Optimizer) -> CrossIterationUpdates:
         """Let this optimizer's updates wait for their own gradients only; returns the fusion that does it."""
@@ -222,11 +224,14 @@ class OutOfOrderDataParallel:
         if not self._map.is_steady:
             self._plan, deferral.k = None, 0
             return
+        if not self._compared:
+            self._compare_ranks()
         if not deferral.blocks or self._no_order is not None:
             return
         if self._wanted != "auto":
-            if self._plan is None:
+            if self._plan is None or self._changed:
                 self._use(self._bounded(self._wanted))
+                self._changed = False
             return
         if self._tuner is None and self.known_k is not None and self.known_k[1] == len(deferral.blocks):
             self._wanted = self.known_k[0]
@@ -240,6 +245,14 @@ class OutOfOrderDataParallel:
         self._search_steps = self._report.steps
         if self._tuner.is_done:
             self._wanted = self._tuner.k
+
+    def _compare_ranks(self) -> None:
+        """Leave the order alone unless all ranks found the same blocks: they have to send the same things in turn."""
+        self._compared = True
+        found = repr([(block.name, [layer.name for layer in block.layers]) for block in self._deferral.blocks])
+        mark = float(zlib.crc32(found.encode()))
+        if (self._largest(mark), -self._largest(-mark)) != (mark, mark):
+            self.keep_order(RANKS_DIFFER)
 
     def _check_range(self, k: int) -> None:
         blocks = len(self._deferral.blocks)
