@@ -139,7 +139,7 @@ class Convergence(Recipe[ConvolutionalSettings]):
         axes.set_title("training loss, difference from back-propagation", fontsize=10)
         axes.set_ylabel("nats (0 drawn as 1e-17)")
         axes.set_xlabel("training step")
-        axes.legend(fontsize=7)
+        axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12), frameon=False)
         charts.save(drawing, path)
 
 

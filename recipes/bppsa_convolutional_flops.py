@@ -154,7 +154,8 @@ class PrunedFlops(Recipe[ConvolutionalSettings]):
         for axes in panels[len(result.points) :]:
             axes.set_visible(False)
         panels[0].set_ylabel("FLOP of the step")
-        panels[0].legend(fontsize=8)
+        handles, labels = panels[0].get_legend_handles_labels()
+        drawing.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=len(labels))
         charts.save(drawing, path)
 
 
