@@ -1,4 +1,4 @@
-"""One rank of tests/test_ooo_data_parallel.py: `python ooo_ddp_worker.py CHECK` in a bare loop or a Trainer."""
+"""One rank of tests/test_ooo_data_parallel.py: `python ooo_ddp_worker.py CHECK[,CHECK...] [FOLDER]`."""
 
 import contextlib
 import gc
@@ -120,7 +120,7 @@ def search() -> None:
 
 
 @check
-def hundreds_of_gradients_are_sent_in_forward_order() -> None:
+def gradients_leave_in_forward_order() -> None:
     sent: list[list[int]] = []
     model = wrapped()
     ooo = OutOfOrderDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.01), k=3)
@@ -389,11 +389,11 @@ def rank_dies_in_backward() -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    name = sys.argv[1]
-    if not len(sys.argv) > 2:
+    if not len(sys.argv) > 2:  # a Trainer or an Accelerator makes its own
         dist.init_process_group("gloo")
-    CHECKS[name]()
-    print(f"rank {RANK}: {name} done", flush=True)
+    for name in sys.argv[1].split(","):
+        CHECKS[name]()
+        print(f"rank {RANK}: {name} done", flush=True)
     gc.collect()
     os._exit(0)  # a gloo thread that ends while the interpreter shuts down aborts the process
 

@@ -15,7 +15,7 @@ from two_ranks import run_two_ranks
 IN_A_BARE_LOOP = [
     "same_bits",
     "search",
-    "hundreds_of_gradients_are_sent_in_forward_order",
+    "gradients_leave_in_forward_order",
     "ranks_that_differ",
     "k_changes_while_training",
     "uneven_inputs",
@@ -25,9 +25,15 @@ IN_A_BARE_LOOP = [
 ]
 
 
+@pytest.fixture(scope="module")
+def ranks() -> list[subprocess.CompletedProcess[str]]:
+    """One pair of processes for all checks: starting one takes longer than most of them."""
+    return run_two_ranks("ooo_ddp_worker.py", ",".join(IN_A_BARE_LOOP))
+
+
 @pytest.mark.parametrize("name", IN_A_BARE_LOOP)
-def test_in_a_bare_loop(name: str) -> None:
-    for number, rank in enumerate(run_two_ranks("ooo_ddp_worker.py", name)):
+def test_in_a_bare_loop(name: str, ranks: list[subprocess.CompletedProcess[str]]) -> None:
+    for number, rank in enumerate(ranks):
         assert f"rank {number}: {name} done" in rank.stdout, rank.stderr
 
 
