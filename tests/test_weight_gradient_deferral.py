@@ -326,6 +326,16 @@ def test_backward_twice_over_one_graph_adds_up() -> None:
         assert torch.equal(ours.grad, theirs.grad)
 
 
+def test_no_gradient_is_lost_when_k_falls_between_forward_and_backward() -> None:
+    model = mlp()
+    deferral = WeightGradientDeferral(model, k=4)
+    deferral.watch(run(model, VECTORS, seed=0))
+    loss = run(model, VECTORS, seed=0)
+    deferral.k = 1
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 def test_double_backward_is_refused() -> None:
     model = mlp()
     deferral = WeightGradientDeferral(model, k=2)

@@ -59,10 +59,6 @@ class BucketMap:
         self._places.clear()
         self.is_steady = False
 
-    def place_of(self, parameter: Tensor) -> Place | None:
-        """Where the parameter's gradient is; None for one that DistributedDataParallel does not reduce."""
-        return self._places.get(parameter)
-
     def first_bucket_of(self, parameters: Iterable[Tensor]) -> int | None:
         """The first bucket that holds any of these: it and those behind it cannot be sent before they are done."""
         return min((place.bucket for p in parameters if (place := self._places.get(p))), default=None)

@@ -136,10 +136,11 @@ class WeightGradientDeferral:
         self.is_finishing = True
         try:
             self.on_block(None)
-            for block in self.blocks[: self.k]:
-                for layer in block.layers:
+            for number, block in enumerate(self.blocks):
+                for layer in block.layers:  # those beyond k wait too if k was lowered since the forward pass
                     self._run(layer, waiting.get(layer), stand_ins.get(layer))
-                self.on_block(block)
+                if number < self.k:
+                    self.on_block(block)
         finally:
             self.is_finishing = False
         if self._keep_graph:
