@@ -5,23 +5,27 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from retime.mechanisms.fusion.data_parallel import sparse_layer
 from retime.mechanisms.fusion.report import FusionReport
+from retime.mechanisms.out_of_order.bucket_size import bucket_mb, measured_seconds_per_mb
 from retime.mechanisms.out_of_order.data_parallel import K, OutOfOrderDataParallel, check_k
 from retime.mechanisms.out_of_order.report import OutOfOrderReport
 from retime.strategies.flavour import LightningOnly
 from retime.strategies.stepping import FusedStepping
 
 CHECKPOINT_KEY = "retime_ooo_ddp"
+FIXED_BUCKET_MB = 4
+"""With deterministic algorithms, where nothing that changes sums may depend on a measurement."""
 MANUAL = "manual optimization decides by itself which gradients it wants; the order of its backward passes stays"
 
 
@@ -41,8 +45,8 @@ class OOODataParallelStrategy(LightningOnly, DDPStrategy):
     :param max_memory: bytes a rank may use at its peak (CUDA: allocated; CPU: resident), which bounds k.
     :param cross_iteration: False: ``optimizer.step()`` waits for all gradients, as under ``ddp``.
     :param blocks: names of the modules that k counts; None: the model's repeated blocks, else its layers.
-    :param ddp_kwargs: those of :class:`lightning.pytorch.strategies.DDPStrategy`. ``bucket_cap_mb`` defaults to 4, so
-        that the first gradients leave early; a communication hook is refused.
+    :param ddp_kwargs: those of :class:`lightning.pytorch.strategies.DDPStrategy`. ``bucket_cap_mb`` is chosen
+        by measurement unless it is given: buckets that take about 20 ms, of 1 to 25 MiB. A communication hook is refused.
     """
 
     strategy_name = "ooo_ddp"
@@ -64,7 +68,7 @@ class OOODataParallelStrategy(LightningOnly, DDPStrategy):
                 "strategy='ddp' or FusedOptimizerDDPStrategy(ddp_comm_hook=...)"
             )
         self._divide = bool(ddp_kwargs.get("gradient_as_bucket_view", False))
-        super().__init__(**{"bucket_cap_mb": 4} | ddp_kwargs | {"gradient_as_bucket_view": True})
+        super().__init__(**ddp_kwargs | {"gradient_as_bucket_view": True})
         self._wanted, self._max_memory, self._cross_iteration = k, max_memory, cross_iteration
         self._block_names = list(blocks) if blocks is not None else None
         self._ooo: OutOfOrderDataParallel | None = None
@@ -100,6 +104,21 @@ class OOODataParallelStrategy(LightningOnly, DDPStrategy):
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING and self._cross_iteration and self._ooo is not None:
             self._stepping.start(trainer)
+
+    def configure_ddp(self) -> None:
+        if "bucket_cap_mb" not in self._ddp_kwargs:
+            self._ddp_kwargs["bucket_cap_mb"] = self._choose_bucket_size()
+        super().configure_ddp()
+
+    def _choose_bucket_size(self) -> int:
+        if not torch.are_deterministic_algorithms_enabled():
+            return bucket_mb(measured_seconds_per_mb())
+        if self._wanted == "auto" and self.world_size > 2:
+            rank_zero_warn(
+                "k='auto' measures, so on more than two ranks a second run may round sums differently even with "
+                "deterministic algorithms: give k a number"
+            )
+        return FIXED_BUCKET_MB
 
     def _register_ddp_hooks(self) -> None:
         model = self.model
@@ -172,7 +191,12 @@ class OOODataParallelStrategy(LightningOnly, DDPStrategy):
         self._pause()
         if self._ooo is not None and not self._ooo.is_searching:
             blocks = len(self._ooo.blocks)
-            checkpoint[CHECKPOINT_KEY] = {"k": self._ooo.k, "blocks": blocks, "world_size": self.world_size}
+            checkpoint[CHECKPOINT_KEY] = {
+                "k": self._ooo.k,
+                "blocks": blocks,
+                "bucket_cap_mb": self._ddp_kwargs["bucket_cap_mb"],
+                "world_size": self.world_size,
+            }
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -180,6 +204,7 @@ class OOODataParallelStrategy(LightningOnly, DDPStrategy):
         found = checkpoint.get(CHECKPOINT_KEY)
         if found is not None and found["world_size"] == self.world_size:
             self._known_k = (found["k"], found["blocks"])
+            self._ddp_kwargs.setdefault("bucket_cap_mb", found["bucket_cap_mb"])
             if self._ooo is not None:
                 self._ooo.known_k = self._known_k
         return checkpoint

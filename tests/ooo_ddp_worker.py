@@ -20,7 +20,9 @@ from contract.models import Net
 from retime.callbacks import FuseOptimizer, ReverseFirstK
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.out_of_order import OutOfOrderDataParallel, OutOfOrderReport
+from retime.mechanisms.out_of_order.bucket_size import SIZES_MB, measured_seconds_per_mb
 from retime.strategies import OOODataParallelStrategy
+from retime.strategies.ooo_ddp import FIXED_BUCKET_MB
 
 WIDTH = 160
 RANK = int(os.environ["RANK"])
@@ -302,13 +304,38 @@ def k_is_kept_in_the_checkpoint() -> None:
     seeing = trainer(folder, strategy=again, max_steps=70, max_epochs=-1, callbacks=[Saves(path)])
     seeing.fit(Net(deep), data())
     found = again.report().k
+    kept = torch.load(path, weights_only=False)
+    assert kept["retime_ooo_ddp"]["bucket_cap_mb"] in SIZES_MB  # chosen by measurement, as nobody gave one
+    kept["retime_ooo_ddp"]["bucket_cap_mb"] = 3  # which no measurement gives
+    path = path.with_name(f"kept-{RANK}.ckpt")
+    torch.save(kept, path)
     resumed = OOODataParallelStrategy(k="auto")
     last = trainer(folder, strategy=resumed, max_steps=90, max_epochs=-1, enable_checkpointing=False)
     last.fit(Net(deep), data(), ckpt_path=path, weights_only=False)
     assert resumed.report().k == found
     assert not resumed.report().searched
+    assert resumed.report().bucket_bytes == 3 * 2**20
     plain = trainer(folder, strategy="ddp", max_steps=95, max_epochs=-1, enable_checkpointing=False)
     plain.fit(Net(deep), data(), ckpt_path=path, weights_only=False)
+
+
+@check
+def bucket_size_is_fixed_where_a_measurement_must_not_matter() -> None:
+    folder = Path(sys.argv[2])
+    sizes = []
+    for options in ({"deterministic": True}, {}):
+        strategy = OOODataParallelStrategy(k=0)
+        quick = trainer(folder, strategy=strategy, max_steps=1, enable_checkpointing=False, **options)
+        quick.fit(Net(nn.Linear(6, 6)), data())
+        sizes.append(strategy.report().bucket_bytes // 2**20)
+        torch.use_deterministic_algorithms(False)
+    assert sizes[0] == FIXED_BUCKET_MB
+    assert sizes[1] in SIZES_MB
+    seconds = measured_seconds_per_mb()
+    assert 0 < seconds < 1
+    every = [torch.zeros(1, dtype=torch.float64) for _ in range(2)]
+    dist.all_gather(every, torch.tensor([seconds], dtype=torch.float64))
+    assert every[0] == every[1]  # all ranks know the same, or their buckets would differ
 
 
 class Saves(ReverseFirstK):

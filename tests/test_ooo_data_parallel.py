@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from retime.callbacks import ReverseFirstK
+from retime.mechanisms.out_of_order.bucket_size import bucket_mb
 from retime.mechanisms.out_of_order.k_tuner import MOST_STEPS, KTuner
 from retime.strategies import OOODataParallelStrategy
 from two_ranks import run_two_ranks
@@ -25,6 +26,14 @@ IN_A_BARE_LOOP = [
 ]
 
 
+IN_A_TRAINER = [
+    "k_is_kept_in_the_checkpoint",
+    "bucket_size_is_fixed_where_a_measurement_must_not_matter",
+    "callback_sets_k",
+    "accelerate_loop",
+]
+
+
 @pytest.fixture(scope="module")
 def ranks() -> list[subprocess.CompletedProcess[str]]:
     """One pair of processes for all checks: starting one takes longer than most of them."""
@@ -37,7 +46,7 @@ def test_in_a_bare_loop(name: str, ranks: list[subprocess.CompletedProcess[str]]
         assert f"rank {number}: {name} done" in rank.stdout, rank.stderr
 
 
-@pytest.mark.parametrize("name", ["k_is_kept_in_the_checkpoint", "callback_sets_k", "accelerate_loop"])
+@pytest.mark.parametrize("name", IN_A_TRAINER)
 def test_in_a_trainer(name: str, tmp_path: Path) -> None:
     for number, rank in enumerate(run_two_ranks("ooo_ddp_worker.py", name, str(tmp_path))):
         assert f"rank {number}: {name} done" in rank.stdout, rank.stderr
@@ -97,6 +106,11 @@ def drive(tuner: KTuner, seconds_of: dict[int, float], blocks_carry: float = 0.0
         if tuner.tick(now):
             k, debt = tuner.k, blocks_carry
     return steps
+
+
+@pytest.mark.parametrize(("gbit", "size"), [(100, 25), (9.2, 16), (1.92, 4), (0.8, 1), (0.01, 1)])
+def test_bucket_size_follows_the_network(gbit: float, size: int) -> None:
+    assert bucket_mb(8 * 2**20 / (gbit * 1e9)) == size
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 5, 12, 40, 100])

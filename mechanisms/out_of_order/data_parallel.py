@@ -166,6 +166,7 @@ class OutOfOrderDataParallel:
         """What was done so far."""
         report = self._report
         report.blocks, report.k = len(self._deferral.blocks), self.k
+        report.bucket_bytes = int(self.model.bucket_bytes_cap)
         report.deferred_gradients = self._deferral.deferred_gradients
         report.held_gradients = self._deferral.held_gradients
         report.kept = self._deferral.kept

@@ -11,6 +11,8 @@ class OutOfOrderReport:
     """L, the blocks found in forward order; 0 before the first backward pass has been watched."""
     k: int = 0
     """Blocks whose weight gradients run last, in forward order (Oh et al. 2022, algorithm 2)."""
+    bucket_bytes: int = 0
+    """Up to which size gradients are sent together (``bucket_cap_mb``)."""
     steps: int = 0
     """Backward passes with gradient synchronisation."""
     deferred_gradients: int = 0
@@ -42,7 +44,8 @@ class OutOfOrderReport:
         text = (
             f"out-of-order backprop: k={self.k} of {self.blocks} blocks, {self.deferred_gradients} weight gradients "
             f"deferred and {self.held_gradients} held over {self.steps} steps; {self.fused_updates} updates waited for "
-            f"their own gradients only, {self.late_updates} ran in optimizer.step()"
+            f"their own gradients only, {self.late_updates} ran in optimizer.step(); buckets of "
+            f"{self.bucket_bytes / 2**20:g} MiB"
         )
         if self.early_waits:
             text += f"; {self.early_waits} steps waited because gradients were read before optimizer.step()"
