@@ -11,8 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from retime.mechanisms.scan import Solver, check_solver, scan_bidirectional, scan_layer
+from retime.mechanisms.scan.choice import keeps_torchs_own
 from retime.modules.inputs import Sequences, check_hidden, check_hidden_dtype, unpack
 
+PLAIN_FORWARD: dict[str, Any] = {
+    "RNN_TANH": nn.RNN.forward,
+    "RNN_RELU": nn.RNN.forward,
+    "GRU": nn.GRU.forward,  # nn.LSTM's needs more of its class than nn.RNNBase has
+}
 States = tuple[Tensor, ...]
 """What the layers start from or end with: (h,), or (h, c) for an LSTM, each `(L * D, B, H)`."""
 
@@ -35,7 +41,6 @@ class ScanRecurrent(nn.RNNBase):
         super().__init__(mode, *sizes, **options)
         self.solver = solver
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: Any, hx: Any = None) -> Any:
         """Run all layers over `input`, `(T, B, I)`, `(B, T, I)` with `batch_first`, `(T, I)` or a PackedSequence.
 
@@ -48,6 +53,31 @@ class ScanRecurrent(nn.RNNBase):
             RuntimeError: a shape that does not fit, as torch.nn reports it.
             ValueError: an input of another number of dimensions or another dtype than the weights.
         """
+        if torch.compiler.is_compiling() or not (hx is None or type(hx) is Tensor) or not self._is_plain(input):
+            return self._scan(input, hx)
+        return PLAIN_FORWARD[self.mode](self, input, hx)
+
+    def _is_plain(self, input: Any) -> bool:
+        """Whether torch.nn's own call does all layers: then it costs nothing over torch.nn.
+
+        On CUDA it would not: the weights lie in a block a layer (`flatten_parameters`).
+        """
+        if self.mode not in PLAIN_FORWARD or type(input) is not Tensor or not input.is_cpu or input.dim() != 3:
+            return False
+        if not torch.is_grad_enabled():
+            return True
+        if self.solver != "auto":
+            return self.solver == "autograd"
+        steps, batch = input.shape[:2]
+        shape = torch.Size((batch, steps)) if self.batch_first else torch.Size((steps, batch))
+        first = keeps_torchs_own(self.mode, shape, self.hidden_size, self.input_size, input.dtype)
+        if self.num_layers == 1 or not first:
+            return first
+        width = self.hidden_size * (2 if self.bidirectional else 1)
+        return keeps_torchs_own(self.mode, shape, self.hidden_size, width, input.dtype)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _scan(self, input: Any, hx: Any) -> Any:
         sequences = unpack(self, input)
         outputs, finals = self._layers(sequences, self._initial(sequences, hx))
         states = tuple(sequences.unsorted(final) for final in finals)

@@ -17,6 +17,7 @@ from retime.recipes.schema import OutOfOrderSettings
 
 PAPER = "ooo-backprop"
 BALANCED = "balanced"
+IDLE = "processor idle"
 PEAK, FIRST_PEAK = "peak memory", "peak of the first steps"
 MIB = 2**20
 _BALANCING_BITS = 2e9
@@ -120,6 +121,13 @@ class OnRanks(Recipe[OutOfOrderSettings]):
             bits = network.bits_per_second
         first = answers[0]
         rows = [Row(name, "step", "ms", values) for name, values in first["step_ms"].items()]
+        rows += [Row(name, IDLE, "ms", values) for name, values in first["idle_ms"].items()]
+        rows += [
+            Row(name, phase.removesuffix("_ms").replace("_", " "), "ms", [milliseconds])
+            for name, phases in first["phases_ms"].items()
+            for phase, milliseconds in phases.items()
+            if phase != "step_ms"
+        ]
         facts: dict[str, Any] = {
             "parameters": first["parameters"],
             "gradient bytes": first["gradient_bytes"],
@@ -180,6 +188,17 @@ def bound_fraction(point: Point | None, name: str) -> Spread | None:
     return speedup(bound_ms(point), point.values(name, "step"))
 
 
+def busy_ceiling(point: Point) -> Spread | None:
+    """How many times faster than `ddp` a schedule could be that does the same work and never waits, in each round.
+
+    None for one rank, and for layers that sleep: their cores are idle at work.
+    """
+    if not point.has("ddp", IDLE) or point.facts["cluster"]["hosts"] < 2 or point.at.get("compute") == "emulated":
+        return None
+    pairs = zip(point.values("ddp", "step"), point.values("ddp", IDLE), strict=True)
+    return spread([step / (step - min(idle, 0.99 * step)) for step, idle in pairs])
+
+
 def best_of_ours(point: Point) -> str | None:
     """The name of what a user gets: the tuned k, or else the fastest fixed k, with the cross-iteration wait."""
     names = [name for name in point.variants("step") if name.startswith("ooo_") and "_waiting" not in name]
@@ -197,9 +216,12 @@ def bound_notes(point: Point, place: str) -> list[str]:
         found = bound_fraction(point, name)
         if found and name not in (COMPUTE, COMMUNICATION):
             lines.append(f"- {place}: {label(name)} reaches {show(found, 'x')} of max(compute, communication)")
-    busy = cluster["communication_processor_ms"]
-    if busy:
+            if point.has(name, IDLE) and point.at.get("compute") != "emulated":
+                lines[-1] += f"; it leaves its core idle {show(spread(point.values(name, IDLE)), 'ms')} a step"
+    ceiling = busy_ceiling(point)
+    if ceiling:
         lines.append(
-            f"- {place}: {busy:.0f} ms of communication are processor time, which nothing can hide on one core"
+            f"- {place}: the processor alone allows {show(ceiling, 'x')} of DDP's speed: that is DDP's step without "
+            "its idle time, since every host has one core here, which also does its network's work"
         )
     return lines

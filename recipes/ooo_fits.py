@@ -3,15 +3,19 @@
 import copy
 import statistics
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback
 from lightning.pytorch.strategies import Strategy
 from torch import nn
 
+from retime.callbacks import StepTimeline
 from retime.mechanisms.out_of_order.report import OutOfOrderReport
+from retime.recipes.idle_clock import IdleClock
 from retime.recipes.ooo_variants import COMMUNICATION, COMPUTE, alone, variant
 from retime.recipes.trainer_loop import Batch, Run, Training, train
 from retime.strategies import OOODataParallelStrategy
@@ -45,10 +49,12 @@ class Fits:
         self.tuned_k: int | None = None
         self.weights: dict[str, set[str]] = {}
         """Digests of the final weights that each timed variant ended with."""
+        self.idle_ms: dict[str, list[float]] = {}
+        """What each timed fit of a variant left idle of this rank's core, a step."""
         self.communication_processor_ms: float | None = None
         """Processor time of this process in the last `communication_ms`: it cannot be hidden behind computation."""
 
-    def fit(self, name: str, steps: int | None = None, epochs: int = 1) -> Fit:
+    def fit(self, name: str, steps: int | None = None, epochs: int = 1, callbacks: Iterable[Callback] = ()) -> Fit:
         """Train once; with `steps`, on so many batches, which begin again at their end."""
         made: list[Strategy] = []
 
@@ -69,6 +75,7 @@ class Fits:
             self._optimizer,
             devices=1 if name == COMPUTE else dist.get_world_size(),
             epochs=epochs,
+            callbacks=callbacks,
         )
         if not isinstance(made[0], OOODataParallelStrategy):
             return Fit(training, None, None)
@@ -85,10 +92,19 @@ class Fits:
         """One timed block: the median step of one fit, or of repeated all-reduces."""
         if name == COMMUNICATION:
             return self.communication_ms()
-        done = self.fit(name).training
+        idle = IdleClock(WARMUP_STEPS + 1)
+        done = self.fit(name, callbacks=[idle]).training
+        self.idle_ms.setdefault(name, []).append(idle.idle_ms)
         if name != COMPUTE:
             self.weights.setdefault(name, set()).add(done.weights)
         return statistics.median(done.step_ms[WARMUP_STEPS:])
+
+    def phases_ms(self, name: str) -> dict[str, float]:
+        """Where the steps of one more fit spend their time, as `StepTimeline` sees it: medians over its steps."""
+        timeline = StepTimeline(every_n_steps=1, warm_up=WARMUP_STEPS, log=False, png=False, trace=False)
+        self.fit(name, callbacks=[timeline])
+        steps = [timing.metrics() for timing in timeline.timings]
+        return {phase: statistics.median(step[phase] for step in steps) for phase in steps[0]}
 
     def communication_ms(self, repeats: int = 3) -> float:
         """Milliseconds to all-reduce as many bytes as the gradients have, in DDP's buckets, with nothing beside it."""

@@ -5,15 +5,17 @@ from typing import Any
 
 from retime.recipes import charts
 from retime.recipes.claims import Comparison, Target
-from retime.recipes.measure import Spread, spread
+from retime.recipes.measure import spread
 from retime.recipes.ooo_cases import case_of
 from retime.recipes.ooo_cluster import (
+    IDLE,
     MIB,
     PEAK,
     OnRanks,
     best_of_ours,
     bound_fraction,
     bound_notes,
+    busy_ceiling,
     ratio,
     strongest_peer,
 )
@@ -27,6 +29,9 @@ SPEED = {"mlp": 1.25, "gpt2": 1.15, "resnet": 1.15, "unshaped": 0.97}
 BOUND_FRACTION = 0.75
 SEARCH_PERCENT, SEARCH_STEPS = 3.0, 60
 EXTRA_PERCENT = 1.0
+SHOWN = ("ddp", "ddp_layer_buckets", "ooo_tuned")
+"""Variants whose steps are taken apart."""
+PARTS = ("forward", "backward", "communication exposed", "update")
 
 
 class Targets(OnRanks):
@@ -44,16 +49,14 @@ class Targets(OnRanks):
         case = case_of(settings, at["case"])
         kind, rate = case.pop("kind", "times"), case.pop("rate", settings.rate)
         if kind == "times":
-            return self.compare_variants(settings, tick, settings.hosts, rate, **case)
+            timelines = [name for name in SHOWN if name in case.get("variants", settings.variants)]
+            return self.compare_variants(settings, tick, settings.hosts, rate, **{**case, "timelines": timelines})
         if kind != "memory":
             raise ValueError(f"cases.{at['case']}.kind={kind!r} is unknown: choose times or memory")
         with self.network(settings, settings.hosts, rate) as network:
             names = case.get("variants", settings.variants)
-            tuned: dict[str, Any] = {"k": None}
-            if any(name.startswith("ooo_tuned") for name in names):
-                tuned = self.run_job(settings, network, tick, "search", **case)[0]
-            rows, facts = self.peak_rows(settings, network, tick, names, **{**case, "k": tuned["k"]})
-        return Measured(rows, {**facts, "k": tuned["k"]})
+            rows, facts = self.peak_rows(settings, network, tick, names, **{**case, "k": None})
+        return Measured(rows, facts)
 
     def compare(self, result: Result) -> list[Comparison]:
         points = {point.at["case"]: point for point in result.points}
@@ -61,7 +64,7 @@ class Targets(OnRanks):
         for case, least in SPEED.items():
             if case in points:
                 ours = best_of_ours(points[case])
-                note = _peer_note(points[case], ours)
+                note = "; ".join(filter(None, (_peer_note(points[case], ours), _ceiling_note(points[case]))))
                 target = Target(f"{case}: out of order over Lightning's ddp", "x", least)
                 lines.append(Comparison(target, ratio(points[case], "ddp", ours) if ours else None, note))
         if "mlp" in points:
@@ -73,7 +76,7 @@ class Targets(OnRanks):
             target = Target("runs with final weights bit-identical to ddp", "%", 100.0)
             lines.append(Comparison(target, spread([sum(share) / len(share)]), cases))
         if "memory" in points:
-            lines.append(_memory(points["memory"]))
+            lines += _memory(points["memory"], points.get("mlp"))
         return lines
 
     def notes(self, result: Result) -> list[str]:
@@ -85,23 +88,55 @@ class Targets(OnRanks):
         ]
 
     def draw(self, result: Result, path: Path) -> None:
-        points = [point for point in result.points if point.at["case"] in SPEED]
-        drawing, axes = charts.figure(result.title, width=9)
-        names = ("ddp_layer_buckets", "ooo_k0", "ooo_tuned_waiting", "ooo_tuned")
-        for index, name in enumerate(names):
-            known = [(place, ratio(point, "ddp", name)) for place, point in enumerate(points)]
-            shift = (index - (len(names) - 1) / 2) * 0.17
-            charts.points_with_spread(
-                axes, [x + shift for x, value in known if value], [v for _, v in known if v], label(name), index
-            )
-        for place, point in enumerate(points):
-            axes.hlines(SPEED[point.at["case"]], place - 0.4, place + 0.4, color=charts.GREY, linewidth=2.5, alpha=0.6)
-        axes.plot([], [], color=charts.GREY, linewidth=2.5, alpha=0.6, label="wanted at least")
-        charts.even_line(axes, "Lightning's ddp")
-        axes.set_xticks(range(len(points)), [_place(point) for point in points])
-        axes.set_ylabel("steps per second against ddp (x)")
-        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+        points = [point for point in result.points if point.has("ddp", "step") and not _is_identity(point)]
+        drawing, (speeds, parts) = charts.panels(result.title, 2, width=16, height=1.5 + 1.2 * max(3, len(points)))
+        _draw_speeds(speeds, points)
+        _draw_parts(parts, points)
         charts.save(drawing, path)
+
+
+def _is_identity(point: Point) -> bool:
+    return str(point.at["case"]).startswith("identical")
+
+
+def _draw_speeds(axes: Any, points: list[Point]) -> None:
+    names = ("ddp_layer_buckets", "ooo_k0", "ooo_tuned_waiting", "ooo_tuned")
+    for index, name in enumerate(names):
+        known = [(place, ratio(point, "ddp", name)) for place, point in enumerate(points)]
+        shift = (index - (len(names) - 1) / 2) * 0.17
+        places = [x + shift for x, value in known if value]
+        charts.points_with_spread(axes, places, [v for _, v in known if v], label(name), index)
+    for place, point in enumerate(points):
+        if point.at["case"] in SPEED:
+            axes.hlines(SPEED[point.at["case"]], place - 0.4, place + 0.4, color=charts.GREY, linewidth=2.5, alpha=0.6)
+        ceiling = busy_ceiling(point)
+        if ceiling:
+            axes.hlines(ceiling.median, place - 0.4, place + 0.4, color="black", linewidth=1, linestyle=":")
+    axes.plot([], [], color=charts.GREY, linewidth=2.5, alpha=0.6, label="wanted at least")
+    axes.plot([], [], color="black", linewidth=1, linestyle=":", label="ceiling: ddp's step without its idle time")
+    charts.even_line(axes, "Lightning's ddp")
+    axes.set_xticks(range(len(points)), [_place(point) for point in points])
+    axes.set_ylabel("steps per second against ddp (x)")
+    axes.legend(fontsize=8)
+
+
+def _draw_parts(axes: Any, points: list[Point]) -> None:
+    """Where a step goes, by StepTimeline, with the idle part of the core's time as a line below each bar."""
+    bars, idle = {}, []
+    for point in points:
+        for name in SHOWN:
+            if not point.has(name, PARTS[0]):
+                continue
+            found = {part: spread(point.values(name, part)).median for part in PARTS if point.has(name, part)}
+            found["backward"] -= found.get("communication exposed", 0.0)
+            bars[f"{point.at['case']}: {label(name)}"] = found
+            idle.append(spread(point.values(name, IDLE)).median)
+    charts.stacked_bars(axes, bars, "ms of a step, one more fit with StepTimeline")
+    for place, (bar, milliseconds) in enumerate(zip(bars.values(), idle, strict=True)):
+        end = sum(bar.values())
+        axes.plot([end - milliseconds, end], [place + 0.4] * 2, color="black", linewidth=2.5)
+    axes.plot([], [], color="black", linewidth=2.5, label="core idle")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3, frameon=False, fontsize=8)
 
 
 def _mlp(point: Point) -> list[Comparison]:
@@ -125,22 +160,30 @@ def _mlp(point: Point) -> list[Comparison]:
     return lines
 
 
-def _memory(point: Point) -> Comparison:
-    ours = next((row.variant for row in point.rows if row.variant.startswith("ooo_")), None)
-    extra: Spread | None = None
-    bound = 0.0
-    if ours and point.has("ddp", PEAK):
+def _memory(point: Point, timed: Point | None) -> list[Comparison]:
+    """Peak memory against ddp's at the k that the search found, or at every measured k if it found none of them."""
+    names = [name for name in point.variants(PEAK) if name.startswith("ooo_")]
+    if timed is not None:
+        names = [name for name in names if name == f"ooo_k{timed.facts['cluster']['k']}"] or names
+    lines = []
+    for ours in names if point.has("ddp", PEAK) else []:
         plain = point.values("ddp", PEAK)
         bucket_mib = min(point.settings.get("layer_bucket_mb", 4.0), point.facts["gradient bytes"] / MIB)
         bound = EXTRA_PERCENT / 100 * spread(plain).median + bucket_mib
         extra = spread([mine - ddp for mine, ddp in zip(point.values(ours, PEAK), plain, strict=True)])
-    target = Target("mlp: extra peak memory at the tuned k (1 % plus one bucket)", "MiB", bound, at_most=True)
-    return Comparison(target, extra, f"k={point.facts['k']}")
+        target = Target(f"mlp: extra peak memory, {label(ours)} (1 % plus one bucket)", "MiB", bound, at_most=True)
+        lines.append(Comparison(target, extra))
+    return lines
 
 
 def _all_identical(point: Point) -> bool:
     found = point.facts["final weights bit-identical to ddp, on all ranks"].split(", ")
     return all(name in found for name in point.variants("step") if name not in (COMPUTE, COMMUNICATION))
+
+
+def _ceiling_note(point: Point) -> str:
+    ceiling = busy_ceiling(point)
+    return f"the processor alone allows {ceiling.median:.2f} x" if ceiling else ""
 
 
 def _peer_note(point: Point, ours: str | None) -> str:

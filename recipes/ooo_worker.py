@@ -53,8 +53,11 @@ def compare(request: dict[str, Any]) -> dict[str, Any]:
     bounds = [COMPUTE] + ([COMMUNICATION] if dist.get_world_size() > 1 else [])
     blocks = {name: partial(fits.step_ms, name) for name in [*request["variants"], *bounds]}
     times = interleave(blocks, request["rounds"], request["warmup_rounds"], tell)
+    phases = {name: fits.phases_ms(name) for name in request.get("timelines", [])}
     model = _model(request)
     return {
+        "phases_ms": phases,
+        "idle_ms": {name: values[-request["rounds"] :] for name, values in fits.idle_ms.items()},
         "step_ms": {name: [round(value, 4) for value in values] for name, values in times.items()},
         "weights": {name: sorted(digests) for name, digests in fits.weights.items()},
         "communication_processor_ms": fits.communication_processor_ms,

@@ -5,7 +5,7 @@ import hashlib
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,6 +115,7 @@ def train(
     devices: int = 1,
     epochs: int = 1,
     count_gradients: bool = False,
+    callbacks: Iterable[Callback] = (),
 ) -> Training:
     """Fit `model` on `batches`, in their order, `epochs` times, with nothing of Lightning's that prints or saves.
 
@@ -130,7 +131,7 @@ def train(
             accelerator="gpu" if device == "cuda" else "cpu",
             devices=devices,
             max_epochs=epochs,
-            callbacks=[clock],
+            callbacks=[clock, *callbacks],
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,

@@ -46,7 +46,8 @@ class OOODataParallelStrategy(LightningOnly, DDPStrategy):
     :param cross_iteration: False: ``optimizer.step()`` waits for all gradients, as under ``ddp``.
     :param blocks: names of the modules that k counts; None: the model's repeated blocks, else its layers.
     :param ddp_kwargs: those of :class:`lightning.pytorch.strategies.DDPStrategy`. ``bucket_cap_mb`` is chosen
-        by measurement unless it is given: buckets that take about 20 ms, of 1 to 25 MiB. A communication hook is refused.
+        by measurement unless it is given: buckets that take about 20 ms, of 1 to 25 MiB. A communication hook is
+        refused.
     """
 
     strategy_name = "ooo_ddp"

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import resource
 import sys
 import weakref
 from collections.abc import Callable
@@ -279,6 +280,37 @@ def memory_bound() -> None:
         model(torch.ones(2, 8)).sum().backward()
     assert ooo.k == 4  # the largest below the number of blocks that the bound was asked for
     ooo.remove()
+
+
+@check
+def measured_peak_stays_below_the_bound() -> None:
+    mib, layers = 2**20, 8
+    inputs = torch.randn(16_384, 256)  # 16 MiB, as each layer's output
+
+    def peak_after(k: int, max_memory: int | None) -> tuple[int, int]:
+        torch.manual_seed(0)
+        net = nn.Sequential(*[part for _ in range(layers) for part in (nn.Linear(256, 256), nn.Tanh())])
+        model = DistributedDataParallel(net, gradient_as_bucket_view=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ooo = OutOfOrderDataParallel(model, optimizer, k=k, max_memory=max_memory)
+        for _ in range(5):
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        used = ooo.k
+        ooo.remove()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, used
+
+    plain, _ = peak_after(0, None)
+    bound = plain + 40 * mib
+    bounded, used = peak_after(7, bound)
+    assert 0 < used < 7
+    assert plain <= bounded <= bound
+    unbounded, used = peak_after(7, None)
+    assert used == 7
+    assert unbounded > bound
+    with pytest.raises(ValueError, match="max_memory"):
+        peak_after(7, plain // 2)
 
 
 def trainer(folder: Path, **options: Any) -> Trainer:

@@ -15,6 +15,9 @@ FINALISTS = 3
 REPEATS = 2
 """As far as steps are left, the best few are timed again, so often each."""
 
+TIE = 0.01
+"""By how much slower than the best a smaller k may be and still be chosen: it needs less memory."""
+
 
 class KTuner:
     """Drives the search from the times at which steps begin.
@@ -42,7 +45,8 @@ class KTuner:
         if self._again:
             return self._again[0]
         means = self.measured
-        return min(means, key=lambda k: (means[k], k), default=0)
+        good_enough = (1 + TIE) * min(means.values(), default=0.0)
+        return min((k for k, seconds in means.items() if seconds <= good_enough), default=0)
 
     @property
     def is_done(self) -> bool:

@@ -1,5 +1,7 @@
 """Which solver a layer uses."""
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -8,13 +10,13 @@ from retime.mechanisms.scan.cost_model import AUTOGRAD, CostModel, Shape
 from retime.mechanisms.scan.solver import Solver, parse_solver
 
 _models: dict[str, CostModel] = {"cpu": calibration.CPU, "cuda": calibration.CUDA}
-_parsed: dict[str, Solver] = {}
 
 
 def set_cost_model(device_type: str, model: CostModel) -> CostModel | None:
     """Let ``solver="auto"`` choose by ``model`` on that type of device, and give back the model it replaces."""
     before = _models.get(device_type)
     _models[device_type] = model
+    _choose.cache_clear()
     return before
 
 
@@ -29,24 +31,35 @@ def choose_solver(
     if not isinstance(solver, str):
         return solver
     if solver == "auto":
-        solver = _choose(mode, x, state, batch_sizes)
+        steps = x.shape[0] if batch_sizes is None else batch_sizes.shape[0]
+        cell, itemsize = _cell(mode, x, batch_sizes), max(4, x.element_size())
+        solver = _choose(x.device.type, cell, steps, batch_sizes is not None, x.shape, state.shape, itemsize)
     if solver == AUTOGRAD:
         return None
-    if solver not in _parsed:
-        _parsed[solver] = parse_solver(solver)
-    return _parsed[solver]
+    return parse_solver(solver)
 
 
-def _choose(mode: str, x: Tensor, state: Tensor, batch_sizes: Tensor | None) -> str:
-    model = _models.get(x.device.type)
+def keeps_torchs_own(mode: str, x: torch.Size, hidden: int, inputs: int, dtype: torch.dtype) -> bool:
+    """Whether "auto" leaves one layer on a CPU to torch's own backward pass; cheap enough to ask in every forward pass.
+
+    :param x: the shape ``[T, B, I]`` of the first layer's input.
+    :param inputs: the input size of this layer.
+    """
+    shape, state = torch.Size((*x[:2], inputs)), torch.Size((1, x[1], hidden))
+    return _choose("cpu", mode.partition("_")[0], x[0], False, shape, state, max(4, dtype.itemsize)) == AUTOGRAD
+
+
+@lru_cache(maxsize=4096)
+def _choose(
+    device_type: str, cell: str, steps: int, packed: bool, x: torch.Size, state: torch.Size, itemsize: int
+) -> str:
+    """A layer asks in every forward pass: what was answered once is remembered."""
+    model = _models.get(device_type)
     if model is None:
         return AUTOGRAD
-    steps = x.shape[0] if batch_sizes is None else batch_sizes.shape[0]
-    batch, hidden = state.shape[-2:]
-    itemsize = max(4, x.element_size())
-    padded = Shape(steps, batch, hidden, x.shape[-1], itemsize)
-    running = padded if batch_sizes is None else Shape(steps, x.shape[0] / steps, hidden, x.shape[-1], itemsize)
-    return model.choose(_cell(mode, x, batch_sizes), padded, running)
+    shape = Shape(steps, state[-2], state[-1], x[-1], itemsize)
+    running = Shape(steps, x[0] / steps, state[-1], x[-1], itemsize) if packed else shape
+    return model.choose(cell, shape, running)
 
 
 def _cell(mode: str, x: Tensor, batch_sizes: Tensor | None) -> str:

@@ -8,7 +8,7 @@ from retime.mechanisms.scan.chunk import Chunk
 
 AUTOGRAD = "autograd"
 WAYS = (AUTOGRAD, "sequential", "chunk", "blelloch")
-MARGIN = 1.15
+MARGIN = 1.25
 """A scan is used where it is predicted to be this much faster than torch's own backward pass, so that an error of the
 prediction does not cost time."""
 

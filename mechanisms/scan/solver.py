@@ -1,6 +1,7 @@
 """Names of solvers, and what a solver is."""
 
 import re
+from functools import cache
 from typing import Protocol
 
 from torch import Tensor
@@ -34,8 +35,9 @@ class Solver(Protocol):
         ...
 
 
+@cache
 def parse_solver(name: str) -> Solver:
-    """The solver of that name.
+    """The solver of that name. Solvers hold no state: one object a name serves all layers.
 
     :raises ValueError: for an unknown name.
     """
