@@ -1,0 +1,187 @@
+"""Data transfer scheduling and algorithm selection inside a budget: Algorithm 1 of moDNN (section 5.2)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from retime.schedules.errors import ScheduleError
+from retime.schedules.memory.algorithm_choice import Choice, choose_algorithm
+from retime.schedules.memory.bounds import require_floor
+from retime.schedules.memory.device import WORKSPACE, Device
+from retime.schedules.memory.graph import TaskGraph
+from retime.schedules.memory.offload_scheme import find_scheme
+from retime.schedules.memory.prefetch import prefetch
+from retime.schedules.memory.result import OffloadSchedule
+from retime.schedules.memory.run_log import RunLog
+from retime.schedules.memory.sized import size_graph
+
+
+@dataclass(frozen=True)
+class Techniques:
+    """Which parts of the scheduling are on.
+
+    Args:
+        algorithms: ``"gain"`` chooses by Eq. 10; ``"fastest"`` takes the fastest for which memory can be had, as vDNN
+            does; ``"baseline"`` always takes the first.
+        prefetch_lead: how much earlier than Eq. 9 asks a prefetch starts, as a multiple of its duration.
+        spare_unused: whether a block that no task has used since it was made stays whatever happens, as in the paper.
+            Off, such blocks leave before a defragmentation would move everything: a mask that the forward pass writes
+            for the backward pass alone would otherwise lie there all the time.
+    """
+
+    algorithms: str = "gain"
+    prefetch_lead: float = 1.0
+    spare_unused: bool = False
+
+    def __post_init__(self) -> None:
+        if self.algorithms not in ("gain", "fastest", "baseline"):
+            raise ScheduleError(f"algorithms={self.algorithms!r} must be 'gain', 'fastest' or 'baseline'")
+        if not 0 < self.prefetch_lead < math.inf:
+            raise ScheduleError(f"prefetch_lead={self.prefetch_lead} must be above 0: 1 is the paper's Eq. 9")
+
+
+def offload_schedule(
+    graph: TaskGraph,
+    samples: int,
+    budget_bytes: int,
+    bandwidth_bytes_per_ms: float,
+    techniques: Techniques | None = None,
+    *,
+    update: bool = True,
+) -> OffloadSchedule:
+    """Simulate one round of ``samples`` inside ``budget_bytes`` and return what it did.
+
+    Args:
+        graph: the step's tasks, in order, and blocks.
+        samples: the sub-batch size.
+        budget_bytes: for everything, what stays on the device included.
+        bandwidth_bytes_per_ms: of the transfers, either way.
+        techniques: see :class:`Techniques`.
+        update: ``False`` leaves out the weight updates, as in all rounds of a batch but the last.
+
+    Raises:
+        BudgetError: some task does not fit (Eq. 6 for ``samples``).
+        ScheduleError: a bandwidth that is not above 0.
+    """
+    if not bandwidth_bytes_per_ms > 0:
+        raise ScheduleError(f"bandwidth_bytes_per_ms={bandwidth_bytes_per_ms} must be above 0")
+    require_floor(graph, samples, budget_bytes, splitting=False)
+    return _Scheduler(graph, samples, budget_bytes, bandwidth_bytes_per_ms, techniques or Techniques(), update).run()
+
+
+class _Scheduler:
+    """Algorithm 1; the numbers in comments are its lines."""
+
+    def __init__(
+        self,
+        graph: TaskGraph,
+        samples: int,
+        budget_bytes: int,
+        bandwidth: float,
+        techniques: Techniques,
+        update: bool,
+    ) -> None:
+        self.sized = size_graph(graph, samples, update=update)
+        self.device = Device(self.sized, budget_bytes - self.sized.resident_bytes, bandwidth)
+        self.techniques = techniques
+        self.log = RunLog(self.sized, budget_bytes)
+        self.now_ms = 0.0  # 1: T
+
+    def run(self) -> OffloadSchedule:
+        for task in range(len(self.sized.tasks)):  # 2
+            before_ms = self.now_ms
+            self._prepare(task)
+            choice = self._choose(task)
+            self.log.stalled(task, self.now_ms - before_ms)
+            prefetch(
+                self.device,
+                task,
+                self.now_ms,
+                self.now_ms + choice.algorithm.ms,
+                lead=self.techniques.prefetch_lead,
+                spare_unused=self.techniques.spare_unused,
+            )
+            self._execute(task, choice)
+        return self.log.result(self.device, self.now_ms)
+
+    def _prepare(self, task: int) -> None:
+        """Lines 3-8: memory for inputs and outputs, and the inputs into it."""
+        device, sized = self.device, self.sized
+        missing = [block for block in sized.needs[task] if device.segment[block] is None]
+        room_ms: dict[int, float] = {}
+        for block in (*missing, *sized.makes[task]):
+            claimed_ms = self._claim(block, task)
+            if claimed_ms is None:
+                self._defragment(task)
+                return
+            device.next_use[block] = task
+            room_ms[block] = claimed_ms
+        for block in missing:
+            device.fetch(block, max(self.now_ms, room_ms[block]))
+        arrivals_ms = [device.ready_ms[block] for block in sized.needs[task]]
+        self.now_ms = max([self.now_ms, *arrivals_ms, *room_ms.values()])
+
+    def _claim(self, block: int, task: int) -> float | None:
+        """Memory for a block that ``task`` uses; returns from when on, or ``None`` when there is no scheme."""
+        room_ms = self.device.allocate(block, self.now_ms)
+        if room_ms is None and self._make_room(self.sized.sizes[block], task):
+            room_ms = self.device.allocate(block, self.now_ms)
+        return room_ms
+
+    def _make_room(self, size: int, task: int) -> bool:
+        scheme = find_scheme(self.device, size, self.now_ms, needed_until=task)
+        if scheme is None and not self.techniques.spare_unused:
+            scheme = find_scheme(self.device, size, self.now_ms, needed_until=task, unused_too=True)
+        for block in scheme.blocks if scheme else ():
+            self.device.offload(block, self.now_ms)
+        return scheme is not None
+
+    def _defragment(self, task: int) -> None:
+        """Offload everything, then load what ``task`` needs: the working set then lies in one piece."""
+        device, sized = self.device, self.sized
+        self.log.defragmented(task)
+        empty_ms = device.offload_all(self.now_ms)
+        for block in (*sized.needs[task], *sized.makes[task]):
+            if device.allocate(block, empty_ms) is None:
+                raise AssertionError(f"task {sized.tasks[task].name!r} fits, but not after a defragmentation")
+            device.next_use[block] = task
+        for block in sized.needs[task]:
+            device.fetch(block, empty_ms)
+        self.now_ms = max([empty_ms, *(device.ready_ms[block] for block in sized.needs[task])])
+
+    def _choose(self, task: int) -> Choice:
+        """Lines 9-14: the algorithm, and memory for its workspace."""
+        how = self.techniques.algorithms
+        spare = self.techniques.spare_unused
+        choice = choose_algorithm(self.device, task, self.now_ms, how, spare_unused=spare)
+        if choice is None:
+            self._defragment(task)
+            choice = choose_algorithm(self.device, task, self.now_ms, how, spare_unused=spare, any_will_do=True)
+        if choice is None:
+            raise AssertionError(f"task {self.sized.tasks[task].name!r} fits, but has no room for its workspace")
+        for block in choice.scheme.blocks if choice.scheme else ():
+            self.device.offload(block, self.now_ms)
+        if choice.algorithm.workspace_bytes:
+            segment = self.device.pool.allocate(choice.algorithm.workspace_bytes, WORKSPACE)
+            assert segment is not None
+            self.now_ms = self.device.vacated_ms(segment.offset, segment.end, self.now_ms)
+            choice.segment = segment
+        return choice
+
+    def _execute(self, task: int, choice: Choice) -> None:
+        """Lines 28-31: run the task, then free what no task uses any more."""
+        device, sized = self.device, self.sized
+        start_ms, end_ms = self.now_ms, self.now_ms + choice.algorithm.ms
+        name = sized.tasks[task].name
+        for block in sized.makes[task]:
+            device.made(block, start_ms, end_ms)
+        for block in sized.needs[task]:
+            device.unused.pop(block, None)
+        for block in sized.rewrites[task]:
+            device.rewritten(block, end_ms)
+        if choice.segment:
+            device.hold_workspace(choice.segment, f"workspace of {name}", start_ms, end_ms)
+        device.finish(task, end_ms)
+        self.log.ran(task, start_ms, end_ms, choice.algorithm)
+        self.now_ms = end_ms
