@@ -1,0 +1,203 @@
+"""Whether a batch may be trained in parts: the gradient of a small batch against those of its uneven parts.
+
+The paper takes it for granted that gradients of sub-batches add up (moDNN, section 4.2, "resulting in unchanged
+accuracy"). That holds where the loss is a mean or a sum over samples, and fails for BatchNorm, contrastive losses, and
+means over something else than samples, unless the parts are weighed by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from retime.mechanisms.memory.batchnorm import batch_statistics_layers, fix_statistics
+from retime.mechanisms.memory.certificate import Certificate
+from retime.mechanisms.memory.separability_judge import Verdict, fitted_error, judge, scalar_weightings
+from retime.mechanisms.memory.separability_probe import Probe, Prober
+from retime.mechanisms.memory.separability_state import Untouched
+from retime.mechanisms.memory.split import Split, part_of, samples_in, split_batch
+from retime.mechanisms.memory.weights import Count, Weighting, counts_of
+
+__all__ = ["certify"]
+
+_LARGEST_PROBE = 8
+_BATCHNORM = "BatchNorm in train mode takes its statistics over the whole batch"
+_BATCHNORM_FIX = "offload only, or choose batchnorm='exact' or batchnorm='ghost'"
+
+
+def certify(
+    step: Callable[[Any], Any],
+    batch: Any,
+    model: nn.Module,
+    *,
+    samples: int = 5,
+    split: Split = split_batch,
+    loss_weight: Callable[[Any], Any] | None = None,
+    ghost: bool = False,
+    among: Certificate | None = None,
+) -> Certificate:
+    """Find out whether sub-batches give the gradient of the batch, and with which weights.
+
+    Runs the step on a few samples at once and on uneven parts of them, about 3 * ``samples`` samples forward and
+    backward, twice where the batch has more samples than that: the second time on those that differ most in what can
+    be counted. Where single precision cannot tell, it does so again in float64. Gradients are kept as sketches of 1024
+    numbers a parameter, so the probe needs the memory of one small step and a copy of the parameters.
+
+    It leaves no trace: see :class:`~retime.mechanisms.memory.separability_state.Untouched`. Dropout is off while it
+    runs; other random numbers are the same for a sample whichever part it is in. Whatever a step changes outside of
+    the model, such as a logger's values, its caller must keep it from changing.
+
+    Args:
+        step: computes on a batch and returns the loss: a scalar, or a mapping or object with ``loss``. It must read
+            its parameters through ``model``, and not run a backward pass. Pass the bare module's step, not one that
+            goes through ``DistributedDataParallel``.
+        batch: a batch as it comes, on the model's device.
+        samples: how many to probe with, 2 to 8.
+        split: a ``split_batch`` hook, for batches that :func:`~retime.mechanisms.memory.split.split_batch` cannot cut.
+        loss_weight: counts what the loss of a part is a mean over, where that cannot be seen from the batch.
+        ghost: probe with fixed BatchNorm statistics, since each sub-batch is to have its own.
+        among: a former certificate: only weightings that fitted then are considered.
+
+    Raises:
+        ValueError: fewer than 2 samples, a batch that cannot be split, or a step whose loss needs no gradient.
+    """
+    if not 2 <= samples <= _LARGEST_PROBE:
+        raise ValueError(f"samples={samples}: a probe takes 2 to {_LARGEST_PROBE}")
+    total = samples_in(batch, split)
+    if total < 2:
+        raise ValueError("a batch of 1 sample has no parts to compare: probe with a batch of 2 or more")
+    layers = batch_statistics_layers(model)
+    examiner = _Examiner(step, batch, model, min(samples, total), total, split, layers if ghost else [])
+    known = _known(loss_weight, among)
+    found = examiner.examine(None, known)
+    unsure = found.weighting is None and (ghost or not layers)
+    if unsure and all(p.device.type != "mps" for p in model.parameters()):
+        found = examiner.examine_precisely(known) or found
+    if found.weighting is None and layers and not ghost:
+        return _refusal(found, f"{_BATCHNORM}: {_some(layers)}; {_BATCHNORM_FIX}", layers)
+    return found
+
+
+def _known(loss_weight: Callable[[Any], Any] | None, among: Certificate | None) -> list[Weighting] | None:
+    """The weightings to choose from, where they are not open."""
+    if loss_weight is not None:
+        return [Weighting("count", loss_weight)]
+    if among is not None and among.weighting is not None:
+        return [among.weighting, *among.alternatives]
+    return None
+
+
+class _Examiner:
+    def __init__(
+        self,
+        step: Callable[[Any], Any],
+        batch: Any,
+        model: nn.Module,
+        samples: int,
+        total: int,
+        split: Split,
+        ghosts: Sequence[str],
+    ) -> None:
+        self._step, self._batch, self._model = step, batch, model
+        self._samples, self._total, self._split, self._ghosts = samples, total, split, ghosts
+
+    def examine_precisely(self, known: list[Weighting] | None) -> Certificate | None:
+        """In float64; None where the step does not run in it."""
+        try:
+            return self.examine(torch.float64, known)
+        except Exception:  # whatever a step says to tensors of another type
+            return None
+
+    def examine(self, dtype: torch.dtype | None, known: list[Weighting] | None) -> Certificate:
+        with Untouched(self._model, dtype, lambda: fix_statistics(self._model, self._ghosts)) as scratch:
+            prober = Prober(self._step, scratch, dtype, self._split)
+            first = prober.probe(self._first(), range(self._samples))
+            probes, broken = first.probes, first.failure
+            candidates = known or [Weighting("mean"), *self._counts(prober), Weighting("sum")]
+            if not broken and (second := self._second(candidates)) is not None:
+                more = prober.probe(second, range(self._samples, 2 * self._samples), pairs=1)
+                probes, broken = [*probes, *more.probes], more.failure
+        if broken:
+            return Certificate(None, broken, samples=self._samples)
+        return _concluded(probes, candidates, prober, self._samples, known is not None)
+
+    def _first(self) -> Any:
+        if self._total == self._samples:
+            return self._batch
+        return self._split(self._batch, self._samples)[0]
+
+    def _counts(self, prober: Prober) -> list[Weighting]:
+        found = counts_of(self._batch, prober.compared)
+        return [Weighting("count", count) for count in found]
+
+    def _second(self, candidates: Sequence[Weighting]) -> Any | None:
+        """Samples that differ most in what can be counted; another part of the batch where samples cannot be chosen."""
+        if self._total <= self._samples:
+            return None
+        if self._split is not split_batch:
+            parts = [part for part in self._split(self._batch, self._samples)[1:] if self._size(part) == self._samples]
+            return parts[-1] if parts else None
+        chosen: dict[int, None] = {}
+        for candidate in candidates:
+            if isinstance(candidate.count, Count):
+                counted = candidate.count.per_sample(self._batch)
+                if len(counted) == self._total and counted.min() < counted.max():
+                    chosen.update(dict.fromkeys((int(counted.argmin()), int(counted.argmax()))))
+        if not chosen:
+            return None
+        rest = (index for index in reversed(range(self._total)) if index not in chosen)
+        indices = [*chosen, *rest][: self._samples]
+        return part_of(self._batch, torch.tensor(indices), self._total)
+
+    def _size(self, part: Any) -> int:
+        return samples_in(part, self._split)
+
+
+def _concluded(
+    probes: list[Probe], candidates: Sequence[Weighting], prober: Prober, samples: int, known: bool
+) -> Certificate:
+    verdicts = [(weighting, judge(weighting, probes, prober.epsilon)) for weighting in candidates]
+    fitting = [(weighting, verdict) for weighting, verdict in verdicts if verdict.fits]
+    best = min((verdict for _, verdict in verdicts), key=lambda verdict: verdict.error)
+    changed = sorted({name for probe in probes for name in probe.changed_differently()})
+    if changed:
+        layers = tuple(dict.fromkeys(name.rpartition(".")[0] for name in changed))
+        reason = (
+            f"each forward pass changes {_some(changed)}, so sub-batches would change it several times; offload only"
+        )
+        return Certificate(None, reason, layers, best.error, best.tolerance, samples)
+    if fitting:
+        weighting, verdict = fitting[0]
+        others = tuple(other for other, _ in fitting[1:] if other.kind != "sum")
+        outputs = scalar_weightings(probes, [weighting, Weighting("mean"), Weighting("sum")], verdict.tolerance)
+        return Certificate(
+            weighting, "", (), verdict.error, verdict.tolerance, samples, others, outputs, tuple(prober.notes)
+        )
+    return Certificate(None, _why_not(probes, best, known, samples), best.layers, best.error, best.tolerance, samples)
+
+
+def _why_not(probes: list[Probe], best: Verdict, known: bool, samples: int) -> str:
+    text = f"the gradient of {samples} samples differs by {best.error:.1e} from the best sum over its parts"
+    if fitted_error(probes) <= best.tolerance:
+        return (
+            f"{text}, though some weights would fit: the loss is a mean over something that cannot be counted in the "
+            "batch. Give loss_weight(part), which counts it, or offload only"
+        )
+    if known:
+        text += ", weighed as was given"
+    return (
+        f"{text}, most in {_some(best.layers)}: samples influence one another, as in contrastive losses, or the step "
+        "keeps a state between calls. Offload only"
+    )
+
+
+def _refusal(found: Certificate, reason: str, layers: Sequence[str]) -> Certificate:
+    return Certificate(None, reason, tuple(layers), found.error, found.tolerance, found.samples)
+
+
+def _some(names: Sequence[str], shown: int = 4) -> str:
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(name or "the model itself" for name in names[:shown]) + more

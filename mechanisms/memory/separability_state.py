@@ -1,0 +1,183 @@
+"""A model that can be run without a trace: steps see copies of its tensors, and everything comes back afterwards."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+__all__ = ["Untouched"]
+
+_Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
+
+
+class Untouched:
+    """While open, a model's modules hold copies of all their tensors; closing puts the originals back.
+
+    ::
+
+        with Untouched(model, torch.float64) as scratch:
+            loss = step(batch)                 # reads and writes copies
+            scratch.restart()                  # as if that had not been
+
+    Copied are parameters, buffers and tensors in attributes (states of metrics), also inside of lists, dicts, sets and
+    tuples, which get back what they held. Tied parameters stay tied. All other attributes, such as ``training``, and
+    the states of random generators (torch on CPU and CUDA, Python, NumPy) come back as well. The originals are never
+    written, their ``.grad`` is left alone and no hook of theirs that fires in a backward pass does; hooks on
+    gradients (``Tensor.register_hook``) come along to the copies, as they are a part of the computation.
+
+    What a step changes outside of the model and these generators is its caller's to bring back.
+
+    Args:
+        dtype: floating-point type of the copies; None leaves each as it is.
+        prepare: changes the modules' attributes after each restart; they come back as all others do.
+
+    Raises:
+        ValueError: a lazy module has no weights yet.
+    """
+
+    def __init__(
+        self, model: nn.Module, dtype: torch.dtype | None = None, prepare: Callable[[], None] | None = None
+    ) -> None:
+        lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
+        if lazy:
+            raise ValueError(f"parameter {lazy[0]} has no shape yet: run the model once before it is probed")
+        self._model = model
+        self._dtype, self._prepare = dtype, prepare
+        self._modules = list(model.modules())
+        self._held: dict[int, tuple[_Container, Any]] = {}
+        self._copies: dict[int, tuple[Tensor, Tensor, int]] = {}
+        self._named = [*model.named_parameters(), *model.named_buffers()]
+        self._random: list[Any] = []
+
+    def __enter__(self) -> Untouched:
+        self._random = _random_state()
+        try:
+            self._swap()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._put_back()
+        _set_random_state(self._random)
+
+    def restart(self) -> None:
+        """Begin anew: fresh copies, and all random generators at the same seed."""
+        self._put_back()
+        self._swap()
+
+    def parameters(self) -> list[tuple[str, Tensor, Tensor]]:
+        """Name, original and copy of the parameters that need a gradient."""
+        named = ((name, tensor) for name, tensor in self._model_parameters() if tensor.requires_grad)
+        return [(name, tensor, self._copies[id(tensor)][1]) for name, tensor in named]
+
+    def changed(self) -> dict[str, Tensor]:
+        """The parameters and buffers that a step has written or replaced since the last restart, by name."""
+        now = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        found = {}
+        for name, original in self._named:
+            _, made, version = self._copies[id(original)]
+            present = now.get(name, made)
+            if present is not made or made._version != version:
+                found[name] = present.detach().clone()
+        return found
+
+    def _model_parameters(self) -> list[tuple[str, Tensor]]:
+        return [(name, tensor) for name, tensor in self._named if isinstance(tensor, nn.Parameter)]
+
+    def _swap(self) -> None:
+        seed_all()
+        for module in self._modules:
+            self._fill(module.__dict__)
+            if isinstance(module, nn.RNNBase):
+                module.__dict__["dropout"] = 0.0
+        if self._prepare is not None:
+            self._prepare()
+
+    def _put_back(self) -> None:
+        for container, content in self._held.values():
+            if isinstance(container, list):
+                container[:] = content
+            elif isinstance(container, deque):
+                container.clear()
+                container.extend(content)
+            else:
+                container.clear()
+                container.update(content)
+        self._held.clear()
+        self._copies.clear()
+
+    def _fill(self, container: _Container) -> None:
+        """Put copies in the place of a container's tensors, noting what it held."""
+        if id(container) in self._held:
+            return
+        content: Any = dict(container) if isinstance(container, dict) else list(container)
+        self._held[id(container)] = (container, content)
+        if isinstance(container, dict):
+            for key, value in content.items():
+                container[key] = self._replaced(value)
+        elif not isinstance(container, set):
+            for index, value in enumerate(content):
+                container[index] = self._replaced(value)
+
+    def _replaced(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._copy(value)
+        if isinstance(value, dict | list | set | deque):
+            self._fill(value)
+        elif type(value) is tuple:
+            return tuple(self._replaced(child) for child in value)
+        return value
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        if id(tensor) in self._copies:
+            return self._copies[id(tensor)][1]
+        dtype = self._dtype if tensor.is_floating_point() else None
+        made = tensor.detach().to(dtype=dtype, copy=True)
+        if isinstance(tensor, nn.Parameter):
+            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+            made.__dict__.update(tensor.__dict__)
+        elif tensor.is_leaf and tensor.requires_grad:
+            made.requires_grad_()
+        hooks = tensor._backward_hooks if tensor.is_leaf else None
+        for hook in (hooks or {}).values():
+            made.register_hook(hook)
+        self._copies[id(tensor)] = (tensor, made, made._version)
+        return made
+
+
+def seed_all() -> None:
+    """Put torch's, Python's and NumPy's global generators at one fixed state."""
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_initialized():
+        for generator in torch.cuda.default_generators:
+            generator.manual_seed(0)
+    random.seed(0)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(0)
+
+
+def _random_state() -> list[Any]:
+    cuda = [generator.get_state() for generator in torch.cuda.default_generators] if torch.cuda.is_initialized() else []
+    numpy = sys.modules.get("numpy")
+    legacy = copy.deepcopy(numpy.random.get_state()) if numpy is not None else None
+    return [torch.default_generator.get_state(), cuda, random.getstate(), legacy]
+
+
+def _set_random_state(state: list[Any]) -> None:
+    torch.default_generator.set_state(state[0])
+    for generator, saved in zip(torch.cuda.default_generators, state[1], strict=False):
+        generator.set_state(saved)
+    random.setstate(state[2])
+    if state[3] is not None:
+        sys.modules["numpy"].random.set_state(state[3])

@@ -1,0 +1,174 @@
+"""What a probed step does beside its arithmetic: the constants it compares with, its precision, and its random numbers.
+
+Random numbers are drawn sample by sample from seeds of their own, so that a sample gets the same noise whichever part
+of the batch it is in; only then can the gradient of a batch be compared with those of its parts. Dropout is switched
+off, as it may lie along other dimensions than the batch's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["NoDropout", "Watch"]
+
+_COMPARED = {"ne": "!=", "eq": "==", "gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+_OPPOSITE = {"!=": "==", "==": "!=", ">": "<=", ">=": "<", "<": ">=", "<=": ">"}
+_SEEDS = 2**31
+_DROPOUTS = {
+    F.dropout,
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+    torch.dropout,
+    torch.dropout_,
+    torch.alpha_dropout,
+    torch.alpha_dropout_,
+    torch.feature_dropout,
+    torch.feature_dropout_,
+    torch.feature_alpha_dropout,
+    torch.feature_alpha_dropout_,
+}
+_ATTENTION_DROPOUT = 4  # its place among the arguments of scaled_dot_product_attention
+_ATTENTION = inspect.signature(F.multi_head_attention_forward)
+
+
+class NoDropout(TorchFunctionMode):
+    """Dropout hands its input on; attention drops nothing. Recurrent layers are told by their ``dropout`` attribute."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            kwargs.pop("dropout_p", None)
+            head, tail = args[:_ATTENTION_DROPOUT], args[_ATTENTION_DROPOUT + 1 :]
+            return func(*head, *((0.0,) if tail else ()), *tail, **kwargs)
+        if func is F.multi_head_attention_forward:
+            bound = _ATTENTION.bind(*args, **kwargs)
+            bound.arguments["dropout_p"] = 0.0
+            return func(*bound.args, **bound.kwargs)
+        return func(*args, **kwargs)
+
+
+class Watch(TorchDispatchMode):
+    """Watches one run of a step on some samples of a batch.
+
+    Args:
+        names: the samples' numbers in the batch that is probed; they seed their random numbers.
+
+    Attributes:
+        compared: comparisons of integers with constants, and their opposites, such as ``("!=", -100)``; the
+            ``ignore_index`` of a loss is one.
+        epsilon: of the coarsest floating-point type that an operation gave.
+    """
+
+    def __init__(self, names: Sequence[int]) -> None:
+        super().__init__()
+        self.names = list(names)
+        self.compared: set[tuple[str, float]] = set()
+        self.epsilon = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        self._note_constants(func, args)
+        result = self._draw(func, args, kwargs) if _is_random(func) else func(*args, **kwargs)
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                self.epsilon = max(self.epsilon, torch.finfo(leaf.dtype).eps)
+        return result
+
+    def _note_constants(self, func: Any, args: Any) -> None:
+        name = func._schema.name.removeprefix("aten::")
+        if name in ("nll_loss_forward", "nll_loss2d_forward"):
+            self._note("!=", float(args[4]))
+        elif name in _COMPARED and isinstance(args[0], Tensor) and not args[0].is_floating_point():
+            value = args[1]
+            if not isinstance(value, Tensor) or (value.dim() == 0 and args[0].dim() > 0):
+                self._note(_COMPARED[name], float(value))
+
+    def _note(self, comparison: str, value: float) -> None:
+        self.compared |= {(comparison, value), (_OPPOSITE[comparison], value)}
+
+    def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a random operation with seeds that depend on the sample, and on how many were drawn before.
+
+        How many is kept in the CPU generator's state, which activation checkpointing brings back when it recomputes.
+        """
+        kwargs.pop("generator", None)  # one of the user's own would be left moved on
+        base = int(torch.randint(_SEEDS, ()))
+        state = torch.default_generator.get_state()
+        try:
+            return self._by_sample(func, args, kwargs, base)
+        finally:
+            torch.default_generator.set_state(state)
+
+    def _by_sample(self, func: Any, args: Any, kwargs: Any, base: int) -> Any:
+        found = self._batch_dimension(func, args)
+        if found is None:
+            _seed(base)
+            return func(*args, **kwargs)
+        dimension, length = found
+        block = length // len(self.names)
+        results = []
+        for position, name in enumerate(self.names):
+            _seed(base + 1 + name)
+            rows = [_rows(value, dimension, length, position * block, block) for value in args]
+            results.append(func(*rows, **kwargs))
+        if func._schema.name.endswith("_"):
+            return args[0]
+        if isinstance(results[0], Tensor):
+            return torch.cat(results, dimension)
+        return tuple(torch.cat(column, dimension) for column in zip(*results, strict=True))
+
+    def _batch_dimension(self, func: Any, args: Any) -> tuple[int, int] | None:
+        """The dimension that runs over samples and its length; None where there is no telling."""
+        if not all(str(result.type) == "Tensor" for result in func._schema.returns):
+            return None
+        shapes = [tuple(value.shape) if isinstance(value, Tensor) else _size(value) for value in args]
+        shape = next((shape for shape in shapes if shape), None)
+        if not shape:
+            return None
+        if shape[0] and shape[0] % len(self.names) == 0:
+            return 0, shape[0]
+        if len(shape) > 1 and shape[1] == len(self.names):
+            return 1, shape[1]
+        return None
+
+
+def _is_random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _size(value: Any) -> tuple[int, ...] | None:
+    """The shape that a factory such as ``torch.rand`` is asked for."""
+    if isinstance(value, list | tuple) and value and all(isinstance(length, int) for length in value):
+        return tuple(value)
+    return None
+
+
+def _rows(value: Any, dimension: int, length: int, start: int, count: int) -> Any:
+    if isinstance(value, Tensor):
+        matches = value.dim() > dimension and value.shape[dimension] == length
+        return value.narrow(dimension, start, count) if matches else value
+    size = _size(value)
+    if size is not None and len(size) > dimension and size[dimension] == length:
+        return [*size[:dimension], count, *size[dimension + 1 :]]
+    return value
+
+
+def _seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        for generator in torch.cuda.default_generators:
+            generator.manual_seed(seed)
