@@ -1,0 +1,104 @@
+"""Where offloaded storages go: the protocol of a host tier, its error, and the text that names one."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Protocol
+
+import torch
+
+
+class HostError(OSError):
+    """The host tier cannot hold or give back a storage: no space, no such folder, a device that fails.
+
+    Raised where a forward pass saves a tensor or ends, so that no gradient of this pass exists yet. Only a read that
+    fails is raised in the backward pass: gradients may be half accumulated then, and have to be zeroed.
+    """
+
+
+class Loading(Protocol):
+    """A copy from the host into device memory that was started."""
+
+    def wait(self) -> bool:
+        """Have the data where it is needed; whether this call had to wait for it.
+
+        Raises:
+            HostError: the data could not be read.
+        """
+
+
+class HostCopy(Protocol):
+    """One storage's bytes on the host, from the moment the copy out was started."""
+
+    nbytes: int
+
+    def settle(self) -> bool:
+        """Finish the copy out and drop this object's reference to the source; whether it had to be waited for.
+
+        Raises:
+            HostError: the copy failed. The source is kept then: nothing is lost.
+        """
+
+    def check(self) -> None:
+        """Raise what is known to have failed so far; does not wait.
+
+        Raises:
+            HostError: the copy failed.
+        """
+
+    def load(self, into: torch.UntypedStorage) -> Loading:
+        """Start the copy back into a storage of the same size."""
+
+    def free(self) -> None:
+        """Give the space back; a copy under way ends first. Doing so twice is harmless."""
+
+
+class HostTier(Protocol):
+    """Holds storages that left the device."""
+
+    name: str
+
+    def takes(self, device: torch.device) -> bool:
+        """Whether storages on that device can be moved here."""
+
+    def store(self, source: torch.UntypedStorage) -> HostCopy:
+        """Start to copy a storage out.
+
+        Raises:
+            HostError: there is no space.
+        """
+
+    def bytes_held(self) -> int:
+        """Bytes of all copies that were not freed."""
+
+    def close(self) -> None:
+        """Give back space, threads and files. Doing so twice is harmless."""
+
+
+def parse_host(text: str | None, device: torch.device | str, capacity_bytes: int = 0) -> HostTier:
+    """The host tier that ``host=text`` means for training on ``device``.
+
+    Args:
+        text: ``"memory"``: CPU memory, for CUDA devices. ``"disk:FOLDER"``: a file there, for training on the CPU.
+            None: memory for CUDA, the folder for temporary files otherwise.
+        device: where the step computes.
+        capacity_bytes: space to reserve on a disk at once, so that a full disk shows before the first step.
+
+    Raises:
+        ValueError: the text names no tier, or one that is no use for the device.
+        HostError: the folder is missing, cannot be written to, or has not the space.
+    """
+    from retime.mechanisms.memory.host_disk import HostDisk
+    from retime.mechanisms.memory.host_memory import HostMemory
+
+    device = torch.device(device)
+    if text is None:
+        text = "memory" if device.type != "cpu" else f"disk:{tempfile.gettempdir()}"
+    kind, _, folder = text.partition(":")
+    if kind == "disk" and folder:
+        return HostDisk(folder, device=device, capacity_bytes=capacity_bytes)
+    if text == "memory":
+        if device.type == "cpu":
+            raise ValueError("host='memory' frees nothing when the model trains on the CPU: use host='disk:FOLDER'")
+        return HostMemory(device)
+    raise ValueError(f"host={text!r} names no place for offloaded tensors: use 'memory' or 'disk:FOLDER'")

@@ -1,0 +1,199 @@
+"""Peaks under any plan from two dry runs: when each saved storage lives if it stays, and when if it leaves.
+
+A step runs the same operations under every plan, so the memory at an operation is what is never saved, plus the saved
+storages that live there: those that stay as in the plain run, those that leave as in a run where all of them leave.
+That takes a millisecond a plan, where a dry run takes up to a second; the plan that is chosen is dry-run at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+
+from retime.mechanisms.memory.profile import StepProfile
+from retime.mechanisms.memory.trace import TracedStorage
+from retime.schedules.errors import ScheduleError
+from retime.schedules.memory import OffloadPlan
+
+
+@dataclass(frozen=True)
+class Size:
+    """Bytes: a fixed part and a part for each sample."""
+
+    fixed: float
+    sample: float = 0.0
+
+    def at(self, samples: int) -> int:
+        return max(0, round(self.fixed + self.sample * samples))
+
+
+@dataclass(frozen=True)
+class Life:
+    """A storage's size and the operations from and to which it lives."""
+
+    size: Size
+    born: int
+    dies: int
+
+
+@dataclass(frozen=True)
+class SavedLife:
+    """One saved storage of one forward pass.
+
+    Attributes:
+        number: in the plan.
+        saved: the operation after which it is first saved.
+        plain: its life if it stays.
+        source: its life if it leaves.
+        restored: lives of the storages that it comes back in, if it leaves.
+    """
+
+    number: int
+    saved: int
+    plain: Life
+    source: Life
+    restored: tuple[Life, ...]
+
+
+class Lifetimes:
+    """The lives of all storages of a step, at one sub-batch size or, from two, at any.
+
+    Args:
+        plain: the step under a plan that offloads nothing.
+        away: the step under the same sub-batch size with everything offloaded, nothing fetched ahead and no copies in
+            flight.
+        larger: both again for a larger sub-batch; then sizes follow the sub-batch size.
+
+    Raises:
+        ScheduleError: the runs differ in more than where storages live, so that they cannot be put together.
+    """
+
+    def __init__(
+        self, plain: StepProfile, away: StepProfile, larger: tuple[StepProfile, StepProfile] | None = None
+    ) -> None:
+        others = larger or (plain, away)
+        runs = (plain, away, *others)
+        names = [[operation.name for operation in run.trace.operations] for run in runs]
+        if any(other != names[0] for other in names[1:]):
+            raise ScheduleError("the step runs other operations for another plan or sub-batch size")
+        self.operations = len(names[0])
+        self.sub_batch = plain.plan.sub_batch
+        span = others[0].plan.sub_batch - self.sub_batch
+        fixed = _pair(plain.trace.storages, others[0].trace.storages, self.sub_batch, span)
+        moving = _pair(away.trace.storages, others[1].trace.storages, self.sub_batch, span)
+        self.unsaved = [self._life(storage, size) for storage, size in fixed if storage.number is None]
+        self.passes = [self._saved(index, plain, fixed, moving) for index in range(len(plain.trace.saves))]
+
+    def peak_bytes(self, plan: OffloadPlan, in_flight_bytes: int = 0) -> int:
+        """The most that tensors hold at once under ``plan``, for the plan's sub-batch size."""
+        steps = [0] * (self.operations + 1)
+        for life in self.unsaved:
+            self._add(steps, life, plan.sub_batch)
+        for saved in self.passes:
+            leaving = [one for one in saved if one.number in plan.offload]
+            for one in saved:
+                if one.number not in plan.offload:
+                    self._add(steps, one.plain, plan.sub_batch)
+            for life in _leaving_lives(leaving, plan, in_flight_bytes):
+                self._add(steps, life, plan.sub_batch)
+        return max(accumulate(steps))
+
+    def order(self, samples: int) -> list[int]:
+        """Numbers of saved storages, those first that free most bytes for the longest time."""
+
+        def gain(one: SavedLife) -> int:
+            gap = one.plain.dies - one.source.dies - sum(life.dies - life.born + 1 for life in one.restored)
+            return -one.plain.size.at(samples) * gap
+
+        return [one.number for one in sorted(self.passes[0], key=gain)] if self.passes else []
+
+    def saved_bytes(self, numbers: Iterable[int], samples: int) -> int:
+        """Size of these saved storages of one sub-batch."""
+        chosen = set(numbers)
+        return sum(one.plain.size.at(samples) for one in self.passes[0] if one.number in chosen)
+
+    def read_bytes(self, numbers: Iterable[int], samples: int) -> int:
+        """What of these comes back in one sub-batch: some come back twice."""
+        chosen = set(numbers)
+        return sum(one.plain.size.at(samples) * len(one.restored) for one in self.passes[0] if one.number in chosen)
+
+    def _life(self, storage: TracedStorage, size: Size) -> Life:
+        return Life(size, max(storage.born, 0), min(storage.dies, self.operations - 1))
+
+    def _saved(
+        self,
+        index: int,
+        plain: StepProfile,
+        fixed: list[tuple[TracedStorage, Size]],
+        moving: list[tuple[TracedStorage, Size]],
+    ) -> list[SavedLife]:
+        def of(runs: list[tuple[TracedStorage, Size]], restored: bool) -> dict[int, list[Life]]:
+            found: dict[int, list[Life]] = {}
+            for storage, size in runs:
+                if storage.number is not None and storage.forward_pass == index and storage.restored is restored:
+                    found.setdefault(storage.number, []).append(self._life(storage, size))
+            return found
+
+        stays, leaves, back = of(fixed, False), of(moving, False), of(moving, True)
+        if stays.keys() != leaves.keys():
+            raise ScheduleError("the step saves other storages when they are offloaded")
+        saves = plain.trace.saves[index]
+        return [
+            SavedLife(number, saves[number], stays[number][0], leaves[number][0], tuple(back.get(number, ())))
+            for number in sorted(stays)
+        ]
+
+    def _add(self, steps: list[int], life: Life, samples: int) -> None:
+        if life.dies >= life.born:
+            size = life.size.at(samples)
+            steps[life.born] += size
+            steps[life.dies + 1] -= size
+
+
+def _pair(
+    small: list[TracedStorage], large: list[TracedStorage], samples: int, span: int
+) -> list[tuple[TracedStorage, Size]]:
+    if len(small) != len(large):
+        raise ScheduleError("the step makes other storages for another sub-batch size")
+    if span == 0:
+        return [(storage, Size(storage.nbytes)) for storage in small]
+    pairs = []
+    for low, high in zip(small, large, strict=True):
+        slope = (high.nbytes - low.nbytes) / span
+        pairs.append((low, Size(low.nbytes - slope * samples, slope)))
+    return pairs
+
+
+def _leaving_lives(leaving: list[SavedLife], plan: OffloadPlan, in_flight_bytes: int) -> list[Life]:
+    """Lives of storages that leave: held while in flight, back some storages before they are needed."""
+    lives = []
+    released = _released(sorted(leaving, key=lambda one: one.saved), plan.sub_batch, in_flight_bytes)
+    fetches = sorted((life.born, one.number, life) for one in leaving for life in one.restored)
+    for one in leaving:
+        at = released.get(one.number)
+        if at is None:  # still in flight when the backward pass needs it: it never goes
+            last = max((life.dies for life in one.restored), default=one.source.dies)
+            lives.append(Life(one.source.size, one.source.born, max(last, one.source.dies)))
+        else:
+            lives.append(Life(one.source.size, one.source.born, max(one.source.dies, at)))
+    for place, (born, number, life) in enumerate(fetches):
+        if released.get(number) is not None:
+            ahead = fetches[max(0, place - plan.prefetch)][0]
+            lives.append(Life(life.size, min(born, ahead), life.dies))
+    return lives
+
+
+def _released(leaving: list[SavedLife], samples: int, limit: int) -> dict[int, int]:
+    """By number: the operation up to which a copy in flight holds the source, as OffloadSavedTensors counts."""
+    released: dict[int, int] = {}
+    waiting: list[SavedLife] = []
+    held = 0
+    for one in leaving:
+        waiting.append(one)
+        held += one.source.size.at(samples)
+        while held > limit:
+            oldest = waiting.pop(0)
+            held -= oldest.source.size.at(samples)
+            released[oldest.number] = one.saved - 1
+    return released

@@ -1,0 +1,164 @@
+"""Activations leave the device during the forward pass and come back during the backward pass (moDNN, section 5.2).
+
+    host = parse_host("disk:/var/tmp", "cpu")
+    with OffloadSavedTensors(plan, host, keep=[*model.parameters(), *model.buffers(), *batch]) as offload:
+        loss = model(batch)
+    loss.backward()
+    print(offload.report())
+
+The numbers stay the same: what comes back is what left, bit by bit. Autograd saves tensors; what moves is storages, so
+several views of one storage move once and come back as one storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from retime.mechanisms.memory.host import HostTier
+from retime.mechanisms.memory.offload_pass import ForwardPass, OffloadCounts, SaveObserver
+from retime.schedules.errors import ScheduleError
+from retime.schedules.memory import OffloadPlan
+
+
+class PlanMismatch(ScheduleError):
+    """A forward pass saved other storages than the plan was made for.
+
+    Attributes:
+        saved: how many storages it saved.
+        planned: how many the plan has.
+        saved_bytes, planned_bytes: their sizes altogether; ``planned_bytes`` is 0 where the plan's maker gave none.
+    """
+
+    def __init__(self, saved: int, planned: int, saved_bytes: int, planned_bytes: int) -> None:
+        self.saved, self.planned = saved, planned
+        self.saved_bytes, self.planned_bytes = saved_bytes, planned_bytes
+        sizes = f" of {saved_bytes} bytes, not {planned_bytes}" if planned_bytes else ""
+        super().__init__(
+            f"the forward pass saved {saved} storages{sizes}, but its plan has {planned}: the batch has another shape, "
+            "or the model took another way. Make a plan for this shape, or bring all batches to one shape"
+        )
+
+
+@dataclass(frozen=True)
+class OffloadReport:
+    """What an :class:`OffloadSavedTensors` did in all its forward passes.
+
+    Attributes:
+        passes: forward passes.
+        storages: storages that went to the host.
+        bytes_out, bytes_in: bytes copied to the host and back.
+        bytes_skipped: bytes that copying every saved tensor would have moved once more.
+        stalls: how often the step had to wait for a copy.
+        prefetched: storages that were asked for before they were needed.
+        mismatches: passes that did not fit the plan.
+    """
+
+    passes: int
+    storages: int
+    bytes_out: int
+    bytes_in: int
+    bytes_skipped: int
+    stalls: int
+    prefetched: int
+    mismatches: int
+
+
+@dataclass(eq=False)
+class OffloadSavedTensors:
+    """A context manager around a forward pass that moves what the plan names to the host.
+
+    Use it around the forward pass only, as often as wanted; the backward pass runs outside. Tensors that are no strided
+    window on one storage (sparse, nested, subclasses), zero-size ones, and those on other devices stay where they are
+    and have no number, and so do storages saved while a backward pass runs.
+
+    Args:
+        plan: which storages move, numbered by when the forward pass first saves them. ``saved=0`` means that their
+            number is not known: then nothing is compared.
+        host: where they go.
+        keep: tensors whose storages never move and have no number: parameters, buffers, the batch. May be set anew
+            before each forward pass.
+        in_flight_bytes: storages that a copy still reads may hold that much memory after the model has let go of them.
+            0 waits for every copy. They are let go of in order and as late as this allows, so that the peak does not
+            depend on the disk's mood.
+        planned_bytes: size of all storages that the plan was made for; 0 where it is not known.
+        on_mismatch: called with the error when a pass does not fit the plan; without it the error is raised at the end
+            of the forward pass.
+        observer: is told what is saved and used, for a profile.
+
+    Raises:
+        HostError: when the host fails; see there.
+        PlanMismatch: see ``on_mismatch``.
+    """
+
+    plan: OffloadPlan
+    host: HostTier
+    keep: Iterable[Tensor] = ()
+    in_flight_bytes: int = 0
+    planned_bytes: int = 0
+    on_mismatch: Callable[[PlanMismatch], None] | None = None
+    observer: SaveObserver | None = None
+    _counts: OffloadCounts = field(default_factory=OffloadCounts, init=False)
+    _pass: ForwardPass | None = field(default=None, init=False)
+    _hooks: torch.autograd.graph.saved_tensors_hooks | None = field(default=None, init=False)
+    _mismatches: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.in_flight_bytes < 0:
+            raise ScheduleError(f"in_flight_bytes={self.in_flight_bytes} must be 0 or more")
+
+    def __enter__(self) -> OffloadSavedTensors:
+        if self._hooks is not None:
+            raise RuntimeError("this OffloadSavedTensors is already around a forward pass: make another one to nest")
+        if self._pass is not None:
+            self._pass.settle()
+        self._pass = ForwardPass(
+            self.plan, self.host, self.keep, self.in_flight_bytes, self._counts, observer=self.observer
+        )
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pass.pack, self._pass.unpack)
+        self._hooks.__enter__()
+        self._counts.passes += 1
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        hooks, self._hooks = self._hooks, None
+        assert hooks is not None and self._pass is not None, "left without having been entered"
+        hooks.__exit__(kind, error, trace)
+        if error is not None:
+            self._pass.abandon()
+            return
+        self._pass.close()
+        self._compare(self._pass.sizes)
+
+    def report(self) -> OffloadReport:
+        """What was moved so far."""
+        counts = self._counts
+        return OffloadReport(
+            passes=counts.passes,
+            storages=counts.storages,
+            bytes_out=counts.bytes_out,
+            bytes_in=counts.bytes_in,
+            bytes_skipped=counts.bytes_skipped,
+            stalls=counts.stalls,
+            prefetched=counts.prefetched,
+            mismatches=self._mismatches,
+        )
+
+    def _compare(self, sizes: Sequence[int]) -> None:
+        if not self.plan.saved:
+            return
+        if len(sizes) == self.plan.saved and self.planned_bytes in (0, sum(sizes)):
+            return
+        self._mismatches += 1
+        mismatch = PlanMismatch(len(sizes), self.plan.saved, sum(sizes), self.planned_bytes)
+        if self.on_mismatch is None:
+            assert self._pass is not None
+            self._pass.abandon()
+            raise mismatch
+        self.on_mismatch(mismatch)

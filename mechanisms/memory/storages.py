@@ -1,0 +1,91 @@
+"""Tensors seen as windows on storages: what is compared, moved and counted is the storage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+# A subclass may keep its data elsewhere, or need its own methods to be put together again.
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """The same number for all tensors on one storage, as long as the storage lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Whether the tensor is a strided window on one storage, with nothing hidden beside it."""
+    return (
+        type(tensor) in _PLAIN
+        and tensor.layout == torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
+
+
+def tensors_in(tree: object) -> list[Tensor]:
+    """All tensors of a batch, a state or an optimizer, however nested."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def storage_keys(tensors: Iterable[Tensor]) -> set[int]:
+    """Keys of all storages behind ``tensors``; tensors without a storage of their own are passed over."""
+    return {storage_key(tensor) for tensor in tensors if has_storage(tensor)}
+
+
+@dataclass(frozen=True)
+class Window:
+    """How a tensor looks at its storage: dtype, size and stride in elements, and the two lazy flags."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    conjugate: bool
+    negative: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Window:
+        return cls(
+            tensor.dtype,
+            tensor.size(),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+    def on(self, storage: torch.UntypedStorage, device: torch.device) -> Tensor:
+        """The same window on another storage of ``device``; the result has no history.
+
+        Fake storages say that they are on the meta device, so the device is asked for.
+        """
+        with torch.no_grad():
+            tensor = torch.empty(0, dtype=self.dtype, device=device)
+            with _uncached(tensor):
+                tensor.set_(storage, self.offset, self.size, self.stride)
+            if self.conjugate:
+                tensor = tensor.conj()
+            return torch._neg_view(tensor) if self.negative else tensor
+
+
+@contextmanager
+def _uncached(tensor: Tensor) -> Iterator[None]:
+    """Fake tensors remember the arguments of operations, and would hold the storage for ever."""
+    if not isinstance(tensor, FakeTensor):
+        yield
+        return
+    mode = tensor.fake_mode
+    before, mode.cache_enabled = mode.cache_enabled, False
+    try:
+        yield
+    finally:
+        mode.cache_enabled = before
