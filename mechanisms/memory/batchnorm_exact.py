@@ -99,7 +99,7 @@ class ChunkedOperators:
             self._report.chunks += -(-len(value) // self.sub_batch)
             return _chunked(module, value, self.sub_batch)
 
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward
         self._wrapped.append(module)
 
     def _why_whole(self, module: nn.Module, value: Any) -> str | None:
@@ -209,7 +209,7 @@ class _Chunks(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         value, weight = ctx.saved_tensors
         wanted = [*ctx.needs_input_grad[:2], ctx.bias_sizes is not None and ctx.needs_input_grad[2]]

@@ -225,7 +225,7 @@ def sketch(gradient: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(flat.numel())
     signs = torch.randint(0, 2, (2 * _BLOCK,), generator=generator, dtype=torch.int8).mul_(2).sub_(1).to(flat.device)
     total = torch.zeros(_SKETCH, dtype=torch.float64)
-    for block in flat.split(_BLOCK):
+    for block in torch.split(flat, _BLOCK):
         start = int(torch.randint(0, _BLOCK, (), generator=generator))
         signed = block * signs[start : start + block.numel()]
         rows = F.pad(signed, (0, -signed.numel() % _SKETCH)).reshape(-1, _SKETCH)

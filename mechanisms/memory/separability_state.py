@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from retime.mechanisms.memory.separability_watch import cuda_generators
+
 __all__ = ["Untouched"]
 
 _Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
@@ -150,7 +152,7 @@ class Untouched:
             made.requires_grad_()
         hooks = tensor._backward_hooks if tensor.is_leaf else None
         for hook in (hooks or {}).values():
-            made.register_hook(hook)
+            made.register_hook(hook)  # type: ignore[no-untyped-call]
         self._copies[id(tensor)] = (tensor, made, made._version)
         return made
 
@@ -158,9 +160,8 @@ class Untouched:
 def seed_all() -> None:
     """Put torch's, Python's and NumPy's global generators at one fixed state."""
     torch.default_generator.manual_seed(0)
-    if torch.cuda.is_initialized():
-        for generator in torch.cuda.default_generators:
-            generator.manual_seed(0)
+    for generator in cuda_generators():
+        generator.manual_seed(0)
     random.seed(0)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -168,7 +169,7 @@ def seed_all() -> None:
 
 
 def _random_state() -> list[Any]:
-    cuda = [generator.get_state() for generator in torch.cuda.default_generators] if torch.cuda.is_initialized() else []
+    cuda = [generator.get_state() for generator in cuda_generators()]
     numpy = sys.modules.get("numpy")
     legacy = copy.deepcopy(numpy.random.get_state()) if numpy is not None else None
     return [torch.default_generator.get_state(), cuda, random.getstate(), legacy]
@@ -176,7 +177,7 @@ def _random_state() -> list[Any]:
 
 def _set_random_state(state: list[Any]) -> None:
     torch.default_generator.set_state(state[0])
-    for generator, saved in zip(torch.cuda.default_generators, state[1], strict=False):
+    for generator, saved in zip(cuda_generators(), state[1], strict=False):
         generator.set_state(saved)
     random.setstate(state[2])
     if state[3] is not None:

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["NoDropout", "Watch"]
+__all__ = ["NoDropout", "Watch", "cuda_generators"]
 
 _COMPARED = {"ne": "!=", "eq": "==", "gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 _OPPOSITE = {"!=": "==", "==": "!=", ">": "<=", ">=": "<", "<": ">=", "<=": ">"}
@@ -61,7 +61,7 @@ class NoDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class Watch(TorchDispatchMode):
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watches one run of a step on some samples of a batch.
 
     Args:
@@ -74,7 +74,7 @@ class Watch(TorchDispatchMode):
     """
 
     def __init__(self, names: Sequence[int]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names = list(names)
         self.compared: set[tuple[str, float]] = set()
         self.epsilon = 0.0
@@ -169,6 +169,10 @@ def _rows(value: Any, dimension: int, length: int, start: int, count: int) -> An
 
 def _seed(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        for generator in torch.cuda.default_generators:
-            generator.manual_seed(seed)
+    for generator in cuda_generators():
+        generator.manual_seed(seed)
+
+
+def cuda_generators() -> list[torch.Generator]:
+    """One a device, once CUDA is in use; asking before would start it."""
+    return list(torch.cuda.default_generators) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
