@@ -27,7 +27,7 @@ def test_algorithm_1_never_breaks_the_rules(algorithms, spare_unused):
         for budget in budgets(graph, samples):
             if algorithms == "baseline":
                 budget += 12  # the baseline may need more workspace than the smallest, which the floor counts
-            techniques = Techniques(algorithms, rng.choice([1.0, 2.0]), spare_unused)
+            techniques = Techniques(algorithms, rng.random() < 0.5, rng.choice([1.0, 2.0]), spare_unused)
             schedule = offload_schedule(graph, samples, budget, bandwidth, techniques)
             judge(graph, schedule)
             runs += 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from retime.schedules.memory.allocator import Segment
 from retime.schedules.memory.device import Device
 from retime.schedules.memory.offload_scheme import Scheme, find_scheme
-from retime.schedules.memory.prefetch import wanted_now
+from retime.schedules.memory.prefetch import PrefetchRule, wanted_now
 from retime.schedules.memory.sized import SizedAlgorithm
 
 
@@ -33,8 +33,8 @@ def choose_algorithm(
     task: int,
     now_ms: float,
     how: str,
+    rule: PrefetchRule,
     *,
-    spare_unused: bool,
     any_will_do: bool = False,
 ) -> Choice | None:
     """The algorithm for ``task``, whose inputs and outputs are in place.
@@ -44,7 +44,7 @@ def choose_algorithm(
         task: about to run.
         now_ms: when its inputs are there.
         how: ``"gain"``, ``"fastest"`` or ``"baseline"``, see :class:`Techniques`.
-        spare_unused: see :class:`Techniques`.
+        rule: of the prefetches that a workspace may hold up.
         any_will_do: where the baseline has no room, take another: after a defragmentation there is none to be had.
 
     Returns:
@@ -55,7 +55,7 @@ def choose_algorithm(
         options = options[:1]
     choices = []
     for option in options:
-        choice = _consider(device, task, now_ms, option, spare_unused)
+        choice = _consider(device, task, now_ms, option, rule)
         if choice:
             choices.append(choice)
     if how == "baseline":
@@ -65,7 +65,7 @@ def choose_algorithm(
     return max(choices, key=lambda choice: (choice.gain_ms, -choice.algorithm.workspace_bytes), default=None)
 
 
-def _consider(device: Device, task: int, now_ms: float, option: SizedAlgorithm, spare_unused: bool) -> Choice | None:
+def _consider(device: Device, task: int, now_ms: float, option: SizedAlgorithm, rule: PrefetchRule) -> Choice | None:
     base_ms = device.sized.algorithms[task][0].ms
     size = option.workspace_bytes
     if not size:
@@ -75,21 +75,23 @@ def _consider(device: Device, task: int, now_ms: float, option: SizedAlgorithm, 
         offload_ms = device.vacated_ms(segment.offset, segment.offset + size, now_ms) - now_ms
     else:
         scheme = find_scheme(device, size, now_ms, needed_until=task)
-        if scheme is None and not spare_unused:
+        if scheme is None and not rule.spare_unused:
             scheme = find_scheme(device, size, now_ms, needed_until=task, unused_too=True)
         if scheme is None:
             return None
         offload_ms = scheme.delay_ms
-    delayed_ms = _delayed_prefetch_ms(device, task, now_ms, option, fits=scheme is None)
+    delayed_ms = _delayed_prefetch_ms(device, task, now_ms, option, rule, fits=scheme is None)
     return Choice(option, scheme, base_ms - option.ms - offload_ms - delayed_ms)
 
 
-def _delayed_prefetch_ms(device: Device, task: int, now_ms: float, option: SizedAlgorithm, *, fits: bool) -> float:
+def _delayed_prefetch_ms(
+    device: Device, task: int, now_ms: float, option: SizedAlgorithm, rule: PrefetchRule, *, fits: bool
+) -> float:
     """T_pre of Eq. 10: the transfers for the nearest task that needs some and for which the workspace takes the room.
 
     They wait until this task ends, so they cannot be held up for longer than it runs.
     """
-    blocks = wanted_now(device, task, now_ms, now_ms + option.ms)
+    blocks = wanted_now(device, task, now_ms + option.ms, rule)
     if not blocks:
         return 0.0
     sizes = [device.sized.sizes[block] for block in blocks]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
+from bisect import insort
+from collections.abc import Iterator
 from dataclasses import replace
 
 from retime.schedules.memory.allocator import Pool, Segment
@@ -44,8 +45,7 @@ class Device:
         self._placed_ms: dict[int, float] = {}
         self._seen: set[int] = set()
         self._vacating: list[tuple[int, int, float]] = []
-        self._away = [(use, block) for block, use in sized.first_use.items()]
-        heapq.heapify(self._away)
+        self._away = sorted((use, block) for block, use in sized.first_use.items())
 
     def vacated_ms(self, offset: int, end: int, now_ms: float) -> float:
         """From when on these addresses may be written: copies out of them have to be complete."""
@@ -82,7 +82,7 @@ class Device:
         self._copy_out(block, self.ready_ms[block])
         gone_ms = max(now_ms, self.host_ms[block])
         self._leave(block, gone_ms)
-        heapq.heappush(self._away, (self.next_use[block], block))
+        insort(self._away, (self.next_use[block], block))
         return gone_ms
 
     def copy_out(self, block: int, earliest_ms: float) -> float:
@@ -134,14 +134,26 @@ class Device:
         """Whether the host alone holds the block's value."""
         return self.on_host[block] and self.segment[block] is None
 
+    def away(self) -> Iterator[tuple[int, int]]:
+        """``(task, block)`` of the blocks that only the host holds, by the task that uses them next."""
+        stale = 0
+        for entry in self._away:
+            if not self._waits(entry):
+                stale += 1
+            else:
+                yield entry
+        if 2 * stale > len(self._away):
+            self._away = [entry for entry in self._away if self._waits(entry)]
+
     def next_fetch(self) -> int | None:
         """The nearest task that uses a block which only the host holds."""
-        while self._away:
-            use, block = self._away[0]
-            if use < NEVER and self.next_use[block] == use and self.is_away(block):
-                return use
-            heapq.heappop(self._away)
-        return None
+        while self._away and not self._waits(self._away[0]):
+            del self._away[0]
+        return self._away[0][0] if self._away else None
+
+    def _waits(self, entry: tuple[int, int]) -> bool:
+        use, block = entry
+        return self.next_use[block] == use < NEVER and self.is_away(block)
 
     def _copy_out(self, block: int, earliest_ms: float) -> None:
         if self.on_host[block]:

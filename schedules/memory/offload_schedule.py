@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from retime.schedules.errors import ScheduleError
@@ -11,7 +10,7 @@ from retime.schedules.memory.bounds import require_floor
 from retime.schedules.memory.device import WORKSPACE, Device
 from retime.schedules.memory.graph import TaskGraph
 from retime.schedules.memory.offload_scheme import find_scheme
-from retime.schedules.memory.prefetch import prefetch
+from retime.schedules.memory.prefetch import PrefetchRule, prefetch
 from retime.schedules.memory.result import OffloadSchedule
 from retime.schedules.memory.run_log import RunLog
 from retime.schedules.memory.sized import size_graph
@@ -24,21 +23,32 @@ class Techniques:
     Args:
         algorithms: ``"gain"`` chooses by Eq. 10; ``"fastest"`` takes the fastest for which memory can be had, as vDNN
             does; ``"baseline"`` always takes the first.
-        prefetch_lead: how much earlier than Eq. 9 asks a prefetch starts, as a multiple of its duration.
+        prefetch_backlog: whether prefetches start early enough for all later tasks together, beyond Eq. 9; see
+            :class:`PrefetchRule`.
+        prefetch_lead: see :class:`PrefetchRule`.
         spare_unused: whether a block that no task has used since it was made stays whatever happens, as in the paper.
             Off, such blocks leave before a defragmentation would move everything: a mask that the forward pass writes
             for the backward pass alone would otherwise lie there all the time.
     """
 
     algorithms: str = "gain"
+    prefetch_backlog: bool = True
     prefetch_lead: float = 1.0
     spare_unused: bool = False
 
     def __post_init__(self) -> None:
         if self.algorithms not in ("gain", "fastest", "baseline"):
             raise ScheduleError(f"algorithms={self.algorithms!r} must be 'gain', 'fastest' or 'baseline'")
-        if not 0 < self.prefetch_lead < math.inf:
-            raise ScheduleError(f"prefetch_lead={self.prefetch_lead} must be above 0: 1 is the paper's Eq. 9")
+        self.rule()
+
+    def rule(self) -> PrefetchRule:
+        """When prefetches start."""
+        return PrefetchRule(self.prefetch_backlog, self.prefetch_lead, self.spare_unused)
+
+    @classmethod
+    def paper(cls) -> Techniques:
+        """Algorithm 1 to the letter."""
+        return cls(prefetch_backlog=False, spare_unused=True)
 
 
 def offload_schedule(
@@ -85,6 +95,7 @@ class _Scheduler:
         self.sized = size_graph(graph, samples, update=update)
         self.device = Device(self.sized, budget_bytes - self.sized.resident_bytes, bandwidth)
         self.techniques = techniques
+        self.rule = techniques.rule()
         self.log = RunLog(self.sized, budget_bytes)
         self.now_ms = 0.0  # 1: T
 
@@ -94,14 +105,7 @@ class _Scheduler:
             self._prepare(task)
             choice = self._choose(task)
             self.log.stalled(task, self.now_ms - before_ms)
-            prefetch(
-                self.device,
-                task,
-                self.now_ms,
-                self.now_ms + choice.algorithm.ms,
-                lead=self.techniques.prefetch_lead,
-                spare_unused=self.techniques.spare_unused,
-            )
+            prefetch(self.device, task, self.now_ms, self.now_ms + choice.algorithm.ms, self.rule)
             self._execute(task, choice)
         return self.log.result(self.device, self.now_ms)
 
@@ -153,11 +157,10 @@ class _Scheduler:
     def _choose(self, task: int) -> Choice:
         """Lines 9-14: the algorithm, and memory for its workspace."""
         how = self.techniques.algorithms
-        spare = self.techniques.spare_unused
-        choice = choose_algorithm(self.device, task, self.now_ms, how, spare_unused=spare)
+        choice = choose_algorithm(self.device, task, self.now_ms, how, self.rule)
         if choice is None:
             self._defragment(task)
-            choice = choose_algorithm(self.device, task, self.now_ms, how, spare_unused=spare, any_will_do=True)
+            choice = choose_algorithm(self.device, task, self.now_ms, how, self.rule, any_will_do=True)
         if choice is None:
             raise AssertionError(f"task {self.sized.tasks[task].name!r} fits, but has no room for its workspace")
         for block in choice.scheme.blocks if choice.scheme else ():

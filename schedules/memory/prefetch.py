@@ -2,11 +2,39 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
+from retime.schedules.errors import ScheduleError
 from retime.schedules.memory.device import Device
 from retime.schedules.memory.offload_scheme import find_scheme
 
 
-def prefetch(device: Device, task: int, now_ms: float, end_ms: float, *, lead: float, spare_unused: bool) -> None:
+@dataclass(frozen=True)
+class PrefetchRule:
+    """How prefetches are timed.
+
+    Args:
+        backlog: whether a prefetch starts, too, when a task further on would be late because the copies before its own
+            take long: between layers with much data and little arithmetic, Eq. 9, which looks at one task, starts them
+            one by one and late. ``False`` is the paper's rule.
+        lead: how much longer than they do copies are taken to take; 1 is the paper's rule.
+        spare_unused: whether blocks made and not yet used can never leave; see :class:`Techniques`.
+
+    Raises:
+        ScheduleError: the lead is not above 0.
+    """
+
+    backlog: bool = True
+    lead: float = 1.0
+    spare_unused: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.lead < math.inf:
+            raise ScheduleError(f"a prefetch lead of {self.lead} must be above 0: 1 is the paper's Eq. 9")
+
+
+def prefetch(device: Device, task: int, now_ms: float, end_ms: float, rule: PrefetchRule) -> None:
     """Lines 15-27 of Algorithm 1: start the copies that have to start before ``task`` does.
 
     Tasks of which all inputs are on the device are passed over: nothing is to be done for them.
@@ -16,14 +44,11 @@ def prefetch(device: Device, task: int, now_ms: float, end_ms: float, *, lead: f
         task: about to run.
         now_ms: when it starts.
         end_ms: when it will end.
-        lead: see :func:`is_due`.
-        spare_unused: whether blocks made and not yet used can never leave; see :class:`Techniques`.
+        rule: when copies start.
     """
-    while (later := device.next_fetch()) is not None:
-        blocks = [block for block in device.sized.needs[later] if device.is_away(block)]
-        if not is_due(device, task, later, blocks, end_ms, lead):
-            return
-        if not is_useful(device, task, later, blocks, spare_unused=spare_unused):
+    while (later := device.next_fetch()) is not None and is_due(device, task, end_ms, rule):
+        blocks = _missing(device, later)
+        if not is_useful(device, task, later, blocks, spare_unused=rule.spare_unused):
             return
         for block in blocks:
             room_ms = device.allocate(block, now_ms)
@@ -39,16 +64,24 @@ def prefetch(device: Device, task: int, now_ms: float, end_ms: float, *, lead: f
             device.fetch(block, room_ms)
 
 
-def is_due(device: Device, task: int, later: int, blocks: list[int], end_ms: float, lead: float = 1.0) -> bool:
-    """Eq. 9: would ``later`` be delayed if the copies of its ``blocks`` started only after ``task``, at ``end_ms``?
+def is_due(device: Device, task: int, end_ms: float, rule: PrefetchRule) -> bool:
+    """Eq. 9: would a later task be delayed if copies started only after ``task``, at ``end_ms``?
 
-    EST(s), the expected start of ``later``, is the fastest time of all tasks before it plus every delay so far, the
-    choice of a slower algorithm for ``task`` included: that is ``end_ms`` plus the fastest time of the tasks between.
-    Beyond the paper, copies that the stream has still to do by then count, and ``lead`` stretches the copies' time.
+    EST(s), the expected start of a task, is the fastest time of all tasks before it plus every delay so far, the choice
+    of a slower algorithm for ``task`` included: that is ``end_ms`` plus the fastest time of the tasks between. Beyond
+    the paper, what the stream has still to copy by then counts, and so do the copies for the tasks between, see
+    :class:`PrefetchRule`.
     """
-    between_ms = device.sized.before_ms[later] - device.sized.before_ms[task + 1]
     queue_ms = max(0.0, device.lane.free_ms - end_ms)
-    return queue_ms + lead * sum(device.copy_ms[block] for block in blocks) > between_ms
+    before_ms, from_ms = device.sized.before_ms, device.sized.before_ms[task + 1]
+    nearest = device.next_fetch()
+    for later, block in device.away():
+        if later != nearest and not rule.backlog:
+            return False
+        queue_ms += rule.lead * device.copy_ms[block]
+        if queue_ms > before_ms[later] - from_ms:
+            return True
+    return False
 
 
 def is_useful(device: Device, task: int, later: int, blocks: list[int], *, spare_unused: bool) -> bool:
@@ -81,10 +114,13 @@ def is_useful(device: Device, task: int, later: int, blocks: list[int], *, spare
     return True
 
 
-def wanted_now(device: Device, task: int, now_ms: float, end_ms: float) -> list[int]:
+def wanted_now(device: Device, task: int, end_ms: float, rule: PrefetchRule) -> list[int]:
     """The blocks of the nearest later task that lacks some, if their prefetch is due before ``task`` runs."""
     later = device.next_fetch()
-    if later is None:
+    if later is None or not is_due(device, task, end_ms, rule):
         return []
-    blocks = [block for block in device.sized.needs[later] if device.is_away(block)]
-    return blocks if is_due(device, task, later, blocks, end_ms) else []
+    return _missing(device, later)
+
+
+def _missing(device: Device, task: int) -> list[int]:
+    return [block for block in device.sized.needs[task] if device.is_away(block)]
