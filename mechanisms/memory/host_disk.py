@@ -46,7 +46,7 @@ class HostDisk:
             raise ValueError(f"host='disk:{folder}' takes storages of the CPU, not of {device}: use host='memory'")
         self.name = f"disk:{folder}"
         try:
-            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115: open as long as the tier is
+            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  # open as long as the tier
         except OSError as error:
             raise HostError(
                 error.errno, f"host={self.name!r} cannot be written to ({error.strerror}): name an existing folder"

@@ -14,7 +14,7 @@ from itertools import accumulate
 from retime.mechanisms.memory.profile import StepProfile
 from retime.mechanisms.memory.trace import TracedStorage
 from retime.schedules.errors import ScheduleError
-from retime.schedules.memory import OffloadPlan
+from retime.schedules.memory import BlockKind, OffloadPlan
 
 
 @dataclass(frozen=True)
@@ -63,27 +63,39 @@ class Lifetimes:
         plain: the step under a plan that offloads nothing.
         away: the step under the same sub-batch size with everything offloaded, nothing fetched ahead and no copies in
             flight.
-        larger: both again for a larger sub-batch; then sizes follow the sub-batch size.
+        larger: the plain step again for a larger sub-batch; then sizes follow the sub-batch size.
+        batch_bytes: the whole batch, where the runs had a smaller one.
 
     Raises:
         ScheduleError: the runs differ in more than where storages live, so that they cannot be put together.
     """
 
     def __init__(
-        self, plain: StepProfile, away: StepProfile, larger: tuple[StepProfile, StepProfile] | None = None
+        self,
+        plain: StepProfile,
+        away: StepProfile,
+        larger: StepProfile | None = None,
+        batch_bytes: int | None = None,
     ) -> None:
-        others = larger or (plain, away)
-        runs = (plain, away, *others)
-        names = [[operation.name for operation in run.trace.operations] for run in runs]
-        if any(other != names[0] for other in names[1:]):
-            raise ScheduleError("the step runs other operations for another plan or sub-batch size")
-        self.operations = len(names[0])
-        self.sub_batch = plain.plan.sub_batch
-        span = others[0].plan.sub_batch - self.sub_batch
-        fixed = _pair(plain.trace.storages, others[0].trace.storages, self.sub_batch, span)
-        moving = _pair(away.trace.storages, others[1].trace.storages, self.sub_batch, span)
-        self.unsaved = [self._life(storage, size) for storage, size in fixed if storage.number is None]
-        self.passes = [self._saved(index, plain, fixed, moving) for index in range(len(plain.trace.saves))]
+        names = [operation.name for operation in plain.trace.operations]
+        for other in (away, larger or plain):
+            if [operation.name for operation in other.trace.operations] != names:
+                raise ScheduleError("the step runs other operations for another plan or sub-batch size")
+        self.operations = len(names)
+        sizes = _sizes(plain, larger or plain)
+        self.unsaved = [
+            self._life(storage, size)
+            for storage, size in zip(plain.trace.storages, sizes, strict=True)
+            if storage.number is None and (batch_bytes is None or not _is_batch(storage))
+        ]
+        if batch_bytes is not None:
+            self.unsaved.append(Life(Size(batch_bytes), 0, self.operations - 1))
+        by_number = {
+            (storage.forward_pass, storage.number): size
+            for storage, size in zip(plain.trace.storages, sizes, strict=True)
+            if storage.number is not None
+        }
+        self.passes = [self._saved(index, plain, away, by_number) for index in range(len(plain.trace.saves))]
 
     def peak_bytes(self, plan: OffloadPlan, in_flight_bytes: int = 0) -> int:
         """The most that tensors hold at once under ``plan``, for the plan's sub-batch size."""
@@ -122,20 +134,17 @@ class Lifetimes:
         return Life(size, max(storage.born, 0), min(storage.dies, self.operations - 1))
 
     def _saved(
-        self,
-        index: int,
-        plain: StepProfile,
-        fixed: list[tuple[TracedStorage, Size]],
-        moving: list[tuple[TracedStorage, Size]],
+        self, index: int, plain: StepProfile, away: StepProfile, sizes: dict[tuple[int, int | None], Size]
     ) -> list[SavedLife]:
-        def of(runs: list[tuple[TracedStorage, Size]], restored: bool) -> dict[int, list[Life]]:
+        def lives(run: StepProfile, restored: bool) -> dict[int, list[Life]]:
             found: dict[int, list[Life]] = {}
-            for storage, size in runs:
+            for storage in run.trace.storages:
                 if storage.number is not None and storage.forward_pass == index and storage.restored is restored:
-                    found.setdefault(storage.number, []).append(self._life(storage, size))
+                    life = self._life(storage, sizes.get((index, storage.number), Size(storage.nbytes)))
+                    found.setdefault(storage.number, []).append(life)
             return found
 
-        stays, leaves, back = of(fixed, False), of(moving, False), of(moving, True)
+        stays, leaves, back = lives(plain, False), lives(away, False), lives(away, True)
         if stays.keys() != leaves.keys():
             raise ScheduleError("the step saves other storages when they are offloaded")
         saves = plain.trace.saves[index]
@@ -151,18 +160,20 @@ class Lifetimes:
             steps[life.dies + 1] -= size
 
 
-def _pair(
-    small: list[TracedStorage], large: list[TracedStorage], samples: int, span: int
-) -> list[tuple[TracedStorage, Size]]:
-    if len(small) != len(large):
+def _sizes(small: StepProfile, large: StepProfile) -> list[Size]:
+    """The size of each storage of ``small``."""
+    first, last = small.trace.storages, large.trace.storages
+    span = large.plan.sub_batch - small.plan.sub_batch
+    if len(first) != len(last):
         raise ScheduleError("the step makes other storages for another sub-batch size")
     if span == 0:
-        return [(storage, Size(storage.nbytes)) for storage in small]
-    pairs = []
-    for low, high in zip(small, large, strict=True):
-        slope = (high.nbytes - low.nbytes) / span
-        pairs.append((low, Size(low.nbytes - slope * samples, slope)))
-    return pairs
+        return [Size(storage.nbytes) for storage in first]
+    slopes = [(high.nbytes - low.nbytes) / span for low, high in zip(first, last, strict=True)]
+    return [Size(low.nbytes - slope * small.plan.sub_batch, slope) for low, slope in zip(first, slopes, strict=True)]
+
+
+def _is_batch(storage: TracedStorage) -> bool:
+    return storage.kind is BlockKind.INPUT and storage.born < 0
 
 
 def _leaving_lives(leaving: list[SavedLife], plan: OffloadPlan, in_flight_bytes: int) -> list[Life]:

@@ -25,7 +25,7 @@ from retime.schedules.errors import ScheduleError
 from retime.schedules.memory import OffloadPlan
 
 
-class PlanMismatch(ScheduleError):
+class PlanMismatch(ScheduleError):  # noqa: N818  # callbacks take it as news, not only as an error
     """A forward pass saved other storages than the plan was made for.
 
     Attributes:
@@ -128,7 +128,8 @@ class OffloadSavedTensors:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         hooks, self._hooks = self._hooks, None
-        assert hooks is not None and self._pass is not None, "left without having been entered"
+        assert hooks is not None, "left without having been entered"
+        assert self._pass is not None
         hooks.__exit__(kind, error, trace)
         if error is not None:
             self._pass.abandon()

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map
 
 from retime.mechanisms.memory.host_memory import HostMemory
 from retime.mechanisms.memory.host_null import HostNull
-from retime.mechanisms.memory.offload import OffloadSavedTensors
+from retime.mechanisms.memory.offload import OffloadSavedTensors, PlanMismatch
 from retime.mechanisms.memory.profile import StepProfile
 from retime.mechanisms.memory.stand_ins import Replacement, copies, fake, stand_in_optimizer, stand_ins
 from retime.mechanisms.memory.storages import tensors_in
@@ -95,8 +95,17 @@ def profile_step(step: TrainingStep, sub_batch: int | None = None, *, real: bool
     return replay(step, OffloadPlan(sub_batch or step.samples), real=real)
 
 
-def replay(step: TrainingStep, plan: OffloadPlan, *, in_flight_bytes: int = 0, real: bool = False) -> StepProfile:
+def replay(
+    step: TrainingStep, plan: OffloadPlan, *, in_flight_bytes: int = 0, real: bool = False, compare: bool = True
+) -> StepProfile:
     """Trace the step under a plan; see :func:`profile_step`.
+
+    Args:
+        step: what to run.
+        plan: the sub-batch size and what is offloaded.
+        in_flight_bytes: as for :class:`OffloadSavedTensors`.
+        real: see :func:`profile_step`.
+        compare: refuse a plan for another number of saved storages.
 
     Raises:
         ValueReadError: the step reads a tensor's value.
@@ -108,7 +117,7 @@ def replay(step: TrainingStep, plan: OffloadPlan, *, in_flight_bytes: int = 0, r
             _prepare(step, batch, optimizers, tracer)
             try:
                 with tracer.watch(), tracer:
-                    _run(step, plan, batch, optimizers, tracer, in_flight_bytes, real)
+                    _run(step, plan, batch, optimizers, tracer, in_flight_bytes, real, compare)
             except _WITHOUT_VALUES as error:
                 raise ValueReadError(
                     f"an operation of {tracer.trace.operations[-1].layer if tracer.trace.operations else 'the model'} "
@@ -146,6 +155,10 @@ def _prepare(step: TrainingStep, batch: Any, optimizers: Sequence[torch.optim.Op
     tracer.add([parameter.grad for parameter in trained], BlockKind.WEIGHT_GRADIENT)
 
 
+def _no_matter(mismatch: PlanMismatch) -> None:
+    pass
+
+
 class _AnyValue(TorchDispatchMode):
     """Makes up the values that fake tensors do not have: a step count, say."""
 
@@ -171,11 +184,14 @@ def _run(
     tracer: Tracer,
     in_flight_bytes: int,
     real: bool,
+    compare: bool,
 ) -> None:
     module = step.module
     host = HostMemory("cpu") if real else HostNull()
     fixed = [*module.parameters(), *module.buffers(), *tensors_in(batch)]
     offload = OffloadSavedTensors(plan, host, in_flight_bytes=in_flight_bytes, observer=tracer)
+    if not compare:
+        offload.on_mismatch = _no_matter
     starts = range(0, step.samples, plan.sub_batch)[:2]  # all but the first are alike
     for first in starts:
         part = step.split(batch, first, min(first + plan.sub_batch, step.samples)) if len(starts) > 1 else batch

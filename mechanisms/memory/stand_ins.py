@@ -77,7 +77,7 @@ def stand_ins(module: nn.Module, replacement: Replacement) -> Iterator[None]:
 
 
 def stand_in_optimizer(optimizer: torch.optim.Optimizer, replacement: Replacement) -> torch.optim.Optimizer:
-    """An optimizer of the same kind and settings over the stand-ins, without hooks and without a scheduler's wrapper."""
+    """An optimizer of the same kind and settings over the stand-ins, without hooks or a scheduler's wrapper."""
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     twin.__dict__.pop("step", None)  # schedulers put a counting wrapper there, bound to the original

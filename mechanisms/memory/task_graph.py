@@ -74,7 +74,8 @@ def _same_operations(profiles: list[StepProfile]) -> None:
         counts = len(first.trace.operations), len(other.trace.operations)
         if counts[0] != counts[1]:
             raise ScheduleError(
-                f"the step runs {counts[1]} operations with {other.samples} samples, but {counts[0]} with {first.samples}"
+                f"the step runs {counts[1]} operations with {other.samples} samples, "
+                f"but {counts[0]} with {first.samples}"
             )
 
 

@@ -1,7 +1,7 @@
 """What one training step does to memory: every operation, and every storage with the operations it lives through.
 
-A :class:`Tracer` sees each operation of a step below autograd, with real or fake tensors, and counts storages. It counts
-what tensors hold; what an operation allocates for itself is measured by :mod:`retime.mechanisms.memory.calibrate`.
+A :class:`Tracer` sees each operation of a step below autograd, with real or fake tensors, and counts storages. It
+counts what tensors hold; what an operation allocates for itself :mod:`retime.mechanisms.memory.calibrate` measures.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Tracer(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default and self._reads_value(args[0]):
-            return args[0].dtype.is_floating_point and 1.0 or 1
+            return 1.0 if args[0].dtype.is_floating_point else 1
         if func.namespace == "prim":  # a fake tensor is asked for its device
             return func(*args, **kwargs)
         if self._inside_hook:  # what comes back is told by restored(); buffers on the host do not count

@@ -1,0 +1,169 @@
+"""The fastest plan within a budget: sub-batch size, what is offloaded, and how far ahead it is fetched.
+
+The paper chooses the sub-batch first (Eq. 8) and then what moves (Algorithm 1). Here both are chosen together, by
+predicted time, and what is chosen has been run dry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from retime.mechanisms.memory.costs import StepCosts
+from retime.mechanisms.memory.floor import MemoryFloor, StepMemory
+from retime.mechanisms.memory.lifetimes import Lifetimes
+from retime.mechanisms.memory.replay import TrainingStep
+from retime.schedules.memory import OffloadPlan
+
+# How far ahead storages are fetched, and how many of the largest ones may be in flight: the fastest first.
+_DEPTHS = (2, 1, 0)
+# Dry runs for one candidate before it counts as too large.
+_TRIES = 4
+
+
+@dataclass(frozen=True)
+class PlanChoice:
+    """A plan and what is expected of it.
+
+    Attributes:
+        plan: what to run.
+        in_flight_bytes: for :class:`OffloadSavedTensors`.
+        peak_bytes: tensors and scratch, by a dry run under this plan.
+        step_ms: predicted time of a step.
+        plain_ms: predicted time of the step without a plan.
+        out_bytes, in_bytes: copied in a whole step.
+        floor: the smallest budget; None where the plain step fits, and nobody asked.
+        considered: plans that were predicted to fit, and their times.
+    """
+
+    plan: OffloadPlan
+    in_flight_bytes: int
+    peak_bytes: int
+    step_ms: float
+    plain_ms: float
+    out_bytes: int
+    in_bytes: int
+    floor: MemoryFloor | None = None
+    considered: tuple[tuple[OffloadPlan, float], ...] = ()
+
+
+def halvings(samples: int, smallest: int = 1) -> tuple[int, ...]:
+    """The batch, a half of it, a quarter and so on, down to ``smallest``."""
+    sizes = [samples]
+    while sizes[-1] // 2 >= smallest:
+        sizes.append(sizes[-1] // 2)
+    return tuple(sizes)
+
+
+def search_plan(
+    step: TrainingStep,
+    budget_bytes: int,
+    *,
+    sub_batches: tuple[int, ...] | None = None,
+    costs: StepCosts | None = None,
+    memory: StepMemory | None = None,
+) -> PlanChoice:
+    """The plan with the shortest predicted step of those that fit.
+
+    Args:
+        step: what to run.
+        budget_bytes: for everything: parameters, gradients, optimizer states, the batch, activations, scratch.
+        sub_batches: sizes to choose from; by default the batch and its halvings. Give only the batch where sub-batches
+            would change the result.
+        costs: from ``calibrate``.
+        memory: dry runs of the same step that were made before.
+
+    Raises:
+        BudgetError: the budget is below the floor.
+    """
+    memory = memory or StepMemory(step, sub_batches or halvings(step.samples), costs)
+    costs = memory.costs
+    plain_ms = costs.step_ms(step.samples, step.samples, 0, 0)
+    if memory.plain is not None and step.samples in memory.sub_batches:
+        peak = memory.plain.peak_bytes + costs.scratch(step.samples)
+        if peak <= budget_bytes:
+            plan = OffloadPlan(step.samples, saved=len(memory.plain.saved))
+            return PlanChoice(plan, 0, peak, plain_ms, plain_ms, 0, 0)
+    memory.floor.require(budget_bytes)
+    candidates = sorted(_candidates(memory, budget_bytes, plain_ms), key=lambda choice: choice.step_ms)
+    considered = tuple((choice.plan, choice.step_ms) for choice in candidates)
+    for choice in candidates:
+        exact = _made_exact(memory, choice, budget_bytes)
+        if exact is not None:
+            return replace(exact, floor=memory.floor, considered=considered)
+    memory.floor.require(0)  # only if the dry runs contradict the floor's own
+    raise AssertionError("a floor of no bytes")
+
+
+def _candidates(memory: StepMemory, budget_bytes: int, plain_ms: float) -> Iterator[PlanChoice]:
+    for sub_batch in memory.sub_batches:
+        lives = memory.lifetimes(sub_batch)
+        largest = max((one.plain.size.at(sub_batch) for one in lives.passes[0]), default=0)
+        room = budget_bytes - memory.costs.scratch(sub_batch)
+        for depth in _DEPTHS:
+            numbers = smallest_offload(lives, sub_batch, depth, depth * largest, room)
+            if numbers is None:
+                continue
+            plan = OffloadPlan(sub_batch, numbers, depth, len(lives.passes[0]))
+            yield _choice(memory, plan, depth * largest, lives.peak_bytes(plan, depth * largest), plain_ms)
+            if not numbers:
+                break  # nothing moves: how is no matter
+
+
+def smallest_offload(
+    lives: Lifetimes, sub_batch: int, prefetch: int, in_flight_bytes: int, room_bytes: int
+) -> frozenset[int] | None:
+    """Few bytes to offload so that tensors fit into ``room_bytes``; None if nothing helps.
+
+    Storages are taken by size times the time that they lie idle, as many as are needed; those that turn out not to
+    be needed are left out again, the largest first.
+    """
+    order = lives.order(sub_batch)
+
+    def fits(numbers: frozenset[int]) -> bool:
+        plan = OffloadPlan(sub_batch, numbers, prefetch, len(order))
+        return lives.peak_bytes(plan, in_flight_bytes) <= room_bytes
+
+    low, high = 0, len(order)
+    if not fits(frozenset(order)):
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        if fits(frozenset(order[:middle])):
+            high = middle
+        else:
+            low = middle + 1
+    chosen = frozenset(order[:low])
+    for number in order[:low]:
+        if fits(chosen - {number}):
+            chosen -= {number}
+    return chosen
+
+
+def _choice(
+    memory: StepMemory, plan: OffloadPlan, in_flight_bytes: int, peak_bytes: int, plain_ms: float
+) -> PlanChoice:
+    lives, samples = memory.lifetimes(plan.sub_batch), memory.step.samples
+    out_bytes = lives.saved_bytes(plan.offload, plan.sub_batch)
+    in_bytes = lives.read_bytes(plan.offload, plan.sub_batch)
+    step_ms = memory.costs.step_ms(samples, plan.sub_batch, out_bytes, in_bytes, ahead=plan.prefetch > 0)
+    count = -(-samples // plan.sub_batch)
+    peak_bytes += memory.costs.scratch(plan.sub_batch)
+    return PlanChoice(plan, in_flight_bytes, peak_bytes, step_ms, plain_ms, count * out_bytes, count * in_bytes)
+
+
+def _made_exact(memory: StepMemory, choice: PlanChoice, budget_bytes: int) -> PlanChoice | None:
+    """The choice with a dry run's peak; with more offloaded where the estimate was too low, or None."""
+    scratch = memory.costs.scratch(choice.plan.sub_batch)
+    plan, room = choice.plan, budget_bytes - scratch
+    for _ in range(_TRIES):
+        peak = memory.exact_peak_bytes(plan, choice.in_flight_bytes)
+        if peak <= budget_bytes - scratch:
+            return _choice(memory, plan, choice.in_flight_bytes, peak, choice.plain_ms)
+        room -= peak - (budget_bytes - scratch)
+        lives = memory.lifetimes(plan.sub_batch)
+        numbers = smallest_offload(lives, plan.sub_batch, plan.prefetch, choice.in_flight_bytes, room)
+        if numbers is None or numbers == plan.offload:
+            return None
+        plan = replace(plan, offload=numbers)
+    return None
