@@ -1,7 +1,8 @@
 """The common part of BPPSA's recurrent recipes: the same network with torch.nn's backward pass and with ours, timed.
 
-A variant is "baseline", torch.nn's own module (cuDNN's on a GPU), or the name of a solver, with which `convert` changes
-the same module. Forward values are the same bits on CPU; only the backward pass through time differs.
+A variant is "baseline", torch.nn's own module (cuDNN's on a GPU), "moved", the same from weights moved by rounding, or the
+name of a solver, with which `convert` changes the same module. Forward values are the same bits on CPU; only the
+backward pass through time differs.
 """
 
 import copy
@@ -18,10 +19,13 @@ from retime.recipes.recipe import Measured, Recipe, Tick
 from retime.recipes.results import Point, Result, Row
 from retime.recipes.schema import RecurrentSettings
 
-BASELINE, OURS = "baseline", "auto"
+BASELINE, OURS, MOVED = "baseline", "auto", "moved"
+SHIFT = 1e-7
+"""By which part the control changes its weights before training: about one rounding of float32."""
 PHASES = ("forward", "backward", "optimizer")
 LABELS = {
     BASELINE: "torch.nn",
+    MOVED: f"torch.nn, weights changed by {SHIFT:g}",
     "auto": "scan, auto",
     "chunk": "scan, chunk",
     "blelloch": "scan, Blelloch (the paper's)",
@@ -34,7 +38,11 @@ class TrainingLoop:
 
     def __init__(self, variant: str, model: nn.Module, optimizer: dict[str, Any], device: torch.device) -> None:
         self.model = copy.deepcopy(model)
-        if variant != BASELINE:
+        if variant == MOVED:
+            with torch.no_grad():
+                for parameter in self.model.parameters():
+                    parameter.mul_(1 + SHIFT)
+        elif variant != BASELINE:
             convert(self.model, solver=variant)
         self._optimizer = build_optimizer(optimizer, self.model.parameters(), {})
         self._clock = PhaseClock(device)
@@ -134,8 +142,8 @@ def ratio(point: Point, variant: str, phase: str) -> Spread | None:
 
 
 def scans(point: Point) -> list[str]:
-    """The variants other than torch.nn, in the order they were measured."""
-    return [name for name in point.variants("step") if name != BASELINE]
+    """The variants other than torch.nn's, in the order they were measured."""
+    return [name for name in point.variants("step") if name not in (BASELINE, MOVED)]
 
 
 def label(variant: str) -> str:

@@ -15,6 +15,7 @@ from retime.recipes import bppsa_recurrent_claims as claims
 from retime.recipes import charts
 from retime.recipes.bppsa_recurrent import (
     BASELINE,
+    MOVED,
     Batch,
     Recurrent,
     TrainingLoop,
@@ -177,15 +178,22 @@ def curve_notes(point: Point) -> list[str]:
     if BASELINE not in point.variants("step"):
         return []
     plain = point.facts[f"{BASELINE} losses"]
+
+    def apart(name: str) -> float:
+        losses = point.facts[f"{name} losses"]
+        return max(abs(mine - theirs) for mine, theirs in zip(losses, plain, strict=True))
+
+    control = ""
+    if MOVED in point.variants("step"):
+        control = f" ({label(MOVED)}: {apart(MOVED):.1g})"
     lines = []
     for name in scans(point):
         losses, seconds = point.facts[f"{name} losses"], point.facts[f"{name} seconds"]
-        apart = max(abs(mine - theirs) for mine, theirs in zip(losses, plain, strict=True))
         longer = point.facts[f"{BASELINE} seconds"][-1] / seconds[-1]
         place = f"{label_of(point.at)}, " if point.at else ""
         lines.append(
-            f"- {place}{label(name)}: loss {plain[0]:.3f} to {losses[-1]:.3f}, at most {apart:.1g} from torch.nn's "
-            f"at the same step; torch.nn's steps took {amount(longer, 'x')} as long"
+            f"- {place}{label(name)}: loss {plain[0]:.3f} to {losses[-1]:.3f}, at most {apart(name):.1g} from "
+            f"torch.nn's at the same step{control}; torch.nn's steps took {amount(longer, 'x')} as long"
         )
     return lines
 
