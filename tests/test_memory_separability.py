@@ -7,7 +7,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memory_steps import CLASSES, SAMPLES, SEPARABLE, Case, classifier, contrastive, convolutional, images, language
+from memory_steps import (
+    CLASSES,
+    SAMPLES,
+    SEPARABLE,
+    WORDS,
+    Case,
+    classifier,
+    contrastive,
+    convolutional,
+    images,
+    language,
+    tokens,
+)
 from retime.mechanisms.memory.certificate import NotSeparableError, WeightsUnclearError, loss_weights
 from retime.mechanisms.memory.separability import certify
 from retime.mechanisms.memory.separability_probe import sketch
@@ -250,6 +262,90 @@ def test_autocast_is_seen_through() -> None:
     assert certificate.tolerance < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("make", "noted"),
+    [
+        (lambda: classifier(convolutional()), False),
+        (lambda: classifier(convolutional(nn.Identity, nn.Dropout(0.1))), True),
+        (lambda: classifier(convolutional(nn.Identity, nn.Dropout(0.1)).eval()), False),
+        (lambda: language("attention"), True),
+        (lambda: SEPARABLE["noise"][0](), True),
+    ],
+)
+def test_random_numbers_are_noted(make: Any, noted: bool) -> None:
+    case = make()
+
+    certificate = certify(case.step, case.batch, case.model)
+
+    assert any("drawn anew for each sub-batch" in note for note in certificate.notes) == noted
+    assert ("drawn anew" in str(certificate)) == noted
+
+
+def test_gradient_hooks_are_noted() -> None:
+    case = classifier(convolutional())
+    case.model[0].weight.register_hook(lambda gradient: gradient * 2)
+
+    assert certify(case.step, case.batch, case.model).notes == ("gradient hooks run once for each sub-batch: 0.weight",)
+
+
+def test_a_model_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=1, n_head=2, n_embd=16, vocab_size=WORDS, n_positions=16, bos_token_id=0, eos_token_id=0
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    batch = tokens()
+    batch = {"input_ids": batch["ids"], "labels": batch["labels"], "attention_mask": (batch["labels"] >= 0).long()}
+    batch["labels"][:, 1] = -100  # tells the labels from the mask
+    batch["labels"][3:] = batch["labels"][3:].roll(1, 1)
+
+    certificate = certify(lambda part: model(**part), batch, model)
+
+    assert str(certificate.weighting) == "mean over count(batch['labels'][:, 1:] != -100)"
+
+
+class Balanced(nn.Module):
+    """Experts with a loss that balances their load over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.out = nn.Linear(16, 4), nn.Linear(16, CLASSES)
+
+    def step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        shares = self.gate(batch[0]).softmax(1)
+        loss = F.cross_entropy(self.out(batch[0]) * shares.amax(1, keepdim=True), batch[1])
+        return loss + 0.04 * shares.mean(0).square().sum()
+
+
+class Mixed(Balanced):
+    def step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(self.out(batch[0] + batch[0][torch.randperm(len(batch[0]))]), batch[1])
+
+
+class Masked(Balanced):
+    """The step itself draws what the loss is a mean over."""
+
+    def step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(self.out(batch[0]), batch[1].masked_fill(torch.rand(len(batch[0])) < 0.5, -100))
+
+
+@pytest.mark.parametrize("kind", [Balanced, Mixed, Masked])
+def test_what_mixes_samples_is_found(kind: type[Balanced]) -> None:
+    model = kind()
+    batch = (torch.randn(SAMPLES, 16), torch.randint(0, CLASSES, (SAMPLES,)))
+
+    certificate = certify(model.step, batch, model)
+
+    assert not certificate.separable
+    assert certificate.error > 1e-4
+
+
+def test_power_iterations_that_go_on_from_part_to_part_are_found() -> None:
+    model = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 8))
+
+    assert not certify(lambda x: model(x).square().mean(), torch.randn(6, 16), model).separable
+
+
 def test_scalars_beside_the_loss_are_understood() -> None:
     case = classifier(convolutional())
 
@@ -282,6 +378,7 @@ def test_a_hook_cuts_what_has_no_first_dimension() -> None:
     certificate = certify(lambda b: model(b["by column"].T).square().mean(), batch, model, split=split)
 
     assert str(certificate.weighting) == "mean over samples"
+    assert sorted(certificate.outputs) == ["output"]
 
 
 @pytest.mark.parametrize("samples", [1, 9])

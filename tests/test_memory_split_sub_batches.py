@@ -270,6 +270,14 @@ def test_parts_run_in_order_and_once() -> None:
         parts.result()
 
 
+def test_a_hook_that_cuts_otherwise_is_refused() -> None:
+    def into_two(batch: Tensor, sub_batch: int) -> list[Tensor]:
+        return list(batch.split(1 if sub_batch == 1 else 6))
+
+    with pytest.raises(ValueError, match="parts of 6, 5 samples for sub_batch=4"):
+        SubBatches(nn.Identity(), torch.sum, torch.ones(11), 4, MEAN, split=into_two)
+
+
 def test_the_optimizer_sees_one_step() -> None:
     torch.manual_seed(0)
     case = classifier(convolutional())

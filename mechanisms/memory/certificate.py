@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from retime.mechanisms.memory.split import batch_size_of
-from retime.mechanisms.memory.weights import Weighting, normalised
+from retime.mechanisms.memory.weights import Weighting, weights_of
 
 __all__ = ["Certificate", "NotSeparableError", "WeightsUnclearError", "loss_weights"]
 
-_SAME = 1e-9  # relative; counts are exact in float64
+_SAME = 1e-9  # counts are exact in float64, and weights are at most 1
 
 
 class NotSeparableError(RuntimeError):
@@ -64,7 +64,7 @@ def loss_weights(certificate: Certificate, parts: Sequence[Any], samples: Sequen
     """What to multiply the loss of each part by, so that the gradients add up to the batch's.
 
     A part with weight 0 has nothing to learn from, and its loss may have no value (a mean over no tokens): leave its
-    backward pass out. Counting takes one transfer from the device for all parts and each way to count.
+    backward pass out. Counting takes one transfer from the device.
 
     Args:
         parts: all parts of one batch.
@@ -79,11 +79,8 @@ def loss_weights(certificate: Certificate, parts: Sequence[Any], samples: Sequen
     if weighting is None:
         raise NotSeparableError(certificate.reason)
     sizes = [batch_size_of(part) for part in parts] if samples is None else list(samples)
-    weights = weighting.of(parts, sizes)
-    if weighting.kind == "sum":
-        return weights
-    for other in certificate.alternatives:
-        different = normalised(other.raw(parts, sizes).tolist(), sizes)
+    weights, *others = weights_of([weighting, *certificate.alternatives], parts, sizes)
+    for other, different in zip(certificate.alternatives, others, strict=True):
         if any(abs(one - two) > _SAME for one, two in zip(weights, different, strict=True)):
             raise WeightsUnclearError(
                 f"the loss may be a {weighting} or a {other}: both fitted the {certificate.samples} samples that were "

@@ -7,6 +7,7 @@ means over something else than samples, unless the parts are weighed by it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,8 +25,10 @@ from retime.mechanisms.memory.weights import Count, Weighting, counts_of
 __all__ = ["certify"]
 
 _LARGEST_PROBE = 8
+_ENOUGH_FOR_BATCHNORM = 3
 _BATCHNORM = "BatchNorm in train mode takes its statistics over the whole batch"
 _BATCHNORM_FIX = "offload only, or choose batchnorm='exact' or batchnorm='ghost'"
+_RANDOM = "dropout masks and other random numbers are drawn anew for each sub-batch, so they are not the plain step's"
 
 
 def certify(
@@ -70,14 +73,17 @@ def certify(
     if total < 2:
         raise ValueError("a batch of 1 sample has no parts to compare: probe with a batch of 2 or more")
     layers = batch_statistics_layers(model)
-    examiner = _Examiner(step, batch, model, min(samples, total), total, split, layers if ghost else [])
     known = _known(loss_weight, among)
+    if layers and not ghost:
+        samples = min(samples, _ENOUGH_FOR_BATCHNORM)
+    examiner = _Examiner(step, batch, model, min(samples, total), total, split, layers if ghost else [])
     found = examiner.examine(None, known)
     unsure = found.weighting is None and (ghost or not layers)
     if unsure and all(p.device.type != "mps" for p in model.parameters()):
         found = examiner.examine_precisely(known) or found
     if found.weighting is None and layers and not ghost:
-        return _refusal(found, f"{_BATCHNORM}: {_some(layers)}; {_BATCHNORM_FIX}", layers)
+        reason = f"{_BATCHNORM}: {_some(layers)}; {_BATCHNORM_FIX}"
+        return dataclasses.replace(found, reason=reason, layers=tuple(layers))
     return found
 
 
@@ -122,7 +128,12 @@ class _Examiner:
                 probes, broken = [*probes, *more.probes], more.failure
         if broken:
             return Certificate(None, broken, samples=self._samples)
-        return _concluded(probes, candidates, prober, self._samples, known is not None)
+        notes = [_RANDOM] if prober.random or any(_drops(module) for module in self._model.modules()) else []
+        hooked = [name for name, parameter in self._model.named_parameters() if parameter._backward_hooks]
+        if hooked:
+            notes.append(f"gradient hooks run once for each sub-batch: {_some(hooked)}")
+        concluded = _concluded(probes, candidates, prober.epsilon, self._samples, known is not None)
+        return dataclasses.replace(concluded, notes=tuple(notes)) if concluded.separable else concluded
 
     def _first(self) -> Any:
         if self._total == self._samples:
@@ -157,9 +168,9 @@ class _Examiner:
 
 
 def _concluded(
-    probes: list[Probe], candidates: Sequence[Weighting], prober: Prober, samples: int, known: bool
+    probes: list[Probe], candidates: Sequence[Weighting], epsilon: float, samples: int, known: bool
 ) -> Certificate:
-    verdicts = [(weighting, judge(weighting, probes, prober.epsilon)) for weighting in candidates]
+    verdicts = [(weighting, judge(weighting, probes, epsilon)) for weighting in candidates]
     fitting = [(weighting, verdict) for weighting, verdict in verdicts if verdict.fits]
     best = min((verdict for _, verdict in verdicts), key=lambda verdict: verdict.error)
     changed = sorted({name for probe in probes for name in probe.changed_differently()})
@@ -173,13 +184,13 @@ def _concluded(
         weighting, verdict = fitting[0]
         others = tuple(other for other, _ in fitting[1:] if other.kind != "sum")
         outputs = scalar_weightings(probes, [weighting, Weighting("mean"), Weighting("sum")], verdict.tolerance)
-        return Certificate(
-            weighting, "", (), verdict.error, verdict.tolerance, samples, others, outputs, tuple(prober.notes)
-        )
+        return Certificate(weighting, "", (), verdict.error, verdict.tolerance, samples, others, outputs)
     return Certificate(None, _why_not(probes, best, known, samples), best.layers, best.error, best.tolerance, samples)
 
 
 def _why_not(probes: list[Probe], best: Verdict, known: bool, samples: int) -> str:
+    if not probes[0].full.gradients:
+        return "the loss reaches no parameter of the model, so there is nothing to compare"
     text = f"the gradient of {samples} samples differs by {best.error:.1e} from the best sum over its parts"
     if fitted_error(probes) <= best.tolerance:
         return (
@@ -194,8 +205,8 @@ def _why_not(probes: list[Probe], best: Verdict, known: bool, samples: int) -> s
     )
 
 
-def _refusal(found: Certificate, reason: str, layers: Sequence[str]) -> Certificate:
-    return Certificate(None, reason, tuple(layers), found.error, found.tolerance, found.samples)
+def _drops(module: nn.Module) -> bool:
+    return isinstance(module, nn.RNNBase) and module.training and module.dropout > 0
 
 
 def _some(names: Sequence[str], shown: int = 4) -> str:

@@ -76,10 +76,17 @@ def fitted_error(probes: Sequence[Probe]) -> float:
             shapes = {name: gradient for run in (probe.full, *case.runs) for name, gradient in run.gradients.items()}
             names = sorted(shapes)
             columns = [
-                torch.cat([run.gradients.get(name, torch.zeros_like(shapes[name])) for name in names])
+                torch.cat(
+                    [
+                        torch.zeros(0, dtype=torch.float64),
+                        *(run.gradients.get(name, torch.zeros_like(shapes[name])) for name in names),
+                    ]
+                )
                 for run in (probe.full, *case.runs)
             ]
             target, matrix = columns[0], torch.stack(columns[1:], 1)
+            if not columns[0].numel():
+                return math.inf
             if not (torch.isfinite(matrix).all() and torch.isfinite(target).all()) or not target.norm():
                 return math.inf
             weights = torch.linalg.lstsq(matrix, target[:, None]).solution

@@ -75,9 +75,9 @@ class Prober:
 
     def __init__(self, step: Callable[[Any], Any], scratch: Untouched, dtype: torch.dtype | None, split: Split) -> None:
         self._step, self._scratch, self._dtype, self._split = step, scratch, dtype, split
-        self.compared: set[tuple[str, float]] = set()
+        self.compared: set[tuple[str, str, float]] = set()
         self.epsilon = 0.0
-        self.notes: list[str] = []
+        self.random = False
         self._reentrant = False
 
     def probe(self, batch: Any, names: Sequence[int], pairs: int = 2) -> Outcome:
@@ -136,8 +136,9 @@ class Prober:
     def _gradients(
         self, batch: Any, names: Sequence[int], parameters: list[tuple[str, Tensor, Tensor]]
     ) -> tuple[Any, dict[str, Tensor], Watch]:
-        with torch.enable_grad(), Watch(names) as watch, NoDropout():
+        with torch.enable_grad(), Watch(names, batch) as watch, NoDropout() as dropout:
             output = self._step(batch)
+            self.random |= watch.drawn or dropout.seen
             loss = loss_of(output)
             if not loss.requires_grad:
                 raise ValueError("the step's loss needs no gradient: return the loss undetached, and run no backward")

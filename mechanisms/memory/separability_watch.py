@@ -18,6 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from retime.mechanisms.memory.split import tensors_of
+
 __all__ = ["NoDropout", "Watch", "cuda_generators"]
 
 _COMPARED = {"ne": "!=", "eq": "==", "gt": ">", "ge": ">=", "lt": "<", "le": "<="}
@@ -44,18 +46,29 @@ _ATTENTION = inspect.signature(F.multi_head_attention_forward)
 
 
 class NoDropout(TorchFunctionMode):
-    """Dropout hands its input on; attention drops nothing. Recurrent layers are told by their ``dropout`` attribute."""
+    """Dropout hands its input on; attention drops nothing. Recurrent layers are told by their ``dropout`` attribute.
+
+    Attributes:
+        seen: whether anything would have been dropped.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in _DROPOUTS:
+            training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+            self.seen |= bool(training and kwargs.get("p", args[1] if len(args) > 1 else 0.5))
             return args[0] if args else kwargs["input"]
         if func is F.scaled_dot_product_attention:
-            kwargs.pop("dropout_p", None)
+            self.seen |= bool(kwargs.pop("dropout_p", 0) or args[_ATTENTION_DROPOUT:][:1] not in ((), (0.0,)))
             head, tail = args[:_ATTENTION_DROPOUT], args[_ATTENTION_DROPOUT + 1 :]
             return func(*head, *((0.0,) if tail else ()), *tail, **kwargs)
         if func is F.multi_head_attention_forward:
             bound = _ATTENTION.bind(*args, **kwargs)
+            self.seen |= bool(bound.arguments["dropout_p"] and bound.arguments.get("training", True))
             bound.arguments["dropout_p"] = 0.0
             return func(*bound.args, **bound.kwargs)
         return func(*args, **kwargs)
@@ -66,23 +79,28 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         names: the samples' numbers in the batch that is probed; they seed their random numbers.
+        batch: what the step is run on.
 
     Attributes:
-        compared: comparisons of integers with constants, and their opposites, such as ``("!=", -100)``; the
-            ``ignore_index`` of a loss is one.
+        compared: comparisons of integers with constants, and their opposites, with the place in the batch that the
+            integers may have come from, such as ``("batch['labels']", "!=", -100)``; the ``ignore_index`` of a loss is
+            one. A tensor may come from any of as many entries, with or without the first of each row.
         epsilon: of the coarsest floating-point type that an operation gave.
+        drawn: whether it drew random numbers.
     """
 
-    def __init__(self, names: Sequence[int]) -> None:
+    def __init__(self, names: Sequence[int], batch: Any = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names = list(names)
-        self.compared: set[tuple[str, float]] = set()
+        self.compared: set[tuple[str, str, float]] = set()
+        self._entries = {place: _entries(tensor) for place, tensor in tensors_of(batch).items()}
         self.epsilon = 0.0
+        self.drawn = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         self._note_constants(func, args)
-        result = self._draw(func, args, kwargs) if _is_random(func) else func(*args, **kwargs)
+        result = self._draw(func, args, kwargs) if _is_random(func, args, kwargs) else func(*args, **kwargs)
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 self.epsilon = max(self.epsilon, torch.finfo(leaf.dtype).eps)
@@ -91,20 +109,24 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note_constants(self, func: Any, args: Any) -> None:
         name = func._schema.name.removeprefix("aten::")
         if name in ("nll_loss_forward", "nll_loss2d_forward"):
-            self._note("!=", float(args[4]))
+            self._note(args[1], "!=", float(args[4]))
         elif name in _COMPARED and isinstance(args[0], Tensor) and not args[0].is_floating_point():
             value = args[1]
-            if not isinstance(value, Tensor) or (value.dim() == 0 and args[0].dim() > 0):
-                self._note(_COMPARED[name], float(value))
+            if not isinstance(value, Tensor) or value.dim() == 0:
+                self._note(args[0], _COMPARED[name], float(value))
+                self._note(args[0], _OPPOSITE[_COMPARED[name]], float(value))
 
-    def _note(self, comparison: str, value: float) -> None:
-        self.compared |= {(comparison, value), (_OPPOSITE[comparison], value)}
+    def _note(self, tensor: Tensor, comparison: str, value: float) -> None:
+        for place, entries in self._entries.items():
+            if tensor.numel() in entries:
+                self.compared.add((place, comparison, value))
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a random operation with seeds that depend on the sample, and on how many were drawn before.
 
         How many is kept in the CPU generator's state, which activation checkpointing brings back when it recomputes.
         """
+        self.drawn = True
         kwargs.pop("generator", None)  # one of the user's own would be left moved on
         base = int(torch.randint(_SEEDS, ()))
         state = torch.default_generator.get_state()
@@ -124,7 +146,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for position, name in enumerate(self.names):
             _seed(base + 1 + name)
             rows = [_rows(value, dimension, length, position * block, block) for value in args]
-            results.append(func(*rows, **kwargs))
+            named = {key: _rows(value, dimension, length, position * block, block) for key, value in kwargs.items()}
+            results.append(func(*rows, **named))
         if func._schema.name.endswith("_"):
             return args[0]
         if isinstance(results[0], Tensor):
@@ -146,8 +169,22 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None
 
 
-def _is_random(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
+def _is_random(func: Any, args: Any, kwargs: Any) -> bool:
+    """Attention and recurrent kernels count as random although they drop nothing here."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name in ("dropout_p", "dropout"):
+            given = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
+            return bool(given)
+    return True
+
+
+def _entries(tensor: Tensor) -> tuple[int, ...]:
+    """How many entries an integer tensor has, whole and without the first of each row."""
+    if tensor.dim() == 0 or tensor.is_floating_point() or tensor.dtype == torch.bool:
+        return ()
+    return tensor.numel(), tensor[:, 1:].numel() if tensor.dim() > 1 else tensor.numel()
 
 
 def _size(value: Any) -> tuple[int, ...] | None:

@@ -69,6 +69,12 @@ class SubBatches:
         self.certificate = certificate
         self.parts = list(split(batch, sub_batch))
         self.samples = [samples_in(part, split) for part in self.parts]
+        if any(size != sub_batch for size in self.samples[:-1]) or not 0 < self.samples[-1] <= sub_batch:
+            sizes = ", ".join(map(str, self.samples))
+            raise ValueError(
+                f"split_batch gave parts of {sizes} samples for sub_batch={sub_batch}: all but the last have to have "
+                f"{sub_batch}, and the last no more"
+            )
         self.weights = [1.0]
         if len(self.parts) > 1:
             try:

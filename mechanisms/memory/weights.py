@@ -17,7 +17,7 @@ from torch import Tensor
 
 from retime.mechanisms.memory.split import tensors_of
 
-__all__ = ["Count", "Weighting", "counts_of"]
+__all__ = ["Count", "Weighting", "counts_of", "weights_of"]
 
 _COMPARISONS: dict[str, Callable[[Tensor, float], Tensor]] = {
     "!=": operator.ne,
@@ -45,7 +45,7 @@ class Count:
     skip_first: bool = False
 
     def __call__(self, part: Any) -> Tensor:
-        """The number in this part, as a float64 scalar on the tensor's device.
+        """The number in this part, as a scalar on the tensor's device.
 
         Raises:
             LookupError: the part has no such tensor.
@@ -53,7 +53,7 @@ class Count:
         return self.per_sample(part).sum()
 
     def per_sample(self, part: Any) -> Tensor:
-        """The number in each entry of the first dimension, in float64."""
+        """The number in each entry of the first dimension: whole numbers, or float64 for a sum of fractions."""
         tensor = tensors_of(part).get(self.place)
         if tensor is None:
             raise LookupError(
@@ -64,7 +64,8 @@ class Count:
         if self.comparison != "sum":
             tensor = _COMPARISONS[self.comparison](tensor, self.value)
         rows = tensor.detach().reshape(len(tensor), -1) if tensor.dim() else tensor.detach().reshape(1, 1)
-        return rows.sum(1, dtype=torch.float64)
+        exact = not rows.is_floating_point()
+        return rows.sum(1, dtype=torch.int64 if exact else None if rows.device.type == "mps" else torch.float64)
 
     def __str__(self) -> str:
         where = f"{self.place}[:, 1:]" if self.skip_first else self.place
@@ -95,17 +96,30 @@ class Weighting:
         Where nothing is counted in the whole batch the parts are weighed by samples: the loss has no value then, which
         the step shows with these weights too.
         """
-        return normalised(self.raw(parts, samples).tolist(), samples) if self.kind != "sum" else [1.0] * len(parts)
+        return weights_of([self], parts, samples)[0]
 
-    def raw(self, parts: Sequence[Any], samples: Sequence[int]) -> Tensor:
-        """What each part counts, before it is divided by the total: float64, one entry a part."""
+    def raw(self, parts: Sequence[Any], samples: Sequence[int]) -> list[Any]:
+        """What each part counts, before it is divided by the total: numbers, or scalars on the parts' device."""
         if self.count is not None:
-            counted = [torch.as_tensor(self.count(part), dtype=torch.float64) for part in parts]
-            return torch.stack([value.detach().reshape(()) for value in counted]).cpu()  # one transfer for all parts
-        return torch.tensor([1.0] * len(parts) if self.kind == "sum" else samples, dtype=torch.float64)
+            return [self.count(part) for part in parts]
+        return [1.0] * len(parts) if self.kind == "sum" else list(samples)
 
     def __str__(self) -> str:
         return {"mean": "mean over samples", "sum": "sum over samples"}.get(self.kind, f"mean over {self.count}")
+
+
+def weights_of(weightings: Sequence[Weighting], parts: Sequence[Any], samples: Sequence[int]) -> list[list[float]]:
+    """:meth:`Weighting.of` for several at once, with one transfer from the device for all that is counted."""
+    raw = [weighting.raw(parts, samples) for weighting in weightings]
+    counted = [value.detach().reshape(()) for row in raw for value in row if isinstance(value, Tensor)]
+    widest = torch.float32 if any(value.device.type == "mps" for value in counted) else torch.float64
+    device = counted[0].device if counted else None
+    known = iter(torch.stack([value.to(device, widest) for value in counted]).tolist() if counted else [])
+    rows = [[next(known) if isinstance(value, Tensor) else float(value) for value in row] for row in raw]
+    return [
+        row if weighting.kind == "sum" else normalised(row, samples)
+        for weighting, row in zip(weightings, rows, strict=True)
+    ]
 
 
 def normalised(raw: Sequence[float], samples: Sequence[int]) -> list[float]:
@@ -116,23 +130,22 @@ def normalised(raw: Sequence[float], samples: Sequence[int]) -> list[float]:
     return [value / total for value in raw]
 
 
-def counts_of(batch: Any, compared: set[tuple[str, float]]) -> list[Count]:
-    """What could weigh the parts of this batch: candidates, most specific first.
+def counts_of(batch: Any, compared: set[tuple[str, str, float]]) -> list[Count]:
+    """What could weigh the parts of this batch: candidates in the order of its tensors.
 
     Args:
         batch: a batch whose tensors have shape ``(B, ...)``.
-        compared: comparisons with constants that the step makes with integers, such as ``("!=", -100)``.
+        compared: comparisons with constants that the step makes, by place: ``("batch['labels']", "!=", -100)``.
     """
     found = []
     for place, tensor in tensors_of(batch).items():
         if not tensor.dim() or tensor.is_complex():
             continue
-        integer = not tensor.is_floating_point()
-        rules = sorted(compared) if integer and tensor.dtype != torch.bool else []
+        rules = [(comparison, value) for where, comparison, value in sorted(compared) if where == place]
         if tensor.dtype == torch.bool:
             rules = [("==", 0.0), ("==", 1.0)]
         elif tensor.dim() <= 3 and bool((tensor >= 0).all()):
-            rules = [*rules, ("sum", 0.0)]  # a mask, lengths, or the weights of samples
+            rules.append(("sum", 0.0))  # a mask, lengths, or the weights of samples
         for skip in (False, True) if tensor.dim() > 1 and tensor.shape[1] > 1 else (False,):
             found += [Count(place, comparison, value, skip) for comparison, value in rules]
     return found
