@@ -41,11 +41,11 @@ def lower_bound(graph: TaskGraph, samples: int = 1) -> Floor:
     It holds for this graph of blocks; a run-time that keeps more alive than its blocks has a higher floor.
     """
     sized = size_graph(graph, samples)
-    worst = max(range(len(sized.tasks)), key=sized.least_bytes, default=None)
+    worst = max(range(len(sized.tasks)), key=sized.least_bytes.__getitem__, default=None)
     if worst is None:
         return Floor(samples, sized.resident_bytes, 0, "", "", 0)
-    task, working = sized.tasks[worst], sized.least_bytes(worst)
-    workspace = working - sized.data_bytes(worst)
+    task, working = sized.tasks[worst], sized.least_bytes[worst]
+    workspace = working - sized.data_bytes[worst]
     return Floor(samples, sized.resident_bytes, working, task.name, task.layer, workspace)
 
 
@@ -74,22 +74,21 @@ def ideal_peak_bytes(graph: TaskGraph, samples: int, *, workspace: str = "fastes
         workspace: ``"fastest"``, as in the paper's ideal case; ``"least"`` for the smallest workspace of each task.
     """
     sized = size_graph(graph, samples)
-    alive = sum(size for size, given in zip(sized.sizes, sized.is_input, strict=True) if given)
-    # An input that no task uses would never be freed; it is not part of the step.
-    alive -= sum(
-        size
-        for block, (size, given) in enumerate(zip(sized.sizes, sized.is_input, strict=True))
-        if given and block not in sized.first_use
-    )
-    peak = alive
-    last: dict[int, list[int]] = {}
+    return sized.resident_bytes + max(alive_bytes(sized, workspace), default=0)
+
+
+def alive_bytes(sized: SizedGraph, workspace: str = "fastest") -> list[int]:
+    """By task: what is alive while it runs when nothing leaves the device, beside what stays there throughout."""
+    freed = [0] * len(sized.tasks)
     for block, task in _last_use(sized).items():
-        last.setdefault(task, []).append(block)
-    for task in range(len(sized.tasks)):
-        alive += sum(sized.sizes[block] for block in sized.makes[task])
-        peak = max(peak, alive + _workspace_bytes(sized, task, workspace))
-        alive -= sum(sized.sizes[block] for block in last.get(task, ()))
-    return sized.resident_bytes + peak
+        freed[task] += sized.sizes[block]
+    alive = sum(sized.sizes[block] for block in sized.first_use)
+    curve = []
+    for task, made in enumerate(sized.makes):
+        alive += sum(sized.sizes[block] for block in made)
+        curve.append(alive + _workspace_bytes(sized, task, workspace))
+        alive -= freed[task]
+    return curve
 
 
 def all_blocks_bytes(graph: TaskGraph, samples: int) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Iterator
+import math
+from bisect import bisect_left, insort
 from dataclasses import replace
 
 from retime.schedules.memory.allocator import Pool, Segment
@@ -46,6 +46,9 @@ class Device:
         self._seen: set[int] = set()
         self._vacating: list[tuple[int, int, float]] = []
         self._away = sorted((use, block) for block, use in sized.first_use.items())
+        self._deadline_ms: float | None = None
+        self.looked_at = 0
+        """Blocks away that were looked at so far, for tests."""
 
     def vacated_ms(self, offset: int, end: int, now_ms: float) -> float:
         """From when on these addresses may be written: copies out of them have to be complete."""
@@ -60,6 +63,9 @@ class Device:
         if segment is None:
             return None
         self.segment[block] = segment
+        if self.on_host[block]:
+            del self._away[bisect_left(self._away, (self.next_use[block], block))]
+            self._deadline_ms = None
         return self.vacated_ms(segment.offset, segment.end, now_ms)
 
     def fetch(self, block: int, earliest_ms: float) -> None:
@@ -82,7 +88,7 @@ class Device:
         self._copy_out(block, self.ready_ms[block])
         gone_ms = max(now_ms, self.host_ms[block])
         self._leave(block, gone_ms)
-        insort(self._away, (self.next_use[block], block))
+        self._wait_for_use(block)
         return gone_ms
 
     def copy_out(self, block: int, earliest_ms: float) -> float:
@@ -100,6 +106,8 @@ class Device:
             empty_ms = max(empty_ms, self.offload(block, now_ms))
         for block in blocks:
             self.segment[block] = None
+            if block not in held and self.on_host[block]:  # memory that was claimed for a copy in
+                self._wait_for_use(block)
         self._extend_placements(held, empty_ms)
         self._vacating.clear()
         self.pool.clear()
@@ -134,26 +142,35 @@ class Device:
         """Whether the host alone holds the block's value."""
         return self.on_host[block] and self.segment[block] is None
 
-    def away(self) -> Iterator[tuple[int, int]]:
-        """``(task, block)`` of the blocks that only the host holds, by the task that uses them next."""
-        stale = 0
-        for entry in self._away:
-            if not self._waits(entry):
-                stale += 1
-            else:
-                yield entry
-        if 2 * stale > len(self._away):
-            self._away = [entry for entry in self._away if self._waits(entry)]
+    def fetch_deadline_ms(self, lead: float, *, nearest_only: bool) -> float:
+        """By when copies have to start so that no task waits for what only the host holds.
+
+        The time is that of all tasks run one after another by their fastest algorithms. Infinite when nothing is away.
+
+        Args:
+            lead: how much longer than they do copies are taken to take.
+            nearest_only: look at the nearest task that lacks something, not at those further on.
+        """
+        if self._deadline_ms is None:
+            # Every later task has to find its own blocks and those of the tasks before it copied.
+            before_ms, copy_ms = self.sized.before_ms, self.copy_ms
+            deadline_ms, copies_ms = math.inf, 0.0
+            for use, block in self._away:
+                if nearest_only and use > self._away[0][0]:
+                    break
+                copies_ms += copy_ms[block]
+                deadline_ms = min(deadline_ms, before_ms[use] - lead * copies_ms)
+            self._deadline_ms = deadline_ms
+            self.looked_at += len(self._away)
+        return self._deadline_ms
 
     def next_fetch(self) -> int | None:
         """The nearest task that uses a block which only the host holds."""
-        while self._away and not self._waits(self._away[0]):
-            del self._away[0]
         return self._away[0][0] if self._away else None
 
-    def _waits(self, entry: tuple[int, int]) -> bool:
-        use, block = entry
-        return self.next_use[block] == use < NEVER and self.is_away(block)
+    def _wait_for_use(self, block: int) -> None:
+        insort(self._away, (self.next_use[block], block))
+        self._deadline_ms = None
 
     def _copy_out(self, block: int, earliest_ms: float) -> None:
         if self.on_host[block]:

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from retime.schedules.errors import ScheduleError
-from retime.schedules.memory.bounds import ideal_peak_bytes, require_floor
+from retime.schedules.memory.bounds import alive_bytes, require_floor
 from retime.schedules.memory.errors import BudgetError
-from retime.schedules.memory.graph import BlockKind, GraphTask, TaskGraph
+from retime.schedules.memory.graph import GraphTask, TaskGraph
 from retime.schedules.memory.offload_schedule import Techniques, offload_schedule
 from retime.schedules.memory.result import Direction, OffloadSchedule
-from retime.schedules.memory.sized import size_graph
+from retime.schedules.memory.sized import SizedGraph, size_graph
 from retime.schedules.memory.sub_batch import ALPHA, largest_feasible, regular, select_sub_batch
 from retime.schedules.memory.vdnn import is_convolution, vdnn_schedule
 
@@ -93,7 +93,7 @@ def plan(
     techniques: Techniques | None = None,
     sub_batching: bool = True,
     search: bool = True,
-    max_simulations: int = 24,
+    max_simulations: int = 16,
 ) -> BatchPlan:
     """Plan a batch: the paper's sub-batch size and schedule, then others for as long as one could be faster.
 
@@ -247,14 +247,23 @@ def _sub_batch_sizes(graph: TaskGraph, batch: int, budget_bytes: int, chosen: in
 def _least_ms(graph: TaskGraph, batch: int, samples: int, budget_bytes: int, bandwidth: float) -> float:
     """A time that no schedule with this sub-batch size can beat."""
     rounds, rest = divmod(batch, samples)
-    compute_ms = _update_ms(graph, batch)
+    total_ms = _update_ms(graph, batch)
     for count, size in ((rounds, samples), (1, rest)):
-        compute_ms += count * size_graph(graph, size, update=False).before_ms[-1] if size else 0.0
-    # What is alive at once beyond the budget has to leave and come back; an input only has to come back.
-    excess = ideal_peak_bytes(graph, samples, workspace="least") - budget_bytes
-    inputs = sum(block.size_bytes(samples) for block in graph.blocks.values() if block.kind is BlockKind.INPUT)
-    transfer_ms = rounds * max(0, 2 * excess - inputs) / bandwidth
-    return max(compute_ms, transfer_ms)
+        if size:
+            sized = size_graph(graph, size, update=False)
+            total_ms += count * _least_round_ms(sized, budget_bytes - sized.resident_bytes, bandwidth)
+    return total_ms
+
+
+def _least_round_ms(sized: SizedGraph, capacity: int, bandwidth: float) -> float:
+    """Around each task: what is alive then beyond the capacity has left before it, and comes back after it."""
+    inputs = sum(sized.sizes[block] for block in sized.first_use)
+    total_ms = least_ms = sized.before_ms[-1]
+    for before_ms, alive in zip(sized.before_ms, alive_bytes(sized, "least"), strict=False):
+        back_ms = max(0, alive - capacity) / bandwidth
+        out_ms = max(0, alive - capacity - inputs) / bandwidth  # the host has the inputs
+        least_ms = max(least_ms, max(before_ms, out_ms) + max(total_ms - before_ms, back_ms))
+    return least_ms
 
 
 def _update_ms(graph: TaskGraph, batch: int) -> float:

@@ -73,15 +73,8 @@ def is_due(device: Device, task: int, end_ms: float, rule: PrefetchRule) -> bool
     :class:`PrefetchRule`.
     """
     queue_ms = max(0.0, device.lane.free_ms - end_ms)
-    before_ms, from_ms = device.sized.before_ms, device.sized.before_ms[task + 1]
-    nearest = device.next_fetch()
-    for later, block in device.away():
-        if later != nearest and not rule.backlog:
-            return False
-        queue_ms += rule.lead * device.copy_ms[block]
-        if queue_ms > before_ms[later] - from_ms:
-            return True
-    return False
+    deadline_ms = device.fetch_deadline_ms(rule.lead, nearest_only=not rule.backlog)
+    return queue_ms + device.sized.before_ms[task + 1] > deadline_ms
 
 
 def is_useful(device: Device, task: int, later: int, blocks: list[int], *, spare_unused: bool) -> bool:
@@ -107,7 +100,7 @@ def is_useful(device: Device, task: int, later: int, blocks: list[int], *, spare
         pinned += pin(block, later)
     for between in range(task, later + 1):
         pinned -= leaving.pop(between, 0)
-        if between > task and pinned + sized.least_bytes(between) > device.pool.capacity:
+        if between > task and pinned + sized.least_bytes[between] > device.pool.capacity:
             return False
         for block in sized.makes[between] if spare_unused else ():
             pinned += pin(block, sized.next_use[between][block])

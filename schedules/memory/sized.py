@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 from retime.schedules.errors import ScheduleError
-from retime.schedules.memory.graph import STAYS, BlockKind, GraphTask, Phase, TaskGraph
+from retime.schedules.memory.graph import STAYS, Algorithm, BlockKind, GraphTask, Phase, TaskGraph
 
 NEVER = sys.maxsize
 """The next use of a block that no later task uses."""
 
 
-@dataclass(frozen=True)
-class SizedAlgorithm:
+class SizedAlgorithm(NamedTuple):
     """One way to run a task with a given sub-batch."""
 
     name: str
@@ -24,46 +26,65 @@ class SizedAlgorithm:
 
 
 @dataclass(frozen=True)
-class SizedGraph:
-    """What :func:`size_graph` makes. Blocks are numbered, and those that stay in device memory or are empty left out.
+class Structure:
+    """What does not depend on the sub-batch size.
+
+    Blocks are numbered; those that stay in device memory and empty ones are left out.
 
     Args:
-        samples: the sub-batch size.
         tasks: as in the graph.
         names: of the blocks.
-        sizes: bytes of each block.
         is_input: whether a block comes from the host.
         needs: by task, blocks that must be in device memory and hold a value when it starts.
         rewrites: by task, those of ``needs`` that it writes again.
         makes: by task, blocks that it writes first.
-        next_use: by task, for each of its blocks, the next task that uses it.
+        next_use: by task, for each of its blocks, the next task that uses it, or :data:`NEVER`.
         first_use: of each input, the first task that uses it.
-        algorithms: by task.
-        before_ms: by task, the time of all earlier ones with the fastest algorithms; one more entry for the total.
-        resident_bytes: what stays in device memory throughout.
     """
 
-    samples: int
     tasks: tuple[GraphTask, ...]
     names: tuple[str, ...]
-    sizes: tuple[int, ...]
     is_input: tuple[bool, ...]
     needs: tuple[tuple[int, ...], ...]
     rewrites: tuple[tuple[int, ...], ...]
     makes: tuple[tuple[int, ...], ...]
     next_use: tuple[Mapping[int, int], ...]
     first_use: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class SizedGraph(Structure):
+    """What :func:`size_graph` makes.
+
+    Args:
+        samples: the sub-batch size.
+        sizes: bytes of each block.
+        algorithms: by task.
+        before_ms: by task, the time of all earlier ones with the fastest algorithms; one more entry for the total.
+        resident_bytes: what stays in device memory throughout.
+    """
+
+    samples: int
+    sizes: tuple[int, ...]
     algorithms: tuple[tuple[SizedAlgorithm, ...], ...]
     before_ms: tuple[float, ...]
     resident_bytes: int
 
-    def data_bytes(self, task: int) -> int:
-        """Inputs and outputs of a task."""
-        return sum(self.sizes[block] for block in (*self.needs[task], *self.makes[task]))
+    @cached_property
+    def data_bytes(self) -> tuple[int, ...]:
+        """By task: inputs and outputs."""
+        sizes = self.sizes
+        return tuple(
+            sum(sizes[block] for block in (*needs, *makes)) for needs, makes in zip(self.needs, self.makes, strict=True)
+        )
 
-    def least_bytes(self, task: int) -> int:
-        """Inputs, outputs and the smallest workspace of a task (Eq. 6)."""
-        return self.data_bytes(task) + min(option.workspace_bytes for option in self.algorithms[task])
+    @cached_property
+    def least_bytes(self) -> tuple[int, ...]:
+        """By task: inputs, outputs and the smallest workspace (Eq. 6)."""
+        return tuple(
+            data + min(option.workspace_bytes for option in options)
+            for data, options in zip(self.data_bytes, self.algorithms, strict=True)
+        )
 
 
 def size_graph(graph: TaskGraph, samples: int, *, update: bool = True) -> SizedGraph:
@@ -79,14 +100,41 @@ def size_graph(graph: TaskGraph, samples: int, *, update: bool = True) -> SizedG
     """
     if samples < 1:
         raise ScheduleError(f"a sub-batch of {samples} samples: give 1 or more")
+    structure = _structure(graph, update)
+    sized: dict[tuple[Algorithm, ...], tuple[SizedAlgorithm, ...]] = {}
+    for task in structure.tasks:
+        if task.algorithms not in sized:
+            sized[task.algorithms] = _algorithms(task, samples)
+    algorithms = tuple(sized[task.algorithms] for task in structure.tasks)
+    fastest = (min(option.ms for option in options) for options in algorithms)
+    return SizedGraph(
+        **{entry.name: getattr(structure, entry.name) for entry in fields(structure)},
+        samples=samples,
+        sizes=tuple(graph.blocks[name].size_bytes(samples) for name in structure.names),
+        algorithms=algorithms,
+        before_ms=tuple(accumulate(fastest, initial=0.0)),
+        resident_bytes=graph.resident_bytes(samples),
+    )
+
+
+# A planner sizes the same graph dozens of times; a graph is immutable, so its structure is kept as long as it lives.
+_known: dict[tuple[int, bool], Structure] = {}
+
+
+def _structure(graph: TaskGraph, update: bool) -> Structure:
+    key = (id(graph), update)
+    if key not in _known:
+        _known[key] = _analyse(graph, update)
+        weakref.finalize(graph, _known.pop, key, None)
+    return _known[key]
+
+
+def _analyse(graph: TaskGraph, update: bool) -> Structure:
     tasks = tuple(task for task in graph.tasks if update or task.phase is not Phase.UPDATE)
-    moving = {
-        name: size
-        for name, block in graph.blocks.items()
-        if block.kind not in STAYS and (size := block.size_bytes(samples))
-    }
-    number = {name: index for index, name in enumerate(moving)}
-    is_input = tuple(graph.blocks[name].kind is BlockKind.INPUT for name in moving)
+    # Sizes are rounded up, so a block that is empty with one sample always is.
+    names = tuple(name for name, block in graph.blocks.items() if block.kind not in STAYS and block.size_bytes(1))
+    number = {name: index for index, name in enumerate(names)}
+    is_input = tuple(graph.blocks[name].kind is BlockKind.INPUT for name in names)
 
     alive = {index for index, given in enumerate(is_input) if given}
     needs, rewrites, makes = [], [], []
@@ -107,23 +155,15 @@ def size_graph(graph: TaskGraph, samples: int, *, update: bool = True) -> SizedG
         next_use.append({block: coming.get(block, NEVER) for block in blocks})
         coming.update(dict.fromkeys(blocks, index))
     next_use.reverse()
-
-    algorithms = tuple(_algorithms(task, samples) for task in tasks)
-    fastest = [min(option.ms for option in options) for options in algorithms]
-    return SizedGraph(
-        samples=samples,
+    return Structure(
         tasks=tasks,
-        names=tuple(moving),
-        sizes=tuple(moving.values()),
+        names=names,
         is_input=is_input,
         needs=tuple(needs),
         rewrites=tuple(rewrites),
         makes=tuple(makes),
         next_use=tuple(next_use),
         first_use={block: use for block, use in coming.items() if is_input[block]},
-        algorithms=algorithms,
-        before_ms=tuple(accumulate(fastest, initial=0.0)),
-        resident_bytes=graph.resident_bytes(samples),
     )
 
 

@@ -42,7 +42,7 @@ def largest_feasible(graph: TaskGraph, batch: int, budget_bytes: int) -> int:
 
     def fits(samples: int) -> bool:
         sized = size_graph(graph, samples)
-        return all(sized.resident_bytes + sized.least_bytes(task) <= budget_bytes for task in range(len(sized.tasks)))
+        return sized.resident_bytes + max(sized.least_bytes, default=0) <= budget_bytes
 
     return _largest(batch, fits)
 
