@@ -72,14 +72,17 @@ def loss_weights(certificate: Certificate, parts: Sequence[Any], samples: Sequen
 
     Raises:
         NotSeparableError: the certificate says that no weights exist.
-        WeightsUnclearError: this batch tells apart what the probed batch did not: certify again with this batch, and
-            with ``among=certificate``.
+        WeightsUnclearError: this batch tells apart what the probed batch did not, or lacks what was counted: certify
+            again with this batch, and with ``among=certificate``.
     """
     weighting = certificate.weighting
     if weighting is None:
         raise NotSeparableError(certificate.reason)
     sizes = [batch_size_of(part) for part in parts] if samples is None else list(samples)
-    weights, *others = weights_of([weighting, *certificate.alternatives], parts, sizes)
+    try:
+        weights, *others = weights_of([weighting, *certificate.alternatives], parts, sizes)
+    except LookupError as error:
+        raise WeightsUnclearError(str(error)) from error
     for other, different in zip(certificate.alternatives, others, strict=True):
         if any(abs(one - two) > _SAME for one, two in zip(weights, different, strict=True)):
             raise WeightsUnclearError(

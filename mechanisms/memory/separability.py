@@ -19,7 +19,7 @@ from retime.mechanisms.memory.certificate import Certificate
 from retime.mechanisms.memory.separability_judge import Verdict, fitted_error, judge, scalar_weightings
 from retime.mechanisms.memory.separability_probe import Probe, Prober
 from retime.mechanisms.memory.separability_state import Untouched
-from retime.mechanisms.memory.split import Split, part_of, samples_in, split_batch
+from retime.mechanisms.memory.split import Split, part_of, samples_in, split_batch, tensors_of
 from retime.mechanisms.memory.weights import Count, Weighting, counts_of
 
 __all__ = ["certify"]
@@ -153,7 +153,7 @@ class _Examiner:
             return parts[-1] if parts else None
         chosen: dict[int, None] = {}
         for candidate in candidates:
-            if isinstance(candidate.count, Count):
+            if isinstance(candidate.count, Count) and candidate.count.place in tensors_of(self._batch):
                 counted = candidate.count.per_sample(self._batch)
                 if len(counted) == self._total and counted.min() < counted.max():
                     chosen.update(dict.fromkeys((int(counted.argmin()), int(counted.argmax()))))
