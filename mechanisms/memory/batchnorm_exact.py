@@ -12,8 +12,9 @@ sees the whole batch.
 What this saves is what one operator needs beside its input and output: the workspace of a convolution algorithm, the
 column matrix of a convolution by matrix product, copies into a blocked layout, casts to another precision. All of these
 grow with the samples that run at once. What it does not save are the activations themselves: inputs, outputs and what
-is kept for the backward pass stay as large as the batch, so a budget below them needs offloading as well. Elementwise
-layers need nothing but input and output, so there is nothing to gain from chunks.
+is kept for the backward pass stay as large as the batch. Where they set the peak, as they do without offloading in most
+networks, chunks alone lower it by nothing; they are for budgets at which offloading has left one operator's own needs
+as the largest. Elementwise layers need nothing but input and output, so there is nothing to gain from chunks.
 """
 
 from __future__ import annotations
