@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from retime.mechanisms.memory.profile import Size
 from retime.schedules.errors import ScheduleError
+from retime.schedules.memory import Phase
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,8 @@ class StepCosts:
         update_ms: the optimizers.
         out_bytes_per_ms, in_bytes_per_ms: to the host and back.
         hidden: the share of a copy's time that computation goes on beside it, 0 to 1.
-        scratch_bytes: needed beyond what tensors hold: work space of operations, an allocator's rounding.
+        operations: what operations allocate for themselves while they run, by phase, layer and name.
+        scratch_bytes: needed beyond all that: an allocator's rounding and holes.
         scratch_sample_bytes: of that for each sample of a sub-batch.
 
     Raises:
@@ -31,6 +35,7 @@ class StepCosts:
     out_bytes_per_ms: float = 1e6
     in_bytes_per_ms: float = 1e6
     hidden: float = 0.0
+    operations: Mapping[tuple[Phase, str, str], Size] = field(default_factory=dict)
     scratch_bytes: float = 0.0
     scratch_sample_bytes: float = 0.0
 

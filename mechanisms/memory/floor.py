@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from retime.mechanisms.memory.costs import StepCosts
 from retime.mechanisms.memory.lifetimes import Lifetimes
 from retime.mechanisms.memory.profile import LargestTask, StepProfile
-from retime.mechanisms.memory.replay import TrainingStep, profile_step, replay
+from retime.mechanisms.memory.replay import EVERYTHING, DryRun, TrainingStep
 from retime.mechanisms.memory.storages import tensors_in
 from retime.mechanisms.memory.trace import ValueReadError
+from retime.schedules.errors import ScheduleError
 from retime.schedules.memory import OffloadPlan
 from retime.schedules.memory.errors import BudgetError
 
@@ -87,9 +88,9 @@ class StepMemory:
     def plain(self) -> StepProfile | None:
         """The whole batch with nothing offloaded; None where the step cannot be run dry."""
         try:
-            return profile_step(self.step)
+            return self._dry.run(OffloadPlan(self.step.samples))
         except ValueReadError as error:
-            self.note = f"{error}: predicted from real runs on one and two samples"
+            self.note = f"{error}: predicted from real runs of a few samples"
             return None
 
     @cached_property
@@ -103,7 +104,10 @@ class StepMemory:
 
     def lifetimes(self, sub_batch: int) -> Lifetimes:
         """Lives of storages for the whole batch at once, or for parts of it."""
-        return self._whole if sub_batch == self.step.samples else self._parts
+        if sub_batch == self.step.samples:
+            return self._whole
+        smallest, lives = self._parts
+        return lives if lives is not None and sub_batch >= smallest else self._alone(sub_batch)
 
     def plan(self, sub_batch: int, *, all_of: bool = False) -> OffloadPlan:
         """Nothing, or everything, offloaded."""
@@ -111,51 +115,77 @@ class StepMemory:
         return OffloadPlan(sub_batch, frozenset(range(saved)) if all_of else frozenset(), 0, saved)
 
     def peak_bytes(self, plan: OffloadPlan, in_flight_bytes: int = 0) -> int:
-        """What tensors hold at most under a plan, estimated; copies ahead count as if none were still in flight."""
-        return self.lifetimes(plan.sub_batch).peak_bytes(plan, in_flight_bytes)
+        """What tensors and operations hold at most under a plan, put together from the dry runs."""
+        lives = self.lifetimes(plan.sub_batch)
+        return max(self._update_bytes, lives.peak_bytes(plan, in_flight_bytes, self.costs.operations))
 
     def exact_peak_bytes(self, plan: OffloadPlan, in_flight_bytes: int = 0) -> int:
-        """The same by a dry run, or by the estimate where there is none."""
+        """The same by a dry run under this very plan, or put together where there is none."""
         if self.plain is None:
             return self.peak_bytes(plan, in_flight_bytes)
-        return replay(self.step, plan, in_flight_bytes=in_flight_bytes).peak_bytes
+        run = self._dry.run(plan, in_flight_bytes=in_flight_bytes, update=False)
+        return max(self._update_bytes, run.peak_with(self.costs.operations))
+
+    @cached_property
+    def _dry(self) -> DryRun:
+        return DryRun(self.step)
+
+    @cached_property
+    def _update_bytes(self) -> int:
+        if self.plain is not None:
+            return self.plain.trace.update_peak_bytes
+        one = self.step.of_size(1)
+        batch_bytes = sum(tensor.nbytes for tensor in tensors_in(one.batch))
+        small = DryRun(one, real=True).run(OffloadPlan(1)).trace.update_peak_bytes
+        return small - batch_bytes + self._batch_bytes if small else 0
 
     @cached_property
     def _whole(self) -> Lifetimes:
         samples = self.step.samples
         if self.plain is not None:
-            return Lifetimes(self.plain, self._away(samples))
-        one, two = self.step.of_size(1), self.step.of_size(min(2, samples))
-        return Lifetimes(
-            profile_step(one, real=True),
-            _everything_away(one, 1, real=True),
-            profile_step(two, real=True),
-            batch_bytes=self._batch_bytes,
-        )
+            return Lifetimes(self._part(samples), self._away(samples))
+        one, two = (self._real(size, size) for size in (1, min(2, samples)))
+        return Lifetimes(*one, two[0], batch_bytes=self._batch_bytes)
 
     @cached_property
-    def _parts(self) -> Lifetimes:
-        low, *_, high = [size for size in self.sub_batches if size < self.step.samples] * 2
-        if self.plain is not None:
-            larger = profile_step(self.step, high) if high != low else None
-            return Lifetimes(profile_step(self.step, low), self._away(low), larger)
-        small, large = self.step.of_size(2 * low), self.step.of_size(min(4 * low, self.step.samples))
-        return Lifetimes(
-            profile_step(small, low, real=True),
-            _everything_away(small, low, real=True),
-            profile_step(large, large.samples // 2, real=True),
-            batch_bytes=self._batch_bytes,
-        )
+    def _parts(self) -> tuple[int, Lifetimes | None]:
+        """Lives for sub-batches from a size on: with one sample, say, a step may run other operations than with two."""
+        sizes = [size for size in self.sub_batches if size < self.step.samples]
+        for low in sizes[:-1]:
+            try:
+                return low, self._between(low, sizes[-1])
+            except ScheduleError:
+                continue
+        return self.step.samples, None
 
+    def _between(self, low: int, high: int) -> Lifetimes:
+        if self.plain is not None:
+            return Lifetimes(self._part(low), self._away(low), self._part(high))
+        small, large = self._real(low, 2 * low), self._real(2 * low, min(4 * low, self.step.samples))
+        return Lifetimes(*small, large[0], batch_bytes=self._batch_bytes)
+
+    @cache  # noqa: B019  # as long as the dry runs it keeps
+    def _alone(self, sub_batch: int) -> Lifetimes:
+        if self.plain is not None:
+            return Lifetimes(self._part(sub_batch), self._away(sub_batch))
+        return Lifetimes(*self._real(sub_batch, 2 * sub_batch), batch_bytes=self._batch_bytes)
+
+    @cache  # noqa: B019
+    def _part(self, sub_batch: int) -> StepProfile:
+        return self._dry.run(OffloadPlan(sub_batch), update=False)
+
+    @cache  # noqa: B019
     def _away(self, sub_batch: int) -> StepProfile:
-        known = self.__dict__.setdefault("_away_runs", {})
-        if sub_batch not in known:
-            if self.plain is not None:
-                known[sub_batch] = _everything_away(self.step, sub_batch)
-            else:
-                known[sub_batch] = _everything_away(self.step.of_size(sub_batch), sub_batch, real=True)
-        result: StepProfile = known[sub_batch]
-        return result
+        if self.plain is not None:
+            return self._dry.run(_everything(sub_batch), compare=False, update=False)
+        return self._real(sub_batch, min(2 * sub_batch, self.step.samples))[1]
+
+    @cache  # noqa: B019
+    def _real(self, sub_batch: int, samples: int) -> tuple[StepProfile, StepProfile]:
+        """Plain, and with everything offloaded, on copies of the model and the first ``samples``."""
+        run = DryRun(self.step.of_size(samples), real=True)
+        plain = run.run(OffloadPlan(sub_batch), update=False)
+        return plain, run.run(_everything(sub_batch), compare=False, update=False)
 
     @property
     def _batch_bytes(self) -> int:
@@ -164,9 +194,5 @@ class StepMemory:
         )
 
 
-# More storages than any step saves: numbers beyond the last one name nothing.
-_ALL = frozenset(range(100_000))
-
-
-def _everything_away(step: TrainingStep, sub_batch: int, *, real: bool = False) -> StepProfile:
-    return replay(step, OffloadPlan(sub_batch, _ALL, 0, saved=len(_ALL)), real=real, compare=False)
+def _everything(sub_batch: int) -> OffloadPlan:
+    return OffloadPlan(sub_batch, EVERYTHING, 0, saved=len(EVERYTHING))

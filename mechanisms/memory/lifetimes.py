@@ -7,25 +7,14 @@ That takes a millisecond a plan, where a dry run takes up to a second; the plan 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-from retime.mechanisms.memory.profile import StepProfile
+from retime.mechanisms.memory.profile import Size, StepProfile
 from retime.mechanisms.memory.trace import TracedStorage
 from retime.schedules.errors import ScheduleError
-from retime.schedules.memory import BlockKind, OffloadPlan
-
-
-@dataclass(frozen=True)
-class Size:
-    """Bytes: a fixed part and a part for each sample."""
-
-    fixed: float
-    sample: float = 0.0
-
-    def at(self, samples: int) -> int:
-        return max(0, round(self.fixed + self.sample * samples))
+from retime.schedules.memory import BlockKind, OffloadPlan, Phase
 
 
 @dataclass(frozen=True)
@@ -82,6 +71,7 @@ class Lifetimes:
             if [operation.name for operation in other.trace.operations] != names:
                 raise ScheduleError("the step runs other operations for another plan or sub-batch size")
         self.operations = len(names)
+        self.kinds = [operation.kind for operation in plain.trace.operations]
         sizes = _sizes(plain, larger or plain)
         self.unsaved = [
             self._life(storage, size)
@@ -97,8 +87,13 @@ class Lifetimes:
         }
         self.passes = [self._saved(index, plain, away, by_number) for index in range(len(plain.trace.saves))]
 
-    def peak_bytes(self, plan: OffloadPlan, in_flight_bytes: int = 0) -> int:
-        """The most that tensors hold at once under ``plan``, for the plan's sub-batch size."""
+    def peak_bytes(
+        self,
+        plan: OffloadPlan,
+        in_flight_bytes: int = 0,
+        scratch: Mapping[tuple[Phase, str, str], Size] | None = None,
+    ) -> int:
+        """The most that is held at once under ``plan``, with what operations allocate for themselves by their kind."""
         steps = [0] * (self.operations + 1)
         for life in self.unsaved:
             self._add(steps, life, plan.sub_batch)
@@ -109,7 +104,11 @@ class Lifetimes:
                     self._add(steps, one.plain, plan.sub_batch)
             for life in _leaving_lives(leaving, plan, in_flight_bytes):
                 self._add(steps, life, plan.sub_batch)
-        return max(accumulate(steps))
+        if not scratch:
+            return max(accumulate(steps))
+        extra = {kind: size.at(plan.sub_batch) for kind, size in scratch.items()}
+        # No operation is at the last entry, after the end of the step.
+        return max(held + extra.get(kind, 0) for held, kind in zip(accumulate(steps), self.kinds, strict=False))
 
     def order(self, samples: int) -> list[int]:
         """Numbers of saved storages, those first that free most bytes for the longest time."""

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from retime.mechanisms.memory.trace import FOREVER, Operation, Trace, TracedStorage
-from retime.schedules.memory import STAYS, BlockKind, OffloadPlan
+from retime.schedules.memory import STAYS, BlockKind, OffloadPlan, Phase
+
+
+@dataclass(frozen=True)
+class Size:
+    """Bytes: a fixed part and a part for each sample."""
+
+    fixed: float
+    sample: float = 0.0
+
+    def at(self, samples: int) -> int:
+        return max(0, round(self.fixed + self.sample * samples))
 
 
 @dataclass(frozen=True)
@@ -59,6 +72,23 @@ class StepProfile:
     def peak_bytes(self) -> int:
         """The most that the step's tensors held at once."""
         return self.trace.peak_bytes
+
+    def peak_with(self, scratch: Mapping[tuple[Phase, str, str], Size]) -> int:
+        """The peak with what operations allocate for themselves, by their kind."""
+        steps = [0] * (len(self.trace.operations) + 1)
+        for storage in self.trace.storages:
+            born, dies = max(storage.born, 0), min(storage.dies, self._end)
+            if dies >= born:
+                steps[born] += storage.nbytes
+                steps[dies + 1] -= storage.nbytes
+        none = Size(0)
+        return max(
+            self.peak_bytes,
+            *(
+                held + scratch.get(operation.kind, none).at(self.plan.sub_batch)
+                for held, operation in zip(accumulate(steps), self.trace.operations, strict=False)
+            ),
+        )
 
     @cached_property
     def bytes_by_kind(self) -> dict[BlockKind, int]:

@@ -34,10 +34,14 @@ from retime.mechanisms.memory.offload import OffloadSavedTensors, PlanMismatch
 from retime.mechanisms.memory.profile import StepProfile
 from retime.mechanisms.memory.stand_ins import Replacement, copies, fake, stand_in_optimizer, stand_ins
 from retime.mechanisms.memory.storages import tensors_in
-from retime.mechanisms.memory.trace import Tracer, ValueReadError
+from retime.mechanisms.memory.trace import Meter, Tracer, ValueReadError
 from retime.schedules.memory import BlockKind, OffloadPlan, Phase
 
 _WITHOUT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
+
+
+EVERYTHING = frozenset(range(100_000))
+"""Numbers of more storages than any step saves: those beyond the last one name nothing."""
 
 
 def take(batch: Any, first: int, last: int) -> Any:
@@ -111,48 +115,130 @@ def replay(
         ValueReadError: the step reads a tensor's value.
         PlanMismatch: the plan is for another number of saved storages.
     """
-    with _stage(step, real) as (batch, optimizers, mode):
-        tracer = Tracer(step.module)
-        with mode:
-            _prepare(step, batch, optimizers, tracer)
+    return DryRun(step, real=real).run(plan, in_flight_bytes=in_flight_bytes, compare=compare)
+
+
+class DryRun:
+    """Stand-ins for all that a step changes, made once for many runs.
+
+    Args:
+        step: what to run.
+        real: stand-ins are copies; see :func:`profile_step`.
+    """
+
+    def __init__(self, step: TrainingStep, *, real: bool = False) -> None:
+        self.step = step
+        self.real = real
+        self._mode: Any = nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True)
+        self._replacement: Replacement = copies() if real else fake(self._mode)
+        self._batch = self._replacement.tree(step.batch)
+        with self._staged():
+            self._optimizers = [stand_in_optimizer(optimizer, self._replacement) for optimizer in step.optimizers]
+            self._trained = [parameter for parameter in step.module.parameters() if parameter.requires_grad]
+            with self._mode, _AnyValue():
+                self._make_states()
+
+    def run(
+        self,
+        plan: OffloadPlan,
+        *,
+        in_flight_bytes: int = 0,
+        compare: bool = True,
+        update: bool = True,
+        meter: Meter | None = None,
+    ) -> StepProfile:
+        """Trace the step under a plan; see :func:`replay`.
+
+        Args:
+            plan, in_flight_bytes, compare: as there.
+            update: run the optimizers too; without activations they need the same under every plan.
+            meter: is told about every operation.
+        """
+        tracer = Tracer(self.step.module, meter)
+        with self._staged(), self._mode:
+            self._lay_out(tracer)
             try:
                 with tracer.watch(), tracer:
-                    _run(step, plan, batch, optimizers, tracer, in_flight_bytes, real, compare)
+                    self._forward_backward(tracer, plan, in_flight_bytes, compare)
+                    if update:
+                        tracer.phase = Phase.UPDATE
+                        for optimizer in self._optimizers:
+                            optimizer.step()
             except _WITHOUT_VALUES as error:
+                operations = tracer.trace.operations
                 raise ValueReadError(
-                    f"an operation of {tracer.trace.operations[-1].layer if tracer.trace.operations else 'the model'} "
-                    f"cannot be run dry, because what it makes depends on values ({error}): profile with real=True"
+                    f"an operation of {operations[-1].layer if operations else 'the model'} cannot be run dry, because "
+                    f"what it makes depends on values ({error})"
                 ) from error
-        return StepProfile(plan, step.samples, tracer.trace)
+            finally:
+                for parameter in self._trained:
+                    parameter.grad = None
+        return StepProfile(plan, self.step.samples, tracer.trace)
 
+    def untraced(self) -> None:
+        """One forward and backward pass on the stand-ins, to be timed."""
+        with self._staged(), self._mode:
+            self.step.loss(self._batch).backward()
+            for parameter in self._trained:
+                parameter.grad = None
 
-@contextmanager
-def _stage(step: TrainingStep, real: bool) -> Iterator[tuple[Any, list[torch.optim.Optimizer], Any]]:
-    """Stand-ins for everything that the step changes."""
-    mode = nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True)
-    replacement: Replacement = copies() if real else fake(mode)  # type: ignore[arg-type]
-    with stand_ins(step.module, replacement), torch.random.fork_rng(devices=[]):
-        batch = replacement.tree(step.batch)
-        yield batch, [stand_in_optimizer(optimizer, replacement) for optimizer in step.optimizers], mode
+    @contextmanager
+    def _staged(self) -> Iterator[None]:
+        with stand_ins(self.step.module, self._replacement), torch.random.fork_rng(devices=[]):
+            yield
 
-
-def _prepare(step: TrainingStep, batch: Any, optimizers: Sequence[torch.optim.Optimizer], tracer: Tracer) -> None:
-    """What is there before the step: parameters, the batch, optimizer states of earlier steps, perhaps gradients."""
-    parameters = list(step.module.parameters())
-    tracer.add([parameters, list(step.module.buffers())], BlockKind.WEIGHT)
-    tracer.add(batch, BlockKind.INPUT)
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    with torch.no_grad(), _AnyValue():
-        for parameter in trained:
+    def _make_states(self) -> None:
+        """States appear in the first update; a step in the middle of training finds them there."""
+        if all(any(optimizer.state.values()) for optimizer in self._optimizers):
+            return
+        for parameter in self._trained:
             parameter.grad = torch.zeros_like(parameter)
-        for optimizer in optimizers:
-            _make_states(optimizer)
-    if step.gradients == "freed":
-        for parameter in trained:
+        for optimizer in self._optimizers:
+            if not any(optimizer.state.values()):
+                optimizer.step()
+        for parameter in self._trained:
             parameter.grad = None
-    for optimizer in optimizers:
-        tracer.add([list(state.values()) for state in optimizer.state.values()], BlockKind.STATE)
-    tracer.add([parameter.grad for parameter in trained], BlockKind.WEIGHT_GRADIENT)
+
+    def _lay_out(self, tracer: Tracer) -> None:
+        """What is there before the step: parameters, the batch, optimizer states, perhaps gradients."""
+        module = self.step.module
+        tracer.add([list(module.parameters()), list(module.buffers())], BlockKind.WEIGHT)
+        tracer.add(self._batch, BlockKind.INPUT)
+        for optimizer in self._optimizers:
+            tracer.add([list(state.values()) for state in optimizer.state.values()], BlockKind.STATE)
+        if self.step.gradients != "freed":
+            for parameter in self._trained:
+                parameter.grad = torch.zeros_like(parameter)
+            tracer.add([parameter.grad for parameter in self._trained], BlockKind.WEIGHT_GRADIENT)
+
+    def _forward_backward(self, tracer: Tracer, plan: OffloadPlan, in_flight_bytes: int, compare: bool) -> None:
+        step, module = self.step, self.step.module
+        fixed = [*module.parameters(), *module.buffers(), *tensors_in(self._batch)]
+        host = HostMemory("cpu") if self.real else HostNull()
+        offload = OffloadSavedTensors(plan, host, in_flight_bytes=in_flight_bytes, observer=tracer)
+        if not compare:
+            offload.on_mismatch = _no_matter
+        starts = range(0, step.samples, plan.sub_batch)[:2]  # all but the first are alike
+        for first in starts:
+            part = self._batch
+            if len(starts) > 1:
+                part = step.split(part, first, min(first + plan.sub_batch, step.samples))
+                tracer.add(part, BlockKind.INPUT)
+            tracer.phase = Phase.FORWARD
+            tracer.begin_pass()
+            offload.keep = [*fixed, *tensors_in(part)]
+            with offload:
+                loss = step.loss(part)
+            offload.keep = ()
+            if first == 0 and step.gradients == "freed after forward":
+                for parameter in self._trained:
+                    parameter.grad = None
+            tracer.phase = Phase.BACKWARD
+            loss.backward()
+            del loss, part
+            for parameter in self._trained:
+                if parameter.grad is not None:
+                    tracer.mark(parameter.grad, BlockKind.WEIGHT_GRADIENT)
 
 
 def _no_matter(mismatch: PlanMismatch) -> None:
@@ -168,49 +254,3 @@ class _AnyValue(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 1.0 if args[0].dtype.is_floating_point else 1
         return func(*args, **(kwargs or {}))
-
-
-def _make_states(optimizer: torch.optim.Optimizer) -> None:
-    """States appear in the first update; a step in the middle of training finds them there."""
-    if not any(optimizer.state.values()):
-        optimizer.step()
-
-
-def _run(
-    step: TrainingStep,
-    plan: OffloadPlan,
-    batch: Any,
-    optimizers: Sequence[torch.optim.Optimizer],
-    tracer: Tracer,
-    in_flight_bytes: int,
-    real: bool,
-    compare: bool,
-) -> None:
-    module = step.module
-    host = HostMemory("cpu") if real else HostNull()
-    fixed = [*module.parameters(), *module.buffers(), *tensors_in(batch)]
-    offload = OffloadSavedTensors(plan, host, in_flight_bytes=in_flight_bytes, observer=tracer)
-    if not compare:
-        offload.on_mismatch = _no_matter
-    starts = range(0, step.samples, plan.sub_batch)[:2]  # all but the first are alike
-    for first in starts:
-        part = step.split(batch, first, min(first + plan.sub_batch, step.samples)) if len(starts) > 1 else batch
-        tracer.add(part, BlockKind.INPUT)
-        tracer.phase = Phase.FORWARD
-        tracer.begin_pass()
-        offload.keep = [*fixed, *tensors_in(part)]
-        with offload:
-            loss = step.loss(part)
-        offload.keep = ()
-        if first == 0 and step.gradients == "freed after forward":
-            for parameter in module.parameters():
-                parameter.grad = None
-        tracer.phase = Phase.BACKWARD
-        loss.backward()
-        del loss, part
-        for parameter in module.parameters():
-            if parameter.grad is not None:
-                tracer.mark(parameter.grad, BlockKind.WEIGHT_GRADIENT)
-    tracer.phase = Phase.UPDATE
-    for optimizer in optimizers:
-        optimizer.step()

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 from retime.mechanisms.memory.costs import StepCosts
 from retime.mechanisms.memory.floor import MemoryFloor, StepMemory
-from retime.mechanisms.memory.lifetimes import Lifetimes
 from retime.mechanisms.memory.replay import TrainingStep
 from retime.schedules.memory import OffloadPlan
 
@@ -80,7 +79,7 @@ def search_plan(
     costs = memory.costs
     plain_ms = costs.step_ms(step.samples, step.samples, 0, 0)
     if memory.plain is not None and step.samples in memory.sub_batches:
-        peak = memory.plain.peak_bytes + costs.scratch(step.samples)
+        peak = memory.plain.peak_with(costs.operations) + costs.scratch(step.samples)
         if peak <= budget_bytes:
             plan = OffloadPlan(step.samples, saved=len(memory.plain.saved))
             return PlanChoice(plan, 0, peak, plain_ms, plain_ms, 0, 0)
@@ -101,28 +100,28 @@ def _candidates(memory: StepMemory, budget_bytes: int, plain_ms: float) -> Itera
         largest = max((one.plain.size.at(sub_batch) for one in lives.passes[0]), default=0)
         room = budget_bytes - memory.costs.scratch(sub_batch)
         for depth in _DEPTHS:
-            numbers = smallest_offload(lives, sub_batch, depth, depth * largest, room)
+            numbers = smallest_offload(memory, sub_batch, depth, depth * largest, room)
             if numbers is None:
                 continue
             plan = OffloadPlan(sub_batch, numbers, depth, len(lives.passes[0]))
-            yield _choice(memory, plan, depth * largest, lives.peak_bytes(plan, depth * largest), plain_ms)
+            yield _choice(memory, plan, depth * largest, memory.peak_bytes(plan, depth * largest), plain_ms)
             if not numbers:
                 break  # nothing moves: how is no matter
 
 
 def smallest_offload(
-    lives: Lifetimes, sub_batch: int, prefetch: int, in_flight_bytes: int, room_bytes: int
+    memory: StepMemory, sub_batch: int, prefetch: int, in_flight_bytes: int, room_bytes: int
 ) -> frozenset[int] | None:
     """Few bytes to offload so that tensors fit into ``room_bytes``; None if nothing helps.
 
     Storages are taken by size times the time that they lie idle, as many as are needed; those that turn out not to
     be needed are left out again, the largest first.
     """
-    order = lives.order(sub_batch)
+    order = memory.lifetimes(sub_batch).order(sub_batch)
 
     def fits(numbers: frozenset[int]) -> bool:
         plan = OffloadPlan(sub_batch, numbers, prefetch, len(order))
-        return lives.peak_bytes(plan, in_flight_bytes) <= room_bytes
+        return memory.peak_bytes(plan, in_flight_bytes) <= room_bytes
 
     low, high = 0, len(order)
     if not fits(frozenset(order)):
@@ -161,8 +160,7 @@ def _made_exact(memory: StepMemory, choice: PlanChoice, budget_bytes: int) -> Pl
         if peak <= budget_bytes - scratch:
             return _choice(memory, plan, choice.in_flight_bytes, peak, choice.plain_ms)
         room -= peak - (budget_bytes - scratch)
-        lives = memory.lifetimes(plan.sub_batch)
-        numbers = smallest_offload(lives, plan.sub_batch, plan.prefetch, choice.in_flight_bytes, room)
+        numbers = smallest_offload(memory, plan.sub_batch, plan.prefetch, choice.in_flight_bytes, room)
         if numbers is None or numbers == plan.offload:
             return None
         plan = replace(plan, offload=numbers)

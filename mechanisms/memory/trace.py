@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,21 @@ class Operation:
     reads: tuple[int, ...]
     writes: tuple[int, ...]
 
+    @property
+    def kind(self) -> tuple[Phase, str, str]:
+        """Which other operations are like this one: of the same phase, layer and name."""
+        return self.phase, self.layer, self.name
+
+
+class Meter(Protocol):
+    """Measures what an operation allocates for itself."""
+
+    def before(self) -> None:
+        """An operation begins."""
+
+    def after(self, operation: Operation, new_bytes: int) -> None:
+        """It has ended and left so many bytes of new storages."""
+
 
 @dataclass
 class Trace:
@@ -75,6 +90,7 @@ class Trace:
         storages: by index.
         peak_bytes: the most that was held at once.
         peak_at: index of the operation during which that was; -1: before the first.
+        update_peak_bytes: the most that was held during the update; 0 if none ran.
         saves: for each forward pass, by saved number: the operation after which it was first saved.
         uses: for each forward pass, by number of a storage that moved: operations before which the backward pass asked
             for it.
@@ -84,6 +100,7 @@ class Trace:
     storages: list[TracedStorage] = field(default_factory=list)
     peak_bytes: int = 0
     peak_at: int = -1
+    update_peak_bytes: int = 0
     saves: list[dict[int, int]] = field(default_factory=list)
     uses: list[dict[int, list[int]]] = field(default_factory=list)
 
@@ -93,14 +110,16 @@ class Tracer(TorchDispatchMode):
 
     Args:
         module: gives operations their layers; its hooks are taken off by :meth:`watch`'s end.
+        meter: is told when operations begin and end.
 
     Attributes:
         trace: what was seen so far.
         phase: the part of the step that runs; set by whoever runs it.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, meter: Meter | None = None) -> None:
         super().__init__()
+        self._meter = meter
         self.trace = Trace()
         self.phase = Phase.FORWARD
         self.current_bytes = 0
@@ -162,6 +181,8 @@ class Tracer(TorchDispatchMode):
         entry = index, weakref.ref(storage, partial(self._gone, storage._cdata, index))
         self._live[storage._cdata] = entry
         self.current_bytes += nbytes
+        if self.phase is Phase.UPDATE:
+            self.trace.update_peak_bytes = max(self.trace.update_peak_bytes, self.current_bytes)
         if self.current_bytes > self.trace.peak_bytes:
             self.trace.peak_bytes, self.trace.peak_at = self.current_bytes, self.now if born >= 0 else -1
         return entry
@@ -193,8 +214,13 @@ class Tracer(TorchDispatchMode):
             return func(*args, **kwargs)
         if self._inside_hook:  # what comes back is told by restored(); buffers on the host do not count
             return func(*args, **kwargs)
+        if func is torch.ops.aten._local_scalar_dense.default:  # a dry run has none of these
+            return func(*args, **kwargs)
         layer = self._layer()
+        known = len(self.trace.storages)
         self._running = True
+        if self._meter is not None:
+            self._meter.before()
         try:
             out = func(*args, **kwargs)
             reads: dict[int, None] = {}
@@ -210,7 +236,10 @@ class Tracer(TorchDispatchMode):
         finally:
             self._running = False
         name = func.name().split("::")[-1]
-        self.trace.operations.append(Operation(name, layer, self.phase, tuple(reads), tuple(writes)))
+        operation = Operation(name, layer, self.phase, tuple(reads), tuple(writes))
+        if self._meter is not None:
+            self._meter.after(operation, sum(storage.nbytes for storage in self.trace.storages[known:]))
+        self.trace.operations.append(operation)
         return out
 
     def _reads_value(self, tensor: Tensor) -> bool:
