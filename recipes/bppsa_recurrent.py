@@ -1,7 +1,7 @@
 """The common part of BPPSA's recurrent recipes: the same network with torch.nn's backward pass and with ours, timed.
 
-A variant is "baseline", torch.nn's own module (cuDNN's on a GPU), "moved", the same from weights moved by rounding, or the
-name of a solver, with which `convert` changes the same module. Forward values are the same bits on CPU; only the
+A variant is "baseline", torch.nn's own module (cuDNN's on a GPU), "moved", the same from weights moved by rounding, or
+the name of a solver, with which `convert` changes the same module. Forward values are the same bits on CPU; only the
 backward pass through time differs.
 """
 
