@@ -1,0 +1,138 @@
+"""The allocator of section 3.3 and the offloading schemes of Figure 6."""
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from retime.schedules import ScheduleError
+from retime.schedules.memory.allocator import Pool, offload_runs
+
+
+def layout(pool):
+    return [(segment.offset, segment.size, segment.owner) for segment in pool.segments()]
+
+
+def holes(*sizes):
+    """A pool in which free segments of these sizes lie between blocks of one byte."""
+    pool = Pool(sum(sizes) + len(sizes))
+    taken = []
+    for number, size in enumerate(sizes):
+        taken.append(pool.allocate(size, number))
+        pool.allocate(1, 100 + number)
+    for segment in taken:
+        pool.free(segment)
+    return pool
+
+
+def test_exact_size_before_first_fit():
+    pool = holes(5, 3, 4)
+    assert pool.find(3).offset == 6, "the hole of exactly 3 bytes, though 5 come first"
+    assert pool.find(2).offset == 0, "no hole of exactly 2 bytes: the first that is large enough"
+    assert pool.find(6) is None
+
+
+def test_offsets_and_splits():
+    pool = Pool(10)
+    first, second = pool.allocate(4, 1), pool.allocate(3, 2)
+    assert (first.offset, second.offset) == (0, 4)
+    assert layout(pool) == [(0, 4, 1), (4, 3, 2), (7, 3, None)]
+    assert pool.allocate(4, 3) is None
+    assert pool.free_bytes == pool.largest_free_bytes == 3
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (0, 2, 1), (1, 0, 2)])
+def test_free_segments_merge_with_their_neighbours(order):
+    pool = Pool(9)
+    segments = [pool.allocate(3, number) for number in range(3)]
+    for number in order:
+        pool.free(segments[number])
+    assert layout(pool) == [(0, 9, None)]
+    assert pool.used_bytes == 0
+    assert (pool.peak_bytes, pool.high_water_bytes) == (9, 9)
+    assert pool.allocate(9, 7).offset == 0
+
+
+def test_fragmentation_and_marks():
+    pool = holes(6, 2)
+    assert (pool.free_bytes, pool.largest_free_bytes) == (8, 6)
+    assert pool.fragmentation == 0.25
+    assert Pool(8).fragmentation == 0
+    full = Pool(1)
+    full.allocate(1, 0)
+    assert full.fragmentation == 0
+    # Holes count for the high-water mark, not for the bytes in use.
+    pool = Pool(12)
+    below = pool.allocate(4, 0)
+    pool.allocate(4, 1)
+    pool.free(below)
+    pool.allocate(2, 2)
+    assert (pool.peak_bytes, pool.high_water_bytes) == (8, 8)
+
+
+def test_would_fit_places_requests_one_after_another():
+    pool = holes(5, 3)
+    assert pool.would_fit([3, 3, 3]) == [True, True, False]
+    assert pool.would_fit([6, 5]) == [False, True]
+    assert pool.free_bytes == 8, "nothing was allocated"
+
+
+def test_wrong_requests():
+    with pytest.raises(ScheduleError, match="give 1 or more"):
+        Pool(4).allocate(0, 1)
+    with pytest.raises(ScheduleError, match="give 0 or more"):
+        Pool(-1)
+    pool = Pool(4)
+    segment = pool.allocate(2, 1)
+    pool.free(segment)
+    with pytest.raises(ScheduleError, match="free already"):
+        pool.free(segment)
+    assert Pool(0).allocate(1, 1) is None
+
+
+def test_figure_6():
+    """Blocks 1 to 6; 4 must stay. For an allocation of size 4 the schemes are (1)(2) and (5)(6)."""
+    pool = Pool(13)
+    for number, size in enumerate((2, 2, 1, 3, 3, 2), start=1):
+        pool.allocate(size, number)
+    segments = list(pool.segments())
+    runs = offload_runs(segments, 4, movable=lambda block: block != 4)
+    assert [[segment.owner for segment in segments[a:b]] for a, b in runs] == [[1, 2], [5, 6]]
+
+
+def test_runs_use_free_segments_and_are_shortest():
+    pool = holes(2, 2)  # free 2, block 100, free 2, block 101
+    segments = list(pool.segments())
+    runs = list(offload_runs(segments, 3, movable=lambda _: True))
+    assert runs == [(0, 2), (1, 3), (2, 4)]
+    assert list(offload_runs(segments, 3, movable=lambda block: block == 100)) == [(0, 2), (1, 3)]
+    assert list(offload_runs(segments, 7, movable=lambda _: True)) == []
+
+
+def test_against_a_map_of_bytes():
+    """The linked list against a plain array: same answers, no overlap, neighbours merged."""
+    rng = random.Random(1)
+    pool, held, owners = Pool(64), {}, [None] * 64
+    for number in range(3000):
+        if held and rng.random() < 0.5:
+            segment = held.pop(rng.choice(sorted(held)))
+            owners[segment.offset : segment.end] = [None] * segment.size
+            pool.free(segment)
+        else:
+            size = rng.randint(1, 12)
+            free = []
+            for offset in range(64):
+                if owners[offset] is None and (offset == 0 or owners[offset - 1] is not None):
+                    end = next((at for at in range(offset, 64) if owners[at] is not None), 64)
+                    free.append((offset, end - offset))
+            expected = next((o for o, room in free if room == size), next((o for o, room in free if room > size), None))
+            segment = pool.allocate(size, number)
+            assert (segment.offset if segment else None) == expected
+            if segment:
+                assert owners[segment.offset : segment.end] == [None] * size
+                owners[segment.offset : segment.end] = [number] * size
+                held[number] = segment
+        pieces = layout(pool)
+        assert [owner for _, size, owner in pieces for _ in range(size)] == owners
+        assert all(a[2] is not None or b[2] is not None for a, b in pairwise(pieces))
+        assert pool.used_bytes == sum(owner is not None for owner in owners)
