@@ -168,6 +168,30 @@ def test_figure_7_a_late_start_delays():
     assert [(stall.task, stall.ms) for stall in schedule.stalls] == [("end", 2)]
 
 
+def test_a_prefetch_lead_starts_copies_earlier():
+    """As if the 4 ms of copying took 8: behind p lie only the 4 ms of q."""
+    schedule = run(figure_7(5, 4), 6, Techniques(prefetch_lead=2))
+    assert copies(schedule)[-1] == ("prefetch", "a", 36, 40)
+
+
+def test_no_prefetch_that_a_defragmentation_would_undo():
+    """While p runs there is room for a, due for end; but w then finds no room for f, and everything would leave."""
+    built = graph(
+        {"a": 4, "b": 1, "c": 4, "d": 1, "e": 1, "f": 4},
+        ("t", 9, "", "a"),
+        ("u", 9, "a", "b"),
+        ("s", 9, "b", "c"),
+        ("v", 9, "c", "d"),
+        ("p", 1, "d", "e"),
+        ("w", 1, "d e", "f"),
+        ("end", 1, "a", ""),
+    )
+    for techniques in (Techniques.paper(), Techniques()):
+        schedule = run(built, 6, techniques)
+        assert schedule.defragmentations == ()
+        assert copies(schedule) == [("offload", "a", 9, 13), ("prefetch", "a", 38, 42)]
+
+
 def test_prefetches_start_early_enough_for_all_later_tasks():
     """Six blocks leave for `wide`, which needs the memory, and come back for tasks of 1 ms each, after a long one.
 

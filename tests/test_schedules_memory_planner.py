@@ -11,7 +11,7 @@ from retime.schedules.memory.chain import vgg_chain
 from retime.schedules.memory.device import Device
 from retime.schedules.memory.errors import BudgetError
 from retime.schedules.memory.offload_schedule import Techniques, offload_schedule
-from retime.schedules.memory.planner import _least_ms, plan, plan_vdnn
+from retime.schedules.memory.planner import _least_ms, plan_batch, plan_vdnn
 from retime.schedules.memory.result import Direction
 from retime.schedules.memory.sub_batch import select_sub_batch
 from schedules_memory_support import judge, random_graph
@@ -28,7 +28,7 @@ def shares(graph, batch):
 def test_every_budget_from_the_floor_on_gets_a_plan_inside_it():
     times = []
     for budget in shares(VGG, 48):
-        found = plan(VGG, 48, budget, BANDWIDTH)
+        found = plan_batch(VGG, 48, budget, BANDWIDTH)
         judge(VGG, found.round, update=found.rounds == 1)
         judge(VGG, found.last)
         assert found.peak_bytes <= budget
@@ -39,7 +39,7 @@ def test_every_budget_from_the_floor_on_gets_a_plan_inside_it():
 
 
 def test_the_batch_is_its_rounds_and_one_update():
-    found = plan(VGG, 48, shares(VGG, 48)[2], BANDWIDTH, search=False)
+    found = plan_batch(VGG, 48, shares(VGG, 48)[2], BANDWIDTH, search=False)
     assert found.rounds > 1
     updates = [name for name in found.last.start_ms if name.startswith("U(")]
     assert updates
@@ -51,8 +51,8 @@ def test_the_batch_is_its_rounds_and_one_update():
 
 def test_search_is_never_slower_than_the_paper_and_both_beat_vdnn_plus():
     for budget in shares(VGG, 48)[1:]:
-        searched = plan(VGG, 48, budget, BANDWIDTH)
-        paper = plan(VGG, 48, budget, BANDWIDTH, search=False)
+        searched = plan_batch(VGG, 48, budget, BANDWIDTH)
+        paper = plan_batch(VGG, 48, budget, BANDWIDTH, search=False)
         theirs = [plan_vdnn(VGG, 48, budget, BANDWIDTH, layers=how, sub_batching=True) for how in ("all", "conv")]
         assert paper.sub_batch == select_sub_batch(VGG, 48, budget)
         assert searched.batch_ms <= paper.batch_ms * 1.005
@@ -73,7 +73,7 @@ def test_search_against_all_sub_batch_sizes():
                     full = offload_schedule(graph, size, budget, bandwidth, how, update=False)
                     last = offload_schedule(graph, rest, budget, bandwidth, how)
                     times.append(rounds * full.finish_ms + last.finish_ms)
-        found = plan(graph, batch, budget, bandwidth, max_simulations=100)
+        found = plan_batch(graph, batch, budget, bandwidth, max_simulations=100)
         assert found.batch_ms <= min(times) * 1.0051
 
 
@@ -87,15 +87,27 @@ def test_no_schedule_beats_the_bound_by_which_the_search_stops():
             assert offload_schedule(graph, samples, budget, bandwidth, how).finish_ms >= bound - 1e-9
 
 
+def test_the_bound_is_close_where_transfers_decide():
+    """Half of the ideal peak, over a slow link: what is beyond the budget has to leave and to come back."""
+    graph = vgg_chain([16] * 12, image=16)
+    resident = graph.resident_bytes(48)
+    budget = resident + (ideal_peak_bytes(graph, 48) - resident) // 2
+    arithmetic = offload_schedule(graph, 48, 4 * budget, BANDWIDTH).compute_ms
+    for bandwidth in (BANDWIDTH / 10, BANDWIDTH / 100):
+        bound = _least_ms(graph, 48, 48, budget, bandwidth)
+        found = offload_schedule(graph, 48, budget, bandwidth, Techniques("gain")).finish_ms
+        assert 2 * arithmetic < bound <= found < 1.2 * bound
+
+
 def test_enough_memory_keeps_the_batch_whole_and_moves_nothing():
-    found = plan(VGG, 48, 4 * ideal_peak_bytes(VGG, 48), BANDWIDTH)
+    found = plan_batch(VGG, 48, 4 * ideal_peak_bytes(VGG, 48), BANDWIDTH)
     assert (found.sub_batch, found.rounds, found.moved_bytes()) == (48, 1, 0)
     assert found.round is found.last
 
 
 def test_equally_fast_plans_move_less():
     """At 60 % of the ideal peak the whole batch needs offloading and a half does not; both take the same time."""
-    found = plan(VGG, 48, int(0.6 * ideal_peak_bytes(VGG, 48)), 1e9)
+    found = plan_batch(VGG, 48, int(0.6 * ideal_peak_bytes(VGG, 48)), 1e9)
     assert found.moved_bytes() == 0
     assert any(candidate.moved_bytes for candidate in found.considered)
     fastest = min(candidate.batch_ms for candidate in found.considered)
@@ -105,25 +117,25 @@ def test_equally_fast_plans_move_less():
 def test_one_technique_at_a_time():
     """Figures 13 and 14: without sub-batches, with vDNN's transfers, with fixed algorithms."""
     budget = shares(VGG, 48)[4]
-    whole = plan(VGG, 48, budget, BANDWIDTH, sub_batching=False)
+    whole = plan_batch(VGG, 48, budget, BANDWIDTH, sub_batching=False)
     assert (whole.sub_batch, whole.rounds) == (48, 1)
     assert {candidate.sub_batch for candidate in whole.considered} == {48}
-    fixed = plan(VGG, 48, budget, BANDWIDTH, techniques=Techniques("baseline"))
+    fixed = plan_batch(VGG, 48, budget, BANDWIDTH, techniques=Techniques("baseline"))
     assert set(fixed.last.algorithms.values()) == {"implicit gemm"}
-    assert fixed.batch_ms > plan(VGG, 48, budget, BANDWIDTH).batch_ms
+    assert fixed.batch_ms > plan_batch(VGG, 48, budget, BANDWIDTH).batch_ms
     assert {candidate.techniques for candidate in fixed.considered} == {Techniques("baseline")}
 
 
 def test_below_the_floor():
     floor = lower_bound(VGG)
     with pytest.raises(BudgetError, match=f"at least {floor.bytes} bytes") as raised:
-        plan(VGG, 48, floor.bytes - 1, BANDWIDTH)
+        plan_batch(VGG, 48, floor.bytes - 1, BANDWIDTH)
     assert (raised.value.floor_bytes, raised.value.layer) == (floor.bytes, floor.layer)
     assert raised.value.hint
     with pytest.raises(BudgetError, match="Sub-batches would help"):
-        plan(VGG, 48, floor.bytes, BANDWIDTH, sub_batching=False)
+        plan_batch(VGG, 48, floor.bytes, BANDWIDTH, sub_batching=False)
     with pytest.raises(ScheduleError, match="batch of 0"):
-        plan(VGG, 0, floor.bytes, BANDWIDTH)
+        plan_batch(VGG, 0, floor.bytes, BANDWIDTH)
 
 
 @pytest.fixture
@@ -148,10 +160,10 @@ def test_1500_tasks_cost_a_bounded_number_of_steps(looked_at):
     assert tasks >= 1500
     resident = graph.resident_bytes(1)
     budget = resident + int(0.1 * (ideal_peak_bytes(graph, 64) - resident))
-    found = plan(graph, 64, budget, 2e6)
+    found = plan_batch(graph, 64, budget, 2e6)
     simulations, _ = looked_at()
     assert simulations <= 2 * len(found.considered) + 2 <= 34
-    whole = plan(graph, 64, budget, 2e6, sub_batching=False)
+    whole = plan_batch(graph, 64, budget, 2e6, sub_batching=False)
     simulations, steps = looked_at()
     assert whole.moved_bytes() > 3 * budget
     # A simulation that looked at all blocks for every task would take as many steps a task as there are blocks.

@@ -83,7 +83,7 @@ class BatchPlan:
         return (self.rounds - 1) * self.round.moved_bytes(*wanted) + self.last.moved_bytes(*wanted)
 
 
-def plan(
+def plan_batch(
     graph: TaskGraph,
     batch: int,
     budget_bytes: int,
@@ -173,7 +173,7 @@ def plan_vdnn(
     Where vDNN+ does not fit with the size of Eq. 8, the next smaller regular one is taken.
 
     Args:
-        layers, algorithms, convolution: see :func:`vdnn_schedule`; the others see :func:`plan`.
+        layers, algorithms, convolution: see :func:`vdnn_schedule`; the others see :func:`plan_batch`.
 
     Raises:
         BudgetError: it does not fit.
