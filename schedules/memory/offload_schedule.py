@@ -47,7 +47,7 @@ class Techniques:
 
     @classmethod
     def paper(cls) -> Techniques:
-        """Algorithm 1 to the letter."""
+        """Algorithm 1 by the paper's rules alone; copies already queued still count in Eq. 9, see :func:`is_due`."""
         return cls(prefetch_backlog=False, spare_unused=True)
 
 
