@@ -1,6 +1,7 @@
 """Lightning strategies; ``import retime`` registers their names."""
 
 from retime.strategies.fused_optimizer import FusedOptimizerDDPStrategy, FusedOptimizerStrategy
+from retime.strategies.memory_budget import MemoryBudgetStrategy
 from retime.strategies.ooo_ddp import OOODataParallelStrategy
 
-__all__ = ["FusedOptimizerDDPStrategy", "FusedOptimizerStrategy", "OOODataParallelStrategy"]
+__all__ = ["FusedOptimizerDDPStrategy", "FusedOptimizerStrategy", "MemoryBudgetStrategy", "OOODataParallelStrategy"]

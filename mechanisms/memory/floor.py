@@ -10,7 +10,6 @@ from retime.mechanisms.memory.lifetimes import Lifetimes
 from retime.mechanisms.memory.profile import LargestTask, StepProfile
 from retime.mechanisms.memory.replay import EVERYTHING, DryRun, TrainingStep
 from retime.mechanisms.memory.storages import tensors_in
-from retime.mechanisms.memory.trace import ValueReadError
 from retime.schedules.errors import ScheduleError
 from retime.schedules.memory import OffloadPlan
 from retime.schedules.memory.errors import BudgetError
@@ -89,7 +88,7 @@ class StepMemory:
         """The whole batch with nothing offloaded; None where the step cannot be run dry."""
         try:
             return self._dry.run(OffloadPlan(self.step.samples))
-        except ValueReadError as error:
+        except Exception as error:  # whatever the user's code says to tensors without values
             self.note = f"{error}: predicted from real runs of a few samples"
             return None
 

@@ -119,7 +119,9 @@ class OffloadSavedTensors:
         self._pass = ForwardPass(
             self.plan, self.host, self.keep, self.in_flight_bytes, self._counts, observer=self.observer
         )
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pass.pack, self._pass.unpack)
+        # A compiled region calls them for what it saves; they are not a part of what it compiles.
+        pack, unpack = torch.compiler.disable(self._pass.pack), torch.compiler.disable(self._pass.unpack)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         self._hooks.__enter__()
         self._counts.passes += 1
         return self

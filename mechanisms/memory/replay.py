@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from retime.mechanisms.memory.host import HostTier
 from retime.mechanisms.memory.host_memory import HostMemory
 from retime.mechanisms.memory.host_null import HostNull
 from retime.mechanisms.memory.offload import OffloadSavedTensors, PlanMismatch
@@ -35,6 +36,7 @@ from retime.mechanisms.memory.profile import StepProfile
 from retime.mechanisms.memory.stand_ins import Replacement, copies, fake, stand_in_optimizer, stand_ins
 from retime.mechanisms.memory.storages import tensors_in
 from retime.mechanisms.memory.trace import Meter, Tracer, ValueReadError
+from retime.mechanisms.memory_probe import MemoryProbe
 from retime.schedules.memory import BlockKind, OffloadPlan, Phase
 
 _WITHOUT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
@@ -124,11 +126,12 @@ class DryRun:
     Args:
         step: what to run.
         real: stand-ins are copies; see :func:`profile_step`.
+        host: where real runs offload to; by default plain CPU memory.
     """
 
-    def __init__(self, step: TrainingStep, *, real: bool = False) -> None:
+    def __init__(self, step: TrainingStep, *, real: bool = False, host: HostTier | None = None) -> None:
         self.step = step
-        self.real = real
+        self._host = host or (HostMemory("cpu") if real else HostNull())
         self._mode: Any = nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True)
         self._replacement: Replacement = copies() if real else fake(self._mode)
         self._batch = self._replacement.tree(step.batch)
@@ -175,10 +178,21 @@ class DryRun:
                     parameter.grad = None
         return StepProfile(plan, self.step.samples, tracer.trace)
 
-    def untraced(self) -> None:
-        """One forward and backward pass on the stand-ins, to be timed."""
+    def untraced(self, plan: OffloadPlan | None = None, probe: MemoryProbe | None = None) -> None:
+        """One forward and backward pass of the whole batch on the stand-ins, to be timed or to be measured."""
+        module = self.step.module
         with self._staged(), self._mode:
-            self.step.loss(self._batch).backward()
+            if probe is not None:
+                probe.start()
+            if plan is None:
+                loss = self.step.loss(self._batch)
+            else:
+                keep = [*module.parameters(), *module.buffers(), *tensors_in(self._batch)]
+                with OffloadSavedTensors(plan, self._host, keep, on_mismatch=_no_matter):
+                    loss = self.step.loss(self._batch)
+            loss.backward()
+            if probe is not None:
+                probe.stop()
             for parameter in self._trained:
                 parameter.grad = None
 
@@ -214,8 +228,7 @@ class DryRun:
     def _forward_backward(self, tracer: Tracer, plan: OffloadPlan, in_flight_bytes: int, compare: bool) -> None:
         step, module = self.step, self.step.module
         fixed = [*module.parameters(), *module.buffers(), *tensors_in(self._batch)]
-        host = HostMemory("cpu") if self.real else HostNull()
-        offload = OffloadSavedTensors(plan, host, in_flight_bytes=in_flight_bytes, observer=tracer)
+        offload = OffloadSavedTensors(plan, self._host, in_flight_bytes=in_flight_bytes, observer=tracer)
         if not compare:
             offload.on_mismatch = _no_matter
         starts = range(0, step.samples, plan.sub_batch)[:2]  # all but the first are alike
@@ -252,5 +265,5 @@ class _AnyValue(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return 1.0 if args[0].dtype.is_floating_point else 1
+            return 0.5 if args[0].dtype.is_floating_point else 1  # no optimizer divides by 1 - 0.5
         return func(*args, **(kwargs or {}))

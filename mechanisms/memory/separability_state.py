@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from retime.mechanisms.memory.separability_watch import cuda_generators
 
-__all__ = ["Untouched"]
+__all__ = ["Untouched", "random_state", "set_random_state"]
 
 _Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 
@@ -60,7 +60,7 @@ class Untouched:
         self._random: list[Any] = []
 
     def __enter__(self) -> Untouched:
-        self._random = _random_state()
+        self._random = random_state()
         try:
             self._swap()
         except BaseException:
@@ -70,7 +70,7 @@ class Untouched:
 
     def __exit__(self, *_: object) -> None:
         self._put_back()
-        _set_random_state(self._random)
+        set_random_state(self._random)
 
     def restart(self) -> None:
         """Begin anew: fresh copies, and all random generators at the same seed."""
@@ -168,14 +168,16 @@ def seed_all() -> None:
         numpy.random.seed(0)
 
 
-def _random_state() -> list[Any]:
+def random_state() -> list[Any]:
+    """States of torch's, Python's and NumPy's global generators."""
     cuda = [generator.get_state() for generator in cuda_generators()]
     numpy = sys.modules.get("numpy")
     legacy = copy.deepcopy(numpy.random.get_state()) if numpy is not None else None
     return [torch.default_generator.get_state(), cuda, random.getstate(), legacy]
 
 
-def _set_random_state(state: list[Any]) -> None:
+def set_random_state(state: list[Any]) -> None:
+    """Put them back."""
     torch.default_generator.set_state(state[0])
     for generator, saved in zip(cuda_generators(), state[1], strict=False):
         generator.set_state(saved)

@@ -11,12 +11,18 @@ from retime.callbacks import FuseOptimizer, ParallelScanBackward, PeakMemory, Re
 from retime.mechanisms.fusion import declare_per_parameter, fuse_optimizer
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.modules import ScanGRU, ScanLSTM, ScanRNN, ScanSequential, convert, convert_back
-from retime.strategies import FusedOptimizerDDPStrategy, FusedOptimizerStrategy, OOODataParallelStrategy
+from retime.strategies import (
+    FusedOptimizerDDPStrategy,
+    FusedOptimizerStrategy,
+    MemoryBudgetStrategy,
+    OOODataParallelStrategy,
+)
 
 __all__ = [
     "FuseOptimizer",
     "FusedOptimizerDDPStrategy",
     "FusedOptimizerStrategy",
+    "MemoryBudgetStrategy",
     "NoEffectWarning",
     "OOODataParallelStrategy",
     "ParallelScanBackward",
@@ -48,3 +54,7 @@ for _name, _start in (("ooo_ddp", "popen"), ("ooo_ddp_spawn", "spawn"), ("ooo_dd
         description=f"DDP with out-of-order weight gradients and cross-iteration waits, start method {_start}",
         start_method=_start,
     )
+
+StrategyRegistry.register(
+    "memory_budget", MemoryBudgetStrategy, description="one device, within 90 % of its memory: offload and sub-batches"
+)

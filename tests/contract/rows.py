@@ -30,8 +30,16 @@ from contract.traits import (
     UNUSED,
 )
 from retime.callbacks import FuseOptimizer
+from retime.mechanisms.memory.budgeted_step import PlannedShape
+from retime.mechanisms.memory.search import PlanChoice
 from retime.mechanisms.out_of_order import data_parallel, deferral
-from retime.strategies import FusedOptimizerDDPStrategy, FusedOptimizerStrategy, OOODataParallelStrategy
+from retime.schedules.memory import OffloadPlan
+from retime.strategies import (
+    FusedOptimizerDDPStrategy,
+    FusedOptimizerStrategy,
+    MemoryBudgetStrategy,
+    OOODataParallelStrategy,
+)
 
 
 @dataclass(frozen=True)
@@ -138,6 +146,19 @@ def _all_blocks(ddp: dict[str, Any]) -> OOODataParallelStrategy:
     return OOODataParallelStrategy(k=99, **ddp)
 
 
+class _OffloadsEverything(MemoryBudgetStrategy):
+    """Moves every saved storage of every step, as no budget of these small models would ask for."""
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if self._step is not None:
+            self._step._make_plan = self._all  # type: ignore[method-assign]
+
+    @staticmethod
+    def _all(step: Any, batch: Any, samples: int) -> PlannedShape:
+        return PlannedShape(samples, PlanChoice(OffloadPlan(samples, frozenset(range(999)), 2, 999), 0, 0, 1, 1, 0, 0))
+
+
 STRATEGIES = [
     # Whatever differs in this row is the table's own doing.
     Row("plain_again", lambda _: SingleDeviceStrategy("cpu")),
@@ -186,6 +207,12 @@ STRATEGIES = [
         **DDP_BACKWARD,
         report=_of_callback,
         only=FEW,
+    ),
+    Row("memory_budget", lambda _: "memory_budget", refused={MANUAL: "needs automatic optimization"}),
+    Row(
+        "memory_budget_offload",
+        lambda _: _OffloadsEverything(),
+        refused={MANUAL: "needs automatic optimization"},
     ),
     Row(
         "ooo_ddp",

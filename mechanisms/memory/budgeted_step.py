@@ -1,0 +1,362 @@
+"""Training steps that stay inside a byte budget: profile, plan and execution put together (moDNN, section 4.2).
+
+    step = BudgetedStep(model, [optimizer], 8 * 2**30, host=parse_host("memory", "cuda"))
+    for batch in loader:
+        optimizer.zero_grad()
+        output = step.run(lambda part: {"loss": criterion(model(part[0]), part[1])}, batch)   # forward and backward
+        optimizer.step()
+    print(step.report()); step.remove()
+
+The first batch of each shape is planned for: nothing if it fits, else the fastest of all (sub-batch size, offloaded
+storages, prefetch distance) that fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from retime.mechanisms.memory.batchnorm import BatchNormChoice, check_choice
+from retime.mechanisms.memory.batchnorm_exact import ChunkedOperators
+from retime.mechanisms.memory.budget import show_bytes
+from retime.mechanisms.memory.calibrate import calibrate
+from retime.mechanisms.memory.certificate import Certificate
+from retime.mechanisms.memory.costs import StepCosts
+from retime.mechanisms.memory.floor import StepMemory
+from retime.mechanisms.memory.heap import give_back_freed_memory
+from retime.mechanisms.memory.host import HostTier
+from retime.mechanisms.memory.offload import OffloadReport, OffloadSavedTensors, PlanMismatch
+from retime.mechanisms.memory.replay import TrainingStep
+from retime.mechanisms.memory.search import PlanChoice, halvings, search_plan
+from retime.mechanisms.memory.separability import certify
+from retime.mechanisms.memory.separability_probe import loss_of
+from retime.mechanisms.memory.split import Split, samples_in, split_batch, tensors_of
+from retime.mechanisms.memory.storages import tensors_in
+from retime.mechanisms.memory.sub_batches import SubBatches
+from retime.mechanisms.memory.undisturbed import undisturbed
+from retime.schedules.errors import ScheduleError
+from retime.schedules.memory import OffloadPlan
+from retime.schedules.memory.errors import BudgetError
+
+OnShapeChange = Literal["replan", "error"]
+CHUNKS = 8
+"""With ``batchnorm="exact"`` operators run in so many parts of the batch."""
+_SPACIOUS = 0.5
+"""A plain step whose tensors need no more of the budget than this is not looked at any closer."""
+
+_NOT_RUN_DRY = (torch.optim.LBFGS, torch.optim.SparseAdam)
+"""Optimizers that want a closure or sparse gradients: what their states need is not known in advance."""
+
+Step = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class PlannedShape:
+    """What was decided for batches of one shape.
+
+    Attributes:
+        samples: of a batch.
+        choice: the plan, its predicted peak and times.
+        certificate: whether and how the batch may be split; None where it is not.
+        costs: what was measured; None where a dry run was enough.
+        note: why the prediction is not exact; empty if it is.
+    """
+
+    samples: int
+    choice: PlanChoice
+    certificate: Certificate | None = None
+    costs: StepCosts | None = None
+    note: str = ""
+
+    def __str__(self) -> str:
+        choice = self.choice
+        text = f"batch of {self.samples}: {choice.plan}; predicted peak {show_bytes(choice.peak_bytes)}"
+        if choice.out_bytes:
+            text += f", {show_bytes(choice.out_bytes + choice.in_bytes)} moved a step"
+        if choice.step_ms > choice.plain_ms:
+            text += f", predicted {choice.step_ms / choice.plain_ms:.2f} x the unlimited step's time"
+        if self.certificate is not None:
+            text += f"; {self.certificate}"
+        return text + (f"; {self.note}" if self.note else "")
+
+
+@dataclass
+class BudgetReport:
+    """What was planned and done; sizes in bytes."""
+
+    budget_bytes: int
+    steps: int = 0
+    """Batches."""
+    sub_batches: int = 0
+    """Forward passes of those batches."""
+    shapes: list[PlannedShape] = field(default_factory=list)
+    offload: OffloadReport | None = None
+    replanned: dict[str, int] = field(default_factory=dict)
+    """Plans that were thrown away, by reason."""
+
+    def __str__(self) -> str:
+        text = f"memory budget {show_bytes(self.budget_bytes)}: {self.steps} steps in {self.sub_batches} sub-batches"
+        if self.offload is not None and self.offload.storages:
+            moved = self.offload.bytes_out + self.offload.bytes_in
+            text += f"; {show_bytes(moved)} moved, {self.offload.stalls} waits"
+        text += "".join(f"; {shape}" for shape in self.shapes)
+        return text + "".join(f"; {count} replanned because {reason}" for reason, count in self.replanned.items())
+
+
+class NoLossError(ValueError):
+    """A step gave no loss for this batch, so there is nothing to plan from or to go backward from."""
+
+
+class BudgetedStep:
+    """Runs the steps of one model inside a budget.
+
+    Offload-only plans give the plain step's numbers bit by bit, sub-batches give them up to rounding; whether
+    sub-batches may be used is found out by a probe on the first batch (:func:`certify`).
+
+    Args:
+        model: all that a step trains.
+        optimizers: those that update it; their states count.
+        budget_bytes: for parameters, buffers, gradients, optimizer states, the batch, activations and what operations
+            need for themselves. On a CPU: what the process may grow by over itself without the model.
+        host: where offloaded storages go; it is closed by :meth:`remove`.
+        batchnorm: what to do about layers with batch statistics: ``"offload"`` only, ``"ghost"`` statistics of each
+            sub-batch, or ``"exact"``: operators in chunks, see :class:`ChunkedOperators`.
+        split: a ``split_batch(batch, sub_batch)`` hook for batches that cannot be cut by their first dimension.
+        loss_weight: counts what the loss of a part is a mean over, where a probe cannot see it.
+        on_shape_change: ``"replan"`` for batches of another shape, or ``"error"``. Smaller batches of the same shape
+            else keep their plan.
+        gradients: where the gradients of the step before are when a step begins; see :class:`TrainingStep`.
+        say: is told what is being done, a line at a time.
+
+    Raises:
+        ValueError: an unknown choice.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        budget_bytes: int,
+        host: HostTier,
+        *,
+        batchnorm: str = "offload",
+        split: Split = split_batch,
+        loss_weight: Callable[[Any], Any] | None = None,
+        on_shape_change: str = "replan",
+        gradients: Literal["freed", "freed after forward", "kept"] = "freed",
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.batchnorm: BatchNormChoice = check_choice(batchnorm)
+        check_on_shape_change(on_shape_change)
+        self.model, self.optimizers, self.budget_bytes, self.host = model, list(optimizers), budget_bytes, host
+        self._split, self._loss_weight, self._on_shape_change = split, loss_weight, on_shape_change
+        self._gradients: Any = gradients
+        self._say = say
+        self._shapes: dict[tuple[Any, ...], PlannedShape] = {}
+        self._offloads: dict[OffloadPlan, OffloadSavedTensors] = {}
+        self._chunks: ChunkedOperators | None = None
+        self._report = BudgetReport(budget_bytes)
+        self._now: SubBatches | None = None
+        if next(model.parameters()).device.type == "cpu":
+            give_back_freed_memory()
+
+    def run(self, step: Step, batch: Any, backward: Callable[[Tensor], Any] | None = None) -> Any:
+        """Forward and backward pass of a batch; returns what the step would have returned for all of it, detached.
+
+        Args:
+            step: computes on a batch and returns the loss, or a mapping or object with ``loss``.
+            batch: on the model's device.
+            backward: what to do with a loss; ``loss.backward()`` as default.
+
+        Raises:
+            BudgetError: the budget is below the floor; before the first step.
+            ScheduleError: a batch of another shape, with ``on_shape_change="error"``.
+        """
+        return self.finish(loss_of(self.begin(step, batch)), backward)
+
+    def begin(self, step: Step, batch: Any) -> Any:
+        """Plan if need be, and run the forward pass of the first sub-batch; returns what the step returns for it."""
+        shape = self.plan(step, batch)
+        sub_batch = min(shape.choice.plan.sub_batch, samples_in(batch, self._split))
+        self._now = SubBatches(
+            self.model,
+            lambda part: self._forward(step, part, shape.choice),
+            batch,
+            max(1, sub_batch),
+            shape.certificate or Certificate(None, "this batch is not to be split"),
+            split=self._split,
+            certify_again=lambda whole, known: self._certify(step, whole, among=known),
+            ghost=self.batchnorm == "ghost",
+        )
+        self._report.steps += 1
+        self._report.sub_batches += len(self._now)
+        return self._now.forward(0)
+
+    def count_plain(self) -> None:
+        """A batch whose plan asks for nothing was run by the caller itself."""
+        self._report.steps += 1
+        self._report.sub_batches += 1
+
+    @property
+    def parts(self) -> SubBatches | None:
+        """The sub-batches of the batch that is under way."""
+        return self._now
+
+    def drop(self) -> SubBatches | None:
+        """Forget the batch that is under way: there is no loss to go backward from."""
+        now, self._now = self._now, None
+        return now
+
+    def finish(self, loss: Tensor, backward: Callable[[Tensor], Any] | None = None) -> Any:
+        """Backward pass of the first sub-batch from ``loss``, then all others; returns as :meth:`run`."""
+        now = self.drop()
+        if now is None:
+            raise RuntimeError("finish() without begin(): no batch is under way")
+        backward = backward or (lambda whole: whole.backward())  # type: ignore[no-untyped-call]
+        first = now.weighted(0, loss)
+        del loss
+        if first is not None:
+            backward(first)
+        del first
+        return now.run(backward, start=1)
+
+    def plan(self, step: Step, batch: Any) -> PlannedShape:
+        """What is decided for batches like this one; made now if there is nothing yet.
+
+        Raises:
+            BudgetError, ScheduleError: see :meth:`run`.
+        """
+        samples = samples_in(batch, self._split)
+        key = _shape_of(batch)
+        known = self._shapes.get(key)
+        if known is not None and samples <= known.samples:
+            return known
+        if self._shapes and self._on_shape_change == "error":
+            raise ScheduleError(
+                f"a batch of {samples} samples has another shape than the one that was planned for, and "
+                "on_shape_change='error': bring all batches to one shape, or use on_shape_change='replan'"
+            )
+        self._say(f"planning a batch of {samples} samples for {show_bytes(self.budget_bytes)}")
+        shape = self._make_plan(step, batch, samples)
+        self._shapes[key] = shape
+        self._report.shapes.append(shape)
+        self._say(str(shape))
+        return shape
+
+    def report(self) -> BudgetReport:
+        """What was planned and done so far."""
+        parts = [offload.report() for offload in self._offloads.values()]
+        if parts:
+            fields = OffloadReport.__dataclass_fields__
+            self._report.offload = OffloadReport(**{name: sum(getattr(one, name) for one in parts) for name in fields})
+        return self._report
+
+    def remove(self) -> None:
+        """Give back the host's space and take wrappers off."""
+        self.report()
+        self._now = None
+        self._offloads.clear()
+        if self._chunks is not None:
+            self._chunks.remove()
+            self._chunks = None
+        self.host.close()
+
+    def _make_plan(self, step: Step, batch: Any, samples: int) -> PlannedShape:
+        if self.batchnorm == "exact" and self._chunks is None and samples > 1:
+            self._chunks = ChunkedOperators(self.model, max(1, samples // CHUNKS))
+        dry = TrainingStep(
+            self.model,
+            batch,
+            samples,
+            loss=lambda part: loss_of(step(part)),
+            optimizers=[one for one in self.optimizers if not isinstance(one, _NOT_RUN_DRY)],
+            split=self._take,
+            gradients=self._gradients,
+        )
+        with undisturbed(self.model):
+            memory = StepMemory(dry, (samples,))
+            plain = memory.plain
+            if plain is not None and plain.peak_bytes <= _SPACIOUS * self.budget_bytes:
+                choice = search_plan(dry, self.budget_bytes, memory=memory)
+                return PlannedShape(samples, choice, note=memory.note)
+        certificate = self._certify(step, batch) if samples > 1 and self.batchnorm != "exact" else None
+        separable = certificate is not None and certificate.separable
+        with undisturbed(self.model):
+            costs = calibrate(dry, self.host) if samples > 1 else StepCosts()
+            memory = StepMemory(dry, halvings(samples) if separable else (samples,), costs)
+            try:
+                choice = search_plan(dry, self.budget_bytes, memory=memory)
+            except BudgetError as error:
+                raise self._explained(error, certificate) from None
+        split = choice.plan.sub_batch < samples
+        return PlannedShape(samples, choice, certificate if split else None, costs, memory.note)
+
+    def _explained(self, error: BudgetError, certificate: Certificate | None) -> BudgetError:
+        """Say what kept sub-batches from lowering the floor."""
+        if certificate is None or certificate.separable:
+            return error
+        return BudgetError(
+            f"a budget of {self.budget_bytes} bytes is below this step's floor",
+            floor_bytes=error.floor_bytes,
+            task=error.task,
+            layer=error.layer,
+            hint=f"Sub-batches would lower it, but {certificate.reason}. {error.hint}",
+        )
+
+    def _certify(self, step: Step, batch: Any, among: Certificate | None = None) -> Certificate:
+        self._say("finding out whether sub-batches give the same gradients")
+        with undisturbed(self.model):
+            return certify(
+                step,
+                batch,
+                self.model,
+                split=self._split,
+                loss_weight=self._loss_weight,
+                ghost=self.batchnorm == "ghost",
+                among=among,
+            )
+
+    def _take(self, batch: Any, first: int, last: int) -> Any:
+        """The part of a batch that the planner asks for; only its size matters."""
+        if first == 0 and last >= samples_in(batch, self._split):
+            return batch
+        return self._split(batch, last - first)[0]
+
+    def _forward(self, step: Step, part: Any, choice: PlanChoice) -> Any:
+        with self._hooks(part, choice):
+            return step(part)
+
+    def _hooks(self, part: Any, choice: PlanChoice) -> AbstractContextManager[Any]:
+        if not choice.plan.offload:
+            return nullcontext()
+        offload = self._offloads.get(choice.plan)
+        if offload is None:
+            offload = self._offloads[choice.plan] = OffloadSavedTensors(
+                choice.plan, self.host, in_flight_bytes=choice.in_flight_bytes, on_mismatch=self._mismatch
+            )
+        offload.keep = [*self.model.parameters(), *self.model.buffers(), *tensors_in(part)]
+        return offload
+
+    def _mismatch(self, mismatch: PlanMismatch) -> None:
+        if self._on_shape_change == "error":
+            raise mismatch
+        reason = "a forward pass saved other storages than planned"
+        self._report.replanned[reason] = self._report.replanned.get(reason, 0) + 1
+        self._shapes.clear()
+        self._say(f"{mismatch}; the next batch is planned anew")
+
+
+def check_on_shape_change(choice: str) -> None:
+    """Raise a ValueError for an unknown choice."""
+    if choice not in get_args(OnShapeChange):
+        raise ValueError(f"on_shape_change={choice!r}: use 'replan' or 'error'")
+
+
+def _shape_of(batch: Any) -> tuple[Any, ...]:
+    """Everything of the batch's shape but how many samples it has."""
+    return tuple((place, tuple(tensor.shape[1:]), tensor.dtype) for place, tensor in tensors_of(batch).items())
