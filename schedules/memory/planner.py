@@ -109,7 +109,7 @@ def plan_batch(
         alpha: of Eq. 8.
         techniques: use these and no others.
         sub_batching: ``False`` keeps the batch whole.
-        search: ``False`` stops at the paper's choice: Eq. 8, and Algorithm 1 by its rules alone unless ``techniques`` are
+        search: ``False`` stops at the paper's choice: Eq. 8, and :meth:`Techniques.paper` unless ``techniques`` are
             given.
         max_simulations: after so many the best so far is taken.
 
