@@ -127,9 +127,11 @@ class MemoryBudgetStrategy(LightningOnly, SingleDeviceStrategy):
         def step(part: Any) -> dict[str, Any]:
             with log.collecting() as logged:
                 output = plain(part, *rest, **kwargs)
-            if output is None:
-                raise NoLossError("training_step returned None for a part of a batch: skip whole batches only")
-            return {"loss": loss_of(output), "output": output, LOGGED: logged}
+            try:
+                loss = loss_of(output)
+            except ValueError as error:  # None, or what Lightning has an error of its own for
+                raise NoLossError(f"a part of a batch gave no loss: {error}") from error
+            return {"loss": loss, "output": output, LOGGED: logged}
 
         try:
             with self._unseen():
@@ -164,14 +166,19 @@ class MemoryBudgetStrategy(LightningOnly, SingleDeviceStrategy):
             trainer.loggers = loggers
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        step, module = self._step, self.lightning_module
+        step, module, plugin = self._step, self.lightning_module, self.precision_plugin
+        assert module is not None
         parts = step.parts if step is not None else None
         if step is None or parts is None:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-        assert module is not None
+            self.pre_backward(closure_loss)
+            closure_loss = plugin.pre_backward(closure_loss, module)
+            plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+            closure_loss = plugin.post_backward(closure_loss, module)
+            self.post_backward(closure_loss)
+            return closure_loss
         assert self._log is not None
         assert self._results is not None
-        plugin, accumulated = self.precision_plugin, module.trainer.accumulate_grad_batches
+        accumulated = module.trainer.accumulate_grad_batches
         begun = False
 
         def backward(loss: Tensor) -> None:

@@ -49,9 +49,6 @@ CHUNKS = 8
 _SPACIOUS = 0.5
 """A plain step whose tensors need no more of the budget than this is not looked at any closer."""
 
-_NOT_RUN_DRY = (torch.optim.LBFGS, torch.optim.SparseAdam)
-"""Optimizers that want a closure or sparse gradients: what their states need is not known in advance."""
-
 Step = Callable[[Any], Any]
 
 
@@ -274,7 +271,7 @@ class BudgetedStep:
             batch,
             samples,
             loss=lambda part: loss_of(step(part)),
-            optimizers=[one for one in self.optimizers if not isinstance(one, _NOT_RUN_DRY)],
+            optimizers=self.optimizers,
             split=self._take,
             gradients=self._gradients,
         )
@@ -283,7 +280,7 @@ class BudgetedStep:
             plain = memory.plain
             if plain is not None and plain.peak_bytes <= _SPACIOUS * self.budget_bytes:
                 choice = search_plan(dry, self.budget_bytes, memory=memory)
-                return PlannedShape(samples, choice, note=memory.note)
+                return PlannedShape(samples, choice, note=_note(memory))
         certificate = self._certify(step, batch) if samples > 1 and self.batchnorm != "exact" else None
         separable = certificate is not None and certificate.separable
         with undisturbed(self.model):
@@ -294,7 +291,7 @@ class BudgetedStep:
             except BudgetError as error:
                 raise self._explained(error, certificate) from None
         split = choice.plan.sub_batch < samples
-        return PlannedShape(samples, choice, certificate if split else None, costs, memory.note)
+        return PlannedShape(samples, choice, certificate if split else None, costs, _note(memory))
 
     def _explained(self, error: BudgetError, certificate: Certificate | None) -> BudgetError:
         """Say what kept sub-batches from lowering the floor."""
@@ -355,6 +352,11 @@ def check_on_shape_change(choice: str) -> None:
     """Raise a ValueError for an unknown choice."""
     if choice not in get_args(OnShapeChange):
         raise ValueError(f"on_shape_change={choice!r}: use 'replan' or 'error'")
+
+
+def _note(memory: StepMemory) -> str:
+    unknown = [f"what {name} keeps for itself is not counted" for name in memory.not_run]
+    return "; ".join(filter(None, (memory.note, *unknown)))
 
 
 def _shape_of(batch: Any) -> tuple[Any, ...]:

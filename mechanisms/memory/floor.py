@@ -92,6 +92,11 @@ class StepMemory:
             self.note = f"{error}: predicted from real runs of a few samples"
             return None
 
+    @property
+    def not_run(self) -> list[str]:
+        """Classes of optimizers whose states are not known, because they could not be run by themselves."""
+        return list(dict.fromkeys(self._dry.not_run)) if self.plain is not None else []
+
     @cached_property
     def floor(self) -> MemoryFloor:
         """Everything offloaded, the smallest sub-batch, nothing fetched ahead."""

@@ -131,6 +131,7 @@ class DryRun:
 
     def __init__(self, step: TrainingStep, *, real: bool = False, host: HostTier | None = None) -> None:
         self.step = step
+        self.not_run: list[str] = []
         self._host = host or (HostMemory("cpu") if real else HostNull())
         self._mode: Any = nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True)
         self._replacement: Replacement = copies() if real else fake(self._mode)
@@ -165,8 +166,7 @@ class DryRun:
                     self._forward_backward(tracer, plan, in_flight_bytes, compare)
                     if update:
                         tracer.phase = Phase.UPDATE
-                        for optimizer in self._optimizers:
-                            optimizer.step()
+                        self._update()
             except _WITHOUT_VALUES as error:
                 operations = tracer.trace.operations
                 raise ValueReadError(
@@ -174,6 +174,7 @@ class DryRun:
                     f"what it makes depends on values ({error})"
                 ) from error
             finally:
+                tracer.finish()
                 for parameter in self._trained:
                     parameter.grad = None
         return StepProfile(plan, self.step.samples, tracer.trace)
@@ -207,11 +208,18 @@ class DryRun:
             return
         for parameter in self._trained:
             parameter.grad = torch.zeros_like(parameter)
-        for optimizer in self._optimizers:
-            if not any(optimizer.state.values()):
-                optimizer.step()
+        self._update()
         for parameter in self._trained:
             parameter.grad = None
+
+    def _update(self) -> None:
+        """Run the optimizers; one that cannot be run alone (it wants a closure, or sparse gradients) is left out."""
+        for optimizer in list(self._optimizers):
+            try:
+                optimizer.step()
+            except Exception:  # whatever an optimizer says to a step that is not in the middle of training
+                self._optimizers.remove(optimizer)
+                self.not_run.append(type(optimizer).__name__)
 
     def _lay_out(self, tracer: Tracer) -> None:
         """What is there before the step: parameters, the batch, optimizer states, perhaps gradients."""
