@@ -25,7 +25,7 @@ from typing import Protocol
 import psutil
 import torch
 
-from retime.mechanisms.step_timer import OTHER, PHASES
+from retime.mechanisms.step_timer import OTHER, PHASES, check_phase
 
 __all__ = ["MemoryProbe"]
 
@@ -168,10 +168,8 @@ class MemoryProbe:
             ValueError: for any other phase.
             RuntimeError: before :meth:`start` or after :meth:`stop`.
         """
-        if phase not in (*PHASES, OTHER):
-            raise ValueError(f"unknown phase {phase!r}: use one of {', '.join((*PHASES, OTHER))}")
-        if self._phase is None:
-            raise RuntimeError(f"switch({phase!r}) outside a batch: call start() first")
+        check_phase(phase, self._phase is not None)
+        assert self._phase is not None
         self._book(self._phase)
         self._phase = phase
 

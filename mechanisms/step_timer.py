@@ -104,6 +104,14 @@ class _CudaClock:
         return [marks[0].elapsed_time(mark) for mark in marks]
 
 
+def check_phase(phase: str, running: bool) -> None:
+    """Raise for a switch to no phase (ValueError), or outside a batch (RuntimeError)."""
+    if phase not in (*PHASES, OTHER):
+        raise ValueError(f"unknown phase {phase!r}: use one of {', '.join((*PHASES, OTHER))}")
+    if not running:
+        raise RuntimeError(f"switch({phase!r}) outside a batch: call start() first")
+
+
 @dataclass
 class _Stretch:
     """One phase from its begin mark to the next stretch's; ``last_gradient`` is set in a backward only."""
@@ -156,10 +164,7 @@ class StepTimer:
             ValueError: for any other phase.
             RuntimeError: before :meth:`start` or after :meth:`stop`.
         """
-        if phase not in (*PHASES, OTHER):
-            raise ValueError(f"unknown phase {phase!r}: use one of {', '.join((*PHASES, OTHER))}")
-        if not self._running:
-            raise RuntimeError(f"switch({phase!r}) outside a batch: call start() first")
+        check_phase(phase, self._running)
         self._batches[-1].append(_Stretch(phase, self._clock.mark()))
 
     def stop(self) -> None:
