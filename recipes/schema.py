@@ -147,6 +147,30 @@ class ConvolutionalSettings(Settings):
     cases: dict[str, Any] = field(default_factory=dict)  # name: {pruning, zeros, levels}
 
 
+@dataclass
+class MemorySettings(Settings):
+    """The settings of the memory-budget recipes (moDNN). `steps` are training steps."""
+
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    cases: dict[str, Any] = field(default_factory=dict)  # name: {model, batch_size, ...}
+    # Figures 10 to 14, simulated on one K40
+    operations_per_s: float = 4.29e12  # its data sheet: single precision
+    memory_bytes_per_s: float = 288e9
+    efficiency: float = 0.3  # share of operations_per_s that implicit GEMM reaches
+    memory_efficiency: float = 0.75  # share of memory_bytes_per_s that is reached
+    transfer_bytes_per_s: float = 10e9  # over PCIe 3.0 x16, either way
+    launch_ms: float = 0.01  # of a kernel
+    threads: int = 30720  # that the GPU holds at once: with fewer outputs it is not filled
+    budget_gb: float = 12.0
+    # shares of the ideal peak, or GB in the simulated figures; "floor" is the smallest budget
+    budgets: list[Any] = field(default_factory=list)
+    # the budget sweep
+    data: dict[str, Any] = field(default_factory=dict)  # a data set of (input, target) pairs
+    host: str = "disk:"  # "disk:FOLDER"; without a folder, one for temporary files
+    headroom_mb: float = 0.0  # that RLIMIT_DATA leaves beyond the budget
+    timeout_s: float = 900.0
+
+
 def register(name: str, settings: type[Settings]) -> None:
     """Offer a settings class to experiment files as `/schema: <name>`.
 
@@ -169,6 +193,7 @@ def register_all() -> None:
     register("ooo_simulated", SimulatedSettings)
     register("bppsa_recurrent", RecurrentSettings)
     register("bppsa_convolutional", ConvolutionalSettings)
+    register("modnn", MemorySettings)
     OmegaConf.register_new_resolver("by_hardware", _by_hardware, replace=True)
 
 
