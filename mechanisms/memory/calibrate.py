@@ -10,12 +10,16 @@ from pathlib import Path
 import torch
 
 from retime.mechanisms.memory.costs import StepCosts
+from retime.mechanisms.memory.heap import trim_heap
 from retime.mechanisms.memory.host import HostTier
 from retime.mechanisms.memory.profile import Size
 from retime.mechanisms.memory.replay import EVERYTHING, DryRun, TrainingStep
 from retime.mechanisms.memory.trace import Operation
+from retime.mechanisms.memory_probe import MemoryProbe
 from retime.schedules.memory import OffloadPlan, Phase
 
+# A process's resident size is counted in batches of pages on each core; less than this may be none at all.
+_NOISE_BYTES = 64 * 1024
 _PROBE_BYTES = 16 * 2**20
 _REPEATS = 3
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -44,27 +48,30 @@ class ScratchMeter:
 
     def after(self, operation: Operation, new_bytes: int) -> None:
         peak = torch.cuda.max_memory_allocated(self._cuda) if self._cuda is not None else _status("VmHWM")
-        extra = max(0, peak - self._before - new_bytes)
+        extra = peak - self._before - new_bytes
+        if extra < _NOISE_BYTES:
+            return
         self.bytes[operation.kind] = max(self.bytes.get(operation.kind, 0), extra)
 
 
-def calibrate(step: TrainingStep, host: HostTier, *, sub_batches: tuple[int, int] = (1, 2)) -> StepCosts:
+def calibrate(step: TrainingStep, host: HostTier, *, sub_batches: tuple[int, int] | None = None) -> StepCosts:
     """Run the step on copies of the model with two sub-batch sizes, and time copies to the host.
 
     Args:
         step: what to run. Its state, and the random generators, stay as they are.
         host: the tier that is timed.
-        sub_batches: numbers of samples, the smaller one first; everything is offloaded to CPU memory meanwhile, so
-            that little of the device is needed on top of a copy of the parameters.
+        sub_batches: numbers of samples, the smaller one first; by default an eighth and a quarter of the batch. All
+            that can be is offloaded meanwhile, so that little of the device is needed beside a copy of the parameters.
 
     Raises:
         ValueError: two equal sizes, or more samples than the batch has.
     """
-    low, high = sub_batches
+    low, high = sub_batches or (max(1, step.samples // 8), max(2, step.samples // 4))
     if not 0 < low < high <= step.samples:
-        raise ValueError(f"sub_batches={sub_batches}: give two sizes within the batch of {step.samples}, smaller first")
+        raise ValueError(f"sub_batches={low, high}: give two sizes within the batch of {step.samples}, smaller first")
     parameter = next(step.module.parameters())
-    scratch = [_scratch(step.of_size(size), parameter.device) for size in (low, high)]
+    scratch, rest = zip(*(_scratch(step.of_size(size), host, parameter.device) for size in (low, high)), strict=True)
+    holes = _line(rest[0], rest[1], low, high)
     times = [_median_ms(_stepper(step.of_size(size))) for size in (low, high)]
     sample_ms = max(0.0, (times[1] - times[0]) / (high - low))
     out, back, hidden = _bandwidth(host, parameter.device)
@@ -75,30 +82,43 @@ def calibrate(step: TrainingStep, host: HostTier, *, sub_batches: tuple[int, int
         in_bytes_per_ms=back,
         hidden=hidden,
         operations=_sizes(scratch[0], scratch[1], low, high),
+        scratch_bytes=holes.fixed,
+        scratch_sample_bytes=holes.sample,
     )
 
 
-def _scratch(step: TrainingStep, device: torch.device) -> dict[tuple[Phase, str, str], int]:
-    run = DryRun(step, real=True)
+def _scratch(step: TrainingStep, host: HostTier, device: torch.device) -> tuple[dict[tuple[Phase, str, str], int], int]:
+    """What operations allocate for themselves, and what a step needs beyond that and its tensors."""
+    run = DryRun(step, real=True, host=host)
     plan = OffloadPlan(step.samples, EVERYTHING, 0, len(EVERYTHING))
     run.run(plan, compare=False)  # libraries keep what they allocate when they are first used
-    gc.collect()
     meter = ScratchMeter(device)
-    run.run(plan, compare=False, meter=meter)
-    return meter.bytes
+    profile = run.run(plan, compare=False, update=False, meter=meter)
+    sizes = {kind: Size(nbytes) for kind, nbytes in meter.bytes.items()}
+    before = sum(storage.nbytes for storage in profile.trace.storages if storage.born < 0)
+    predicted = profile.peak_with(sizes) - before
+    del profile
+    gc.collect()
+    trim_heap()
+    probe = MemoryProbe(device)
+    base = torch.cuda.memory_allocated(device) if device.type == "cuda" else _status("VmRSS")
+    run.untraced(plan, probe)
+    return meter.bytes, max(0, probe.peaks()["batch"] - base - predicted)
 
 
 def _sizes(
     low: dict[tuple[Phase, str, str], int], high: dict[tuple[Phase, str, str], int], small: int, large: int
 ) -> dict[tuple[Phase, str, str], Size]:
-    found = {}
-    for kind in low.keys() | high.keys():
-        first, last = low.get(kind, high.get(kind, 0)), high.get(kind, low.get(kind, 0))
-        slope = max(0.0, (last - first) / (large - small))
-        fixed = max(0.0, last - slope * large)
-        if fixed or slope:
-            found[kind] = Size(fixed, slope)
-    return found
+    return {
+        kind: _line(low.get(kind, high.get(kind, 0)), high.get(kind, low.get(kind, 0)), small, large)
+        for kind in low.keys() | high.keys()
+    }
+
+
+def _line(first: int, last: int, small: int, large: int) -> Size:
+    """Through two measurements; what does not grow counts with the larger one."""
+    slope = max(0.0, (last - first) / (large - small))
+    return Size(max(float(first), float(last)) - slope * large, slope)
 
 
 def _stepper(step: TrainingStep) -> Callable[[], None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -70,13 +71,18 @@ class StepMemory:
         sub_batches: sub-batch sizes that may be used; only the whole batch where sub-batches would change the result.
             Sizes below the batch are at most half of it.
         costs: their scratch is added to what tensors hold.
+        check: compare a dry run of the smallest sub-batch with a real one on copies. Some kernels save another number
+            of tensors than their description says (oneDNN's LSTM a work space); then real runs are used.
 
     Attributes:
         note: why predictions are not exact; empty if they are.
     """
 
-    def __init__(self, step: TrainingStep, sub_batches: tuple[int, ...], costs: StepCosts | None = None) -> None:
+    def __init__(
+        self, step: TrainingStep, sub_batches: tuple[int, ...], costs: StepCosts | None = None, *, check: bool = False
+    ) -> None:
         self.step = step
+        self._check = check
         self.costs = costs or StepCosts()
         self.sub_batches = tuple(sorted({size for size in sub_batches if size <= step.samples // 2} | ({step.samples})))
         if step.samples not in sub_batches and len(self.sub_batches) > 1:
@@ -87,10 +93,19 @@ class StepMemory:
     def plain(self) -> StepProfile | None:
         """The whole batch with nothing offloaded; None where the step cannot be run dry."""
         try:
-            return self._dry.run(OffloadPlan(self.step.samples))
+            found = self._dry.run(OffloadPlan(self.step.samples))
         except Exception as error:  # whatever the user's code says to tensors without values
             self.note = f"{error}: predicted from real runs of a few samples"
             return None
+        if self._check and not self._dry_is_real():
+            self.note = "a real run saves other storages than a dry one: predicted from real runs of a few samples"
+            return None
+        return found
+
+    def _dry_is_real(self) -> bool:
+        small = self.step.of_size(self.sub_batches[0])
+        dry, real = (DryRun(small, real=real).run(OffloadPlan(small.samples), update=False) for real in (False, True))
+        return [one.nbytes for one in dry.saved] == [one.nbytes for one in real.saved]
 
     @property
     def not_run(self) -> list[str]:
@@ -148,8 +163,12 @@ class StepMemory:
         samples = self.step.samples
         if self.plain is not None:
             return Lifetimes(self._part(samples), self._away(samples))
-        one, two = (self._real(size, size) for size in (1, min(2, samples)))
-        return Lifetimes(*one, two[0], batch_bytes=self._batch_bytes)
+        # With very few samples a step may run other operations than with more.
+        for low in (1, 2, 4):
+            small, large = (self._real(size, size) for size in (min(low, samples), min(2 * low, samples)))
+            with suppress(ScheduleError):
+                return Lifetimes(*small, large[0], batch_bytes=self._batch_bytes)
+        return Lifetimes(*self._real(samples, samples))
 
     @cached_property
     def _parts(self) -> tuple[int, Lifetimes | None]:

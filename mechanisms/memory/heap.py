@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-MMAP_THRESHOLD_BYTES = 256 * 1024
+MMAP_THRESHOLD_BYTES = 64 * 1024
 _M_MMAP_THRESHOLD = -3  # of <malloc.h>
 _M_TRIM_THRESHOLD = -1
 
@@ -21,3 +21,11 @@ def give_back_freed_memory(threshold_bytes: int = MMAP_THRESHOLD_BYTES) -> bool:
     except (AttributeError, OSError):
         return False
     return bool(mallopt(_M_MMAP_THRESHOLD, threshold_bytes) and mallopt(_M_TRIM_THRESHOLD, threshold_bytes))
+
+
+def trim_heap() -> bool:
+    """Give back what the heap holds free; whether there was anything, False also where it cannot be asked."""
+    try:
+        return bool(ctypes.CDLL(None).malloc_trim(0))
+    except (AttributeError, OSError):
+        return False

@@ -24,7 +24,7 @@ class HostMemory:
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)
         self._cuda = self._device.type == "cuda"
-        self._stream = torch.cuda.Stream(self._device) if self._cuda else None
+        self._stream = torch.cuda.Stream(self._device) if self._cuda else None  # type: ignore[no-untyped-call]
         self._pool: defaultdict[int, list[Tensor]] = defaultdict(list)
         self._held = 0
 
@@ -57,12 +57,12 @@ class HostMemory:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             into.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         return event
 
     def _await(self, event: torch.cuda.Event | None) -> bool:
-        if event is None or event.query():
+        if event is None or event.query():  # type: ignore[no-untyped-call]
             return False
         torch.cuda.current_stream(self._device).wait_event(event)
         return True

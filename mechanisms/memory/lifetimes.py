@@ -133,7 +133,7 @@ class Lifetimes:
         return Life(size, max(storage.born, 0), min(storage.dies, self.operations - 1))
 
     def _saved(
-        self, index: int, plain: StepProfile, away: StepProfile, sizes: dict[tuple[int, int | None], Size]
+        self, index: int, plain: StepProfile, away: StepProfile, sizes: dict[tuple[int, int], Size]
     ) -> list[SavedLife]:
         def lives(run: StepProfile, restored: bool) -> dict[int, list[Life]]:
             found: dict[int, list[Life]] = {}

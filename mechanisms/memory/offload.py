@@ -120,7 +120,7 @@ class OffloadSavedTensors:
             self.plan, self.host, self.keep, self.in_flight_bytes, self._counts, observer=self.observer
         )
         # A compiled region calls them for what it saves; they are not a part of what it compiles.
-        pack, unpack = torch.compiler.disable(self._pass.pack), torch.compiler.disable(self._pass.unpack)
+        pack, unpack = (torch.compiler.disable(hook) for hook in (self._pass.pack, self._pass.unpack))  # type: ignore[no-untyped-call]
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         self._hooks.__enter__()
         self._counts.passes += 1

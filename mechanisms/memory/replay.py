@@ -133,13 +133,16 @@ class DryRun:
         self.step = step
         self.not_run: list[str] = []
         self._host = host or (HostMemory("cpu") if real else HostNull())
-        self._mode: Any = nullcontext() if real else FakeTensorMode(allow_non_fake_inputs=True)
-        self._replacement: Replacement = copies() if real else fake(self._mode)
+        self._mode: Any = nullcontext()
+        self._replacement: Replacement = copies()
+        if not real:
+            self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+            self._replacement = fake(self._mode)
         self._batch = self._replacement.tree(step.batch)
         with self._staged():
             self._optimizers = [stand_in_optimizer(optimizer, self._replacement) for optimizer in step.optimizers]
             self._trained = [parameter for parameter in step.module.parameters() if parameter.requires_grad]
-            with self._mode, _AnyValue():
+            with self._mode, _AnyValue():  # type: ignore[no-untyped-call]
                 self._make_states()
 
     def run(
@@ -191,7 +194,7 @@ class DryRun:
                 keep = [*module.parameters(), *module.buffers(), *tensors_in(self._batch)]
                 with OffloadSavedTensors(plan, self._host, keep, on_mismatch=_no_matter):
                     loss = self.step.loss(self._batch)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             if probe is not None:
                 probe.stop()
             for parameter in self._trained:
@@ -243,7 +246,8 @@ class DryRun:
         for first in starts:
             part = self._batch
             if len(starts) > 1:
-                part = step.split(part, first, min(first + plan.sub_batch, step.samples))
+                with tracer.inside():  # cutting is none of the step's operations
+                    part = step.split(part, first, min(first + plan.sub_batch, step.samples))
                 tracer.add(part, BlockKind.INPUT)
             tracer.phase = Phase.FORWARD
             tracer.begin_pass()
@@ -255,7 +259,7 @@ class DryRun:
                 for parameter in self._trained:
                     parameter.grad = None
             tracer.phase = Phase.BACKWARD
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             del loss, part
             for parameter in self._trained:
                 if parameter.grad is not None:
@@ -266,7 +270,7 @@ def _no_matter(mismatch: PlanMismatch) -> None:
     pass
 
 
-class _AnyValue(TorchDispatchMode):
+class _AnyValue(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Makes up the values that fake tensors do not have: a step count, say."""
 
     def __torch_dispatch__(

@@ -131,7 +131,7 @@ class MovedStorage:
 class Moved:
     """A saved tensor whose storage is on the host."""
 
-    __slots__ = ("storage", "window", "version")
+    __slots__ = ("storage", "version", "window")
 
     def __init__(self, storage: MovedStorage, tensor: Tensor) -> None:
         self.storage = storage

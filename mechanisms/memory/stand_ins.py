@@ -39,7 +39,11 @@ class Replacement:
 
 def fake(mode: FakeTensorMode) -> Replacement:
     """Stand-ins without data, of the same sizes, on the same device."""
-    return Replacement(lambda tensor: mode.from_tensor(tensor, static_shapes=True))
+
+    def convert(tensor: Tensor) -> Tensor:
+        return mode.from_tensor(tensor if tensor.is_leaf else tensor.detach(), static_shapes=True)
+
+    return Replacement(convert)
 
 
 def copies() -> Replacement:

@@ -105,7 +105,7 @@ class Trace:
     uses: list[dict[int, list[int]]] = field(default_factory=list)
 
 
-class Tracer(TorchDispatchMode):
+class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts storages while it is entered; also the observer of an :class:`OffloadSavedTensors`.
 
     Args:
@@ -118,7 +118,7 @@ class Tracer(TorchDispatchMode):
     """
 
     def __init__(self, module: nn.Module, meter: Meter | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._meter = meter
         self.trace = Trace()
         self.phase = Phase.FORWARD
@@ -130,6 +130,7 @@ class Tracer(TorchDispatchMode):
         self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._inside_hook = 0
         self._running = False
+        self._finished = False
         self._marks: tuple[list[int], list[str]] = ([], [])  # sequence numbers at which the layer changed, and to what
         self._last_backward_layer = self._root
 
@@ -187,7 +188,13 @@ class Tracer(TorchDispatchMode):
             self.trace.peak_bytes, self.trace.peak_at = self.current_bytes, self.now if born >= 0 else -1
         return entry
 
+    def finish(self) -> None:
+        """The step has ended: what is there now outlives it."""
+        self._finished = True
+
     def _gone(self, key: int, index: int, _: object) -> None:
+        if self._finished:
+            return
         if self._live.get(key, (-1,))[0] == index:
             del self._live[key]
         storage = self.trace.storages[index]
@@ -284,7 +291,7 @@ class Tracer(TorchDispatchMode):
         """Nodes of the graph are numbered as they are made: remember from which number on this layer makes them."""
         if self.phase is Phase.FORWARD:
             numbers, layers = self._marks
-            numbers.append(torch.autograd._get_sequence_nr())
+            numbers.append(torch._C._autograd._get_sequence_nr())
             layers.append(self._stack[-1] if self._stack else self._root)
 
     def _layer(self) -> str:

@@ -1,0 +1,131 @@
+"""A training step in a process of its own, under a limit of data bytes: RAM is the device and a disk is the host.
+
+    python memory_limit_worker.py NET MODES FOLDER [LIMIT_MIB]
+
+MODES are of ``plain``, ``offload`` and ``split`` (two samples at once, everything offloaded), with commas between.
+Prints one line of JSON: for each mode a hash of the gradients and, without a limit, the measured and the predicted
+peak above the start; or ``{"error": ...}`` when memory ran out.
+"""
+
+import gc
+import hashlib
+import json
+import resource
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from retime.mechanisms.memory.calibrate import calibrate
+from retime.mechanisms.memory.costs import StepCosts
+from retime.mechanisms.memory.heap import give_back_freed_memory, trim_heap
+from retime.mechanisms.memory.host_disk import HostDisk
+from retime.mechanisms.memory.offload import OffloadSavedTensors
+from retime.mechanisms.memory.replay import EVERYTHING, TrainingStep, replay, take
+from retime.mechanisms.memory_probe import MemoryProbe
+from retime.schedules.memory import OffloadPlan
+
+MIB = 2**20
+
+
+def network(name: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """A model, a batch and its labels."""
+    torch.manual_seed(0)
+    if name == "conv":
+        layers: list[nn.Module] = [nn.Conv2d(3, 32, 3, padding=1), nn.ReLU()]
+        for _ in range(10):
+            layers += [nn.Conv2d(32, 32, 3, padding=1), nn.ReLU()]
+        head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)]
+        return nn.Sequential(*layers, *head), torch.randn(8, 3, 64, 64), torch.randint(0, 10, (8,))
+    if name == "norm":
+        layers = [nn.Conv2d(3, 32, 3, padding=1)]
+        for _ in range(6):
+            layers += [nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1)]
+        head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)]
+        return nn.Sequential(*layers, *head), torch.randn(8, 3, 64, 64), torch.randint(0, 10, (8,))
+    if name == "attention":
+        layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
+        body = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        model = nn.Sequential(nn.Linear(16, 128), body, nn.Flatten(), nn.Linear(128 * 128, 10))
+        return model, torch.randn(16, 128, 16), torch.randint(0, 10, (16,))
+    layers = []
+    for _ in range(12):
+        layers += [nn.Linear(256, 256), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(256, 10)), torch.randn(8192, 256), torch.randint(0, 10, (8192,))
+
+
+def resident_bytes(field: str) -> int:
+    """A line of the kernel's status of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) * 1024
+
+
+def run(step: TrainingStep, plan: OffloadPlan, host: HostDisk, probe: MemoryProbe | None = None) -> str:
+    """Forward and backward passes of one batch; a hash of the gradients."""
+    step.module.zero_grad()
+    keep = [*step.module.parameters(), *step.module.buffers(), *step.batch]
+    offload = OffloadSavedTensors(plan, host, keep, on_mismatch=lambda mismatch: None)
+    if probe is not None:
+        probe.start()
+    for first in range(0, step.samples, plan.sub_batch):
+        part = take(step.batch, first, first + plan.sub_batch)
+        with offload:
+            loss = step.loss(part) * (len(part[0]) / step.samples)
+        loss.backward()
+    if probe is not None:
+        probe.stop()
+    gradients = b"".join(parameter.grad.numpy().tobytes() for parameter in step.module.parameters())
+    return hashlib.sha256(gradients).hexdigest()
+
+
+def compare(step: TrainingStep, plan: OffloadPlan, host: HostDisk, costs: StepCosts) -> dict[str, object]:
+    """The step's own gradients and its peak above the start, measured and predicted."""
+    predicted = replay(step, plan, compare=False)
+    run(step, plan, host)  # libraries allocate when they are first used
+    step.module.zero_grad()
+    gc.collect()
+    trim_heap()
+    probe = MemoryProbe("cpu")
+    base = resident_bytes("VmRSS")
+    gradients = run(step, plan, host, probe)
+    before = predicted.resident_bytes - sum(parameter.nbytes for parameter in step.module.parameters())
+    return {
+        "gradients": gradients,
+        "measured": probe.peaks()["batch"] - base,
+        "predicted": predicted.peak_with(costs.operations) + costs.scratch(plan.sub_batch) - before,
+        "held": host.bytes_held(),
+        "source": probe.source,
+    }
+
+
+def main() -> None:
+    name, modes, folder, *limit = sys.argv[1:]
+    torch.set_num_threads(1)
+    give_back_freed_memory()
+    model, images, labels = network(name)
+    step = TrainingStep(model, (images, labels), len(images), lambda batch: cross_entropy(model(batch[0]), batch[1]))
+    results: dict[str, object] = {}
+    with HostDisk(folder) as host:
+        costs = StepCosts() if limit else calibrate(step, host)
+        for mode in modes.split(","):
+            sub_batch = 2 if mode == "split" else len(images)
+            plan = OffloadPlan(sub_batch)
+            if mode != "plain":
+                plan = OffloadPlan(sub_batch, EVERYTHING, 0, len(EVERYTHING))
+            if not limit:
+                results[mode] = compare(step, plan, host, costs)
+                continue
+            step.loss(take(step.batch, 0, 1)).backward()
+            bound = resident_bytes("VmData") + int(limit[0]) * MIB
+            resource.setrlimit(resource.RLIMIT_DATA, (bound, bound))
+            try:
+                results[mode] = {"gradients": run(step, plan, host)}
+            except RuntimeError as error:
+                results[mode] = {"error": str(error)}
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
