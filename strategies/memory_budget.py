@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from retime.mechanisms.memory.budget import parse_budget
 from retime.mechanisms.memory.budgeted_step import BudgetedStep, BudgetReport, NoLossError, check_on_shape_change
 from retime.mechanisms.memory.host import parse_host
 from retime.mechanisms.memory.separability_probe import loss_of
-from retime.mechanisms.memory.split import Split, split_batch
+from retime.mechanisms.memory.split import Split, samples_in, split_batch
 from retime.strategies.flavour import LightningOnly
 from retime.strategies.whole_batch import LOGGED, PartLog, WholeBatchResults
 
@@ -67,7 +67,7 @@ class MemoryBudgetStrategy(LightningOnly, SingleDeviceStrategy):
     ) -> None:
         check_choice(batchnorm)
         check_on_shape_change(on_shape_change)
-        if isinstance(budget, int) or not budget.strip().endswith("%"):
+        if not (isinstance(budget, str) and budget.strip().endswith("%")):  # that needs the device
             parse_budget(budget, "cpu" if device is None else device)
         super().__init__(device="cpu" if device is None else device, **kwargs)
         self.parallel_devices: list[torch.device] | None = None if device is None else [self._root_device]
@@ -122,10 +122,16 @@ class MemoryBudgetStrategy(LightningOnly, SingleDeviceStrategy):
         if self._step is None or self._log is None or not torch.is_grad_enabled():
             return super().training_step(*args, **kwargs)
         batch, *rest = args
-        log, plain = self._log, super().training_step
+        budgeted, log, plain = self._step, self._log, super().training_step
+        split = self._split or split_batch
+        whole = False
 
         def step(part: Any) -> dict[str, Any]:
-            with log.collecting() as logged:
+            dry = budgeted.planning
+            with (
+                self._unseen() if dry else nullcontext(),
+                log.collecting(samples_in(part, split), dry=dry, whole=whole and not dry) as logged,
+            ):
                 output = plain(part, *rest, **kwargs)
             try:
                 loss = loss_of(output)
@@ -134,12 +140,11 @@ class MemoryBudgetStrategy(LightningOnly, SingleDeviceStrategy):
             return {"loss": loss, "output": output, LOGGED: logged}
 
         try:
-            with self._unseen():
-                shape = self._step.plan(step, batch)
+            shape = budgeted.plan(step, batch)
         except NoLossError:
             return plain(*args, **kwargs)  # a batch that is skipped; the next one is planned for
-        finally:
-            log.clear()
+        log.clear()
+        whole = shape.choice.plan.sub_batch >= samples_in(batch, split)
         if not shape.choice.plan.offload and shape.choice.plan.sub_batch >= shape.samples:
             self._step.count_plain()
             return plain(*args, **kwargs)
@@ -197,6 +202,7 @@ class MemoryBudgetStrategy(LightningOnly, SingleDeviceStrategy):
         closure_loss = plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         self._log.publish(parts)
+        self._log.warn(parts)
         self._results.put(whole["output"], accumulated)
         return closure_loss.detach()
 

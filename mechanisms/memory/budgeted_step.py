@@ -13,9 +13,9 @@ storages, prefetch distance) that fit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -35,7 +35,7 @@ from retime.mechanisms.memory.replay import TrainingStep
 from retime.mechanisms.memory.search import PlanChoice, halvings, search_plan
 from retime.mechanisms.memory.separability import certify
 from retime.mechanisms.memory.separability_probe import loss_of
-from retime.mechanisms.memory.split import Split, samples_in, split_batch, tensors_of
+from retime.mechanisms.memory.split import Split, part_of, samples_in, split_batch, tensors_of
 from retime.mechanisms.memory.storages import tensors_in
 from retime.mechanisms.memory.sub_batches import SubBatches
 from retime.mechanisms.memory.undisturbed import undisturbed
@@ -130,6 +130,9 @@ class BudgetedStep:
         gradients: where the gradients of the step before are when a step begins; see :class:`TrainingStep`.
         say: is told what is being done, a line at a time.
 
+    Attributes:
+        planning: the step that runs at the moment is only tried out: nothing of it is to be kept.
+
     Raises:
         ValueError: an unknown choice.
     """
@@ -159,6 +162,7 @@ class BudgetedStep:
         self._chunks: ChunkedOperators | None = None
         self._report = BudgetReport(budget_bytes)
         self._now: SubBatches | None = None
+        self.planning = False
         if next(model.parameters()).device.type == "cpu":
             give_back_freed_memory()
 
@@ -190,6 +194,8 @@ class BudgetedStep:
             certify_again=lambda whole, known: self._certify(step, whole, among=known),
             ghost=self.batchnorm == "ghost",
         )
+        if len(self._now) > 1 and self._now.certificate is not shape.certificate:  # this batch told more
+            self._shapes[_shape_of(batch)] = replace(shape, certificate=self._now.certificate)
         self._report.steps += 1
         self._report.sub_batches += len(self._now)
         return self._now.forward(0)
@@ -239,7 +245,8 @@ class BudgetedStep:
                 "on_shape_change='error': bring all batches to one shape, or use on_shape_change='replan'"
             )
         self._say(f"planning a batch of {samples} samples for {show_bytes(self.budget_bytes)}")
-        shape = self._make_plan(step, batch, samples)
+        with self._trying_out():
+            shape = self._make_plan(step, batch, samples)
         self._shapes[key] = shape
         self._report.shapes.append(shape)
         self._say(str(shape))
@@ -285,7 +292,8 @@ class BudgetedStep:
         separable = certificate is not None and certificate.separable
         with undisturbed(self.model):
             costs = calibrate(dry, self.host) if samples > 1 else StepCosts()
-            memory = StepMemory(dry, halvings(samples) if separable else (samples,), costs)
+            smallest = 2 if self.batchnorm == "ghost" else 1  # one sample may have no variance
+            memory = StepMemory(dry, halvings(samples, smallest) if separable else (samples,), costs)
             try:
                 choice = search_plan(dry, self.budget_bytes, memory=memory)
             except BudgetError as error:
@@ -307,7 +315,7 @@ class BudgetedStep:
 
     def _certify(self, step: Step, batch: Any, among: Certificate | None = None) -> Certificate:
         self._say("finding out whether sub-batches give the same gradients")
-        with undisturbed(self.model):
+        with self._trying_out(), undisturbed(self.model):
             return certify(
                 step,
                 batch,
@@ -318,8 +326,18 @@ class BudgetedStep:
                 among=among,
             )
 
+    @contextmanager
+    def _trying_out(self) -> Iterator[None]:
+        before, self.planning = self.planning, True
+        try:
+            yield
+        finally:
+            self.planning = before
+
     def _take(self, batch: Any, first: int, last: int) -> Any:
-        """The part of a batch that the planner asks for; only its size matters."""
+        """The part of a batch that the planner asks for; from a hook, any part of its size."""
+        if self._split is split_batch:
+            return part_of(batch, slice(first, last), samples_in(batch))
         if first == 0 and last >= samples_in(batch, self._split):
             return batch
         return self._split(batch, last - first)[0]

@@ -96,7 +96,8 @@ class StepProfile:
         totals = dict.fromkeys(BlockKind, 0)
         for storage in self.trace.storages:
             if storage.kind in STAYS or (storage.kind is BlockKind.INPUT and storage.born < 0):
-                lasting = storage.born < 0 or storage.dies == FOREVER
+                before = storage.born < 0 and storage.kind is not BlockKind.WEIGHT_GRADIENT  # old gradients go
+                lasting = before or storage.dies == FOREVER
                 totals[storage.kind] += storage.nbytes if lasting else 0
         return totals
 

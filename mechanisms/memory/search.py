@@ -84,7 +84,10 @@ def search_plan(
             plan = OffloadPlan(step.samples, saved=len(memory.plain.saved))
             return PlanChoice(plan, 0, peak, plain_ms, plain_ms, 0, 0)
     memory.floor.require(budget_bytes)
-    candidates = sorted(_candidates(memory, budget_bytes, plain_ms), key=lambda choice: choice.step_ms)
+    candidates = sorted(
+        _candidates(memory, budget_bytes, plain_ms),
+        key=lambda choice: (choice.step_ms, -choice.plan.sub_batch),  # of equal ones the one with fewer sub-batches
+    )
     considered = tuple((choice.plan, choice.step_ms) for choice in candidates)
     for choice in candidates:
         exact = _made_exact(memory, choice, budget_bytes)

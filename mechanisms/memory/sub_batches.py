@@ -47,6 +47,7 @@ class SubBatches:
         certificate: the one in force; keep it for the next batch.
         parts, samples, weights: of each sub-batch, in order. A batch of at most ``sub_batch`` samples is one part of
             weight 1, whatever the certificate says.
+        guessed: places of scalars that were averaged by samples, since the certificate does not say how they add up.
 
     Raises:
         NotSeparableError: the gradients would not add up.
@@ -76,6 +77,7 @@ class SubBatches:
                 f"{sub_batch}, and the last no more"
             )
         self.weights = [1.0]
+        self.guessed: set[str] = set()
         if len(self.parts) > 1:
             try:
                 self.weights = loss_weights(certificate, self.parts, self.samples)
@@ -149,6 +151,8 @@ class SubBatches:
         """The parts' weights for a scalar that the step returns at ``place``; the loss's own for the loss."""
         if len(self) == 1 or place in ("output", "output['loss']", "output.loss"):
             return self.weights
+        if place not in self.certificate.outputs:
+            self.guessed.add(place)
         weighting = self.certificate.outputs.get(place, Weighting("mean"))
         return self.weights if weighting == self.certificate.weighting else weighting.of(self.parts, self.samples)
 

@@ -1,0 +1,134 @@
+"""Models and fits for the tests of the memory budget: budgets are real, measured times are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers.logger import Logger
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import retime.mechanisms.memory.budgeted_step as budgeted_step
+from retime.mechanisms.memory.costs import StepCosts
+from retime.strategies import MemoryBudgetStrategy
+
+FEATURES, CLASSES, BATCH = 16, 4, 256
+DEPTH = 8
+# What calibrate would measure; either makes one of the two ways to save memory the cheaper one.
+SPLITS = StepCosts(fixed_ms=0.01, sample_ms=1.0, out_bytes_per_ms=1.0, in_bytes_per_ms=1.0)
+OFFLOADS = StepCosts(fixed_ms=1e6, sample_ms=1.0)
+
+IGNORED = [  # what Lightning and torch themselves warn of
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+]
+
+
+def use_costs(monkeypatch: pytest.MonkeyPatch, costs: StepCosts) -> None:
+    """Plan with these times and no scratch, so that the same budget gives the same plan on every machine."""
+    monkeypatch.setattr(budgeted_step, "calibrate", lambda *_: costs)
+
+
+class Notes(Logger):
+    """Keeps what it is told, also through ``experiment``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[Any] = []
+        self.lines: list[dict[str, float]] = []
+
+    @property
+    def name(self) -> str:
+        return "notes"
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    @property
+    def experiment(self) -> Any:
+        return self
+
+    def note(self, what: Any) -> None:
+        self.noted.append(what)
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        """Nothing to keep."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.lines.append({"step": float(step or 0), **metrics})
+
+
+class Net(LightningModule):
+    """A deep classifier whose activations are most of a step's memory."""
+
+    def __init__(self, norm: Callable[[], nn.Module] | None = None, width: int = 16) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers: list[nn.Module] = [nn.Linear(FEATURES, width)]
+        for _ in range(DEPTH):
+            layers += [nn.Linear(width, width), *([norm()] if norm else []), nn.Tanh()]
+        self.net = nn.Sequential(*layers, nn.Linear(width, CLASSES))
+        self.lr = 0.1
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def loader(batches: int = 3, extra: int = 0, batch: int = BATCH) -> DataLoader[Any]:
+    """Fixed samples; ``extra`` ones make a short last batch."""
+    generator = torch.Generator().manual_seed(1)
+    samples = batches * batch + extra
+    inputs = torch.randn(samples, FEATURES, generator=generator)
+    return DataLoader(TensorDataset(inputs, torch.randint(CLASSES, (samples,), generator=generator)), batch_size=batch)
+
+
+def trainer(strategy: Any, **options: Any) -> Trainer:
+    quiet: dict[str, Any] = {"max_epochs": 1, "logger": False, "log_every_n_steps": 1}
+    return Trainer(
+        **quiet | options,
+        strategy=strategy,
+        accelerator="cpu",
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **({} if "devices" in options else {"devices": 1}),
+    )
+
+
+def fit(module: LightningModule, strategy: Any = "auto", data: Any = None, **options: Any) -> Trainer:
+    torch.manual_seed(5)
+    made = trainer(strategy, **options)
+    made.fit(module, loader() if data is None else data)
+    return made
+
+
+def assert_close(plain: LightningModule, ours: LightningModule, tolerance: float = 1e-5) -> None:
+    """Weights and buffers agree: bit by bit with tolerance 0, else relative to each tensor's largest entry."""
+    left, right = plain.state_dict(), ours.state_dict()
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        if tolerance == 0 or not value.is_floating_point():
+            assert torch.equal(value, right[name]), name
+        else:
+            difference = (value - right[name]).abs().max()
+            assert difference <= tolerance * value.abs().max(), f"{name}: {difference}"
+
+
+def report_of(trainer: Trainer) -> Any:
+    strategy = trainer.strategy
+    assert isinstance(strategy, MemoryBudgetStrategy)
+    return strategy.report()
