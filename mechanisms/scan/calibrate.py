@@ -7,9 +7,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from retime.mechanisms.scan.cost_model import AUTOGRAD, WAYS, CostModel, Shape
+from retime.mechanisms.scan.cost_model import AUTOGRAD, TRITON, WAYS, CostModel, Shape
 from retime.mechanisms.scan.fit import fit_coefficients
 from retime.mechanisms.scan.layer import scan_layer
+from retime.mechanisms.scan.triton_launch import why_not
 
 MODES = {"RNN": "RNN_TANH", "GRU": "GRU", "LSTM": "LSTM"}
 GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
@@ -27,6 +28,7 @@ LARGEST_PRODUCTS = 20_000_000
 def calibrate(device: str | torch.device = "cpu", cells: Iterable[str] = ("RNN", "GRU"), repeats: int = 3) -> CostModel:
     """Time every way through the backward pass on ``device``: some seconds of an otherwise idle machine.
 
+    On a GPU where the Triton kernels run they are one more way: only this lets "auto" choose them.
     Use the result with ``set_cost_model("cpu", calibrate("cpu"))``; it prints as a table to keep.
 
     :param cells: ``"RNN"``, ``"GRU"``, ``"LSTM"`` (op by op, as packed sequences and float64 run).
@@ -34,12 +36,14 @@ def calibrate(device: str | torch.device = "cpu", cells: Iterable[str] = ("RNN",
     device = torch.device(device)
     coefficients = {}
     for cell in cells:
-        measured: dict[str, list[tuple[Shape, float]]] = {way: [] for way in WAYS}
+        measured: dict[str, list[tuple[Shape, float]]] = {way: [] for way in (*WAYS, TRITON)}
         for shape in SHAPES:
             forward, steps = _time(cell, shape, device, repeats)
             for way, whole in steps.items():
                 measured[way].append((shape, max(whole - forward, 1.0)))
         for way, points in measured.items():
+            if not points:
+                continue
             work, times = [shape.work(way) for shape, _ in points], [time_us for _, time_us in points]
             coefficients[f"{cell} {way}"] = fit_coefficients(work, times)
     return CostModel(coefficients)
@@ -61,6 +65,8 @@ def _time(cell: str, shape: Shape, device: torch.device, repeats: int) -> tuple[
 
     small = shape.steps * shape.batch * hidden**2 <= LARGEST_PRODUCTS
     ways = [way for way in WAYS if small or way in (AUTOGRAD, "sequential")]
+    if small and why_not(MODES[cell], hidden, dtype, device) is None:
+        ways.append(TRITON)
     plain: list[float] = []
     whole: dict[str, list[float]] = {way: [] for way in ways}
     for repeat in range(repeats + 1):

@@ -30,4 +30,5 @@ CUDA = CostModel(
         }.items()
     }
 )
-"""Estimates, not measurements: 2.5 microseconds a step in cuDNN, 5 a launch. ``calibrate("cuda")`` measures."""
+"""Estimates, not measurements: 2.5 microseconds a step in cuDNN, 5 a launch. ``calibrate("cuda")`` measures, and alone
+gives the coefficients with which "auto" may choose the Triton kernels."""

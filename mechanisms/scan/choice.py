@@ -8,6 +8,8 @@ from torch import Tensor
 from retime.mechanisms.scan import calibration
 from retime.mechanisms.scan.cost_model import AUTOGRAD, CostModel, Shape
 from retime.mechanisms.scan.solver import Solver, parse_solver
+from retime.mechanisms.scan.triton_chunk import TritonChunk
+from retime.mechanisms.scan.triton_launch import why_not
 
 _models: dict[str, CostModel] = {"cpu": calibration.CPU, "cuda": calibration.CUDA}
 
@@ -27,16 +29,20 @@ def choose_solver(
 
     :param x: ``[T, B, I]``, or packed ``[N, I]``.
     :param state: ``h0``: ``[D, B, H]``.
+    :raises ValueError: for ``"triton"`` where its kernels cannot run the layer.
     """
-    if not isinstance(solver, str):
-        return solver
+    hidden = state.shape[-1]
     if solver == "auto":
         steps = x.shape[0] if batch_sizes is None else batch_sizes.shape[0]
         cell, itemsize = _cell(mode, x, batch_sizes), max(4, x.element_size())
-        solver = _choose(x.device.type, cell, steps, batch_sizes is not None, x.shape, state.shape, itemsize)
+        kernels = x.is_cuda and why_not(mode, hidden, x.dtype, x.device) is None
+        solver = _choose(x.device.type, cell, steps, batch_sizes is not None, x.shape, state.shape, itemsize, kernels)
     if solver == AUTOGRAD:
         return None
-    return parse_solver(solver)
+    made = parse_solver(solver) if isinstance(solver, str) else solver
+    if isinstance(made, TritonChunk):
+        made.check(mode, hidden, x.dtype, x.device)
+    return made
 
 
 def keeps_torchs_own(mode: str, x: torch.Size, hidden: int, inputs: int, dtype: torch.dtype) -> bool:
@@ -51,7 +57,14 @@ def keeps_torchs_own(mode: str, x: torch.Size, hidden: int, inputs: int, dtype: 
 
 @lru_cache(maxsize=4096)
 def _choose(
-    device_type: str, cell: str, steps: int, packed: bool, x: torch.Size, state: torch.Size, itemsize: int
+    device_type: str,
+    cell: str,
+    steps: int,
+    packed: bool,
+    x: torch.Size,
+    state: torch.Size,
+    itemsize: int,
+    kernels: bool = False,
 ) -> str:
     """A layer asks in every forward pass: what was answered once is remembered."""
     model = _models.get(device_type)
@@ -59,7 +72,7 @@ def _choose(
         return AUTOGRAD
     shape = Shape(steps, state[-2], state[-1], x[-1], itemsize)
     running = Shape(steps, x[0] / steps, state[-1], x[-1], itemsize) if packed else shape
-    return model.choose(cell, shape, running)
+    return model.choose(cell, shape, running, kernels)
 
 
 def _cell(mode: str, x: Tensor, batch_sizes: Tensor | None) -> str:

@@ -8,6 +8,8 @@ from retime.mechanisms.scan.chunk import Chunk
 
 AUTOGRAD = "autograd"
 WAYS = (AUTOGRAD, "sequential", "chunk", "blelloch")
+TRITON = "triton"
+"""A way too, where its kernels run: it is chosen only by coefficients that ``calibrate("cuda")`` has measured."""
 MARGIN = 1.25
 """A scan is used where it is predicted to be this much faster than torch's own backward pass, so that an error of the
 prediction does not cost time."""
@@ -35,6 +37,10 @@ class Shape:
             length = Chunk().length_for(self.steps)
             calls = 2 * length + self.steps // length + self.steps % length
             return 1.0, calls, *common, rows * square * width, rows * square * self.hidden * width
+        if way == TRITON:
+            length = Chunk().length_for(self.steps)
+            turns = 2 * length + -(-self.steps // length)
+            return 1.0, turns, *common, rows * square * width, rows * square * self.hidden * width
         return 1.0, math.log2(self.steps + 1), *common, rows * square * width, rows * square * self.hidden * width
 
 
@@ -53,12 +59,14 @@ class CostModel:
         known = self.coefficients.get(f"{cell} {way}")
         return math.inf if known is None else sum(a * b for a, b in zip(known, shape.work(way), strict=True))
 
-    def choose(self, cell: str, shape: Shape, running: Shape | None = None) -> str:
+    def choose(self, cell: str, shape: Shape, running: Shape | None = None, kernels: bool = False) -> str:
         """The way with the least predicted time; torch's own unless another is clearly faster.
 
         :param shape: what a scan works on; sequences of different lengths are padded.
         :param running: what torch's own pass works on, where it is less: the mean batch of packed sequences.
+        :param kernels: whether the Triton kernels run this layer.
         """
-        times = {way: self.predict_us(cell, way, shape) for way in WAYS[1:]}
+        ways = (*WAYS[1:], TRITON) if kernels else WAYS[1:]
+        times = {way: self.predict_us(cell, way, shape) for way in ways}
         best = min(times, key=lambda way: times[way])
         return best if times[best] * MARGIN < self.predict_us(cell, AUTOGRAD, running or shape) else AUTOGRAD

@@ -40,7 +40,9 @@ def scan_layer(
     :param solver: a name (``retime.mechanisms.scan.solver.NAMES``), or an object with ``solve``.
     :param batch_sizes: as in PackedSequence: ``[T]``, int64, on the CPU.
     :return: output ``[T, B, H]`` (or ``[N, H]``), ``h_n`` ``[B, H]`` and, for LSTM, ``c_n`` ``[B, H]``.
-    :raises ValueError: for an unknown mode or solver, or one bias without the other.
+    :raises ValueError: for an unknown mode or solver, one bias without the other, or a layer that ``"triton"`` cannot
+        run.
+    :raises ModuleNotFoundError: for ``"triton"`` where triton is not installed.
     """
     state = tuple(part.unsqueeze(0) for part in (hx if isinstance(hx, tuple) else (hx,)))
     if reverse:

@@ -3,14 +3,22 @@
 import torch
 from torch import Tensor
 
+from retime.mechanisms.scan.capture import capturing
+
 
 class Packing:
     """Where each packed row lies among ``T`` steps and ``B`` sequences, longest first.
 
     :param batch_sizes: how many sequences still run at each step: ``[T]``, int64, on the CPU.
+    :raises RuntimeError: while a CUDA graph is captured: its replays could not see other lengths.
     """
 
     def __init__(self, batch_sizes: Tensor, device: torch.device) -> None:
+        if capturing(device):
+            raise RuntimeError(
+                "packed sequences cannot be captured in a CUDA graph: where they end is copied from the host. Pad them "
+                "to one length, or leave this layer out of the graph"
+            )
         self.steps, self.batch = batch_sizes.shape[0], int(batch_sizes[0])
         running = torch.arange(self.batch).unsqueeze(0) < batch_sizes.unsqueeze(1)
         lengths = running.sum(0)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.scan.capture import capturing
 from retime.mechanisms.scan.jacobians import LocalJacobians
 from retime.mechanisms.scan.sequential import Sequential
 from retime.mechanisms.scan.solver import Solver
@@ -17,10 +18,10 @@ def safe_solve(solver: Solver, jacobians: LocalJacobians, gradient: Tensor) -> t
     """As ``solver.solve``; finite wherever back-propagation through time is.
 
     While a CUDA graph is captured nothing can be read back, so that the result is taken as it is: capture with
-    ``solver="sequential"`` or ``"chunk"`` where gradients explode.
+    ``solver="sequential"`` or ``"chunk"`` where gradients explode (:mod:`retime.mechanisms.scan.capture`).
     """
     v, carry = solver.solve(jacobians, gradient)
-    if solver.safe or _capturing(v) or bool(torch.isfinite(v.sum() + carry.sum())):
+    if solver.safe or capturing(v.device) or bool(torch.isfinite(v.sum() + carry.sum())):
         return v, carry
     v, carry = Sequential().solve(jacobians, gradient)
     name = repr(solver)
@@ -34,7 +35,3 @@ def safe_solve(solver: Solver, jacobians: LocalJacobians, gradient: Tensor) -> t
             stacklevel=2,
         )
     return v, carry
-
-
-def _capturing(tensor: Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

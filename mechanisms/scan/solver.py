@@ -10,8 +10,10 @@ from retime.mechanisms.scan.blelloch import Blelloch
 from retime.mechanisms.scan.chunk import Chunk
 from retime.mechanisms.scan.jacobians import LocalJacobians
 from retime.mechanisms.scan.sequential import Sequential
+from retime.mechanisms.scan.triton_chunk import TritonChunk
+from retime.mechanisms.scan.triton_launch import has_triton
 
-NAMES = "auto, sequential, chunk, chunk:<length>, blelloch, truncated:<levels>, autograd"
+NAMES = "auto, sequential, chunk, chunk:<length>, blelloch, truncated:<levels>, triton, triton:<length>, autograd"
 
 
 class Solver(Protocol):
@@ -48,6 +50,8 @@ def parse_solver(name: str) -> Solver:
         return Sequential()
     if kind == "chunk":
         return Chunk(count)
+    if kind == "triton":
+        return TritonChunk(count)
     if kind == "blelloch" and count is None:
         return Blelloch()
     if kind == "truncated" and count is not None:
@@ -59,10 +63,14 @@ def check_solver(solver: str | Solver) -> None:
     """Refuse what :func:`scan_layer` would refuse.
 
     :raises ValueError: for an unknown name.
+    :raises ModuleNotFoundError: for ``"triton"`` where triton is not installed.
     :raises TypeError: for an object without ``solve``.
     """
     if isinstance(solver, str):
-        if solver not in ("auto", "autograd"):
-            parse_solver(solver)
+        if solver not in ("auto", "autograd") and isinstance(parse_solver(solver), TritonChunk) and not has_triton():
+            raise ModuleNotFoundError(
+                f"solver={solver!r} needs triton, which is not installed: pip install 'lightning-retime[triton]', or "
+                "use solver='auto' or 'chunk'"
+            )
     elif not callable(getattr(solver, "solve", None)):
         raise TypeError(f"solver={solver!r} has no solve(jacobians, gradient); use one of {NAMES}")
