@@ -49,6 +49,10 @@ CHUNKS = 8
 _SPACIOUS = 0.5
 """A plain step whose tensors need no more of the budget than this is not looked at any closer."""
 
+_KEPT = ("in_flight_bytes", "peak_bytes", "step_ms", "plain_ms", "out_bytes", "in_bytes")
+"""What a checkpoint keeps of a choice beside its plan."""
+_FROM_CHECKPOINT = "plan of an earlier run"
+
 Step = Callable[[Any], Any]
 
 
@@ -162,6 +166,7 @@ class BudgetedStep:
         self._chunks: ChunkedOperators | None = None
         self._report = BudgetReport(budget_bytes)
         self._now: SubBatches | None = None
+        self._kept: dict[str, dict[str, Any]] = {}
         self.planning = False
         if next(model.parameters()).device.type == "cpu":
             give_back_freed_memory()
@@ -246,7 +251,7 @@ class BudgetedStep:
             )
         self._say(f"planning a batch of {samples} samples for {show_bytes(self.budget_bytes)}")
         with self._trying_out():
-            shape = self._make_plan(step, batch, samples)
+            shape = self._kept_plan(step, batch, samples) or self._make_plan(step, batch, samples)
         self._shapes[key] = shape
         self._report.shapes.append(shape)
         self._say(str(shape))
@@ -260,6 +265,20 @@ class BudgetedStep:
             self._report.offload = OffloadReport(**{name: sum(getattr(one, name) for one in parts) for name in fields})
         return self._report
 
+    def state_dict(self) -> dict[str, Any]:
+        """Plans by shape, and what they were made for, in plain types."""
+        plans = []
+        for key, shape in self._shapes.items():
+            choice = {name: getattr(shape.choice, name) for name in _KEPT}
+            plan = str(shape.choice.plan)
+            plans.append({"shape": _name_of(key), "samples": shape.samples, "plan": plan, **choice, "note": shape.note})
+        return {"budget_bytes": self.budget_bytes, "batchnorm": self.batchnorm, "plans": plans}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up plans of an earlier run, if they were made for the same budget and choice about BatchNorm."""
+        if (state["budget_bytes"], state["batchnorm"]) == (self.budget_bytes, self.batchnorm):
+            self._kept = {plan["shape"]: plan for plan in state["plans"]}
+
     def remove(self) -> None:
         """Give back the host's space and take wrappers off."""
         self.report()
@@ -270,9 +289,27 @@ class BudgetedStep:
             self._chunks = None
         self.host.close()
 
-    def _make_plan(self, step: Step, batch: Any, samples: int) -> PlannedShape:
+    def _chunk(self, samples: int) -> None:
         if self.batchnorm == "exact" and self._chunks is None and samples > 1:
             self._chunks = ChunkedOperators(self.model, max(1, samples // CHUNKS))
+
+    def _kept_plan(self, step: Step, batch: Any, samples: int) -> PlannedShape | None:
+        """An earlier run's plan; whether sub-batches give the same numbers is found out anew."""
+        kept = self._kept.get(_name_of(_shape_of(batch)))
+        if kept is None or samples > kept["samples"]:
+            return None
+        plan, certificate = OffloadPlan.parse(kept["plan"]), None
+        self._chunk(kept["samples"])
+        if plan.sub_batch < kept["samples"] and samples > 1:
+            certificate = self._certify(step, batch)
+            if not certificate.separable:
+                return None
+        choice = PlanChoice(plan, **{name: kept[name] for name in _KEPT})
+        note = "; ".join(filter(None, [kept["note"].removesuffix(_FROM_CHECKPOINT).rstrip("; "), _FROM_CHECKPOINT]))
+        return PlannedShape(kept["samples"], choice, certificate, note=note)
+
+    def _make_plan(self, step: Step, batch: Any, samples: int) -> PlannedShape:
+        self._chunk(samples)
         dry = TrainingStep(
             self.model,
             batch,
@@ -293,7 +330,7 @@ class BudgetedStep:
         with undisturbed(self.model):
             costs = calibrate(dry, self.host) if samples > 1 else StepCosts()
             smallest = 2 if self.batchnorm == "ghost" else 1  # one sample may have no variance
-            memory = StepMemory(dry, halvings(samples, smallest) if separable else (samples,), costs)
+            memory = StepMemory(dry, halvings(samples, smallest) if separable else (samples,), costs, check=True)
             try:
                 choice = search_plan(dry, self.budget_bytes, memory=memory)
             except BudgetError as error:
@@ -363,6 +400,7 @@ class BudgetedStep:
         reason = "a forward pass saved other storages than planned"
         self._report.replanned[reason] = self._report.replanned.get(reason, 0) + 1
         self._shapes.clear()
+        self._kept.clear()
         self._say(f"{mismatch}; the next batch is planned anew")
 
 
@@ -380,3 +418,8 @@ def _note(memory: StepMemory) -> str:
 def _shape_of(batch: Any) -> tuple[Any, ...]:
     """Everything of the batch's shape but how many samples it has."""
     return tuple((place, tuple(tensor.shape[1:]), tensor.dtype) for place, tensor in tensors_of(batch).items())
+
+
+def _name_of(key: tuple[Any, ...]) -> str:
+    """A shape as text, for a checkpoint."""
+    return "; ".join(f"{place} {list(shape)} {dtype}" for place, shape, dtype in key)
