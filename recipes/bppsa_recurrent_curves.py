@@ -181,7 +181,7 @@ def curve_notes(point: Point) -> list[str]:
 
     def apart(name: str) -> float:
         losses = point.facts[f"{name} losses"]
-        return max(abs(mine - theirs) for mine, theirs in zip(losses, plain, strict=True))
+        return float(max(abs(mine - theirs) for mine, theirs in zip(losses, plain, strict=True)))
 
     control = ""
     if MOVED in point.variants("step"):

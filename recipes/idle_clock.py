@@ -43,4 +43,4 @@ class IdleClock(Callback):
 
 def _idle_ms() -> float:
     times = psutil.cpu_times(percpu=True)
-    return 1e3 * sum(times[core].idle + times[core].iowait for core in os.sched_getaffinity(0))
+    return float(1e3 * sum(times[core].idle + times[core].iowait for core in os.sched_getaffinity(0)))
