@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 
 from retime.mechanisms.memory.batchnorm import check_choice
 from retime.mechanisms.memory.budget import parse_budget
-from retime.mechanisms.memory.budgeted_step import BudgetedStep, BudgetReport, NoLossError, check_on_shape_change
+from retime.mechanisms.memory.budget_report import BudgetReport
+from retime.mechanisms.memory.budgeted_step import BudgetedStep, NoLossError, check_on_shape_change
 from retime.mechanisms.memory.host import parse_host
 from retime.mechanisms.memory.separability_probe import loss_of
 from retime.mechanisms.memory.split import Split, samples_in, split_batch
@@ -68,7 +69,7 @@ class MemoryBudgetStrategy(LightningOnly, SingleDeviceStrategy):
         check_choice(batchnorm)
         check_on_shape_change(on_shape_change)
         if not (isinstance(budget, str) and budget.strip().endswith("%")):  # that needs the device
-            parse_budget(budget, "cpu" if device is None else device)
+            parse_budget(budget, torch.device("cpu" if device is None else device))
         super().__init__(device="cpu" if device is None else device, **kwargs)
         self.parallel_devices: list[torch.device] | None = None if device is None else [self._root_device]
         self._budget, self._host = budget, host
@@ -78,6 +79,7 @@ class MemoryBudgetStrategy(LightningOnly, SingleDeviceStrategy):
         self._log: PartLog | None = None
         self._results: WholeBatchResults | None = None
         self._last_report: BudgetReport | None = None
+        self._plans: dict[str, Any] | None = None
 
     @property
     def root_device(self) -> torch.device:
@@ -115,6 +117,8 @@ class MemoryBudgetStrategy(LightningOnly, SingleDeviceStrategy):
             say=lambda text: rank_zero_info(f"retime: {text}"),
             **self._options,
         )
+        if self._plans is not None:
+            self._step.load_state_dict(self._plans)
         self._log = PartLog(module)
         self._results = WholeBatchResults(trainer)
 
@@ -209,7 +213,7 @@ class MemoryBudgetStrategy(LightningOnly, SingleDeviceStrategy):
     def teardown(self) -> None:
         step, self._step = self._step, None
         if step is not None:
-            self._last_report = step.report()
+            self._last_report, self._plans = step.report(), step.state_dict()
             step.remove()
             rank_zero_info(f"retime: {self._last_report}")
         if self._results is not None:
@@ -217,6 +221,22 @@ class MemoryBudgetStrategy(LightningOnly, SingleDeviceStrategy):
             self._results = None
         self._log = None
         super().teardown()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Plans are kept too, so that a resumed run with the same budget need not search for them again."""
+        plans = self._plans if self._step is None else self._step.state_dict()
+        if plans is not None:
+            checkpoint[CHECKPOINT_KEY] = plans
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(*args, **kwargs)
+        found = checkpoint.get(CHECKPOINT_KEY)
+        if found is not None:
+            self._plans = found
+            if self._step is not None:
+                self._step.load_state_dict(found)
+        return checkpoint
 
     def report(self) -> BudgetReport | None:
         """What was planned and done so far; None before the first fit."""

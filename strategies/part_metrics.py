@@ -86,8 +86,8 @@ class PartMetrics:
                 own = unit.__dict__
                 before.append((own, {name: own[name] for name in ("forward", "update") if name in own}))
                 self._position[number] = 0
-                made = {name: self._stand_in(name, number, samples, numbers, dry) for name in ("forward", "update")}
-                own.update(made)
+                stand_ins = [self._stand_in(name, number, samples, numbers, dry) for name in ("forward", "update")]
+                own["forward"], own["update"] = stand_ins
             yield
         finally:
             for own, held in before:
@@ -110,9 +110,8 @@ class PartMetrics:
         for call in self._calls.values():
             whole = None if call.passed_on or len(call.given) < len(parts) else self._whole(call, parts)
             if whole is not None:
-                arguments, options = whole
                 method: Callable[..., Any] = call.unit if call.shows else call.unit.update
-                call.value = method(*arguments, **options)
+                call.value = method(*whole[0], **whole[1])
                 continue
             for arguments, options in call.given:
                 self._pass_on(call, call.unit.update, arguments, options)

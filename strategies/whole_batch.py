@@ -149,7 +149,7 @@ class WholeBatchResults:
                 whole = taken()
                 return super().asdict() if whole is None else whole
 
-        self._loop.output_result_cls = Result  # type: ignore[misc]
+        self._loop.output_result_cls = Result
 
     def put(self, output: Any, accumulated: int) -> None:
         """What ``training_step`` would have returned; ``accumulated``: batches that its loss is divided by."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from retime.mechanisms.memory.batchnorm import BatchNormChoice, check_choice
 from retime.mechanisms.memory.batchnorm_exact import ChunkedOperators
 from retime.mechanisms.memory.budget import show_bytes
+from retime.mechanisms.memory.budget_report import BudgetReport, PlannedShape
 from retime.mechanisms.memory.calibrate import calibrate
 from retime.mechanisms.memory.certificate import Certificate
 from retime.mechanisms.memory.costs import StepCosts
@@ -49,64 +50,7 @@ CHUNKS = 8
 _SPACIOUS = 0.5
 """A plain step whose tensors need no more of the budget than this is not looked at any closer."""
 
-_KEPT = ("in_flight_bytes", "peak_bytes", "step_ms", "plain_ms", "out_bytes", "in_bytes")
-"""What a checkpoint keeps of a choice beside its plan."""
-_FROM_CHECKPOINT = "plan of an earlier run"
-
 Step = Callable[[Any], Any]
-
-
-@dataclass(frozen=True)
-class PlannedShape:
-    """What was decided for batches of one shape.
-
-    Attributes:
-        samples: of a batch.
-        choice: the plan, its predicted peak and times.
-        certificate: whether and how the batch may be split; None where it is not.
-        costs: what was measured; None where a dry run was enough.
-        note: why the prediction is not exact; empty if it is.
-    """
-
-    samples: int
-    choice: PlanChoice
-    certificate: Certificate | None = None
-    costs: StepCosts | None = None
-    note: str = ""
-
-    def __str__(self) -> str:
-        choice = self.choice
-        text = f"batch of {self.samples}: {choice.plan}; predicted peak {show_bytes(choice.peak_bytes)}"
-        if choice.out_bytes:
-            text += f", {show_bytes(choice.out_bytes + choice.in_bytes)} moved a step"
-        if choice.step_ms > choice.plain_ms:
-            text += f", predicted {choice.step_ms / choice.plain_ms:.2f} x the unlimited step's time"
-        if self.certificate is not None:
-            text += f"; {self.certificate}"
-        return text + (f"; {self.note}" if self.note else "")
-
-
-@dataclass
-class BudgetReport:
-    """What was planned and done; sizes in bytes."""
-
-    budget_bytes: int
-    steps: int = 0
-    """Batches."""
-    sub_batches: int = 0
-    """Forward passes of those batches."""
-    shapes: list[PlannedShape] = field(default_factory=list)
-    offload: OffloadReport | None = None
-    replanned: dict[str, int] = field(default_factory=dict)
-    """Plans that were thrown away, by reason."""
-
-    def __str__(self) -> str:
-        text = f"memory budget {show_bytes(self.budget_bytes)}: {self.steps} steps in {self.sub_batches} sub-batches"
-        if self.offload is not None and self.offload.storages:
-            moved = self.offload.bytes_out + self.offload.bytes_in
-            text += f"; {show_bytes(moved)} moved, {self.offload.stalls} waits"
-        text += "".join(f"; {shape}" for shape in self.shapes)
-        return text + "".join(f"; {count} replanned because {reason}" for reason, count in self.replanned.items())
 
 
 class NoLossError(ValueError):
@@ -267,17 +211,23 @@ class BudgetedStep:
 
     def state_dict(self) -> dict[str, Any]:
         """Plans by shape, and what they were made for, in plain types."""
-        plans = []
-        for key, shape in self._shapes.items():
-            choice = {name: getattr(shape.choice, name) for name in _KEPT}
-            plan = str(shape.choice.plan)
-            plans.append({"shape": _name_of(key), "samples": shape.samples, "plan": plan, **choice, "note": shape.note})
-        return {"budget_bytes": self.budget_bytes, "batchnorm": self.batchnorm, "plans": plans}
+        plans = [{"shape": _name_of(key), **shape.kept()} for key, shape in self._shapes.items()]
+        return {**self._made_for(), "plans": plans}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up plans of an earlier run, if they were made for the same budget and choice about BatchNorm."""
-        if (state["budget_bytes"], state["batchnorm"]) == (self.budget_bytes, self.batchnorm):
+        """Take up plans of an earlier run, if they were made for the same budget, choices, model and optimizers."""
+        if all(state.get(name) == value for name, value in self._made_for().items()):
             self._kept = {plan["shape"]: plan for plan in state["plans"]}
+
+    def _made_for(self) -> dict[str, Any]:
+        trained = sum(parameter.nbytes for parameter in self.model.parameters() if parameter.requires_grad)
+        fixed = sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers())) - trained
+        return {
+            "budget_bytes": self.budget_bytes,
+            "batchnorm": self.batchnorm,
+            "model": f"{type(self.model).__name__}: {trained} bytes trained, {fixed} fixed",
+            "optimizers": ", ".join(type(one).__name__ for one in self.optimizers),
+        }
 
     def remove(self) -> None:
         """Give back the host's space and take wrappers off."""
@@ -298,15 +248,13 @@ class BudgetedStep:
         kept = self._kept.get(_name_of(_shape_of(batch)))
         if kept is None or samples > kept["samples"]:
             return None
-        plan, certificate = OffloadPlan.parse(kept["plan"]), None
         self._chunk(kept["samples"])
-        if plan.sub_batch < kept["samples"] and samples > 1:
-            certificate = self._certify(step, batch)
-            if not certificate.separable:
+        shape, certificate = PlannedShape.of_kept(kept), None
+        if shape.choice.plan.sub_batch < shape.samples:
+            certificate = self._certify(step, batch) if samples > 1 else None
+            if certificate is None or not certificate.separable:
                 return None
-        choice = PlanChoice(plan, **{name: kept[name] for name in _KEPT})
-        note = "; ".join(filter(None, [kept["note"].removesuffix(_FROM_CHECKPOINT).rstrip("; "), _FROM_CHECKPOINT]))
-        return PlannedShape(kept["samples"], choice, certificate, note=note)
+        return replace(shape, certificate=certificate)
 
     def _make_plan(self, step: Step, batch: Any, samples: int) -> PlannedShape:
         self._chunk(samples)

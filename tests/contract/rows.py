@@ -30,7 +30,7 @@ from contract.traits import (
     UNUSED,
 )
 from retime.callbacks import FuseOptimizer
-from retime.mechanisms.memory.budgeted_step import PlannedShape
+from retime.mechanisms.memory.budget_report import PlannedShape
 from retime.mechanisms.memory.search import PlanChoice
 from retime.mechanisms.out_of_order import data_parallel, deferral
 from retime.schedules.memory import OffloadPlan

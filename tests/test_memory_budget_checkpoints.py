@@ -1,0 +1,88 @@
+"""Plans of a memory budget in checkpoints: used again, certified again, and ignored by other strategies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+import memory_budget_support as support
+import retime.mechanisms.memory.budgeted_step as budgeted_step
+from memory_budget_support import OFFLOADS, SPLITS, Net, assert_close, loader, report_of, trainer, use_costs
+from retime.strategies import MemoryBudgetStrategy
+
+pytestmark = support.IGNORED
+SMALL = 120_000
+
+
+@pytest.fixture(params=["offload", "sub-batches"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    use_costs(monkeypatch, OFFLOADS if request.param == "offload" else SPLITS)
+    return str(request.param)
+
+
+def train(strategy: Any, path: Path, epochs: int, resume: Path | None = None) -> tuple[Net, Trainer]:
+    module = Net()
+    made = trainer(strategy, max_epochs=epochs)
+    made.fit(module, loader(), ckpt_path=resume, weights_only=False if resume else None)
+    made.save_checkpoint(path)
+    return module, made
+
+
+def no_search(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    searched: list[str] = []
+
+    def search(*_: Any, **__: Any) -> Any:
+        searched.append("searched")
+        raise AssertionError("searched again")
+
+    monkeypatch.setattr(budgeted_step, "search_plan", search)
+    return searched
+
+
+def test_a_resumed_run_does_not_search_again(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, first = train(MemoryBudgetStrategy(SMALL), tmp_path / "one.ckpt", 1)
+    planned = report_of(first).shapes[0]
+    kept = torch.load(tmp_path / "one.ckpt", weights_only=True)["retime_memory_budget"]
+    assert (kept["budget_bytes"], kept["batchnorm"]) == (SMALL, "offload")
+    assert kept["plans"][0]["plan"] == str(planned.choice.plan)
+    assert kept["plans"][0]["samples"] == support.BATCH
+
+    plain, _ = train("auto", tmp_path / "plain.ckpt", 2)
+    no_search(monkeypatch)
+    ours, second = train(MemoryBudgetStrategy(SMALL), tmp_path / "two.ckpt", 2, tmp_path / "one.ckpt")
+    again = report_of(second).shapes[0]
+    assert again.choice.plan == planned.choice.plan
+    assert (again.certificate is not None) == (way == "sub-batches")
+    assert "plan of an earlier run" in str(again)
+    assert_close(plain, ours, 0 if way == "offload" else 1e-5)
+    no_search(monkeypatch)
+    _, third = train(MemoryBudgetStrategy(SMALL), tmp_path / "three.ckpt", 3, tmp_path / "two.ckpt")
+    assert str(report_of(third).shapes[0]).count("plan of an earlier run") == 1
+
+
+def test_another_budget_is_planned_for(way: str, tmp_path: Path) -> None:
+    train(MemoryBudgetStrategy(SMALL), tmp_path / "one.ckpt", 1)
+    _, second = train(MemoryBudgetStrategy(SMALL + 40_000), tmp_path / "two.ckpt", 2, tmp_path / "one.ckpt")
+    assert "earlier run" not in str(report_of(second))
+
+
+def test_another_model_is_planned_for(way: str) -> None:
+    strategy = MemoryBudgetStrategy(SMALL)
+    trainer(strategy).fit(Net(), loader())
+    done = trainer(strategy)
+    done.fit(Net(width=17), loader())
+    assert "earlier run" not in str(report_of(done))
+
+
+def test_plain_trainers_and_budgets_load_each_others_checkpoints(way: str, tmp_path: Path) -> None:
+    plain, _ = train("auto", tmp_path / "plain2.ckpt", 2)
+    train(MemoryBudgetStrategy(SMALL), tmp_path / "ours.ckpt", 1)
+    train("auto", tmp_path / "plain.ckpt", 1)
+    there, _ = train("auto", tmp_path / "there.ckpt", 2, tmp_path / "ours.ckpt")
+    back, _ = train(MemoryBudgetStrategy(SMALL), tmp_path / "back.ckpt", 2, tmp_path / "plain.ckpt")
+    assert_close(plain, there, 0 if way == "offload" else 1e-5)
+    assert_close(plain, back, 0 if way == "offload" else 1e-5)
