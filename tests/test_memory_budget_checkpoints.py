@@ -71,11 +71,13 @@ def test_another_budget_is_planned_for(way: str, tmp_path: Path) -> None:
 
 
 def test_another_model_is_planned_for(way: str) -> None:
-    strategy = MemoryBudgetStrategy(SMALL)
-    trainer(strategy).fit(Net(), loader())
-    done = trainer(strategy)
-    done.fit(Net(width=17), loader())
-    assert "earlier run" not in str(report_of(done))
+    done = trainer(MemoryBudgetStrategy(SMALL))
+    done.fit(Net(), loader())
+    done.fit_loop.max_epochs = 3
+    for width, planned_again in ((17, True), (17, False)):
+        done.fit(Net(width=width), loader())
+        assert ("earlier run" not in str(report_of(done))) == planned_again
+        done.fit_loop.max_epochs += 1
 
 
 def test_plain_trainers_and_budgets_load_each_others_checkpoints(way: str, tmp_path: Path) -> None:
