@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from retime.mechanisms.memory.batchnorm import check_choice
 from retime.mechanisms.memory.budget import parse_budget
-from retime.mechanisms.memory.budget_report import BudgetReport
+from retime.mechanisms.memory.budget_report import BudgetReport, PlannedShape
 from retime.mechanisms.memory.budgeted_step import BudgetedStep, NoLossError, check_on_shape_change
 from retime.mechanisms.memory.host import parse_host
 from retime.mechanisms.memory.separability_probe import loss_of
@@ -237,6 +237,10 @@ class MemoryBudgetStrategy(LightningOnly, SingleDeviceStrategy):
             if self._step is not None:
                 self._step.load_state_dict(found)
         return checkpoint
+
+    def planned(self, batch: Any) -> PlannedShape | None:
+        """What was decided for batches like this one; None before that, and after the fit."""
+        return None if self._step is None else self._step.planned(batch)
 
     def report(self) -> BudgetReport | None:
         """What was planned and done so far; None before the first fit."""

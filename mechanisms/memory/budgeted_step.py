@@ -201,6 +201,11 @@ class BudgetedStep:
         self._say(str(shape))
         return shape
 
+    def planned(self, batch: Any) -> PlannedShape | None:
+        """What was decided for batches like this one; None if nothing was yet."""
+        known = self._shapes.get(_shape_of(batch))
+        return known if known is not None and samples_in(batch, self._split) <= known.samples else None
+
     def report(self) -> BudgetReport:
         """What was planned and done so far."""
         parts = [offload.report() for offload in self._offloads.values()]

@@ -1,0 +1,228 @@
+"""Bytes over one training step: predicted by a dry run, and measured."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
+
+from retime.callbacks._phases import PhaseCallback, PhaseObserver
+from retime.mechanisms.memory.budget import show_bytes
+from retime.mechanisms.memory.profile import StepProfile
+from retime.mechanisms.memory.replay import TrainingStep, replay
+from retime.mechanisms.memory.separability_probe import loss_of
+from retime.mechanisms.memory.split import part_of, samples_in
+from retime.mechanisms.memory.undisturbed import undisturbed
+from retime.mechanisms.memory_sampler import MemorySampler
+from retime.schedules.memory import OffloadPlan
+from retime.strategies import MemoryBudgetStrategy
+
+__all__ = ["MemoryTimeline", "StepBytes"]
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """One measured step.
+
+    Attributes:
+        step: the trainer's ``global_step`` before it.
+        plan: what it ran under; empty without a memory budget.
+        predicted: phase of each operation, and bytes that tensors hold during it; empty where no dry run is possible.
+        measured: milliseconds since the batch began, and bytes.
+        phases: milliseconds at which each phase began, and its name.
+        note: why nothing was predicted.
+    """
+
+    step: int
+    plan: str
+    predicted: tuple[tuple[str, int], ...]
+    measured: tuple[tuple[float, int], ...]
+    phases: tuple[tuple[float, str], ...]
+    note: str = ""
+
+    def metrics(self) -> dict[str, int]:
+        """``measured_peak_bytes``, and ``predicted_peak_bytes`` if there is one."""
+        found = {"measured_peak_bytes": max(held for _, held in self.measured)}
+        if self.predicted:
+            found["predicted_peak_bytes"] = max(held for _, held in self.predicted)
+        return found
+
+
+class MemoryTimeline(PhaseCallback):
+    """Predicted against measured bytes over a step, under any strategy on one device.
+
+        trainer = Trainer(strategy="memory_budget", callbacks=[MemoryTimeline(every_n_steps=100)])
+
+    Predicted is what a dry run of the step holds, under the plan of :class:`MemoryBudgetStrategy` where there is one.
+    Measured are, on CUDA, the allocator's allocated bytes; elsewhere the process's resident size, less what it was when
+    the batch began and plus what the dry run has at that moment, so that both begin at the same height; freed memory
+    that the C library keeps counts. They are sampled each millisecond and at each change of phase, so a short peak may
+    be missed: :class:`PeakMemory` misses none. With accumulation the last batch of a step counts. Logged:
+    ``memory/predicted_peak_bytes`` and ``memory/measured_peak_bytes``.
+
+    The dry run calls ``training_step`` once more after the measured step, on tensors without values; what it leaves in
+    the module is taken away again, and nothing is logged.
+
+    Args:
+        every_n_steps: measure each n-th optimizer step after the warm-up; ``None`` measures one step a ``fit``.
+        dirpath: folder for the pictures; the default is ``memory_timeline`` in the trainer's ``log_dir``.
+        png: draw ``<step>.png``; needs matplotlib.
+        log: send the numbers to the trainer's loggers.
+        warm_up: steps at the start of each ``fit`` that are not measured: a budget is planned for in the first.
+
+    Attributes:
+        steps: one :class:`StepBytes` a measured step.
+        files: the pictures.
+
+    Raises:
+        ValueError: when a number is too small.
+        TypeError: when one is not an integer.
+        ModuleNotFoundError: when ``png=True`` and matplotlib is not installed.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int | None = None,
+        dirpath: str | os.PathLike[str] | None = None,
+        png: bool = True,
+        log: bool = True,
+        warm_up: int = 1,
+    ) -> None:
+        super().__init__(every_n_steps, warm_up, log)
+        if png and find_spec("matplotlib") is None:
+            raise ModuleNotFoundError(
+                "MemoryTimeline(png=True) draws with matplotlib, which is not installed: "
+                'pip install "lightning-retime[recipes]", or give png=False.'
+            )
+        self.dirpath, self.png = dirpath, png
+        self.steps: list[StepBytes] = []
+        self.files: list[Path] = []
+        self._folder = Path()
+        self._sampler = MemorySampler()
+        self._batch: tuple[Any, int] = (None, 0)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit" and self.png:
+            base = Path(trainer.log_dir or ".") / "memory_timeline"
+            self._folder = Path(self.dirpath if self.dirpath is not None else base)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        self._batch = (batch, batch_idx) if self._measuring else (None, 0)
+
+    def report(self) -> dict[str, Any]:
+        """What was measured: ``steps``, ``files`` and the largest of each number over all measured steps."""
+        names = dict.fromkeys(name for step in self.steps for name in step.metrics())
+        return {
+            "steps": len(self.steps),
+            "files": [str(path) for path in self.files],
+            **{name: max(step.metrics()[name] for step in self.steps if name in step.metrics()) for name in names},
+        }
+
+    def _begin_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._sampler = MemorySampler(trainer.strategy.root_device)
+
+    def _begin_batch(self) -> PhaseObserver:
+        self._sampler.start()
+        return self._sampler
+
+    def _end_batch(self) -> None:
+        self._sampler.stop()
+
+    def _end_step(self, trainer: Trainer, global_step: int) -> None:
+        (batch, batch_idx), self._batch = self._batch, (None, 0)
+        plan, profile, note = _dry_run(trainer, batch, batch_idx)
+        measured = self._sampler.samples
+        predicted: tuple[tuple[str, int], ...] = ()
+        if profile is not None:
+            held = profile.held_bytes()
+            phases = [operation.phase.value for operation in profile.trace.operations]
+            predicted = tuple(zip(phases, held, strict=True))
+        if trainer.strategy.root_device.type != "cuda":
+            before = sum(s.nbytes for s in profile.trace.storages if s.born < 0) if profile is not None else 0
+            measured = [(at, held - measured[0][1] + before) for at, held in measured]
+        step = StepBytes(global_step, plan, predicted, tuple(measured), tuple(self._sampler.phases), note)
+        self.steps.append(step)
+        self._publish(trainer, {f"memory/{name}": float(value) for name, value in step.metrics().items()})
+        if self.png and trainer.is_global_zero:
+            path = self._folder / f"epoch-{trainer.current_epoch}-step-{global_step}.png"
+            _draw(step, path)
+            self.files.append(path)
+
+
+def _dry_run(trainer: Trainer, batch: Any, batch_idx: int) -> tuple[str, StepProfile | None, str]:
+    """The plan that the batch ran under, as text; the dry run under it; why there is none."""
+    module, strategy = trainer.lightning_module, trainer.strategy
+    with ExitStack() as stack:
+        stack.callback(setattr, trainer, "loggers", trainer.loggers)
+        trainer.loggers = [DummyLogger() for _ in trainer.loggers]
+        try:
+            samples = samples_in(batch)
+            shape = strategy.planned(batch) if isinstance(strategy, MemoryBudgetStrategy) else None
+            plan = OffloadPlan(samples) if shape is None else shape.choice.plan
+            step = TrainingStep(
+                module,
+                batch,
+                samples,
+                loss=lambda part: _loss(trainer, part, batch_idx),
+                optimizers=trainer.optimizers,
+                split=lambda whole, first, last: part_of(whole, slice(first, last), samples_in(whole)),
+                gradients="freed after forward",
+            )
+            with undisturbed(module):
+                in_flight = 0 if shape is None else shape.choice.in_flight_bytes
+                return "" if shape is None else str(plan), replay(step, plan, in_flight_bytes=in_flight), ""
+        except Exception as error:  # whatever the user's code says to tensors without values
+            return "", None, f"no dry run: {error}"
+
+
+def _loss(trainer: Trainer, part: Any, batch_idx: int) -> torch.Tensor:
+    module = trainer.lightning_module
+    own = module.__dict__
+    own["log"] = own["log_dict"] = lambda *_, **__: None
+    try:
+        with trainer.precision_plugin.train_step_context():
+            return loss_of(module.training_step(part, batch_idx))
+    finally:
+        del own["log"], own["log_dict"]
+
+
+def _draw(step: StepBytes, path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10.0, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    end_ms = step.measured[-1][0]
+    axes.plot([at for at, _ in step.measured], [held / 2**20 for _, held in step.measured], label="measured")
+    if step.predicted:
+        places = _places(step, end_ms)
+        axes.plot(places, [held / 2**20 for _, held in step.predicted], drawstyle="steps-post", label="predicted")
+    for at, phase in step.phases:
+        if phase != "other":
+            axes.axvline(at, color="#888888", linewidth=0.8, linestyle=":")
+            axes.annotate(phase, (at, 1.0), xycoords=("data", "axes fraction"), fontsize=8, va="top")
+    axes.set_xlabel("time (ms); predicted operations are spread evenly over the step")
+    axes.set_ylabel("MiB")
+    peaks = ", ".join(f"{name.split('_')[0]} {show_bytes(value)}" for name, value in step.metrics().items())
+    axes.set_title(f"optimizer step {step.step}: peak {peaks}" + (f"\n{step.plan}" if step.plan else ""), fontsize=10)
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="upper right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
+
+
+def _places(step: StepBytes, end_ms: float) -> list[float]:
+    """Where on the measured time axis each predicted operation is drawn; sub-batches share one backward."""
+    starts = [at for at, phase in step.phases if phase == "forward"][:1] or [0.0]
+    stops = [at for at, phase in step.phases if phase == "other" and at > starts[0]][-1:] or [end_ms]
+    count = len(step.predicted)
+    return [starts[0] + (stops[0] - starts[0]) * index / max(1, count - 1) for index in range(count)]
