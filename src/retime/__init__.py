@@ -7,7 +7,14 @@ from importlib.metadata import version
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from retime.callbacks import FuseOptimizer, MemoryTimeline, ParallelScanBackward, PeakMemory, ReverseFirstK, StepTimeline
+from retime.callbacks import (
+    FuseOptimizer,
+    MemoryTimeline,
+    ParallelScanBackward,
+    PeakMemory,
+    ReverseFirstK,
+    StepTimeline,
+)
 from retime.mechanisms.fusion import declare_per_parameter, fuse_optimizer
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.modules import ScanGRU, ScanLSTM, ScanRNN, ScanSequential, convert, convert_back
