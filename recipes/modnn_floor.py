@@ -157,14 +157,22 @@ def bars(axes: Any, points: list[Point], names: tuple[str, ...], quantity: str, 
     """Grouped bars with their values: a group a point, a bar a name; a missing one is crossed."""
     width = 0.8 / len(names)
     for index, name in enumerate(names):
+        label: str | None = name
         for place, point in enumerate(points):
             where = place + (index - (len(names) - 1) / 2) * width
             if not point.has(name, quantity):
-                axes.annotate("x", (where, axes.get_ylim()[0]), ha="center", fontsize=8, color=charts.COLOURS[index])
+                axes.annotate(
+                    "x",
+                    (where, 0),
+                    xycoords=axes.get_xaxis_transform(),
+                    ha="center",
+                    fontsize=8,
+                    color=charts.COLOURS[index],
+                )
                 continue
             value = point.values(name, quantity)[0]
-            label = name if place == 0 else None
             axes.bar(where, value, width * 0.92, color=charts.COLOURS[index], label=label)
+            label = None
             axes.annotate(format(value, form), (where, value), ha="center", va="bottom", fontsize=6.5, rotation=90)
     axes.set_xticks(range(len(points)), [f"{p.at['network']}\n({p.facts['batch size']})" for p in points], fontsize=8)
     axes.grid(axis="x", visible=False)

@@ -8,7 +8,19 @@ import pytest
 
 from retime.recipes import __main__ as command
 from retime.recipes import modnn_claims as claims
+from retime.recipes.modnn_budgets import (
+    BUDGET,
+    DIFFERENCE,
+    GIVING_BACK,
+    MEASURED,
+    PREDICTED,
+    STEP,
+    UNLIMITED,
+    WORKER,
+    Budgets,
+)
 from retime.recipes.modnn_floor import EQ_7, EQ_7_GRADIENTS, FLOOR, IDEAL, MEMORY, NO_WEIGHTS, PEAK, Floors
+from retime.recipes.modnn_k40 import k40_graph
 from retime.recipes.modnn_networks import (
     Network,
     in_place,
@@ -17,7 +29,23 @@ from retime.recipes.modnn_networks import (
     separate_gradients,
     weight_gradients_pass,
 )
+from retime.recipes.modnn_processes import Worker, WorkerError
+from retime.recipes.modnn_simulated import (
+    ALGORITHMS,
+    BATCH,
+    MODNN,
+    OFFLOADING,
+    PAPERS_RULES,
+    SLOWER,
+    SUB_BATCHES,
+    VDNN_ALL,
+    VDNN_CONV,
+    VDNN_LEAST,
+)
+from retime.recipes.modnn_simulated import IDEAL as IDEAL_TIME
+from retime.recipes.modnn_simulated import MEMORY as SHARE
 from retime.recipes.results import load
+from retime.recipes.schema import MemorySettings
 from retime.schedules.memory import all_blocks_bytes, lower_bound, lower_bound_offloading_weights
 
 Command = Callable[..., Path]
@@ -88,3 +116,88 @@ def test_networks_are_counted_as_the_paper_counts_layers() -> None:
 def test_an_unknown_key_of_a_network_is_refused() -> None:
     with pytest.raises(ValueError, match=r"cases\.mine=.*give model, batch_size, image_size, pixels"):
         network_of("mine", {"modell": {}}, SGD, 0)
+
+
+def few(*sizes: int) -> str:
+    model = "{_target_: retime.recipes.models.vgg, depth: [1, 1, 1, 1, 1], width: 0.25, image_size: 64}"
+    cases = (f"VGG-{size}: {{batch_size: {size}, image_size: 64, model: {model}}}" for size in sizes)
+    return f"+cases={{{', '.join(cases)}}}"
+
+
+def test_figures_10_and_11(run: Command) -> None:
+    path = run("experiment=modnn_fig10_simulated", "~cases", few(16, 32), "budget_gb=0.08")
+    result = load(path)
+    assert result.simulated
+    assert "**Simulated, not measured.**" in path.with_name("result.md").read_text()
+    for point in result.points:
+        ideal = point.values(IDEAL_TIME, BATCH)[0]
+        for name in (MODNN, PAPERS_RULES):
+            assert point.values(name, SLOWER)[0] == pytest.approx(point.values(name, BATCH)[0] / ideal, abs=1e-3)
+            assert point.values(name, SLOWER)[0] >= 1
+        assert point.values(MODNN, BATCH)[0] <= 1.005 * point.values(PAPERS_RULES, BATCH)[0]
+        fits = {name for name in (VDNN_ALL, VDNN_CONV, VDNN_LEAST) if point.has(name, BATCH)}
+        assert fits | set(point.facts["does not fit"]) >= {VDNN_ALL, VDNN_CONV, VDNN_LEAST}
+
+
+def test_figure_12(run: Command) -> None:
+    result = load(run("experiment=modnn_fig12_simulated", "~cases", few(16), "budgets=[0.2,0.08,0.01]"))
+    roomy, tight, _ = result.points
+    assert roomy.values(MODNN, SLOWER)[0] <= tight.values(MODNN, SLOWER)[0]
+    impossible = result.points[2].facts["does not fit"]
+    assert len(impossible) == 4, "below the floor nothing fits"
+
+
+def test_figures_13_and_14(run: Command) -> None:
+    (point,) = load(run("experiment=modnn_fig13_simulated", "~cases", few(32))).points
+    memory = {name: point.values(name, SHARE)[0] for name in (SUB_BATCHES, OFFLOADING, ALGORITHMS)}
+    assert memory[SUB_BATCHES] < memory[OFFLOADING] < 100
+    assert memory[ALGORITHMS] < 100
+    assert 1 < point.values(ALGORITHMS, SLOWER)[0] <= 2.7
+
+
+def test_k40_times_by_hand() -> None:
+    """The first convolution of the small network: 2 * 27 * 8 * 32 * 32 operations a sample, at a quarter of the peak."""
+    settings = MemorySettings()
+    graph = k40_graph(small_vgg(), settings)
+    first = next(task for task in graph.tasks if operation_of(task) == "convolution")
+    slow, fast = first.algorithms
+    arithmetic_ms = 2 * 27 * 8 * 32**2 / (4.29e12 * 0.25) * 1e3
+    traffic_ms = 4 * (3 + 8) * 32**2 / (288e9 * 0.75) * 1e3
+    assert slow.sample_ms == pytest.approx(max(arithmetic_ms, traffic_ms))
+    assert fast.sample_ms == pytest.approx(max(arithmetic_ms / 2.7, traffic_ms))
+    assert fast.sample_workspace_bytes == 0.5 * 4 * (3 + 8) * 32**2
+    assert slow.sample_workspace_bytes == 0
+
+
+def test_budgets_that_mean_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"budgets has 'half': give percents of the ideal peak, or 'floor'"):
+        Budgets().points(MemorySettings(budgets=[100, "half"]))
+
+
+def test_processes_answer_in_turn_and_say_what_went_wrong() -> None:
+    with pytest.raises(WorkerError, match="KeyError: 'ready'"):
+        Worker(WORKER, {"do": "ready"})
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's limits and /proc")
+def test_budget_sweep(run: Command) -> None:
+    model = "{_target_: retime.recipes.models.vgg, depth: [2, 1, 1, 1, 1], width: 0.25, hidden: 0, image_size: 64}"
+    data = "{_target_: retime.recipes.data.digits, image_size: 64, channels: 3}"
+    small = f"+cases={{VGG-like: {{batch_size: 16, model: {model}, data: {data}}}}}"
+    result = load(
+        run(
+            "experiment=modnn_budget_sweep",
+            "~cases",
+            small,
+            "rounds=1",
+            "warmup_rounds=1",
+            "budgets=[50]",
+            "headroom_mb=8",
+        )
+    )
+    (point,) = result.points
+    assert point.facts["out of memory"] == point.facts["refused"] == {}
+    assert point.variants(STEP) == [UNLIMITED, GIVING_BACK, "50 %"]
+    assert point.values("50 %", DIFFERENCE)[0] < 1e-5
+    assert point.values("50 %", PREDICTED)[0] <= point.values("50 %", BUDGET)[0]
+    assert point.values("50 %", MEASURED)[0] < point.values(GIVING_BACK, MEASURED)[0]
