@@ -1,0 +1,199 @@
+"""`retime plan`: what a byte budget would do to a training step, without training.
+
+    retime plan my_package.models:resnet_and_batch --budget 8GiB --optimizer torch.optim.AdamW
+    retime plan --config conf/experiment/fusion_fig3.yaml --budget 500MiB --batch 64
+
+The reference names a function without required arguments that returns `(model, batch)` or
+`(LightningModule, LightningDataModule)`. It is given `batch_size` where it takes one and `--batch` is set.
+"""
+
+import argparse
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from retime.mechanisms.memory.budget import parse_budget, show_bytes
+from retime.mechanisms.memory.budgeted_step import BudgetedStep
+from retime.mechanisms.memory.floor import StepMemory
+from retime.mechanisms.memory.host import parse_host
+from retime.mechanisms.memory.replay import TrainingStep, profile_step
+from retime.mechanisms.memory.search import halvings
+from retime.mechanisms.memory.separability_probe import loss_of
+from retime.mechanisms.memory.split import part_of, samples_in
+from retime.mechanisms.memory.task_graph import task_graph
+from retime.mechanisms.memory.undisturbed import undisturbed
+from retime.recipes import build
+from retime.schedules.errors import ScheduleError
+from retime.schedules.memory import lower_bound
+from retime.schedules.memory.errors import BudgetError
+
+
+@dataclass
+class Job:
+    """What to plan: a model, a batch, what computes the loss, and the optimizers."""
+
+    model: nn.Module
+    batch: Any
+    loss: Callable[[Any], Any]
+    optimizers: list[torch.optim.Optimizer]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of the `retime` script; 0: a plan, 1: the budget is below the floor, 2: bad arguments."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        job = _from_config(options) if options.config else _from_reference(options)
+        budget = parse_budget(options.budget, options.device)
+    except (ValueError, TypeError, OSError, ImportError, AttributeError) as error:
+        print(f"retime plan: {error}", file=sys.stderr)
+        return 2
+    return plan(job, budget, options.host, options.batchnorm)
+
+
+def plan(job: Job, budget_bytes: int, host: str | None = None, batchnorm: str = "offload") -> int:
+    """Print what a budget asks for; returns the exit status."""
+    device = next(job.model.parameters()).device
+    samples = samples_in(job.batch)
+    print(f"budget          {show_bytes(budget_bytes)}, batch of {samples} on {device}")
+    step = BudgetedStep(
+        job.model, job.optimizers, budget_bytes, parse_host(host, device), batchnorm=batchnorm, say=lambda _: None
+    )
+    try:
+        shape = step.plan(job.loss, job.batch)
+    except BudgetError as error:
+        print(f"refused         {error}")
+        print(f"floor           {show_bytes(error.floor_bytes)}, largest task {error.task} of layer {error.layer!r}")
+        return 1
+    finally:
+        step.remove()
+    choice, costs = shape.choice, shape.costs
+    print(f"plan            {choice.plan}")
+    print(f"predicted peak  {show_bytes(choice.peak_bytes)}")
+    moved = choice.out_bytes + choice.in_bytes
+    if moved:
+        print(f"moved a step    {show_bytes(moved)}")
+    times = f"{choice.step_ms / choice.plain_ms:.2f} x the unlimited step's time" if costs else "none: the step fits"
+    print(f"slowdown        {times}")
+    separable = shape.certificate is not None or choice.plan.sub_batch < samples
+    _print_bounds(job, samples, separable, choice.floor)
+    if shape.certificate is not None:
+        print(f"sub-batches     {shape.certificate}")
+    if shape.note:
+        print(f"note            {shape.note}")
+    return 0
+
+
+def _print_bounds(job: Job, samples: int, separable: bool, floor: Any) -> None:
+    dry = TrainingStep(
+        job.model,
+        job.batch,
+        samples,
+        loss=lambda part: loss_of(job.loss(part)),
+        optimizers=job.optimizers,
+        split=lambda whole, first, last: part_of(whole, slice(first, last), samples_in(whole)),
+    )
+    with undisturbed(job.model):
+        floor = floor or StepMemory(dry, halvings(samples) if separable else (samples,)).floor
+        where = f"largest task {floor.task}, {floor.sub_batch} sample{'s' if floor.sub_batch > 1 else ''} at a time"
+        print(f"floor           {show_bytes(floor.bytes)}: {where}")
+        try:
+            small, large = (profile_step(dry.of_size(size)) for size in (max(1, samples // 4), max(2, samples // 2)))
+            print(f"Eq. 7           {show_bytes(lower_bound(task_graph(small, large)).bytes)} (the paper's bound)")
+        except (ScheduleError, RuntimeError) as error:
+            print(f"Eq. 7           not known: {error}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="retime", description="Re-order one training step.")
+    command = parser.add_subparsers(required=True, metavar="plan").add_parser(
+        "plan", help="what a byte budget does to a training step, without training", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    command.add_argument("model", nargs="?", help="package.module:function, returns (model, batch)")
+    command.add_argument("--config", type=Path, help="an experiment's YAML: model, data, optimizer, batch_size")
+    command.add_argument("--budget", default="90%", help="bytes, '8GiB' or '90%%' (default)")
+    command.add_argument("--batch", type=int, help="samples in a batch")
+    command.add_argument("--optimizer", help="for a plain nn.Module: a class such as torch.optim.AdamW")
+    command.add_argument("--device", default="cpu")
+    command.add_argument("--host", help="where activations go: 'memory' or 'disk:FOLDER'")
+    command.add_argument("--batchnorm", default="offload", choices=["offload", "ghost", "exact"])
+    return parser
+
+
+def _from_reference(options: argparse.Namespace) -> Job:
+    if not options.model or ":" not in options.model:
+        raise ValueError(f"{options.model!r} names no model: write package.module:function, or give --config FILE")
+    module, _, name = options.model.partition(":")
+    sys.path.insert(0, "")  # a module beside the user
+    function = getattr(importlib.import_module(module), name)
+    takes = "batch_size" in inspect.signature(function).parameters
+    made = function(**({"batch_size": options.batch} if takes and options.batch else {}))
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+        raise ValueError(f"{options.model} returned a {type(made).__name__}: return (model, batch)")
+    model, batch = made
+    if isinstance(batch, LightningDataModule):
+        batch.prepare_data()
+        batch.setup("fit")
+        batch = next(iter(batch.train_dataloader()))
+    model = model.to(options.device).train()
+    batch = tree_map(lambda leaf: leaf.to(options.device) if isinstance(leaf, torch.Tensor) else leaf, batch)
+    if isinstance(model, LightningModule):
+        return Job(model, batch, _training_step(model), _optimizers_of(model))
+    optimizer = {"_target_": options.optimizer, "lr": 0.01} if options.optimizer else None
+    optimizers = [build.build_optimizer(optimizer, model.parameters(), {})] if optimizer else []
+    return Job(model, batch, _supervised(model), optimizers)
+
+
+def _from_config(options: argparse.Namespace) -> Job:
+    from omegaconf import OmegaConf
+
+    from retime.recipes.schema import register_all
+
+    register_all()
+    config: Any = OmegaConf.load(options.config)
+    missing = [key for key in ("model", "data", "optimizer", "batch_size") if key not in config]
+    if missing:
+        raise ValueError(f"{options.config} has no {', '.join(missing)}: a plan needs a model, data and an optimizer")
+    hardware = "cuda" if options.device.startswith("cuda") else "cpu"
+    settings = OmegaConf.merge({"hardware": {"name": hardware}}, config)
+    blocks: Any = OmegaConf.to_container(settings, resolve=True)
+    device = torch.device(options.device)
+    model = build.build_model(blocks["model"], device, seed=0)
+    (batch,) = build.build_batches(blocks["data"], options.batch or blocks["batch_size"], 1, device)
+    return Job(model, batch, _supervised(model), [build.build_optimizer(blocks["optimizer"], model.parameters(), {})])
+
+
+def _supervised(model: nn.Module) -> Callable[[Any], Any]:
+    return lambda batch: build.loss_of(model(batch[0]), batch[1])
+
+
+def _training_step(model: LightningModule) -> Callable[[Any], Any]:
+    more = (0,) if "batch_idx" in inspect.signature(model.training_step).parameters else ()
+    for name in ("log", "log_dict"):  # there is no trainer to log to
+        model.__dict__[name] = lambda *_, **__: None
+    return lambda batch: model.training_step(batch, *more)
+
+
+def _optimizers_of(model: LightningModule) -> list[torch.optim.Optimizer]:
+    made = model.configure_optimizers()
+    if isinstance(made, torch.optim.Optimizer):
+        return [made]
+    if isinstance(made, dict):
+        return [made["optimizer"]]
+    first = made[0] if isinstance(made, tuple | list) and made and isinstance(made[0], list | tuple) else made
+    several: Any = first or ()
+    return [one for one in several if isinstance(one, torch.optim.Optimizer)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
