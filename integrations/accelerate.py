@@ -6,6 +6,8 @@ on what ``prepare`` returned. They need nothing from a loop, and can be made in 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from accelerate import Accelerator
@@ -19,6 +21,10 @@ from retime.mechanisms.fusion.backward import BackwardFusion
 from retime.mechanisms.fusion.forward import ForwardFusion
 from retime.mechanisms.fusion.fuse import fuse_optimizer
 from retime.mechanisms.fusion.report import FusionReport, check_mode
+from retime.mechanisms.memory.budget import parse_budget
+from retime.mechanisms.memory.budget_report import BudgetReport
+from retime.mechanisms.memory.budgeted_step import BudgetedStep
+from retime.mechanisms.memory.host import parse_host
 from retime.mechanisms.out_of_order import data_parallel
 from retime.mechanisms.out_of_order.report import OutOfOrderReport
 
@@ -167,6 +173,89 @@ class OutOfOrderDataParallel:
         """Bring all parameters up to date and take everything off again."""
         self._ooo.remove()
         _renew_captured_steps(self._optimizer)
+
+
+class MemoryBudget:
+    """Keep training inside a number of bytes (Chen et al. 2018, moDNN).
+
+    With a loop of your own, activations go to the host around each forward pass, bit-identical::
+
+        budget = MemoryBudget(accelerator, model, optimizer, "8GiB")
+        with accelerator.accumulate(model):
+            with budget.forward(step, batch):          # step(batch) computes the loss; used for planning only
+                loss = step(batch)
+            accelerator.backward(loss)
+
+    Given the step, :meth:`run` does forward and backward, in sub-batches too where their gradients add up::
+
+            output = budget.run(step, batch)
+            optimizer.step()
+
+    :param budget: bytes, ``"8GiB"`` or ``"90%"`` of the device's memory.
+    :param host: ``"memory"`` (for CUDA), ``"disk:FOLDER"`` (for a CPU); None chooses by device.
+    :param options: as for :class:`retime.mechanisms.memory.budgeted_step.BudgetedStep`: ``batchnorm``, ``split``,
+        ``loss_weight``, ``on_shape_change``.
+    :raises ValueError: several processes, or a budget that cannot be read.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizer: Optimizer,
+        budget: int | str = "90%",
+        host: str | None = None,
+        **options: Any,
+    ) -> None:
+        if accelerator.distributed_type != DistributedType.NO:
+            raise ValueError(
+                f"MemoryBudget runs on one process, got {accelerator.distributed_type}: launch one process"
+            )
+        prepared = _prepared(optimizer, type(self).__name__)
+        self._accelerator = accelerator
+        self._arguments = (
+            model,
+            [prepared.optimizer],
+            parse_budget(budget, accelerator.device),
+        )
+        self._host, self._options = host, options
+        self._whole: BudgetedStep | None = None
+        self._parts: BudgetedStep | None = None
+
+    def run(self, step: Callable[[Any], Any], batch: Any) -> Any:
+        """Forward and backward pass; returns what ``step(batch)`` would have returned, detached.
+
+        :raises BudgetError: the budget is below the floor; before anything has run.
+        """
+        if self._parts is None:
+            self._parts = self._make(split_too=True)
+        return self._parts.run(step, batch, self._accelerator.backward)
+
+    @contextmanager
+    def forward(self, step: Callable[[Any], Any], batch: Any) -> Iterator[None]:
+        """Around a forward pass on ``batch``: what it saves is offloaded as planned.
+
+        :raises BudgetError: offloading alone does not keep the budget: use :meth:`run`.
+        """
+        if self._whole is None:
+            self._whole = self._make(split_too=False)
+        with self._whole.offloading(step, batch):
+            yield
+
+    def report(self) -> list[BudgetReport]:
+        """What was planned and done so far, for :meth:`run` and :meth:`forward`."""
+        return [one.report() for one in (self._parts, self._whole) if one is not None]
+
+    def remove(self) -> None:
+        """Give back the host's space and take wrappers off."""
+        for one in (self._parts, self._whole):
+            if one is not None:
+                one.remove()
+        self._parts = self._whole = None
+
+    def _make(self, split_too: bool) -> BudgetedStep:
+        host = parse_host(self._host, self._accelerator.device)
+        return BudgetedStep(*self._arguments, host, gradients="kept", sub_batches=split_too, **self._options)
 
 
 def _prepared(optimizer: Optimizer, name: str) -> AcceleratedOptimizer:

@@ -75,6 +75,7 @@ class BudgetedStep:
         loss_weight: counts what the loss of a part is a mean over, where a probe cannot see it.
         on_shape_change: ``"replan"`` for batches of another shape, or ``"error"``. Smaller batches of the same shape
             else keep their plan.
+        sub_batches: False plans for whole batches only.
         gradients: where the gradients of the step before are when a step begins; see :class:`TrainingStep`.
         say: is told what is being done, a line at a time.
 
@@ -97,6 +98,7 @@ class BudgetedStep:
         loss_weight: Callable[[Any], Any] | None = None,
         on_shape_change: str = "replan",
         gradients: Literal["freed", "freed after forward", "kept"] = "freed",
+        sub_batches: bool = True,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.batchnorm: BatchNormChoice = check_choice(batchnorm)
@@ -104,6 +106,7 @@ class BudgetedStep:
         self.model, self.optimizers, self.budget_bytes, self.host = model, list(optimizers), budget_bytes, host
         self._split, self._loss_weight, self._on_shape_change = split, loss_weight, on_shape_change
         self._gradients: Any = gradients
+        self._sub_batches = sub_batches
         self._say = say
         self._shapes: dict[tuple[Any, ...], PlannedShape] = {}
         self._offloads: dict[OffloadPlan, OffloadSavedTensors] = {}
@@ -148,6 +151,23 @@ class BudgetedStep:
         self._report.steps += 1
         self._report.sub_batches += len(self._now)
         return self._now.forward(0)
+
+    @contextmanager
+    def offloading(self, step: Step, batch: Any) -> Iterator[None]:
+        """Around a forward pass of the caller's own, with ``sub_batches=False``; ``step`` is used for planning only.
+
+        Raises:
+            BudgetError, ScheduleError: see :meth:`run`.
+            ValueError: this object plans sub-batches, which need :meth:`run`.
+        """
+        if self._sub_batches:
+            raise ValueError(
+                "offloading() runs batches whole: make the BudgetedStep with sub_batches=False, or use run()"
+            )
+        shape = self.plan(step, batch)
+        self.count_plain()
+        with self._hooks(batch, shape.choice):
+            yield
 
     def count_plain(self) -> None:
         """A batch whose plan asks for nothing was run by the caller itself."""
@@ -278,7 +298,9 @@ class BudgetedStep:
             if plain is not None and plain.peak_bytes <= _SPACIOUS * self.budget_bytes:
                 choice = search_plan(dry, self.budget_bytes, memory=memory)
                 return PlannedShape(samples, choice, note=_note(memory))
-        certificate = self._certify(step, batch) if samples > 1 and self.batchnorm != "exact" else None
+        certificate = None
+        if self._sub_batches and samples > 1 and self.batchnorm != "exact":
+            certificate = self._certify(step, batch)
         separable = certificate is not None and certificate.separable
         with undisturbed(self.model):
             costs = calibrate(dry, self.host) if samples > 1 else StepCosts()
