@@ -134,8 +134,9 @@ class Budgets(Recipe[MemorySettings]):
             "Peaks are the process's peak resident size above the same process before it built the model, while it "
             "trains; so is the budget to which RLIMIT_DATA holds the process, enforced by the kernel from the first "
             "step on. Planning comes before: it runs parts of the batch on copies of the model, and is held to "
-            "nothing. The ideal peak is predicted: tensors and what operations need for themselves. 'unlimited' is plain "
-            "torch with the C library's own way to keep freed memory; budgets make it give freed memory back, which costs time.",
+            "nothing. The ideal peak is predicted: tensors and what operations need for themselves. 'unlimited' is "
+            "plain torch with the C library's own way to keep freed memory; budgets make it give freed memory back, "
+            "which costs time.",
             "Weights differ: norm of the difference of all weights over their norm.",
             "The floor's budget is a little more than the floor, as two calibrations differ by a little: the floor "
             "that refusals name is asked for until there is none.",

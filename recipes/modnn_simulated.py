@@ -177,8 +177,8 @@ class OneBudget(SimulatedK40):
     def notes(self, result: Result) -> list[str]:
         return [
             *super().notes(result),
-            "vDNN has no sub-batches: where a task, its workspace and what is prefetched find no piece of memory that is "
-            "large enough, it does not fit. Without any workspace it fits more networks, at implicit GEMM's pace.",
+            "vDNN has no sub-batches: where a task, its workspace and what is prefetched find no piece of memory that "
+            "is large enough, it does not fit. Without any workspace it fits more networks, at implicit GEMM's pace.",
             "Transfers of the batch itself are no part of the bytes moved: every way to train has them.",
             *(
                 f"- {point.at['network']}: ideal {point.facts['ideal memory GB']} GB; sub-batches of "
@@ -319,11 +319,11 @@ class Alone(SimulatedK40):
         return [
             *super().notes(result),
             "Memory is counted as in Figure 9: the ideal case keeps every block at its own address, and the largest "
-            "workspace on top. Where memory is reused, workspaces cost next to nothing: the peak lies at the end of the "
-            "forward pass, and the largest workspace is needed where less is alive.",
+            "workspace on top. Where memory is reused, workspaces cost next to nothing: the peak lies at the end of "
+            "the forward pass, and the largest workspace is needed where less is alive.",
             "The time of algorithms alone is the ratio given to the simulator, less what is bound by memory traffic. "
-            "Sub-batches of one sample lose less here than on the real GPU: a roofline knows launches and idle threads, "
-            "not the kernels' own loss with small matrices.",
+            "Sub-batches of one sample lose less here than on the real GPU: a roofline knows launches and idle "
+            "threads, not the kernels' own loss with small matrices.",
             "Offloading alone keeps the batch whole, in 12 GB or what its largest task needs, by the paper's rules.",
             *(
                 f"- {p.at['network']}: offloading alone {p.facts[OFFLOADING]}"

@@ -158,7 +158,7 @@ class MemorySettings(Settings):
     memory_bytes_per_s: float = 288e9
     efficiency: float = 0.25  # share of operations_per_s that implicit GEMM reaches
     fast_speedup: float = 2.7  # of the fastest convolution algorithm over it (section 7.3)
-    workspace_share: float = 0.5  # that it needs, of its input and output: about 15 % of all memory (section 7.3)
+    workspace_share: float = 0.5  # of its input and output, which that algorithm needs on top
     memory_efficiency: float = 0.75  # share of memory_bytes_per_s that is reached
     transfer_bytes_per_s: float = 10e9  # over PCIe 3.0 x16, either way
     launch_ms: float = 0.01  # of a kernel

@@ -156,7 +156,7 @@ def test_figures_13_and_14(run: Command) -> None:
 
 
 def test_k40_times_by_hand() -> None:
-    """The first convolution of the small network: 2 * 27 * 8 * 32 * 32 operations a sample, at a quarter of the peak."""
+    """The small network's first convolution: 2 * 27 * 8 * 32 * 32 operations a sample, at a quarter of the peak."""
     settings = MemorySettings()
     graph = k40_graph(small_vgg(), settings)
     first = next(task for task in graph.tasks if operation_of(task) == "convolution")
