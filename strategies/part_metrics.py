@@ -79,7 +79,7 @@ class PartMetrics:
             numbers: takes scalar arguments by name, so that a certificate learns how they add up.
             dry: the part is only tried out: nothing is kept.
         """
-        before = []
+        before: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._position = {}
         try:
             for number, (unit, _) in enumerate(self._units):
