@@ -1,6 +1,7 @@
 """Short `Trainer.fit`s on a rank, all from the same weights on the same batches: what the out-of-order recipes time."""
 
 import copy
+import gc
 import statistics
 import time
 from collections.abc import Iterable
@@ -67,6 +68,7 @@ class Fits:
         batches = self._batches
         if steps is not None:
             batches = [batches[number % len(batches)] for number in range(steps)]
+        gc.collect()  # Trainers are reference cycles, whose tensors would pile up and be freed in the middle of a step
         dist.barrier()
         training = train(
             Run(strategy),

@@ -51,7 +51,7 @@ class OffloadPlan:
         found = _FORM.fullmatch(text.strip())
         if not found:
             raise ScheduleError(
-                f"{text!r} is no plan: write 'sub-batch 4, prefetch 1, offload 0-2,5 of 9', with offload none for nothing"
+                f"{text!r} is no plan: write 'sub-batch 4, prefetch 1, offload 0-2,5 of 9', or offload none"
             )
         saved = int(found[4] or 0)
         return cls(int(found[1]), _numbers(found[3], saved), int(found[2]), saved)
