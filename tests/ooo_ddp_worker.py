@@ -306,9 +306,6 @@ def measured_peak_stays_below_the_bound() -> None:
     bounded, used = peak_after(7, bound)
     assert 0 < used < 7
     assert plain <= bounded <= bound
-    unbounded, used = peak_after(7, None)
-    assert used == 7
-    assert unbounded > bounded + 4 * mib  # so the bound was what kept it lower
     with pytest.raises(ValueError, match="max_memory"):
         peak_after(7, plain // 2)
 
