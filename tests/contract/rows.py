@@ -154,6 +154,13 @@ class _OffloadsEverything(MemoryBudgetStrategy):
         if self._step is not None:
             self._step._make_plan = self._all  # type: ignore[method-assign]
 
+    def teardown(self) -> None:
+        super().teardown()
+        report = self.report()
+        if report is not None and report.steps:
+            assert report.offload is not None
+            assert report.offload.storages, f"nothing was offloaded: {report}"
+
     @staticmethod
     def _all(step: Any, batch: Any, samples: int) -> PlannedShape:
         return PlannedShape(samples, PlanChoice(OffloadPlan(samples, frozenset(range(999)), 2, 999), 0, 0, 1, 1, 0, 0))
