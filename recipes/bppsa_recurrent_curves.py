@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from torch import nn
 from torch.utils.data import Dataset, default_collate
 
@@ -135,20 +136,22 @@ class Curves(Recurrent):
     def draw(self, result: Result, path: Path) -> None:
         points = result.points
         title = f"{result.title}\n{hardware_line(result)}"
-        drawing, panels = charts.panels(title, 2 * len(points), width=5.2 * 2 * len(points))
-        for number, point in enumerate(points):
-            clock, step = panels[2 * number : 2 * number + 2]
+        drawing = Figure(figsize=(11, 4.4 * len(points)), layout="constrained")
+        drawing.suptitle(title, fontsize=11)
+        for point, (clock, step) in zip(points, drawing.subplots(len(points), 2, squeeze=False), strict=True):
             for index, name in enumerate(point.variants("step")):
                 losses, colour = point.facts[f"{name} losses"], charts.COLOURS[index]
-                style = "-" if name == BASELINE else "--"
-                width = 2.5 if name == BASELINE else 1.3
-                clock.plot(point.facts[f"{name} seconds"], losses, color=colour, label=label(name), linewidth=1.3)
+                width = max(0.8, 4.6 - 1.9 * index)  # curves on each other: all are seen
+                clock.plot(point.facts[f"{name} seconds"], losses, color=colour, label=label(name), linewidth=1.1)
                 numbers = [(k + 1) * point.facts["steps"] / len(losses) for k in range(len(losses))]
-                step.plot(numbers, losses, style, color=colour, label=label(name), linewidth=width)
+                step.plot(numbers, losses, color=colour, label=label(name), linewidth=width)
             clock.set_xlabel("seconds of training steps")
             step.set_xlabel("training steps")
             clock.set_ylabel("training loss" + (f" ({label_of(point.at)})" if point.at else ""))
-            clock.legend(fontsize=8)
+            for axes in (clock, step):
+                axes.grid(alpha=0.25)
+                axes.spines[["top", "right"]].set_visible(False)
+                axes.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
         charts.save(drawing, path)
 
 

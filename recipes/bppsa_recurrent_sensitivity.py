@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 
 from retime.recipes import bppsa_recurrent_claims as claims
 from retime.recipes import charts
@@ -75,6 +76,9 @@ class Scaling(Recurrent):
             draw_breakdown(breakdown, points, [tick_label(where(point)) for point in points])
             for axes in (latency, speed):
                 axes.set_xscale("log")
+                ticks = [where(point) for point in points]
+                axes.set_xticks(ticks, [tick_label(tick) for tick in ticks], fontsize=8)
+                axes.xaxis.set_minor_locator(NullLocator())
             for axes in (latency, speed, breakdown):
                 axes.set_xlabel(text)
         charts.save(drawing, path)
@@ -188,6 +192,7 @@ def draw_backward(axes: Any, points: list[Point], where: Callable[[Point], float
         values = [spread(point.values(name, "backward")) for point in points]
         charts.points_with_spread(axes, [where(p) for p in points], values, label(name), index, line=True)
     axes.set_yscale("log")
+    charts.plain_numbers(axes.yaxis)
     axes.set_ylabel("backward pass of a step (ms)")
     axes.legend(fontsize=8)
 
@@ -204,12 +209,14 @@ def draw_speedups(axes: Any, points: list[Point], where: Callable[[Point], float
             index += 1
     charts.even_line(axes, "torch.nn")
     axes.set_yscale("log")
+    charts.plain_numbers(axes.yaxis)
     axes.set_ylabel("speedup over torch.nn (x)")
     axes.legend(fontsize=8)
 
 
 def draw_breakdown(axes: Any, points: list[Point], names: list[str]) -> None:
     """Panels c and f, and Figure 9: phases of a step as parts of torch.nn's step, torch.nn's bar beside ours."""
+    highest = 1.0
     for number, point in enumerate(points):
         whole = spread(point.values(BASELINE, "step")).median
         ours = best_scan(point)
@@ -222,7 +229,9 @@ def draw_breakdown(axes: Any, points: list[Point], names: list[str]) -> None:
                     number + shift, height, 0.36, bottom=bottom, color=colour, label=text, alpha=1 if shift < 0 else 0.7
                 )
                 bottom += height
+            highest = max(highest, bottom)
     axes.set_xticks(range(len(points)), names, fontsize=7, rotation=45, ha="right", rotation_mode="anchor")
     axes.set_ylabel("time of torch.nn's step (left bar: torch.nn, right: fastest scan)", fontsize=8)
     axes.grid(axis="x", visible=False)
-    axes.legend(fontsize=8)
+    axes.set_ylim(0, 1.14 * highest)  # room for the legend above the bars
+    axes.legend(fontsize=8, loc="upper center", ncols=len(PHASES))

@@ -192,6 +192,7 @@ class Targets(Recurrent):
         shapes.set_ylabel('whole step with solver="auto" over torch.nn (x)')
         for axes in (cases, shapes):
             axes.set_yscale("log")
+            charts.plain_numbers(axes.yaxis)
             charts.even_line(axes, "torch.nn")
             axes.legend(fontsize=8)
         charts.save(drawing, path)

@@ -34,6 +34,18 @@ def test_nothing_is_saved_without_gradients(mode: str) -> None:
     assert not case.scan("chunk")[0].requires_grad
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_outputs_are_ordinary_tensors(mode: str) -> None:
+    """Forward passes may run in inference mode; what they give can be saved, changed and trained on."""
+    case = make_case(mode, 20, 2, 3)
+    outputs = case.scan("chunk")
+    assert not any(part.is_inference() for part in outputs)
+    sum(part.square().sum() for part in outputs).backward()
+    with torch.no_grad():
+        outputs[0].mul_(2)
+    assert case.x.grad is not None
+
+
 def test_autograd_is_a_solver() -> None:
     case = make_case("GRU")
     assert "ScanFunction" not in case.scan("autograd")[0].grad_fn.name()
@@ -89,3 +101,22 @@ def test_bad_input_says_what_to_change() -> None:
         scan_layer("GRU", case.x, case.state[0][0], w_ih, w_hh, b_ih, None)
     with pytest.raises(ValueError, match="unknown solver"):
         scan_layer("GRU", case.x, case.state[0][0], w_ih, w_hh, b_ih, b_hh, solver="fast")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_sequences(mode: str) -> None:
+    case = make_case(mode, 20, 0, 3)
+    found = torch.autograd.grad(case.scan("chunk")[0].sum(), case.leaves, allow_unused=True)
+    expected = torch.autograd.grad(case.native()[0].sum(), case.leaves, allow_unused=True)
+    assert all((a is None) == (b is None) for a, b in zip(found, expected, strict=True))
+    assert all(a is None or torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch.func itself
+def test_forward_mode_derivatives_need_torchs_own_pass() -> None:
+    case = make_case("GRU", 20)
+    x = case.x.detach()
+    with pytest.raises(RuntimeError, match=r"forward-mode.*solver='autograd'"):
+        torch.func.jvp(lambda part: case.scan_of(part, "chunk")[0], (x,), (x,))
+    _, along = torch.func.jvp(lambda part: case.scan_of(part, "autograd")[0], (x,), (x,))
+    assert along.shape == (20, 2, 3)

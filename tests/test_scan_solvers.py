@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 
-from retime.mechanisms.scan import check_solver, parse_solver
+from retime.mechanisms.scan import check_solver, chunk, parse_solver
 from retime.mechanisms.scan.blocks import BlockJacobians
 from scan_support import SOLVERS, CountOps
 
@@ -34,6 +34,33 @@ def test_sequential_makes_one_product_a_step() -> None:
 def test_chunk_makes_two_products_a_step_of_a_chunk_and_one_a_chunk() -> None:
     assert count_products("chunk:20", 400) == 20 + 20 + 400 // 20
     assert count_products("chunk:20", 403) == 20 + 20 + 400 // 20 + 3
+
+
+@pytest.mark.parametrize("blocks", [1, 4])
+def test_chunk_goes_through_long_sequences_in_windows(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    jacobians, gradient = make_scan(403, blocks=blocks)
+    products = 2 * 3 * 4 * gradient.element_size()  # B matrices of H (H + 1) numbers, a chunk
+    with torch.no_grad():
+        whole = parse_solver("chunk:20").solve(jacobians, gradient)
+        monkeypatch.setattr(chunk, "CACHE_BYTES", 6 * products)
+        with CountOps() as ops:
+            windows = parse_solver("chunk:20").solve(jacobians, gradient)
+    assert ops.products == 4 * (20 + 20) + 400 // 20 + 3
+    for one, other in zip(windows, whole, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+def test_windows_have_some_chunks_however_large_their_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk, "CACHE_BYTES", 1)
+    assert count_products("chunk:20", 400) == 400 // 20 // chunk.LEAST_AT_ONCE * 40 + 400 // 20
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 10, 97, 1000, 4096, 30_000])
+def test_chunks_are_as_long_as_makes_fewest_products(steps: int) -> None:
+    def products(length: int) -> int:
+        return 2 * length + steps // length + steps % length
+
+    assert products(parse_solver("chunk").length_for(steps)) <= 1.25 * min(map(products, range(1, steps + 1)))
 
 
 @pytest.mark.parametrize("steps", [2**k for k in range(3, 10)])

@@ -5,12 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retime.mechanisms.scan.backward import Gradients, Saved, layer_gradients
+from retime.mechanisms.scan.backward import Gradients, Saved
 from retime.mechanisms.scan.cells import Weights
 from retime.mechanisms.scan.ieee import ieee_products
 from retime.mechanisms.scan.native import run_native
 from retime.mechanisms.scan.packed import Packing
 from retime.mechanisms.scan.solver import Solver
+from retime.mechanisms.scan.windows import gradients_in_windows
 
 
 class ScanFunction(torch.autograd.Function):
@@ -30,7 +31,7 @@ class ScanFunction(torch.autograd.Function):
         *weights: Tensor | None,
     ) -> tuple[Tensor, ...]:
         if first_cell is None:
-            return run_native(mode, x, (first,), by_direction(weights), batch_sizes)
+            return _without_records(mode, x, first, by_direction(weights), batch_sizes)
         x, first, first_cell = x.detach(), first.detach(), first_cell.detach()
         weights = tuple(None if weight is None else weight.detach() for weight in weights)
         with torch.enable_grad():  # oneDNN's LSTM rounds otherwise where gradients are off
@@ -42,6 +43,13 @@ class ScanFunction(torch.autograd.Function):
         ctx.mode, ctx.solver, *tensors = inputs
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, output[0])
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise RuntimeError(
+            "forward-mode derivatives cannot go through a layer solved by a scan: set solver='autograd' on the module, "
+            "or convert_back the model, for this call"
+        )
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -59,6 +67,22 @@ class ScanFunction(torch.autograd.Function):
                 for gradient, tensor, wanted in zip(found, inputs, ctx.needs_input_grad[3:], strict=True)
             ),
         )
+
+
+def _without_records(
+    mode: str, x: Tensor, first: Tensor, weights: tuple[Weights, ...], batch_sizes: Tensor | None
+) -> tuple[Tensor, ...]:
+    """The forward pass of an RNN or a GRU, which needs no graph.
+
+    On a CPU torch.nn makes some calls a step, and each is cheaper in inference mode than under no_grad. Not so under
+    autocast, which may keep the weights it converts for later, nor with subclasses such as fake tensors: both would
+    meet inference tensors where they expect ordinary ones.
+    """
+    if not x.is_cpu or type(x) is not Tensor or torch.is_autocast_enabled("cpu"):
+        return run_native(mode, x, (first,), weights, batch_sizes)
+    with torch.inference_mode():
+        results = run_native(mode, x, (first,), weights, batch_sizes)
+    return tuple(result.clone() for result in results)  # ordinary tensors, which a backward pass may save
 
 
 def by_direction(weights: tuple[Tensor | None, ...]) -> tuple[Weights, ...]:
@@ -97,11 +121,11 @@ def _backward(
         saved = Saved(
             mode, turn(x), first[d], None if first_cell is None else first_cell[d], turn(part), directions[d], mask
         )
-        outside = [turn(part_reached)] + [torch.zeros_like(part)] * (len(last) - 1)
+        outside = [turn(part_reached), *(torch.zeros_like(part) for _ in last[1:])]
         for k, gradient in enumerate(last):
             if gradient is not None:
                 outside[k] = _add_last(outside[k], gradient[d], packing)
-        one = layer_gradients(solver, saved, outside)
+        one = gradients_in_windows(solver, saved, outside)
         found.append(one._replace(x=turn(one.x)))
     dx = found[0].x if len(found) == 1 else found[0].x + found[1].x
     return [

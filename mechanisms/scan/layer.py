@@ -90,7 +90,12 @@ def _run(
     check_solver(solver)
     flat = tuple(weight for weights in directions for weight in weights)
     chosen = None
-    if torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in (x, *state, *flat)):
+    empty = state[0].numel() == 0  # no sequences: torch's own pass knows what to do with them
+    if (
+        not empty
+        and torch.is_grad_enabled()
+        and any(part is not None and part.requires_grad for part in (x, *state, *flat))
+    ):
         chosen = choose_solver(solver, mode, x, state[0], batch_sizes)
     if chosen is None:
         return run_native(mode, x, state, tuple(Weights(*weights) for weights in directions), batch_sizes)
