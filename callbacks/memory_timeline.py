@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,10 +10,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers.logger import DummyLogger
 
 from retime.callbacks._phases import PhaseCallback, PhaseObserver
 from retime.mechanisms.memory.budget import show_bytes
+from retime.mechanisms.memory.budgeted_ddp import buckets_of
 from retime.mechanisms.memory.profile import StepProfile
 from retime.mechanisms.memory.replay import TrainingStep, replay
 from retime.mechanisms.memory.separability_probe import loss_of
@@ -22,7 +21,8 @@ from retime.mechanisms.memory.split import part_of, samples_in
 from retime.mechanisms.memory.undisturbed import undisturbed
 from retime.mechanisms.memory_sampler import MemorySampler
 from retime.schedules.memory import OffloadPlan
-from retime.strategies import MemoryBudgetStrategy
+from retime.strategies.budgeted import Budgeted
+from retime.strategies.unseen import unseen
 
 __all__ = ["MemoryTimeline", "StepBytes"]
 
@@ -56,11 +56,11 @@ class StepBytes:
 
 
 class MemoryTimeline(PhaseCallback):
-    """Predicted against measured bytes over a step, under any strategy on one device.
+    """Predicted against measured bytes over a step, under strategies for one device and DDP (of rank 0).
 
         trainer = Trainer(strategy="memory_budget", callbacks=[MemoryTimeline(every_n_steps=100)])
 
-    Predicted is what a dry run of the step holds, under the plan of :class:`MemoryBudgetStrategy` where there is one.
+    Predicted is what a dry run of the step holds, under the plan of a memory budget where there is one.
     Measured are, on CUDA, the allocator's allocated bytes; elsewhere the process's resident size, less what it was when
     the batch began and plus what the dry run has at that moment, so that both begin at the same height; freed memory
     that the C library keeps counts. They are sampled each millisecond and at each change of phase, so a short peak may
@@ -160,12 +160,10 @@ class MemoryTimeline(PhaseCallback):
 def _dry_run(trainer: Trainer, batch: Any, batch_idx: int) -> tuple[str, StepProfile | None, str]:
     """The plan that the batch ran under, as text; the dry run under it; why there is none."""
     module, strategy = trainer.lightning_module, trainer.strategy
-    with ExitStack() as stack:
-        stack.callback(setattr, trainer, "loggers", trainer.loggers)
-        trainer.loggers = [DummyLogger() for _ in trainer.loggers]
+    with unseen(trainer):
         try:
             samples = samples_in(batch)
-            shape = strategy.planned(batch) if isinstance(strategy, MemoryBudgetStrategy) else None
+            shape = strategy.planned(batch) if isinstance(strategy, Budgeted) else None
             plan = OffloadPlan(samples) if shape is None else shape.choice.plan
             step = TrainingStep(
                 module,
@@ -175,6 +173,7 @@ def _dry_run(trainer: Trainer, batch: Any, batch_idx: int) -> tuple[str, StepPro
                 optimizers=trainer.optimizers,
                 split=lambda whole, first, last: part_of(whole, slice(first, last), samples_in(whole)),
                 gradients="freed after forward",
+                buckets=buckets_of(strategy.model),
             )
             with undisturbed(module):
                 in_flight = 0 if shape is None else shape.choice.in_flight_bytes
@@ -184,14 +183,8 @@ def _dry_run(trainer: Trainer, batch: Any, batch_idx: int) -> tuple[str, StepPro
 
 
 def _loss(trainer: Trainer, part: Any, batch_idx: int) -> torch.Tensor:
-    module = trainer.lightning_module
-    own = module.__dict__
-    own["log"] = own["log_dict"] = lambda *_, **__: None
-    try:
-        with trainer.precision_plugin.train_step_context():
-            return loss_of(module.training_step(part, batch_idx))
-    finally:
-        del own["log"], own["log_dict"]
+    with trainer.precision_plugin.train_step_context():
+        return loss_of(trainer.lightning_module.training_step(part, batch_idx))
 
 
 def _draw(step: StepBytes, path: Path) -> None:

@@ -15,6 +15,15 @@ grow with the samples that run at once. What it does not save are the activation
 is kept for the backward pass stay as large as the batch. Where they set the peak, as they do without offloading in most
 networks, chunks alone lower it by nothing; they are for budgets at which offloading has left one operator's own needs
 as the largest. Elementwise layers need nothing but input and output, so there is nothing to gain from chunks.
+
+Measured with float32 on one CPU core as the growth of the process in a forward and backward pass with everything
+offloaded, in 8 chunks: a ResNet-18 without the pooling and stride of its first layers, 64 images of 32 x 32 pixels,
+went from 139 to 113 MiB, since a convolution's copies into its blocked layout were the largest need. With them, 32
+images of 128 x 128 pixels, it stayed at 139 MiB, and with bfloat16 autocast at 95 MiB: the first BatchNorm's backward
+pass is the largest there, and needs its input and two gradients of the whole batch (against 67 MiB for a batch of 8).
+
+To make that smaller, sub-batches would have to go from one BatchNorm layer to the next together, as the ranks of
+SyncBatchNorm do, with what waits on the host. That is not done here: for smaller budgets choose ``"ghost"``.
 """
 
 from __future__ import annotations

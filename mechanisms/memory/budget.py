@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import psutil
 import torch
@@ -12,13 +13,14 @@ _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _BINARY = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
-def parse_budget(budget: int | str, device: torch.device | str) -> int:
+def parse_budget(budget: int | str, device: torch.device | str | int | None, sharing: int = 1) -> int:
     """The bytes that a budget means on ``device``.
 
     Args:
         budget: bytes, or a text: ``"8GiB"``, ``"500 MB"``, ``"90%"`` of the device's memory (CPU: of the
             machine's).
-        device: where training runs.
+        device: where training runs; None where that is not known yet: only the form of bytes is checked then.
+        sharing: processes on this machine; on a CPU they share a percentage, since they share the memory.
 
     Raises:
         TypeError: neither a whole number nor a text.
@@ -26,7 +28,7 @@ def parse_budget(budget: int | str, device: torch.device | str) -> int:
     """
     if isinstance(budget, bool) or not isinstance(budget, int | str):
         raise TypeError(f"budget={budget!r} must be a number of bytes, or a text such as '8GiB' or '90%'")
-    total = _device_bytes(torch.device(device))
+    total = sys.maxsize if device is None else _device_bytes(torch.device(device))
     if isinstance(budget, int):
         wanted = budget
     else:
@@ -34,7 +36,10 @@ def parse_budget(budget: int | str, device: torch.device | str) -> int:
         if not found:
             raise ValueError(f"budget={budget!r} cannot be read: write bytes, '8GiB', '500MB' or '90%'")
         number, unit = float(found[1]), (found[2] or "B").lower()
-        wanted = int(number / 100 * total if unit == "%" else number * (_UNITS | _BINARY)[unit])
+        if unit == "%":
+            wanted = int(number / 100 * total) // (sharing if torch.device(device or "cpu").type == "cpu" else 1)
+        else:
+            wanted = int(number * (_UNITS | _BINARY)[unit])
     if wanted < 1:
         raise ValueError(f"budget={budget!r} must be above 0")
     if wanted > total:

@@ -13,8 +13,20 @@ from retime.mechanisms.memory.offload import OffloadReport
 from retime.mechanisms.memory.search import PlanChoice
 from retime.schedules.memory import OffloadPlan
 
-_KEPT = ("in_flight_bytes", "peak_bytes", "step_ms", "plain_ms", "out_bytes", "in_bytes")
+_KEPT = (
+    "in_flight_bytes",
+    "peak_bytes",
+    "scratch_bytes",
+    "spare_bytes",
+    "step_ms",
+    "plain_ms",
+    "out_bytes",
+    "in_bytes",
+)
 """What a checkpoint keeps of a choice beside its plan."""
+_SHOWN = 4
+_UNMEASURED = 1.25
+"""What is held of a peak that is known from a dry run alone."""
 _FROM_CHECKPOINT = "plan of an earlier run"
 
 
@@ -35,6 +47,16 @@ class PlannedShape:
     certificate: Certificate | None = None
     costs: StepCosts | None = None
     note: str = ""
+
+    def held_bytes(self, budget_bytes: int) -> int:
+        """What tensors, and what they have freed, are to hold together at most.
+
+        A plan that was measured holds its peak, and what operations need beside it stays free. One that was not has
+        room, which takes what a dry run does not see.
+        """
+        if not self.choice.spare_bytes:
+            return min(budget_bytes, int(_UNMEASURED * self.choice.peak_bytes))
+        return self.choice.peak_bytes - self.choice.scratch_bytes
 
     def kept(self) -> dict[str, Any]:
         """All but the certificate and costs, in plain types for a checkpoint."""
@@ -69,15 +91,25 @@ class BudgetReport:
     """Batches."""
     sub_batches: int = 0
     """Forward passes of those batches."""
+    plans: int = 0
+    """Plans that were made or taken from a checkpoint."""
     shapes: list[PlannedShape] = field(default_factory=list)
+    """The last of them."""
     offload: OffloadReport | None = None
     replanned: dict[str, int] = field(default_factory=dict)
     """Plans that were thrown away, by reason."""
+
+    def note(self, shape: PlannedShape, most: int) -> None:
+        """A plan was made; only the last ``most`` are kept."""
+        self.plans += 1
+        self.shapes.append(shape)
+        del self.shapes[:-most]
 
     def __str__(self) -> str:
         text = f"memory budget {show_bytes(self.budget_bytes)}: {self.steps} steps in {self.sub_batches} sub-batches"
         if self.offload is not None and self.offload.storages:
             moved = self.offload.bytes_out + self.offload.bytes_in
             text += f"; {show_bytes(moved)} moved, {self.offload.stalls} waits"
-        text += "".join(f"; {shape}" for shape in self.shapes)
+        text += "".join(f"; {shape}" for shape in self.shapes[-_SHOWN:])
+        text += f"; {self.plans - _SHOWN} plans before these" if self.plans > _SHOWN else ""
         return text + "".join(f"; {count} replanned because {reason}" for reason, count in self.replanned.items())

@@ -13,9 +13,13 @@ storages, prefetch distance) that fit.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
+from enum import IntEnum
+from functools import partial
+from itertools import chain
 from typing import Any, Literal, get_args
 
 import torch
@@ -29,9 +33,10 @@ from retime.mechanisms.memory.calibrate import calibrate
 from retime.mechanisms.memory.certificate import Certificate
 from retime.mechanisms.memory.costs import StepCosts
 from retime.mechanisms.memory.floor import StepMemory
-from retime.mechanisms.memory.heap import give_back_freed_memory
+from retime.mechanisms.memory.freed_memory import FreedMemory
 from retime.mechanisms.memory.host import HostTier
 from retime.mechanisms.memory.offload import OffloadReport, OffloadSavedTensors, PlanMismatch
+from retime.mechanisms.memory.profile import StepProfile
 from retime.mechanisms.memory.replay import TrainingStep
 from retime.mechanisms.memory.search import PlanChoice, halvings, search_plan
 from retime.mechanisms.memory.separability import certify
@@ -40,17 +45,35 @@ from retime.mechanisms.memory.split import Split, part_of, samples_in, split_bat
 from retime.mechanisms.memory.storages import tensors_in
 from retime.mechanisms.memory.sub_batches import SubBatches
 from retime.mechanisms.memory.undisturbed import undisturbed
+from retime.mechanisms.no_effect import NoEffectWarning
 from retime.schedules.errors import ScheduleError
 from retime.schedules.memory import OffloadPlan
 from retime.schedules.memory.errors import BudgetError
 
 OnShapeChange = Literal["replan", "error"]
+MOST_SHAPES = 128
+"""So many plans are kept, those used last."""
+_MANY_MISMATCHES = 3
 CHUNKS = 8
 """With ``batchnorm="exact"`` operators run in so many parts of the batch."""
-_SPACIOUS = 0.5
-"""A plain step whose tensors need no more of the budget than this is not looked at any closer."""
+_SPACIOUS = 1 / 3
+"""A plain step whose tensors need no more of the budget than this is not looked at any closer.
+
+oneDNN's LSTM saves a work space that no dry run sees, as large as all the rest.
+"""
+
+_PROBED = (3, 5)
+"""The fewest and the most samples that are probed at once."""
 
 Step = Callable[[Any], Any]
+
+
+class Way(IntEnum):
+    """How a batch runs: as without a budget, at once but with storages offloaded, or in sub-batches."""
+
+    PLAIN = 0
+    WHOLE = 1
+    PARTS = 2
 
 
 class NoLossError(ValueError):
@@ -76,11 +99,13 @@ class BudgetedStep:
         on_shape_change: ``"replan"`` for batches of another shape, or ``"error"``. Smaller batches of the same shape
             else keep their plan.
         sub_batches: False plans for whole batches only.
-        gradients: where the gradients of the step before are when a step begins; see :class:`TrainingStep`.
+        gradients, buckets: what else holds memory of the gradients' size, and when; see :class:`TrainingStep`.
         say: is told what is being done, a line at a time.
 
     Attributes:
         planning: the step that runs at the moment is only tried out: nothing of it is to be kept.
+        whole_because: why batches must not be split, if the caller knows a reason; refusals quote it.
+        hidden_bytes: of tensors that nothing in Python holds; plans count them, and freed memory leaves room for them.
 
     Raises:
         ValueError: an unknown choice.
@@ -98,6 +123,7 @@ class BudgetedStep:
         loss_weight: Callable[[Any], Any] | None = None,
         on_shape_change: str = "replan",
         gradients: Literal["freed", "freed after forward", "kept"] = "freed",
+        buckets: Literal["", "beside", "gradients"] = "",
         sub_batches: bool = True,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
@@ -106,6 +132,7 @@ class BudgetedStep:
         self.model, self.optimizers, self.budget_bytes, self.host = model, list(optimizers), budget_bytes, host
         self._split, self._loss_weight, self._on_shape_change = split, loss_weight, on_shape_change
         self._gradients: Any = gradients
+        self._buckets: Any = buckets
         self._sub_batches = sub_batches
         self._say = say
         self._shapes: dict[tuple[Any, ...], PlannedShape] = {}
@@ -114,9 +141,11 @@ class BudgetedStep:
         self._report = BudgetReport(budget_bytes)
         self._now: SubBatches | None = None
         self._kept: dict[str, dict[str, Any]] = {}
+        self._forgotten: OffloadReport | None = None
         self.planning = False
-        if next(model.parameters()).device.type == "cpu":
-            give_back_freed_memory()
+        self.whole_because = ""
+        self.hidden_bytes = 0
+        self._freed = FreedMemory(next(model.parameters()).device)
 
     def run(self, step: Step, batch: Any, backward: Callable[[Tensor], Any] | None = None) -> Any:
         """Forward and backward pass of a batch; returns what the step would have returned for all of it, detached.
@@ -134,6 +163,18 @@ class BudgetedStep:
 
     def begin(self, step: Step, batch: Any) -> Any:
         """Plan if need be, and run the forward pass of the first sub-batch; returns what the step returns for it."""
+        return self.prepare(step, batch).forward(0)
+
+    def choose(self, step: Step, batch: Any) -> Way:
+        """Plan if need be; :attr:`parts` are ready unless the batch is to run plainly."""
+        self.drop()
+        shape = self.plan(step, batch)
+        if not shape.choice.plan.offload and shape.choice.plan.sub_batch >= shape.samples:
+            return Way.PLAIN
+        return Way.PARTS if len(self.prepare(step, batch)) > 1 else Way.WHOLE
+
+    def prepare(self, step: Step, batch: Any) -> SubBatches:
+        """Plan if need be, and cut the batch; nothing of it runs yet."""
         shape = self.plan(step, batch)
         sub_batch = min(shape.choice.plan.sub_batch, samples_in(batch, self._split))
         self._now = SubBatches(
@@ -150,7 +191,7 @@ class BudgetedStep:
             self._shapes[_shape_of(batch)] = replace(shape, certificate=self._now.certificate)
         self._report.steps += 1
         self._report.sub_batches += len(self._now)
-        return self._now.forward(0)
+        return self._now
 
     @contextmanager
     def offloading(self, step: Step, batch: Any) -> Iterator[None]:
@@ -207,6 +248,7 @@ class BudgetedStep:
         key = _shape_of(batch)
         known = self._shapes.get(key)
         if known is not None and samples <= known.samples:
+            self._shapes[key] = self._shapes.pop(key)  # used last
             return known
         if self._shapes and self._on_shape_change == "error":
             raise ScheduleError(
@@ -214,10 +256,18 @@ class BudgetedStep:
                 "on_shape_change='error': bring all batches to one shape, or use on_shape_change='replan'"
             )
         self._say(f"planning a batch of {samples} samples for {show_bytes(self.budget_bytes)}")
+        self._hold(batch, self.budget_bytes)
         with self._trying_out():
             shape = self._kept_plan(step, batch, samples) or self._make_plan(step, batch, samples)
+        plan = shape.choice.plan
+        if plan.offload:
+            self.host.reserve(shape.choice.out_bytes // -(-samples // plan.sub_batch), len(plan.offload))
+        self._shapes.pop(key, None)
         self._shapes[key] = shape
-        self._report.shapes.append(shape)
+        self._report.note(shape, MOST_SHAPES)
+        while len(self._shapes) > MOST_SHAPES:
+            self._forget(self._shapes.pop(next(iter(self._shapes))))
+        self._hold(batch, max(shape.held_bytes(self.budget_bytes) for shape in self._shapes.values()))
         self._say(str(shape))
         return shape
 
@@ -229,9 +279,7 @@ class BudgetedStep:
     def report(self) -> BudgetReport:
         """What was planned and done so far."""
         parts = [offload.report() for offload in self._offloads.values()]
-        if parts:
-            fields = OffloadReport.__dataclass_fields__
-            self._report.offload = OffloadReport(**{name: sum(getattr(one, name) for one in parts) for name in fields})
+        self._report.offload = OffloadReport.total([*parts, *filter(None, [self._forgotten])])
         return self._report
 
     def state_dict(self) -> dict[str, Any]:
@@ -250,6 +298,7 @@ class BudgetedStep:
         return {
             "budget_bytes": self.budget_bytes,
             "batchnorm": self.batchnorm,
+            "buckets": self._buckets,
             "model": f"{type(self.model).__name__}: {trained} bytes trained, {fixed} fixed",
             "optimizers": ", ".join(type(one).__name__ for one in self.optimizers),
         }
@@ -262,6 +311,7 @@ class BudgetedStep:
         if self._chunks is not None:
             self._chunks.remove()
             self._chunks = None
+        self._freed.close()
         self.host.close()
 
     def _chunk(self, samples: int) -> None:
@@ -291,27 +341,42 @@ class BudgetedStep:
             optimizers=self.optimizers,
             split=self._take,
             gradients=self._gradients,
+            buckets=self._buckets,
         )
         with undisturbed(self.model):
             memory = StepMemory(dry, (samples,))
             plain = memory.plain
             if plain is not None and plain.peak_bytes <= _SPACIOUS * self.budget_bytes:
                 choice = search_plan(dry, self.budget_bytes, memory=memory)
-                return PlannedShape(samples, choice, note=_note(memory))
+                return PlannedShape(samples, choice, note=self._note(memory))
         certificate = None
         if self._sub_batches and samples > 1 and self.batchnorm != "exact":
-            certificate = self._certify(step, batch)
+            certificate = self._certify(step, batch, samples=self._probe_samples(plain, samples))
         separable = certificate is not None and certificate.separable
         with undisturbed(self.model):
-            costs = calibrate(dry, self.host) if samples > 1 else StepCosts()
-            smallest = 2 if self.batchnorm == "ghost" else 1  # one sample may have no variance
+            costs = StepCosts()
+            if samples > 1:
+                costs = calibrate(dry, self.host, plain=plain, budget_bytes=self.budget_bytes)
+            smallest = 3 if self.batchnorm == "ghost" else 1  # then equal parts have 2, and with them a variance
             memory = StepMemory(dry, halvings(samples, smallest) if separable else (samples,), costs, check=True)
             try:
                 choice = search_plan(dry, self.budget_bytes, memory=memory)
             except BudgetError as error:
                 raise self._explained(error, certificate) from None
         split = choice.plan.sub_batch < samples
-        return PlannedShape(samples, choice, certificate if split else None, costs, _note(memory))
+        return PlannedShape(samples, choice, certificate if split else None, costs, self._note(memory))
+
+    def _note(self, memory: StepMemory) -> str:
+        unknown = [f"what {name} keeps for itself is not counted" for name in memory.not_run]
+        return "; ".join(filter(None, (memory.note, *unknown, self._freed.note)))
+
+    def _hold(self, batch: Any, nbytes: int) -> None:
+        """Freed memory is kept for the next tensors as far as there is room for it in ``nbytes``."""
+        states = [tensors_in(list(optimizer.state.values())) for optimizer in self.optimizers]
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        there = [*self.model.parameters(), *self.model.buffers(), *gradients, *chain(*states), *tensors_in(batch)]
+        there = [tensor for tensor in there if tensor.layout == torch.strided]  # a sparse one has no storage to ask for
+        self._freed.hold(max(0, nbytes - self.hidden_bytes), there)
 
     def _explained(self, error: BudgetError, certificate: Certificate | None) -> BudgetError:
         """Say what kept sub-batches from lowering the floor."""
@@ -325,7 +390,19 @@ class BudgetedStep:
             hint=f"Sub-batches would lower it, but {certificate.reason}. {error.hint}",
         )
 
-    def _certify(self, step: Step, batch: Any, among: Certificate | None = None) -> Certificate:
+    def _probe_samples(self, plain: StepProfile | None, samples: int) -> int:
+        """How many samples the probe may run at once inside the budget, beside a copy of the parameters."""
+        if plain is None:
+            return _PROBED[1]
+        each = max(1, (plain.peak_bytes - plain.resident_bytes) // samples)
+        room = self.budget_bytes - plain.resident_bytes
+        return max(_PROBED[0], min(_PROBED[1], room // each))
+
+    def _certify(
+        self, step: Step, batch: Any, among: Certificate | None = None, samples: int = _PROBED[1]
+    ) -> Certificate:
+        if self.whole_because:
+            return Certificate(None, self.whole_because)
         self._say("finding out whether sub-batches give the same gradients")
         with self._trying_out(), undisturbed(self.model):
             return certify(
@@ -336,6 +413,7 @@ class BudgetedStep:
                 loss_weight=self._loss_weight,
                 ghost=self.batchnorm == "ghost",
                 among=among,
+                samples=samples,
             )
 
     @contextmanager
@@ -358,36 +436,55 @@ class BudgetedStep:
         with self._hooks(part, choice):
             return step(part)
 
-    def _hooks(self, part: Any, choice: PlanChoice) -> AbstractContextManager[Any]:
+    @contextmanager
+    def _hooks(self, part: Any, choice: PlanChoice) -> Iterator[None]:
         if not choice.plan.offload:
-            return nullcontext()
+            yield
+            return
         offload = self._offloads.get(choice.plan)
         if offload is None:
             offload = self._offloads[choice.plan] = OffloadSavedTensors(
-                choice.plan, self.host, in_flight_bytes=choice.in_flight_bytes, on_mismatch=self._mismatch
+                choice.plan,
+                self.host,
+                in_flight_bytes=choice.in_flight_bytes,
+                on_mismatch=partial(self._mismatch, choice.plan),
             )
         offload.keep = [*self.model.parameters(), *self.model.buffers(), *tensors_in(part)]
-        return offload
+        try:
+            with offload:
+                yield
+        finally:
+            offload.keep = ()  # the batch may go when the step has ended
 
-    def _mismatch(self, mismatch: PlanMismatch) -> None:
+    def _forget(self, shape: PlannedShape) -> None:
+        """Drop what one plan needs, unless another shape has the same plan."""
+        plan = shape.choice.plan
+        if plan in self._offloads and all(other.choice.plan != plan for other in self._shapes.values()):
+            gone = self._offloads.pop(plan).report()
+            self._forgotten = OffloadReport.total([gone, *filter(None, [self._forgotten])])
+
+    def _mismatch(self, plan: OffloadPlan, mismatch: PlanMismatch) -> None:
         if self._on_shape_change == "error":
             raise mismatch
         reason = "a forward pass saved other storages than planned"
-        self._report.replanned[reason] = self._report.replanned.get(reason, 0) + 1
-        self._shapes.clear()
-        self._kept.clear()
-        self._say(f"{mismatch}; the next batch is planned anew")
+        times = self._report.replanned[reason] = self._report.replanned.get(reason, 0) + 1
+        self._shapes = {key: shape for key, shape in self._shapes.items() if shape.choice.plan != plan}
+        self._kept = {name: kept for name, kept in self._kept.items() if kept["plan"] != str(plan)}
+        self._say(f"{mismatch}; the next batch of this shape is planned anew")
+        if times == _MANY_MISMATCHES:
+            warnings.warn(
+                f"{times} batches were planned anew because {reason}, which takes longer than a step: the model takes "
+                "another way from step to step (dropped layers, branches on values or on the step's number). Keep it "
+                "on one way, or give a budget that the plain step fits into",
+                NoEffectWarning,
+                stacklevel=2,
+            )
 
 
 def check_on_shape_change(choice: str) -> None:
     """Raise a ValueError for an unknown choice."""
     if choice not in get_args(OnShapeChange):
         raise ValueError(f"on_shape_change={choice!r}: use 'replan' or 'error'")
-
-
-def _note(memory: StepMemory) -> str:
-    unknown = [f"what {name} keeps for itself is not counted" for name in memory.not_run]
-    return "; ".join(filter(None, (memory.note, *unknown)))
 
 
 def _shape_of(batch: Any) -> tuple[Any, ...]:

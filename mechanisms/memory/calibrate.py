@@ -5,23 +5,31 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from retime.mechanisms.memory.costs import StepCosts
 from retime.mechanisms.memory.heap import trim_heap
 from retime.mechanisms.memory.host import HostTier
-from retime.mechanisms.memory.profile import Size
+from retime.mechanisms.memory.pool import MemoryPool
+from retime.mechanisms.memory.profile import Size, StepProfile
 from retime.mechanisms.memory.replay import EVERYTHING, DryRun, TrainingStep
+from retime.mechanisms.memory.storages import tensors_in
 from retime.mechanisms.memory.trace import Operation
 from retime.mechanisms.memory_probe import MemoryProbe
 from retime.schedules.memory import OffloadPlan, Phase
 
 # A process's resident size is counted in batches of pages on each core; less than this may be none at all.
 _NOISE_BYTES = 64 * 1024
-_PROBE_BYTES = 16 * 2**20
-_REPEATS = 3
+# A copy of so many bytes is timed, or of a share of what the budget leaves: two tensors, and what is under way.
+_PROBE_BYTES, _SMALLEST_PROBE_BYTES, _PROBE_SHARE = 16 * 2**20, 2**18, 8
+_REPEATS = 2
+# Python takes memory from the system in arenas of this size, and a step may need one more.
+_ARENA_BYTES, _SPARE_SHARE = 2**20, 32
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
 
@@ -29,81 +37,150 @@ _STATUS = Path("/proc/self/status")
 class ScratchMeter:
     """The most that each kind of operation allocates beyond the storages it returns.
 
+    Args:
+        device: whose allocator is asked.
+        pool: a CPU's, where it is installed: it counts oneDNN's scratch too. Else the process's resident size counts.
+
     Attributes:
         bytes: by phase, layer and name.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, pool: MemoryPool) -> None:
         self.bytes: dict[tuple[Phase, str, str], int] = {}
         self._cuda = device if device.type == "cuda" else None
+        self._pool = pool if pool.installed else None
         self._before = 0
 
     def before(self) -> None:
         if self._cuda is not None:
             torch.cuda.reset_peak_memory_stats(self._cuda)
             self._before = torch.cuda.memory_allocated(self._cuda)
+        elif self._pool is not None:
+            self._pool.reset_peaks()
+            self._before = self._pool.counts().live
         else:
             _CLEAR_REFS.write_text("5")
             self._before = _status("VmRSS")
 
     def after(self, operation: Operation, new_bytes: int) -> None:
-        peak = torch.cuda.max_memory_allocated(self._cuda) if self._cuda is not None else _status("VmHWM")
-        extra = peak - self._before - new_bytes
+        extra = self._peak() - self._before - new_bytes
         if extra < _NOISE_BYTES:
             return
         self.bytes[operation.kind] = max(self.bytes.get(operation.kind, 0), extra)
 
+    def _peak(self) -> int:
+        if self._cuda is not None:
+            return torch.cuda.max_memory_allocated(self._cuda)
+        return self._pool.counts().peak_live if self._pool is not None else _status("VmHWM")
 
-def calibrate(step: TrainingStep, host: HostTier, *, sub_batches: tuple[int, int] | None = None) -> StepCosts:
-    """Run the step on copies of the model with two sub-batch sizes, and time copies to the host.
+
+def calibrate(
+    step: TrainingStep,
+    host: HostTier,
+    *,
+    sub_batches: tuple[int, int] | None = None,
+    plain: StepProfile | None = None,
+    budget_bytes: int = 2**62,
+) -> StepCosts:
+    """Run the step with two sub-batch sizes, and time copies to the host.
 
     Args:
         step: what to run. Its state, and the random generators, stay as they are.
         host: the tier that is timed.
-        sub_batches: numbers of samples, the smaller one first; by default an eighth and a quarter of the batch. All
-            that can be is offloaded meanwhile, so that little of the device is needed beside a copy of the parameters.
+        sub_batches: numbers of samples, the smaller one first; by default an eighth and a quarter of the batch, or as
+            many as fit into the budget. While memory is measured, all that can be is offloaded.
+        plain: a dry run of the whole batch. With it the model's own parameters are read, unless the step writes into
+            them; without it copies are.
+        budget_bytes: what the step may need, with parameters and the batch.
 
     Raises:
         ValueError: two equal sizes, or more samples than the batch has.
     """
-    low, high = sub_batches or (max(1, step.samples // 8), max(2, step.samples // 4))
+    low, high, fits = (*sub_batches, True) if sub_batches else _sizes_within(step.samples, plain, budget_bytes)
     if not 0 < low < high <= step.samples:
         raise ValueError(f"sub_batches={low, high}: give two sizes within the batch of {step.samples}, smaller first")
     parameter = next(step.module.parameters())
-    scratch, rest = zip(*(_scratch(step.of_size(size), host, parameter.device) for size in (low, high)), strict=True)
+    in_place = plain is not None and not plain.trace.writes_parameters
+    runs = [
+        DryRun(replace(step.of_size(size), optimizers=()), real=True, host=host, in_place=in_place)
+        for size in (low, high)
+    ]
+    pool = MemoryPool()
+    if parameter.device.type == "cpu":
+        pool.install()
+    try:
+        room = budget_bytes - pool.bytes_elsewhere(_tensors_of(step)) if pool.installed else 0
+        pool.limit(room)
+        scratch, rest, saved = zip(*(_scratch(run, parameter.device, pool, room) for run in runs), strict=True)
+        times = [_best_ms(partial(run.untraced, None if fits else _all_of(run.step.samples))) for run in runs]
+        resident = 0 if plain is None else plain.resident_bytes
+        nbytes = min(_PROBE_BYTES, max(_SMALLEST_PROBE_BYTES, (budget_bytes - resident) // _PROBE_SHARE))
+        bandwidth = _bandwidth(host, parameter.device, nbytes)
+        if fits:
+            copying_ms = _best_ms(partial(runs[1].untraced, _all_of(high))) - times[1]
+            bandwidth = bandwidth.no_faster_than(copying_ms, saved[1])
+    finally:
+        pool.limit(0)
+        pool.remove()
     holes = _line(rest[0], rest[1], low, high)
-    times = [_median_ms(_stepper(step.of_size(size))) for size in (low, high)]
     sample_ms = max(0.0, (times[1] - times[0]) / (high - low))
-    out, back, hidden = _bandwidth(host, parameter.device)
     return StepCosts(
         fixed_ms=max(0.0, times[0] - low * sample_ms),
         sample_ms=sample_ms,
-        out_bytes_per_ms=out,
-        in_bytes_per_ms=back,
-        hidden=hidden,
+        out_bytes_per_ms=bandwidth.out,
+        in_bytes_per_ms=bandwidth.back,
+        hidden=bandwidth.hidden,
         operations=_sizes(scratch[0], scratch[1], low, high),
         scratch_bytes=holes.fixed,
         scratch_sample_bytes=holes.sample,
+        spare_bytes=_spare_bytes(plain) if parameter.device.type == "cpu" else 0,
     )
 
 
-def _scratch(step: TrainingStep, host: HostTier, device: torch.device) -> tuple[dict[tuple[Phase, str, str], int], int]:
-    """What operations allocate for themselves, and what a step needs beyond that and its tensors."""
-    run = DryRun(step, real=True, host=host)
-    plan = OffloadPlan(step.samples, EVERYTHING, 0, len(EVERYTHING))
-    run.run(plan, compare=False)  # libraries keep what they allocate when they are first used
-    meter = ScratchMeter(device)
-    profile = run.run(plan, compare=False, update=False, meter=meter)
+def _sizes_within(samples: int, plain: StepProfile | None, budget_bytes: int) -> tuple[int, int, bool]:
+    """Two sizes, and whether the plain step of the larger one fits."""
+    most = max(2, samples // 4)
+    fits = True
+    if plain is not None:
+        each = max(1, (plain.peak_bytes - plain.resident_bytes) // samples)
+        room = (budget_bytes - plain.resident_bytes) // each
+        most, fits = max(2, min(most, room)), room >= 2
+    return most // 2, most, fits
+
+
+def _spare_bytes(plain: StepProfile | None) -> int:
+    """An arena, but no more than a small share of a small step."""
+    return _ARENA_BYTES if plain is None else max(1, min(_ARENA_BYTES, plain.peak_bytes // _SPARE_SHARE))
+
+
+def _tensors_of(step: TrainingStep) -> list[Tensor]:
+    return [*step.module.parameters(), *step.module.buffers(), *tensors_in(step.batch)]
+
+
+def _all_of(samples: int) -> OffloadPlan:
+    return OffloadPlan(samples, EVERYTHING, 0, len(EVERYTHING))
+
+
+def _scratch(
+    run: DryRun, device: torch.device, pool: MemoryPool, room: int
+) -> tuple[dict[tuple[Phase, str, str], int], int, int]:
+    """What operations allocate for themselves, what a step needs beyond that and its tensors, and what it saves."""
+    plan = _all_of(run.step.samples)
+    run.untraced(plan)  # libraries keep what they allocate when they are first used
+    meter = ScratchMeter(device, pool)
+    profile = run.run(plan, compare=False, meter=meter)
     sizes = {kind: Size(nbytes) for kind, nbytes in meter.bytes.items()}
     before = sum(storage.nbytes for storage in profile.trace.storages if storage.born < 0)
-    predicted = profile.peak_with(sizes) - before
+    predicted, saved_bytes = profile.peak_with(sizes) - before, profile.saved_bytes
     del profile
+    pool.limit(0)  # what is kept is no need
     gc.collect()
     trim_heap()
     probe = MemoryProbe(device)
     base = torch.cuda.memory_allocated(device) if device.type == "cuda" else _status("VmRSS")
     run.untraced(plan, probe)
-    return meter.bytes, max(0, probe.peaks()["batch"] - base - predicted)
+    pool.limit(room)
+    return meter.bytes, max(0, probe.peaks()["batch"] - base - predicted), saved_bytes
 
 
 def _sizes(
@@ -121,25 +198,34 @@ def _line(first: int, last: int, small: int, large: int) -> Size:
     return Size(max(float(first), float(last)) - slope * large, slope)
 
 
-def _stepper(step: TrainingStep) -> Callable[[], None]:
-    run = DryRun(step, real=True)
-    return run.untraced
-
-
-def _median_ms(work: Callable[[], None]) -> float:
-    work()
+def _best_ms(work: Callable[[], object]) -> float:
+    """The shortest of a few: whatever else the machine does only makes them longer."""
     times = []
     for _ in range(_REPEATS):
         begin = time.perf_counter()
         work()
         times.append((time.perf_counter() - begin) * 1e3)
-    return sorted(times)[_REPEATS // 2]
+    return min(times)
 
 
-def _bandwidth(host: HostTier, device: torch.device) -> tuple[float, float, float]:
+@dataclass(frozen=True)
+class _Bandwidth:
     """Bytes a millisecond out and back, and the share of a copy's time in which computation goes on."""
-    source = torch.ones(_PROBE_BYTES, dtype=torch.uint8, device=device).untyped_storage()
-    target = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device).untyped_storage()
+
+    out: float
+    back: float
+    hidden: float
+
+    def no_faster_than(self, copying_ms: float, nbytes: int) -> _Bandwidth:
+        """What a step showed that moved so many bytes out and back; a buffer that is copied alone stays in a cache."""
+        alone_ms = nbytes / self.out + nbytes / self.back
+        slower = max(1.0, copying_ms / alone_ms) if alone_ms else 1.0
+        return _Bandwidth(self.out / slower, self.back / slower, self.hidden)
+
+
+def _bandwidth(host: HostTier, device: torch.device, nbytes: int) -> _Bandwidth:
+    source = torch.ones(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+    target = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
 
     def finish() -> None:
         if device.type == "cuda":
@@ -158,7 +244,7 @@ def _bandwidth(host: HostTier, device: torch.device) -> tuple[float, float, floa
         kept.load(target).wait()
         finish()
 
-    out_ms, back_ms = _median_ms(out), _median_ms(back)
+    out_ms, back_ms = _best_ms(out), _best_ms(back)
     square = torch.rand(256, 256, device=device)
 
     def compute() -> None:
@@ -166,7 +252,7 @@ def _bandwidth(host: HostTier, device: torch.device) -> tuple[float, float, floa
             torch.mm(square, square)
         finish()
 
-    alone_ms = _median_ms(compute)
+    alone_ms = _best_ms(compute)
 
     def both() -> int:
         copies = [host.store(source) for _ in range(4)]
@@ -186,7 +272,7 @@ def _bandwidth(host: HostTier, device: torch.device) -> tuple[float, float, floa
     kept.free()
     done_ms = rounds * alone_ms
     hidden = min(1.0, max(0.0, (done_ms + 4 * out_ms - total_ms) / (4 * out_ms)))
-    return _PROBE_BYTES / max(out_ms, 1e-6), _PROBE_BYTES / max(back_ms, 1e-6), hidden
+    return _Bandwidth(nbytes / max(out_ms, 1e-6), nbytes / max(back_ms, 1e-6), hidden)
 
 
 def _status(field: str) -> int:

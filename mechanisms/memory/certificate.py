@@ -36,6 +36,7 @@ class Certificate:
         alternatives: further weightings that fit the probes as well. They agreed on the probed batches;
             :func:`loss_weights` compares them on every batch.
         outputs: how each scalar that the step returns, by place (``output['loss']``), adds up from parts.
+        unclear: places of the scalars for which no way to add them up was found.
         notes: what else a user should know.
     """
 
@@ -47,6 +48,7 @@ class Certificate:
     samples: int = 0
     alternatives: tuple[Weighting, ...] = ()
     outputs: Mapping[str, Weighting] = field(default_factory=dict)
+    unclear: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property

@@ -24,6 +24,7 @@ class StepCosts:
         operations: what operations allocate for themselves while they run, by phase, layer and name.
         scratch_bytes: needed beyond all that: an allocator's rounding and holes.
         scratch_sample_bytes: of that for each sample of a sub-batch.
+        spare_bytes: what a plan leaves free in its budget and is not expected to need.
 
     Raises:
         ScheduleError: a number is out of range.
@@ -38,6 +39,7 @@ class StepCosts:
     operations: Mapping[tuple[Phase, str, str], Size] = field(default_factory=dict)
     scratch_bytes: float = 0.0
     scratch_sample_bytes: float = 0.0
+    spare_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.hidden <= 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from retime.mechanisms.memory.costs import StepCosts
@@ -15,13 +15,16 @@ from retime.schedules.errors import ScheduleError
 from retime.schedules.memory import OffloadPlan
 from retime.schedules.memory.errors import BudgetError
 
+# Samples of a real run, where the batch is to stay whole: one may be too few for batch statistics.
+_FEW = 2
+
 
 @dataclass(frozen=True)
 class MemoryFloor:
     """The least memory that a step can run in.
 
     Attributes:
-        bytes: the smallest budget: tensors and scratch.
+        bytes: the smallest budget: tensors, scratch, and what plans leave free.
         sub_batch: with so many samples at once.
         resident_bytes: of these, parameters, buffers, gradients, optimizer states and the batch.
         scratch_bytes: of these, what operations need for themselves.
@@ -88,6 +91,10 @@ class StepMemory:
         if step.samples not in sub_batches and len(self.sub_batches) > 1:
             self.sub_batches = self.sub_batches[:-1]
         self.note = ""
+        self._not_run_really: list[str] = []
+        # Kept with this object and not with its class, which would hold every model that was ever planned for.
+        self._alone, self._part, self._away = cache(self._run_alone), cache(self._run_part), cache(self._run_away)
+        self._real = cache(self._run_real)
 
     @cached_property
     def plain(self) -> StepProfile | None:
@@ -97,20 +104,24 @@ class StepMemory:
         except Exception as error:  # whatever the user's code says to tensors without values
             self.note = f"{error}: predicted from real runs of a few samples"
             return None
-        if self._check and not self._dry_is_real():
+        if self._check and not self._dry_is_real(in_place=not found.trace.writes_parameters):
             self.note = "a real run saves other storages than a dry one: predicted from real runs of a few samples"
             return None
         return found
 
-    def _dry_is_real(self) -> bool:
-        small = self.step.of_size(self.sub_batches[0])
-        dry, real = (DryRun(small, real=real).run(OffloadPlan(small.samples), update=False) for real in (False, True))
+    def _dry_is_real(self, in_place: bool) -> bool:
+        few = self.sub_batches[0] if len(self.sub_batches) > 1 else min(_FEW, self.step.samples)
+        small = replace(self.step.of_size(few), optimizers=())
+        dry, real = (
+            DryRun(small, real=real, in_place=in_place).run(OffloadPlan(small.samples)) for real in (False, True)
+        )
         return [one.nbytes for one in dry.saved] == [one.nbytes for one in real.saved]
 
     @property
     def not_run(self) -> list[str]:
         """Classes of optimizers whose states are not known, because they could not be run by themselves."""
-        return list(dict.fromkeys(self._dry.not_run)) if self.plain is not None else []
+        dry = self._dry.not_run if self.plain is not None else []
+        return list(dict.fromkeys([*dry, *self._not_run_really]))
 
     @cached_property
     def floor(self) -> MemoryFloor:
@@ -119,7 +130,9 @@ class StepMemory:
         away = self._away(smallest)
         scratch = self.costs.scratch(smallest)
         tensors = min(self.peak_bytes(self.plan(smallest, all_of=True)), self.peak_bytes(self.plan(smallest)))
-        return MemoryFloor(tensors + scratch, smallest, away.resident_bytes, scratch, away.largest_task)
+        return MemoryFloor(
+            tensors + scratch + self.costs.spare_bytes, smallest, away.resident_bytes, scratch, away.largest_task
+        )
 
     def lifetimes(self, sub_batch: int) -> Lifetimes:
         """Lives of storages for the whole batch at once, or for parts of it."""
@@ -187,26 +200,23 @@ class StepMemory:
         small, large = self._real(low, 2 * low), self._real(2 * low, min(4 * low, self.step.samples))
         return Lifetimes(*small, large[0], batch_bytes=self._batch_bytes)
 
-    @cache  # noqa: B019  # as long as the dry runs it keeps
-    def _alone(self, sub_batch: int) -> Lifetimes:
+    def _run_alone(self, sub_batch: int) -> Lifetimes:
         if self.plain is not None:
             return Lifetimes(self._part(sub_batch), self._away(sub_batch))
         return Lifetimes(*self._real(sub_batch, 2 * sub_batch), batch_bytes=self._batch_bytes)
 
-    @cache  # noqa: B019
-    def _part(self, sub_batch: int) -> StepProfile:
+    def _run_part(self, sub_batch: int) -> StepProfile:
         return self._dry.run(OffloadPlan(sub_batch), update=False)
 
-    @cache  # noqa: B019
-    def _away(self, sub_batch: int) -> StepProfile:
+    def _run_away(self, sub_batch: int) -> StepProfile:
         if self.plain is not None:
             return self._dry.run(_everything(sub_batch), compare=False, update=False)
         return self._real(sub_batch, min(2 * sub_batch, self.step.samples))[1]
 
-    @cache  # noqa: B019
-    def _real(self, sub_batch: int, samples: int) -> tuple[StepProfile, StepProfile]:
+    def _run_real(self, sub_batch: int, samples: int) -> tuple[StepProfile, StepProfile]:
         """Plain, and with everything offloaded, on copies of the model and the first ``samples``."""
         run = DryRun(self.step.of_size(samples), real=True)
+        self._not_run_really += run.not_run
         plain = run.run(OffloadPlan(sub_batch), update=False)
         return plain, run.run(_everything(sub_batch), compare=False, update=False)
 

@@ -61,6 +61,13 @@ class HostTier(Protocol):
     def takes(self, device: torch.device) -> bool:
         """Whether storages on that device can be moved here."""
 
+    def reserve(self, nbytes: int, storages: int) -> None:
+        """Have space for so many bytes in so many storages at once, so that a full host shows before a step begins.
+
+        Raises:
+            HostError: there is no such space.
+        """
+
     def store(self, source: torch.UntypedStorage) -> HostCopy:
         """Start to copy a storage out.
 

@@ -12,7 +12,8 @@ import os
 import tempfile
 import threading
 import warnings
-from concurrent.futures import Future, ThreadPoolExecutor
+import weakref
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch
@@ -21,8 +22,11 @@ from retime.mechanisms.memory.host import HostError
 from retime.mechanisms.memory.host_extents import Extents
 from retime.mechanisms.no_effect import NoEffectWarning
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_MAKE_SPACE = "free some, name another folder, or raise the budget so that less is offloaded"
 _CALL_BYTES = 2**30  # Linux moves less than 2 GiB in one call
 _GROWTH_BYTES = 16 * 2**20  # the file grows in steps, so that a step asks the file system a few times only
+_STACK_BYTES = 512 * 1024
 
 
 class HostDisk:
@@ -51,6 +55,7 @@ class HostDisk:
             raise HostError(
                 error.errno, f"host={self.name!r} cannot be written to ({error.strerror}): name an existing folder"
             ) from error
+        weakref.finalize(self, self._file.close)  # for those who forget to
         if _is_memory(Path(folder)):
             warnings.warn(
                 f"host={self.name!r} is a file system in memory: offloading there frees nothing; name a disk's folder",
@@ -62,7 +67,7 @@ class HostDisk:
         self._reserved = 0
         self._held = 0
         self._closed = False
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="retime-host-disk")
+        self._pool = _started(workers)
         try:
             self._reserve(capacity_bytes)
         except HostError:
@@ -72,11 +77,15 @@ class HostDisk:
     def takes(self, device: torch.device) -> bool:
         return device.type == "cpu"
 
+    def reserve(self, nbytes: int, storages: int) -> None:
+        with self._lock:
+            self._check_open()
+            self._reserve(nbytes + storages * self._extents.rounded(1))
+
     def store(self, source: torch.UntypedStorage) -> _DiskCopy:
         nbytes = source.nbytes()
         with self._lock:
-            if self._closed:
-                raise HostError(errno.EBADF, f"host={self.name!r} was closed: make a new one")
+            self._check_open()
             offset = self._extents.take(nbytes)
             try:
                 self._reserve(self._extents.end)
@@ -101,6 +110,10 @@ class HostDisk:
     def __exit__(self, *failure: object) -> None:
         self.close()
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise HostError(errno.EBADF, f"host={self.name!r} was closed: make a new one")
+
     def _reserve(self, nbytes: int) -> None:
         """Make the file at least that long, with blocks behind it."""
         if nbytes <= self._reserved:
@@ -117,13 +130,33 @@ class HostDisk:
         raise HostError(
             failure.errno,
             f"host={self.name!r} has no space for {nbytes - self._reserved} more bytes beside {self._reserved} "
-            f"({failure.strerror}): free some, name another folder, or raise the budget so that less is offloaded",
+            f"({failure.strerror}; {self._free()}): {_MAKE_SPACE}",
         ) from failure
+
+    def _free(self) -> str:
+        """What the file system says: quotas and limits of a process may be tighter."""
+        try:
+            found = os.fstatvfs(self._file.fileno())
+        except OSError:
+            return "free space unknown"
+        return f"{found.f_bavail * found.f_frsize} bytes free"
 
     def _give_back(self, offset: int, nbytes: int) -> None:
         self._extents.give_back(offset, nbytes)
         with self._lock:
             self._held -= nbytes
+
+
+def _started(workers: int) -> ThreadPoolExecutor:
+    """Threads that run already, on small stacks: where memory is short, one that is started later may never come up."""
+    before = threading.stack_size(_STACK_BYTES)
+    try:
+        pool = ThreadPoolExecutor(workers, thread_name_prefix="retime-host-disk")
+        together = threading.Barrier(workers)
+        wait([pool.submit(together.wait) for _ in range(workers)])
+    finally:
+        threading.stack_size(before)
+    return pool
 
 
 class _DiskCopy:
@@ -169,7 +202,8 @@ class _DiskCopy:
 
     def _error(self, what: str, failure: BaseException) -> HostError:
         number = failure.errno if isinstance(failure, OSError) and failure.errno else errno.EIO
-        return HostError(number, f"host={self._host.name!r} could not be {what}: {failure}")
+        text = f"host={self._host.name!r} could not be {what}: {failure}"
+        return HostError(number, f"{text}. {_MAKE_SPACE.capitalize()}" if number in _FULL else text)
 
 
 class _DiskLoading:

@@ -7,10 +7,14 @@ every step. The host itself never waits.
 
 from __future__ import annotations
 
+import errno
 from collections import defaultdict
 
+import psutil
 import torch
 from torch import Tensor
+
+from retime.mechanisms.memory.host import HostError
 
 
 class HostMemory:
@@ -31,10 +35,19 @@ class HostMemory:
     def takes(self, device: torch.device) -> bool:
         return device.type == self._device.type and (not self._cuda or device.index == self._stream_device())
 
+    def reserve(self, nbytes: int, storages: int) -> None:
+        pooled = sum(size * len(buffers) for size, buffers in self._pool.items())
+        available = psutil.virtual_memory().available
+        if nbytes > available + pooled + self._held:
+            raise self._full(f"{nbytes} bytes at once: {available} bytes of CPU memory are free")
+
     def store(self, source: torch.UntypedStorage) -> _MemoryCopy:
         nbytes = source.nbytes()
         free = self._pool[nbytes]
-        buffer = free.pop() if free else torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._cuda)
+        try:
+            buffer = free.pop() if free else torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._cuda)
+        except RuntimeError as error:  # the C library, or CUDA, which locks the pages
+            raise self._full(f"{nbytes} more bytes beside {self._held} ({str(error).splitlines()[0]})") from error
         self._held += nbytes
         return _MemoryCopy(self, source, buffer)
 
@@ -45,6 +58,13 @@ class HostMemory:
         if self._stream is not None:
             self._stream.synchronize()
         self._pool.clear()
+
+    @staticmethod
+    def _full(what: str) -> HostError:
+        return HostError(
+            errno.ENOMEM,
+            f"host='memory' has no space for {what}. Free some, or raise the budget so that less is offloaded",
+        )
 
     def _stream_device(self) -> int | None:
         return self._stream.device.index if self._stream is not None else None

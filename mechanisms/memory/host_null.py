@@ -16,6 +16,9 @@ class HostNull:
     def takes(self, device: torch.device) -> bool:
         return True
 
+    def reserve(self, nbytes: int, storages: int) -> None:
+        """There is always space."""
+
     def store(self, source: torch.UntypedStorage) -> _NullCopy:
         copy = _NullCopy(self, source)
         self._held += copy.nbytes

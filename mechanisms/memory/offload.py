@@ -67,6 +67,13 @@ class OffloadReport:
     prefetched: int
     mismatches: int
 
+    @classmethod
+    def total(cls, reports: Sequence[OffloadReport]) -> OffloadReport | None:
+        """All of these; None if there are none."""
+        if not reports:
+            return None
+        return cls(*(sum(getattr(report, name) for report in reports) for name in cls.__dataclass_fields__))
+
 
 @dataclass(eq=False)
 class OffloadSavedTensors:

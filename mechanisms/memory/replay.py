@@ -33,7 +33,7 @@ from retime.mechanisms.memory.host_memory import HostMemory
 from retime.mechanisms.memory.host_null import HostNull
 from retime.mechanisms.memory.offload import OffloadSavedTensors, PlanMismatch
 from retime.mechanisms.memory.profile import StepProfile
-from retime.mechanisms.memory.stand_ins import Replacement, copies, fake, stand_in_optimizer, stand_ins
+from retime.mechanisms.memory.stand_ins import Replacement, aliases, copies, fake, stand_in_optimizer, stand_ins
 from retime.mechanisms.memory.storages import tensors_in
 from retime.mechanisms.memory.trace import Meter, Tracer, ValueReadError
 from retime.mechanisms.memory_probe import MemoryProbe
@@ -70,6 +70,9 @@ class TrainingStep:
         gradients: what the gradients of the step before do. ``"freed"``: they are gone when the step begins;
             ``"freed after forward"``: gone after the first forward pass, as under Lightning's automatic optimization;
             ``"kept"``: they are zeroed in place, or were accumulated before.
+        buckets: memory of the size of all gradients that DistributedDataParallel holds from the start. ``"beside"``
+            them; or ``"gradients"``: it is theirs (``gradient_as_bucket_view``), but for those of sub-batches, which
+            are apart until the last one.
     """
 
     module: nn.Module
@@ -79,6 +82,7 @@ class TrainingStep:
     optimizers: Sequence[torch.optim.Optimizer] = ()
     split: Callable[[Any, int, int], Any] = take
     gradients: Literal["freed", "freed after forward", "kept"] = "freed"
+    buckets: Literal["", "beside", "gradients"] = ""
 
     def of_size(self, samples: int) -> TrainingStep:
         """The same step on the first ``samples`` of the batch, and on nothing else."""
@@ -127,18 +131,21 @@ class DryRun:
         step: what to run.
         real: stand-ins are copies; see :func:`profile_step`.
         host: where real runs offload to; by default plain CPU memory.
+        in_place: real runs read the model's own parameters instead of copies. For steps that do not write into them.
     """
 
-    def __init__(self, step: TrainingStep, *, real: bool = False, host: HostTier | None = None) -> None:
+    def __init__(
+        self, step: TrainingStep, *, real: bool = False, host: HostTier | None = None, in_place: bool = False
+    ) -> None:
         self.step = step
         self.not_run: list[str] = []
         self._host = host or (HostMemory("cpu") if real else HostNull())
         self._mode: Any = nullcontext()
-        self._replacement: Replacement = copies()
+        self._replacement: Replacement = aliases() if in_place else copies()
         if not real:
             self._mode = FakeTensorMode(allow_non_fake_inputs=True)
             self._replacement = fake(self._mode)
-        self._batch = self._replacement.tree(step.batch)
+        self._batch = self._replacement.batch(step.batch)
         with self._staged():
             self._optimizers = [stand_in_optimizer(optimizer, self._replacement) for optimizer in step.optimizers]
             self._trained = [parameter for parameter in step.module.parameters() if parameter.requires_grad]
@@ -163,7 +170,8 @@ class DryRun:
         """
         tracer = Tracer(self.step.module, meter)
         with self._staged(), self._mode:
-            self._lay_out(tracer)
+            parts = plan.sub_batch < self.step.samples
+            held = self._lay_out(tracer, parts)
             try:
                 with tracer.watch(), tracer:
                     self._forward_backward(tracer, plan, in_flight_bytes, compare)
@@ -178,6 +186,7 @@ class DryRun:
                 ) from error
             finally:
                 tracer.finish()
+                del held
                 for parameter in self._trained:
                     parameter.grad = None
         return StepProfile(plan, self.step.samples, tracer.trace)
@@ -224,17 +233,31 @@ class DryRun:
                 self._optimizers.remove(optimizer)
                 self.not_run.append(type(optimizer).__name__)
 
-    def _lay_out(self, tracer: Tracer) -> None:
-        """What is there before the step: parameters, the batch, optimizer states, perhaps gradients."""
+    def _lay_out(self, tracer: Tracer, parts: bool) -> list[Tensor]:
+        """What is there before the step: parameters, the batch, optimizer states, perhaps gradients.
+
+        Returns what nobody else holds.
+        """
         module = self.step.module
-        tracer.add([list(module.parameters()), list(module.buffers())], BlockKind.WEIGHT)
+        tracer.add(list(module.parameters()), BlockKind.WEIGHT)
+        tracer.trace.parameters = len(tracer.trace.storages)
+        tracer.add(list(module.buffers()), BlockKind.WEIGHT)
         tracer.add(self._batch, BlockKind.INPUT)
         for optimizer in self._optimizers:
             tracer.add([list(state.values()) for state in optimizer.state.values()], BlockKind.STATE)
-        if self.step.gradients != "freed":
+        buckets: list[Tensor] = []
+        if self.step.buckets == "beside" or (self.step.buckets and parts):
+            buckets = [torch.empty_like(parameter, device="meta") for parameter in self._trained]
+            tracer.add(buckets, BlockKind.WEIGHT_GRADIENT)
+        if self._gradients(parts) != "freed":
             for parameter in self._trained:
                 parameter.grad = torch.zeros_like(parameter)
             tracer.add([parameter.grad for parameter in self._trained], BlockKind.WEIGHT_GRADIENT)
+        return buckets
+
+    def _gradients(self, parts: bool) -> str:
+        """Gradients that are buckets are there at all times."""
+        return "kept" if self.step.buckets == "gradients" and not parts else self.step.gradients
 
     def _forward_backward(self, tracer: Tracer, plan: OffloadPlan, in_flight_bytes: int, compare: bool) -> None:
         step, module = self.step, self.step.module
@@ -255,7 +278,7 @@ class DryRun:
             with offload:
                 loss = step.loss(part)
             offload.keep = ()
-            if first == 0 and step.gradients == "freed after forward":
+            if first == 0 and self._gradients(len(starts) > 1) == "freed after forward":
                 for parameter in self._trained:
                     parameter.grad = None
             tracer.phase = Phase.BACKWARD

@@ -16,6 +16,8 @@ from retime.schedules.memory import OffloadPlan
 
 # How far ahead storages are fetched, and how many of the largest ones may be in flight: the fastest first.
 _DEPTHS = (2, 1, 0)
+# Predicted times within this share of the fastest count as equal.
+_NEAR = 1.1
 # Dry runs for one candidate before it counts as too large.
 _TRIES = 4
 
@@ -28,6 +30,8 @@ class PlanChoice:
         plan: what to run.
         in_flight_bytes: for :class:`OffloadSavedTensors`.
         peak_bytes: tensors and scratch, by a dry run under this plan.
+        scratch_bytes: of these, what is needed beside tensors and what operations allocate.
+        spare_bytes: left free in the budget beside the peak; 0 where nothing was measured.
         step_ms: predicted time of a step.
         plain_ms: predicted time of the step without a plan.
         out_bytes, in_bytes: copied in a whole step.
@@ -44,13 +48,15 @@ class PlanChoice:
     in_bytes: int
     floor: MemoryFloor | None = None
     considered: tuple[tuple[OffloadPlan, float], ...] = ()
+    scratch_bytes: int = 0
+    spare_bytes: int = 0
 
 
 def halvings(samples: int, smallest: int = 1) -> tuple[int, ...]:
-    """The batch, a half of it, a quarter and so on, down to ``smallest``."""
+    """The batch, a half of it, a quarter and so on, rounded up, down to ``smallest``: the largest of equal parts."""
     sizes = [samples]
-    while sizes[-1] // 2 >= smallest:
-        sizes.append(sizes[-1] // 2)
+    while sizes[-1] > 1 and -(-sizes[-1] // 2) >= smallest:
+        sizes.append(-(-sizes[-1] // 2))
     return tuple(sizes)
 
 
@@ -80,14 +86,13 @@ def search_plan(
     plain_ms = costs.step_ms(step.samples, step.samples, 0, 0)
     if memory.plain is not None and step.samples in memory.sub_batches:
         peak = memory.plain.peak_with(costs.operations) + costs.scratch(step.samples)
-        if peak <= budget_bytes:
+        if peak <= budget_bytes - costs.spare_bytes:
             plan = OffloadPlan(step.samples, saved=len(memory.plain.saved))
-            return PlanChoice(plan, 0, peak, plain_ms, plain_ms, 0, 0)
+            scratch, spare = costs.scratch(step.samples), costs.spare_bytes
+            return PlanChoice(plan, 0, peak, plain_ms, plain_ms, 0, 0, scratch_bytes=scratch, spare_bytes=spare)
     memory.floor.require(budget_bytes)
-    candidates = sorted(
-        _candidates(memory, budget_bytes, plain_ms),
-        key=lambda choice: (choice.step_ms, -choice.plan.sub_batch),  # of equal ones the one with fewer sub-batches
-    )
+    budget_bytes -= costs.spare_bytes
+    candidates = _in_order(list(_candidates(memory, budget_bytes, plain_ms)))
     considered = tuple((choice.plan, choice.step_ms) for choice in candidates)
     for choice in candidates:
         exact = _made_exact(memory, choice, budget_bytes)
@@ -95,6 +100,21 @@ def search_plan(
             return replace(exact, floor=memory.floor, considered=considered)
     memory.floor.require(0)  # only if the dry runs contradict the floor's own
     raise AssertionError("a floor of no bytes")
+
+
+def _in_order(candidates: list[PlanChoice]) -> list[PlanChoice]:
+    """By predicted time; those that differ by less than predictions are worth, by what they move.
+
+    What a copy takes depends on everything else that uses the disk or the bus; of equal ones the largest sub-batch.
+    """
+    fastest = min((choice.step_ms for choice in candidates), default=0.0)
+
+    def key(choice: PlanChoice) -> tuple[float, float, float, int]:
+        near = choice.step_ms <= _NEAR * fastest
+        moved = choice.out_bytes + choice.in_bytes if near else 0
+        return (fastest if near else choice.step_ms), moved, choice.step_ms, -choice.plan.sub_batch
+
+    return sorted(candidates, key=key)
 
 
 def _candidates(memory: StepMemory, budget_bytes: int, plain_ms: float) -> Iterator[PlanChoice]:
@@ -150,8 +170,18 @@ def _choice(
     in_bytes = lives.read_bytes(plan.offload, plan.sub_batch)
     step_ms = memory.costs.step_ms(samples, plan.sub_batch, out_bytes, in_bytes, ahead=plan.prefetch > 0)
     count = -(-samples // plan.sub_batch)
-    peak_bytes += memory.costs.scratch(plan.sub_batch)
-    return PlanChoice(plan, in_flight_bytes, peak_bytes, step_ms, plain_ms, count * out_bytes, count * in_bytes)
+    scratch = memory.costs.scratch(plan.sub_batch)
+    moved = count * out_bytes, count * in_bytes
+    return PlanChoice(
+        plan,
+        in_flight_bytes,
+        peak_bytes + scratch,
+        step_ms,
+        plain_ms,
+        *moved,
+        scratch_bytes=scratch,
+        spare_bytes=memory.costs.spare_bytes,
+    )
 
 
 def _made_exact(memory: StepMemory, choice: PlanChoice, budget_bytes: int) -> PlanChoice | None:

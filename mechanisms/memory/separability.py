@@ -184,7 +184,8 @@ def _concluded(
         weighting, verdict = fitting[0]
         others = tuple(other for other, _ in fitting[1:] if other.kind != "sum")
         outputs = scalar_weightings(probes, [weighting, Weighting("mean"), Weighting("sum")], verdict.tolerance)
-        return Certificate(weighting, "", (), verdict.error, verdict.tolerance, samples, others, outputs)
+        unclear = tuple(place for place in probes[0].full.scalars if place not in outputs)
+        return Certificate(weighting, "", (), verdict.error, verdict.tolerance, samples, others, outputs, unclear)
     return Certificate(None, _why_not(probes, best, known, samples), best.layers, best.error, best.tolerance, samples)
 
 

@@ -13,7 +13,7 @@ from torch.autograd.graph import _engine_run_backward
 
 from retime.mechanisms.memory.separability_state import Untouched, seed_all
 from retime.mechanisms.memory.separability_watch import NoDropout, Watch
-from retime.mechanisms.memory.split import Split, map_leaves, samples_in
+from retime.mechanisms.memory.split import Split, map_leaves, replaced_tensors, samples_in
 
 __all__ = ["Case", "Outcome", "Probe", "Prober", "Run", "loss_of", "scalars_of"]
 
@@ -117,8 +117,7 @@ class Prober:
 
     def _run(self, batch: Any, names: Sequence[int]) -> Run:
         seed_all()  # for each part too: the noise of a sample depends on its name and on the draws before
-        if self._dtype is not None:
-            batch = map_leaves(batch, self._converted)
+        batch = replaced_tensors(batch, self._copied)  # parts are views, and a step may write into its batch
         parameters = self._scratch.parameters()
         try:
             output, gradients, watch = self._gradients(batch, names, parameters)
@@ -167,8 +166,8 @@ class Prober:
             made.grad = None
         return gradients
 
-    def _converted(self, _: str, leaf: Any) -> Any:
-        return leaf.to(self._dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+    def _copied(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._dtype if tensor.is_floating_point() else None, copy=True)
 
 
 def _backward(loss: Tensor, targets: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:

@@ -12,7 +12,15 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-__all__ = ["Split", "batch_size_of", "map_leaves", "part_of", "samples_in", "split_batch", "tensors_of"]
+__all__ = [
+    "Split",
+    "batch_size_of",
+    "map_leaves",
+    "part_of",
+    "samples_in",
+    "split_batch",
+    "tensors_of",
+]
 
 Split = Callable[[Any, int], Sequence[Any]]
 """``split_batch(batch, sub_batch)``: the parts in order, all of ``sub_batch`` samples but the last."""
@@ -117,6 +125,32 @@ def map_leaves(value: Any, change: Callable[[str, Any], Any], path: str = "batch
         ) from error
 
 
+def replaced_tensors(batch: Any, change: Callable[[Tensor], Tensor], depth: int = 3) -> Any:
+    """A copy of a batch with all its tensors replaced, so that a step may write into it.
+
+    Objects that are no containers are copied if they hold tensors, in ``depth`` layers of objects; the others stay.
+    """
+
+    def leaf(_: str, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return change(value)
+        if isinstance(value, PackedSequence):
+            data, lengths, order, back = value
+            return type(value)(change(data), lengths, *(one if one is None else change(one) for one in (order, back)))
+        held = _attributes(value)
+        if depth == 0 or not _holds_tensors(held, depth - 1):
+            return value
+        try:
+            made = copy.copy(value)
+        except Exception:  # whatever an object says to being copied
+            return value
+        for name, one in held.items():
+            made.__dict__[name] = replaced_tensors(one, change, depth - 1)
+        return made
+
+    return map_leaves(batch, leaf)
+
+
 def _leaves(value: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
     children = _children(value, path)
     if children is None:
@@ -189,8 +223,23 @@ def _check_opaque(leaf: Any, path: str) -> None:
     """An object whose tensors we cannot see would go to every part whole."""
     if isinstance(leaf, PackedSequence):
         raise ValueError(f"{path} is a PackedSequence, whose first dimension runs over samples and time: {_HOOK}")
-    held = getattr(leaf, "__dict__", None)
-    if not held or isinstance(leaf, type | torch.nn.Module) or callable(leaf):
-        return
-    if any(isinstance(child, Tensor) for child in pytree.tree_leaves(list(held.values()))):
+    if _hides_tensors(leaf):
         raise ValueError(f"{path} is a {type(leaf).__name__}, which holds tensors that cannot be cut: {_HOOK}")
+
+
+def _hides_tensors(leaf: Any) -> bool:
+    return isinstance(leaf, PackedSequence) or _holds_tensors(_attributes(leaf), 0)
+
+
+def _holds_tensors(value: Any, depth: int) -> bool:
+    return any(
+        isinstance(leaf, Tensor) or (depth > 0 and _holds_tensors(_attributes(leaf), depth - 1))
+        for _, leaf in _leaves(value)
+    )
+
+
+def _attributes(leaf: Any) -> dict[str, Any]:
+    """Of an object that is no container, and no code."""
+    if isinstance(leaf, type | torch.nn.Module | Tensor) or callable(leaf):
+        return {}
+    return getattr(leaf, "__dict__", {})

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
+from retime.mechanisms.memory.split import replaced_tensors
+
 
 class Replacement:
     """The same stand-in for the same tensor, wherever it is found."""
@@ -33,8 +35,12 @@ class Replacement:
         return known[1]
 
     def tree(self, tree: Any) -> Any:
-        """A batch or a state with all its tensors replaced."""
+        """A state with all its tensors replaced."""
         return tree_map(lambda leaf: self.of(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+
+    def batch(self, batch: Any) -> Any:
+        """A batch with all its tensors replaced, which a step may write into."""
+        return replaced_tensors(batch, self.of)
 
 
 def fake(mode: FakeTensorMode) -> Replacement:
@@ -56,6 +62,18 @@ def copies() -> Replacement:
         return twin.requires_grad_(tensor.requires_grad) if tensor.is_leaf else twin
 
     return Replacement(copy)
+
+
+def aliases() -> Replacement:
+    """Stand-ins with the same values; parameters share their memory, and have gradients of their own."""
+    rest = copies()
+
+    def alias(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
+        return rest.of(tensor)
+
+    return Replacement(alias)
 
 
 @contextmanager

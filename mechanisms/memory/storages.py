@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
+_LAYERS = 4  # of objects that hold objects
+_NO_TENSORS = (int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
 # A subclass may keep its data elsewhere, or need its own methods to be put together again.
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
@@ -32,8 +34,26 @@ def has_storage(tensor: Tensor) -> bool:
 
 
 def tensors_in(tree: object) -> list[Tensor]:
-    """All tensors of a batch, a state or an optimizer, however nested."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    """All tensors of a batch, a state or an optimizer, however nested, also in attributes of objects that hold some."""
+    found: list[Tensor] = []
+    layer: list[object] = [tree]
+    for _ in range(_LAYERS):
+        leaves = [leaf for leaf in tree_leaves(layer) if not isinstance(leaf, _NO_TENSORS)]
+        found += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        layer = [held for leaf in leaves if not isinstance(leaf, Tensor) for held in _held_by(leaf)]
+        if not layer:
+            break
+    return found
+
+
+def _held_by(leaf: object) -> list[object]:
+    """What a container that torch's pytrees do not know holds, such as a mapping of tokens or a dataclass."""
+    if isinstance(leaf, Mapping):
+        return list(leaf.values())
+    if isinstance(leaf, type | nn.Module) or callable(leaf):
+        return []
+    held = list(getattr(leaf, "__dict__", {}).values())
+    return held + [getattr(leaf, name) for name in getattr(leaf, "__slots__", ()) if hasattr(leaf, name)]
 
 
 def storage_keys(tensors: Iterable[Tensor]) -> set[int]:

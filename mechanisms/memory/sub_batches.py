@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from retime.mechanisms.memory.batchnorm import ghost_momentum
 from retime.mechanisms.memory.certificate import Certificate, WeightsUnclearError, loss_weights
 from retime.mechanisms.memory.combine import combined
+from retime.mechanisms.memory.equal_parts import balanced_parts
 from retime.mechanisms.memory.separability import certify
 from retime.mechanisms.memory.separability_probe import loss_of
 from retime.mechanisms.memory.split import Split, map_leaves, samples_in, split_batch
@@ -35,7 +36,8 @@ class SubBatches:
         model: what the step trains.
         step: computes on a batch and returns the loss, or a mapping or object with ``loss``.
         batch: the whole batch.
-        sub_batch: samples that go through the model at once.
+        sub_batch: the most samples that go through the model at once; parts are as few and as equal as that allows
+            (:func:`~retime.mechanisms.memory.equal_parts.balanced_parts`).
         certificate: from :func:`~retime.mechanisms.memory.separability.certify`.
         split: a ``split_batch`` hook for batches that cannot be cut by their first dimension.
         certify_again: what to do with a batch whose weights the certificate leaves open; as default the step is probed
@@ -47,7 +49,8 @@ class SubBatches:
         certificate: the one in force; keep it for the next batch.
         parts, samples, weights: of each sub-batch, in order. A batch of at most ``sub_batch`` samples is one part of
             weight 1, whatever the certificate says.
-        guessed: places of scalars that were averaged by samples, since the certificate does not say how they add up.
+        guessed: places of scalars that are averaged by samples, since the certificate does not say how they add up:
+            before the first part those that were probed, later also others that came up.
 
     Raises:
         NotSeparableError: the gradients would not add up.
@@ -68,14 +71,8 @@ class SubBatches:
     ) -> None:
         self._model, self._step, self._ghost = model, step, ghost
         self.certificate = certificate
-        self.parts = list(split(batch, sub_batch))
+        self.parts = balanced_parts(batch, sub_batch, split)
         self.samples = [samples_in(part, split) for part in self.parts]
-        if any(size != sub_batch for size in self.samples[:-1]) or not 0 < self.samples[-1] <= sub_batch:
-            sizes = ", ".join(map(str, self.samples))
-            raise ValueError(
-                f"split_batch gave parts of {sizes} samples for sub_batch={sub_batch}: all but the last have to have "
-                f"{sub_batch}, and the last no more"
-            )
         self.weights = [1.0]
         self.guessed: set[str] = set()
         if len(self.parts) > 1:
@@ -87,6 +84,7 @@ class SubBatches:
                 )
                 self.certificate = again(batch, certificate)
                 self.weights = loss_weights(self.certificate, self.parts, self.samples)
+            self.guessed.update(self.certificate.unclear)
         self._outputs: list[Any] = []
 
     def __len__(self) -> int:
@@ -102,10 +100,14 @@ class SubBatches:
         """
         if index != len(self._outputs):
             raise RuntimeError(f"sub-batch {index} is not next: run {len(self._outputs)} of {len(self)} first")
-        with ghost_momentum(self._model, len(self)) if self._ghost else nullcontext():
-            output = self._step(self.parts[index])
+        output = self.compute(index)
         self._outputs.append(map_leaves(output, _detached, "output"))
         return output
+
+    def compute(self, index: int) -> Any:
+        """What the step returns for one part; nothing is kept of it."""
+        with ghost_momentum(self._model, len(self)) if self._ghost else nullcontext():
+            return self._step(self.parts[index])
 
     def weighted(self, index: int, loss: Tensor) -> Tensor | None:
         """The loss to run the backward pass of one part from; None where the part has nothing to learn from."""

@@ -94,6 +94,7 @@ class Trace:
         saves: for each forward pass, by saved number: the operation after which it was first saved.
         uses: for each forward pass, by number of a storage that moved: operations before which the backward pass asked
             for it.
+        parameters: so many of the first storages are parameters.
     """
 
     operations: list[Operation] = field(default_factory=list)
@@ -103,6 +104,13 @@ class Trace:
     update_peak_bytes: int = 0
     saves: list[dict[int, int]] = field(default_factory=list)
     uses: list[dict[int, list[int]]] = field(default_factory=list)
+    parameters: int = 0
+
+    @property
+    def writes_parameters(self) -> bool:
+        """Whether forward or backward passes write into parameters, as a model that clamps its weights does."""
+        computing = (operation for operation in self.operations if operation.phase is not Phase.UPDATE)
+        return any(index < self.parameters for operation in computing for index in operation.writes)
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -235,7 +243,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 # One that nobody told of is a constant that the model holds beside its parameters and buffers.
                 reads.update(dict.fromkeys(self._see(tensor, BlockKind.WEIGHT, born=-1)))
             writes: dict[int, None] = {}
-            for tensor in tensors_in(out):
+            # Operations on lists write into the first of them and return nothing.
+            changed = args[:1] if out is None and func._schema.is_mutable else ()
+            for tensor in tensors_in((out, changed)):
                 before = len(self.trace.storages)
                 for index in self._see(tensor, None, self.now):
                     if index >= before or func._schema.is_mutable:

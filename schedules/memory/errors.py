@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from retime.schedules.errors import ScheduleError
 
+_FOR_FINDERS = 'For batch size finders this is "DefaultCPUAllocator: can\'t allocate memory".'
+"""Lightning's ``is_oom_error`` and Accelerate's ``should_reduce_batch_size`` look for these words in a RuntimeError."""
 
-class BudgetError(ScheduleError):
-    """A byte budget is too small.
+
+class BudgetError(ScheduleError, RuntimeError):
+    """A byte budget is too small. Finders of batch sizes take it for out of memory, and try a smaller batch.
 
     Args:
         problem: what was asked for.
@@ -18,7 +21,7 @@ class BudgetError(ScheduleError):
 
     def __init__(self, problem: str, *, floor_bytes: int, task: str, layer: str, hint: str) -> None:
         at = f" at task {task!r} of layer {layer!r}" if task else ""
-        super().__init__(f"{problem}: at least {floor_bytes} bytes are needed{at}. {hint}")
+        super().__init__(f"{problem}: at least {floor_bytes} bytes are needed{at}. {hint.rstrip('.')}. {_FOR_FINDERS}")
         self.floor_bytes = floor_bytes
         self.task = task
         self.layer = layer

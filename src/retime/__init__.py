@@ -21,6 +21,7 @@ from retime.modules import ScanGRU, ScanLSTM, ScanRNN, ScanSequential, convert, 
 from retime.strategies import (
     FusedOptimizerDDPStrategy,
     FusedOptimizerStrategy,
+    MemoryBudgetDDPStrategy,
     MemoryBudgetStrategy,
     OOODataParallelStrategy,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "FuseOptimizer",
     "FusedOptimizerDDPStrategy",
     "FusedOptimizerStrategy",
+    "MemoryBudgetDDPStrategy",
     "MemoryBudgetStrategy",
     "MemoryTimeline",
     "NoEffectWarning",
@@ -66,3 +68,15 @@ for _name, _start in (("ooo_ddp", "popen"), ("ooo_ddp_spawn", "spawn"), ("ooo_dd
 StrategyRegistry.register(
     "memory_budget", MemoryBudgetStrategy, description="one device, within 90 % of its memory: offload and sub-batches"
 )
+
+for _name, _start in (
+    ("memory_budget_ddp", "popen"),
+    ("memory_budget_ddp_spawn", "spawn"),
+    ("memory_budget_ddp_fork", "fork"),
+):
+    StrategyRegistry.register(
+        _name,
+        MemoryBudgetDDPStrategy,
+        description=f"DDP, each rank within 90 % of its memory: offload and sub-batches, start method {_start}",
+        start_method=_start,
+    )

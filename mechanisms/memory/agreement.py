@@ -1,0 +1,84 @@
+"""What each rank decides by itself and all must know: one small message, and one error for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from retime.schedules.memory.errors import BudgetError
+
+__all__ = ["RankAgreement"]
+
+T = TypeVar("T")
+
+
+class RankAgreement:
+    """Collectives on the CPU that all ranks call the same number of times.
+
+    Args:
+        timeout: how long the others may take, a rank that plans included; None is torch's default.
+    """
+
+    def __init__(self, timeout: timedelta | None = None) -> None:
+        gloo = dist.get_backend() == "gloo"
+        self._group = None if gloo else dist.new_group(backend="gloo", timeout=timeout)
+
+    def largest(self, decide: Callable[[], int]) -> int:
+        """The largest of the ranks' decisions.
+
+        Raises:
+            Exception: what ``decide`` raised on this rank.
+            BudgetError: another rank refused its budget.
+            RuntimeError: ``decide`` failed otherwise on another rank.
+        """
+        failure: Exception | None = None
+        decided = 0
+        try:
+            decided = int(decide())
+        except Exception as error:  # the others wait for this rank
+            failure = error
+        told = torch.tensor([decided, int(failure is not None)])
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
+        if told[1]:
+            self._raise(failure)
+        return int(told[0])
+
+    def each_makes(self, make: Callable[[], T], undo: Callable[[T], Any]) -> T:
+        """What ``make`` made on this rank; undone if it failed on another.
+
+        Raises:
+            Exception: as :meth:`largest`.
+        """
+        made: list[T] = []
+
+        def note() -> int:
+            made.append(make())
+            return 0
+
+        try:
+            self.largest(note)
+        except Exception:
+            for one in made:
+                undo(one)
+            raise
+        return made[0]
+
+    def _raise(self, failure: Exception | None) -> None:
+        failures: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(failures, None if failure is None else _told(failure), group=self._group)
+        if failure is not None:
+            raise failure
+        rank, told = next((rank, told) for rank, told in enumerate(failures) if told is not None)
+        if "floor_bytes" in told:
+            raise BudgetError(f"rank {rank} refuses its budget", **told)
+        raise RuntimeError(f"rank {rank} could not plan its batch: {told['error']}")
+
+
+def _told(error: Exception) -> dict[str, Any]:
+    if isinstance(error, BudgetError):
+        return {name: getattr(error, name) for name in ("floor_bytes", "task", "layer", "hint")}
+    return {"error": f"{type(error).__name__}: {error}"}

@@ -1,0 +1,45 @@
+"""What becomes of the memory that tensors have freed: the next tensors' while a plan has room for it, else nobody's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from retime.mechanisms.memory.heap import give_back_freed_memory
+from retime.mechanisms.memory.pool import MemoryPool
+
+
+class FreedMemory:
+    """Keeps a process to what its plans need: from a pool, or where there is none, by giving all freed memory back.
+
+    For CUDA, whose tensors come from torch's own pool, it does nothing.
+
+    Attributes:
+        note: why freed memory is given back at once, which costs time; empty where it is not.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.note = ""
+        self._pool = MemoryPool()
+        if device.type != "cpu":
+            return
+        if not self._pool.install():
+            given = give_back_freed_memory()
+            cost = "freed memory goes back to the system at once" if given else "freed memory stays in the process"
+            self.note = f"{cost}: {self._pool.why_not}"
+
+    def hold(self, nbytes: int, among: Iterable[Tensor]) -> None:
+        """Let tensors, and what they have freed, be ``nbytes`` together.
+
+        Args:
+            nbytes: of all tensors.
+            among: those of them that may have been made before, and are not the pool's.
+        """
+        if self._pool.installed:
+            self._pool.limit(nbytes - self._pool.bytes_elsewhere(among))
+
+    def close(self) -> None:
+        """Leave the process's memory to others."""
+        self._pool.remove()
