@@ -6,6 +6,7 @@ on what ``prepare`` returned. They need nothing from a loop, and can be made in 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,8 +22,10 @@ from retime.mechanisms.fusion.backward import BackwardFusion
 from retime.mechanisms.fusion.forward import ForwardFusion
 from retime.mechanisms.fusion.fuse import fuse_optimizer
 from retime.mechanisms.fusion.report import FusionReport, check_mode
+from retime.mechanisms.memory.agreement import RankAgreement
 from retime.mechanisms.memory.budget import parse_budget
 from retime.mechanisms.memory.budget_report import BudgetReport
+from retime.mechanisms.memory.budgeted_ddp import BudgetedDataParallelStep
 from retime.mechanisms.memory.budgeted_step import BudgetedStep
 from retime.mechanisms.memory.host import parse_host
 from retime.mechanisms.out_of_order import data_parallel
@@ -191,11 +194,16 @@ class MemoryBudget:
             output = budget.run(step, batch)
             optimizer.step()
 
-    :param budget: bytes, ``"8GiB"`` or ``"90%"`` of the device's memory.
+    With several processes each plans for its own device: gradients are reduced once a step, with the last sub-batch,
+    and if one refuses its budget all raise the error, which ``find_executable_batch_size`` takes for out of memory.
+    Plans are part of ``accelerator.save_state()``.
+
+    :param budget: of each process: bytes, ``"8GiB"`` or ``"90%"`` of its device's memory; processes on one CPU share
+        the percentage.
     :param host: ``"memory"`` (for CUDA), ``"disk:FOLDER"`` (for a CPU); None chooses by device.
     :param options: as for :class:`retime.mechanisms.memory.budgeted_step.BudgetedStep`: ``batchnorm``, ``split``,
         ``loss_weight``, ``on_shape_change``.
-    :raises ValueError: several processes, or a budget that cannot be read.
+    :raises ValueError: an engine other than DistributedDataParallel, or a budget that cannot be read.
     """
 
     def __init__(
@@ -207,20 +215,25 @@ class MemoryBudget:
         host: str | None = None,
         **options: Any,
     ) -> None:
-        if accelerator.distributed_type != DistributedType.NO:
+        if accelerator.distributed_type not in _ONE_PROCESS_OR_DDP:
             raise ValueError(
-                f"MemoryBudget runs on one process, got {accelerator.distributed_type}: launch one process"
+                f"MemoryBudget runs on one device or under DistributedDataParallel, got {accelerator.distributed_type}"
+            )
+        if accelerator.num_processes > 1 and not isinstance(model, DistributedDataParallel):
+            raise TypeError(
+                "with several processes MemoryBudget takes the model that accelerator.prepare(...) returned, got "
+                f"{type(model).__name__}"
             )
         prepared = _prepared(optimizer, type(self).__name__)
         self._accelerator = accelerator
-        self._arguments = (
-            model,
-            [prepared.optimizer],
-            parse_budget(budget, accelerator.device),
-        )
+        self._model, self._optimizers = model, [prepared.optimizer]
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+        self._budget_bytes = parse_budget(budget, accelerator.device, sharing=here)
         self._host, self._options = host, options
         self._whole: BudgetedStep | None = None
         self._parts: BudgetedStep | None = None
+        self._kept: dict[str, Any] = {}
+        accelerator.register_for_checkpointing(self)
 
     def run(self, step: Callable[[Any], Any], batch: Any) -> Any:
         """Forward and backward pass; returns what ``step(batch)`` would have returned, detached.
@@ -246,6 +259,18 @@ class MemoryBudget:
         """What was planned and done so far, for :meth:`run` and :meth:`forward`."""
         return [one.report() for one in (self._parts, self._whole) if one is not None]
 
+    def state_dict(self) -> dict[str, Any]:
+        """What ``accelerator.save_state()`` keeps: plans, so that they need not be searched for again."""
+        made = {"parts": self._parts, "whole": self._whole}
+        return self._kept | {name: one.state_dict() for name, one in made.items() if one is not None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up the plans of an earlier run with the same budget, model and optimizer."""
+        self._kept = dict(state)
+        for name, one in (("parts", self._parts), ("whole", self._whole)):
+            if one is not None and name in state:
+                one.load_state_dict(state[name])
+
     def remove(self) -> None:
         """Give back the host's space and take wrappers off."""
         for one in (self._parts, self._whole):
@@ -254,8 +279,25 @@ class MemoryBudget:
         self._parts = self._whole = None
 
     def _make(self, split_too: bool) -> BudgetedStep:
-        host = parse_host(self._host, self._accelerator.device)
-        return BudgetedStep(*self._arguments, host, gradients="kept", sub_batches=split_too, **self._options)
+        model = self._model
+        options = {"gradients": "kept", "sub_batches": split_too, **self._options}
+
+        def arguments() -> tuple[Any, ...]:
+            return self._optimizers, self._budget_bytes, parse_host(self._host, self._accelerator.device)
+
+        made: BudgetedStep
+        if isinstance(model, DistributedDataParallel):
+            agreement = RankAgreement()
+            made = agreement.each_makes(
+                lambda: BudgetedDataParallelStep(model, *arguments(), agreement=agreement, **options),
+                BudgetedStep.remove,
+            )
+        else:
+            made = BudgetedStep(model, *arguments(), **options)
+        kept = self._kept.get("parts" if split_too else "whole")
+        if kept is not None:
+            made.load_state_dict(kept)
+        return made
 
 
 def _prepared(optimizer: Optimizer, name: str) -> AcceleratedOptimizer:

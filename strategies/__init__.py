@@ -2,6 +2,13 @@
 
 from retime.strategies.fused_optimizer import FusedOptimizerDDPStrategy, FusedOptimizerStrategy
 from retime.strategies.memory_budget import MemoryBudgetStrategy
+from retime.strategies.memory_budget_ddp import MemoryBudgetDDPStrategy
 from retime.strategies.ooo_ddp import OOODataParallelStrategy
 
-__all__ = ["FusedOptimizerDDPStrategy", "FusedOptimizerStrategy", "MemoryBudgetStrategy", "OOODataParallelStrategy"]
+__all__ = [
+    "FusedOptimizerDDPStrategy",
+    "FusedOptimizerStrategy",
+    "MemoryBudgetDDPStrategy",
+    "MemoryBudgetStrategy",
+    "OOODataParallelStrategy",
+]

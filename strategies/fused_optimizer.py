@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from retime.mechanisms.fusion.data_parallel import ReductionHook, sparse_layer
 from retime.mechanisms.fusion.report import FusionReport
 from retime.strategies.flavour import LightningOnly
+from retime.strategies.one_device import OneDevice
 from retime.strategies.stepping import FusedStepping
 
 
@@ -58,7 +59,7 @@ class _Fused(LightningOnly, Strategy):
         self._stepping.flush()
 
 
-class FusedOptimizerStrategy(_Fused, SingleDeviceStrategy):
+class FusedOptimizerStrategy(_Fused, OneDevice):
     """One device, with the optimizer fused into the backward or the next forward pass.
 
     Weights, optimizer state, logged values and ``global_step`` are bit-identical to the plain strategy's. Steps that
@@ -73,6 +74,7 @@ class FusedOptimizerStrategy(_Fused, SingleDeviceStrategy):
     """
 
     strategy_name = "fused_optimizer"
+    instead = "fused_optimizer_ddp"
 
     def __init__(
         self,
@@ -82,25 +84,8 @@ class FusedOptimizerStrategy(_Fused, SingleDeviceStrategy):
         side_stream: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__(device="cpu" if device is None else device, **kwargs)
-        self.parallel_devices: list[torch.device] | None = None if device is None else [self._root_device]
+        super().__init__(device=device, **kwargs)
         self._stepping = FusedStepping(mode, bucket_bytes, side_stream)
-
-    @property
-    def root_device(self) -> torch.device:
-        devices = self.parallel_devices
-        if not devices:
-            return self._root_device
-        if len(devices) > 1:
-            raise ValueError(
-                f"strategy='{self.strategy_name}' runs on one device, got devices={len(devices)}: use devices=1, or "
-                "strategy='fused_optimizer_ddp' for several"
-            )
-        return devices[0]
-
-    def setup_environment(self) -> None:
-        _ = self.root_device  # several devices are refused before anything is set up
-        super().setup_environment()
 
 
 class FusedOptimizerDDPStrategy(_Fused, DDPStrategy):

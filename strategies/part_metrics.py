@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +17,7 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import Running
 
 from retime.mechanisms.memory.combine import combined
+from retime.mechanisms.memory.saved import Kept
 from retime.mechanisms.memory.storages import tensors_in
 from retime.mechanisms.memory.sub_batches import SubBatches
 from retime.mechanisms.memory.undisturbed import undisturbed
@@ -53,6 +56,10 @@ class PartMetrics:
     that counts calls (``Running``) gets its arguments once, whatever their size.
 
     ``compute()`` inside of ``training_step`` knows of the batches before this one, and of none of its small arguments.
+    A part's value may be a part of the loss where the metric says that it is differentiable.
+
+    What metrics save for a gradient has no number in a plan and stays where it is: dry runs, in which their checks of
+    values cannot be followed, would else count other storages than real steps, and each step would be planned anew.
 
     Args:
         module: its submodules, and metrics in lists and dicts of theirs, are looked through.
@@ -63,7 +70,7 @@ class PartMetrics:
         self._calls: dict[tuple[int, int], _Call] = {}
         self._position: dict[int, int] = {}
         self._through = False
-        self._returned: dict[int, tuple[Tensor, tuple[int, int], str | None]] = {}
+        self._returned: dict[int, tuple[weakref.ref[Tensor], tuple[int, int], str | None]] = {}
 
     def clear(self) -> None:
         """Forget the batch."""
@@ -71,13 +78,14 @@ class PartMetrics:
         self._returned = {}
 
     @contextmanager
-    def collecting(self, samples: int, numbers: dict[str, Any], *, dry: bool) -> Iterator[None]:
+    def collecting(self, samples: int, numbers: dict[str, Any], *, dry: bool, whole: bool = False) -> Iterator[None]:
         """One part runs.
 
         Args:
             samples: of the part.
             numbers: takes scalar arguments by name, so that a certificate learns how they add up.
             dry: the part is only tried out: nothing is kept.
+            whole: it is the whole batch: metrics work as ever.
         """
         before: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._position = {}
@@ -86,8 +94,11 @@ class PartMetrics:
                 own = unit.__dict__
                 before.append((own, {name: own[name] for name in ("forward", "update") if name in own}))
                 self._position[number] = 0
-                stand_ins = [self._stand_in(name, number, samples, numbers, dry) for name in ("forward", "update")]
-                own["forward"], own["update"] = stand_ins
+                for name in ("forward", "update"):
+                    if whole:
+                        own[name] = _apart(getattr(unit, name))
+                    else:
+                        own[name] = _apart(self._stand_in(name, number, samples, numbers, dry))
             yield
         finally:
             for own, held in before:
@@ -98,7 +109,7 @@ class PartMetrics:
     def key_of(self, value: Any) -> Any:
         """Which call returned this very value in the part that runs; None if none did."""
         found = self._returned.get(id(value))
-        return None if found is None or found[0] is not value else found[1:]
+        return None if found is None or found[0]() is not value else found[1:]
 
     def value_of(self, key: tuple[tuple[int, int], str | None]) -> Any:
         """What that call would have returned for the whole batch; after :meth:`publish`."""
@@ -128,22 +139,26 @@ class PartMetrics:
                 return real(*arguments, **options)
             place = number, self._position[number]
             self._position[number] += 1
-            arguments, options = tree_map(_detached, (arguments, options))
+            with_graph = (arguments, options)
+            arguments, options = tree_map(_detached, with_graph)
+            seen = with_graph if _learns(unit) else (arguments, options)
             numbers.update(_scalars(place, arguments, options))
             if dry:
-                value = _tried(empty, arguments, options) if name == "forward" else None
+                value = _value(empty, *seen) if name == "forward" else None
                 self._note(place, value)
                 return value
             known = self._calls.setdefault(place, _Call(unit, number, name == "forward"))
             held = sum(tensor.nbytes for tensor in tensors_in([arguments, options]))
             if not known.passed_on and (held <= _SMALL_BYTES * samples or _counts_calls(unit)):
                 known.given.append((arguments, options))
-                value = _alone(empty, arguments, options) if known.shows else None
+                value = _value(empty, *seen) if known.shows else None
             else:
                 earlier, known.given, known.passed_on = known.given, [], True
                 for before in earlier:
                     self._pass_on(known, real_update, *before)
                 value = self._pass_on(known, real_update, arguments, options)
+                if _learns(unit) and known.shows:
+                    value = _value(empty, *seen)
             self._note(place, value)
             return value if known.shows else None
 
@@ -168,7 +183,7 @@ class PartMetrics:
         values = value.items() if isinstance(value, dict) else [(None, value)]
         for name, one in values:
             if isinstance(one, Tensor):
-                self._returned[id(one)] = (one, place, name)
+                self._returned[id(one)] = (weakref.ref(one), place, name)  # it may have a graph
 
     def _whole(self, call: _Call, parts: SubBatches) -> tuple[list[Any], dict[str, Any]] | None:
         """One call's arguments for the batch; None where they cannot be put together."""
@@ -221,20 +236,35 @@ def _empty(unit: Unit) -> Unit:
     return made
 
 
-def _alone(empty: Unit, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """The value of these arguments alone; what is empty stays so."""
-    with undisturbed(empty):
-        empty.reset()  # in new tensors
-        return empty(*arguments, **options)
+def _value(empty: Unit, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """The value of these arguments alone; what is empty stays so.
 
-
-def _tried(empty: Unit, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """A value of the kind that the metric returns; dry runs have no values, and checks of inputs read them."""
+    NaN where there is none: dry runs have no values for checks of inputs, and a part may be too small (a correlation
+    of one sample). What is wrong with the whole batch is raised when the batch's value is made.
+    """
     try:
-        return _alone(empty, arguments, options)
-    except Exception:  # it comes again in the real step, unless it is the dry run's own
-        made = torch.zeros(())
+        with undisturbed(empty):
+            empty.reset()  # in new tensors
+            return empty(*arguments, **options)
+    except Exception:  # whatever a metric says to its arguments
+        made = torch.full((), math.nan)
+        for tensor in tensors_in([arguments, options]):
+            if tensor.requires_grad:
+                made = made + tensor.sum().to(made.device, made.dtype)
         return dict.fromkeys(map(str, empty.keys()), made) if isinstance(empty, MetricCollection) else made
+
+
+def _apart(method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any, **options: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(Kept, Kept.get):
+            return method(*arguments, **options)
+
+    return call
+
+
+def _learns(unit: Unit) -> bool:
+    """Whether a value may have a gradient."""
+    return any(isinstance(module, Metric) and module.is_differentiable for module in unit.modules())
 
 
 def _show(unit: Unit, total: Unit) -> None:

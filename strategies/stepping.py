@@ -26,6 +26,7 @@ from retime.mechanisms.fusion.forward import ForwardFusion
 from retime.mechanisms.fusion.report import FusionReport, check_mode
 from retime.mechanisms.fusion.support import why_not_per_parameter, why_not_this_step
 from retime.mechanisms.no_effect import NoEffectWarning
+from retime.strategies.budgeted import Budgeted
 
 _MODULE_READERS = (
     "backward",
@@ -248,6 +249,8 @@ def _why_not_in_backward(trainer: Trainer, module: LightningModule) -> str | Non
             and trainer.current_epoch >= callback.swa_end
         ):
             return "StochasticWeightAveraging steps once more with the last gradients after its BatchNorm epoch"
+    if isinstance(trainer.strategy, Budgeted):
+        return "a memory budget may run several backward passes for one batch; use FuseOptimizer('forward')"
     if getattr(trainer.strategy, "_model_averager", None) is not None:
         return "post-local SGD averages by gradient after the step"
     return None

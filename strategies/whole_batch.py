@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torchmetrics import Metric, MetricCollection
 from retime.mechanisms.memory.combine import combined_scalar
 from retime.mechanisms.memory.sub_batches import SubBatches
 from retime.mechanisms.no_effect import NoEffectWarning
-from retime.strategies.part_metrics import PartMetrics
+from retime.strategies.part_metrics import ARGUMENT, PartMetrics
 
 LOGGED = "logged"
 """Under this key a step returns what it logged, so that a certificate learns how each number adds up."""
@@ -78,7 +78,7 @@ class PartLog:
 
         own["log"], own["log_dict"] = log, log_dict
         try:
-            with nullcontext() if whole else metrics.collecting(samples, numbers, dry=dry):
+            with metrics.collecting(samples, numbers, dry=dry, whole=whole):
                 yield numbers
         finally:
             own.pop("log", None)
@@ -131,6 +131,8 @@ class _Made:
 
 def _called(place: str) -> str:
     logged = f"output['{LOGGED}']["
+    if place.startswith(f"{logged}'{ARGUMENT}"):
+        return f"a number that training_step gives to a metric ({place.removeprefix(logged).removesuffix(']')})"
     if place.startswith(logged):
         return f"the logged value {place.removeprefix(logged).removesuffix(']')}"
     return f"what training_step returns as {place.removeprefix('output')}"

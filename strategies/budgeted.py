@@ -1,0 +1,243 @@
+"""Training steps inside a byte budget under Lightning: what one device and DDP have in common."""
+
+from __future__ import annotations
+
+import inspect
+from abc import abstractmethod
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+
+from retime.mechanisms.memory.batchnorm import check_choice
+from retime.mechanisms.memory.budget import parse_budget
+from retime.mechanisms.memory.budget_report import BudgetReport, PlannedShape
+from retime.mechanisms.memory.budgeted_step import BudgetedStep, NoLossError, Way, check_on_shape_change
+from retime.mechanisms.memory.separability_probe import loss_of
+from retime.mechanisms.memory.split import Split, samples_in, split_batch
+from retime.mechanisms.memory.sub_batches import SubBatches
+from retime.strategies.flavour import LightningOnly
+from retime.strategies.unseen import unseen
+from retime.strategies.whole_batch import LOGGED, PartLog, WholeBatchResults
+
+_SKIPPING = (
+    "Under a memory budget training_step runs once a sub-batch: return None for all parts of a batch or for none "
+    "(decide by batch_idx), and a loss of 0 for a part with nothing to learn from"
+)
+CHECKPOINT_KEY = "retime_memory_budget"
+
+
+class Budgeted(LightningOnly, Strategy):
+    """Runs the steps of a fit through a :class:`BudgetedStep`, which a strategy makes in :meth:`_make_step`."""
+
+    def __init__(
+        self,
+        budget: int | str = "90%",
+        host: str | None = None,
+        batchnorm: str = "offload",
+        on_shape_change: str = "replan",
+        split_batch: Split | None = None,
+        loss_weight: Callable[[Any], Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        check_choice(batchnorm)
+        check_on_shape_change(on_shape_change)
+        if not (isinstance(budget, str) and budget.strip().endswith("%")):  # that needs the device, known later
+            parse_budget(budget, kwargs.get("device"))
+        super().__init__(**kwargs)
+        self._budget, self._host = budget, host
+        self._options: dict[str, Any] = {"batchnorm": batchnorm, "on_shape_change": on_shape_change}
+        self._split, self._loss_weight = split_batch, loss_weight
+        self._step: BudgetedStep | None = None
+        self._log: PartLog | None = None
+        self._results: WholeBatchResults | None = None
+        self._last_report: BudgetReport | None = None
+        self._plans: dict[str, Any] | None = None
+
+    @abstractmethod
+    def _make_step(self, module: LightningModule, **options: Any) -> BudgetedStep:
+        """What runs the steps of this fit; the model and the optimizers are where they train."""
+
+    def setup(self, trainer: Trainer) -> None:
+        module = self.lightning_module
+        assert module is not None
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            _check_module(module)
+        super().setup(trainer)
+        if not fitting:
+            return
+        if self._step is not None:  # a fit that ended without teardown, as one for a batch size does
+            self._step.remove()
+        self._step = self._make_step(
+            module,
+            split=self._split or split_batch,
+            loss_weight=self._loss_weight,
+            gradients="kept" if _keeps_gradients(trainer) else "freed after forward",
+            say=lambda text: rank_zero_info(f"retime: {text}"),
+            **self._options,
+        )
+        if self._plans is not None:
+            self._step.load_state_dict(self._plans)
+        self._log = PartLog(module)
+        self._results = WholeBatchResults(trainer)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._step is None or self._log is None or not torch.is_grad_enabled():
+            return super().training_step(*args, **kwargs)
+        batch, *rest = args
+        module, budgeted, log, plain = self.lightning_module, self._step, self._log, super().training_step
+        assert module is not None
+        split = self._split or split_batch
+        way = Way.PARTS
+
+        def step(part: Any) -> dict[str, Any]:
+            dry = budgeted.planning
+            with ExitStack() as around:
+                if dry:
+                    around.enter_context(unseen(module.trainer))
+                whole = way is Way.WHOLE and not dry
+                logged = around.enter_context(log.collecting(samples_in(part, split), dry=dry, whole=whole))
+                output = plain(part, *rest, **kwargs)
+            try:
+                loss = loss_of(output)
+            except ValueError as error:  # None, or what Lightning has an error of its own for
+                raise NoLossError(f"a part of a batch gave no loss: {error}. {_SKIPPING}") from error
+            return {"loss": loss, "output": output, LOGGED: logged}
+
+        try:
+            way = budgeted.choose(step, batch)
+        except NoLossError:
+            return plain(*args, **kwargs)  # a batch that is skipped; the next one is planned for
+        log.clear()
+        if way is Way.PLAIN:
+            budgeted.count_plain()
+            return plain(*args, **kwargs)
+        parts = budgeted.parts
+        assert parts is not None
+        log.warn(parts)  # before the first step, of all that the probe has seen
+        try:
+            return parts.forward(0)["output"]
+        except NoLossError:
+            budgeted.drop()
+            _see_no_loss(parts)
+            log.publish(parts)
+            return None
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        step, module, plugin = self._step, self.lightning_module, self.precision_plugin
+        assert module is not None
+        parts = step.parts if step is not None else None
+        if step is None or parts is None:
+            self.pre_backward(closure_loss)
+            closure_loss = plugin.pre_backward(closure_loss, module)
+            plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+            closure_loss = plugin.post_backward(closure_loss, module)
+            self.post_backward(closure_loss)
+            return closure_loss
+        assert self._log is not None
+        assert self._results is not None
+        accumulated = module.trainer.accumulate_grad_batches
+        begun = False
+
+        def backward(loss: Tensor) -> None:
+            nonlocal begun
+            if begun:  # hooks and the scaler have been told of this batch already
+                loss = loss / accumulated
+                scaler = getattr(plugin, "scaler", None)
+                loss = loss if scaler is None else scaler.scale(loss)
+            else:
+                self.pre_backward(loss)
+                loss = plugin.pre_backward(loss, module)
+                begun = True
+            plugin.backward(loss, module, optimizer, *args, **kwargs)
+
+        whole = step.finish(closure_loss, backward)
+        closure_loss = plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        self._log.publish(parts)
+        self._log.warn(parts)
+        self._results.put(whole["output"], accumulated)
+        return closure_loss.detach()
+
+    def teardown(self) -> None:
+        step, self._step = self._step, None
+        if step is not None:
+            self._last_report, self._plans = step.report(), step.state_dict()
+            step.remove()
+            rank_zero_info(f"retime: {self._last_report}")
+        if self._results is not None:
+            self._results.remove()
+            self._results = None
+        self._log = None
+        super().teardown()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Plans are kept too, so that a resumed run with the same budget need not search for them again."""
+        plans = self._plans if self._step is None else self._step.state_dict()
+        if plans is not None:
+            checkpoint[CHECKPOINT_KEY] = plans
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(*args, **kwargs)
+        found = checkpoint.get(CHECKPOINT_KEY)
+        if found is not None:
+            self._plans = found
+            if self._step is not None:
+                self._step.load_state_dict(found)
+        return checkpoint
+
+    def planned(self, batch: Any) -> PlannedShape | None:
+        """What was decided for batches like this one; None before that, and after the fit."""
+        return None if self._step is None else self._step.planned(batch)
+
+    def report(self) -> BudgetReport | None:
+        """What was planned and done so far; None before the first fit."""
+        return self._last_report if self._step is None else self._step.report()
+
+
+def _check_module(module: LightningModule) -> None:
+    if not module.automatic_optimization:
+        raise ValueError(
+            "a memory budget needs automatic optimization: with manual optimization nobody knows where a step begins "
+            "and ends. Set automatic_optimization=True, or use BudgetedStep in your training_step"
+        )
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise ValueError(
+            "training_step(dataloader_iter) takes batches by itself, so they cannot be planned for: use "
+            "training_step(batch, batch_idx)"
+        )
+
+
+def _see_no_loss(parts: SubBatches) -> None:
+    """The first part gave no loss, so the batch is skipped; its other parts run too, as they log, and must give none.
+
+    Raises:
+        NoLossError: one does.
+    """
+    for index in range(1, len(parts)):
+        try:
+            parts.compute(index)
+        except NoLossError:
+            continue
+        raise NoLossError(f"part 1 of {len(parts)} of a batch gave no loss, and part {index + 1} gave one. {_SKIPPING}")
+
+
+def _keeps_gradients(trainer: Trainer) -> bool:
+    """Whether gradients may be there in the backward pass: of batches before, or zeroed in place."""
+    schedulers = (one for one in trainer.callbacks if isinstance(one, GradientAccumulationScheduler))  # type: ignore[attr-defined]
+    return (
+        trainer.accumulate_grad_batches > 1
+        or any(one.going_to_accumulate_grad_batches() for one in schedulers)
+        or is_overridden("optimizer_zero_grad", trainer.lightning_module)
+    )

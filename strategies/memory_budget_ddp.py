@@ -1,0 +1,65 @@
+"""Training inside a byte budget on several devices as a Lightning strategy (moDNN, Chen et al. 2018, section 6)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import DDPStrategy
+from torch.nn.parallel import DistributedDataParallel
+
+from retime.mechanisms.memory.agreement import RankAgreement
+from retime.mechanisms.memory.budget import parse_budget
+from retime.mechanisms.memory.budgeted_ddp import BudgetedDataParallelStep
+from retime.mechanisms.memory.budgeted_step import BudgetedStep
+from retime.mechanisms.memory.host import parse_host
+from retime.strategies.budgeted import Budgeted
+
+
+class MemoryBudgetDDPStrategy(Budgeted, DDPStrategy):
+    """``ddp`` in which no rank uses more of its device's memory than a number of bytes.
+
+    Each rank plans by itself for the batches that it gets, as under :class:`MemoryBudgetStrategy`; DDP's gradient
+    buckets count (``gradient_as_bucket_view=True`` saves them where batches stay whole). Gradients are reduced once a
+    step, while its last sub-batch runs. Where a rank refuses its budget, all ranks raise the error. Offload-only plans
+    are bit-identical to ``ddp``; sub-batches agree with it up to rounding.
+
+    Before each batch the ranks exchange one small message on the CPU. Batches stay whole, and are only offloaded, with
+    SyncBatchNorm and with ``static_graph=True``. Parameters that not every sub-batch uses need
+    ``find_unused_parameters=True``, as the last one alone decides what DDP waits for. Refused are a
+    ``training_step`` that calls collectives itself (``self.log(..., sync_dist=True)`` is none) and
+    ZeroRedundancyOptimizer.
+
+    Gradients are reduced by DDP's backend: on a CPU that is on the host, as in the paper's section 6; on CUDA it is
+    NCCL, from device to device, and not the paper's accumulation in host memory. What a communication hook allocates
+    is not counted.
+
+    :param budget: of each rank: bytes, ``"8GiB"``, or ``"90%"`` of its device; on a CPU the ranks of a machine share
+        the percentage.
+    :param ddp_kwargs: those of :class:`lightning.pytorch.strategies.DDPStrategy`.
+
+    All other arguments are :class:`MemoryBudgetStrategy`'s, but for ``device``.
+    """
+
+    strategy_name = "memory_budget_ddp"
+
+    def _make_step(self, module: LightningModule, **options: Any) -> BudgetedStep:
+        agreement = RankAgreement(self._timeout)
+
+        def make() -> BudgetedStep:
+            model = self.model
+            assert isinstance(model, DistributedDataParallel)
+            budget_bytes = parse_budget(self._budget, self.root_device, sharing=self.num_processes)
+            host = parse_host(self._host, self.root_device)
+            return BudgetedDataParallelStep(model, self.optimizers, budget_bytes, host, agreement=agreement, **options)
+
+        return agreement.each_makes(make, BudgetedStep.remove)
+
+    def on_exception(self, exception: BaseException) -> None:
+        unused = "Expected to have finished reduction" in str(exception)
+        super().on_exception(exception)
+        if unused:
+            exception.add_note(
+                "retime: gradients are reduced with the last sub-batch of a step, so parameters that only earlier ones "
+                "use count as unused; find_unused_parameters=True lets DDP find them"
+            )

@@ -1,0 +1,38 @@
+"""Strategies for one device, whichever the Trainer chose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+
+class OneDevice(SingleDeviceStrategy):
+    """Takes its device from the Trainer, unless it is given one, and refuses several.
+
+    Lightning's own needs a ``device`` from the start, so its registry can only make it for a CPU.
+    """
+
+    instead = ""
+    """What to say to those who have several devices."""
+
+    def __init__(self, device: str | int | torch.device | None = None, **kwargs: Any) -> None:
+        super().__init__(device="cpu" if device is None else device, **kwargs)
+        self.parallel_devices: list[torch.device] | None = None if device is None else [self._root_device]
+
+    @property
+    def root_device(self) -> torch.device:
+        devices = self.parallel_devices
+        if not devices:
+            return self._root_device
+        if len(devices) > 1:
+            raise ValueError(
+                f"strategy={self.strategy_name!r} runs on one device, got devices={len(devices)}: use devices=1"
+                + (f", or strategy={self.instead!r} for several" if self.instead else "")
+            )
+        return devices[0]
+
+    def setup_environment(self) -> None:
+        _ = self.root_device  # several devices are refused before anything is set up
+        super().setup_environment()
