@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from retime.recipes.measure import Spread
 
@@ -96,3 +97,10 @@ def points_with_spread(
 def even_line(axes: Any, label: str) -> None:
     """The horizontal line at ratio 1."""
     axes.axhline(1.0, color=GREY, linewidth=1, linestyle="--", label=label)
+
+
+def plain_numbers(axis: Any) -> None:
+    """Ticks 1, 2, 3, 5, 10 ... on a logarithmic axis, instead of powers of ten with factors."""
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())

@@ -1,15 +1,13 @@
 """Trains one network inside one budget, in a process of its own whose data bytes the kernel limits (see the sweep).
 
-The first line asks for `plan`: what the step needs without a limit, and the floor; or for `train`, with a budget in
-bytes or none. Then each `block` trains some steps, and `end` tells what the process held and writes the weights.
+The first request is `plan`: what the step needs without a limit, and the floor; or `train`, with a budget in bytes or
+none. Then each `block` trains some steps, and `end` tells what the process held and writes the weights.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import resource
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -25,37 +23,44 @@ from retime.mechanisms.memory.host import parse_host
 from retime.mechanisms.memory.replay import TrainingStep
 from retime.mechanisms.memory.search import search_plan
 from retime.mechanisms.memory_probe import MemoryProbe
-from retime.recipes.build import CPU, build_batches, build_model, build_optimizer, loss_of
+from retime.recipes.build import build_model, build_optimizer, loss_of
 from retime.recipes.models import parameter_count
-from retime.recipes.modnn_processes import serve_lines
+from retime.recipes.modnn_processes import Answer
+from retime.recipes.modnn_vdnn import Vdnn
 from retime.schedules.memory.errors import BudgetError
 
-MIB = 2**20
 _EVERYTHING = 2**60
 # Two calibrations differ by a little, and a floor holds what was calibrated.
-_FLOOR_SHARE, _TRIES = 1.03, 4
+FLOOR_SHARE, _TRIES = 1.03, 4
+
+Batch = tuple[Tensor, Tensor]
 
 
 class Training:
-    """A model, its optimizer and one batch; with a budget, the steps of a :class:`BudgetedStep`."""
+    """A model, its optimizer and one batch; with a budget, the steps of a :class:`BudgetedStep`, or of vDNN."""
 
-    def __init__(self, request: dict[str, Any], batch: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, request: dict[str, Any], batch: Batch) -> None:
         self.batch, self.samples = batch, len(batch[0])
-        self.model: nn.Module = build_model(request["model"], CPU, request["seed"])
+        self.device = batch[0].device
+        self.model: nn.Module = build_model(request["model"], self.device, request["seed"])
         self.optimizer = build_optimizer(request["optimizer"], self.model.parameters(), {})
-        self._host = request["host"]
+        self._host, self._sub_batches = request["host"], request.get("sub_batches", True)
         self.inside: BudgetedStep | None = None
+        self.vdnn: Vdnn | None = None
 
-    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def loss(self, batch: Batch) -> Tensor:
         return loss_of(self.model(batch[0]), batch[1])
 
-    def limit(self, budget_bytes: int) -> None:
-        self.inside = BudgetedStep(self.model, [self.optimizer], budget_bytes, parse_host(self._host, "cpu"))
+    def limit(self, budget_bytes: int, plans: dict[str, Any] | None = None) -> None:
+        """Plan for a budget, or take up plans that were made for it."""
+        self.inside = self.budgeted(budget_bytes)
+        if plans is not None:
+            self.inside.load_state_dict(plans)
         self.inside.plan(self.loss, self.batch)
 
     def floor_bytes(self) -> int:
         """The smallest budget, from the refusal of a smaller one."""
-        step = BudgetedStep(self.model, [self.optimizer], 1, parse_host(self._host, "cpu"))
+        step = self.budgeted(1)
         try:
             step.plan(self.loss, self.batch)
         except BudgetError as refusal:
@@ -65,26 +70,37 @@ class Training:
         raise AssertionError("a budget of one byte was accepted")
 
     def ideal_bytes(self) -> int:
-        """What the plain step needs: its tensors and what operations need for themselves."""
+        """The least budget of the plain step: its tensors, what operations need for themselves, and what stays free."""
         step = TrainingStep(self.model, self.batch, self.samples, self.loss, [self.optimizer])
-        host = parse_host(self._host, "cpu")
+        host = parse_host(self._host, self.device)
         try:
             costs = calibrate(step, host)
         finally:
             host.close()
-        return search_plan(step, _EVERYTHING, memory=StepMemory(step, (self.samples,), costs)).peak_bytes
+        choice = search_plan(step, _EVERYTHING, memory=StepMemory(step, (self.samples,), costs, check=True))
+        return choice.peak_bytes + choice.spare_bytes
+
+    def offload(self, rule: str) -> None:
+        self.vdnn = Vdnn(self.model, self.loss, self.batch, parse_host(self._host, self.device), rule)
 
     def step(self) -> None:
         self.optimizer.zero_grad()
-        if self.inside is None:
-            self.loss(self.batch).backward()  # type: ignore[no-untyped-call]
-        else:
+        if self.inside is not None:
             self.inside.run(self.loss, self.batch)
+        elif self.vdnn is not None:
+            self.vdnn.run()
+        else:
+            self.loss(self.batch).backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
 
     def close(self) -> None:
-        if self.inside is not None:
-            self.inside.remove()
+        for part in (self.inside, self.vdnn):
+            if part is not None:
+                part.remove()
+
+    def budgeted(self, budget_bytes: int) -> BudgetedStep:
+        host = parse_host(self._host, self.device)
+        return BudgetedStep(self.model, [self.optimizer], budget_bytes, host, sub_batches=self._sub_batches)
 
 
 class Server:
@@ -93,8 +109,8 @@ class Server:
     def __init__(self) -> None:
         torch.set_num_threads(1)
         self._training: Training | None = None
-        self._probe = MemoryProbe("cpu")
         self._base = 0
+        self._planning_s = 0.0
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         handlers = {"plan": self._plan, "train": self._train, "block": self._block, "end": self._end}
@@ -102,8 +118,7 @@ class Server:
 
     def _plan(self, request: dict[str, Any]) -> dict[str, Any]:
         give_back_freed_memory()
-        (batch,) = build_batches(request["data"], request["batch_size"], 1)
-        training = Training(request, batch)
+        training = Training(request, _batch(request))
         return {
             "ideal_bytes": training.ideal_bytes(),
             "floor_bytes": training.floor_bytes(),
@@ -112,44 +127,54 @@ class Server:
 
     def _train(self, request: dict[str, Any]) -> dict[str, Any]:
         budget = request["budget_bytes"]
-        if request["give_back"]:
+        cuda = request["device"] != "cpu"
+        if request["give_back"] and not cuda:
             give_back_freed_memory()
-        with tempfile.TemporaryFile() as kept:  # the batch counts, the data set it is taken from does not
-            self._warm_up(request, kept, limited=budget is not None)
-            gc.collect()
-            trim_heap()
-            self._base, data_bytes = _resident_bytes(), _data_bytes()
-            kept.seek(0)
-            training = self._training = Training(request, torch.load(kept))
-        started = time.perf_counter()
-        if budget == "floor":
-            budget = _limit_to_floor(training)
-        elif budget is not None:
-            training.limit(budget)
-        planning_s = time.perf_counter() - started
+        plans = self._rehearse(request)
         gc.collect()
         trim_heap()
-        if budget is not None:  # planning itself copies parts of the batch and of the model
-            limit = data_bytes + budget + request["headroom_bytes"]
-            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        self._base, data_bytes = torch.cuda.memory_allocated() if cuda else _resident_bytes(), _data_bytes()
+        self._probe = MemoryProbe(request["device"])
+        limit = None if cuda else request["limit"]  # a CUDA device's allocator has no such limit
+        if limit == "planning":
+            plans = None
+            _limit_data(data_bytes + budget + request["headroom_bytes"])
+        training = self._training = Training(request, _batch(request))
+        started = time.perf_counter()
+        budget = self._begin(training, request, plans)
+        planning_s = time.perf_counter() - started if plans is None else self._planning_s
+        gc.collect()
+        trim_heap()
+        if budget is not None and limit == "training":
+            _limit_data(data_bytes + budget + request["headroom_bytes"])
         self._probe.start()
         return {"planning_s": planning_s, "budget_bytes": budget}
 
-    def _warm_up(self, request: dict[str, Any], kept: Any, limited: bool) -> None:
-        """Everything once with few samples: code and what libraries keep would count as the model's otherwise."""
-        (batch,) = build_batches(request["data"], request["batch_size"], 1)
-        torch.save(batch, kept)
-        kept.seek(0)
-        torch.load(kept)
-        training = Training(request, (batch[0][:8].clone(), batch[1][:8].clone()))
-        del batch
+    def _rehearse(self, request: dict[str, Any]) -> dict[str, Any] | None:
+        """All of it once, held to nothing: what libraries keep from now on is code, not the model's.
+
+        oneDNN reserves 256 KiB of data for the code of every kernel, which RLIMIT_DATA counts and memory does not.
+        Returns the plan, for a run that is to follow the same one: another would run other kernels.
+        """
+        training = Training(request, _batch(request))
+        started = time.perf_counter()
+        self._begin(training, request)
+        self._planning_s = time.perf_counter() - started
         training.step()
-        if limited:
-            floor = training.floor_bytes()
-            with contextlib.suppress(BudgetError):
-                training.limit(int(1.2 * floor))
-                training.step()
-            training.close()
+        plans = training.inside.state_dict() if training.inside is not None else None
+        training.close()
+        return plans
+
+    def _begin(self, training: Training, request: dict[str, Any], plans: dict[str, Any] | None = None) -> int | None:
+        """Plan, or what takes its place; returns the budget."""
+        budget: int | str | None = request["budget_bytes"] if plans is None else plans["budget_bytes"]
+        if isinstance(budget, str):
+            return _limit_to_floor(training)
+        if "rule" in request:
+            training.offload(request["rule"])
+        elif budget is not None:
+            training.limit(budget, plans)
+        return budget
 
     def _block(self, request: dict[str, Any]) -> dict[str, Any]:
         assert self._training is not None
@@ -157,6 +182,8 @@ class Server:
         for _ in range(request["steps"]):
             started = time.perf_counter()
             self._training.step()
+            if self._training.device.type == "cuda":
+                torch.cuda.synchronize()
             times.append(1e3 * (time.perf_counter() - started))
         return {"ms": times}
 
@@ -168,6 +195,8 @@ class Server:
             "measured_bytes": self._probe.peaks()["batch"] - self._base,
             "source": self._probe.note or self._probe.source,
         }
+        if training.vdnn is not None:
+            answer["moved_bytes"] = training.vdnn.moved_bytes()
         if training.inside is not None:
             report = training.inside.report()
             choice = report.shapes[-1].choice
@@ -183,21 +212,37 @@ class Server:
             }
         training.close()
         resource.setrlimit(resource.RLIMIT_DATA, (resource.getrlimit(resource.RLIMIT_DATA)[1],) * 2)
-        torch.save([parameter.detach() for parameter in training.model.parameters()], request["weights"])
+        torch.save([parameter.detach().cpu() for parameter in training.model.parameters()], request["weights"])
         return answer
 
 
+def serve() -> Answer:
+    """For :class:`Worker`."""
+    return Server().answer
+
+
+def _batch(request: dict[str, Any]) -> Batch:
+    batch: Batch = torch.load(request["batch"], map_location=request["device"])
+    return batch
+
+
 def _limit_to_floor(training: Training) -> int:
-    budget = int(_FLOOR_SHARE * training.floor_bytes())
+    budget = int(FLOOR_SHARE * training.floor_bytes())
     for _ in range(_TRIES):
         try:
             training.limit(budget)
             return budget
         except BudgetError as refusal:
             training.close()
-            budget = int(_FLOOR_SHARE * refusal.floor_bytes)
+            budget = int(FLOOR_SHARE * refusal.floor_bytes)
     training.limit(budget)
     return budget
+
+
+def _limit_data(limit_bytes: int) -> None:
+    """The kernel refuses this process data bytes beyond this."""
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, hard))
 
 
 def _resident_bytes() -> int:
@@ -207,7 +252,3 @@ def _resident_bytes() -> int:
 def _data_bytes() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmData:")) * 1024
-
-
-if __name__ == "__main__":
-    serve_lines(Server().answer)

@@ -5,34 +5,31 @@ data bytes beyond it (RLIMIT_DATA); all processes of a network and one without a
 each.
 """
 
-import tempfile
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from retime.recipes import charts
 from retime.recipes import modnn_claims as claims
 from retime.recipes.claims import Comparison, amount
-from retime.recipes.measure import Spread, interleave, speedup, spread
-from retime.recipes.modnn_processes import Worker, WorkerError, closing
-from retime.recipes.recipe import Measured, Recipe, Tick
-from retime.recipes.results import Point, Result, Row
-from retime.recipes.schema import MemorySettings
-
-MIB = 2**20
-WORKER = "retime.recipes.modnn_budget_worker"
-UNLIMITED, GIVING_BACK, FLOOR = "unlimited", "unlimited, freed memory given back", "floor"
-STEP, PREDICTED, MEASURED, MOVED, DIFFERENCE = (
-    "step",
-    "predicted peak",
-    "measured peak",
-    "moved a step",
-    "weights differ",
+from retime.recipes.measure import spread
+from retime.recipes.modnn_side_by_side import (
+    BUDGET,
+    DIFFERENCE,
+    FLOOR,
+    MEASURED,
+    PREDICTED,
+    STEP,
+    UNLIMITED,
+    budgets_of,
+    prediction_error,
+    side_by_side,
+    slowdown,
+    why_missing,
 )
-BUDGET = "budget"
+from retime.recipes.recipe import Measured, Recipe, Tick
+from retime.recipes.results import Point, Result
+from retime.recipes.schema import MemorySettings
 
 
 class Budgets(Recipe[MemorySettings]):
@@ -57,57 +54,14 @@ class Budgets(Recipe[MemorySettings]):
         return {"speed over unlimited": UNLIMITED}
 
     def measure(self, settings: MemorySettings, at: dict[str, Any], tick: Tick) -> Measured:
-        case = {"data": settings.data, "optimizer": settings.optimizer, **settings.cases[at["network"]]}
-        host = f"disk:{tempfile.gettempdir()}" if settings.host == "disk:" else settings.host
-        request = {**case, "seed": settings.seed, "host": host, "headroom_bytes": int(settings.headroom_mb * MIB)}
-        planner = Worker(WORKER, {**request, "do": "plan"})
-        planner.close()
-        ideal, floor = (planner.ready[key] for key in ("ideal_bytes", "floor_bytes"))
-        facts: dict[str, Any] = {
-            "batch size": case["batch_size"],
-            "parameters": planner.ready["parameters"],
-            "ideal peak MiB": round(ideal / MIB, 2),
-            "floor MiB": round(floor / MIB, 2),
-            "ideal over floor": round(ideal / floor, 2),
-            "refused": {},
-            "plans": {},
-            "out of memory": {},
-        }
-        rows: list[Row] = []
-        workers: dict[str, Worker] = {}
-        with closing(workers), tempfile.TemporaryDirectory(prefix="retime-weights-") as folder:
-            for name, budget in _budgets(settings, ideal):
-                train = {"do": "train", "budget_bytes": budget, "give_back": name != UNLIMITED}
-                try:
-                    workers[name] = Worker(WORKER, {**request, **train})
-                except WorkerError as error:
-                    _note_failure(facts, name, str(error))
-                    continue
-                if budget is not None:
-                    rows.append(Row(name, BUDGET, "MiB", [workers[name].ready["budget_bytes"] / MIB]))
-            blocks = {name: partial(self._block, worker, settings, name, facts) for name, worker in workers.items()}
-            times = interleave(blocks, settings.rounds, settings.warmup_rounds, tick)
-            for name, kept in times.items():
-                if all(kept):  # it lived through all of them
-                    rows += [Row(name, STEP, "ms", kept), *_end(workers[name], name, Path(folder), facts)]
-        return Measured(rows, facts)
-
-    def _block(self, worker: Worker, settings: MemorySettings, name: str, facts: dict[str, Any]) -> float:
-        if name in facts["out of memory"]:
-            return 0.0
-        try:
-            answer = worker.ask({"do": "block", "steps": settings.steps})
-        except WorkerError as error:
-            _note_failure(facts, name, str(error), training=True)
-            return 0.0
-        return spread(answer["ms"]).median
+        return Measured(*side_by_side(settings, settings.cases[at["network"]], settings.budgets, tick))
 
     def compare(self, result: Result) -> list[Comparison]:
         lines = []
         for share, target in (("50 %", claims.SLOWDOWN_50), ("25 %", claims.SLOWDOWN_25)):
             for point in result.points:
                 slower = slowdown(point, share)
-                refused = "" if slower else _why_missing(point, share)
+                refused = "" if slower else why_missing(point, share)
                 lines.append(Comparison(target, slower, f"{point.at['network']}{refused}"))
         for point in result.points:
             if "VGG" in point.at["network"]:
@@ -133,10 +87,11 @@ class Budgets(Recipe[MemorySettings]):
         lines = [
             "Peaks are the process's peak resident size above the same process before it built the model, while it "
             "trains; so is the budget to which RLIMIT_DATA holds the process, enforced by the kernel from the first "
-            "step on. Planning comes before: it runs parts of the batch on copies of the model, and is held to "
-            "nothing. The ideal peak is predicted: tensors and what operations need for themselves. 'unlimited' is "
-            "plain torch with the C library's own way to keep freed memory; budgets make it give freed memory back, "
-            "which costs time.",
+            "step on, with headroom_mb beside. Each process has planned and trained a step once before, without a "
+            "limit, and follows that plan. The ideal peak is predicted: tensors and what operations need for "
+            "themselves. 'unlimited' is plain torch with the C library's own way to keep freed memory, which clears "
+            "large blocks anew each time and keeps small ones scattered. Budgets take tensors from a pool that uses "
+            "freed memory again up to the plan's peak, so a step in less memory can be the faster one.",
             "Weights differ: norm of the difference of all weights over their norm.",
             "The floor's budget is a little more than the floor, as two calibrations differ by a little: the floor "
             "that refusals name is asked for until there is none.",
@@ -186,63 +141,5 @@ class Budgets(Recipe[MemorySettings]):
         charts.save(drawing, path)
 
 
-def budgets_of(point: Point) -> list[str]:
-    """The budgets within which it trained."""
-    return [name for name in point.variants(STEP) if name not in (UNLIMITED, GIVING_BACK)]
-
-
-def slowdown(point: Point, name: str) -> Spread | None:
-    """Step time over the unlimited step's, in each round."""
-    if not point.has(name, STEP) or not point.has(UNLIMITED, STEP):
-        return None
-    return speedup(point.values(name, STEP), point.values(UNLIMITED, STEP))
-
-
-def prediction_error(point: Point, name: str) -> float:
-    """The measured peak away from the predicted one, in percent."""
-    return 100 * (point.values(name, MEASURED)[0] / point.values(name, PREDICTED)[0] - 1)
-
-
-def _budgets(settings: MemorySettings, ideal: int) -> list[tuple[str, int | str | None]]:
-    wanted = settings.budgets
-    return [
-        *((name, None) for name in (UNLIMITED, GIVING_BACK)),
-        *((FLOOR, FLOOR) if budget == FLOOR else (f"{budget:g} %", int(budget / 100 * ideal)) for budget in wanted),
-    ]
-
-
-def _note_failure(facts: dict[str, Any], name: str, error: str, *, training: bool = False) -> None:
-    refused = not training and error.startswith("BudgetError")
-    facts["refused" if refused else "out of memory"][name] = error
-
-
-def _end(worker: Worker, name: str, folder: Path, facts: dict[str, Any]) -> list[Row]:
-    """What a process held and moved, and how far its weights are from those of the unlimited process."""
-    place = folder / f"{name}.pt"
-    answer = worker.ask({"do": "end", "weights": str(place)})
-    rows = [Row(name, MEASURED, "MiB", [answer["measured_bytes"] / MIB])]
-    facts["measured by"] = answer["source"]
-    if "plan" not in answer:
-        return rows
-    keys = ("plan", "sub_batch", "offloaded", "predicted_slowdown", "replanned")
-    facts["plans"][name] = {**{key: answer[key] for key in keys}, "planning_s": round(worker.ready["planning_s"], 2)}
-    reference, weights = (torch.load(each) for each in (folder / f"{UNLIMITED}.pt", place))
-    ours, theirs = (torch.cat([each.flatten() for each in some]) for some in (weights, reference))
-    away = float((ours - theirs).norm() / theirs.norm())
-    return [
-        *rows,
-        Row(name, PREDICTED, "MiB", [answer["predicted_bytes"] / MIB]),
-        Row(name, MOVED, "MiB", [answer["moved_bytes"] / MIB]),
-        Row(name, DIFFERENCE, "", [away]),
-    ]
-
-
 def _listed(point: Point, names: Iterable[str]) -> str:
     return ": ".join([str(point.at["network"]), *([", ".join(names)] if names else [])])
-
-
-def _why_missing(point: Point, name: str) -> str:
-    for key in ("refused", "out of memory"):
-        if name in point.facts[key]:
-            return f": {key}"
-    return ": not asked for"

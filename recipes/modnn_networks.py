@@ -33,6 +33,7 @@ class Network:
         optimizer: the block that builds its optimizer.
         image_size: height and width of its images.
         pixels: whether every pixel has a label.
+        tokens: length of its token sequences; 0 for images.
         seed: of the weights, which have no values here.
     """
 
@@ -42,6 +43,7 @@ class Network:
     optimizer: dict[str, Any]
     image_size: int = 224
     pixels: bool = False
+    tokens: int = 0
     seed: int = 0
 
     def step(self, samples: int | None = None) -> TrainingStep:
@@ -49,13 +51,19 @@ class Network:
         samples = samples or self.batch_size
         with _META:
             model = build_model(self.model, _META, self.seed)
-            images = torch.empty(samples, 3, self.image_size, self.image_size)
-            place = (self.image_size, self.image_size) if self.pixels else ()
-            labels = torch.empty((samples, *place), dtype=torch.long)
+            inputs, labels = self._batch(samples)
             optimizer = build_optimizer(self.optimizer, model.parameters(), {})
         return TrainingStep(
-            model, (images, labels), samples, lambda batch: loss_of(model(batch[0]), batch[1]), [optimizer]
+            model, (inputs, labels), samples, lambda batch: loss_of(model(batch[0]), batch[1]), [optimizer]
         )
+
+    def _batch(self, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.tokens:
+            inputs = torch.empty(samples, self.tokens, dtype=torch.long)
+            return inputs, torch.empty_like(inputs)
+        place = (self.image_size, self.image_size) if self.pixels else ()
+        images = torch.empty(samples, 3, self.image_size, self.image_size)
+        return images, torch.empty((samples, *place), dtype=torch.long)
 
     def graph(self, whole: StepProfile | None = None) -> TaskGraph:
         """The step's task graph, sized by the profiles of two batch sizes and checked on a third.
@@ -76,7 +84,9 @@ def network_of(name: str, case: dict[str, Any], optimizer: dict[str, Any], seed:
     try:
         return Network(name=name, **{"optimizer": optimizer, "seed": seed, **case})
     except TypeError as error:
-        raise ValueError(f"cases.{name}={case}: {error}; give model, batch_size, image_size, pixels") from None
+        raise ValueError(
+            f"cases.{name}={case}: {error}; give model, batch_size, image_size, pixels or tokens"
+        ) from None
 
 
 def operation_of(task: GraphTask) -> str:

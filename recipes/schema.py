@@ -164,12 +164,20 @@ class MemorySettings(Settings):
     launch_ms: float = 0.01  # of a kernel
     threads: int = 30720  # that the GPU holds at once: with fewer outputs it is not filled
     budget_gb: float = 12.0
+    # Figures 17 to 19, simulated on several
+    devices: int = 4
+    cores: list[int] = field(default_factory=lambda: [1, 20])  # of the host, that sum gradients
+    sum_bytes_per_s: float = 10e9  # memory traffic of one core that sums
+    cores_speedup: float = 2.5  # of all cores over one (section 7.5: 2 to 3)
     # shares of the ideal peak, or GB in the simulated figures; "floor" is the smallest budget
     budgets: list[Any] = field(default_factory=list)
-    # the budget sweep
+    # the budget sweep and targets
+    networks: dict[str, Any] = field(default_factory=dict)  # name: {model, data, batch_size, ...}, for cases to name
     data: dict[str, Any] = field(default_factory=dict)  # a data set of (input, target) pairs
     host: str = "disk:"  # "disk:FOLDER"; without a folder, one for temporary files
     headroom_mb: float = 0.0  # that RLIMIT_DATA leaves beyond the budget
+    limit: str = "training"  # RLIMIT_DATA holds from the first step on; "planning": from before the model is built
+    powercap: str = "/sys/class/powercap"  # where the kernel counts a processor's energy (Figures 15 and 16)
     timeout_s: float = 900.0
 
 

@@ -1,0 +1,62 @@
+"""How long profiling and planning a large step takes, and how much memory: on tensors without memory."""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Any
+
+import torch
+
+from retime.mechanisms.memory.floor import StepMemory
+from retime.mechanisms.memory.heap import give_back_freed_memory, trim_heap
+from retime.mechanisms.memory.replay import TrainingStep
+from retime.mechanisms.memory.search import PlanChoice, halvings, search_plan
+from retime.mechanisms.memory_probe import MemoryProbe
+from retime.recipes.modnn_networks import network_of
+from retime.recipes.modnn_processes import Answer
+
+
+def serve() -> Answer:
+    """For :class:`Worker`: a request has a `network` as in an experiment file, `share` of the ideal peak, `seed`."""
+    torch.set_num_threads(1)
+    return plan_dry
+
+
+def plan_dry(request: dict[str, Any]) -> dict[str, Any]:
+    """Profile the step, and plan it for a share of its peak; the second time counts for memory, the first for time.
+
+    The first time loads code that a process has once. Where sub-batches are allowed and what operations need for
+    themselves is found by running parts of the batch, which is no part of this.
+    """
+    give_back_freed_memory()
+    network = network_of("network", request["network"], request["optimizer"], request["seed"])
+    step = network.step()
+    sizes = halvings(network.batch_size) if request["sub_batches"] else (network.batch_size,)
+    started = time.perf_counter()
+    peak, choice = _profile_and_plan(step, sizes, request["share"])
+    seconds = time.perf_counter() - started
+    gc.collect()
+    trim_heap()
+    probe = MemoryProbe("cpu")
+    probe.start()
+    probe.stop()
+    before = probe.peaks()["batch"]
+    probe.start()
+    _profile_and_plan(step, sizes, request["share"])
+    probe.stop()
+    return {
+        "seconds": seconds,
+        "extra_bytes": probe.peaks()["batch"] - before,
+        "peak_bytes": peak,
+        "floor_bytes": choice.floor.bytes if choice.floor else 0,
+        "plan": str(choice.plan),
+    }
+
+
+def _profile_and_plan(step: TrainingStep, sizes: tuple[int, ...], share: float) -> tuple[int, PlanChoice]:
+    memory = StepMemory(step, sizes)
+    if memory.plain is None:
+        raise ValueError(f"this network cannot be run dry: {memory.note}")
+    peak = memory.plain.peak_bytes
+    return peak, search_plan(step, int(share * peak), memory=memory)

@@ -1,0 +1,208 @@
+"""One network trained side by side without a budget and inside several, and what each process held, moved and learnt.
+
+Processor memory is the device and a disk the host. Every budget has a process of its own in which the kernel refuses
+data bytes beyond it (RLIMIT_DATA); all processes of a network take turns, a block of steps each.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from retime.recipes.build import build_batches
+from retime.recipes.measure import Spread, interleave, speedup, spread
+from retime.recipes.modnn_budget_worker import serve
+from retime.recipes.modnn_processes import Worker, WorkerError, answer_once, closing
+from retime.recipes.recipe import Tick
+from retime.recipes.results import Point, Row
+from retime.recipes.schema import MemorySettings
+
+MIB = 2**20
+UNLIMITED, GIVING_BACK, FLOOR = "unlimited", "unlimited, freed memory given back", "floor"
+STEP, PREDICTED, MEASURED, MOVED, DIFFERENCE, BUDGET = (
+    *("step", "predicted peak", "measured peak", "moved a step"),
+    *("weights differ", "budget"),
+)
+_PLAN_KEYS = ("plan", "sub_batch", "offloaded", "predicted_slowdown", "replanned")
+_NO_MEMORY = ("MemoryError", "can't allocate memory", "bad_alloc", "could not create a primitive", "the process ended")
+
+Block = Callable[[Worker, int, str, dict[str, Any]], float]
+
+
+class Network:
+    """A network, its optimizer and its batch, as all processes of a comparison get them.
+
+    Args:
+        settings: of the recipe.
+        case: model, batch_size, and what differs from the settings: data, optimizer, sub_batches.
+        folder: for the batch and for weights.
+
+    Attributes:
+        request: what every process is told.
+    """
+
+    def __init__(self, settings: MemorySettings, case: dict[str, Any], folder: Path) -> None:
+        self.settings, self.folder = settings, folder
+        case = {"data": settings.data, "optimizer": settings.optimizer, **case}
+        self.batch_size = case["batch_size"]
+        (batch,) = build_batches(case.pop("data"), self.batch_size, 1)
+        # One file a batch: a tensor cut out of a data set would take the whole set along.
+        place = folder / "batch.pt"
+        torch.save(tuple(tensor.clone() for tensor in batch), place)
+        host: str | None = settings.host
+        if host == "disk:":  # CUDA devices have the processor's memory
+            host = None if settings.hardware.device != "cpu" else f"disk:{tempfile.gettempdir()}"
+        self.request = {
+            **{key: case[key] for key in ("model", "optimizer")},
+            "sub_batches": case.get("sub_batches", True),
+            "batch": str(place),
+            "device": settings.hardware.device,
+            "seed": settings.seed,
+            "host": host,
+            "headroom_bytes": int(settings.headroom_mb * MIB),
+            "limit": settings.limit,
+        }
+
+    def plan(self) -> dict[str, Any]:
+        """`ideal_bytes` and `floor_bytes` of a step, and the number of `parameters`."""
+        return answer_once(serve, {**self.request, "do": "plan"}, self.settings.timeout_s)
+
+    def process(self, budget: int | str | None, *, give_back: bool = True, **more: Any) -> Worker:
+        """A process that trains inside a budget of so many bytes, at the floor, or without a budget.
+
+        Raises:
+            WorkerError: the budget was refused, or planning failed; see `failure`.
+        """
+        limit = self.request["limit"] if isinstance(budget, int) else "training"
+        train = {"do": "train", "budget_bytes": budget, "give_back": give_back, "limit": limit}
+        return Worker(serve, {**self.request, **train, **more}, self.settings.timeout_s)
+
+
+@contextmanager
+def network_for(settings: MemorySettings, case: dict[str, Any]) -> Iterator[Network]:
+    """The network with a folder of its own.
+
+    Raises:
+        ValueError: `limit` is neither training nor planning.
+    """
+    if settings.limit not in ("training", "planning"):
+        raise ValueError(f"limit={settings.limit!r}: choose training (from the first step on) or planning (before it)")
+    with tempfile.TemporaryDirectory(prefix="retime-modnn-") as folder:
+        yield Network(settings, case, Path(folder))
+
+
+def failure(error: WorkerError) -> str:
+    """What became of a process that did not train: "refused", "out of memory", or "failed" for other reasons."""
+    text = str(error)
+    if text.startswith("BudgetError"):
+        return "refused"
+    return "out of memory" if any(sign in text for sign in _NO_MEMORY) else "failed"
+
+
+def side_by_side(
+    settings: MemorySettings, case: dict[str, Any], budgets: list[Any], tick: Tick, block: Block | None = None
+) -> tuple[list[Row], dict[str, Any]]:
+    """Rows and facts of a network without a budget and inside each budget: percents of the ideal peak, or the floor.
+
+    `block` has a worker train some steps, and returns milliseconds a step; see `block_ms`, which is the default.
+    """
+    block = block or block_ms
+    with network_for(settings, case) as network:
+        known = network.plan()
+        ideal, floor = known["ideal_bytes"], known["floor_bytes"]
+        facts: dict[str, Any] = {
+            "batch size": network.batch_size,
+            "parameters": known["parameters"],
+            "ideal peak MiB": round(ideal / MIB, 2),
+            "floor MiB": round(floor / MIB, 2),
+            "ideal over floor": round(ideal / floor, 2),
+            **{"refused": {}, "plans": {}, "out of memory": {}, "failed": {}},
+        }
+        rows: list[Row] = []
+        workers: dict[str, Worker] = {}
+        with closing(workers):
+            for name, budget in _named(budgets, ideal):
+                try:
+                    workers[name] = network.process(budget, give_back=name != UNLIMITED)
+                except WorkerError as error:
+                    facts[failure(error)][name] = str(error)
+                    continue
+                if budget is not None:
+                    rows.append(Row(name, BUDGET, "MiB", [workers[name].ready["budget_bytes"] / MIB]))
+            blocks = {name: partial(block, worker, settings.steps, name, facts) for name, worker in workers.items()}
+            for name, kept in interleave(blocks, settings.rounds, settings.warmup_rounds, tick).items():
+                if all(kept):  # it lived through all of them
+                    rows += [Row(name, STEP, "ms", kept), *_end(workers[name], name, network.folder, facts)]
+    return rows, facts
+
+
+def block_ms(worker: Worker, steps: int, name: str, facts: dict[str, Any]) -> float:
+    """The median step of a block; 0 from the block on in which the process failed, and `facts` say how."""
+    if name in facts["out of memory"] or name in facts["failed"]:
+        return 0.0
+    try:
+        return spread(worker.ask({"do": "block", "steps": steps})["ms"]).median
+    except WorkerError as error:
+        facts[failure(error)][name] = str(error)
+        return 0.0
+
+
+def budgets_of(point: Point) -> list[str]:
+    """The budgets within which it trained."""
+    return [name for name in point.variants(STEP) if name not in (UNLIMITED, GIVING_BACK)]
+
+
+def slowdown(point: Point, name: str) -> Spread | None:
+    """Step time over the unlimited step's, in each round."""
+    if not point.has(name, STEP) or not point.has(UNLIMITED, STEP):
+        return None
+    return speedup(point.values(name, STEP), point.values(UNLIMITED, STEP))
+
+
+def prediction_error(point: Point, name: str) -> float:
+    """The measured peak away from the predicted one, in percent."""
+    return 100 * (point.values(name, MEASURED)[0] / point.values(name, PREDICTED)[0] - 1)
+
+
+def why_missing(point: Point, name: str) -> str:
+    """In a word, why there are no times of a budget."""
+    for key in ("refused", "out of memory", "failed"):
+        if name in point.facts[key]:
+            return f": {key}"
+    return ": not asked for"
+
+
+def _named(budgets: list[Any], ideal: int) -> list[tuple[str, int | str | None]]:
+    return [
+        *((name, None) for name in (UNLIMITED, GIVING_BACK)),
+        *((FLOOR, FLOOR) if budget == FLOOR else (f"{budget:g} %", int(budget / 100 * ideal)) for budget in budgets),
+    ]
+
+
+def _end(worker: Worker, name: str, folder: Path, facts: dict[str, Any]) -> list[Row]:
+    """What a process held and moved, and how far its weights are from those of the unlimited process."""
+    place = folder / f"{name}.pt"
+    answer = worker.ask({"do": "end", "weights": str(place)})
+    rows = [Row(name, MEASURED, "MiB", [answer["measured_bytes"] / MIB])]
+    facts["measured by"] = answer["source"]
+    if name == GIVING_BACK:
+        rows.append(Row(name, PREDICTED, "MiB", [facts["ideal peak MiB"]]))
+    if "plan" not in answer:
+        return rows
+    planning_s = round(worker.ready["planning_s"], 2)
+    facts["plans"][name] = {**{key: answer[key] for key in _PLAN_KEYS}, "planning_s": planning_s}
+    reference, weights = (torch.load(each) for each in (folder / f"{UNLIMITED}.pt", place))
+    ours, theirs = (torch.cat([each.flatten() for each in some]) for some in (weights, reference))
+    away = 1e6 * float((ours - theirs).norm() / theirs.norm())
+    return [
+        *rows,
+        Row(name, PREDICTED, "MiB", [answer["predicted_bytes"] / MIB]),
+        Row(name, MOVED, "MiB", [answer["moved_bytes"] / MIB]),
+        Row(name, DIFFERENCE, "ppm", [away]),
+    ]

@@ -1,0 +1,118 @@
+"""vDNN's rule (Rhu et al. 2016; moDNN, sections 2 and 7.2) executed for real: the batch stays whole, and what is
+offloaded follows from the kind of layer, not from the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from retime.mechanisms.memory.host import HostTier
+from retime.mechanisms.memory.host_null import HostNull
+from retime.mechanisms.memory.offload import OffloadSavedTensors
+from retime.mechanisms.memory.storages import tensors_in
+from retime.mechanisms.memory.undisturbed import undisturbed
+from retime.schedules.memory import OffloadPlan
+
+ALL, CONVOLUTIONS = "all", "conv"
+
+
+class Vdnn:
+    """Forward and backward passes of one batch under vDNN's rule.
+
+    What the forward pass saves leaves as soon as it is saved, and the next storage comes back while one is used: a copy
+    overlaps with one task, as in vDNN (moDNN, Figure 4). The storage that is saved last, which the backward pass reads
+    first, stays.
+
+    Args:
+        model, loss, batch: the step; `loss` runs `model`.
+        host: where storages go; closed by `remove`.
+        rule: "all" offloads what any layer saves, "conv" only what convolutions read.
+
+    Raises:
+        ValueError: another rule, or "conv" for a network without convolutions.
+    """
+
+    def __init__(self, model: nn.Module, loss: Callable[[Any], Tensor], batch: Any, host: HostTier, rule: str) -> None:
+        if rule not in (ALL, CONVOLUTIONS):
+            raise ValueError(f"vDNN's rule {rule!r}: choose {ALL!r} or {CONVOLUTIONS!r}")
+        self._loss, self._batch, self._host = loss, batch, host
+        self._steps = 0
+        keep = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
+        saved, read = _saved_storages(model, loss, batch, keep)
+        wanted = frozenset(range(saved - 1)) if rule == ALL else read - {saved - 1}
+        if not wanted:
+            raise ValueError(f"vDNN's rule {rule!r} finds nothing to offload in {type(model).__name__}")
+        samples = len(batch[0])
+        self._offload = OffloadSavedTensors(OffloadPlan(samples, wanted, prefetch=1, saved=saved), host, keep)
+
+    def run(self) -> None:
+        """One forward and backward pass."""
+        with self._offload:
+            loss = self._loss(self._batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._steps += 1
+
+    def moved_bytes(self) -> float:
+        """Out and back, a step."""
+        report = self._offload.report()
+        return (report.bytes_out + report.bytes_in) / max(1, self._steps)
+
+    def remove(self) -> None:
+        """Give back the host's space."""
+        self._host.close()
+
+
+def _saved_storages(
+    model: nn.Module, loss: Callable[[Any], Tensor], batch: Any, keep: list[Tensor]
+) -> tuple[int, frozenset[int]]:
+    """How many storages a forward pass saves, and the numbers of those that are a convolution's input."""
+    reads = _ConvolutionInputs()
+    plan = OffloadPlan(len(batch[0]))
+    with undisturbed(model), reads.watching(model), OffloadSavedTensors(plan, HostNull(), keep, observer=reads):
+        loss(batch)
+    return len(reads.numbers), frozenset(reads.read)
+
+
+class _ConvolutionInputs:
+    """An observer of what is saved that notes which of it a convolution has as its input."""
+
+    def __init__(self) -> None:
+        self.numbers: set[int] = set()
+        self.read: set[int] = set()
+        self._input = 0
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        def enter(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            self._input = inputs[0].untyped_storage()._cdata
+
+        def leave(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            self._input = 0
+
+        layers = [module for module in model.modules() if isinstance(module, _ConvNd)]
+        handles = [layer.register_forward_pre_hook(enter) for layer in layers]
+        handles += [layer.register_forward_hook(leave) for layer in layers]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def inside(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def saved(self, number: int, storage: torch.UntypedStorage) -> None:
+        self.numbers.add(number)
+        if self._input == storage._cdata:
+            self.read.add(number)
+
+    def used(self, number: int) -> None:
+        """Nothing to note."""
+
+    def restored(self, number: int, storage: torch.UntypedStorage, device: torch.device) -> None:
+        """Nothing to note."""
