@@ -32,7 +32,7 @@ IGNORED = [  # what Lightning and torch themselves warn of
 
 def use_costs(monkeypatch: pytest.MonkeyPatch, costs: StepCosts) -> None:
     """Plan with these times and no scratch, so that the same budget gives the same plan on every machine."""
-    monkeypatch.setattr(budgeted_step, "calibrate", lambda *_: costs)
+    monkeypatch.setattr(budgeted_step, "calibrate", lambda *_, **__: costs)
 
 
 class Notes(Logger):

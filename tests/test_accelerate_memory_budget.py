@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,3 +74,25 @@ def test_needs_the_prepared_optimizer() -> None:
     module = Net()
     with pytest.raises(TypeError, match=r"apply MemoryBudget after accelerator\.prepare"):
         MemoryBudget(Accelerator(cpu=True), module, torch.optim.SGD(module.parameters(), lr=0.1), SMALL)
+
+
+def test_plans_are_kept_with_the_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    use_costs(monkeypatch, OFFLOADS)
+
+    def step(batch: Any) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(model.net(batch[0]), batch[1])
+
+    notes = []
+    for resumed in (False, True):
+        accelerator = Accelerator(cpu=True)
+        module = Net()
+        model, optimizer, data = accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1), loader(1))
+        kept = MemoryBudget(accelerator, model, optimizer, SMALL)
+        if resumed:
+            accelerator.load_state(str(tmp_path))
+        for batch in data:
+            kept.run(step, batch)
+        accelerator.save_state(str(tmp_path))
+        notes.append(kept.report()[0].shapes[0].note)
+        kept.remove()
+    assert notes == ["", "plan of an earlier run"]

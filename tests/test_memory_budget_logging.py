@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch import Callback
 from torchmetrics import MaxMetric, MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, MulticlassPrecision
+from torchmetrics.regression import MeanSquaredError, R2Score
 from torchmetrics.wrappers import ClasswiseWrapper, Running
 
 import memory_budget_support as support
@@ -81,17 +83,20 @@ class Measured(Net):
         return loss
 
 
-def assert_same_lines(make: Any, way: str, data: Any = None, **options: Any) -> None:
-    """Every row of the logger has the same names and numbers."""
+def assert_same_lines(make: Any, way: str, budget: int = SMALL, **options: Any) -> None:
+    """Every row of the logger has the same names and numbers; so have the weights."""
     rows = []
     metrics = []
-    for strategy in ("auto", MemoryBudgetStrategy(SMALL)):
+    modules = [make(), make()]
+    for module, strategy in zip(modules, ("auto", MemoryBudgetStrategy(budget)), strict=True):
         logger = support.Notes()
-        done = fit(make(), strategy, data=data or loader(3, extra=19), logger=logger, max_epochs=2, **options)
+        done = fit(module, strategy, data=loader(3, extra=19), logger=logger, max_epochs=2, **options)
         rows.append(logger.lines)
         metrics.append(dict(done.callback_metrics))
     report = report_of(done)
     assert report.sub_batches == report.steps if way == "offload" else report.sub_batches > report.steps
+    assert (len(report.shapes), report.replanned) == (1, {})  # real steps save what the dry run said
+    support.assert_close(*modules, tolerance=0 if way == "offload" else 1e-5)
     plain, ours = rows
     assert [set(row) for row in ours] == [set(row) for row in plain]
     for left, right in zip(plain, ours, strict=True):
@@ -116,6 +121,33 @@ def test_metrics(way: str, large: bool) -> None:
         assert_same_lines(lambda: Measured(large), way)
 
 
+class LearnsFromMetrics(Net):
+    """Its loss is a metric's value; a correlation of few samples has none."""
+
+    def __init__(self, large: bool) -> None:
+        super().__init__()
+        self.large = large
+        self.error = MeanSquaredError()
+        self.r2 = R2Score()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        guess = self.net(batch[0])
+        target = F.one_hot(batch[1], CLASSES).float()
+        if self.large:
+            guess, target = guess.repeat(1, 6), target.repeat(1, 6)
+        loss = self.error(guess, target)
+        self.log("r2", self.r2(guess[:, 0], target[:, 0]), on_step=True)
+        self.log("error", self.error, on_step=True, on_epoch=True)
+        return loss
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_metric_as_the_loss(way: str, large: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="You are trying to `self.log")
+        assert_same_lines(lambda: LearnsFromMetrics(large), way, budget=SMALL + 40_000 * large)
+
+
 class Nonlinear(Net):
     """Logs a number of the batch that no sum of its parts' numbers gives."""
 
@@ -130,6 +162,26 @@ def test_numbers_that_do_not_add_up_are_named_once(monkeypatch: pytest.MonkeyPat
     with pytest.warns(NoEffectWarning, match="the logged value 'spread' is the mean over sub-batches") as caught:
         fit(Nonlinear(), MemoryBudgetStrategy(SMALL))
     assert sum("spread" in str(one.message) for one in caught) == 1
+
+
+class Steps(Callback):
+    steps = 0
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self.steps += 1
+
+
+def test_they_are_named_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever makes errors of warnings, or stops a run that warns, has trained nothing."""
+    use_costs(monkeypatch, SPLITS)
+    module, seen = Nonlinear(), Steps()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NoEffectWarning)
+        with pytest.raises(NoEffectWarning, match="'spread'"):
+            fit(module, MemoryBudgetStrategy(SMALL), callbacks=[seen])
+    assert seen.steps == 0
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
 def test_the_metrics_are_left_as_they_were_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,8 @@ from torch.utils.data import DataLoader
 
 import memory_budget_support as support
 from memory_budget_support import BATCH, OFFLOADS, SPLITS, Net, assert_close, fit, loader, report_of, use_costs
-from retime.mechanisms.memory.host import HostError
+from retime.mechanisms.memory.budgeted_step import NoLossError
 from retime.schedules.errors import ScheduleError
-from retime.schedules.memory.errors import BudgetError
 from retime.strategies import MemoryBudgetStrategy
 
 pytestmark = support.IGNORED
@@ -164,110 +162,6 @@ def test_another_shape_is_planned_for_or_refused(splits: None) -> None:
         fit(Net(), MemoryBudgetStrategy(SMALL, on_shape_change="error"), data=data)
 
 
-def norm() -> nn.Module:
-    return nn.BatchNorm1d(16)
-
-
-def test_batch_norm_offloads_only(splits: None) -> None:
-    plain, ours = Net(norm), Net(norm)
-    fit(plain)
-    done = fit(ours, MemoryBudgetStrategy(SMALL))
-    assert report_of(done).sub_batches == 3
-    assert report_of(done).offload.storages > 0
-    assert_close(plain, ours, 0)
-
-
-def test_batch_norm_below_its_floor_is_refused_by_name(splits: None) -> None:
-    with pytest.raises(BudgetError, match=r"BatchNorm in train mode takes its statistics .*: net\.2, net\.5") as caught:
-        fit(Net(norm), MemoryBudgetStrategy(TINY))
-    assert "batchnorm='exact' or batchnorm='ghost'" in str(caught.value)
-
-
-def test_ghost_batch_norm_runs_below_that(splits: None) -> None:
-    ours = Net(norm)
-    done = fit(ours, MemoryBudgetStrategy(TINY, batchnorm="ghost"))
-    assert report_of(done).sub_batches > 3
-    assert all(torch.isfinite(value).all() for value in ours.state_dict().values())
-
-
-def test_exact_batch_norm_equals_the_plain_step(splits: None) -> None:
-    plain, ours = Net(norm), Net(norm)
-    fit(plain)
-    done = fit(ours, MemoryBudgetStrategy(SMALL, batchnorm="exact"))
-    assert report_of(done).sub_batches == 3
-    assert_close(plain, ours, 1e-4)
-
-
-class Started(Callback):
-    batches = 0
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.batches += 1
-
-
-def test_a_refused_budget_trains_nothing(splits: None) -> None:
-    module, seen = Net(), Started()
-    before = {name: value.clone() for name, value in module.state_dict().items()}
-    with pytest.raises(BudgetError, match=r"at least \d+ bytes are needed at task") as caught:
-        fit(module, MemoryBudgetStrategy(2_000), callbacks=[seen])
-    assert caught.value.layer
-    assert seen.batches == 0
-    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
-    assert all(parameter.grad is None for parameter in module.parameters())
-
-
-class Manual(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
-class Iterates(Net):
-    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
-        return self.loss(next(dataloader_iter)[0])
-
-
-@pytest.mark.parametrize(
-    ("module", "pattern"), [(Manual, "needs automatic optimization"), (Iterates, r"training_step\(batch, batch_idx\)")]
-)
-@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
-def test_steps_that_cannot_be_planned(module: type[Net], pattern: str) -> None:
-    with pytest.raises(ValueError, match=pattern):
-        fit(module(), MemoryBudgetStrategy(SMALL))
-
-
-def test_several_devices() -> None:
-    with pytest.raises(ValueError, match="use devices=1"):
-        fit(Net(), MemoryBudgetStrategy(SMALL), devices=2)
-
-
-def test_a_missing_host_folder(tmp_path: Path) -> None:
-    with pytest.raises(HostError, match="missing"):
-        fit(Net(), MemoryBudgetStrategy(SMALL, host=f"disk:{tmp_path / 'missing'}"))
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "pattern"),
-    [
-        ({"budget": "lots"}, ValueError, "cannot be read"),
-        ({"budget": "0"}, ValueError, "above 0"),
-        ({"budget": -5}, ValueError, "above 0"),
-        ({"budget": "900TiB"}, ValueError, "give at most that"),
-        ({"budget": "120%"}, ValueError, "give at most that"),
-        ({"budget": 1.5}, TypeError, "must be a number of bytes"),
-        ({"budget": True}, TypeError, "must be a number of bytes"),
-        ({"budget": None}, TypeError, "must be a number of bytes"),
-        ({"batchnorm": "maybe"}, ValueError, "'offload', 'ghost' or 'exact'"),
-        ({"on_shape_change": "panic"}, ValueError, "'replan' or 'error'"),
-        ({"host": "tape"}, ValueError, "use 'memory' or 'disk:FOLDER'"),
-        ({"host": "memory"}, ValueError, "frees nothing when the model trains on the CPU"),
-    ],
-)
-def test_arguments_are_checked(options: dict[str, Any], error: type[Exception], pattern: str) -> None:
-    with pytest.raises(error, match=pattern):
-        fit(Net(), MemoryBudgetStrategy(**{"budget": SMALL} | options))
-
-
 class Busy(Net):
     """Leaves traces wherever a step can."""
 
@@ -306,11 +200,41 @@ def test_planning_leaves_no_trace(way: str) -> None:
     assert "reads" in report_of(done).shapes[0].note
 
 
-def test_the_reason_is_given_when_a_batch_cannot_be_split(splits: None) -> None:
-    class Strange(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.loss(batch["pair"])
+class Skips(Net):
+    """Returns None for some batches, and logs all the same."""
 
-    batch = {"pair": (torch.randn(8, 16), torch.zeros(8).long()), "odd": torch.zeros(3)}
-    with pytest.raises(ValueError, match="split_batch"):
-        fit(Strange(), MemoryBudgetStrategy(SMALL), data=DataLoader([batch], batch_size=None))  # type: ignore[arg-type]
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return None if batch_idx in (1, 3) else loss
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_skipped_batches(way: str, accumulated: int) -> None:
+    one, two = compare(Skips, way, data=loader(6, extra=9), accumulate_grad_batches=accumulated)
+    assert {name: float(value) for name, value in two.callback_metrics.items()} == pytest.approx(
+        {name: float(value) for name, value in one.callback_metrics.items()}, rel=1e-5
+    )
+
+
+class SkipsParts(Net):
+    def __init__(self, skip: int) -> None:
+        super().__init__()
+        self.skip = skip
+        self.parts = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.parts += batch_idx == 1
+        return None if batch_idx == 1 and self.parts == self.skip else self.loss(batch)
+
+
+@pytest.mark.parametrize(
+    ("skip", "words"), [(1, "part 1 of 4 .* and part 2 gave one"), (3, "a part of a batch gave no")]
+)
+def test_a_batch_that_is_skipped_in_parts_is_refused(splits: None, skip: int, words: str) -> None:
+    plain, ours = Net(), SkipsParts(skip)
+    fit(plain, limit_train_batches=1)
+    with pytest.raises(NoLossError, match=f"{words}.*decide by batch_idx"):
+        fit(ours, MemoryBudgetStrategy(SMALL))
+    assert_close(plain, ours)

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from retime.mechanisms.memory.calibrate import calibrate
+from retime.mechanisms.memory.host_disk import HostDisk
 from retime.mechanisms.memory.host_memory import HostMemory
-from retime.mechanisms.memory.replay import TrainingStep
+from retime.mechanisms.memory.replay import TrainingStep, profile_step
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's limits and /proc")
 WORKER = Path(__file__).with_name("memory_limit_worker.py")
@@ -65,3 +66,24 @@ def test_calibration_measures_and_leaves_the_step_alone() -> None:
     assert host.bytes_held() == 0
     with pytest.raises(ValueError, match="two sizes within the batch of 16"):
         calibrate(step, host, sub_batches=(4, 32))
+
+
+class Clamped(nn.Linear):
+    """Writes into its weights in each forward pass, as networks with bounded weights do."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.weight.data.mul_(0.5)
+        return super().forward(input)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear, Clamped])
+def test_calibration_leaves_parameters_as_they_are(layer: type[nn.Linear]) -> None:
+    model = layer(8, 8)
+    before = model.weight.detach().clone()
+    step = TrainingStep(model, torch.randn(8, 8), 8, lambda part: model(part).sum())
+    plain = profile_step(step)
+    assert plain.trace.writes_parameters is (layer is Clamped)
+    with HostDisk(DISK) as host:
+        calibrate(step, host, plain=plain)
+    assert torch.equal(model.weight, before)
+    assert model.weight.grad is None

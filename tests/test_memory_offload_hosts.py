@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 from itertools import pairwise
 from pathlib import Path
 
@@ -158,3 +159,11 @@ def test_an_exact_fit_is_preferred_to_an_earlier_larger_place() -> None:
     extents.give_back(places[2], 20)
     assert extents.take(20) == places[2]
     assert extents.take(20) == places[0]
+
+
+def test_a_disks_threads_run_from_the_start(tmp_path: Path) -> None:
+    """One that is to start when memory is used up may hang for ever."""
+    before = set(threading.enumerate())
+    with HostDisk(tmp_path, workers=2):
+        assert len(set(threading.enumerate()) - before) == 2
+    assert set(threading.enumerate()) <= before

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -220,3 +222,20 @@ def test_a_step_that_runs_other_operations_is_refused() -> None:
     step = TrainingStep(model, torch.randn(SAMPLES, 4), SAMPLES, loss)
     with pytest.raises(ScheduleError, match="runs other operations"):
         task_graph(profile_step(step.of_size(2)), profile_step(step))
+
+
+@pytest.mark.parametrize("buckets", ["beside", "gradients"])
+@pytest.mark.parametrize("sub_batch", [8, 4])
+def test_buckets_of_data_parallel_are_counted(buckets: Any, sub_batch: int) -> None:
+    model = nn.Linear(100, 100)
+    gradients = sum(parameter.nbytes for parameter in model.parameters())
+    inputs = torch.randn(8, 100)
+
+    def step(buckets: Any, gradients: Any) -> TrainingStep:
+        return TrainingStep(model, inputs, 8, lambda part: model(part).sum(), gradients=gradients, buckets=buckets)
+
+    def peak(buckets: Any, gradients: Any = "freed after forward") -> int:
+        return profile_step(step(buckets, gradients), sub_batch).peak_bytes
+
+    apart = buckets == "beside" or sub_batch < 8  # gradients of sub-batches are in no bucket until the last one
+    assert peak(buckets) == (peak("") + gradients if apart else peak("", "kept"))

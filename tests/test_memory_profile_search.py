@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -139,3 +143,35 @@ def test_costs_have_units_and_limits() -> None:
         StepCosts(hidden=2)
     with pytest.raises(ScheduleError, match="must be positive"):
         StepCosts(out_bytes_per_ms=0)
+
+
+def gone_or_sum(model: weakref.ref[nn.Module]) -> Callable[[Any], Tensor]:
+    def loss(part: Any) -> Tensor:
+        alive = model()
+        assert alive is not None
+        output: Tensor = alive(part)
+        return output.sum()
+
+    return loss
+
+
+def test_models_go_when_their_plans_are_made():
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4))
+    batch = torch.randn(8, 8)
+    gone = weakref.ref(model)
+    memory = StepMemory(TrainingStep(model, batch, 8, gone_or_sum(gone)), (8, 4, 2), check=True)
+    assert memory.floor.bytes > 0
+    del model, memory
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("budget_share", [0.6, 1.5])
+def test_choices_carry_what_was_measured(budget_share: float) -> None:
+    """The pool holds a measured plan to its peak; one that was not measured is given room."""
+    step = step_of("mlp" if "mlp" in MODELS else next(iter(MODELS)))
+    costs = StepCosts(scratch_bytes=1000, spare_bytes=500)
+    whole = search_plan(step, 2**40, costs=costs)
+    chosen = search_plan(step, int(budget_share * whole.peak_bytes), costs=costs)
+    assert (chosen.scratch_bytes, chosen.spare_bytes) == (1000, 500)
+    assert chosen.peak_bytes + 500 <= budget_share * whole.peak_bytes

@@ -8,9 +8,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pack_padded_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
 
-from retime.mechanisms.memory.split import batch_size_of, part_of, samples_in, split_batch, tensors_of
+from retime.mechanisms.memory.equal_parts import balanced_parts
+from retime.mechanisms.memory.split import (
+    batch_size_of,
+    part_of,
+    replaced_tensors,
+    samples_in,
+    split_batch,
+    tensors_of,
+)
+from retime.mechanisms.memory.storages import tensors_in
 
 Pair = namedtuple("Pair", "x y")
 
@@ -34,6 +43,26 @@ def test_parts_are_views_in_order_and_the_last_is_smaller() -> None:
     assert [len(part) for part in parts] == [3, 3, 1]
     assert torch.equal(torch.cat(parts), whole)
     assert all(part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for part in parts)
+
+
+@pytest.mark.parametrize("hook", [False, True])
+@pytest.mark.parametrize("sub_batch", range(1, 15))
+def test_balanced_parts_are_few_and_nearly_equal(sub_batch: int, hook: bool) -> None:
+    def columns(batch: Tensor, size: int) -> list[Tensor]:
+        return list(batch.split(size, 1))
+
+    whole = rows(13).T if hook else rows(13)
+    parts = balanced_parts(whole, sub_batch, columns) if hook else balanced_parts(whole, sub_batch)
+    sizes = [part.shape[int(hook)] for part in parts]
+
+    assert torch.equal(torch.cat(parts, int(hook)), whole)
+    assert len(parts) == -(-13 // sub_batch)
+    assert max(sizes) <= sub_batch
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_a_sub_batch_of_three_leaves_no_part_of_one() -> None:
+    assert all(len(part) > 1 for count in range(2, 50) for part in balanced_parts(rows(count), 3))
 
 
 @pytest.mark.parametrize("sub_batch", [7, 8, 100])
@@ -166,6 +195,8 @@ def test_a_nested_tensor_is_refused() -> None:
 @pytest.mark.parametrize("sub_batch", [0, -1])
 def test_a_sub_batch_has_a_sample(sub_batch: int) -> None:
     with pytest.raises(ValueError, match="1 sample or more"):
+        balanced_parts(rows(), sub_batch)
+    with pytest.raises(ValueError, match="1 sample or more"):
         split_batch(rows(), sub_batch)
 
 
@@ -174,3 +205,22 @@ def test_a_hook_tells_the_number_of_samples_by_parts_of_one() -> None:
         return list(batch.split(sub_batch, dim=1))
 
     assert samples_in(rows(), by_column) == 3
+
+
+def test_tensors_are_replaced_wherever_they_are() -> None:
+    """What is no container is copied only if it holds tensors."""
+    packed = pack_sequence([rows(3), rows(2)])
+    inner, plain = Graph(), object()
+    batch = {"x": rows(), "list": [Sample(rows())], "packed": packed, "inner": inner, "plain": plain, "flat": [1, "a"]}
+
+    twice = replaced_tensors(batch, lambda tensor: tensor * 2)
+
+    assert torch.equal(twice["x"], rows() * 2)
+    assert torch.equal(twice["list"][0].x, rows() * 2)
+    assert torch.equal(twice["packed"].data, packed.data * 2)
+    assert torch.equal(twice["packed"].batch_sizes, packed.batch_sizes)
+    assert torch.equal(twice["inner"].nodes, inner.nodes * 2)
+    assert twice["inner"] is not inner
+    assert twice["plain"] is plain
+    assert torch.equal(batch["x"], rows())
+    assert {id(tensor) for tensor in tensors_in(batch)} >= {id(batch["x"]), id(batch["list"][0].x), id(packed.data)}

@@ -274,7 +274,7 @@ def test_a_hook_that_cuts_otherwise_is_refused() -> None:
     def into_two(batch: Tensor, sub_batch: int) -> list[Tensor]:
         return list(batch.split(1 if sub_batch == 1 else 6))
 
-    with pytest.raises(ValueError, match="parts of 6, 5 samples for sub_batch=4"):
+    with pytest.raises(ValueError, match=r"parts of 6, 5 samples for sub_batch=8 of a batch of 11"):
         SubBatches(nn.Identity(), torch.sum, torch.ones(11), 4, MEAN, split=into_two)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import memory_budget_support as support
 from memory_budget_support import SPLITS, Net, assert_close, fit, loader, use_costs
 from retime.callbacks import MemoryTimeline
 from retime.mechanisms.memory.heap import give_back_freed_memory
+from retime.mechanisms.memory.pool import MemoryPool
 from retime.mechanisms.memory_sampler import MemorySampler
 from retime.strategies import MemoryBudgetStrategy
 
@@ -20,6 +22,10 @@ MIB = 2**20
 
 
 def test_sampler_sees_what_is_held() -> None:
+    gc.collect()
+    pool = MemoryPool()
+    if pool.install():  # or the tensor could come from what other tests have freed
+        pool.limit(0)
     sampler = MemorySampler()
     sampler.start()
     sampler.switch("forward")
@@ -29,6 +35,7 @@ def test_sampler_sees_what_is_held() -> None:
     sampler.switch("update")
     sampler.stop()
     sampler.stop()
+    pool.remove()
     at = {phase: ms for ms, phase in sampler.phases}
     during = [size for ms, size in sampler.samples if at["backward"] <= ms <= at["update"]]
     assert max(during) > sampler.samples[0][1] + 48 * MIB

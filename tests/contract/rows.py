@@ -37,9 +37,11 @@ from retime.schedules.memory import OffloadPlan
 from retime.strategies import (
     FusedOptimizerDDPStrategy,
     FusedOptimizerStrategy,
+    MemoryBudgetDDPStrategy,
     MemoryBudgetStrategy,
     OOODataParallelStrategy,
 )
+from retime.strategies.budgeted import Budgeted
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ def _all_blocks(ddp: dict[str, Any]) -> OOODataParallelStrategy:
     return OOODataParallelStrategy(k=99, **ddp)
 
 
-class _OffloadsEverything(MemoryBudgetStrategy):
+class _Everything(Budgeted):
     """Moves every saved storage of every step, as no budget of these small models would ask for."""
 
     def setup(self, trainer: Trainer) -> None:
@@ -165,6 +167,16 @@ class _OffloadsEverything(MemoryBudgetStrategy):
     def _all(step: Any, batch: Any, samples: int) -> PlannedShape:
         return PlannedShape(samples, PlanChoice(OffloadPlan(samples, frozenset(range(999)), 2, 999), 0, 0, 1, 1, 0, 0))
 
+
+class _OffloadsEverything(_Everything, MemoryBudgetStrategy):
+    """On one device."""
+
+
+class _OffloadsEverythingOnAllRanks(_Everything, MemoryBudgetDDPStrategy):
+    """With DDP."""
+
+
+BUDGET_DDP: dict[str, Any] = {"plain": "ddp", "refused": {MANUAL: "needs automatic optimization"}}
 
 STRATEGIES = [
     # Whatever differs in this row is the table's own doing.
@@ -220,6 +232,16 @@ STRATEGIES = [
         "memory_budget_offload",
         lambda _: _OffloadsEverything(),
         refused={MANUAL: "needs automatic optimization"},
+    ),
+    Row(
+        "memory_budget_ddp",
+        lambda ddp: MemoryBudgetDDPStrategy(**ddp) if ddp else "memory_budget_ddp",
+        **BUDGET_DDP,
+    ),
+    Row(
+        "memory_budget_ddp_offload",
+        lambda ddp: _OffloadsEverythingOnAllRanks(**ddp),
+        **BUDGET_DDP,
     ),
     Row(
         "ooo_ddp",

@@ -1,0 +1,418 @@
+"""One rank of tests/test_memory_budget_ddp.py: `python memory_budget_ddp_worker.py CHECK[,CHECK...]`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils.memory import should_reduce_batch_size
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from torchmetrics.classification import MulticlassAccuracy
+
+import memory_budget_support as support
+import retime.mechanisms.memory.budgeted_step as budgeted_step
+from memory_budget_support import BATCH, CLASSES, FEATURES, OFFLOADS, SPLITS, Net, assert_close, loader
+from retime.callbacks import MemoryTimeline
+from retime.integrations.accelerate import MemoryBudget
+from retime.mechanisms.memory.alone import alone
+from retime.mechanisms.memory.budgeted_ddp import BudgetedDataParallelStep
+from retime.mechanisms.memory.costs import StepCosts
+from retime.mechanisms.memory.host import parse_host
+from retime.schedules.memory.errors import BudgetError
+from retime.strategies import MemoryBudgetDDPStrategy
+
+RANK = int(os.environ["RANK"])
+SMALL = 130_000  # bytes; the plain step needs 209,000 and its buckets 10,000
+CHECKS: dict[str, Callable[[], None]] = {}
+
+
+def check(function: Callable[[], None]) -> Callable[[], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def plan_with(costs: StepCosts) -> None:
+    budgeted_step.calibrate = lambda *_, **__: costs  # type: ignore[assignment]
+
+
+def fit(module: LightningModule, strategy: Any = "ddp", data: Any = None, **options: Any) -> Trainer:
+    if data is None:
+        return support.fit(module, strategy, loader(6), devices=2, **options)
+    return support.fit(module, strategy, data, devices=2, use_distributed_sampler=False, **options)
+
+
+def batches(sizes: list[int]) -> DataLoader[Any]:
+    """This rank's own batches, whatever the other has."""
+    torch.manual_seed(10 + RANK)
+    return served([(torch.randn(size, FEATURES), torch.randint(CLASSES, (size,))) for size in sizes])
+
+
+def served(own: list[Any]) -> DataLoader[Any]:
+    return DataLoader(own, batch_size=None)  # type: ignore[arg-type]
+
+
+def compare(
+    make: Any = Net, data: Any = None, tolerance: float = 0.0, ddp: dict[str, Any] | None = None, **options: Any
+) -> tuple[Trainer, Trainer]:
+    """Fit under ddp and under the budget; weights agree, and logged values too."""
+    plain, ours = make(), make()
+    one = fit(plain, DDPStrategy(**ddp or {}), data, **options)
+    two = fit(ours, MemoryBudgetDDPStrategy(SMALL, **ddp or {}), data, **options)
+    assert_close(plain, ours, tolerance)
+    assert one.callback_metrics.keys() == two.callback_metrics.keys()
+    for name, value in one.callback_metrics.items():
+        assert torch.allclose(value, two.callback_metrics[name], rtol=tolerance, atol=0), name
+    return one, two
+
+
+def report(trainer: Trainer) -> Any:
+    return trainer.strategy.report()  # type: ignore[attr-defined]
+
+
+class Logs(Net):
+    """Logs across ranks, in each step and at the end of the epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(CLASSES)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch[0])
+        loss = nn.functional.cross_entropy(logits, batch[1])
+        self.accuracy(logits, batch[1])
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True, batch_size=len(batch[0]))
+        return loss
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"accumulate_grad_batches": 2},
+    {"gradient_clip_val": 0.01},
+    {"ddp": {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.002}, "accumulate_grad_batches": 2},
+    {"ddp": {"find_unused_parameters": True}},
+]
+
+
+@check
+def offload_keeps_the_bits() -> None:
+    plan_with(OFFLOADS)
+    for options in [*OPTIONS, {"ddp": {"static_graph": True}}]:
+        _, ours = compare(Logs, **options)
+        assert report(ours).offload.storages > 0
+        assert report(ours).sub_batches == report(ours).steps == 3
+
+
+@check
+def sub_batches_add_up() -> None:
+    plan_with(SPLITS)
+    for options in OPTIONS:
+        _, ours = compare(Logs, tolerance=1e-5, **options)
+        assert report(ours).sub_batches > report(ours).steps == 3
+        assert report(ours).shapes[0].choice.peak_bytes <= SMALL
+
+
+@check
+def ranks_that_plan_differently() -> None:
+    plan_with(SPLITS)
+    _, ours = compare(Logs, batches([[256, 16, 256, 256], [16, 256, 16, 300]][RANK]), 1e-5)
+    made = report(ours)
+    assert made.steps == 4
+    parts = [one.samples > one.choice.plan.sub_batch for one in made.shapes]
+    assert True in parts, made  # both ranks have a batch that has to be split, each at another step
+    counts = torch.tensor([made.sub_batches])
+    both = [torch.zeros_like(counts) for _ in range(2)]
+    dist.all_gather(both, counts)
+    assert int(both[0]) != int(both[1])
+
+
+class Reductions(Callback):
+    """Counts the gradient buckets that leave."""
+
+    buckets = steps = 0
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        model: Any = trainer.strategy.model
+
+        model.register_comm_hook(None, lambda _, bucket: self._counted(bucket))
+
+    def _counted(self, bucket: Any) -> Any:
+        self.buckets += 1
+        return allreduce_hook(None, bucket)
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self.steps += 1
+
+
+@check
+def gradients_are_reduced_once_a_step() -> None:
+    plan_with(SPLITS)
+    for accumulated in (1, 3):
+        seen = Reductions()
+        done = fit(Net(), MemoryBudgetDDPStrategy(SMALL), callbacks=[seen], accumulate_grad_batches=accumulated)
+        assert report(done).sub_batches > report(done).steps
+        assert seen.buckets == seen.steps == 3 // accumulated
+
+
+class Buffered(Net):
+    """Rank 0's buffer is the one that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("offset", torch.full((FEATURES,), float(RANK)))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss((batch[0] + self.offset, batch[1]))
+
+
+@check
+def buffers_are_sent_as_ever() -> None:
+    plan_with(SPLITS)
+    compare(Buffered, tolerance=1e-5)
+
+
+class Skips(Net):
+    """Means over samples that count; those that do not are at the end of each batch."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1], ignore_index=-100)
+
+
+@check
+def a_last_part_without_a_loss() -> None:
+    plan_with(SPLITS)
+    torch.manual_seed(RANK)
+    own = []
+    for counted in (40, 200, 30):
+        labels = torch.randint(CLASSES, (BATCH,))
+        labels[counted:] = -100
+        own.append((torch.randn(BATCH, FEATURES), labels))
+
+    class Both(Buffered, Skips):
+        pass
+
+    _, ours = compare(Both, served(own), 1e-5)
+    assert report(ours).sub_batches > 3
+
+
+class Routed(Net):
+    """A layer that only the first samples of a batch go through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early = nn.Linear(FEATURES, FEATURES)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        inputs, labels = batch
+        early = inputs[:, 0] > 5
+        if early.any():
+            inputs = torch.where(early[:, None], self.early(inputs), inputs)
+        return super().loss((inputs, labels))
+
+
+def routed() -> DataLoader[Any]:
+    torch.manual_seed(RANK)
+    own = []
+    for _ in range(3):
+        inputs = torch.randn(BATCH, FEATURES).clamp(-4, 4)
+        inputs[:5, 0] = 6
+        own.append((inputs, torch.randint(CLASSES, (BATCH,))))
+    return served(own)
+
+
+@check
+def parameters_that_the_last_part_does_not_use() -> None:
+    plan_with(SPLITS)
+    _, ours = compare(Routed, routed(), 1e-5, {"find_unused_parameters": True})
+    assert report(ours).sub_batches > 3
+    with pytest.raises(RuntimeError, match="parameters that were not used") as caught:
+        fit(Routed(), MemoryBudgetDDPStrategy(SMALL), routed())
+    assert any("with the last sub-batch" in note for note in caught.value.__notes__)
+
+
+@check
+def a_rank_that_refuses_its_budget() -> None:
+    plan_with(SPLITS)
+    module = Net()
+    with pytest.raises(BudgetError, match="below this step's floor" if RANK else "rank 1 refuses its budget") as caught:
+        fit(module, MemoryBudgetDDPStrategy([SMALL, 20_000][RANK]))
+    assert caught.value.floor_bytes > 20_000
+    assert caught.value.layer
+    assert_close(Net(), module, 0)
+    errors = {0: RuntimeError, 1: OSError}
+    with pytest.raises(errors[RANK], match="missing"):
+        fit(Net(), MemoryBudgetDDPStrategy(SMALL, host=["disk:/tmp", "disk:/missing"][RANK]))
+
+
+class Gathers(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return loss
+
+
+@check
+def what_cannot_be_planned_is_refused() -> None:
+    plan_with(SPLITS)
+    with pytest.raises(RuntimeError, match="the step calls allreduce on all ranks"):
+        fit(Gathers(), MemoryBudgetDDPStrategy(SMALL))
+    with pytest.raises(BudgetError, match="static_graph=True promises DDP"):
+        fit(Net(), MemoryBudgetDDPStrategy(60_000, static_graph=True))
+
+
+@check
+def batch_norm_offloads_only() -> None:
+    plan_with(SPLITS)
+    make = lambda: Net(lambda: nn.BatchNorm1d(16))  # noqa: E731
+    _, ours = compare(make)
+    assert report(ours).offload.storages > 0
+    assert report(ours).sub_batches == 3
+
+
+class Plans(MemoryBudgetDDPStrategy):
+    """Sees that nothing is sent while a rank plans."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.made: list[Any] = []
+
+    def _make_step(self, *args: Any, **options: Any) -> Any:
+        step = super()._make_step(*args, **options)
+        make = step._make_plan
+
+        def watched(*arguments: Any) -> Any:
+            before = _sent()
+            self.made.append(make(*arguments))
+            assert _sent() == before
+            return self.made[-1]
+
+        step._make_plan = watched  # type: ignore[method-assign]
+        return step
+
+
+def _sent() -> int:
+    """Collectives so far."""
+    group: Any = dist.distributed_c10d._get_default_group()
+    return int(group._get_sequence_number_for_group())
+
+
+@check
+def planning_communicates_nothing() -> None:
+    plan_with(OFFLOADS)
+    strategy = Plans(SMALL)
+    fit(Net(), strategy, batches([[256, 256, 256], [16, 256, 256]][RANK]))
+    assert len(strategy.made) == [1, 2][RANK]
+    assert _sent() > 0
+
+
+@check
+def synchronised_batch_norm_is_tried_out_alone() -> None:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    inputs = torch.randn(6, 4)
+    expected = model.module(inputs)
+    model.module[1] = nn.SyncBatchNorm(4)  # only allowed on CUDA: its forward pass fails here
+    with alone(model):
+        assert torch.equal(model(inputs), expected)
+    with pytest.raises(ValueError, match="to be on"):
+        model(inputs)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1)]
+    host = parse_host(None, torch.device("cpu"))
+    made = BudgetedDataParallelStep(model, optimizers, SMALL, host)
+    assert "SyncBatchNorm takes its statistics" in made.whole_because
+    with pytest.raises(ValueError, match="or BatchNorm with batchnorm='ghost'"):
+        BudgetedDataParallelStep(model, optimizers, SMALL, host, batchnorm="ghost")
+    made.remove()
+
+
+@check
+def timelines_count_buckets() -> None:
+    plan_with(SPLITS)
+    timeline = MemoryTimeline(png=False, log=False)
+    done = fit(Net(), MemoryBudgetDDPStrategy(SMALL), callbacks=[timeline])
+    (step,) = timeline.steps
+    assert max(held for _, held in step.predicted) == report(done).shapes[0].choice.peak_bytes
+
+
+class Called(Net):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.net(inputs)
+
+
+def accelerate_loop(how: str, accumulate: int, budget: int = SMALL) -> tuple[Net, Any]:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+    module = Called()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, optimizer, data = accelerator.prepare(module, optimizer, loader(8))
+    kept = MemoryBudget(accelerator, model, optimizer, budget)
+
+    def step(batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    for batch in data:
+        with accelerator.accumulate(model):
+            if how == "run":
+                kept.run(step, batch)
+            else:
+                with kept.forward(step, batch) if how == "forward" else nullcontext():
+                    loss = step(batch)
+                accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    made, state = kept.report(), kept.state_dict()
+    kept.remove()
+    if how != "plain":
+        (shape,) = state["parts" if how == "run" else "whole"]["plans"]
+        assert shape["samples"] == BATCH
+    return module, made
+
+
+@check
+def accelerate_loops() -> None:
+    plan_with(SPLITS)
+    for accumulate in (1, 2):
+        plain, _ = accelerate_loop("plain", accumulate)
+        ours, (made,) = accelerate_loop("run", accumulate)
+        assert made.sub_batches > made.steps == 4
+        assert_close(plain, ours)
+        ours, (made,) = accelerate_loop("forward", accumulate)
+        assert made.sub_batches == made.steps == 4
+        assert made.offload.storages > 0
+        assert_close(plain, ours, 0)
+    with pytest.raises(BudgetError) as caught:
+        accelerate_loop("forward", 1, [SMALL, 20_000][RANK])
+    assert should_reduce_batch_size(caught.value)
+
+
+def main(names: str) -> None:
+    torch.set_num_threads(1)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("error")
+    for message in (".*LeafSpec", ".*does not have many workers", ".*number of training batches", ".*all_gather is"):
+        warnings.filterwarnings("ignore", message=message)
+    dist.init_process_group("gloo")
+    for name in names.split(","):
+        CHECKS[name]()
+        print(f"rank {RANK}: {name} done", flush=True)
+    sys.stdout.flush()
+    os._exit(0)  # a gloo thread that ends while the interpreter shuts down aborts the process
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,92 @@
+"""Finders of batch sizes take a refused budget for out of memory, and settle on a batch that fits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import find_executable_batch_size
+from accelerate.utils.memory import should_reduce_batch_size
+from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities.memory import is_oom_error
+from torch import nn
+from torch.utils.data import DataLoader
+
+import memory_budget_support as support
+from memory_budget_support import OFFLOADS, Net, fit, loader, report_of, trainer, use_costs
+from retime.integrations.accelerate import MemoryBudget
+from retime.schedules.memory.errors import BudgetError
+from retime.strategies import MemoryBudgetStrategy
+
+pytestmark = support.IGNORED
+BUDGET = 50_000
+
+
+class Sized(Net):
+    """BatchNorm keeps batches whole, so that a budget bounds their size; the finder sets ``batch_size``."""
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__(lambda: nn.BatchNorm1d(16))
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(loader(1, batch=1024).dataset, self.batch_size, drop_last=True)
+
+
+def fits(batch_size: int) -> bool:
+    try:
+        done = fit(Sized(batch_size), MemoryBudgetStrategy(BUDGET), data=loader(1, batch=batch_size))
+    except BudgetError:
+        return False
+    return bool(report_of(done).steps)
+
+
+def test_lightning_tunes_the_batch_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    use_costs(monkeypatch, OFFLOADS)
+    module = Sized(2)
+    made = trainer(MemoryBudgetStrategy(BUDGET), default_root_dir=tmp_path)
+    found = Tuner(made).scale_batch_size(module, init_val=32, steps_per_trial=1)
+    assert found == module.batch_size
+    assert fits(found)
+    assert not fits(2 * found)
+    made.fit(module)
+    assert report_of(made).shapes[0].choice.peak_bytes <= BUDGET
+
+
+def test_accelerate_finds_an_executable_batch_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_costs(monkeypatch, OFFLOADS)
+    tried: list[int] = []
+
+    @find_executable_batch_size(starting_batch_size=128, reduce_batch_size_fn=lambda: tried[-1] // 2)
+    def train(batch_size: int) -> Any:
+        tried.append(batch_size)
+        accelerator = Accelerator(cpu=True)
+        module = Net(lambda: nn.BatchNorm1d(16))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        model, optimizer, data = accelerator.prepare(module, optimizer, loader(2, batch=batch_size))
+        kept = MemoryBudget(accelerator, model, optimizer, BUDGET)
+        for batch in data:
+            with kept.forward(module.loss, batch):
+                loss = module.loss(batch)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        (report,) = kept.report()
+        kept.remove()
+        return report
+
+    report = train()
+    assert len(tried) > 1
+    assert report.steps == 2
+    assert report.shapes[0].samples == tried[-1] < 128
+    assert report.shapes[0].choice.peak_bytes <= BUDGET
+
+
+def test_a_refused_budget_is_out_of_memory() -> None:
+    refused = BudgetError("no", floor_bytes=1, task="", layer="", hint="none.")
+    assert is_oom_error(refused)
+    assert should_reduce_batch_size(refused)
+    assert isinstance(refused, ValueError)  # as all errors of schedules
+    assert not is_oom_error(ValueError(*refused.args))

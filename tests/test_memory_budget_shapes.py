@@ -1,0 +1,148 @@
+"""Batches of many shapes under a memory budget: one plan a shape, as many as are kept, and a word about each."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import memory_budget_support as support
+import retime.mechanisms.memory.budgeted_step as budgeted_step
+from memory_budget_support import CLASSES, FEATURES, OFFLOADS, SPLITS, Net, assert_close, fit, report_of, use_costs
+from retime.mechanisms.memory.budget_report import BudgetReport, PlannedShape
+from retime.mechanisms.memory.search import PlanChoice
+from retime.mechanisms.no_effect import NoEffectWarning
+from retime.schedules.errors import ScheduleError
+from retime.schedules.memory import OffloadPlan
+from retime.strategies import MemoryBudgetStrategy
+
+pytestmark = support.IGNORED
+SMALL = 120_000
+
+
+@pytest.fixture(params=["offload", "sub-batches"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    use_costs(monkeypatch, OFFLOADS if request.param == "offload" else SPLITS)
+    return str(request.param)
+
+
+class Sequences(Net):
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]).mean(1), batch[1])
+
+
+def sequences(*shapes: tuple[int, int]) -> Any:
+    """Batches of (samples, time steps)."""
+    generator = torch.Generator().manual_seed(2)
+    return DataLoader(
+        [
+            (torch.randn(samples, steps, FEATURES, generator=generator), torch.arange(samples) % CLASSES)
+            for samples, steps in shapes
+        ],  # type: ignore[arg-type]
+        batch_size=None,
+    )
+
+
+SIZES = [(128, 2), (64, 4), (128, 2), (100, 2), (64, 4), (32, 8), (17, 4), (32, 8)]  # three shapes
+
+
+def test_one_plan_a_shape(way: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    plain, ours = Sequences(), Sequences()
+    fit(plain, data=sequences(*SIZES), max_epochs=2)
+    done = fit(ours, MemoryBudgetStrategy(SMALL), data=sequences(*SIZES), max_epochs=2)
+    report = report_of(done)
+    assert (report.plans, report.replanned, report.steps) == (3, {}, 16)
+    assert [shape.samples for shape in report.shapes] == [128, 64, 32]
+    said = [line for line in caplog.messages if "retime: planning a batch of" in line]
+    assert len(said) == 3
+    assert sum("predicted peak" in line for line in caplog.messages if "memory budget" not in line) == 3
+    assert_close(plain, ours, 0 if way == "offload" else 1e-5)
+
+
+def test_only_so_many_plans_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_costs(monkeypatch, OFFLOADS)
+    monkeypatch.setattr(budgeted_step, "MOST_SHAPES", 2)
+    plain, ours = Sequences(), Sequences()
+    shapes = [(128, 2), (64, 4), (128, 2), (32, 8), (128, 2), (64, 4)]  # the third one makes the second one go
+    fit(plain, data=sequences(*shapes))
+    made = support.trainer(MemoryBudgetStrategy(SMALL))
+    held: list[tuple[int, int]] = []
+
+    def note(self: Any, *arguments: Any, **options: Any) -> Any:
+        step = made.strategy._step
+        held.append((len(step._shapes), len(step._offloads)))
+        return real(self, *arguments, **options)
+
+    real = Sequences.on_train_batch_end
+    monkeypatch.setattr(Sequences, "on_train_batch_end", note)
+    made.fit(ours, sequences(*shapes))
+    report = report_of(made)
+    assert report.plans == 4
+    assert len(report.shapes) == 2
+    assert max(plans for plans, _ in held) == 2
+    assert max(offloads for _, offloads in held) <= 2
+    assert report.offload.passes == 6, "counts of plans that went are kept"
+    assert_close(plain, ours, 0)
+
+
+def test_another_shape_is_refused_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_costs(monkeypatch, SPLITS)
+    ours, plain = Sequences(), Sequences()
+    fit(plain, data=sequences((128, 2), (90, 2)))
+    with pytest.raises(ScheduleError, match="on_shape_change='error': bring all batches to one shape"):
+        fit(ours, MemoryBudgetStrategy(SMALL, on_shape_change="error"), data=sequences((128, 2), (90, 2), (64, 4)))
+    assert_close(plain, ours)  # smaller batches of a shape are no other shape
+
+
+class Drops(Net):
+    """Leaves layers out in every second batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        value = batch[0]
+        for layer in self.net[:5] if batch_idx % 2 else self.net[:-1]:
+            value = layer(value)
+        return F.cross_entropy(self.net[-1](value), batch[1])
+
+
+@pytest.mark.filterwarnings("ignore:The number of training batches")
+def test_a_model_that_takes_another_way_each_time_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_costs(monkeypatch, OFFLOADS)
+    plain, ours = Drops(), Drops()
+    data = support.loader(6)
+    fit(plain, data=data)
+    with pytest.warns(NoEffectWarning, match="3 batches were planned anew .* from step to step") as caught:
+        done = fit(ours, MemoryBudgetStrategy(110_000), data=data)
+    assert sum("planned anew" in str(one.message) for one in caught) == 1
+    assert sum(report_of(done).replanned.values()) >= 3
+    assert_close(plain, ours, 0)
+
+
+def test_a_long_report_is_short() -> None:
+    report = BudgetReport(1000)
+    shape = PlannedShape(8, PlanChoice(OffloadPlan(8), 0, 900, 1.0, 1.0, 0, 0))
+    for _ in range(300):
+        report.note(shape, 128)
+    assert (report.plans, len(report.shapes)) == (300, 128)
+    assert str(report).count("predicted peak") == 4
+    assert "296 plans before these" in str(report)
+
+
+def test_a_batch_is_not_held_longer_than_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_costs(monkeypatch, OFFLOADS)
+    made = support.trainer(MemoryBudgetStrategy(SMALL))
+    kept: list[int] = []
+
+    def note(self: Any, *arguments: Any, **options: Any) -> None:
+        step = made.strategy._step
+        kept.extend(len(list(offload.keep)) for offload in step._offloads.values())
+
+    monkeypatch.setattr(Net, "on_train_batch_end", note)
+    made.fit(Net(), support.loader(2))
+    assert kept == [0, 0]
+    assert report_of(made).sub_batches == 2

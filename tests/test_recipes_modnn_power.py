@@ -1,0 +1,79 @@
+"""Figures 15 and 16: without a meter nothing is made up, with one its joules are what is reported."""
+
+import sys
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from retime.mechanisms.energy_meter import EnergyMeter
+from retime.recipes import __main__ as command
+from retime.recipes import modnn_claims as claims
+from retime.recipes import modnn_power
+from retime.recipes.modnn_power import ENERGY, MEAN, MOST, NO_METER, Power
+from retime.recipes.modnn_side_by_side import BUDGET, STEP, UNLIMITED
+from retime.recipes.results import Point, Result, Row, load
+from retime.recipes.schema import Hardware, MemorySettings
+
+
+def result(*points: Point) -> Result:
+    return Result("modnn_fig15", "", "modnn", "Figures 15 and 16", "", list(points))
+
+
+def settings(**more: Any) -> MemorySettings:
+    return MemorySettings(hardware=Hardware("cpu", "cpu", None), cases={"net": {}}, budgets=[50], steps=2, **more)
+
+
+def test_without_a_meter_the_reason_is_all_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        sys, "argv", ["retime.recipes", "experiment=modnn_fig15", "powercap=none", "hardware.cores=null"]
+    )
+    command.main()
+    (path,) = (tmp_path / "results").rglob("result.json")
+    (point,) = load(path).points
+    assert point.rows == []
+    (line,) = Power().compare(load(path))
+    assert line.measured is None
+    assert "none has no intel-rapl package" in line.note
+    assert "not measured, because this machine has no meter" in path.with_name("result.md").read_text()
+    assert path.with_name("result.png").stat().st_size > 0
+
+
+def test_joules_of_each_measured_block_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A meter that is read twice a block, at its ends: 6 joules and 2 seconds each, over 2 steps."""
+    joules, seconds = count(0, 6), count(0, 2)
+    meter = EnergyMeter(lambda: next(joules), "made up", every_s=1e6, clock=lambda: next(seconds))
+    monkeypatch.setattr(modnn_power, "find_meter", lambda device, powercap: meter)
+    monkeypatch.setattr(modnn_power, "block_ms", lambda worker, steps, name, facts: 1.0)
+
+    def side_by_side(given: Any, case: Any, budgets: Any, tick: Any, block: Any) -> Any:
+        for _ in range(given.rounds + given.warmup_rounds):
+            for name in (UNLIMITED, "50 %", "floor"):
+                block(None, given.steps, name, {})
+        return [Row(UNLIMITED, STEP, "ms", [1.0]), Row("50 %", STEP, "ms", [1.0])], {"ideal peak MiB": 10.0}
+
+    monkeypatch.setattr(modnn_power, "side_by_side", side_by_side)
+    measured = Power().measure(settings(rounds=3), {"network": "net"}, lambda text: None)
+    rows = {(row.variant, row.quantity): row.values for row in measured.rows}
+    assert rows["50 %", ENERGY] == [3.0] * 3, "the warm-up round is left out"
+    assert rows[UNLIMITED, MEAN] == [3.0] * 3
+    assert NO_METER not in measured.facts
+    assert not any(name == "floor" for name, _ in rows), "it did not live through all rounds"
+
+
+def test_power_and_energy_over_unlimited(tmp_path: Path) -> None:
+    rows = [
+        *(Row(name, STEP, "ms", [1.0, 1.0]) for name in (UNLIMITED, "50 %")),
+        *(Row(UNLIMITED, quantity, "", [10.0, 20.0]) for quantity in (ENERGY, MEAN, MOST)),
+        *(Row("50 %", quantity, "", [11.0, 22.0]) for quantity in (ENERGY, MEAN, MOST)),
+        Row("50 %", BUDGET, "MiB", [5.0]),
+    ]
+    point = Point({"network": "net"}, {}, rows, {"meter": "made up", "ideal peak MiB": 10.0})
+    (line,) = Power().compare(result(point))
+    assert line.against is claims.POWER
+    assert line.measured is not None
+    assert line.measured.rounds == pytest.approx([10.0, 10.0])
+    Power().draw(result(point), tmp_path / "result.png")
+    assert (tmp_path / "result.png").stat().st_size > 0

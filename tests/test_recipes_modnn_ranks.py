@@ -1,0 +1,43 @@
+"""Figure 17 for real: two ranks inside a budget, how often they reduce, and that they learn what one process learns."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from retime.recipes import __main__ as command
+from retime.recipes import modnn_claims as claims
+from retime.recipes.modnn_rank_worker import EACH, ONCE, WHOLE
+from retime.recipes.modnn_ranks import ONE, REDUCED, REFUSED, Ranks
+from retime.recipes.modnn_side_by_side import DIFFERENCE, STEP
+from retime.recipes.results import load
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's /proc")
+def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    mlp = "{_target_: retime.recipes.models.mlp, depth: 6, width: 32}"
+    data = "{_target_: retime.recipes.batches.synthetic_vectors, features: 32, classes: 32, length: 4096}"
+    cases = f"+cases={{MLP: {{batch_size: 4096, model: {mlp}, data: {data}}}}}"
+    arguments = ["experiment=modnn_fig17", "~cases", cases, "budgets=[36,5]", "rounds=1", "warmup_rounds=1", "steps=1"]
+    monkeypatch.setattr(sys, "argv", ["retime.recipes", *arguments])
+    command.main()
+    (path,) = (tmp_path / "results").rglob("result.json")
+    result = load(path)
+    point, tight = result.points
+    assert "below this step's floor" in tight.facts[REFUSED]
+    assert tight.rows == []
+    assert point.variants(STEP) == [ONE, WHOLE, ONCE, EACH]
+
+    plan = point.facts["plans"][ONCE]
+    sub_batches = -(-2048 // int(plan.split()[1].rstrip(",")))
+    assert plan == point.facts["plans"][EACH]
+    assert sub_batches > 1, "or there is nothing to compare"
+    weights_mib = 6 * (32 * 32 + 32) * 4 / 2**20
+    assert point.values(WHOLE, REDUCED) == point.values(ONCE, REDUCED) == pytest.approx([weights_mib])
+    assert point.values(EACH, REDUCED) == pytest.approx([sub_batches * weights_mib])
+
+    for way in (WHOLE, ONCE, EACH):
+        assert point.values(way, DIFFERENCE)[0] < 10
+    met = {line.against: line for line in Ranks().compare(result)}
+    assert met[claims.RANKS_DIFFERENCE].measured is not None
