@@ -31,8 +31,9 @@ from retime.recipes.schema import MemorySettings
 OURS, VDNN = "moDNN, the budget of vDNN ({})", "vDNN ({})"
 PLANNING, EXTRA = "profile and plan", "extra memory"
 TRAINED = "trained"
-# The floor counts what a step needs, the kernel's limit also what the C library's heap leaves unused.
-_ABOVE_FLOOR = (1.0, 1.1, 1.25, 1.5)
+# The floor counts what a step needs, the kernel's limit also what the C library's heap leaves unused; and the floor of
+# one process can lie a little above that of another.
+_ABOVE_FLOOR = (1.0, FLOOR_SHARE, 1.1, 1.25, 1.5)
 
 Case = dict[str, Any]
 """A case of the experiment file; `network` is the block of the network that the point is about, if it is about one."""
@@ -51,7 +52,7 @@ def smallest(settings: MemorySettings, case: Case, tick: Tick) -> Measured:
         failed: dict[str, str] = {}
         for share in _ABOVE_FLOOR:
             try:
-                with closed(network.process(int(share * FLOOR_SHARE * known["floor_bytes"]))) as worker:
+                with closed(network.process(int(share * known["floor_bytes"]))) as worker:
                     step_ms = worker.ask({"do": "block", "steps": settings.steps})["ms"]
                     end = worker.ask({"do": "end", "weights": str(network.folder / "weights.pt")})
                     break
