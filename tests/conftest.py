@@ -27,6 +27,7 @@ def contract_runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
             for row in (parameters["row"], parameters["row"].reference):
                 chosen.setdefault(row.name, set()).add(parameters["scenario"].name)
     runs = Runs(tmp_path_factory.mktemp("contract"), chosen)
+    gc.collect()  # else what earlier tests left in cycles stays to the end of the session
     gc.freeze()  # BatchSizeFinder collects garbage again and again; this spares it torch's own objects
     yield runs
     gc.unfreeze()

@@ -26,23 +26,24 @@ def train(how: str, accumulate: int = 1, budget: int = SMALL) -> tuple[Net, Any]
     def step(batch: Any) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(model.net(batch[0]), batch[1])
 
-    for batch in data:
-        with accelerator.accumulate(model):
-            if how == "run":
-                kept.run(step, batch)
-            elif how == "forward":
-                with kept.forward(step, batch):
-                    loss = step(batch)
-                accelerator.backward(loss)
-                del loss
-            else:
-                accelerator.backward(step(batch))
-            accelerator.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-    report = kept.report()
-    kept.remove()
-    return module, report
+    try:
+        for batch in data:
+            with accelerator.accumulate(model):
+                if how == "run":
+                    kept.run(step, batch)
+                elif how == "forward":
+                    with kept.forward(step, batch):
+                        loss = step(batch)
+                    accelerator.backward(loss)
+                    del loss
+                else:
+                    accelerator.backward(step(batch))
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        return module, kept.report()
+    finally:
+        kept.remove()
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

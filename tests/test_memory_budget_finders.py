@@ -67,15 +67,16 @@ def test_accelerate_finds_an_executable_batch_size(monkeypatch: pytest.MonkeyPat
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         model, optimizer, data = accelerator.prepare(module, optimizer, loader(2, batch=batch_size))
         kept = MemoryBudget(accelerator, model, optimizer, BUDGET)
-        for batch in data:
-            with kept.forward(module.loss, batch):
-                loss = module.loss(batch)
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        (report,) = kept.report()
-        kept.remove()
-        return report
+        try:
+            for batch in data:
+                with kept.forward(module.loss, batch):
+                    loss = module.loss(batch)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            return kept.report()[0]
+        finally:
+            kept.remove()
 
     report = train()
     assert len(tried) > 1

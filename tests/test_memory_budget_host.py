@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import shutil
 import signal
@@ -50,16 +49,20 @@ class Batches(Callback):
         self.call(batch_idx)
 
 
-def nothing_left(folder: Path) -> bool:
-    """No file with a name or without one, no thread."""
-    gc.collect()  # what other tests left
-    opened = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
-    threads = [thread.name for thread in threading.enumerate()]
-    return (
-        not (folder.exists() and os.listdir(folder))
-        and not any(str(folder) in path for path in opened)
-        and not any("retime-host" in name for name in threads)
-    )
+@pytest.fixture
+def nothing_left() -> Callable[[Path], bool]:
+    """Whether a folder has no file with a name or without one, and no thread runs that the test has started."""
+    before = set(threading.enumerate())  # threads of earlier tests end when they are collected
+
+    def check(folder: Path) -> bool:
+        opened = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+        return (
+            not (folder.exists() and os.listdir(folder))
+            and not any(str(folder) in path for path in opened)
+            and set(threading.enumerate()) <= before
+        )
+
+    return check
 
 
 def fails_from(monkeypatch: pytest.MonkeyPatch, name: str, nth: int) -> Callable[[int], None]:
@@ -94,7 +97,12 @@ def fails_from(monkeypatch: pytest.MonkeyPatch, name: str, nth: int) -> Callable
     ],
 )
 def test_weights_and_states_are_those_of_the_step_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, nth: int, budget: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    nothing_left: Callable[[Path], bool],
+    name: str,
+    nth: int,
+    budget: int,
 ) -> None:
     plain, ours = Adam(), Adam()
     done = fit(plain, limit_train_batches=1)
@@ -120,7 +128,7 @@ def test_a_failed_write_says_what_to_change(tmp_path: Path, monkeypatch: pytest.
         fit(Net(), MemoryBudgetStrategy(SMALL, host=f"disk:{tmp_path}"), callbacks=[Batches(tell)])
 
 
-def test_a_folder_that_is_removed_meanwhile_does_no_harm(tmp_path: Path) -> None:
+def test_a_folder_that_is_removed_meanwhile_does_no_harm(tmp_path: Path, nothing_left: Callable[[Path], bool]) -> None:
     folder = tmp_path / "host"
     folder.mkdir()
     plain, ours = Net(), Net()
@@ -148,7 +156,9 @@ class Fails(Net):
 @pytest.mark.parametrize(
     ("error", "seen"), [(RuntimeError("of the user's own"), RuntimeError), (KeyboardInterrupt(), SystemExit)]
 )
-def test_nothing_is_left_after_an_exception(tmp_path: Path, error: BaseException, seen: type[BaseException]) -> None:
+def test_nothing_is_left_after_an_exception(
+    tmp_path: Path, nothing_left: Callable[[Path], bool], error: BaseException, seen: type[BaseException]
+) -> None:
     plain, ours = Net(), Fails(error)
     fit(plain, limit_train_batches=1)
     made = support.trainer(MemoryBudgetStrategy(SMALL, host=f"disk:{tmp_path}"))
