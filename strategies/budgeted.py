@@ -148,11 +148,13 @@ class Budgeted(LightningOnly, Strategy):
         assert self._results is not None
         accumulated = module.trainer.accumulate_grad_batches
         begun = False
+        learns = bool(parts.weights[0])
 
         def backward(loss: Tensor) -> None:
             nonlocal begun
-            if begun:  # hooks and the scaler have been told of this batch already
+            if begun or not learns:  # Lightning has divided the first part's loss
                 loss = loss / accumulated
+            if begun:  # hooks and the scaler have been told of this batch already
                 scaler = getattr(plugin, "scaler", None)
                 loss = loss if scaler is None else scaler.scale(loss)
             else:
@@ -161,6 +163,8 @@ class Budgeted(LightningOnly, Strategy):
                 begun = True
             plugin.backward(loss, module, optimizer, *args, **kwargs)
 
+        if not learns:
+            closure_loss.detach_()  # no backward pass frees the first part's graph, and Lightning holds its loss
         whole = step.finish(closure_loss, backward)
         closure_loss = plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
