@@ -1,7 +1,8 @@
-"""Trains one network inside one budget, in a process of its own whose data bytes the kernel limits (see the sweep).
+"""Trains one network inside one budget, in a process of its own whose data bytes the kernel limits.
 
-The first request is `plan`: what the step needs without a limit, and the floor; or `train`, with a budget in bytes or
-none. Then each `block` trains some steps, and `end` tells what the process held and writes the weights.
+The first request is `plan`: what the step needs without a limit, and the floor, which is all; or `train`, with a budget
+in bytes, "floor" or none, or with a `rule` of vDNN. Then each `block` trains some steps, and `end` tells what the
+process held and moved and writes the weights.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from retime.mechanisms.memory.floor import StepMemory
 from retime.mechanisms.memory.heap import give_back_freed_memory, trim_heap
 from retime.mechanisms.memory.host import parse_host
 from retime.mechanisms.memory.replay import TrainingStep
-from retime.mechanisms.memory.search import search_plan
+from retime.mechanisms.memory.search import PlanChoice, search_plan
 from retime.mechanisms.memory_probe import MemoryProbe
 from retime.recipes.build import build_model, build_optimizer, loss_of
 from retime.recipes.models import parameter_count
@@ -69,16 +70,15 @@ class Training:
             step.remove()
         raise AssertionError("a budget of one byte was accepted")
 
-    def ideal_bytes(self) -> int:
-        """The least budget of the plain step: its tensors, what operations need for themselves, and what stays free."""
+    def plain_choice(self) -> PlanChoice:
+        """The plain step, measured as a plan: its peak, and what is to stay free beside it."""
         step = TrainingStep(self.model, self.batch, self.samples, self.loss, [self.optimizer])
         host = parse_host(self._host, self.device)
         try:
             costs = calibrate(step, host)
         finally:
             host.close()
-        choice = search_plan(step, _EVERYTHING, memory=StepMemory(step, (self.samples,), costs, check=True))
-        return choice.peak_bytes + choice.spare_bytes
+        return search_plan(step, _EVERYTHING, memory=StepMemory(step, (self.samples,), costs, check=True))
 
     def offload(self, rule: str) -> None:
         self.vdnn = Vdnn(self.model, self.loss, self.batch, parse_host(self._host, self.device), rule)
@@ -119,8 +119,10 @@ class Server:
     def _plan(self, request: dict[str, Any]) -> dict[str, Any]:
         give_back_freed_memory()
         training = Training(request, _batch(request))
+        choice = training.plain_choice()
         return {
-            "ideal_bytes": training.ideal_bytes(),
+            "ideal_bytes": choice.peak_bytes + choice.spare_bytes,
+            "plain_peak_bytes": choice.peak_bytes,
             "floor_bytes": training.floor_bytes(),
             "parameters": parameter_count(training.model),
         }
@@ -151,13 +153,14 @@ class Server:
         return {"planning_s": planning_s, "budget_bytes": budget}
 
     def _rehearse(self, request: dict[str, Any]) -> dict[str, Any] | None:
-        """All of it once, held to nothing: what libraries keep from now on is code, not the model's.
+        """Plan and train held to nothing, so that what libraries keep from now on is code, not the model's.
 
         oneDNN reserves 256 KiB of data for the code of every kernel, which RLIMIT_DATA counts and memory does not.
-        Returns the plan, for a run that is to follow the same one: another would run other kernels.
+        With a plan it is all done a second time, with the plan of the first. Returns the plan, for a run that is to
+        follow the same one: another would run other kernels.
         """
         plans = None
-        for _ in range(2):  # a plan that is taken up again looks at other parts of the batch
+        for _ in range(2):  # taking a plan up again looks at other parts of the batch than making it does
             training = Training(request, _batch(request))
             started = time.perf_counter()
             self._begin(training, request, plans)

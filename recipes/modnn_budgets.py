@@ -5,28 +5,25 @@ data bytes beyond it (RLIMIT_DATA); all processes of a network and one without a
 each.
 """
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from retime.recipes import charts
 from retime.recipes import modnn_claims as claims
-from retime.recipes.claims import Comparison, amount
+from retime.recipes.claims import Comparison
 from retime.recipes.measure import spread
-from retime.recipes.modnn_side_by_side import (
-    BUDGET,
-    DIFFERENCE,
-    FLOOR,
-    MEASURED,
-    PREDICTED,
-    STEP,
-    UNLIMITED,
+from retime.recipes.modnn_report import (
+    POOL,
     budgets_of,
+    differences,
+    needed_mib,
+    plans_and_failures,
     prediction_error,
-    side_by_side,
     slowdown,
-    why_missing,
+    slowdowns,
+    untrained,
 )
+from retime.recipes.modnn_side_by_side import BUDGET, FLOOR, MEASURED, PREDICTED, STEP, UNLIMITED, side_by_side
 from retime.recipes.recipe import Measured, Recipe, Tick
 from retime.recipes.results import Point, Result
 from retime.recipes.schema import MemorySettings
@@ -57,55 +54,37 @@ class Budgets(Recipe[MemorySettings]):
         return Measured(*side_by_side(settings, settings.cases[at["network"]], settings.budgets, tick))
 
     def compare(self, result: Result) -> list[Comparison]:
-        lines = []
-        for share, target in (("50 %", claims.SLOWDOWN_50), ("25 %", claims.SLOWDOWN_25)):
-            for point in result.points:
-                slower = slowdown(point, share)
-                refused = "" if slower else why_missing(point, share)
-                lines.append(Comparison(target, slower, f"{point.at['network']}{refused}"))
+        lines = [*slowdowns(result.points)]
         for point in result.points:
             if "VGG" in point.at["network"]:
-                trained = [point.values(name, BUDGET)[0] for name in budgets_of(point)]
-                ratio = point.facts["ideal peak MiB"] / min(trained) if trained else 0.0
+                needed = [needed_mib(point, name) for name in budgets_of(point)]
+                ratio = spread([point.facts["ideal peak MiB"] / min(needed)]) if needed else None
                 remark = f"{point.at['network']}, batch {point.facts['batch size']}, trained"
-                lines.append(Comparison(claims.SMALLEST_BUDGET, spread([ratio]), remark))
+                lines.append(Comparison(claims.SMALLEST_BUDGET, ratio, remark))
         for point in result.points:
-            names = budgets_of(point)
+            names, missing = budgets_of(point), untrained(point, point.settings["budgets"])
             if names:
                 error, where = max((abs(prediction_error(point, name)), name) for name in names)
                 lines.append(Comparison(claims.PREDICTION_ERROR, spread([error]), f"{point.at['network']}, at {where}"))
-            failed = point.facts["out of memory"]
-            lines.append(Comparison(claims.OUT_OF_MEMORY, spread([len(failed)]), _listed(point, failed)))
-            for target, split in ((claims.OFFLOAD_DIFFERENCE, False), (claims.SPLIT_DIFFERENCE, True)):
-                kind = [n for n in names if (point.facts["plans"][n]["sub_batch"] < point.facts["batch size"]) is split]
-                if kind:
-                    worst = max(point.values(name, DIFFERENCE)[0] for name in kind)
-                    lines.append(Comparison(target, spread([worst]), f"{point.at['network']}, {', '.join(kind)}"))
+            died = point.facts["out of memory"]
+            remark = ": ".join([point.at["network"], *([", ".join(died)] if died else [])])
+            lines.append(Comparison(claims.OUT_OF_MEMORY, spread([len(died)]), remark))
+            lines += differences([point], missing)
         return lines
 
     def notes(self, result: Result) -> list[str]:
         lines = [
             "Peaks are the process's peak resident size above the same process before it built the model, while it "
             "trains; so is the budget to which RLIMIT_DATA holds the process, enforced by the kernel from the first "
-            "step on, with headroom_mb beside. Each process has planned and trained a step once before, without a "
-            "limit, and follows that plan. The ideal peak is predicted: tensors and what operations need for "
-            "themselves. 'unlimited' is plain torch with the C library's own way to keep freed memory, which clears "
-            "large blocks anew each time and keeps small ones scattered. Budgets take tensors from a pool that uses "
-            "freed memory again up to the plan's peak, so a step in less memory can be the faster one.",
+            "step on, with headroom_mb beside. Each process has planned and trained without a limit before, and once "
+            "more under the same plan, which it then follows. The ideal peak is predicted: tensors and what operations "
+            "need for themselves, and what stays free beside that.",
+            POOL,
             "Weights differ: norm of the difference of all weights over their norm.",
             "The floor's budget is a little more than the floor, as two calibrations differ by a little: the floor "
             "that refusals name is asked for until there is none.",
         ]
-        for point in result.points:
-            for name, plan in point.facts["plans"].items():
-                lines.append(
-                    f"- {point.at['network']}, {name}: {plan['plan']}; predicted {plan['predicted_slowdown']:.2f} x "
-                    f"the unlimited time; peak {amount(prediction_error(point, name), '%')} from the predicted one; "
-                    f"planned in {plan['planning_s']:.1f} s"
-                )
-            for name, why in point.facts["refused"].items():
-                lines.append(f"- {point.at['network']}, {name}: refused before the first step: {why}")
-        return lines
+        return [*lines, *(line for point in result.points for line in plans_and_failures(point, point.at["network"]))]
 
     def draw(self, result: Result, path: Path) -> None:
         drawing, panels = charts.panels(result.title, 2, width=12.0)
@@ -139,7 +118,3 @@ class Budgets(Recipe[MemorySettings]):
         panels[0].legend(fontsize=8)
         panels[1].legend(fontsize=8)
         charts.save(drawing, path)
-
-
-def _listed(point: Point, names: Iterable[str]) -> str:
-    return ": ".join([str(point.at["network"]), *([", ".join(names)] if names else [])])

@@ -52,7 +52,9 @@ PREDICTION_ERROR = Target("measured peak away from the predicted one, at most", 
 WITHIN_BUDGET = Target("measured peak over the budget", "x", 1, at_most=True)
 ONCE_OVER_EACH = Target("gradients reduced once a batch over after every sub-batch", "x", 1)
 RANKS_DIFFERENCE = Target("weights of ranks away from one process, relative", "ppm", 10, at_most=True)
-REFUSALS = Target("budgets below the floor refused before step 1, with all that would help in the message", "%", 100)
+REFUSALS = Target(
+    "budgets below the floor refused before step 1, with a floor that trains and what would help", "%", 100
+)
 MOVED_SHARE = Target("bytes moved a step, of vDNN's at the same budget", "%", 10, at_most=True)
 PLANNING_TIME = Target("profile and plan", "s", 10, at_most=True)
 PLANNING_MEMORY = Target("extra memory of profile and plan, of the step's peak", "%", 1, at_most=True)

@@ -11,7 +11,8 @@ from retime.recipes import modnn_claims as claims
 from retime.recipes.claims import Comparison
 from retime.recipes.measure import Spread, spread
 from retime.recipes.modnn_processes import Worker
-from retime.recipes.modnn_side_by_side import BUDGET, STEP, UNLIMITED, block_ms, budgets_of, side_by_side
+from retime.recipes.modnn_report import budgets_of
+from retime.recipes.modnn_side_by_side import BUDGET, STEP, UNLIMITED, block_ms, side_by_side
 from retime.recipes.recipe import Measured, Recipe, Tick
 from retime.recipes.results import Point, Result, Row
 from retime.recipes.schema import MemorySettings

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from retime.recipes.build import build_batches
-from retime.recipes.measure import Spread, interleave, speedup, spread
+from retime.recipes.measure import interleave, spread
 from retime.recipes.modnn_budget_worker import serve
 from retime.recipes.modnn_processes import Worker, WorkerError, answer_once, closing
 from retime.recipes.recipe import Tick
-from retime.recipes.results import Point, Row
+from retime.recipes.results import Row
 from retime.recipes.schema import MemorySettings
 
 MIB = 2**20
@@ -29,6 +29,8 @@ STEP, PREDICTED, MEASURED, MOVED, DIFFERENCE, BUDGET = (
     *("step", "predicted peak", "measured peak", "moved a step"),
     *("weights differ", "budget"),
 )
+FAILURES = ("refused", "out of memory", "failed")
+"""What becomes of a process that does not train; facts of these names say why, a variant each."""
 _PLAN_KEYS = ("plan", "sub_batch", "offloaded", "predicted_slowdown", "replanned")
 _NO_MEMORY = ("MemoryError", "can't allocate memory", "bad_alloc", "could not create a primitive", "the process ended")
 
@@ -70,7 +72,10 @@ class Network:
         }
 
     def plan(self) -> dict[str, Any]:
-        """`ideal_bytes` and `floor_bytes` of a step, and the number of `parameters`."""
+        """`ideal_bytes`, `plain_peak_bytes` and `floor_bytes` of a step, and the number of `parameters`.
+
+        The plain step's peak is predicted; the ideal is the budget it needs, with what stays free beside it.
+        """
         return answer_once(serve, {**self.request, "do": "plan"}, self.settings.timeout_s)
 
     def process(self, budget: int | str | None, *, give_back: bool = True, **more: Any) -> Worker:
@@ -97,8 +102,13 @@ def network_for(settings: MemorySettings, case: dict[str, Any]) -> Iterator[Netw
         yield Network(settings, case, Path(folder))
 
 
+def no_failures() -> dict[str, dict[str, str]]:
+    """Facts for `FAILURES` to be filled in."""
+    return {kind: {} for kind in FAILURES}
+
+
 def failure(error: WorkerError) -> str:
-    """What became of a process that did not train: "refused", "out of memory", or "failed" for other reasons."""
+    """What became of a process that did not train: one of `FAILURES`, of which the last is for other reasons."""
     text = str(error)
     if text.startswith("BudgetError"):
         return "refused"
@@ -122,7 +132,9 @@ def side_by_side(
             "ideal peak MiB": round(ideal / MIB, 2),
             "floor MiB": round(floor / MIB, 2),
             "ideal over floor": round(ideal / floor, 2),
-            **{"refused": {}, "plans": {}, "out of memory": {}, "failed": {}},
+            "peak of the plain step MiB": round(known["plain_peak_bytes"] / MIB, 2),
+            **no_failures(),
+            "plans": {},
         }
         rows: list[Row] = []
         workers: dict[str, Worker] = {}
@@ -153,35 +165,15 @@ def block_ms(worker: Worker, steps: int, name: str, facts: dict[str, Any]) -> fl
         return 0.0
 
 
-def budgets_of(point: Point) -> list[str]:
-    """The budgets within which it trained."""
-    return [name for name in point.variants(STEP) if name not in (UNLIMITED, GIVING_BACK)]
-
-
-def slowdown(point: Point, name: str) -> Spread | None:
-    """Step time over the unlimited step's, in each round."""
-    if not point.has(name, STEP) or not point.has(UNLIMITED, STEP):
-        return None
-    return speedup(point.values(name, STEP), point.values(UNLIMITED, STEP))
-
-
-def prediction_error(point: Point, name: str) -> float:
-    """The measured peak away from the predicted one, in percent."""
-    return 100 * (point.values(name, MEASURED)[0] / point.values(name, PREDICTED)[0] - 1)
-
-
-def why_missing(point: Point, name: str) -> str:
-    """In a word, why there are no times of a budget."""
-    for key in ("refused", "out of memory", "failed"):
-        if name in point.facts[key]:
-            return f": {key}"
-    return ": not asked for"
+def budget_name(budget: Any) -> str:
+    """How the rows of a budget are called: percents of the ideal peak, or the floor."""
+    return FLOOR if budget == FLOOR else f"{budget:g} %"
 
 
 def _named(budgets: list[Any], ideal: int) -> list[tuple[str, int | str | None]]:
     return [
         *((name, None) for name in (UNLIMITED, GIVING_BACK)),
-        *((FLOOR, FLOOR) if budget == FLOOR else (f"{budget:g} %", int(budget / 100 * ideal)) for budget in budgets),
+        *((budget_name(budget), FLOOR if budget == FLOOR else int(budget / 100 * ideal)) for budget in budgets),
     ]
 
 
@@ -192,7 +184,7 @@ def _end(worker: Worker, name: str, folder: Path, facts: dict[str, Any]) -> list
     rows = [Row(name, MEASURED, "MiB", [answer["measured_bytes"] / MIB])]
     facts["measured by"] = answer["source"]
     if name == GIVING_BACK:
-        rows.append(Row(name, PREDICTED, "MiB", [facts["ideal peak MiB"]]))
+        rows.append(Row(name, PREDICTED, "MiB", [facts["peak of the plain step MiB"]]))
     if "plan" not in answer:
         return rows
     planning_s = round(worker.ready["planning_s"], 2)

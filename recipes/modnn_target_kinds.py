@@ -19,9 +19,9 @@ from retime.recipes.modnn_side_by_side import (
     MOVED,
     PREDICTED,
     STEP,
-    block_ms,
     failure,
     network_for,
+    no_failures,
     side_by_side,
 )
 from retime.recipes.recipe import Measured, Tick
@@ -29,7 +29,7 @@ from retime.recipes.results import Row
 from retime.recipes.schema import MemorySettings
 
 OURS, VDNN = "moDNN, the budget of vDNN ({})", "vDNN ({})"
-PLANNING, EXTRA = "profile and plan", "extra memory"
+PLANNING, FIRST, AGAIN = "profile and plan", "extra memory, first time", "extra memory, again"
 TRAINED = "trained"
 # The floor counts what a step needs, the kernel's limit also what the C library's heap leaves unused; and the floor of
 # one process can lie a little above that of another.
@@ -45,28 +45,27 @@ def training(settings: MemorySettings, case: Case, tick: Tick) -> Measured:
 
 
 def smallest(settings: MemorySettings, case: Case, tick: Tick) -> Measured:
-    """The smallest budget in which a network trains, and its ideal peak."""
+    """The smallest budget in which a network trains, and its ideal peak; no rows if none near the floor does."""
     with network_for(settings, case["network"]) as network:
         known = network.plan()
         tick("planned")
-        failed: dict[str, str] = {}
+        facts: dict[str, Any] = {"ideal peak MiB": known["ideal_bytes"] / MIB, **no_failures()}
+        rows: list[Row] = []
         for share in _ABOVE_FLOOR:
             try:
                 with closed(network.process(int(share * known["floor_bytes"]))) as worker:
                     step_ms = worker.ask({"do": "block", "steps": settings.steps})["ms"]
                     end = worker.ask({"do": "end", "weights": str(network.folder / "weights.pt")})
+                    rows = [
+                        Row(FLOOR, BUDGET, "MiB", [worker.ready["budget_bytes"] / MIB]),
+                        Row(FLOOR, STEP, "ms", step_ms),
+                        Row(FLOOR, PREDICTED, "MiB", [end["predicted_bytes"] / MIB]),
+                        Row(FLOOR, MEASURED, "MiB", [end["measured_bytes"] / MIB]),
+                    ]
+                    facts["plan"] = end["plan"]
                     break
             except WorkerError as error:
-                failed[f"{share:g} x the floor"] = str(error)
-                if share == _ABOVE_FLOOR[-1]:
-                    raise
-        rows = [
-            Row(FLOOR, BUDGET, "MiB", [worker.ready["budget_bytes"] / MIB]),
-            Row(FLOOR, STEP, "ms", step_ms),
-            Row(FLOOR, PREDICTED, "MiB", [end["predicted_bytes"] / MIB]),
-            Row(FLOOR, MEASURED, "MiB", [end["measured_bytes"] / MIB]),
-        ]
-    facts = {"ideal peak MiB": known["ideal_bytes"] / MIB, "plan": end["plan"], "out of memory": failed}
+                facts[failure(error)][f"{share:g} x the floor"] = str(error)
     return Measured(rows, facts)
 
 
@@ -104,7 +103,7 @@ def random_budgets(settings: MemorySettings, case: Case, tick: Tick) -> Measured
 
 
 def refusal(settings: MemorySettings, case: Case, tick: Tick) -> Measured:
-    """A budget of `share` of the floor: what the refusal says, and that nothing was trained before it."""
+    """A budget of `share` of the floor: what the refusal says, whether that is so, and what was trained before it."""
     with network_for(settings, case["network"]) as network:
         request = {**network.request, "share": case["share"]}
         return Measured([], answer_once(modnn_refusal.serve, request, settings.timeout_s))
@@ -113,7 +112,7 @@ def refusal(settings: MemorySettings, case: Case, tick: Tick) -> Measured:
 def traffic(settings: MemorySettings, case: Case, tick: Tick) -> Measured:
     """Bytes moved a step by vDNN's `rules`, and by a plan for the budget that each of them turned out to need."""
     rows: list[Row] = []
-    facts: dict[str, Any] = {"refused": {}, "out of memory": {}, "failed": {}, "plans": {}}
+    facts: dict[str, Any] = {**no_failures(), "plans": {}}
     with network_for(settings, case["network"]) as network:
         for rule in case["rules"]:
             name, ours = VDNN.format(rule), OURS.format(rule)
@@ -122,7 +121,7 @@ def traffic(settings: MemorySettings, case: Case, tick: Tick) -> Measured:
                 try:
                     more = {"rule": rule} if label == name else {}
                     with closed(network.process(budget, **more)) as worker:
-                        step_ms = block_ms(worker, settings.steps, label, facts)
+                        step_ms = worker.ask({"do": "block", "steps": settings.steps})["ms"]
                         end = worker.ask({"do": "end", "weights": str(network.folder / "weights.pt")})
                 except WorkerError as error:
                     facts[failure(error)][label] = str(error)
@@ -131,7 +130,7 @@ def traffic(settings: MemorySettings, case: Case, tick: Tick) -> Measured:
                 budget = end["measured_bytes"]
                 facts["plans"][label] = end.get("plan", f"whole batch, {rule}")
                 rows += [
-                    Row(label, STEP, "ms", [step_ms]),
+                    Row(label, STEP, "ms", step_ms),
                     Row(label, MOVED, "MiB", [end["moved_bytes"] / MIB]),
                     Row(label, MEASURED, "MiB", [end["measured_bytes"] / MIB]),
                 ]
@@ -145,19 +144,20 @@ def planning(settings: MemorySettings, case: Case, tick: Tick) -> Measured:
         **{"optimizer": network.pop("optimizer", settings.optimizer), "seed": settings.seed, "share": case["share"]},
         **{"sub_batches": network.pop("sub_batches", True), "network": network},
     }
-    rows: dict[str, list[float]] = {PLANNING: [], EXTRA: []}
+    rows: dict[str, list[float]] = {PLANNING: [], FIRST: [], AGAIN: []}
     answer: dict[str, Any] = {}
     for number in range(settings.rounds):
         answer = answer_once(modnn_planning.serve, request, settings.timeout_s)
         rows[PLANNING].append(answer.pop("seconds"))
-        rows[EXTRA].append(answer.pop("extra_bytes") / MIB)
+        rows[FIRST].append(answer.pop("first_bytes") / MIB)
+        rows[AGAIN].append(answer.pop("again_bytes") / MIB)
         tick(f"round {number + 1}")
     facts = {
         **{"batch size": network["batch_size"], "plan": answer["plan"], "budget of the peak": case["share"]},
         **{f"{key} GiB": answer[f"{key}_bytes"] / 2**30 for key in ("peak", "floor")},
     }
-    whole = "this machine"
-    return Measured([Row(whole, PLANNING, "s", rows[PLANNING]), Row(whole, EXTRA, "MiB", rows[EXTRA])], facts)
+    units = {PLANNING: "s", FIRST: "MiB", AGAIN: "MiB"}
+    return Measured([Row("this machine", name, units[name], values) for name, values in rows.items()], facts)
 
 
 KINDS: dict[str, Callable[[MemorySettings, Case, Tick], Measured]] = {

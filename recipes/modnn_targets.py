@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -11,22 +11,22 @@ from retime.recipes import charts
 from retime.recipes import modnn_claims as claims
 from retime.recipes.claims import Comparison, Target, amount
 from retime.recipes.measure import spread
-from retime.recipes.modnn_side_by_side import (
-    BUDGET,
-    DIFFERENCE,
-    FLOOR,
-    GIVING_BACK,
-    MEASURED,
-    MOVED,
-    PREDICTED,
-    STEP,
+from retime.recipes.modnn_budget_worker import FLOOR_SHARE
+from retime.recipes.modnn_report import (
+    POOL,
     budgets_of,
+    differences,
+    needed_mib,
+    plans_and_failures,
     prediction_error,
     slowdown,
+    slowdowns,
+    untrained,
     why_missing,
+    with_missing,
 )
-from retime.recipes.modnn_target_kinds import EXTRA, KINDS, OURS, PLANNING, TRAINED, VDNN
-from retime.recipes.modnn_vdnn import ALL, CONVOLUTIONS
+from retime.recipes.modnn_side_by_side import BUDGET, FLOOR, GIVING_BACK, MEASURED, MOVED, PREDICTED, STEP
+from retime.recipes.modnn_target_kinds import AGAIN, FIRST, KINDS, OURS, PLANNING, TRAINED, VDNN
 from retime.recipes.recipe import Measured, Recipe, Tick
 from retime.recipes.results import Point, Result
 from retime.recipes.schema import MemorySettings
@@ -73,44 +73,51 @@ class Targets(Recipe[MemorySettings]):
         for point in result.points:
             kinds[point.facts["kind"]].append(point)
         return [
-            *_prediction(kinds["training"]),
+            *_prediction(kinds),
             *(line for point in kinds["random"] for line in _random(point)),
+            *_within(kinds),
             *_refusals(kinds["refusal"]),
-            *_slowdowns(kinds["training"]),
+            *slowdowns(_timed(kinds["training"])),
             *_smallest(kinds["smallest"]),
             *_traffic(kinds["traffic"]),
             *_planning(kinds["planning"]),
-            *_weights(kinds["training"]),
+            *differences(
+                kinds["training"],
+                [run for point in kinds["training"] for run in untrained(point, point.settings["case"]["budgets"])],
+            ),
         ]
 
     def notes(self, result: Result) -> list[str]:
         lines = [
             "Memory is the process's peak resident size above the same process before it built the model. Under "
             "RLIMIT_DATA the kernel refuses every data byte beyond the budget and headroom_mb, from the first step on; "
-            "'limit from planning' means from before the model was built. Each process has done all of it once before, "
-            "without a limit: code that oneDNN generates and what Python keeps do not count, and under a limit from "
-            "training on that rehearsal's plan is followed. A run that was refused counts as not trained.",
+            "'limit from planning' means from before the model was built. Each process has planned and trained without "
+            "a limit before, and with a plan once more under the same plan: code that oneDNN generates and what Python "
+            "keeps do not count, and under a limit from training on that plan is followed. A run that was refused "
+            "counts as not trained.",
+            f"{POOL} Slowdowns leave out a round of warm-up.",
+            "Of what is predicted, a plan's peak counts what it holds; the ideal peak is the budget of the plain step, "
+            "with what is to stay free beside its own peak.",
             "vDNN is its rule executed for real on this machine: the batch stays whole, and what all layers save, or "
             "what convolutions read, leaves and comes back one ahead of its use. Ours then gets as its budget what "
             "that run turned out to need.",
             "Profile and plan is a dry run of the step on tensors without memory and the search for a plan. Not in it: "
-            "the probe for sub-batches and the calibration, which run parts of the batch.",
+            "the probe for sub-batches and the calibration, which run parts of the batch. Extra memory is what the "
+            "process grows by at its peak meanwhile: the first time with the code that is loaded for it, which a "
+            "process has once, and again for the same network.",
+            "A refusal counts if weights are as before, the operation and the layer that its message names exist, it "
+            "says what would help, and a step then trains in the floor that it names "
+            f"(times {FLOOR_SHARE:g}: two calibrations differ by a little).",
         ]
         for point in result.points:
             network = point.at.get("network", "")
-            for name, plan in point.facts.get("plans", {}).items():
-                text = plan["plan"] if isinstance(plan, dict) else plan
-                lines.append(f"- {point.at['case']}, {network}, {name}: {text}")
-            for kind in ("refused", "out of memory", "failed"):
-                lines += [
-                    f"- {point.at['case']}, {network}, {name}: {kind}: {why}"
-                    for name, why in point.facts.get(kind, {}).items()
-                ]
+            lines += plans_and_failures(point, ", ".join(filter(None, [point.at["case"], network])))
             for label, outcome in point.facts.get("outcomes", {}).items():
                 if outcome != TRAINED:
                     lines.append(f"- {point.at['case']}, {label}: {outcome}")
             if "message" in point.facts:
                 lines.append(f"- {network} below its floor: {point.facts['message']}")
+                lines.append(f"- {network} at the floor that this names: {point.facts['at the floor it names']}")
         return lines
 
     def draw(self, result: Result, path: Path) -> None:
@@ -140,28 +147,69 @@ class Targets(Recipe[MemorySettings]):
         charts.save(drawing, path)
 
 
-def _prediction(points: list[Point]) -> Iterator[Comparison]:
-    found = {}
-    for point in points:
-        names = [name for name in point.variants(PREDICTED) if point.has(name, MEASURED)]
-        if names:
-            found[f"{point.at['network']} ({point.at['case']})"] = max(abs(prediction_error(point, n)) for n in names)
-    if found:
-        listed = "; ".join(f"{name} {error:.1f} %" for name, error in found.items())
-        yield Comparison(claims.PREDICTION_ERROR, spread([max(found.values())]), listed)
+def _prediction(kinds: dict[str, list[Point]]) -> Iterator[Comparison]:
+    """A line a network over its budgets, then one each for the plain step and for budgets of other cases."""
+    training = kinds["training"]
+    for network in dict.fromkeys(point.at["network"] for point in training):
+        own = [point for point in training if point.at["network"] == network]
+        found = {
+            f"{name} ({point.at['case']})": prediction_error(point, name) for point in own for name in budgets_of(point)
+        }
+        missing = [run for point in own for run in untrained(point, point.settings["case"]["budgets"])]
+        yield _worst(found, network, missing)
+    plain = {
+        f"{point.at['network']} ({point.at['case']})": prediction_error(point, GIVING_BACK)
+        for point in training
+        if point.has(GIVING_BACK, MEASURED)
+    }
+    if plain:
+        yield _worst(plain, f"{GIVING_BACK}, no plan")
+    for point in kinds["random"]:
+        found = {name: prediction_error(point, name) for name in point.variants(PREDICTED)}
+        good = sum(claims.PREDICTION_ERROR.met(abs(error)) for error in found.values())
+        worst = sorted(found.items(), key=lambda run: -abs(run[1]))[:1]
+        wanted = amount(claims.PREDICTION_ERROR.value, "%")
+        yield _worst(dict(worst), f"{point.at['case']}, {good} of {len(found)} that trained within {wanted}; most")
+    for point in kinds["smallest"]:
+        found = {name: prediction_error(point, name) for name in point.variants(PREDICTED)}
+        yield _worst(found, f"{point.at['network']} ({point.at['case']})", [] if found else [FLOOR])
+
+
+def _worst(errors: dict[str, float], what: str, missing: Iterable[str] = ()) -> Comparison:
+    listed = [f"{name} {amount(error, '%')}" for name, error in errors.items()]
+    most = spread([max(abs(error) for error in errors.values())]) if errors else None
+    return Comparison(claims.PREDICTION_ERROR, most, f"{what}: {with_missing(listed, missing)}")
 
 
 def _random(point: Point) -> Iterator[Comparison]:
     outcomes = point.facts["outcomes"]
     trained = [label for label, outcome in outcomes.items() if outcome == TRAINED]
     died = [label for label, outcome in outcomes.items() if outcome.startswith("out of memory")]
+    over = [label for label in trained if point.values(label, MEASURED)[0] > point.values(label, BUDGET)[0]]
     where = f"limit from {point.facts['limit from']} on"
-    target = Target("runs inside a random budget that trained", "runs", len(outcomes))
+    target = Target("runs at a random budget that trained", "runs", len(outcomes))
     yield Comparison(target, spread([len(trained)]), where)
+    target = Target("runs at a random budget that trained with a measured peak inside it", "runs", len(outcomes))
+    remark = "; ".join([f"{len(trained)} trained", *([f"over their budgets: {', '.join(over)}"] if over else [])])
+    yield Comparison(target, spread([len(trained) - len(over)]), remark)
     yield Comparison(claims.OUT_OF_MEMORY, spread([len(died)]), where)
-    if trained:
-        most = max(point.values(label, MEASURED)[0] / point.values(label, BUDGET)[0] for label in trained)
-        yield Comparison(claims.WITHIN_BUDGET, spread([most]), "the worst of those that trained")
+
+
+def _within(kinds: dict[str, list[Point]]) -> Iterator[Comparison]:
+    for kind in ("training", "random", "smallest"):
+        shares = {
+            ", ".join([*([str(point.at["network"])] if "network" in point.at else []), name]): (
+                point.values(name, MEASURED)[0] / point.values(name, BUDGET)[0]
+            )
+            for point in kinds[kind]
+            for name in point.variants(MEASURED)
+            if point.has(name, BUDGET)
+        }
+        if shares:
+            worst = max(shares, key=lambda run: shares[run])
+            inside = sum(share <= 1 for share in shares.values())
+            remark = f"{kind}, {inside} of {len(shares)} that trained are inside; most: {worst}"
+            yield Comparison(claims.WITHIN_BUDGET, spread([shares[worst]]), remark)
 
 
 def _refusals(points: list[Point]) -> Iterator[Comparison]:
@@ -169,51 +217,52 @@ def _refusals(points: list[Point]) -> Iterator[Comparison]:
         return
     lacking, good = [], 0
     for point in points:
-        missing = [part for part, there in point.facts["said"].items() if not there]
-        good += not missing and point.facts["weights unchanged"] and not point.facts["steps before"]
-        lacking += [f"{point.at['network']} lacks {part}" for part in missing]
+        missing = [f"{point.at['network']} lacks {part}" for part, there in point.facts["said"].items() if not there]
+        if not point.facts["weights unchanged"] or point.facts["steps before"]:
+            missing.append(f"{point.at['network']} was trained before the refusal")
+        good += not missing
+        lacking += missing
     remark = "; ".join(lacking) or ", ".join(point.at["network"] for point in points)
     yield Comparison(claims.REFUSALS, spread([100 * good / len(points)]), remark)
 
 
-def _slowdowns(points: list[Point]) -> Iterator[Comparison]:
-    for name, target in (("50 %", claims.SLOWDOWN_50), ("25 %", claims.SLOWDOWN_25)):
-        for point in points:
-            if name in _asked_for(point):
-                slower = slowdown(point, name)
-                remark = point.at["network"] + ("" if slower else why_missing(point, name))
-                yield Comparison(target, slower, remark)
-
-
-def _asked_for(point: Point) -> list[str]:
-    """Budgets of cases that time them: an offload-only case is about weights."""
-    case = point.settings["case"]
-    return [] if case.get("times") is False else [f"{budget} %" for budget in case["budgets"]]
+def _timed(points: list[Point]) -> list[Point]:
+    """Those of cases that are about times: an offload-only case is about weights."""
+    return [point for point in points if point.settings["case"].get("times") is not False]
 
 
 def _smallest(points: list[Point]) -> Iterator[Comparison]:
     for point in points:
-        ratio = point.facts["ideal peak MiB"] / point.values(FLOOR, BUDGET)[0]
-        over = point.values(FLOOR, MEASURED)[0] / point.values(FLOOR, BUDGET)[0]
+        network = point.at["network"]
+        if not point.has(FLOOR, MEASURED):
+            yield Comparison(claims.SMALLEST_BUDGET, None, f"{network}: did not train near its floor")
+            continue
+        budget, held = (amount(point.values(FLOOR, quantity)[0], "MiB") for quantity in (BUDGET, MEASURED))
         yield Comparison(
             claims.SMALLEST_BUDGET,
-            spread([ratio]),
-            f"{point.at['network']}: trained in {amount(point.values(FLOOR, BUDGET)[0], 'MiB')}, of which it used "
-            f"{100 * over:.0f} %; {point.facts['plan']}",
+            spread([point.facts["ideal peak MiB"] / needed_mib(point, FLOOR)]),
+            f"{network}: trained in {budget}, of which it held {held}; the larger counts; {point.facts['plan']}",
         )
 
 
 def _traffic(points: list[Point]) -> Iterator[Comparison]:
     for point in points:
-        for rule in (ALL, CONVOLUTIONS):
+        network = point.at["network"]
+        for rule in point.settings["case"]["rules"]:
             ours, theirs = OURS.format(rule), VDNN.format(rule)
-            if point.has(ours, MOVED):
-                moved, most = point.values(ours, MOVED)[0], point.values(theirs, MOVED)[0]
-                remark = (
-                    f"{point.at['network']}, {theirs}: {amount(moved, 'MiB')} against {amount(most, 'MiB')} in "
-                    f"{amount(point.values(theirs, MEASURED)[0], 'MiB')}"
-                )
-                yield Comparison(claims.MOVED_SHARE, spread([100 * moved / most]), remark)
+            lacking = next((name for name in (theirs, ours) if not point.has(name, MOVED)), None)
+            if lacking:
+                yield Comparison(claims.MOVED_SHARE, None, f"{network}, {lacking}{why_missing(point, lacking)}")
+                continue
+            (moved, most), (held, budget) = (
+                [point.values(name, quantity)[0] for name in (ours, theirs)] for quantity in (MOVED, MEASURED)
+            )
+            yield Comparison(
+                claims.MOVED_SHARE,
+                spread([100 * moved / most]),
+                f"{network}, {theirs}: {amount(moved, 'MiB')} in {amount(held, 'MiB')} against "
+                f"{amount(most, 'MiB')} in {amount(budget, 'MiB')}",
+            )
 
 
 def _planning(points: list[Point]) -> Iterator[Comparison]:
@@ -221,17 +270,8 @@ def _planning(points: list[Point]) -> Iterator[Comparison]:
         (name,) = point.variants(PLANNING)
         where = f"{point.at['network']}, batch {point.facts['batch size']}"
         yield Comparison(claims.PLANNING_TIME, spread(point.values(name, PLANNING)), where)
-        share = [100 * value / (1024 * point.facts["peak GiB"]) for value in point.values(name, EXTRA)]
-        remark = f"{where}: {amount(spread(point.values(name, EXTRA)).median, 'MiB')} of Python objects"
-        yield Comparison(claims.PLANNING_MEMORY, spread(share), remark)
-
-
-def _weights(points: list[Point]) -> Iterator[Comparison]:
-    for target, split in ((claims.OFFLOAD_DIFFERENCE, False), (claims.SPLIT_DIFFERENCE, True)):
-        found = {}
-        for point in points:
-            for name in point.variants(DIFFERENCE):
-                if (point.facts["plans"][name]["sub_batch"] < point.facts["batch size"]) is split:
-                    found[f"{point.at['network']} at {name}"] = point.values(name, DIFFERENCE)[0]
-        if found:
-            yield Comparison(target, spread([max(found.values())]), ", ".join(found))
+        for quantity, what in ((FIRST, "the first time, with code it loads"), (AGAIN, "the second time")):
+            extra = point.values(name, quantity)
+            share = [100 * value / (1024 * point.facts["peak GiB"]) for value in extra]
+            remark = f"{where}: {amount(spread(extra).median, 'MiB')} {what}"
+            yield Comparison(claims.PLANNING_MEMORY, spread(share), remark)

@@ -1,5 +1,6 @@
 """`modnn_targets`: every kind of case at a small size, and the report's lines from made-up points."""
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,18 +14,38 @@ from retime.recipes import __main__ as command
 from retime.recipes import modnn_claims as claims
 from retime.recipes.build import CPU, build_model, loss_of
 from retime.recipes.modnn_processes import WorkerError
-from retime.recipes.modnn_side_by_side import BUDGET, DIFFERENCE, MEASURED, MOVED, PREDICTED, STEP, failure
-from retime.recipes.modnn_target_kinds import EXTRA, OURS, PLANNING, VDNN
+from retime.recipes.modnn_refusal import FLOOR as FLOOR_THAT_TRAINS
+from retime.recipes.modnn_refusal import HINT, LAYER, TASK, check
+from retime.recipes.modnn_side_by_side import (
+    BUDGET,
+    DIFFERENCE,
+    FLOOR,
+    GIVING_BACK,
+    MEASURED,
+    MOVED,
+    PREDICTED,
+    STEP,
+    Network,
+    failure,
+)
+from retime.recipes.modnn_target_kinds import AGAIN, FIRST, KINDS, OURS, PLANNING, VDNN
 from retime.recipes.modnn_targets import Targets
 from retime.recipes.modnn_vdnn import Vdnn
 from retime.recipes.results import Point, Result, Row, load
-from retime.recipes.schema import MemorySettings
+from retime.recipes.schema import Hardware, MemorySettings
+from retime.schedules.memory.errors import BudgetError
 
+SGD = {"_target_": "torch.optim.SGD", "lr": 0.01}
 MLP: dict[str, Any] = {
     "batch_size": 256,
     "model": {"_target_": "retime.recipes.models.mlp", "depth": 6, "width": 64},
-    "data": {"_target_": "retime.recipes.batches.synthetic_vectors", "features": 64, "classes": 64},
+    "data": {"_target_": "retime.recipes.batches.synthetic_vectors", "features": 64, "classes": 64, "length": 8192},
 }
+
+
+def block(network: dict[str, Any]) -> str:
+    """A network as Hydra's command line spells it."""
+    return json.dumps(network).replace('"', "")
 
 
 @pytest.fixture
@@ -46,39 +67,38 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[s
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's limits and /proc")
 def test_small_cases_of_every_kind(run: Callable[..., dict[str, Point]]) -> None:
-    mlp = (
-        "{batch_size: 256, model: {_target_: retime.recipes.models.mlp, depth: 6, width: 64}, "
-        "data: {_target_: retime.recipes.batches.synthetic_vectors, features: 64, classes: 64}}"
-    )
     large = (
         "{batch_size: 256, image_size: 64, sub_batches: false, "
         "model: {_target_: retime.recipes.models.vgg, depth: 16, hidden: 0, image_size: 64}}"
     )
     points = run(
-        f"{{MLP: {mlp}, VGG-16: {large}}}",
+        f"{{MLP: {block(MLP)}, MLP of many: {block({**MLP, 'batch_size': 8192})}, VGG-16: {large}}}",
         "{below: {kind: refusal, networks: [MLP], share: 0.5}, "
         "drawn: {kind: random, networks: [MLP], batches: [1.0, 0.5], draws: 1, limit: planning, headroom_mb: 128}, "
-        "traffic: {kind: traffic, networks: [MLP], rules: [all], headroom_mb: 64}, "
+        "traffic: {kind: traffic, networks: [MLP of many], rules: [all], headroom_mb: 64}, "
         "planning: {kind: planning, networks: [VGG-16], share: 0.9}}",
     )
     below = points["below"].facts
     assert below["steps before"] == 0
     assert below["weights unchanged"]
-    assert all(below["said"].values())
+    assert below["said"].keys() == {FLOOR_THAT_TRAINS, TASK, LAYER, HINT}
+    assert all(below["said"][part] for part in (TASK, LAYER, HINT))
+    # two calibrations may differ by more than the share that is added
+    assert below["said"][FLOOR_THAT_TRAINS] or "below this step's floor" in below["at the floor it names"]
 
     (label,) = points["drawn"].facts["outcomes"]
     assert points["drawn"].facts["outcomes"][label] == "trained"
     assert points["drawn"].values(label, MEASURED)[0] > 0
 
-    theirs = points["traffic"].values(VDNN.format("all"), MOVED)[0]
-    # the six layers' outputs of 256 x 64 numbers and their log-softmax, out and back; the last storage stays
-    assert theirs == 2 * 7 * 256 * 64 * 4 / 2**20
-    ours = OURS.format("all")  # so small a step may need more than that for what stays free
-    if ours not in points["traffic"].facts["refused"]:
-        assert points["traffic"].values(ours, MOVED)[0] < theirs
+    theirs, ours = VDNN.format("all"), OURS.format("all")
+    # the six layers' outputs of 8192 x 64 numbers and their log-softmax, out and back; the last storage stays
+    assert points["traffic"].values(theirs, MOVED)[0] == 2 * 7 * 8192 * 64 * 4 / 2**20
+    assert points["traffic"].values(ours, MOVED)[0] < points["traffic"].values(theirs, MOVED)[0]
 
     assert points["planning"].facts["batch size"] == 256
     assert 1 < points["planning"].facts["peak GiB"] < 5
+    first, again = (points["planning"].values("this machine", which)[0] for which in (FIRST, AGAIN))
+    assert first > again, "it loads code"
 
 
 def test_vdnn_offloads_what_its_rule_says() -> None:
@@ -120,8 +140,9 @@ def test_vdnn_without_convolutions_is_refused() -> None:
 
 
 def point(case: str, kind: str, rows: list[Row], **facts: Any) -> Point:
-    settings = {"case": {"kind": kind, "budgets": [50, 25]}}
-    return Point({"case": case, "network": "net"}, settings, rows, {"kind": kind, "batch size": 8, **facts})
+    settings = {"case": {"kind": kind, "budgets": [50, 25], "rules": ["all", "conv"]}}
+    failures: dict[str, dict[str, str]] = {"refused": {}, "out of memory": {}, "failed": {}}
+    return Point({"case": case, "network": "net"}, settings, rows, {"kind": kind, "batch size": 8, **failures, **facts})
 
 
 def lines(*points: Point) -> dict[str, list[tuple[float | None, str]]]:
@@ -133,53 +154,173 @@ def lines(*points: Point) -> dict[str, list[tuple[float | None, str]]]:
     return found
 
 
+def memory(name: str, **mib: float) -> list[Row]:
+    quantities = {"budget": BUDGET, "predicted": PREDICTED, "measured": MEASURED, "moved": MOVED}
+    return [Row(name, quantities[key], "MiB", [value]) for key, value in mib.items()]
+
+
 def test_lines_of_training() -> None:
     rows = [
         Row("unlimited", STEP, "ms", [10.0, 20.0]),
         Row("50 %", STEP, "ms", [11.0, 24.0]),
-        *(Row("50 %", *rest) for rest in ((BUDGET, "MiB", [50.0]), (PREDICTED, "MiB", [40.0]))),
-        *(Row("50 %", *rest) for rest in ((MEASURED, "MiB", [41.0]), (DIFFERENCE, "ppm", [0.5]))),
+        Row("50 %", DIFFERENCE, "ppm", [0.5]),
+        *memory("50 %", budget=50.0, predicted=40.0, measured=41.0),
+        *memory(GIVING_BACK, predicted=100.0, measured=98.0),
     ]
-    plans = {"50 %": {"sub_batch": 4}}
-    nothing: dict[str, str] = {}
-    found = lines(
-        point(
-            "a", "training", rows, plans=plans, refused={"25 %": "too small"}, failed=nothing, **{"out of memory": {}}
-        )
-    )
+    plan = {"plan": "sub-batch 4", "sub_batch": 4, "predicted_slowdown": 1.0, "planning_s": 1.0}
+    trained = point("a", "training", rows, plans={"50 %": plan}, refused={"25 %": "too small"})
+    found = lines(trained)
     assert found[claims.SLOWDOWN_50.what] == [(pytest.approx(1.15), "net")]
     assert found[claims.SLOWDOWN_25.what] == [(None, "net: refused")]
-    assert found[claims.PREDICTION_ERROR.what] == [(pytest.approx(2.5), "net (a) 2.5 %")]
-    assert found[claims.SPLIT_DIFFERENCE.what] == [(0.5, "net at 50 %")]
-    assert claims.OFFLOAD_DIFFERENCE.what not in found
+    assert found[claims.PREDICTION_ERROR.what] == [
+        (pytest.approx(2.5), "net: 50 % (a) 2.50 %; not trained: net at 25 %: refused"),
+        (pytest.approx(2.0), f"{GIVING_BACK}, no plan: net (a) -2.00 %"),
+    ]
+    assert found[claims.WITHIN_BUDGET.what] == [
+        (pytest.approx(0.82), "training, 1 of 1 that trained are inside; most: net, 50 %")
+    ]
+    assert found[claims.SPLIT_DIFFERENCE.what] == [(0.5, "net at 50 % 0.500 ppm; not trained: net at 25 %: refused")]
+    assert found[claims.OFFLOAD_DIFFERENCE.what] == [(None, "not trained: net at 25 %: refused")]
 
 
-def test_lines_of_the_other_kinds() -> None:
+def test_a_network_that_trained_nowhere_has_a_line() -> None:
+    refused = point("a", "training", [], plans={}, refused={"50 %": "too small", "25 %": "too small"})
+    found = lines(refused)
+    assert found[claims.PREDICTION_ERROR.what] == [
+        (None, "net: not trained: net at 50 %: refused, net at 25 %: refused")
+    ]
+    assert claims.WITHIN_BUDGET.what not in found
+
+
+def test_lines_of_random_budgets() -> None:
     drawn = point(
         "b",
         "random",
-        [*(Row("1: net", *rest) for rest in ((BUDGET, "MiB", [50.0]), (MEASURED, "MiB", [45.0])))],
-        outcomes={"1: net": "trained", "2: net": "out of memory: MemoryError", "3: net": "refused: BudgetError"},
+        [
+            *memory("1: net", budget=50.0, predicted=44.0, measured=45.0),
+            *memory("4: net", budget=50.0, predicted=40.0, measured=55.0),
+        ],
+        outcomes={
+            **{"1: net": "trained", "2: net": "out of memory: MemoryError"},
+            **{"3: net": "refused: BudgetError", "4: net": "trained"},
+        },
         **{"limit from": "planning"},
     )
-    said = dict.fromkeys(("floor", "task"), True)
-    refused = [
-        point("c", "refusal", [], said={**said, "layer": layer}, **{"weights unchanged": True, "steps before": 0})
-        for layer in (True, False)
+    found = lines(drawn)
+    assert found["runs at a random budget that trained"] == [(2, "limit from planning on")]
+    assert found["runs at a random budget that trained with a measured peak inside it"] == [
+        (1, "2 trained; over their budgets: 4: net")
     ]
-    moving = [Row(name.format("all"), MOVED, "MiB", [value]) for name, value in ((OURS, 5.0), (VDNN, 40.0))]
-    traffic = point("d", "traffic", [*moving, Row(VDNN.format("all"), MEASURED, "MiB", [100.0])])
-    planned = point(
-        "e", "planning", [Row("x", PLANNING, "s", [3.0]), Row("x", EXTRA, "MiB", [2.0])], **{"peak GiB": 1.0}
-    )
-    found = lines(drawn, *refused, traffic, planned)
-    assert found["runs inside a random budget that trained"] == [(1, "limit from planning on")]
     assert found[claims.OUT_OF_MEMORY.what] == [(1, "limit from planning on")]
-    assert found[claims.WITHIN_BUDGET.what][0][0] == pytest.approx(0.9)
-    assert found[claims.REFUSALS.what] == [(50, "net lacks layer")]
-    assert found[claims.MOVED_SHARE.what][0][0] == pytest.approx(12.5)
+    assert found[claims.WITHIN_BUDGET.what] == [
+        (pytest.approx(1.1), "random, 1 of 2 that trained are inside; most: net, 4: net")
+    ]
+    assert found[claims.PREDICTION_ERROR.what] == [
+        (pytest.approx(37.5), "b, 1 of 2 that trained within 5.00 %; most: 4: net 37.50 %")
+    ]
+
+
+def test_lines_of_the_smallest_budget() -> None:
+    facts = {"ideal peak MiB": 300.0, "plan": "sub-batch 1"}
+    over = point("f", "smallest", memory(FLOOR, budget=10.0, predicted=9.0, measured=12.0), **facts)
+    found = lines(over)
+    ((ratio, remark),) = found[claims.SMALLEST_BUDGET.what]
+    assert ratio == pytest.approx(25.0), "what it held, not what it was given"
+    assert "trained in 10.00 MiB, of which it held 12.00 MiB" in remark
+    assert found[claims.PREDICTION_ERROR.what] == [(pytest.approx(100 / 3), "net (f): floor 33.33 %")]
+    assert found[claims.WITHIN_BUDGET.what][0][0] == pytest.approx(1.2)
+    dead = point("f", "smallest", [], failed={"1 x the floor": "ValueError"}, **{"ideal peak MiB": 300.0})
+    assert lines(dead)[claims.SMALLEST_BUDGET.what] == [(None, "net: did not train near its floor")]
+
+
+def test_lines_of_the_other_kinds() -> None:
+    said = dict.fromkeys((FLOOR_THAT_TRAINS, TASK, HINT), True)
+    refused = [
+        point("c", "refusal", [], said={**said, LAYER: there}, **{"weights unchanged": True, "steps before": steps})
+        for there, steps in ((True, 0), (False, 0), (True, 1))
+    ]
+    rows = [
+        *memory(OURS.format("all"), moved=5.0, measured=90.0),
+        *memory(VDNN.format("all"), moved=40.0, measured=100.0),
+        *memory(VDNN.format("conv"), moved=30.0, measured=80.0),
+    ]
+    traffic = point("d", "traffic", rows, refused={OURS.format("conv"): "BudgetError"})
+    mib = {FIRST: 20.0, AGAIN: 2.0}
+    planned = [Row("x", PLANNING, "s", [3.0]), *(Row("x", which, "MiB", [value]) for which, value in mib.items())]
+    found = lines(*refused, traffic, point("e", "planning", planned, **{"peak GiB": 1.0}))
+    assert found[claims.REFUSALS.what] == [
+        (pytest.approx(100 / 3), f"net lacks {LAYER}; net was trained before the refusal")
+    ]
+    assert found[claims.MOVED_SHARE.what] == [
+        (pytest.approx(12.5), "net, vDNN (all): 5.00 MiB in 90.00 MiB against 40.00 MiB in 100.0 MiB"),
+        (None, f"net, {OURS.format('conv')}: refused"),
+    ]
     assert found[claims.PLANNING_TIME.what] == [(3, "net, batch 8")]
-    assert found[claims.PLANNING_MEMORY.what][0][0] == pytest.approx(100 * 2 / 1024)
+    assert [value for value, _ in found[claims.PLANNING_MEMORY.what]] == pytest.approx(
+        [100 * 20 / 1024, 100 * 2 / 1024]
+    )
+
+
+def test_a_run_that_dies_in_its_block_leaves_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dying:
+        def __init__(self, budget: int | None) -> None:
+            self.budget = budget
+
+        def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+            if request["do"] == "block" and self.budget is not None:
+                raise WorkerError("RuntimeError: DefaultCPUAllocator: can't allocate memory")
+            return {"ms": [1.0], "moved_bytes": 2**20, "measured_bytes": 2**20}
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(Network, "process", lambda self, budget, **more: Dying(budget))
+    measured = KINDS["traffic"](
+        MemorySettings(hardware=Hardware("cpu", "cpu", None), optimizer=SGD),
+        {"network": dict(MLP), "rules": ["all"]},
+        lambda text: None,
+    )
+    assert {row.variant for row in measured.rows} == {VDNN.format("all")}
+    assert measured.facts["out of memory"].keys() == {OURS.format("all")}
+
+
+class Accepting:
+    """Trains in budgets from one on; what :func:`check` asks of a training."""
+
+    def __init__(self, least: int) -> None:
+        self.model, self.least = torch.nn.Sequential(torch.nn.Linear(2, 2)), least
+
+    def limit(self, budget: int) -> None:
+        if budget < self.least:
+            raise BudgetError("too small", floor_bytes=self.least, task="", layer="", hint="None would help")
+
+    def step(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("least", "task", "layer", "hint", "lacks"),
+    [
+        (1000, "addmm.default (forward)", "0", "A smaller batch would help", set()),
+        (1031, "addmm.default (forward)", "0", "A smaller batch would help", {FLOOR_THAT_TRAINS}),
+        (1000, "addmn.default (forward)", "0", "A smaller batch would help", {TASK}),
+        (1000, "addmm.default (forward)", "1", "A smaller batch would help", {LAYER}),
+        (1000, "addmm.default (forward)", "0", "No luck", {HINT}),
+    ],
+)
+def test_what_a_refusal_says_is_tried(least: int, task: str, layer: str, hint: str, lacks: set[str]) -> None:
+    refusal = BudgetError("a budget of 3 bytes is too small", floor_bytes=1000, task=task, layer=layer, hint=hint)
+    said, at_floor = check(str(refusal), Accepting(least))
+    assert {part for part, good in said.items() if not good} == lacks
+    assert ("at least 1031 bytes" in at_floor) is (FLOOR_THAT_TRAINS in lacks)
+
+
+def test_a_refusal_without_a_floor_says_nothing() -> None:
+    said, _ = check("no", Accepting(0))
+    assert not any(said.values())
 
 
 def test_cases_that_mean_nothing_are_refused() -> None:
