@@ -8,7 +8,7 @@ ranks tell one another in what way it runs, and whether one of them has failed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -126,9 +126,10 @@ class BudgetedDataParallelStep(BudgetedStep):
 
     def _run(self, step: Step, part: Any) -> Any:
         if not self.planning:
-            self._reduction.next()
+            over = self._reduction.next()
             try:
-                return step(part)
+                with alone(self._wrapped, watch=False) if over else nullcontext():
+                    return step(part)
             except BaseException:
                 self._reduction.end()
                 raise

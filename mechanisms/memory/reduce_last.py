@@ -15,9 +15,11 @@ class ReduceLast:
     ::
 
         reduce.begin(weights)
-        for part in parts:
-            reduce.next()
-            loss(model(part)).backward()
+        for part, weight in zip(parts, weights):
+            with alone(model) if reduce.next() else nullcontext():
+                loss = step(model, part)
+            if weight:
+                (loss * weight).backward()
         reduce.end()
 
     Inside of ``model.no_sync()`` no part reduces. Buffers are sent once a batch, as without parts.
@@ -38,17 +40,22 @@ class ReduceLast:
         self._wanted = self._model.require_backward_grad_sync
         self._part, self._last = -1, max(index for index, weight in enumerate(weights) if weight)
 
-    def next(self) -> None:
-        """The forward pass of the next part begins."""
-        if self._wanted is not None:
-            self._part += 1
-            self._model.require_backward_grad_sync = self._wanted and self._part == self._last
+    def next(self) -> bool:
+        """The forward pass of the next part begins.
+
+        Returns:
+            Whether the batch's gradients have left: then this part must not go through DDP's forward pass, which would
+            begin the next batch and talk to ranks that have no such part.
+        """
+        if self._wanted is None:
+            return False
+        self._part += 1
+        self._model.require_backward_grad_sync = self._wanted and self._part == self._last
+        return self._part > self._last
 
     def end(self) -> None:
         """The batch is over, or will not be finished."""
         if self._wanted is None:
             return
         self._model.require_backward_grad_sync = self._wanted
-        if self._wanted and self._part > self._last:  # a forward pass without reduction came after the reduction
-            self._model.require_forward_param_sync = True
         self._wanted = None
