@@ -31,7 +31,6 @@ from retime.mechanisms.memory.budget import show_bytes
 from retime.mechanisms.memory.budget_report import BudgetReport, PlannedShape
 from retime.mechanisms.memory.calibrate import calibrate
 from retime.mechanisms.memory.certificate import Certificate
-from retime.mechanisms.memory.costs import StepCosts
 from retime.mechanisms.memory.floor import StepMemory
 from retime.mechanisms.memory.freed_memory import FreedMemory
 from retime.mechanisms.memory.host import HostTier
@@ -354,9 +353,7 @@ class BudgetedStep:
             certificate = self._certify(step, batch, samples=self._probe_samples(plain, samples))
         separable = certificate is not None and certificate.separable
         with undisturbed(self.model):
-            costs = StepCosts()
-            if samples > 1:
-                costs = calibrate(dry, self.host, plain=plain, budget_bytes=self.budget_bytes)
+            costs = calibrate(dry, self.host, plain=plain, budget_bytes=self.budget_bytes)
             smallest = 3 if self.batchnorm == "ghost" else 1  # then equal parts have 2, and with them a variance
             memory = StepMemory(dry, halvings(samples, smallest) if separable else (samples,), costs, check=True)
             try:
@@ -375,7 +372,6 @@ class BudgetedStep:
         states = [tensors_in(list(optimizer.state.values())) for optimizer in self.optimizers]
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         there = [*self.model.parameters(), *self.model.buffers(), *gradients, *chain(*states), *tensors_in(batch)]
-        there = [tensor for tensor in there if tensor.layout == torch.strided]  # a sparse one has no storage to ask for
         self._freed.hold(max(0, nbytes - self.hidden_bytes), there)
 
     def _explained(self, error: BudgetError, certificate: Certificate | None) -> BudgetError:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from retime.mechanisms.memory.batchnorm import batch_statistics_layers
 from retime.mechanisms.memory.costs import StepCosts
 from retime.mechanisms.memory.heap import trim_heap
 from retime.mechanisms.memory.host import HostTier
@@ -88,7 +89,7 @@ def calibrate(
         step: what to run. Its state, and the random generators, stay as they are.
         host: the tier that is timed.
         sub_batches: numbers of samples, the smaller one first; by default an eighth and a quarter of the batch, or as
-            many as fit into the budget. While memory is measured, all that can be is offloaded.
+            many as fit into the budget, and at least two samples with batch statistics. While memory is measured, all that can be is offloaded.
         plain: a dry run of the whole batch. With it the model's own parameters are read, unless the step writes into
             them; without it copies are.
         budget_bytes: what the step may need, with parameters and the batch.
@@ -96,13 +97,20 @@ def calibrate(
     Raises:
         ValueError: two equal sizes, or more samples than the batch has.
     """
-    low, high, fits = (*sub_batches, True) if sub_batches else _sizes_within(step.samples, plain, budget_bytes)
-    if not 0 < low < high <= step.samples:
-        raise ValueError(f"sub_batches={low, high}: give two sizes within the batch of {step.samples}, smaller first")
+    if sub_batches and not 0 < sub_batches[0] < sub_batches[1] <= step.samples:
+        raise ValueError(f"{sub_batches=}: give two sizes within the batch of {step.samples}, smaller first")
+    # A BatchNorm after pooling refuses one sample.
+    least = min(step.samples, 2 if batch_statistics_layers(step.module) else 1)
+    low, high, fits = (*sub_batches, True) if sub_batches else _sizes_within(step.samples, least, plain, budget_bytes)
     parameter = next(step.module.parameters())
     in_place = plain is not None and not plain.trace.writes_parameters
     runs = [
-        DryRun(replace(step.of_size(size), optimizers=()), real=True, host=host, in_place=in_place)
+        DryRun(
+            replace(step.of_size(size), optimizers=(), gradients="freed", buckets=""),  # there is no step before
+            real=True,
+            host=host,
+            in_place=in_place,
+        )
         for size in (low, high)
     ]
     pool = MemoryPool()
@@ -122,8 +130,8 @@ def calibrate(
     finally:
         pool.limit(0)
         pool.remove()
-    holes = _line(rest[0], rest[1], low, high)
-    sample_ms = max(0.0, (times[1] - times[0]) / (high - low))
+    holes = _line(min(rest), rest[1], low, high)
+    sample_ms = max(0.0, (times[1] - times[0]) / max(1, high - low))
     return StepCosts(
         fixed_ms=max(0.0, times[0] - low * sample_ms),
         sample_ms=sample_ms,
@@ -133,19 +141,21 @@ def calibrate(
         operations=_sizes(scratch[0], scratch[1], low, high),
         scratch_bytes=holes.fixed,
         scratch_sample_bytes=holes.sample,
+        few_samples=high - 1 if rest[0] > rest[1] else 0,
+        few_bytes=rest[0],
         spare_bytes=_spare_bytes(plain) if parameter.device.type == "cpu" else 0,
     )
 
 
-def _sizes_within(samples: int, plain: StepProfile | None, budget_bytes: int) -> tuple[int, int, bool]:
-    """Two sizes, and whether the plain step of the larger one fits."""
-    most = max(2, samples // 4)
-    fits = True
+def _sizes_within(samples: int, least: int, plain: StepProfile | None, budget_bytes: int) -> tuple[int, int, bool]:
+    """Two sizes, equal only for the smallest batches, and whether the plain step of the larger one fits."""
+    high, fits = max(2 * least, samples // 4), True
     if plain is not None:
         each = max(1, (plain.peak_bytes - plain.resident_bytes) // samples)
         room = (budget_bytes - plain.resident_bytes) // each
-        most, fits = max(2, min(most, room)), room >= 2
-    return most // 2, most, fits
+        high, fits = min(high, max(least + 1, room)), room > least
+    high = min(high, samples)
+    return max(least, min(high // 2, high - 1)), high, fits
 
 
 def _spare_bytes(plain: StepProfile | None) -> int:
@@ -174,13 +184,19 @@ def _scratch(
     predicted, saved_bytes = profile.peak_with(sizes) - before, profile.saved_bytes
     del profile
     pool.limit(0)  # what is kept is no need
+    rest = min(_grown_by(run, plan, device) - predicted for _ in range(_REPEATS))  # the first one fills gaps in the heap
+    pool.limit(room)
+    return meter.bytes, max(0, rest), saved_bytes
+
+
+def _grown_by(run: DryRun, plan: OffloadPlan, device: torch.device) -> int:
+    """The most that the process, or the device's allocator, has during a step beyond what it had before."""
     gc.collect()
     trim_heap()
     probe = MemoryProbe(device)
     base = torch.cuda.memory_allocated(device) if device.type == "cuda" else _status("VmRSS")
     run.untraced(plan, probe)
-    pool.limit(room)
-    return meter.bytes, max(0, probe.peaks()["batch"] - base - predicted), saved_bytes
+    return probe.peaks()["batch"] - base
 
 
 def _sizes(
@@ -194,7 +210,7 @@ def _sizes(
 
 def _line(first: int, last: int, small: int, large: int) -> Size:
     """Through two measurements; what does not grow counts with the larger one."""
-    slope = max(0.0, (last - first) / (large - small))
+    slope = max(0.0, (last - first) / max(1, large - small))
     return Size(max(float(first), float(last)) - slope * large, slope)
 
 

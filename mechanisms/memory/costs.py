@@ -24,6 +24,8 @@ class StepCosts:
         operations: what operations allocate for themselves while they run, by phase, layer and name.
         scratch_bytes: needed beyond all that: an allocator's rounding and holes.
         scratch_sample_bytes: of that for each sample of a sub-batch.
+        few_samples, few_bytes: sub-batches of so many samples and fewer need so much instead: tensors that are small
+            lie in the C library's heap, which grows by more than they need.
         spare_bytes: what a plan leaves free in its budget and is not expected to need.
 
     Raises:
@@ -39,6 +41,8 @@ class StepCosts:
     operations: Mapping[tuple[Phase, str, str], Size] = field(default_factory=dict)
     scratch_bytes: float = 0.0
     scratch_sample_bytes: float = 0.0
+    few_samples: int = 0
+    few_bytes: float = 0.0
     spare_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -49,6 +53,8 @@ class StepCosts:
 
     def scratch(self, sub_batch: int) -> int:
         """Bytes beyond what tensors hold, with so many samples at once."""
+        if sub_batch <= self.few_samples:
+            return round(self.few_bytes)
         return max(0, round(self.scratch_bytes + self.scratch_sample_bytes * sub_batch))
 
     def step_ms(self, samples: int, sub_batch: int, out_bytes: int, in_bytes: int, *, ahead: bool = True) -> float:

@@ -72,7 +72,7 @@ class StepMemory:
     Args:
         step: the step.
         sub_batches: sub-batch sizes that may be used; only the whole batch where sub-batches would change the result.
-            Sizes below the batch are at most half of it.
+            Sizes below the batch are at most half of it, rounded up.
         costs: their scratch is added to what tensors hold.
         check: compare a dry run of the smallest sub-batch with a real one on copies. Some kernels save another number
             of tensors than their description says (oneDNN's LSTM a work space); then real runs are used.
@@ -87,7 +87,7 @@ class StepMemory:
         self.step = step
         self._check = check
         self.costs = costs or StepCosts()
-        self.sub_batches = tuple(sorted({size for size in sub_batches if size <= step.samples // 2} | ({step.samples})))
+        self.sub_batches = tuple(sorted({size for size in sub_batches if size <= -(-step.samples // 2)} | {step.samples}))
         if step.samples not in sub_batches and len(self.sub_batches) > 1:
             self.sub_batches = self.sub_batches[:-1]
         self.note = ""
@@ -186,7 +186,8 @@ class StepMemory:
     @cached_property
     def _parts(self) -> tuple[int, Lifetimes | None]:
         """Lives for sub-batches from a size on: with one sample, say, a step may run other operations than with two."""
-        sizes = [size for size in self.sub_batches if size < self.step.samples]
+        # Of an odd batch's two halves the second has one sample less, so sizes do not follow from it.
+        sizes = [size for size in self.sub_batches if size <= self.step.samples // 2]
         for low in sizes[:-1]:
             try:
                 return low, self._between(low, sizes[-1])

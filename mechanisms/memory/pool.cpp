@@ -15,9 +15,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <new>
 #include <set>
 #include <unordered_map>
 #include <utility>
@@ -33,7 +35,10 @@ struct Counts {
 class Pool final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t nbytes) override {
-    void* block = nbytes < kSmallest ? c10::GetDefaultCPUAllocator()->raw_allocate(nbytes) : take(nbytes);
+    if (nbytes < kSmallest || !on_.load(std::memory_order_relaxed)) {
+      return c10::GetDefaultCPUAllocator()->allocate(nbytes);
+    }
+    void* block = take(nbytes);
     return {block, block, &give, c10::Device(c10::DeviceType::CPU)};
   }
 
@@ -43,6 +48,8 @@ class Pool final : public c10::Allocator {
   void copy_data(void* dest, const void* source, size_t nbytes) const override {
     default_copy_data(dest, source, nbytes);
   }
+
+  void turn(bool on) { on_.store(on, std::memory_order_relaxed); }
 
   void set_limit(int64_t limit) {
     std::lock_guard<std::mutex> guard(mutex_);
@@ -79,13 +86,17 @@ class Pool final : public c10::Allocator {
     const size_t size = (nbytes + page - 1) / page * page;
     std::lock_guard<std::mutex> guard(mutex_);
     char* block = best_fit(size);
-    if (block == nullptr) {
+    const bool mapped = block == nullptr;
+    if (mapped) {
       block = map(size);
-      counts_.mapped += size;
-    } else {
-      counts_.reused += size;
     }
-    live_[block] = size;
+    try {
+      live_[block] = size;
+    } catch (...) {
+      munmap(block, size);
+      throw;
+    }
+    (mapped ? counts_.mapped : counts_.reused) += size;
     counts_.live += size;
     counts_.peak_live = std::max(counts_.peak_live, counts_.live);
     counts_.peak_held = std::max(counts_.peak_held, counts_.live + counts_.kept);
@@ -137,7 +148,10 @@ class Pool final : public c10::Allocator {
       forget(start, length);
       const size_t wanted = static_cast<size_t>((nbytes + page - 1) / page * page);
       const size_t gone = std::min(length, wanted);
-      munmap(start, gone);
+      if (munmap(start, gone) != 0) { // cutting a mapping in two takes one more of them than the system allows
+        keep(start, length);
+        return;
+      }
       if (gone < length) {
         keep(start + gone, length - gone);
       }
@@ -155,6 +169,7 @@ class Pool final : public c10::Allocator {
     const size_t size = found->second;
     live_.erase(found);
     counts_.live -= static_cast<int64_t>(size);
+    c10::profiledCPUMemoryReporter().Delete(block);  // while nobody else can get this address
     merge(static_cast<char*>(block), size);
     shrink(counts_.live);
     return true;
@@ -180,8 +195,14 @@ class Pool final : public c10::Allocator {
   }
 
   void keep(char* start, size_t length) {
-    by_place_[start] = length;
-    by_size_.insert({length, start});
+    try {
+      by_place_[start] = length;
+      by_size_.insert({length, start});
+    } catch (const std::bad_alloc&) { // no room to remember it by
+      by_place_.erase(start);
+      munmap(start, length);
+      return;
+    }
     counts_.kept += static_cast<int64_t>(length);
   }
 
@@ -197,6 +218,7 @@ class Pool final : public c10::Allocator {
   std::set<std::pair<size_t, char*>> by_size_;
   Counts counts_{};
   int64_t limit_ = 0;
+  std::atomic<bool> on_{false};
 };
 
 Pool* pool() { // never destroyed: tensors may outlive everything else
@@ -207,12 +229,8 @@ Pool* pool() { // never destroyed: tensors may outlive everything else
   return one;
 }
 
-c10::Allocator* before = nullptr; // whose place the pool has taken
-
 void Pool::give(void* block) {
-  if (pool()->put(block)) {
-    c10::profiledCPUMemoryReporter().Delete(block);
-  } else {
+  if (!pool()->put(block)) {
     c10::GetDefaultCPUAllocator()->raw_deallocate(block);
   }
 }
@@ -221,17 +239,20 @@ void Pool::give(void* block) {
 
 extern "C" {
 
-void retime_pool_install() {
-  if (c10::GetCPUAllocator() != pool()) {
-    before = c10::GetCPUAllocator();
-    c10::SetCPUAllocator(pool());
+// Whether tensors come from the pool now: another library's allocator may have a higher priority.
+bool retime_pool_install() {
+  pool()->turn(true);
+  c10::SetCPUAllocator(pool());
+  if (c10::GetCPUAllocator() == pool()) {
+    return true;
   }
+  pool()->turn(false);
+  return false;
 }
 
+// The allocator stays and hands everything on: oneDNN frees its blocks through whatever allocator is there by then.
 void retime_pool_remove() {
-  if (c10::GetCPUAllocator() == pool()) {
-    c10::SetCPUAllocator(before);
-  }
+  pool()->turn(false);
   pool()->set_limit(0);
 }
 

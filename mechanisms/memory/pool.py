@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from retime.mechanisms.memory.pool_library import NoPoolError, pool_library
@@ -75,8 +76,9 @@ class MemoryPool:
             self.why_not = str(library)
             return False
         if not self._on:
-            if not _installed:
-                library.retime_pool_install()
+            if not _installed and not library.retime_pool_install():
+                self.why_not = "another library's allocator takes precedence over the pool"
+                return False
             _installed += 1
             self._on = True
             self._leave = weakref.finalize(self, _leave, library)  # for those who forget to remove it
@@ -113,7 +115,8 @@ class MemoryPool:
 
     def bytes_elsewhere(self, tensors: Iterable[Tensor]) -> int:
         """Bytes of these tensors' CPU storages that are not the pool's."""
-        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+        strided = (tensor for tensor in tensors if tensor.layout == torch.strided)  # others have no storage to ask for
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in strided}
         return sum(
             storage.nbytes()
             for storage in storages.values()

@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -34,8 +35,9 @@ def pool_library() -> ctypes.CDLL | NoPoolError:
         library = ctypes.CDLL(str(_compiled()))
     except NoPoolError as error:
         return error
-    except OSError as error:
-        return NoPoolError(f"the pool's library cannot be loaded or kept: {error}")
+    except (OSError, RuntimeError) as error:  # no home folder is a RuntimeError
+        return NoPoolError(f"the pool's library cannot be loaded or kept: {error}; set XDG_CACHE_HOME to a folder")
+    library.retime_pool_install.restype = ctypes.c_bool
     library.retime_pool_limit.argtypes = [ctypes.c_int64]
     library.retime_pool_size_of.argtypes = [ctypes.c_void_p]
     library.retime_pool_size_of.restype = ctypes.c_int64
@@ -60,7 +62,8 @@ def _compiled() -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as unfinished:
         target = Path(unfinished) / name
         libraries = [f"-I{home / 'include'}", f"-L{home / 'lib'}", "-lc10", f"-Wl,-rpath,{home / 'lib'}"]
-        command = [os.environ.get("CXX", "c++"), *options, str(_SOURCE), "-o", str(target), *libraries]
+        compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
+        command = [*compiler, *options, str(_SOURCE), "-o", str(target), *libraries]
         try:
             run = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -68,6 +71,6 @@ def _compiled() -> Path:
                 f"the pool cannot be compiled: {error}; install a C++ compiler, or name it in CXX"
             ) from error
         if run.returncode:
-            raise NoPoolError(f"the pool cannot be compiled by {command[0]}: {run.stderr[-500:]}")
+            raise NoPoolError(f"the pool cannot be compiled by {command[0]}, name another one in CXX: {run.stderr[-500:]}")
         target.replace(folder / name)  # at once: other processes may be doing the same
     return folder / name
