@@ -127,7 +127,7 @@ class PartMetrics:
             for arguments, options in call.given:
                 self._pass_on(call, call.unit.update, arguments, options)
             if call.shows and call.total is not None:
-                call.value = call.total.compute()
+                call.value = _computed(call.unit, call.total)
                 _show(call.unit, call.total)
 
     def _stand_in(self, name: str, number: int, samples: int, numbers: dict[str, Any], dry: bool) -> Callable[..., Any]:
@@ -231,9 +231,21 @@ def metrics_of(module: nn.Module) -> list[Unit]:
 
 
 def _empty(unit: Unit) -> Unit:
+    """A copy that counts this rank's samples only, whenever it is asked: ranks have different numbers of parts."""
     made = copy.deepcopy(unit)
+    for metric in made.modules():
+        if isinstance(metric, Metric):
+            metric.sync_on_compute = metric._to_sync = metric.dist_sync_on_step = False
     made.reset()
     return made
+
+
+def _computed(unit: Unit, total: Unit) -> Any:
+    """The batch's value; over all ranks where the metric's ``forward`` gives that, with one exchange."""
+    for asked, made in zip(unit.modules(), total.modules(), strict=True):
+        if isinstance(asked, Metric) and isinstance(made, Metric):
+            made._to_sync = asked.dist_sync_on_step
+    return total.compute()
 
 
 def _value(empty: Unit, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
