@@ -1,4 +1,7 @@
-"""Shared by all tests: one thread a process, and the contract table's runs, each made once a session."""
+"""Shared by all tests: one thread a process, the memory budget's ways, and the contract table's runs.
+
+What needs torch's or Lightning's more expensive parts is imported in the fixtures, for tests of plain Python.
+"""
 
 import gc
 from collections.abc import Iterator
@@ -9,6 +12,7 @@ import torch
 
 if TYPE_CHECKING:
     from contract.runs import Runs
+    from retime.mechanisms.memory.pool import MemoryPool
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -16,9 +20,49 @@ def _one_thread() -> None:
     torch.set_num_threads(1)  # the tensors are tiny: more threads only wait for one another
 
 
+@pytest.fixture(params=["offload", "sub-batches"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How a memory budget is kept: what the costs make the cheaper way."""
+    from memory_budget_support import WAYS, use_costs
+
+    use_costs(monkeypatch, WAYS[request.param])
+    return str(request.param)
+
+
+@pytest.fixture
+def splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sub-batches are the cheaper way to keep a memory budget."""
+    from memory_budget_support import SPLITS, use_costs
+
+    use_costs(monkeypatch, SPLITS)
+
+
+@pytest.fixture
+def offloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offloading is the cheaper way to keep a memory budget."""
+    from memory_budget_support import OFFLOADS, use_costs
+
+    use_costs(monkeypatch, OFFLOADS)
+
+
+@pytest.fixture
+def pool() -> "Iterator[MemoryPool]":
+    """The pool of CPU tensors, with nothing kept and no counts of earlier tests."""
+    from retime.mechanisms.memory.pool import MemoryPool
+
+    gc.collect()  # users and tensors that earlier tests left in cycles
+    pool = MemoryPool()
+    if not pool.install():
+        pytest.skip(pool.why_not)
+    pool.limit(0)
+    pool.reset_peaks()
+    yield pool
+    pool.remove()
+
+
 @pytest.fixture(scope="session")
 def contract_runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Runs]":
-    from contract.runs import Runs  # here, so that tests of plain Python need not import Lightning
+    from contract.runs import Runs
 
     chosen: dict[str, set[str]] = {}
     for item in request.session.items:

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import Logger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import retime.mechanisms.memory.budgeted_step as budgeted_step
+from retime.mechanisms.memory.budget_report import BudgetReport
 from retime.mechanisms.memory.costs import StepCosts
 from retime.strategies import MemoryBudgetStrategy
 
 FEATURES, CLASSES, BATCH = 16, 4, 256
-DEPTH = 8
+WIDTH, DEPTH = 16, 8
 # What calibrate would measure; either makes one of the two ways to save memory the cheaper one.
 SPLITS = StepCosts(fixed_ms=0.01, sample_ms=1.0, out_bytes_per_ms=1.0, in_bytes_per_ms=1.0)
 OFFLOADS = StepCosts(fixed_ms=1e6, sample_ms=1.0)
+WAYS = {"offload": OFFLOADS, "sub-batches": SPLITS}
+# Budgets; the plain step needs 209,000 bytes, with BatchNorm 343,000.
+SMALL = 120_000  # either way is enough
+TINY = 60_000  # below the floor of whole batches
 
 IGNORED = [  # what Lightning and torch themselves warn of
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning"),
@@ -65,10 +72,24 @@ class Notes(Logger):
         self.lines.append({"step": float(step or 0), **metrics})
 
 
+class Steps(Callback):
+    """Counts the optimizer's steps."""
+
+    steps = 0
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self.steps += 1
+
+
+def norm() -> nn.Module:
+    """For :class:`Net`: batch statistics keep batches whole."""
+    return nn.BatchNorm1d(WIDTH)
+
+
 class Net(LightningModule):
     """A deep classifier whose activations are most of a step's memory."""
 
-    def __init__(self, norm: Callable[[], nn.Module] | None = None, width: int = 16) -> None:
+    def __init__(self, norm: Callable[[], nn.Module] | None = None, width: int = WIDTH) -> None:
         super().__init__()
         torch.manual_seed(0)
         layers: list[nn.Module] = [nn.Linear(FEATURES, width)]
@@ -76,6 +97,9 @@ class Net(LightningModule):
             layers += [nn.Linear(width, width), *([norm()] if norm else []), nn.Tanh()]
         self.net = nn.Sequential(*layers, nn.Linear(width, CLASSES))
         self.lr = 0.1
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.net(inputs)
 
     def loss(self, batch: Any) -> torch.Tensor:
         return F.cross_entropy(self.net(batch[0]), batch[1])
@@ -128,7 +152,72 @@ def assert_close(plain: LightningModule, ours: LightningModule, tolerance: float
             assert difference <= tolerance * value.abs().max(), f"{name}: {difference}"
 
 
+def assert_way(report: Any, way: str) -> None:
+    """The batches ran in the way that the test is about."""
+    if way == "offload":
+        assert report.offload.storages > 0
+        assert report.sub_batches == report.steps
+    else:
+        assert report.sub_batches > report.steps
+
+
+def assert_same(plain: LightningModule, ours: LightningModule, way: str, tolerance: float = 1e-5) -> None:
+    """Offloading keeps the bits; sub-batches add up in another order."""
+    assert_close(plain, ours, 0 if way == "offload" else tolerance)
+
+
 def report_of(trainer: Trainer) -> Any:
     strategy = trainer.strategy
     assert isinstance(strategy, MemoryBudgetStrategy)
     return strategy.report()
+
+
+def accelerate_loop(
+    how: str,
+    accumulate: int = 1,
+    budget: int = SMALL,
+    *,
+    module: Net | None = None,
+    data: Any = None,
+    folder: Path | None = None,
+) -> tuple[Net, list[BudgetReport], dict[str, Any]]:
+    """Train in a loop of one's own: by ``MemoryBudget.run``, around its own ``forward``, or ``"plain"``.
+
+    ``accelerator.save_state`` keeps what is left in ``folder``; a run that finds something there begins with it.
+    Returns the module, the reports, and what a checkpoint of the budget keeps.
+    """
+    from accelerate import Accelerator  # here, so that the other tests need not import it
+    from accelerate.state import GradientState
+
+    from retime.integrations.accelerate import MemoryBudget
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+    module = module or Net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, optimizer, batches = accelerator.prepare(module, optimizer, loader() if data is None else data)
+    kept = MemoryBudget(accelerator, model, optimizer, budget)
+
+    def step(batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    try:
+        if folder is not None and any(folder.iterdir()):
+            accelerator.load_state(str(folder))
+        for batch in batches:
+            with accelerator.accumulate(model):
+                if how == "run":
+                    kept.run(step, batch)
+                else:
+                    with kept.forward(step, batch) if how == "forward" else nullcontext():
+                        loss = step(batch)
+                    accelerator.backward(loss)
+                    del loss
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        if folder is not None:
+            accelerator.save_state(str(folder))
+        return module, kept.report(), kept.state_dict()
+    finally:
+        kept.remove()
+        GradientState._reset_state()  # it holds the loader of a loop that was left by an error

@@ -6,25 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import memory_budget_support as support
-from memory_budget_support import SPLITS, Net, assert_close, fit, loader, report_of, use_costs
+from memory_budget_support import SMALL, TINY, Net, assert_close, fit, loader, norm, report_of
 from retime.schedules.memory.errors import BudgetError
 from retime.strategies import MemoryBudgetStrategy
 
 pytestmark = support.IGNORED
-SMALL = 120_000  # bytes; the plain step needs 209,000, with BatchNorm 343,000
-TINY = 60_000
-
-
-@pytest.fixture
-def splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_costs(monkeypatch, SPLITS)
-
-
-def norm() -> nn.Module:
-    return nn.BatchNorm1d(16)
 
 
 def test_batch_norm_offloads_only(splits: None) -> None:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-from accelerate import Accelerator
 from accelerate.utils import find_executable_batch_size
 from accelerate.utils.memory import should_reduce_batch_size
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.memory import is_oom_error
-from torch import nn
 from torch.utils.data import DataLoader
 
 import memory_budget_support as support
-from memory_budget_support import OFFLOADS, Net, fit, loader, report_of, trainer, use_costs
-from retime.integrations.accelerate import MemoryBudget
+from memory_budget_support import Net, accelerate_loop, fit, loader, norm, report_of, trainer
 from retime.schedules.memory.errors import BudgetError
 from retime.strategies import MemoryBudgetStrategy
 
@@ -28,7 +24,7 @@ class Sized(Net):
     """BatchNorm keeps batches whole, so that a budget bounds their size; the finder sets ``batch_size``."""
 
     def __init__(self, batch_size: int) -> None:
-        super().__init__(lambda: nn.BatchNorm1d(16))
+        super().__init__(norm)
         self.batch_size = batch_size
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -43,8 +39,7 @@ def fits(batch_size: int) -> bool:
     return bool(report_of(done).steps)
 
 
-def test_lightning_tunes_the_batch_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    use_costs(monkeypatch, OFFLOADS)
+def test_lightning_tunes_the_batch_size(offloads: None, tmp_path: Path) -> None:
     module = Sized(2)
     made = trainer(MemoryBudgetStrategy(BUDGET), default_root_dir=tmp_path)
     found = Tuner(made).scale_batch_size(module, init_val=32, steps_per_trial=1)
@@ -55,28 +50,15 @@ def test_lightning_tunes_the_batch_size(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert report_of(made).shapes[0].choice.peak_bytes <= BUDGET
 
 
-def test_accelerate_finds_an_executable_batch_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_costs(monkeypatch, OFFLOADS)
+def test_accelerate_finds_an_executable_batch_size(offloads: None) -> None:
     tried: list[int] = []
 
     @find_executable_batch_size(starting_batch_size=128, reduce_batch_size_fn=lambda: tried[-1] // 2)
     def train(batch_size: int) -> Any:
         tried.append(batch_size)
-        accelerator = Accelerator(cpu=True)
-        module = Net(lambda: nn.BatchNorm1d(16))
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        model, optimizer, data = accelerator.prepare(module, optimizer, loader(2, batch=batch_size))
-        kept = MemoryBudget(accelerator, model, optimizer, BUDGET)
-        try:
-            for batch in data:
-                with kept.forward(module.loss, batch):
-                    loss = module.loss(batch)
-                accelerator.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-            return kept.report()[0]
-        finally:
-            kept.remove()
+        data = loader(2, batch=batch_size)
+        _, (report,), _ = accelerate_loop("forward", budget=BUDGET, module=Net(norm), data=data)
+        return report
 
     report = train()
     assert len(tried) > 1

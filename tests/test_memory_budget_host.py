@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -18,20 +17,18 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 import memory_budget_support as support
-from memory_budget_support import OFFLOADS, Net, assert_close, fit, loader, report_of, use_costs
+from memory_budget_support import SMALL, Net, assert_close, fit, loader, report_of
 from retime.mechanisms.memory.host import HostError
 from retime.mechanisms.memory.host_disk import HostDisk
 from retime.mechanisms.memory.host_memory import HostMemory
 from retime.strategies import MemoryBudgetStrategy
 
-pytestmark = [*support.IGNORED, pytest.mark.filterwarnings("ignore:host='disk.*is a file system in memory")]
-SMALL = 120_000  # offloading is enough
-TINY = 85_000  # two sub-batches of 8 storages beside
-
-
-@pytest.fixture(autouse=True)
-def offloads(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_costs(monkeypatch, OFFLOADS)
+pytestmark = [
+    *support.IGNORED,
+    pytest.mark.filterwarnings("ignore:host='disk.*is a file system in memory"),
+    pytest.mark.usefixtures("offloads"),
+]
+BOTH = 85_000  # two sub-batches, of which 8 storages are offloaded
 
 
 class Adam(Net):
@@ -92,8 +89,8 @@ def fails_from(monkeypatch: pytest.MonkeyPatch, name: str, nth: int) -> Callable
         ("store", 3, SMALL),  # in the forward pass
         ("pwrite", 3, SMALL),
         ("preadv", 3, SMALL),  # in the backward pass: some gradients are there
-        ("store", 10, TINY),  # in the second sub-batch: all gradients are there, of the first one
-        ("preadv", 10, TINY),
+        ("store", 10, BOTH),  # in the second sub-batch: all gradients are there, of the first one
+        ("preadv", 10, BOTH),
     ],
 )
 def test_weights_and_states_are_those_of_the_step_before(
@@ -112,7 +109,7 @@ def test_weights_and_states_are_those_of_the_step_before(
     with pytest.raises(HostError, match="No space left"):
         made.fit(ours, loader(3))
     shape = report_of(made).shapes[0]
-    assert (shape.choice.plan.sub_batch < support.BATCH) == (budget == TINY)
+    assert (shape.choice.plan.sub_batch < support.BATCH) == (budget == BOTH)
     assert_close(plain, ours, 0 if budget == SMALL else 1e-5)
     left, right = done.optimizers[0].state_dict()["state"], made.optimizers[0].state_dict()["state"]
     assert left.keys() == right.keys()
@@ -169,12 +166,6 @@ def test_nothing_is_left_after_an_exception(
     assert nothing_left(tmp_path)
 
 
-def run(program: str, *before: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*before, sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 def test_nothing_is_left_after_kill_9(tmp_path: Path) -> None:
     program = f"""
@@ -189,16 +180,17 @@ with OffloadSavedTensors(OffloadPlan(1, frozenset(range(3)), 0, 3), host, [leaf]
     print(host.bytes_held(), flush=True)
     time.sleep(60)
 """
-    worker = run(program)
-    assert worker.stdout is not None
-    held = int(worker.stdout.readline())
-    opened = [os.readlink(f"/proc/{worker.pid}/fd/{number}") for number in os.listdir(f"/proc/{worker.pid}/fd")]
-    assert held >= 1_200_000
-    assert sum(str(tmp_path) in path for path in opened) == 1
-    assert os.listdir(tmp_path) == [], "no name, so nothing to find later"
-    worker.send_signal(signal.SIGKILL)
-    worker.wait()
-    worker.stdout.close()
+    worker = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    try:
+        assert worker.stdout is not None
+        held = int(worker.stdout.readline())
+        opened = [os.readlink(f"/proc/{worker.pid}/fd/{number}") for number in os.listdir(f"/proc/{worker.pid}/fd")]
+        assert held >= 1_200_000
+        assert sum(str(tmp_path) in path for path in opened) == 1
+        assert os.listdir(tmp_path) == [], "no name, so nothing to find later"
+    finally:
+        worker.kill()  # kill -9
+        worker.communicate()
     assert os.listdir(tmp_path) == []
 
 
@@ -214,9 +206,10 @@ def test_a_disk_that_fills_up(tmp_path: Path) -> None:
     """A real full file system: refused when a larger batch is planned, and nothing of the step is done."""
     program = FILLS_UP.replace("TESTS", repr(str(Path(__file__).parent))).replace("FOLDER", repr(str(tmp_path)))
     mount = f'mount -t tmpfs -o size=1m none {tmp_path} && exec "$@"'
-    worker = run(program, "unshare", "-m", "sh", "-c", mount, "sh")
-    text = worker.communicate()[0]
-    assert worker.returncode == 0, text
+    command = ["unshare", "-m", "sh", "-c", mount, "sh", sys.executable, "-c", program]
+    worker = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert worker.returncode == 0, worker.stderr
+    text = worker.stdout
     assert "same weights True; same momenta True; files []" in text, text
     assert "has no space for" in text, text
     assert "No space left on device; 4096 bytes free" in text, text

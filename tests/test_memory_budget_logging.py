@@ -8,25 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import Callback
 from torchmetrics import MaxMetric, MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, MulticlassPrecision
 from torchmetrics.regression import MeanSquaredError, R2Score
 from torchmetrics.wrappers import ClasswiseWrapper, Running
 
 import memory_budget_support as support
-from memory_budget_support import CLASSES, OFFLOADS, SPLITS, Net, fit, loader, report_of, use_costs
+from memory_budget_support import CLASSES, SMALL, Net, assert_close, assert_same, assert_way, fit, loader, report_of
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.strategies import MemoryBudgetStrategy
 
 pytestmark = support.IGNORED
-SMALL = 120_000
-
-
-@pytest.fixture(params=["offload", "sub-batches"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    use_costs(monkeypatch, OFFLOADS if request.param == "offload" else SPLITS)
-    return str(request.param)
 
 
 class Logs(Net):
@@ -94,9 +86,9 @@ def assert_same_lines(make: Any, way: str, budget: int = SMALL, **options: Any) 
         rows.append(logger.lines)
         metrics.append(dict(done.callback_metrics))
     report = report_of(done)
-    assert report.sub_batches == report.steps if way == "offload" else report.sub_batches > report.steps
+    assert_way(report, way)
     assert (len(report.shapes), report.replanned) == (1, {})  # real steps save what the dry run said
-    support.assert_close(*modules, tolerance=0 if way == "offload" else 1e-5)
+    assert_same(*modules, way)
     plain, ours = rows
     assert [set(row) for row in ours] == [set(row) for row in plain]
     for left, right in zip(plain, ours, strict=True):
@@ -157,35 +149,24 @@ class Nonlinear(Net):
         return F.cross_entropy(logits, batch[1])
 
 
-def test_numbers_that_do_not_add_up_are_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_costs(monkeypatch, SPLITS)
+def test_numbers_that_do_not_add_up_are_named_once(splits: None) -> None:
     with pytest.warns(NoEffectWarning, match="the logged value 'spread' is the mean over sub-batches") as caught:
         fit(Nonlinear(), MemoryBudgetStrategy(SMALL))
     assert sum("spread" in str(one.message) for one in caught) == 1
 
 
-class Steps(Callback):
-    steps = 0
-
-    def on_before_optimizer_step(self, *_: Any) -> None:
-        self.steps += 1
-
-
-def test_they_are_named_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_are_named_before_the_first_step(splits: None) -> None:
     """Whoever makes errors of warnings, or stops a run that warns, has trained nothing."""
-    use_costs(monkeypatch, SPLITS)
-    module, seen = Nonlinear(), Steps()
-    before = {name: value.clone() for name, value in module.state_dict().items()}
+    module, seen = Nonlinear(), support.Steps()
     with warnings.catch_warnings():
         warnings.simplefilter("error", NoEffectWarning)
         with pytest.raises(NoEffectWarning, match="'spread'"):
             fit(module, MemoryBudgetStrategy(SMALL), callbacks=[seen])
     assert seen.steps == 0
-    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert_close(Nonlinear(), module, 0)
 
 
-def test_the_metrics_are_left_as_they_were_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_costs(monkeypatch, SPLITS)
+def test_the_metrics_are_left_as_they_were_made(splits: None) -> None:
     module = Measured()
     fit(module, MemoryBudgetStrategy(SMALL))
     assert "forward" not in module.f1.__dict__

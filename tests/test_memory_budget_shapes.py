@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import memory_budget_support as support
 import retime.mechanisms.memory.budgeted_step as budgeted_step
-from memory_budget_support import CLASSES, FEATURES, OFFLOADS, SPLITS, Net, assert_close, fit, report_of, use_costs
+from memory_budget_support import CLASSES, FEATURES, SMALL, Net, assert_close, assert_same, fit, report_of
 from retime.mechanisms.memory.budget_report import BudgetReport, PlannedShape
 from retime.mechanisms.memory.search import PlanChoice
 from retime.mechanisms.no_effect import NoEffectWarning
@@ -22,13 +22,6 @@ from retime.schedules.memory import OffloadPlan
 from retime.strategies import MemoryBudgetStrategy
 
 pytestmark = support.IGNORED
-SMALL = 120_000
-
-
-@pytest.fixture(params=["offload", "sub-batches"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    use_costs(monkeypatch, OFFLOADS if request.param == "offload" else SPLITS)
-    return str(request.param)
 
 
 class Sequences(Net):
@@ -62,11 +55,10 @@ def test_one_plan_a_shape(way: str, caplog: pytest.LogCaptureFixture) -> None:
     said = [line for line in caplog.messages if "retime: planning a batch of" in line]
     assert len(said) == 3
     assert sum("predicted peak" in line for line in caplog.messages if "memory budget" not in line) == 3
-    assert_close(plain, ours, 0 if way == "offload" else 1e-5)
+    assert_same(plain, ours, way)
 
 
-def test_only_so_many_plans_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_costs(monkeypatch, OFFLOADS)
+def test_only_so_many_plans_are_kept(offloads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budgeted_step, "MOST_SHAPES", 2)
     plain, ours = Sequences(), Sequences()
     shapes = [(128, 2), (64, 4), (128, 2), (32, 8), (128, 2), (64, 4)]  # the third one makes the second one go
@@ -91,8 +83,7 @@ def test_only_so_many_plans_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_close(plain, ours, 0)
 
 
-def test_another_shape_is_refused_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_costs(monkeypatch, SPLITS)
+def test_another_shape_is_refused_on_request(splits: None) -> None:
     ours, plain = Sequences(), Sequences()
     fit(plain, data=sequences((128, 2), (90, 2)))
     with pytest.raises(ScheduleError, match="on_shape_change='error': bring all batches to one shape"):
@@ -111,8 +102,7 @@ class Drops(Net):
 
 
 @pytest.mark.filterwarnings("ignore:The number of training batches")
-def test_a_model_that_takes_another_way_each_time_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_costs(monkeypatch, OFFLOADS)
+def test_a_model_that_takes_another_way_each_time_is_warned_of(offloads: None) -> None:
     plain, ours = Drops(), Drops()
     data = support.loader(6)
     fit(plain, data=data)
@@ -133,8 +123,7 @@ def test_a_long_report_is_short() -> None:
     assert "296 plans before these" in str(report)
 
 
-def test_a_batch_is_not_held_longer_than_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_costs(monkeypatch, OFFLOADS)
+def test_a_batch_is_not_held_longer_than_its_step(offloads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     made = support.trainer(MemoryBudgetStrategy(SMALL))
     kept: list[int] = []
 

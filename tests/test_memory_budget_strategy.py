@@ -14,25 +14,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import memory_budget_support as support
-from memory_budget_support import BATCH, OFFLOADS, SPLITS, Net, assert_close, fit, loader, report_of, use_costs
+from memory_budget_support import BATCH, SMALL, Net, assert_close, assert_same, assert_way, fit, loader, report_of
 from retime.mechanisms.memory.budgeted_step import NoLossError
 from retime.schedules.errors import ScheduleError
 from retime.strategies import MemoryBudgetStrategy
 
 pytestmark = support.IGNORED
-SMALL = 120_000  # bytes; the plain step needs 209,000, with BatchNorm 343,000
-TINY = 60_000
-
-
-@pytest.fixture(params=["offload", "sub-batches"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    use_costs(monkeypatch, OFFLOADS if request.param == "offload" else SPLITS)
-    return str(request.param)
-
-
-@pytest.fixture
-def splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_costs(monkeypatch, SPLITS)
 
 
 def compare(make: Any, way: str, data: Any = None, **options: Any) -> tuple[Trainer, Trainer]:
@@ -40,15 +27,9 @@ def compare(make: Any, way: str, data: Any = None, **options: Any) -> tuple[Trai
     plain, ours = make(), make()
     one = fit(plain, data=data, **options)
     two = fit(ours, MemoryBudgetStrategy(SMALL), data=data, **options)
-    report = report_of(two)
-    if way == "offload":
-        assert report.offload.storages > 0
-        assert report.sub_batches == report.steps
-        assert_close(plain, ours, 0)
-    else:
-        assert report.sub_batches > report.steps
-        assert_close(plain, ours)
-    assert all(shape.choice.peak_bytes <= SMALL for shape in report.shapes)
+    assert_way(report_of(two), way)
+    assert_same(plain, ours, way)
+    assert all(shape.choice.peak_bytes <= SMALL for shape in report_of(two).shapes)
     return one, two
 
 
@@ -83,10 +64,10 @@ def test_mixed_precision(way: str, kind: str) -> None:
 
     plain, ours = Net(), Net()
     one, two = fit(plain, **options()), fit(ours, MemoryBudgetStrategy(SMALL), **options())
-    assert report_of(two).sub_batches == 3 if way == "offload" else report_of(two).sub_batches > 3
+    assert_way(report_of(two), way)
     assert one.precision_plugin.state_dict() == two.precision_plugin.state_dict()
     # half precision has 8 or 11 bits, and parts of a batch add up in another order
-    assert_close(plain, ours, 0 if way == "offload" else 5e-3)
+    assert_same(plain, ours, way, 5e-3)
 
 
 class Scheduled(Net):
@@ -100,7 +81,7 @@ def test_schedulers_and_adam(way: str) -> None:
     plain, ours = Scheduled(), Scheduled()
     one, two = fit(plain), fit(ours, MemoryBudgetStrategy(SMALL))
     assert one.lr_scheduler_configs[0].scheduler.state_dict() == two.lr_scheduler_configs[0].scheduler.state_dict()
-    assert_close(plain, ours, 0 if way == "offload" else 1e-3)  # Adam divides by gradients that may be tiny
+    assert_same(plain, ours, way, 1e-3)  # Adam divides by gradients that may be tiny
 
 
 class Counts(Callback):
@@ -196,7 +177,7 @@ def test_planning_leaves_no_trace(way: str) -> None:
     assert ours.history == [index for index in range(3) for _ in range(parts // 3)]
     assert heard.noted == ours.history
     assert ours.draws[:3] == plain.draws[:3]
-    assert_close(plain, ours, 0 if way == "offload" else 1e-5)
+    assert_same(plain, ours, way)
     assert "reads" in report_of(done).shapes[0].note
 
 

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 
@@ -23,22 +24,19 @@ def run_two_ranks(script: str, *arguments: str, timeout_s: float = 180) -> list[
         "PYTHONPATH": os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
     }
     command = [sys.executable, str(tests / script), *arguments]
-    ranks = [
-        subprocess.Popen(
-            command,
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=timeout_s) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    with ExitStack() as ends:  # closes pipes, else they would be warned of in a later test
+        ranks = []
+        for rank in range(2):
+            worker = subprocess.Popen(
+                command,
+                env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            ranks.append(ends.enter_context(worker))
+            ends.callback(worker.kill)
+        outputs = [worker.communicate(timeout=timeout_s) for worker in ranks]
     return [
         subprocess.CompletedProcess(command, rank.returncode, out, err)
         for rank, (out, err) in zip(ranks, outputs, strict=True)
