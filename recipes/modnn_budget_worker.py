@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from retime.mechanisms.memory.budget_report import PlannedShape
 from retime.mechanisms.memory.budgeted_step import BudgetedStep
 from retime.mechanisms.memory.calibrate import calibrate
 from retime.mechanisms.memory.floor import StepMemory
@@ -123,6 +124,7 @@ class Server:
         return {
             "ideal_bytes": choice.peak_bytes + choice.spare_bytes,
             "plain_peak_bytes": choice.peak_bytes,
+            "plain_held_bytes": PlannedShape(training.samples, choice).held_bytes(choice.peak_bytes),
             "floor_bytes": training.floor_bytes(),
             "parameters": parameter_count(training.model),
         }
@@ -135,7 +137,7 @@ class Server:
         plans = self._rehearse(request)
         gc.collect()
         trim_heap()
-        self._base, data_bytes = torch.cuda.memory_allocated() if cuda else _resident_bytes(), _data_bytes()
+        self._base, data_bytes = torch.cuda.memory_allocated() if cuda else resident_bytes(), _data_bytes()
         self._probe = MemoryProbe(request["device"])
         limit = None if cuda else request["limit"]  # a CUDA device's allocator has no such limit
         if limit == "planning":
@@ -253,7 +255,8 @@ def _limit_data(limit_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, hard))
 
 
-def _resident_bytes() -> int:
+def resident_bytes() -> int:
+    """What this process holds of the machine's memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 

@@ -72,9 +72,10 @@ class Network:
         }
 
     def plan(self) -> dict[str, Any]:
-        """`ideal_bytes`, `plain_peak_bytes` and `floor_bytes` of a step, and the number of `parameters`.
+        """What a step needs: `ideal_bytes`, `plain_peak_bytes`, `plain_held_bytes`, `floor_bytes`; and `parameters`.
 
-        The plain step's peak is predicted; the ideal is the budget it needs, with what stays free beside it.
+        The plain step's peak is predicted; the ideal is the budget it needs, with what stays free beside it; held are
+        its tensors, with what they have freed.
         """
         return answer_once(serve, {**self.request, "do": "plan"}, self.settings.timeout_s)
 
@@ -189,12 +190,15 @@ def _end(worker: Worker, name: str, folder: Path, facts: dict[str, Any]) -> list
         return rows
     planning_s = round(worker.ready["planning_s"], 2)
     facts["plans"][name] = {**{key: answer[key] for key in _PLAN_KEYS}, "planning_s": planning_s}
-    reference, weights = (torch.load(each) for each in (folder / f"{UNLIMITED}.pt", place))
-    ours, theirs = (torch.cat([each.flatten() for each in some]) for some in (weights, reference))
-    away = 1e6 * float((ours - theirs).norm() / theirs.norm())
     return [
         *rows,
         Row(name, PREDICTED, "MiB", [answer["predicted_bytes"] / MIB]),
         Row(name, MOVED, "MiB", [answer["moved_bytes"] / MIB]),
-        Row(name, DIFFERENCE, "ppm", [away]),
+        Row(name, DIFFERENCE, "ppm", [away_ppm(place, folder / f"{UNLIMITED}.pt")]),
     ]
+
+
+def away_ppm(place: Path, reference: Path) -> float:
+    """How far the weights of one file are from those of another: norm of the difference over the other's norm."""
+    ours, theirs = (torch.cat([each.flatten() for each in torch.load(weights)]) for weights in (place, reference))
+    return 1e6 * float((ours - theirs).norm() / theirs.norm())

@@ -7,9 +7,9 @@ import pytest
 
 from retime.recipes import __main__ as command
 from retime.recipes import modnn_claims as claims
-from retime.recipes.modnn_rank_worker import EACH, ONCE, WHOLE
-from retime.recipes.modnn_ranks import ONE, REDUCED, REFUSED, Ranks
-from retime.recipes.modnn_side_by_side import DIFFERENCE, STEP
+from retime.recipes.modnn_rank_worker import EACH, ONCE, ONE, WHOLE
+from retime.recipes.modnn_ranks import REDUCED, REFUSED, Ranks
+from retime.recipes.modnn_side_by_side import BUDGET, DIFFERENCE, MEASURED, PREDICTED, STEP
 from retime.recipes.results import load
 
 
@@ -23,6 +23,7 @@ def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["retime.recipes", *arguments])
     command.main()
     (path,) = (tmp_path / "results").rglob("result.json")
+    print(path.with_name("result.md").read_text())
     result = load(path)
     point, tight = result.points
     assert "below this step's floor" in tight.facts[REFUSED]
@@ -37,7 +38,18 @@ def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert point.values(WHOLE, REDUCED) == point.values(ONCE, REDUCED) == pytest.approx([weights_mib])
     assert point.values(EACH, REDUCED) == pytest.approx([sub_batches * weights_mib])
 
+    for way in (ONCE, EACH):
+        assert point.values(way, BUDGET) == point.values(ONCE, BUDGET)
+    assert point.values(ONCE, PREDICTED) <= point.values(ONCE, BUDGET)
+    # one process has the whole batch, so the ranks' own share cannot need more
+    assert point.values(WHOLE, PREDICTED) < point.values(ONE, PREDICTED)
+    assert point.variants(MEASURED) == [ONE, WHOLE, ONCE, EACH]
+    assert all(point.values(way, MEASURED)[0] > 0 for way in (ONE, WHOLE, ONCE, EACH))
+
     for way in (WHOLE, ONCE, EACH):
         assert point.values(way, DIFFERENCE)[0] < 10
-    met = {line.against: line for line in Ranks().compare(result)}
-    assert met[claims.RANKS_DIFFERENCE].measured is not None
+    compared = {line.against: line.measured for line in Ranks().compare(result)}
+    assert compared[claims.RANKS_DIFFERENCE] is not None
+    assert compared[claims.FOUR_IDEAL] is not None
+    assert compared[claims.FOUR_MODNN] is None
+    assert compared[claims.FOUR_6_GB_NAIVE] is None
