@@ -368,6 +368,31 @@ def synchronised_batch_norm_is_tried_out_alone() -> None:
 
 
 @check
+def ranks_reduce_again_after_a_batch_that_failed() -> None:
+    """Or whoever trains on without a budget would train another model on each rank."""
+    plan_with(SPLITS)
+    model, failing = DistributedDataParallel(Net()), [True]
+    step = BudgetedDataParallelStep(
+        model, [torch.optim.SGD(model.parameters(), 0.1)], SMALL, parse_host(None, torch.device("cpu"))
+    )
+
+    def loss(batch: Any) -> Any:
+        found = nn.functional.cross_entropy(model(batch[0]), batch[1])
+        return found if step.planning or not failing else None
+
+    (batch,) = batches([BATCH])
+    with pytest.raises(ValueError, match="loss"):
+        step.run(loss, batch)
+    assert model.require_backward_grad_sync
+    failing.clear()
+    step.begin(loss, batch)
+    assert len(step.parts or ()) > 1
+    assert not model.require_backward_grad_sync
+    step.remove()
+    assert model.require_backward_grad_sync
+
+
+@check
 def timelines_count_buckets() -> None:
     plan_with(SPLITS)
     timeline = MemoryTimeline(png=False, log=False)

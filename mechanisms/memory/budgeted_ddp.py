@@ -105,6 +105,12 @@ class BudgetedDataParallelStep(BudgetedStep):
             self.prepare(step, batch)
         return way
 
+    def run(self, step: Step, batch: Any, backward: Callable[[Tensor], Any] | None = None) -> Any:
+        try:
+            return super().run(step, batch, backward)
+        finally:
+            self._reduction.end()  # a batch that failed must not keep later steps from reducing
+
     def begin(self, step: Step, batch: Any) -> Any:
         self.choose(step, batch)
         return (self.parts or self.prepare(step, batch)).forward(0)
@@ -114,6 +120,10 @@ class BudgetedDataParallelStep(BudgetedStep):
             return super().finish(loss, backward)
         finally:
             self._reduction.end()
+
+    def remove(self) -> None:
+        self._reduction.end()
+        super().remove()
 
     @contextmanager
     def offloading(self, step: Step, batch: Any) -> Iterator[None]:
