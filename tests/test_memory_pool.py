@@ -2,39 +2,28 @@
 
 import gc
 import os
+import re
 import threading
 
 import pytest
 import torch
 
+from retime.mechanisms.memory import freed_memory
 from retime.mechanisms.memory import pool as pool_module
 from retime.mechanisms.memory import pool_library as library_module
 from retime.mechanisms.memory.budgeted_step import BudgetedStep
 from retime.mechanisms.memory.freed_memory import FreedMemory
 from retime.mechanisms.memory.host import parse_host
 from retime.mechanisms.memory.pool import MemoryPool
-from retime.mechanisms.memory.pool_library import NoPoolError, pool_library
 
 PAGE = os.sysconf("SC_PAGESIZE") if hasattr(os, "sysconf") else 4096
 BLOCK = 256 * PAGE
-_NONE = pool_library()
-needs_pool = pytest.mark.skipif(isinstance(_NONE, NoPoolError), reason=str(_NONE))
-
-
-@pytest.fixture
-def pool():
-    pool = MemoryPool()
-    assert pool.install(), pool.why_not
-    pool.reset_peaks()
-    yield pool
-    pool.remove()
 
 
 def block(size=BLOCK):
     return torch.empty(size, dtype=torch.uint8)
 
 
-@needs_pool
 class TestCounts:
     def test_small_tensors_are_not_the_pools(self, pool):
         before = pool.counts().live
@@ -93,7 +82,6 @@ class TestCounts:
         del wall, end
 
 
-@needs_pool
 def test_values_survive_the_pool_and_the_other_way_round(pool):
     old = torch.arange(10**5)
     pool.remove()
@@ -104,30 +92,31 @@ def test_values_survive_the_pool_and_the_other_way_round(pool):
         pool.counts()
 
 
-@needs_pool
-def test_two_users_share_it(pool):
-    other = MemoryPool()
-    other.install()
-    other.install()  # twice is once
-    other.remove()
+def test_the_last_of_its_users_takes_it_away(pool):
+    others = pool_module._installed - 1
+    second = MemoryPool()
+    second.install()
+    second.install()  # twice is once
+    second.remove()
+    second.remove()
     assert pool.bytes_elsewhere([block()]) == 0
     pool.remove()
-    assert MemoryPool().install()
-
-
-@needs_pool
-def test_one_that_was_forgotten_is_removed():
-    gc.collect()
-    before = pool_module._installed
-    pool = MemoryPool()
+    between = block()
     pool.install()
+    assert pool.bytes_elsewhere([between]) == (0 if others else BLOCK)
+    assert pool.bytes_elsewhere([block()]) == 0
+
+
+def test_one_that_was_forgotten_is_removed(pool):
+    before = pool_module._installed
+    forgotten = MemoryPool()
+    forgotten.install()
     assert pool_module._installed == before + 1
-    del pool
+    del forgotten
     gc.collect()
     assert pool_module._installed == before
 
 
-@needs_pool
 def test_one_dnns_scratch_can_be_allocated(pool):
     image = torch.randn(2, 16, 64, 64, requires_grad=True)
     convolution = torch.nn.Conv2d(16, 16, 3)
@@ -135,7 +124,6 @@ def test_one_dnns_scratch_can_be_allocated(pool):
     assert image.grad is not None
 
 
-@needs_pool
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_threads_and_forks(pool):
     pool.limit(pool.counts().live + 20 * BLOCK)
@@ -155,41 +143,42 @@ def test_threads_and_forks(pool):
         thread.join()
 
 
-def test_without_a_compiler_freed_memory_goes_back(monkeypatch, tmp_path):
+@pytest.fixture
+def no_compiler(monkeypatch, tmp_path):
+    """As where there is none; how often the C library was asked instead. It is not, as it cannot be asked back."""
+    asked = []
+    monkeypatch.setattr(freed_memory, "give_back_freed_memory", lambda: asked.append(True) or True)
     monkeypatch.setenv("CXX", str(tmp_path / "none"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     library_module.pool_library.cache_clear()
-    try:
-        freed = FreedMemory(torch.device("cpu"))
-        assert "compiler" in freed.note
-        freed.hold(10**9, [])  # nothing to hold it with
-        freed.close()
-    finally:
-        library_module.pool_library.cache_clear()
-
-
-def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
-    monkeypatch.setenv("CXX", "false")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    yield asked
     library_module.pool_library.cache_clear()
-    try:
-        pool = MemoryPool()
-        assert not pool.install()
-        assert "false" in pool.why_not
-        assert not list((tmp_path / "retime").iterdir())
-    finally:
-        library_module.pool_library.cache_clear()
 
 
-def test_plans_say_that_there_is_no_pool(monkeypatch, tmp_path):
-    monkeypatch.setenv("CXX", str(tmp_path / "none"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    library_module.pool_library.cache_clear()
+def test_without_a_compiler_freed_memory_goes_back(no_compiler):
+    freed = FreedMemory(torch.device("cpu"))
+    assert len(no_compiler) == 1
+    assert re.match("freed memory goes back to the system at once: .*compiler", freed.note)
+    freed.hold(10**9, [])  # nothing to hold it with
+    freed.close()
+
+
+def test_where_it_cannot_go_back_that_is_said(no_compiler, monkeypatch):
+    monkeypatch.setattr(freed_memory, "give_back_freed_memory", lambda: False)
+    assert re.match("freed memory stays in the process: .*compiler", FreedMemory(torch.device("cpu")).note)
+
+
+def test_plans_say_that_there_is_no_pool(no_compiler, tmp_path):
     model = torch.nn.Linear(4, 4)
-    try:
-        step = BudgetedStep(model, [], 2**30, parse_host(f"disk:{tmp_path}", "cpu"))
-        shape = step.plan(lambda part: model(part).sum(), torch.randn(2, 4))
-        step.remove()
-    finally:
-        library_module.pool_library.cache_clear()
-    assert "freed memory" in str(shape)
+    step = BudgetedStep(model, [], 2**30, parse_host(f"disk:{tmp_path}", "cpu"))
+    shape = step.plan(lambda part: model(part).sum(), torch.randn(2, 4))
+    step.remove()
+    assert "freed memory goes back" in str(shape)
+
+
+def test_a_compiler_that_fails_is_quoted(no_compiler, monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "false")
+    pool = MemoryPool()
+    assert not pool.install()
+    assert "false" in pool.why_not
+    assert not list((tmp_path / "retime").iterdir())
