@@ -126,12 +126,27 @@ class Budgeted(LightningOnly, Strategy):
         assert parts is not None
         log.warn(parts)  # before the first step, of all that the probe has seen
         try:
-            return parts.forward(0)["output"]
+            output = parts.forward(0)["output"]
         except NoLossError:
             budgeted.drop()
             _see_no_loss(parts)
             log.publish(parts)
             return None
+        if not module.trainer.fit_loop._skip_backward:
+            return output
+        del output  # no backward pass frees its graph
+        return self._without_backward(parts)
+
+    def _without_backward(self, parts: SubBatches) -> Any:
+        """The other parts of a batch that only passes forward, as weight averaging does for BatchNorm's statistics."""
+        assert self._step is not None
+        assert self._log is not None
+        for index in range(1, len(parts)):
+            parts.forward(index)
+        self._step.drop()
+        self._log.publish(parts)
+        self._log.warn(parts)
+        return parts.result()["output"]
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         step, module, plugin = self._step, self.lightning_module, self.precision_plugin

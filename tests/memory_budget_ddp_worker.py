@@ -23,6 +23,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 import memory_budget_support as support
 import retime.mechanisms.memory.budgeted_step as budgeted_step
+from memory_budget_looks import Looks
 from memory_budget_support import (
     BATCH,
     CLASSES,
@@ -211,6 +212,13 @@ class Buffered(Net):
 def buffers_are_sent_as_ever() -> None:
     plan_with(SPLITS)
     compare(Buffered, tolerance=1e-5)
+
+
+@check
+def epochs_without_a_backward_pass() -> None:
+    plan_with(SPLITS)
+    _, ours = compare(Buffered, tolerance=1e-5, callbacks=[Looks()], max_epochs=3)
+    assert report(ours).sub_batches > report(ours).steps == 9
 
 
 class Skips(Net):

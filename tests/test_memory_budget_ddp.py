@@ -14,6 +14,7 @@ CHECKS = [
     "ranks_that_plan_differently",
     "gradients_are_reduced_once_a_step",
     "buffers_are_sent_as_ever",
+    "epochs_without_a_backward_pass",
     "a_last_part_without_a_loss",
     "parameters_that_the_last_part_does_not_use",
     "batch_norm_offloads_only",

@@ -8,7 +8,7 @@ ranks tell one another in what way it runs, and whether one of them has failed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,9 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from retime.mechanisms.memory.agreement import RankAgreement
 from retime.mechanisms.memory.alone import CollectiveError, alone
 from retime.mechanisms.memory.budget_report import PlannedShape
-from retime.mechanisms.memory.budgeted_step import BudgetedStep, NoLossError, Step, Way
+from retime.mechanisms.memory.budgeted_step import BudgetedStep, NoLossError, Way
 from retime.mechanisms.memory.host import HostTier
 from retime.mechanisms.memory.reduce_last import ReduceLast
+from retime.mechanisms.memory.step_planner import Step
 from retime.mechanisms.memory.sub_batches import SubBatches
 
 __all__ = ["BudgetedDataParallelStep", "buckets_of"]
@@ -136,13 +137,8 @@ class BudgetedDataParallelStep(BudgetedStep):
 
     def _run(self, step: Step, part: Any) -> Any:
         if not self.planning:
-            over = self._reduction.next()
-            try:
-                with alone(self._wrapped, watch=False) if over else nullcontext():
-                    return step(part)
-            except BaseException:
-                self._reduction.end()
-                raise
+            with self._reduction.part():
+                return step(part)
         if self._collective is not None:
             raise self._collective
         try:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 from torch.nn.parallel import DistributedDataParallel
+
+from retime.mechanisms.memory.alone import alone
 
 __all__ = ["ReduceLast"]
 
@@ -16,11 +19,10 @@ class ReduceLast:
 
         reduce.begin(weights)
         for part, weight in zip(parts, weights):
-            with alone(model) if reduce.next() else nullcontext():
+            with reduce.part():
                 loss = step(model, part)
             if weight:
                 (loss * weight).backward()
-        reduce.end()
 
     Inside of ``model.no_sync()`` no part reduces. Buffers are sent once a batch, as without parts.
     """
@@ -28,7 +30,7 @@ class ReduceLast:
     def __init__(self, model: DistributedDataParallel) -> None:
         self._model = model
         self._wanted: bool | None = None
-        self._part = self._last = 0
+        self._part = self._last = self._parts = 0
 
     def begin(self, weights: Sequence[float]) -> None:
         """A batch begins.
@@ -38,20 +40,26 @@ class ReduceLast:
         """
         self.end()
         self._wanted = self._model.require_backward_grad_sync
-        self._part, self._last = -1, max(index for index, weight in enumerate(weights) if weight)
+        self._part, self._parts = -1, len(weights)
+        self._last = max(index for index, weight in enumerate(weights) if weight)
 
-    def next(self) -> bool:
-        """The forward pass of the next part begins.
-
-        Returns:
-            Whether the batch's gradients have left: then this part must not go through DDP's forward pass, which would
-            begin the next batch and talk to ranks that have no such part.
-        """
+    @contextmanager
+    def part(self) -> Iterator[None]:
+        """Around the forward pass of the next part; the batch is over with that of the last one, or when one fails."""
         if self._wanted is None:
-            return False
+            yield
+            return
         self._part += 1
         self._model.require_backward_grad_sync = self._wanted and self._part == self._last
-        return self._part > self._last
+        over = self._part > self._last  # DDP's forward pass would begin the next batch: other ranks have no such part
+        try:
+            with alone(self._model, watch=False) if over else nullcontext():
+                yield
+        except BaseException:
+            self.end()
+            raise
+        if self._part == self._parts - 1:  # now, while the caller's no_sync() is still open
+            self.end()
 
     def end(self) -> None:
         """The batch is over, or will not be finished."""
