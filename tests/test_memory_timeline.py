@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,8 @@ import pytest
 import torch
 
 import memory_budget_support as support
-from memory_budget_support import SPLITS, Net, assert_close, fit, loader, use_costs
+from memory_budget_support import SMALL, Net, assert_close, fit, loader
 from retime.callbacks import MemoryTimeline
-from retime.mechanisms.memory.heap import give_back_freed_memory
-from retime.mechanisms.memory.pool import MemoryPool
 from retime.mechanisms.memory_sampler import MemorySampler
 from retime.strategies import MemoryBudgetStrategy
 
@@ -21,11 +18,8 @@ pytestmark = support.IGNORED
 MIB = 2**20
 
 
+@pytest.mark.usefixtures("pool")  # or the tensor could come from what other tests have freed
 def test_sampler_sees_what_is_held() -> None:
-    gc.collect()
-    pool = MemoryPool()
-    if pool.install():  # or the tensor could come from what other tests have freed
-        pool.limit(0)
     sampler = MemorySampler()
     sampler.start()
     sampler.switch("forward")
@@ -35,7 +29,6 @@ def test_sampler_sees_what_is_held() -> None:
     sampler.switch("update")
     sampler.stop()
     sampler.stop()
-    pool.remove()
     at = {phase: ms for ms, phase in sampler.phases}
     during = [size for ms, size in sampler.samples if at["backward"] <= ms <= at["update"]]
     assert max(during) > sampler.samples[0][1] + 48 * MIB
@@ -50,8 +43,8 @@ def test_sampler_refuses_to_start_twice() -> None:
     sampler.stop()
 
 
+@pytest.mark.usefixtures("pool")  # as under a memory budget; the C library keeps holes that no tensor fills
 def test_prediction_is_near_the_measurement(tmp_path: Path) -> None:
-    give_back_freed_memory()  # as a memory budget does: else the C library keeps holes that no tensor fills
     timeline = MemoryTimeline(dirpath=tmp_path)
     fit(Net(width=512), data=loader(3, batch=8192), callbacks=[timeline])
     (step,) = timeline.steps
@@ -63,12 +56,11 @@ def test_prediction_is_near_the_measurement(tmp_path: Path) -> None:
     assert timeline.files[0].read_bytes()[:4] == b"\x89PNG"
 
 
-def test_prediction_under_a_budget_is_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_costs(monkeypatch, SPLITS)
+def test_prediction_under_a_budget_is_the_plans(splits: None) -> None:
     timeline, module, plain = MemoryTimeline(png=False), Net(), Net()
     logger = support.Notes()
     fit(plain)
-    done = fit(module, MemoryBudgetStrategy(120_000), callbacks=[timeline], logger=logger)
+    done = fit(module, MemoryBudgetStrategy(SMALL), callbacks=[timeline], logger=logger)
     (step,) = timeline.steps
     choice = support.report_of(done).shapes[0].choice
     assert step.plan == str(choice.plan)
