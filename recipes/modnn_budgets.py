@@ -12,6 +12,7 @@ from retime.recipes import charts
 from retime.recipes import modnn_claims as claims
 from retime.recipes.claims import Comparison
 from retime.recipes.measure import spread
+from retime.recipes.modnn_recipe import NetworkRecipe
 from retime.recipes.modnn_report import (
     POOL,
     budgets_of,
@@ -24,28 +25,24 @@ from retime.recipes.modnn_report import (
     untrained,
 )
 from retime.recipes.modnn_side_by_side import BUDGET, FLOOR, MEASURED, PREDICTED, STEP, UNLIMITED, side_by_side
-from retime.recipes.recipe import Measured, Recipe, Tick
+from retime.recipes.recipe import Measured, Tick
 from retime.recipes.results import Point, Result
 from retime.recipes.schema import MemorySettings
 
 
-class Budgets(Recipe[MemorySettings]):
+class Budgets(NetworkRecipe):
     """A point a network; a variant a budget."""
 
-    axes = ("cases",)
     quantity = STEP
 
     def points(self, settings: MemorySettings) -> list[dict[str, Any]]:
         for budget in settings.budgets:
             if budget != FLOOR and not (isinstance(budget, int | float) and budget > 0):
                 raise ValueError(f"budgets has {budget!r}: give percents of the ideal peak, or {FLOOR!r}")
-        return [{"network": name} for name in settings.cases]
+        return super().points(settings)
 
-    def detail(self, settings: MemorySettings, at: dict[str, Any]) -> dict[str, Any]:
-        return {"network": settings.cases[at["network"]]}
-
-    def blocks(self, settings: MemorySettings) -> int | None:
-        return (len(settings.budgets) + 2) * (settings.rounds + settings.warmup_rounds)
+    def blocks_a_round(self, settings: MemorySettings) -> int | None:
+        return len(settings.budgets) + 2
 
     def references(self, point: Point) -> dict[str, str]:
         return {"speed over unlimited": UNLIMITED}

@@ -15,7 +15,8 @@ from retime.recipes import modnn_claims as claims
 from retime.recipes.claims import Comparison, amount
 from retime.recipes.measure import spread
 from retime.recipes.modnn_networks import in_place, network_of, separate_gradients, weight_gradients_pass
-from retime.recipes.recipe import Measured, Recipe, Tick
+from retime.recipes.modnn_recipe import NetworkRecipe
+from retime.recipes.recipe import Measured, Tick
 from retime.recipes.results import Point, Result, Row
 from retime.recipes.schema import MemorySettings
 from retime.schedules.memory import (
@@ -32,17 +33,10 @@ EQ_7, EQ_7_GRADIENTS = "Eq. 7, weights stay (as the paper's)", "Eq. 7, gradients
 FLOOR, NO_WEIGHTS = "floor of the replay (torch's step)", "Eq. 7, weights offloaded too (as the paper's)"
 
 
-class Floors(Recipe[MemorySettings]):
+class Floors(NetworkRecipe):
     """A point a network."""
 
-    axes = ("cases",)
     quantity = MEMORY
-
-    def points(self, settings: MemorySettings) -> list[dict[str, Any]]:
-        return [{"network": name} for name in settings.cases]
-
-    def detail(self, settings: MemorySettings, at: dict[str, Any]) -> dict[str, Any]:
-        return {"network": settings.cases[at["network"]]}
 
     def measure(self, settings: MemorySettings, at: dict[str, Any], tick: Tick) -> Measured:
         network = network_of(at["network"], settings.cases[at["network"]], settings.optimizer, settings.seed)

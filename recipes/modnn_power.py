@@ -11,9 +11,10 @@ from retime.recipes import modnn_claims as claims
 from retime.recipes.claims import Comparison
 from retime.recipes.measure import Spread, spread
 from retime.recipes.modnn_processes import Worker
+from retime.recipes.modnn_recipe import NetworkRecipe
 from retime.recipes.modnn_report import budgets_of
 from retime.recipes.modnn_side_by_side import BUDGET, STEP, UNLIMITED, block_ms, side_by_side
-from retime.recipes.recipe import Measured, Recipe, Tick
+from retime.recipes.recipe import Measured, Tick
 from retime.recipes.results import Point, Result, Row
 from retime.recipes.schema import MemorySettings
 
@@ -21,17 +22,10 @@ ENERGY, MEAN, MOST = "energy a step", "average power", "most power"
 NO_METER, METER = "no meter", "meter"
 
 
-class Power(Recipe[MemorySettings]):
+class Power(NetworkRecipe):
     """A point a network; a variant a budget. Without a meter a point holds the reason and no number."""
 
-    axes = ("cases",)
     quantity = ENERGY
-
-    def points(self, settings: MemorySettings) -> list[dict[str, Any]]:
-        return [{"network": name} for name in settings.cases]
-
-    def detail(self, settings: MemorySettings, at: dict[str, Any]) -> dict[str, Any]:
-        return {"network": settings.cases[at["network"]]}
 
     def references(self, point: Point) -> dict[str, str]:
         return {"unlimited's energy over its own": UNLIMITED}

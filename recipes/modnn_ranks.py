@@ -13,6 +13,7 @@ from retime.recipes.claims import Comparison
 from retime.recipes.measure import interleave, speedup, spread
 from retime.recipes.modnn_processes import Worker, WorkerError, closing
 from retime.recipes.modnn_rank_worker import EACH, ONCE, ONE, WHOLE, serve
+from retime.recipes.modnn_recipe import NetworkRecipe
 from retime.recipes.modnn_side_by_side import (
     BUDGET,
     DIFFERENCE,
@@ -24,7 +25,7 @@ from retime.recipes.modnn_side_by_side import (
     failure,
     network_for,
 )
-from retime.recipes.recipe import Measured, Recipe, Tick
+from retime.recipes.recipe import Measured, Tick
 from retime.recipes.results import Point, Result, Row
 from retime.recipes.schema import MemorySettings
 
@@ -33,7 +34,7 @@ REFUSED = "refused"
 WAYS = (WHOLE, ONCE, EACH)
 
 
-class Ranks(Recipe[MemorySettings]):
+class Ranks(NetworkRecipe):
     """A point a network and a budget of each rank, in percent of what its share of the batch needs."""
 
     axes = ("cases", "budgets")
@@ -42,11 +43,8 @@ class Ranks(Recipe[MemorySettings]):
     def points(self, settings: MemorySettings) -> list[dict[str, Any]]:
         return [{"network": name, "budget": float(share)} for name in settings.cases for share in settings.budgets]
 
-    def detail(self, settings: MemorySettings, at: dict[str, Any]) -> dict[str, Any]:
-        return {"network": settings.cases[at["network"]]}
-
-    def blocks(self, settings: MemorySettings) -> int | None:
-        return (len(WAYS) + 1) * (settings.rounds + settings.warmup_rounds)
+    def blocks_a_round(self, settings: MemorySettings) -> int | None:
+        return len(WAYS) + 1
 
     def references(self, point: Point) -> dict[str, str]:
         return {"speed over one process": ONE, "speed over every sub-batch": EACH}

@@ -16,7 +16,8 @@ from retime.recipes.measure import spread
 from retime.recipes.modnn_floor import bars
 from retime.recipes.modnn_k40 import k40_graph
 from retime.recipes.modnn_networks import network_of, weight_gradients_pass
-from retime.recipes.recipe import Measured, Recipe, Tick
+from retime.recipes.modnn_recipe import NetworkRecipe
+from retime.recipes.recipe import Measured, Tick
 from retime.recipes.results import Point, Result, Row
 from retime.recipes.schema import MemorySettings
 from retime.schedules.memory import (
@@ -41,7 +42,7 @@ VDNN_PLUS_ALL, VDNN_PLUS_CONV = "vDNN+, all layers", "vDNN+, convolutions"
 SUB_BATCHES, OFFLOADING, ALGORITHMS = "sub-batches alone", "offloading alone", "algorithms alone"
 
 
-class SimulatedK40(Recipe[MemorySettings]):
+class SimulatedK40(NetworkRecipe):
     """What these figures share: graphs, plans, and a result that says that it is simulated."""
 
     quantity = BATCH
@@ -53,12 +54,6 @@ class SimulatedK40(Recipe[MemorySettings]):
         result = super()._open(settings, folder)
         result.simulated = True
         return result
-
-    def points(self, settings: MemorySettings) -> list[dict[str, Any]]:
-        return [{"network": name} for name in settings.cases]
-
-    def detail(self, settings: MemorySettings, at: dict[str, Any]) -> dict[str, Any]:
-        return {"network": settings.cases[at["network"]]}
 
     def references(self, point: Point) -> dict[str, str]:
         return {"speed over ideal": IDEAL}
@@ -142,7 +137,6 @@ def vdnn(layers: str, *, plus: bool = False, algorithms: str = "fastest") -> Cal
 class OneBudget(SimulatedK40):
     """Figures 10 and 11: time of a batch and bytes moved in 12 GB."""
 
-    axes = ("cases",)
     _ways = {  # noqa: RUF012
         MODNN: modnn,
         PAPERS_RULES: papers_rules,
@@ -259,8 +253,6 @@ class ManyBudgets(SimulatedK40):
 class Alone(SimulatedK40):
     """Figures 13 and 14: each technique alone, where it needs the least memory."""
 
-    axes = ("cases",)
-
     def measure(self, settings: MemorySettings, at: dict[str, Any], tick: Tick) -> Measured:
         graph, batch = self.graph(settings, at["network"]), settings.cases[at["network"]]["batch_size"]
         bandwidth = settings.transfer_bytes_per_s / 1e3
@@ -316,6 +308,9 @@ class Alone(SimulatedK40):
         ]
 
     def notes(self, result: Result) -> list[str]:
+        if not result.points:
+            return []
+        budget = f"{result.points[0].settings['budget_gb']:g} GB"
         return [
             *super().notes(result),
             "Memory is counted as in Figure 9: the ideal case keeps every block at its own address, and the largest "
@@ -324,7 +319,8 @@ class Alone(SimulatedK40):
             "The time of algorithms alone is the ratio given to the simulator, less what is bound by memory traffic. "
             "Sub-batches of one sample lose less here than on the real GPU: a roofline knows launches and idle "
             "threads, not the kernels' own loss with small matrices.",
-            "Offloading alone keeps the batch whole, in 12 GB or what its largest task needs, by the paper's rules.",
+            f"Offloading alone keeps the batch whole, in {budget} or what its largest task needs, by the paper's "
+            "rules.",
             *(
                 f"- {p.at['network']}: offloading alone {p.facts[OFFLOADING]}"
                 for p in result.points

@@ -7,13 +7,19 @@ import pytest
 
 from retime.recipes import __main__ as command
 from retime.recipes.modnn_accumulation import Gradient, Host, gradients, naive_ms, overlapped_ms
-from retime.recipes.modnn_four_devices import FOUR_IDEAL, NAIVE, ONE, overlapped
+from retime.recipes.modnn_four_devices import FOUR_IDEAL, NAIVE, ONE, FourDevices, overlapped
 from retime.recipes.modnn_simulated import BATCH, IDEAL
-from retime.recipes.results import load
+from retime.recipes.results import Point, Result, Row, load
+from retime.recipes.schema import MemorySettings
 from retime.schedules.memory import Block, BlockKind, GraphTask, OffloadSchedule, Phase, TaskGraph
 from retime.schedules.memory.result import COMPUTE, Copy, Direction
 from retime.schedules.timeline import Span
 
+GIVEN = (
+    *("devices", "operations_per_s", "memory_bytes_per_s", "efficiency", "memory_efficiency", "transfer_bytes_per_s"),
+    *("launch_ms", "threads", "fast_speedup", "workspace_share", "sum_bytes_per_s", "cores_speedup"),
+)
+"""Settings that the notes tell."""
 HOST = Host(devices=4, bus_bytes_per_ms=100.0, sum_bytes_per_ms=600.0)
 
 
@@ -85,5 +91,24 @@ def test_figures_17_to_19(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert times[overlapped(20)] < times[NAIVE]
         assert times[IDEAL] / 4 < times[FOUR_IDEAL]
         assert times[ONE] >= times[IDEAL]
+    # none of these budgets is one of the paper's
+    assert "away from the paper's" not in path.with_name("result.md").read_text(), (
+        "none of these budgets is the paper's"
+    )
     assert "at least" in impossible.facts["does not fit"]
     assert impossible.variants(BATCH) == [IDEAL, FOUR_IDEAL]
+
+
+def test_distances_from_the_paper_are_of_the_lines() -> None:
+    """With 12 GB: 4 times as fast where the paper has 3.1, and 3.33 times where it has 3.7."""
+    settings = {name: getattr(MemorySettings(), name) for name in GIVEN}
+    times = {IDEAL: 40.0, FOUR_IDEAL: 10.0, overlapped(1): 12.0}
+    rows = [Row(name, BATCH, "ms", [value]) for name, value in times.items()]
+    point = Point({"network": "VGG", "budget_gb": 12.0}, settings, rows)
+    notes = FourDevices().notes(Result("", "", "modnn", "", "", [point], simulated=True))
+    assert "Speeds are -10 to +29 % away from the paper's, averages of networks each." in notes
+
+
+def test_a_speed_that_the_paper_does_not_tell_is_refused() -> None:
+    with pytest.raises(ValueError, match="cores has 10: the paper tells the speed of 1 and of all 20"):
+        FourDevices().points(MemorySettings(cores=[1, 10], cases={"VGG": {}}, budgets=[12]))
