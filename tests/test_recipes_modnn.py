@@ -34,6 +34,7 @@ from retime.recipes.modnn_simulated import (
     ALGORITHMS,
     BATCH,
     MODNN,
+    MOVED,
     OFFLOADING,
     PAPERS_RULES,
     SLOWER,
@@ -125,7 +126,7 @@ def few(*sizes: int) -> str:
 
 
 def test_figures_10_and_11(run: Command) -> None:
-    path = run("experiment=modnn_fig10_simulated", "~cases", few(16, 32), "budget_gb=0.08")
+    path = run("experiment=modnn_fig10_simulated", "~cases", few(16, 64), "budget_gb=0.06")
     result = load(path)
     assert result.simulated
     assert "**Simulated, not measured.**" in path.with_name("result.md").read_text()
@@ -135,8 +136,13 @@ def test_figures_10_and_11(run: Command) -> None:
             assert point.values(name, SLOWER)[0] == pytest.approx(point.values(name, BATCH)[0] / ideal, abs=1e-3)
             assert point.values(name, SLOWER)[0] >= 1
         assert point.values(MODNN, BATCH)[0] <= 1.005 * point.values(PAPERS_RULES, BATCH)[0]
-        fits = {name for name in (VDNN_ALL, VDNN_CONV, VDNN_LEAST) if point.has(name, BATCH)}
-        assert fits | set(point.facts["does not fit"]) >= {VDNN_ALL, VDNN_CONV, VDNN_LEAST}
+    small, large = result.points
+    vdnn = {VDNN_ALL, VDNN_CONV, VDNN_LEAST}
+    assert vdnn < set(small.variants(BATCH))
+    assert small.facts["does not fit"] == {}
+    assert small.values(VDNN_CONV, MOVED)[0] < small.values(VDNN_ALL, MOVED)[0]
+    assert set(large.facts["does not fit"]) == vdnn, "whole batches are too large for the budget"
+    assert not vdnn & set(large.variants(BATCH))
 
 
 def test_figure_12(run: Command) -> None:
@@ -148,7 +154,9 @@ def test_figure_12(run: Command) -> None:
 
 
 def test_figures_13_and_14(run: Command) -> None:
-    (point,) = load(run("experiment=modnn_fig13_simulated", "~cases", few(32))).points
+    path = run("experiment=modnn_fig13_simulated", "~cases", few(32), "budget_gb=0.5")
+    assert "keeps the batch whole, in 0.5 GB" in path.with_name("result.md").read_text()
+    (point,) = load(path).points
     memory = {name: point.values(name, SHARE)[0] for name in (SUB_BATCHES, OFFLOADING, ALGORITHMS)}
     assert memory[SUB_BATCHES] < memory[OFFLOADING] < 100
     assert memory[ALGORITHMS] < 100
