@@ -19,7 +19,7 @@ from retime.recipes.ooo_cluster import (
     ratio,
     strongest_peer,
 )
-from retime.recipes.ooo_sweep import best_fixed, search_steps, within_best
+from retime.recipes.ooo_sweep import best_fixed, fixed, search_steps, within_best
 from retime.recipes.ooo_variants import COMMUNICATION, COMPUTE, label
 from retime.recipes.recipe import Measured, Tick
 from retime.recipes.results import Point, Result
@@ -151,7 +151,8 @@ def _mlp(point: Point) -> list[Comparison]:
     best = best_fixed(point)
     if best and point.has("ooo_tuned", "step"):
         target = Target("mlp: k='auto' slower than the best k of a full sweep", "%", SEARCH_PERCENT, at_most=True)
-        note = f"auto k={point.facts['cluster']['k']}, best {best}"
+        among = ", ".join(str(k) for k in fixed(point))
+        note = f"auto k={point.facts['cluster']['k']}, best {best} of k={among}; ooo_ksweep has the full sweep"
         lines.append(Comparison(target, within_best(point), note))
     steps = search_steps(point)
     if steps is not None:
