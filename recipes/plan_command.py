@@ -11,6 +11,7 @@ import argparse
 import importlib
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,18 +24,20 @@ from torch.utils._pytree import tree_map
 
 from retime.mechanisms.memory.budget import parse_budget, show_bytes
 from retime.mechanisms.memory.budgeted_step import BudgetedStep
-from retime.mechanisms.memory.floor import StepMemory
+from retime.mechanisms.memory.floor import MemoryFloor, StepMemory
 from retime.mechanisms.memory.host import parse_host
 from retime.mechanisms.memory.replay import TrainingStep, profile_step
-from retime.mechanisms.memory.search import halvings
-from retime.mechanisms.memory.separability_probe import loss_of
+from retime.mechanisms.memory.separability_probe import loss_of as loss_in
 from retime.mechanisms.memory.split import part_of, samples_in
 from retime.mechanisms.memory.task_graph import task_graph
 from retime.mechanisms.memory.undisturbed import undisturbed
-from retime.recipes import build
 from retime.schedules.errors import ScheduleError
 from retime.schedules.memory import lower_bound
 from retime.schedules.memory.errors import BudgetError
+
+_OF_RECIPES = ("hydra", "omegaconf", "sklearn", "transformers", "matplotlib", "rich")
+"""Packages of the recipes extra. Without them a LightningModule can be planned for, which brings its own optimizers."""
+_INSTALL = ': pip install "lightning-retime[recipes]"'
 
 
 @dataclass
@@ -48,20 +51,30 @@ class Job:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point of the `retime` script; 0: a plan, 1: the budget is below the floor, 2: bad arguments."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    """Entry point of the `retime` script; 0: a plan, 1: the budget is below the floor, 2: anything else went wrong."""
+    options = _parser().parse_args(arguments)
     try:
+        _check_device(options.device)
         job = _from_config(options) if options.config else _from_reference(options)
         budget = parse_budget(options.budget, options.device)
+        return plan(job, budget, options.host, options.batchnorm)
+    except ModuleNotFoundError as error:
+        extra = (error.name or "").partition(".")[0] in _OF_RECIPES
+        print(f"retime plan: {error}{_INSTALL if extra else ''}", file=sys.stderr)
     except (ValueError, TypeError, OSError, ImportError, AttributeError) as error:
         print(f"retime plan: {error}", file=sys.stderr)
-        return 2
-    return plan(job, budget, options.host, options.batchnorm)
+    except Exception:  # the user's own step, most likely: where it happened is what they need
+        traceback.print_exc()
+    return 2
 
 
 def plan(job: Job, budget_bytes: int, host: str | None = None, batchnorm: str = "offload") -> int:
-    """Print what a budget asks for; returns the exit status."""
+    """Print what a budget asks for; returns the exit status.
+
+    Raises:
+        ValueError, OSError: `host` or `batchnorm` is no use here.
+        Exception: whatever the step raises.
+    """
     device = next(job.model.parameters()).device
     samples = samples_in(job.batch)
     print(f"budget          {show_bytes(budget_bytes)}, batch of {samples} on {device}")
@@ -84,8 +97,7 @@ def plan(job: Job, budget_bytes: int, host: str | None = None, batchnorm: str = 
         print(f"moved a step    {show_bytes(moved)}")
     times = f"{choice.step_ms / choice.plain_ms:.2f} x the unlimited step's time" if costs else "none: the step fits"
     print(f"slowdown        {times}")
-    separable = shape.certificate is not None or choice.plan.sub_batch < samples
-    _print_bounds(job, samples, separable, choice.floor)
+    _print_bounds(job, samples, choice.floor)
     if shape.certificate is not None:
         print(f"sub-batches     {shape.certificate}")
     if shape.note:
@@ -93,19 +105,21 @@ def plan(job: Job, budget_bytes: int, host: str | None = None, batchnorm: str = 
     return 0
 
 
-def _print_bounds(job: Job, samples: int, separable: bool, floor: Any) -> None:
+def _print_bounds(job: Job, samples: int, floor: MemoryFloor | None) -> None:
+    """A step that fits was not asked whether it can be split, so its floor is that of whole batches."""
     dry = TrainingStep(
         job.model,
         job.batch,
         samples,
-        loss=lambda part: loss_of(job.loss(part)),
+        loss=lambda part: loss_in(job.loss(part)),
         optimizers=job.optimizers,
         split=lambda whole, first, last: part_of(whole, slice(first, last), samples_in(whole)),
     )
     with undisturbed(job.model):
-        floor = floor or StepMemory(dry, halvings(samples) if separable else (samples,)).floor
+        whole = " (of whole batches: sub-batches were not looked at)" if floor is None else ""
+        floor = floor or StepMemory(dry, (samples,)).floor
         where = f"largest task {floor.task}, {floor.sub_batch} sample{'s' if floor.sub_batch > 1 else ''} at a time"
-        print(f"floor           {show_bytes(floor.bytes)}: {where}")
+        print(f"floor           {show_bytes(floor.bytes)}: {where}{whole}")
         try:
             small, large = (profile_step(dry.of_size(size)) for size in (max(1, samples // 4), max(2, samples // 2)))
             print(f"Eq. 7           {show_bytes(lower_bound(task_graph(small, large)).bytes)} (the paper's bound)")
@@ -130,6 +144,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _check_device(name: str) -> None:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"--device {name}: {error}") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device {name}: torch sees {torch.cuda.device_count()} CUDA devices here; use cpu")
+
+
 def _from_reference(options: argparse.Namespace) -> Job:
     if not options.model or ":" not in options.model:
         raise ValueError(f"{options.model!r} names no model: write package.module:function, or give --config FILE")
@@ -149,6 +172,8 @@ def _from_reference(options: argparse.Namespace) -> Job:
     batch = tree_map(lambda leaf: leaf.to(options.device) if isinstance(leaf, torch.Tensor) else leaf, batch)
     if isinstance(model, LightningModule):
         return Job(model, batch, _training_step(model), _optimizers_of(model))
+    from retime.recipes import build
+
     optimizer = {"_target_": options.optimizer, "lr": 0.01} if options.optimizer else None
     optimizers = [build.build_optimizer(optimizer, model.parameters(), {})] if optimizer else []
     return Job(model, batch, _supervised(model), optimizers)
@@ -157,6 +182,7 @@ def _from_reference(options: argparse.Namespace) -> Job:
 def _from_config(options: argparse.Namespace) -> Job:
     from omegaconf import OmegaConf
 
+    from retime.recipes import build
     from retime.recipes.schema import register_all
 
     register_all()
@@ -174,7 +200,9 @@ def _from_config(options: argparse.Namespace) -> Job:
 
 
 def _supervised(model: nn.Module) -> Callable[[Any], Any]:
-    return lambda batch: build.loss_of(model(batch[0]), batch[1])
+    from retime.recipes.build import loss_of
+
+    return lambda batch: loss_of(model(batch[0]), batch[1])
 
 
 def _training_step(model: LightningModule) -> Callable[[Any], Any]:

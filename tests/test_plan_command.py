@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,19 @@ def wrong() -> Any:
     return nn.Linear(2, 2)
 
 
+class Fails(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError("not this step's fault")
+
+
+def fails() -> Any:
+    return Fails(), (torch.ones(4, 2), torch.zeros(4, dtype=torch.long))
+
+
 @pytest.fixture(autouse=True)
 def _costs(monkeypatch: pytest.MonkeyPatch) -> None:
     use_costs(monkeypatch, SPLITS)
@@ -46,7 +61,7 @@ def test_a_small_budget(capsys: pytest.CaptureFixture[str]) -> None:
     assert said["plan"].startswith("sub-batch 64")
     assert said["predicted peak"].endswith("KiB")
     assert said["slowdown"].endswith("x the unlimited step's time")
-    assert "largest task" in said["floor"]
+    assert said["floor"].endswith("1 sample at a time")
     assert "the paper's bound" in said["Eq. 7"]
     assert "separable" in said["sub-batches"]
     assert str(BATCH) in said["budget"]
@@ -58,7 +73,7 @@ def test_a_large_budget_and_a_batch_size(capsys: pytest.CaptureFixture[str]) -> 
     assert status == 0
     assert said["slowdown"] == "none: the step fits"
     assert "batch of 32" in said["budget"]
-    assert "floor" in said
+    assert said["floor"].endswith("32 samples at a time (of whole batches: sub-batches were not looked at)")
 
 
 def test_a_budget_below_the_floor(capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,9 +106,34 @@ def test_an_experiment(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
         (("test_plan_command:wrong",), "return (model, batch)"),
         (("test_plan_command:plain_model", "--budget", "lots"), "cannot be read"),
         (("--config", "missing.yaml"), "missing.yaml"),
+        (("test_plan_command:plain_model", "--host", "tape"), "host='tape' names no place"),
+        (("test_plan_command:plain_model", "--host", "disk:/no/such/folder"), "/no/such/folder"),
+        (("test_plan_command:plain_model", "--device", "abacus"), "--device abacus: "),
+        (("test_plan_command:plain_model", "--device", "cuda:99"), "--device cuda:99: torch sees"),
+        (("test_plan_command:fails",), "ZeroDivisionError"),
     ],
 )
 def test_bad_arguments(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], pattern: str) -> None:
     status, _, errors = run(capsys, *arguments)
     assert status == 2
     assert pattern in errors
+
+
+def test_without_the_recipes_extra(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipes load anew, and find no hydra."""
+    loaded = [name.split(".") for name in sys.modules]
+    for package, *inner in (parts for parts in loaded if parts[:2] == ["retime", "recipes"] and len(parts) > 2):
+        monkeypatch.delitem(sys.modules, ".".join([package, *inner]))
+        monkeypatch.delattr(f"retime.recipes.{inner[1]}", raising=False)
+    for parts in (*(parts for parts in loaded if parts[0] in ("hydra", "omegaconf")), ["hydra"], ["omegaconf"]):
+        monkeypatch.setitem(sys.modules, ".".join(parts), None)
+    anew = importlib.import_module("retime.recipes.plan_command")
+    assert anew.main(["plan", "test_plan_command:lightning_model", "--budget", "1GiB"]) == 0
+    capsys.readouterr()
+    assert anew.main(["plan", "test_plan_command:plain_model", "--budget", "1GiB"]) == 2
+    assert 'pip install "lightning-retime[recipes]"' in capsys.readouterr().err
+
+
+def test_another_missing_module_is_no_matter_of_the_extra(capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, errors = run(capsys, "no_such_module:f")
+    assert "lightning-retime[recipes]" not in errors
