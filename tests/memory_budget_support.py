@@ -15,7 +15,7 @@ from lightning.pytorch.loggers.logger import Logger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import retime.mechanisms.memory.budgeted_step as budgeted_step
+import retime.mechanisms.memory.step_planner as step_planner
 from retime.mechanisms.memory.budget_report import BudgetReport
 from retime.mechanisms.memory.costs import StepCosts
 from retime.strategies import MemoryBudgetStrategy
@@ -38,8 +38,9 @@ IGNORED = [  # what Lightning and torch themselves warn of
 
 
 def use_costs(monkeypatch: pytest.MonkeyPatch, costs: StepCosts) -> None:
-    """Plan with these times and no scratch, so that the same budget gives the same plan on every machine."""
-    monkeypatch.setattr(budgeted_step, "calibrate", lambda *_, **__: costs)
+    """Plan with these times, no scratch and no trials, so that the same budget gives the same plan on every machine."""
+    monkeypatch.setattr(step_planner, "calibrate", lambda *_, **__: costs)
+    monkeypatch.setattr(step_planner.PlanTrial, "step_ms", lambda *_: None)
 
 
 class Notes(Logger):

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Trainer
 
 import memory_budget_support as support
-import retime.mechanisms.memory.budgeted_step as budgeted_step
+import retime.mechanisms.memory.step_planner as step_planner
 from memory_budget_support import SMALL, Net, assert_same, loader, report_of, trainer
 from retime.strategies import MemoryBudgetStrategy
 
@@ -29,7 +29,7 @@ def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
     def search(*_: Any, **__: Any) -> Any:
         raise AssertionError("searched again")
 
-    monkeypatch.setattr(budgeted_step, "search_plan", search)
+    monkeypatch.setattr(step_planner, "search_plan", search)
 
 
 def test_a_resumed_run_does_not_search_again(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

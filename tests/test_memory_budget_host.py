@@ -222,11 +222,12 @@ sys.path.insert(0, TESTS)
 import torch
 from torch.utils.data import DataLoader
 import memory_budget_support as support
-import retime.mechanisms.memory.budgeted_step as budgeted_step
+import retime.mechanisms.memory.step_planner as step_planner
 from retime.mechanisms.memory.host import HostError
 from retime.strategies import MemoryBudgetStrategy
 from test_memory_budget_host import Adam, Batches
-budgeted_step.calibrate = lambda *_, **__: support.OFFLOADS
+step_planner.calibrate = lambda *_, **__: support.OFFLOADS
+step_planner.PlanTrial.step_ms = lambda *_: None
 folder = FOLDER
 small, large = next(iter(support.loader(1))), next(iter(support.loader(1, batch=1024)))
 ballast = []

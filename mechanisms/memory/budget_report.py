@@ -18,6 +18,7 @@ _KEPT = (
     "peak_bytes",
     "scratch_bytes",
     "spare_bytes",
+    "tensor_bytes",
     "step_ms",
     "plain_ms",
     "out_bytes",

@@ -7,8 +7,8 @@
         optimizer.step()
     print(step.report()); step.remove()
 
-The first batch of each shape is planned for: nothing if it fits, else the fastest of all (sub-batch size, offloaded
-storages, prefetch distance) that fit.
+The first batch of each shape is planned for: nothing if it fits, else nearly the fastest of all (sub-batch size,
+offloaded storages, prefetch distance) that fit: the one that moves the fewest bytes.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from enum import IntEnum
 from functools import partial
 from itertools import chain
 from typing import Any, Literal, get_args
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -29,25 +30,20 @@ from retime.mechanisms.memory.batchnorm import BatchNormChoice, check_choice
 from retime.mechanisms.memory.batchnorm_exact import ChunkedOperators
 from retime.mechanisms.memory.budget import show_bytes
 from retime.mechanisms.memory.budget_report import BudgetReport, PlannedShape
-from retime.mechanisms.memory.calibrate import calibrate
 from retime.mechanisms.memory.certificate import Certificate
-from retime.mechanisms.memory.floor import StepMemory
 from retime.mechanisms.memory.freed_memory import FreedMemory
 from retime.mechanisms.memory.host import HostTier
 from retime.mechanisms.memory.offload import OffloadReport, OffloadSavedTensors, PlanMismatch
-from retime.mechanisms.memory.profile import StepProfile
-from retime.mechanisms.memory.replay import TrainingStep
-from retime.mechanisms.memory.search import PlanChoice, halvings, search_plan
-from retime.mechanisms.memory.separability import certify
+from retime.mechanisms.memory.replay import Buckets, Gradients
+from retime.mechanisms.memory.search import PlanChoice
 from retime.mechanisms.memory.separability_probe import loss_of
-from retime.mechanisms.memory.split import Split, part_of, samples_in, split_batch, tensors_of
+from retime.mechanisms.memory.split import Split, samples_in, split_batch, tensors_of
+from retime.mechanisms.memory.step_planner import Step, StepPlanner
 from retime.mechanisms.memory.storages import tensors_in
 from retime.mechanisms.memory.sub_batches import SubBatches
-from retime.mechanisms.memory.undisturbed import undisturbed
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.schedules.errors import ScheduleError
 from retime.schedules.memory import OffloadPlan
-from retime.schedules.memory.errors import BudgetError
 
 OnShapeChange = Literal["replan", "error"]
 MOST_SHAPES = 128
@@ -55,16 +51,6 @@ MOST_SHAPES = 128
 _MANY_MISMATCHES = 3
 CHUNKS = 8
 """With ``batchnorm="exact"`` operators run in so many parts of the batch."""
-_SPACIOUS = 1 / 3
-"""A plain step whose tensors need no more of the budget than this is not looked at any closer.
-
-oneDNN's LSTM saves a work space that no dry run sees, as large as all the rest.
-"""
-
-_PROBED = (3, 5)
-"""The fewest and the most samples that are probed at once."""
-
-Step = Callable[[Any], Any]
 
 
 class Way(IntEnum):
@@ -103,7 +89,6 @@ class BudgetedStep:
 
     Attributes:
         planning: the step that runs at the moment is only tried out: nothing of it is to be kept.
-        whole_because: why batches must not be split, if the caller knows a reason; refusals quote it.
         hidden_bytes: of tensors that nothing in Python holds; plans count them, and freed memory leaves room for them.
 
     Raises:
@@ -121,19 +106,29 @@ class BudgetedStep:
         split: Split = split_batch,
         loss_weight: Callable[[Any], Any] | None = None,
         on_shape_change: str = "replan",
-        gradients: Literal["freed", "freed after forward", "kept"] = "freed",
-        buckets: Literal["", "beside", "gradients"] = "",
+        gradients: Gradients = "freed",
+        buckets: Buckets = "",
         sub_batches: bool = True,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.batchnorm: BatchNormChoice = check_choice(batchnorm)
         check_on_shape_change(on_shape_change)
         self.model, self.optimizers, self.budget_bytes, self.host = model, list(optimizers), budget_bytes, host
-        self._split, self._loss_weight, self._on_shape_change = split, loss_weight, on_shape_change
-        self._gradients: Any = gradients
-        self._buckets: Any = buckets
-        self._sub_batches = sub_batches
-        self._say = say
+        self._split, self._on_shape_change, self._say = split, on_shape_change, say
+        self._planner = StepPlanner(
+            model,
+            self.optimizers,
+            budget_bytes,
+            host,
+            batchnorm=self.batchnorm,
+            split=split,
+            loss_weight=loss_weight,
+            gradients=gradients,
+            buckets=buckets,
+            sub_batches=sub_batches,
+            say=say,
+            trying_out=self._trying_out,
+        )
         self._shapes: dict[tuple[Any, ...], PlannedShape] = {}
         self._offloads: dict[OffloadPlan, OffloadSavedTensors] = {}
         self._chunks: ChunkedOperators | None = None
@@ -142,7 +137,6 @@ class BudgetedStep:
         self._kept: dict[str, dict[str, Any]] = {}
         self._forgotten: OffloadReport | None = None
         self.planning = False
-        self.whole_because = ""
         self.hidden_bytes = 0
         self._freed = FreedMemory(next(model.parameters()).device)
 
@@ -183,11 +177,11 @@ class BudgetedStep:
             max(1, sub_batch),
             shape.certificate or Certificate(None, "this batch is not to be split"),
             split=self._split,
-            certify_again=lambda whole, known: self._certify(step, whole, among=known),
+            certify_again=lambda whole, known: self._planner.certify(step, whole, among=known),
             ghost=self.batchnorm == "ghost",
         )
         if len(self._now) > 1 and self._now.certificate is not shape.certificate:  # this batch told more
-            self._shapes[_shape_of(batch)] = replace(shape, certificate=self._now.certificate)
+            self._shapes[self._key(batch)] = replace(shape, certificate=self._now.certificate)
         self._report.steps += 1
         self._report.sub_batches += len(self._now)
         return self._now
@@ -200,7 +194,7 @@ class BudgetedStep:
             BudgetError, ScheduleError: see :meth:`run`.
             ValueError: this object plans sub-batches, which need :meth:`run`.
         """
-        if self._sub_batches:
+        if self._planner.sub_batches:
             raise ValueError(
                 "offloading() runs batches whole: make the BudgetedStep with sub_batches=False, or use run()"
             )
@@ -213,6 +207,24 @@ class BudgetedStep:
         """A batch whose plan asks for nothing was run by the caller itself."""
         self._report.steps += 1
         self._report.sub_batches += 1
+
+    @property
+    def gradients(self) -> Gradients:
+        """Whether gradients of steps before are there; plans for other choices than the present one are kept beside."""
+        return self._planner.gradients
+
+    @gradients.setter
+    def gradients(self, choice: Gradients) -> None:
+        self._planner.gradients = choice
+
+    @property
+    def whole_because(self) -> str:
+        """Why batches must not be split, if the caller knows a reason; refusals quote it."""
+        return self._planner.whole_because
+
+    @whole_because.setter
+    def whole_because(self, reason: str) -> None:
+        self._planner.whole_because = reason
 
     @property
     def parts(self) -> SubBatches | None:
@@ -244,7 +256,7 @@ class BudgetedStep:
             BudgetError, ScheduleError: see :meth:`run`.
         """
         samples = samples_in(batch, self._split)
-        key = _shape_of(batch)
+        key = self._key(batch)
         known = self._shapes.get(key)
         if known is not None and samples <= known.samples:
             self._shapes[key] = self._shapes.pop(key)  # used last
@@ -272,7 +284,7 @@ class BudgetedStep:
 
     def planned(self, batch: Any) -> PlannedShape | None:
         """What was decided for batches like this one; None if nothing was yet."""
-        known = self._shapes.get(_shape_of(batch))
+        known = self._shapes.get(self._key(batch))
         return known if known is not None and samples_in(batch, self._split) <= known.samples else None
 
     def report(self) -> BudgetReport:
@@ -284,23 +296,12 @@ class BudgetedStep:
     def state_dict(self) -> dict[str, Any]:
         """Plans by shape, and what they were made for, in plain types."""
         plans = [{"shape": _name_of(key), **shape.kept()} for key, shape in self._shapes.items()]
-        return {**self._made_for(), "plans": plans}
+        return {**self._planner.made_for(), "plans": plans}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up plans of an earlier run, if they were made for the same budget, choices, model and optimizers."""
-        if all(state.get(name) == value for name, value in self._made_for().items()):
+        if all(state.get(name) == value for name, value in self._planner.made_for().items()):
             self._kept = {plan["shape"]: plan for plan in state["plans"]}
-
-    def _made_for(self) -> dict[str, Any]:
-        trained = sum(parameter.nbytes for parameter in self.model.parameters() if parameter.requires_grad)
-        fixed = sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers())) - trained
-        return {
-            "budget_bytes": self.budget_bytes,
-            "batchnorm": self.batchnorm,
-            "buckets": self._buckets,
-            "model": f"{type(self.model).__name__}: {trained} bytes trained, {fixed} fixed",
-            "optimizers": ", ".join(type(one).__name__ for one in self.optimizers),
-        }
 
     def remove(self) -> None:
         """Give back the host's space and take wrappers off."""
@@ -313,59 +314,32 @@ class BudgetedStep:
         self._freed.close()
         self.host.close()
 
+    def _kept_plan(self, step: Step, batch: Any, samples: int) -> PlannedShape | None:
+        """An earlier run's plan, if there is one that still holds."""
+        kept = self._kept.get(_name_of(self._key(batch)))
+        if kept is None or samples > kept["samples"]:
+            return None
+        self._chunk(kept["samples"])
+        return self._planner.of_kept(PlannedShape.of_kept(kept), step, batch, samples)
+
+    def _make_plan(self, step: Step, batch: Any, samples: int) -> PlannedShape:
+        self._chunk(samples)
+        shape = self._planner.make(step, batch, samples)
+        return replace(shape, note="; ".join(filter(None, (shape.note, self._freed.note))))
+
     def _chunk(self, samples: int) -> None:
         if self.batchnorm == "exact" and self._chunks is None and samples > 1:
             self._chunks = ChunkedOperators(self.model, max(1, samples // CHUNKS))
 
-    def _kept_plan(self, step: Step, batch: Any, samples: int) -> PlannedShape | None:
-        """An earlier run's plan; whether sub-batches give the same numbers is found out anew."""
-        kept = self._kept.get(_name_of(_shape_of(batch)))
-        if kept is None or samples > kept["samples"]:
-            return None
-        self._chunk(kept["samples"])
-        shape, certificate = PlannedShape.of_kept(kept), None
-        if shape.choice.plan.sub_batch < shape.samples:
-            certificate = self._certify(step, batch) if samples > 1 else None
-            if certificate is None or not certificate.separable:
-                return None
-        return replace(shape, certificate=certificate)
+    def _key(self, batch: Any) -> tuple[Any, ...]:
+        """What a plan is for: everything of the batch's shape but how many samples it has, and the model as it is.
 
-    def _make_plan(self, step: Step, batch: Any, samples: int) -> PlannedShape:
-        self._chunk(samples)
-        dry = TrainingStep(
-            self.model,
-            batch,
-            samples,
-            loss=lambda part: loss_of(step(part)),
-            optimizers=self.optimizers,
-            split=self._take,
-            gradients=self._gradients,
-            buckets=self._buckets,
-        )
-        with undisturbed(self.model):
-            memory = StepMemory(dry, (samples,))
-            plain = memory.plain
-            if plain is not None and plain.peak_bytes <= _SPACIOUS * self.budget_bytes:
-                choice = search_plan(dry, self.budget_bytes, memory=memory)
-                return PlannedShape(samples, choice, note=self._note(memory))
-        certificate = None
-        if self._sub_batches and samples > 1 and self.batchnorm != "exact":
-            certificate = self._certify(step, batch, samples=self._probe_samples(plain, samples))
-        separable = certificate is not None and certificate.separable
-        with undisturbed(self.model):
-            costs = calibrate(dry, self.host, plain=plain, budget_bytes=self.budget_bytes)
-            smallest = 3 if self.batchnorm == "ghost" else 1  # then equal parts have 2, and with them a variance
-            memory = StepMemory(dry, halvings(samples, smallest) if separable else (samples,), costs, check=True)
-            try:
-                choice = search_plan(dry, self.budget_bytes, memory=memory)
-            except BudgetError as error:
-                raise self._explained(error, certificate) from None
-        split = choice.plan.sub_batch < samples
-        return PlannedShape(samples, choice, certificate if split else None, costs, self._note(memory))
-
-    def _note(self, memory: StepMemory) -> str:
-        unknown = [f"what {name} keeps for itself is not counted" for name in memory.not_run]
-        return "; ".join(filter(None, (memory.note, *unknown, self._freed.note)))
+        A layer that is frozen, or put into another mode, computes and saves other things.
+        """
+        flags = [module.training for module in self.model.modules()]
+        flags += [parameter.requires_grad for parameter in self.model.parameters()]
+        shapes = [(place, tuple(tensor.shape[1:]), tensor.dtype) for place, tensor in tensors_of(batch).items()]
+        return self.gradients, crc32(bytes(flags)), tuple(shapes)
 
     def _hold(self, batch: Any, nbytes: int) -> None:
         """Freed memory is kept for the next tensors as far as there is room for it in ``nbytes``."""
@@ -374,44 +348,6 @@ class BudgetedStep:
         there = [*self.model.parameters(), *self.model.buffers(), *gradients, *chain(*states), *tensors_in(batch)]
         self._freed.hold(max(0, nbytes - self.hidden_bytes), there)
 
-    def _explained(self, error: BudgetError, certificate: Certificate | None) -> BudgetError:
-        """Say what kept sub-batches from lowering the floor."""
-        if certificate is None or certificate.separable:
-            return error
-        return BudgetError(
-            f"a budget of {self.budget_bytes} bytes is below this step's floor",
-            floor_bytes=error.floor_bytes,
-            task=error.task,
-            layer=error.layer,
-            hint=f"Sub-batches would lower it, but {certificate.reason}. {error.hint}",
-        )
-
-    def _probe_samples(self, plain: StepProfile | None, samples: int) -> int:
-        """How many samples the probe may run at once inside the budget, beside a copy of the parameters."""
-        if plain is None:
-            return _PROBED[1]
-        each = max(1, (plain.peak_bytes - plain.resident_bytes) // samples)
-        room = self.budget_bytes - plain.resident_bytes
-        return max(_PROBED[0], min(_PROBED[1], room // each))
-
-    def _certify(
-        self, step: Step, batch: Any, among: Certificate | None = None, samples: int = _PROBED[1]
-    ) -> Certificate:
-        if self.whole_because:
-            return Certificate(None, self.whole_because)
-        self._say("finding out whether sub-batches give the same gradients")
-        with self._trying_out(), undisturbed(self.model):
-            return certify(
-                step,
-                batch,
-                self.model,
-                split=self._split,
-                loss_weight=self._loss_weight,
-                ghost=self.batchnorm == "ghost",
-                among=among,
-                samples=samples,
-            )
-
     @contextmanager
     def _trying_out(self) -> Iterator[None]:
         before, self.planning = self.planning, True
@@ -419,14 +355,6 @@ class BudgetedStep:
             yield
         finally:
             self.planning = before
-
-    def _take(self, batch: Any, first: int, last: int) -> Any:
-        """The part of a batch that the planner asks for; from a hook, any part of its size."""
-        if self._split is split_batch:
-            return part_of(batch, slice(first, last), samples_in(batch))
-        if first == 0 and last >= samples_in(batch, self._split):
-            return batch
-        return self._split(batch, last - first)[0]
 
     def _forward(self, step: Step, part: Any, choice: PlanChoice) -> Any:
         with self._hooks(part, choice):
@@ -483,11 +411,7 @@ def check_on_shape_change(choice: str) -> None:
         raise ValueError(f"on_shape_change={choice!r}: use 'replan' or 'error'")
 
 
-def _shape_of(batch: Any) -> tuple[Any, ...]:
-    """Everything of the batch's shape but how many samples it has."""
-    return tuple((place, tuple(tensor.shape[1:]), tensor.dtype) for place, tensor in tensors_of(batch).items())
-
-
 def _name_of(key: tuple[Any, ...]) -> str:
-    """A shape as text, for a checkpoint."""
-    return "; ".join(f"{place} {list(shape)} {dtype}" for place, shape, dtype in key)
+    """A key as text, for a checkpoint."""
+    *model, shapes = key
+    return "; ".join([*map(str, model), *(f"{place} {list(shape)} {dtype}" for place, shape, dtype in shapes)])

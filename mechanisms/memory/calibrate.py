@@ -10,16 +10,14 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from retime.mechanisms.memory.batchnorm import batch_statistics_layers
 from retime.mechanisms.memory.costs import StepCosts
 from retime.mechanisms.memory.heap import trim_heap
 from retime.mechanisms.memory.host import HostTier
-from retime.mechanisms.memory.pool import MemoryPool
+from retime.mechanisms.memory.pool import MemoryPool, within
 from retime.mechanisms.memory.profile import Size, StepProfile
 from retime.mechanisms.memory.replay import EVERYTHING, DryRun, TrainingStep
-from retime.mechanisms.memory.storages import tensors_in
 from retime.mechanisms.memory.trace import Operation
 from retime.mechanisms.memory_probe import MemoryProbe
 from retime.schedules.memory import OffloadPlan, Phase
@@ -89,7 +87,8 @@ def calibrate(
         step: what to run. Its state, and the random generators, stay as they are.
         host: the tier that is timed.
         sub_batches: numbers of samples, the smaller one first; by default an eighth and a quarter of the batch, or as
-            many as fit into the budget, and at least two samples with batch statistics. While memory is measured, all that can be is offloaded.
+            many as fit into the budget, and at least two samples with batch statistics. While memory is measured, all
+            that can be is offloaded.
         plain: a dry run of the whole batch. With it the model's own parameters are read, unless the step writes into
             them; without it copies are.
         budget_bytes: what the step may need, with parameters and the batch.
@@ -113,12 +112,8 @@ def calibrate(
         )
         for size in (low, high)
     ]
-    pool = MemoryPool()
-    if parameter.device.type == "cpu":
-        pool.install()
-    try:
-        room = budget_bytes - pool.bytes_elsewhere(_tensors_of(step)) if pool.installed else 0
-        pool.limit(room)
+    with within(step.given(), budget_bytes) as pool:
+        room = budget_bytes - pool.bytes_elsewhere(step.given()) if pool.installed else 0
         scratch, rest, saved = zip(*(_scratch(run, parameter.device, pool, room) for run in runs), strict=True)
         times = [_best_ms(partial(run.untraced, None if fits else _all_of(run.step.samples))) for run in runs]
         resident = 0 if plain is None else plain.resident_bytes
@@ -127,9 +122,6 @@ def calibrate(
         if fits:
             copying_ms = _best_ms(partial(runs[1].untraced, _all_of(high))) - times[1]
             bandwidth = bandwidth.no_faster_than(copying_ms, saved[1])
-    finally:
-        pool.limit(0)
-        pool.remove()
     holes = _line(min(rest), rest[1], low, high)
     sample_ms = max(0.0, (times[1] - times[0]) / max(1, high - low))
     return StepCosts(
@@ -163,10 +155,6 @@ def _spare_bytes(plain: StepProfile | None) -> int:
     return _ARENA_BYTES if plain is None else max(1, min(_ARENA_BYTES, plain.peak_bytes // _SPARE_SHARE))
 
 
-def _tensors_of(step: TrainingStep) -> list[Tensor]:
-    return [*step.module.parameters(), *step.module.buffers(), *tensors_in(step.batch)]
-
-
 def _all_of(samples: int) -> OffloadPlan:
     return OffloadPlan(samples, EVERYTHING, 0, len(EVERYTHING))
 
@@ -184,7 +172,9 @@ def _scratch(
     predicted, saved_bytes = profile.peak_with(sizes) - before, profile.saved_bytes
     del profile
     pool.limit(0)  # what is kept is no need
-    rest = min(_grown_by(run, plan, device) - predicted for _ in range(_REPEATS))  # the first one fills gaps in the heap
+    rest = min(
+        _grown_by(run, plan, device) - predicted for _ in range(_REPEATS)
+    )  # the first one fills gaps in the heap
     pool.limit(room)
     return meter.bytes, max(0, rest), saved_bytes
 

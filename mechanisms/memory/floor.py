@@ -87,7 +87,9 @@ class StepMemory:
         self.step = step
         self._check = check
         self.costs = costs or StepCosts()
-        self.sub_batches = tuple(sorted({size for size in sub_batches if size <= -(-step.samples // 2)} | {step.samples}))
+        self.sub_batches = tuple(
+            sorted({size for size in sub_batches if size <= -(-step.samples // 2)} | {step.samples})
+        )
         if step.samples not in sub_batches and len(self.sub_batches) > 1:
             self.sub_batches = self.sub_batches[:-1]
         self.note = ""
@@ -151,12 +153,15 @@ class StepMemory:
         lives = self.lifetimes(plan.sub_batch)
         return max(self._update_bytes, lives.peak_bytes(plan, in_flight_bytes, self.costs.operations))
 
-    def exact_peak_bytes(self, plan: OffloadPlan, in_flight_bytes: int = 0) -> int:
-        """The same by a dry run under this very plan, or put together where there is none."""
+    def exact_bytes(self, plan: OffloadPlan, in_flight_bytes: int = 0) -> tuple[int, int]:
+        """The same by a dry run under this very plan, or put together where there is none; and of tensors alone.
+
+        The second number is 0 where nothing can be run dry.
+        """
         if self.plain is None:
-            return self.peak_bytes(plan, in_flight_bytes)
+            return self.peak_bytes(plan, in_flight_bytes), 0
         run = self._dry.run(plan, in_flight_bytes=in_flight_bytes, update=False)
-        return max(self._update_bytes, run.peak_with(self.costs.operations))
+        return max(self._update_bytes, run.peak_with(self.costs.operations)), max(self._update_bytes, run.peak_bytes)
 
     @cached_property
     def _dry(self) -> DryRun:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +52,24 @@ class PoolCounts:
     peak_held: int
     mapped: int
     reused: int
+
+
+@contextmanager
+def within(tensors: Iterable[Tensor], nbytes: int) -> Iterator[MemoryPool]:
+    """Inside, tensors and what they have freed share ``nbytes`` with ``tensors``; at the end nothing free is kept.
+
+    For tensors of CUDA devices, which have a pool of their own, it does nothing.
+    """
+    pool, there = MemoryPool(), list(tensors)
+    if all(tensor.device.type == "cpu" for tensor in there):
+        pool.install()
+    try:
+        if pool.installed:
+            pool.limit(nbytes - pool.bytes_elsewhere(there))
+        yield pool
+    finally:
+        pool.limit(0)
+        pool.remove()
 
 
 class MemoryPool:

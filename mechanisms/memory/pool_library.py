@@ -71,6 +71,8 @@ def _compiled() -> Path:
                 f"the pool cannot be compiled: {error}; install a C++ compiler, or name it in CXX"
             ) from error
         if run.returncode:
-            raise NoPoolError(f"the pool cannot be compiled by {command[0]}, name another one in CXX: {run.stderr[-500:]}")
+            raise NoPoolError(
+                f"the pool cannot be compiled by {command[0]}, name another one in CXX: {run.stderr[-500:]}"
+            )
         target.replace(folder / name)  # at once: other processes may be doing the same
     return folder / name

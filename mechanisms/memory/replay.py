@@ -41,7 +41,8 @@ from retime.schedules.memory import BlockKind, OffloadPlan, Phase
 
 _WITHOUT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 
-
+Gradients = Literal["freed", "freed after forward", "kept"]
+Buckets = Literal["", "beside", "gradients"]
 EVERYTHING = frozenset(range(100_000))
 """Numbers of more storages than any step saves: those beyond the last one name nothing."""
 
@@ -81,12 +82,16 @@ class TrainingStep:
     loss: Callable[[Any], Tensor]
     optimizers: Sequence[torch.optim.Optimizer] = ()
     split: Callable[[Any, int, int], Any] = take
-    gradients: Literal["freed", "freed after forward", "kept"] = "freed"
-    buckets: Literal["", "beside", "gradients"] = ""
+    gradients: Gradients = "freed"
+    buckets: Buckets = ""
 
     def of_size(self, samples: int) -> TrainingStep:
         """The same step on the first ``samples`` of the batch, and on nothing else."""
         return replace(self, batch=self.split(self.batch, 0, samples), samples=samples)
+
+    def given(self) -> list[Tensor]:
+        """What is there before the step: parameters, buffers and the batch."""
+        return [*self.module.parameters(), *self.module.buffers(), *tensors_in(self.batch)]
 
 
 def profile_step(step: TrainingStep, sub_batch: int | None = None, *, real: bool = False) -> StepProfile:
@@ -132,10 +137,17 @@ class DryRun:
         real: stand-ins are copies; see :func:`profile_step`.
         host: where real runs offload to; by default plain CPU memory.
         in_place: real runs read the model's own parameters instead of copies. For steps that do not write into them.
+        own_batch: real runs get a copy of the batch. False for steps that do not write into it.
     """
 
     def __init__(
-        self, step: TrainingStep, *, real: bool = False, host: HostTier | None = None, in_place: bool = False
+        self,
+        step: TrainingStep,
+        *,
+        real: bool = False,
+        host: HostTier | None = None,
+        in_place: bool = False,
+        own_batch: bool = True,
     ) -> None:
         self.step = step
         self.not_run: list[str] = []
@@ -145,7 +157,7 @@ class DryRun:
         if not real:
             self._mode = FakeTensorMode(allow_non_fake_inputs=True)
             self._replacement = fake(self._mode)
-        self._batch = self._replacement.batch(step.batch)
+        self._batch = self._replacement.batch(step.batch) if own_batch or not real else step.batch
         with self._staged():
             self._optimizers = [stand_in_optimizer(optimizer, self._replacement) for optimizer in step.optimizers]
             self._trained = [parameter for parameter in step.module.parameters() if parameter.requires_grad]
@@ -191,9 +203,12 @@ class DryRun:
                     parameter.grad = None
         return StepProfile(plan, self.step.samples, tracer.trace)
 
-    def untraced(self, plan: OffloadPlan | None = None, probe: MemoryProbe | None = None) -> None:
+    def untraced(
+        self, plan: OffloadPlan | None = None, probe: MemoryProbe | None = None, *, in_flight_bytes: int = 0
+    ) -> None:
         """One forward and backward pass of the whole batch on the stand-ins, to be timed or to be measured."""
         module = self.step.module
+        device = next(module.parameters()).device
         with self._staged(), self._mode:
             if probe is not None:
                 probe.start()
@@ -201,9 +216,13 @@ class DryRun:
                 loss = self.step.loss(self._batch)
             else:
                 keep = [*module.parameters(), *module.buffers(), *tensors_in(self._batch)]
-                with OffloadSavedTensors(plan, self._host, keep, on_mismatch=_no_matter):
+                with OffloadSavedTensors(
+                    plan, self._host, keep, in_flight_bytes=in_flight_bytes, on_mismatch=_no_matter
+                ):
                     loss = self.step.loss(self._batch)
             loss.backward()  # type: ignore[no-untyped-call]
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             if probe is not None:
                 probe.stop()
             for parameter in self._trained:

@@ -6,7 +6,7 @@ predicted time, and what is chosen has been run dry.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from retime.mechanisms.memory.costs import StepCosts
@@ -20,6 +20,8 @@ _DEPTHS = (2, 1, 0)
 _NEAR = 1.1
 # Dry runs for one candidate before it counts as too large.
 _TRIES = 4
+# Sub-batch sizes that are tried out beside the best one's, and how much slower than it they may seem.
+_FEW, _WORTH = 2, 2.0
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class PlanChoice:
         peak_bytes: tensors and scratch, by a dry run under this plan.
         scratch_bytes: of these, what is needed beside tensors and what operations allocate.
         spare_bytes: left free in the budget beside the peak; 0 where nothing was measured.
+        tensor_bytes: of the peak of tensors alone; 0 where nothing can be run dry.
         step_ms: predicted time of a step.
         plain_ms: predicted time of the step without a plan.
         out_bytes, in_bytes: copied in a whole step.
@@ -50,6 +53,7 @@ class PlanChoice:
     considered: tuple[tuple[OffloadPlan, float], ...] = ()
     scratch_bytes: int = 0
     spare_bytes: int = 0
+    tensor_bytes: int = 0
 
 
 def halvings(samples: int, smallest: int = 1) -> tuple[int, ...]:
@@ -67,8 +71,9 @@ def search_plan(
     sub_batches: tuple[int, ...] | None = None,
     costs: StepCosts | None = None,
     memory: StepMemory | None = None,
+    trial: Callable[[PlanChoice], float | None] | None = None,
 ) -> PlanChoice:
-    """The plan with the shortest predicted step of those that fit.
+    """Of the plans that fit and have nearly the shortest step the one that moves the fewest bytes.
 
     Args:
         step: what to run.
@@ -77,6 +82,8 @@ def search_plan(
             would change the result.
         costs: from ``calibrate``.
         memory: dry runs of the same step that were made before.
+        trial: times a plan for real; asked about the best few by predicted time. None, or one that cannot tell, leaves
+            it at the prediction.
 
     Raises:
         BudgetError: the budget is below the floor.
@@ -89,17 +96,59 @@ def search_plan(
         if peak <= budget_bytes - costs.spare_bytes:
             plan = OffloadPlan(step.samples, saved=len(memory.plain.saved))
             scratch, spare = costs.scratch(step.samples), costs.spare_bytes
-            return PlanChoice(plan, 0, peak, plain_ms, plain_ms, 0, 0, scratch_bytes=scratch, spare_bytes=spare)
+            return PlanChoice(
+                plan,
+                0,
+                peak,
+                plain_ms,
+                plain_ms,
+                0,
+                0,
+                scratch_bytes=scratch,
+                spare_bytes=spare,
+                tensor_bytes=memory.plain.peak_bytes,
+            )
     memory.floor.require(budget_bytes)
     budget_bytes -= costs.spare_bytes
     candidates = _in_order(list(_candidates(memory, budget_bytes, plain_ms)))
     considered = tuple((choice.plan, choice.step_ms) for choice in candidates)
-    for choice in candidates:
-        exact = _made_exact(memory, choice, budget_bytes)
-        if exact is not None:
-            return replace(exact, floor=memory.floor, considered=considered)
-    memory.floor.require(0)  # only if the dry runs contradict the floor's own
-    raise AssertionError("a floor of no bytes")
+    found = filter(None, (_made_exact(memory, choice, budget_bytes) for choice in candidates))
+    best = next(found, None)
+    if best is None:
+        memory.floor.require(0)  # only if the dry runs contradict the floor's own
+        raise AssertionError("a floor of no bytes")
+    if trial is not None:
+        others = (_made_exact(memory, choice, budget_bytes) for choice in _worth_a_trial(candidates, best))
+        few = [best, *(choice for choice in others if choice is not None)]
+        best = _in_order(_tried(few, trial, costs.update_ms))[0] if len(few) > 1 else best
+    return replace(best, floor=memory.floor, considered=considered)
+
+
+def _worth_a_trial(candidates: list[PlanChoice], best: PlanChoice) -> list[PlanChoice]:
+    """The best of each of the next few sub-batch sizes, and of those that move nothing, which depends on no disk."""
+    near = [choice for choice in candidates if choice.step_ms <= _WORTH * best.step_ms]
+    rest: dict[int, PlanChoice] = {}
+    for choice in near:
+        if choice.plan.sub_batch != best.plan.sub_batch:
+            rest.setdefault(choice.plan.sub_batch, choice)
+    few = list(rest.values())[:_FEW]
+    if all(choice.plan.offload for choice in (best, *few)):
+        few += [choice for choice in near if not choice.plan.offload][:1]
+    return few
+
+
+def _tried(
+    choices: list[PlanChoice], trial: Callable[[PlanChoice], float | None], update_ms: float
+) -> list[PlanChoice]:
+    """The same with measured times, if all can be measured: a measured and a predicted time say nothing together."""
+    times = [trial(choice) for choice in choices]
+    if any(step_ms is None for step_ms in times):
+        return choices
+    return [
+        replace(choice, step_ms=step_ms + update_ms)
+        for choice, step_ms in zip(choices, times, strict=True)
+        if step_ms is not None
+    ]
 
 
 def _in_order(candidates: list[PlanChoice]) -> list[PlanChoice]:
@@ -189,9 +238,10 @@ def _made_exact(memory: StepMemory, choice: PlanChoice, budget_bytes: int) -> Pl
     scratch = memory.costs.scratch(choice.plan.sub_batch)
     plan, room = choice.plan, budget_bytes - scratch
     for _ in range(_TRIES):
-        peak = memory.exact_peak_bytes(plan, choice.in_flight_bytes)
+        peak, tensors = memory.exact_bytes(plan, choice.in_flight_bytes)
         if peak <= budget_bytes - scratch:
-            return _choice(memory, plan, choice.in_flight_bytes, peak, choice.plain_ms)
+            exact = _choice(memory, plan, choice.in_flight_bytes, peak, choice.plain_ms)
+            return replace(exact, tensor_bytes=tensors)
         room -= peak - (budget_bytes - scratch)
         numbers = smallest_offload(memory, plan.sub_batch, plan.prefetch, choice.in_flight_bytes, room)
         if numbers is None or numbers == plan.offload:

@@ -109,8 +109,19 @@ class Trace:
     @property
     def writes_parameters(self) -> bool:
         """Whether forward or backward passes write into parameters, as a model that clamps its weights does."""
-        computing = (operation for operation in self.operations if operation.phase is not Phase.UPDATE)
-        return any(index < self.parameters for operation in computing for index in operation.writes)
+        return any(index < self.parameters for index in self._written())
+
+    @property
+    def writes_batch(self) -> bool:
+        """Whether forward or backward passes write into the batch that they are given."""
+        return any(
+            self.storages[index].kind is BlockKind.INPUT and self.storages[index].born < 0 for index in self._written()
+        )
+
+    def _written(self) -> Iterator[int]:
+        for operation in self.operations:
+            if operation.phase is not Phase.UPDATE:
+                yield from operation.writes
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -1,0 +1,199 @@
+"""Makes the plan of one batch inside a budget: dry runs, probe, calibration, search, trial (moDNN, section 4.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from retime.mechanisms.memory.batchnorm import BatchNormChoice
+from retime.mechanisms.memory.budget_report import PlannedShape
+from retime.mechanisms.memory.calibrate import calibrate
+from retime.mechanisms.memory.certificate import Certificate
+from retime.mechanisms.memory.floor import StepMemory
+from retime.mechanisms.memory.host import HostTier
+from retime.mechanisms.memory.offload import PlanMismatch
+from retime.mechanisms.memory.profile import StepProfile
+from retime.mechanisms.memory.replay import Buckets, Gradients, TrainingStep
+from retime.mechanisms.memory.search import halvings, search_plan
+from retime.mechanisms.memory.separability import certify
+from retime.mechanisms.memory.separability_probe import loss_of
+from retime.mechanisms.memory.split import Split, part_of, samples_in, split_batch
+from retime.mechanisms.memory.trial import PlanTrial
+from retime.mechanisms.memory.undisturbed import undisturbed
+from retime.schedules.memory.errors import BudgetError
+
+_SPACIOUS = 1 / 3
+"""A plain step whose tensors need no more of the budget than this is not looked at any closer.
+
+oneDNN's LSTM saves a work space that no dry run sees, as large as all the rest.
+"""
+
+_PROBED = (3, 5)
+"""The fewest and the most samples that are probed at once."""
+
+Step = Callable[[Any], Any]
+
+
+class StepPlanner:
+    """Plans for the steps of one model; arguments as for :class:`~retime.mechanisms.memory.BudgetedStep`.
+
+    Args:
+        trying_out: entered around everything that calls a step without its result being wanted.
+
+    Attributes:
+        whole_because: why batches must not be split, if the caller knows a reason.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        budget_bytes: int,
+        host: HostTier,
+        *,
+        batchnorm: BatchNormChoice,
+        split: Split,
+        loss_weight: Callable[[Any], Any] | None,
+        gradients: Gradients,
+        buckets: Buckets,
+        sub_batches: bool,
+        say: Callable[[str], None],
+        trying_out: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.model, self.optimizers, self.budget_bytes, self.host = model, optimizers, budget_bytes, host
+        self.batchnorm, self.split, self.sub_batches = batchnorm, split, sub_batches
+        self.gradients, self.buckets = gradients, buckets
+        self.whole_because = ""
+        self._loss_weight, self._say, self._trying_out = loss_weight, say, trying_out
+
+    def make(self, step: Step, batch: Any, samples: int) -> PlannedShape:
+        """The fastest plan that fits.
+
+        Raises:
+            BudgetError: the budget is below the floor.
+        """
+        dry = self._dry(step, batch, samples)
+        with undisturbed(self.model):
+            memory = StepMemory(dry, (samples,))
+            plain = memory.plain
+            if plain is not None and plain.peak_bytes <= _SPACIOUS * self.budget_bytes:
+                choice = search_plan(dry, self.budget_bytes, memory=memory)
+                return PlannedShape(samples, choice, note=_note(memory))
+        certificate = None
+        if self.sub_batches and samples > 1 and self.batchnorm != "exact":
+            certificate = self.certify(step, batch, samples=self._probe_samples(plain, samples))
+        separable = certificate is not None and certificate.separable
+        with undisturbed(self.model):
+            costs = calibrate(dry, self.host, plain=plain, budget_bytes=self.budget_bytes)
+            smallest = 3 if self.batchnorm == "ghost" else 1  # then equal parts have 2, and with them a variance
+            memory = StepMemory(dry, halvings(samples, smallest) if separable else (samples,), costs, check=True)
+            trial = PlanTrial(dry, self.host, plain, self.budget_bytes)
+            try:
+                choice = search_plan(dry, self.budget_bytes, memory=memory, trial=trial.step_ms)
+            except BudgetError as error:
+                raise self._explained(error, certificate) from None
+        split = choice.plan.sub_batch < samples
+        return PlannedShape(samples, choice, certificate if split else None, costs, _note(memory))
+
+    def of_kept(self, shape: PlannedShape, step: Step, batch: Any, samples: int) -> PlannedShape | None:
+        """An earlier run's plan, if its step still needs what it needed then; sub-batches are probed anew."""
+        choice = shape.choice
+        with undisturbed(self.model):
+            memory = StepMemory(self._dry(step, batch, samples), (samples, choice.plan.sub_batch))
+            plain = memory.plain
+            if plain is None:
+                return None
+            try:
+                _, needed = memory.exact_bytes(choice.plan, choice.in_flight_bytes)
+            except PlanMismatch:
+                return None
+        if needed > choice.tensor_bytes or samples == 1 < shape.samples:
+            return None
+        certificate = None
+        if choice.plan.sub_batch < shape.samples:
+            certificate = self.certify(step, batch, samples=self._probe_samples(plain, samples))
+            if not certificate.separable:
+                return None
+        return replace(shape, certificate=certificate)
+
+    def certify(
+        self, step: Step, batch: Any, among: Certificate | None = None, samples: int = _PROBED[1]
+    ) -> Certificate:
+        """Whether sub-batches give the same gradients, by a probe of so many samples."""
+        if self.whole_because:
+            return Certificate(None, self.whole_because)
+        self._say("finding out whether sub-batches give the same gradients")
+        with self._trying_out(), undisturbed(self.model):
+            return certify(
+                step,
+                batch,
+                self.model,
+                split=self.split,
+                loss_weight=self._loss_weight,
+                ghost=self.batchnorm == "ghost",
+                among=among,
+                samples=samples,
+            )
+
+    def made_for(self) -> dict[str, Any]:
+        """What plans depend on beside the batch and the model's flags, in plain types."""
+        trained = sum(parameter.nbytes for parameter in self.model.parameters() if parameter.requires_grad)
+        fixed = sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers())) - trained
+        return {
+            "budget_bytes": self.budget_bytes,
+            "batchnorm": self.batchnorm,
+            "buckets": self.buckets,
+            "sub_batches": self.sub_batches,
+            "model": f"{type(self.model).__name__}: {trained} bytes trained, {fixed} fixed",
+            "optimizers": ", ".join(type(one).__name__ for one in self.optimizers),
+        }
+
+    def _dry(self, step: Step, batch: Any, samples: int) -> TrainingStep:
+        return TrainingStep(
+            self.model,
+            batch,
+            samples,
+            loss=lambda part: loss_of(step(part)),
+            optimizers=self.optimizers,
+            split=self._take,
+            gradients=self.gradients,
+            buckets=self.buckets,
+        )
+
+    def _take(self, batch: Any, first: int, last: int) -> Any:
+        """The part of a batch that the planner asks for; from a hook, any part of its size."""
+        if self.split is split_batch:
+            return part_of(batch, slice(first, last), samples_in(batch))
+        if first == 0 and last >= samples_in(batch, self.split):
+            return batch
+        return self.split(batch, last - first)[0]
+
+    def _probe_samples(self, plain: StepProfile | None, samples: int) -> int:
+        """How many samples the probe may run at once inside the budget, beside a copy of the parameters."""
+        if plain is None:
+            return _PROBED[1]
+        each = max(1, (plain.peak_bytes - plain.resident_bytes) // samples)
+        room = self.budget_bytes - plain.resident_bytes
+        return max(_PROBED[0], min(_PROBED[1], room // each))
+
+    def _explained(self, error: BudgetError, certificate: Certificate | None) -> BudgetError:
+        """Say what kept sub-batches from lowering the floor."""
+        if certificate is None or certificate.separable:
+            return error
+        return BudgetError(
+            f"a budget of {self.budget_bytes} bytes is below this step's floor",
+            floor_bytes=error.floor_bytes,
+            task=error.task,
+            layer=error.layer,
+            hint=f"Sub-batches would lower it, but {certificate.reason}. {error.hint}",
+        )
+
+
+def _note(memory: StepMemory) -> str:
+    unknown = [f"what {name} keeps for itself is not counted" for name in memory.not_run]
+    return "; ".join(filter(None, (memory.note, *unknown)))

@@ -1,0 +1,47 @@
+"""Candidates for a plan run for real, a sub-batch each, because predicted times miss what caches and disks do."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from retime.mechanisms.memory.host import HostTier
+from retime.mechanisms.memory.pool import within
+from retime.mechanisms.memory.profile import StepProfile
+from retime.mechanisms.memory.replay import DryRun, TrainingStep
+from retime.mechanisms.memory.search import PlanChoice
+
+_REPEATS = 3
+_ENOUGH_S = 1.0
+
+
+class PlanTrial:
+    """Times candidates on the model's own parameters, without changing anything.
+
+    Args:
+        step: what to run. Its state, and the random generators, stay as they are.
+        host: where plans offload to.
+        plain: a dry run of the whole batch; None where there is none.
+        budget_bytes: what the step may need, with parameters and the batch.
+    """
+
+    def __init__(self, step: TrainingStep, host: HostTier, plain: StepProfile | None, budget_bytes: int) -> None:
+        self._step, self._host, self._budget_bytes = step, host, budget_bytes
+        # A step that writes into what it is given needs copies, for which there may be no room.
+        self._possible = plain is not None and not plain.trace.writes_parameters and not plain.trace.writes_batch
+
+    def step_ms(self, choice: PlanChoice) -> float | None:
+        """Milliseconds of all forward and backward passes of a step under a plan; None where it cannot be tried out."""
+        if not self._possible:
+            return None
+        size = choice.plan.sub_batch
+        part = replace(self._step.of_size(size), optimizers=(), gradients="freed", buckets="")
+        run = DryRun(part, real=True, host=self._host, in_place=True, own_batch=False)
+        times: list[float] = []
+        with within(self._step.given(), self._budget_bytes):
+            run.untraced(choice.plan, in_flight_bytes=choice.in_flight_bytes)  # libraries generate code at first
+            while len(times) < _REPEATS and sum(times) < _ENOUGH_S:
+                begin = time.perf_counter()
+                run.untraced(choice.plan, in_flight_bytes=choice.in_flight_bytes)
+                times.append(time.perf_counter() - begin)
+        return 1e3 * min(times) * self._step.samples / size
