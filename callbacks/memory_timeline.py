@@ -105,7 +105,7 @@ class MemoryTimeline(PhaseCallback):
         self.steps: list[StepBytes] = []
         self.files: list[Path] = []
         self._folder = Path()
-        self._sampler = MemorySampler()
+        self._sampler: MemorySampler | None = None  # it cannot be sent to other processes, so only while a step runs
         self._batch: tuple[Any, int] = (None, 0)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -130,16 +130,24 @@ class MemoryTimeline(PhaseCallback):
         self._sampler = MemorySampler(trainer.strategy.root_device)
 
     def _begin_batch(self) -> PhaseObserver:
+        assert self._sampler is not None
         self._sampler.start()
         return self._sampler
 
     def _end_batch(self) -> None:
+        assert self._sampler is not None
         self._sampler.stop()
+
+    def _abandon(self) -> None:
+        super()._abandon()
+        self._sampler = None
 
     def _end_step(self, trainer: Trainer, global_step: int) -> None:
         (batch, batch_idx), self._batch = self._batch, (None, 0)
+        sampler, self._sampler = self._sampler, None
+        assert sampler is not None
         plan, profile, note = _dry_run(trainer, batch, batch_idx)
-        measured = self._sampler.samples
+        measured = sampler.samples
         predicted: tuple[tuple[str, int], ...] = ()
         if profile is not None:
             held = profile.held_bytes()
@@ -148,7 +156,7 @@ class MemoryTimeline(PhaseCallback):
         if trainer.strategy.root_device.type != "cuda":
             before = sum(s.nbytes for s in profile.trace.storages if s.born < 0) if profile is not None else 0
             measured = [(at, held - measured[0][1] + before) for at, held in measured]
-        step = StepBytes(global_step, plan, predicted, tuple(measured), tuple(self._sampler.phases), note)
+        step = StepBytes(global_step, plan, predicted, tuple(measured), tuple(sampler.phases), note)
         self.steps.append(step)
         self._publish(trainer, {f"memory/{name}": float(value) for name, value in step.metrics().items()})
         if self.png and trainer.is_global_zero:
