@@ -165,11 +165,12 @@ class MemorySettings(Settings):
     threads: int = 30720  # that the GPU holds at once: with fewer outputs it is not filled
     budget_gb: float = 12.0
     # Figures 17 to 19, simulated on several
-    devices: int = 4
-    cores: list[int] = field(default_factory=lambda: [1, 20])  # of the host, that sum gradients
+    devices: int = 4  # in modnn_fig17 real ranks
+    cores: list[int] = field(default_factory=lambda: [1, 20])  # of the host, that sum gradients: one, or all of them
     sum_bytes_per_s: float = 10e9  # memory traffic of one core that sums
     cores_speedup: float = 2.5  # of all cores over one (section 7.5: 2 to 3)
-    # shares of the ideal peak, or GB in the simulated figures; "floor" is the smallest budget
+    # percents of the ideal peak (modnn_fig17: of what a rank's share needs); "floor" is the smallest budget; in the
+    # simulated figures GB
     budgets: list[Any] = field(default_factory=list)
     # the budget sweep and targets
     networks: dict[str, Any] = field(default_factory=dict)  # name: {model, data, batch_size, ...}, for cases to name

@@ -72,10 +72,10 @@ def test_small_cases_of_every_kind(run: Callable[..., dict[str, Point]]) -> None
         "model: {_target_: retime.recipes.models.vgg, depth: 16, hidden: 0, image_size: 64}}"
     )
     points = run(
-        f"{{MLP: {block(MLP)}, MLP of many: {block({**MLP, 'batch_size': 8192})}, VGG-16: {large}}}",
+        f"{{MLP: {block(MLP)}, large MLP: {block({**MLP, 'batch_size': 8192})}, VGG-16: {large}}}",
         "{below: {kind: refusal, networks: [MLP], share: 0.5}, "
-        "drawn: {kind: random, networks: [MLP], batches: [1.0, 0.5], draws: 1, limit: planning, headroom_mb: 128}, "
-        "traffic: {kind: traffic, networks: [MLP of many], rules: [all], headroom_mb: 64}, "
+        "drawn: {kind: random, networks: [large MLP], batches: [1.0, 0.5], draws: 1, limit: planning, headroom_mb: 128}, "
+        "traffic: {kind: traffic, networks: [large MLP], rules: [all], headroom_mb: 64}, "
         "planning: {kind: planning, networks: [VGG-16], share: 0.9}}",
     )
     below = points["below"].facts
@@ -181,6 +181,42 @@ def test_lines_of_training() -> None:
     ]
     assert found[claims.SPLIT_DIFFERENCE.what] == [(0.5, "net at 50 % 0.500 ppm; not trained: net at 25 %: refused")]
     assert found[claims.OFFLOAD_DIFFERENCE.what] == [(None, "not trained: net at 25 %: refused")]
+
+
+def test_notes_and_figure(tmp_path: Path) -> None:
+    """Every run that did not train is told, and so is every plan."""
+    plan = {"plan": "sub-batch 4", "sub_batch": 4, "predicted_slowdown": 1.5, "planning_s": 2.0}
+    rows = [
+        Row("unlimited", STEP, "ms", [10.0]),
+        Row("50 %", STEP, "ms", [11.0]),
+        *memory("50 %", budget=50.0, predicted=40.0, measured=41.0),
+        *memory(GIVING_BACK, predicted=100.0, measured=98.0),
+    ]
+    result = Result(
+        *("modnn_targets", "", "modnn", "Targets", "targets"),
+        [
+            point("a", "training", rows, plans={"50 %": plan}, failed={"25 %": "ValueError: no"}),
+            point("b", "traffic", [], plans={VDNN.format("all"): "whole batch, all"}),
+            point("c", "smallest", [], refused={"1 x the floor": "BudgetError: no"}),
+            point("d", "random", [], outcomes={"1: net": "trained", "2: net": "refused: no"}),
+            point("e", "refusal", [], message="too small", **{"at the floor it names": "trained"}),
+        ],
+    )
+    told = Targets().notes(result)
+    for line in (
+        "- a, net, 50 %: sub-batch 4; predicted 1.50 x the unlimited time; peak 2.50 % from the predicted one; planned "
+        "in 2.0 s",
+        "- a, net, 25 %: failed: ValueError: no",
+        "- b, net, vDNN (all): whole batch, all",
+        "- c, net, 1 x the floor: refused: BudgetError: no",
+        "- d, 2: net: refused: no",
+        "- net below its floor: too small",
+        "- net at the floor that this names: trained",
+    ):
+        assert line in told
+    assert not any("1: net" in line for line in told)
+    Targets().draw(result, tmp_path / "result.png")
+    assert (tmp_path / "result.png").stat().st_size > 0
 
 
 def test_a_network_that_trained_nowhere_has_a_line() -> None:
