@@ -1,10 +1,9 @@
-"""A training step in a process of its own, under a limit of data bytes: RAM is the device and a disk is the host.
+"""Training steps in a process of its own, under a limit of data bytes: RAM is the device and a disk is the host.
 
-    python memory_limit_worker.py NET MODES FOLDER [LIMIT_MIB]
+    python memory_limit_worker.py FOLDER NET[,NET] [LIMIT_BYTES]
 
-MODES are of ``plain``, ``offload`` and ``split`` (two samples at once, everything offloaded), with commas between.
-Prints one line of JSON: for each mode a hash of the gradients and, without a limit, the measured and the predicted
-peak above the start; or ``{"error": ...}`` when memory ran out.
+Prints one line of JSON: for each net, plain and offloaded, a hash of the gradients and, without a limit, the measured
+and the predicted peak above the start; or ``{"error": ...}`` when memory ran out.
 """
 
 import gc
@@ -12,6 +11,7 @@ import hashlib
 import json
 import resource
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,8 +27,6 @@ from retime.mechanisms.memory.replay import EVERYTHING, TrainingStep, replay, ta
 from retime.mechanisms.memory_probe import MemoryProbe
 from retime.schedules.memory import OffloadPlan
 
-MIB = 2**20
-
 
 def network(name: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     """A model, a batch and its labels."""
@@ -39,21 +37,14 @@ def network(name: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
             layers += [nn.Conv2d(32, 32, 3, padding=1), nn.ReLU()]
         head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)]
         return nn.Sequential(*layers, *head), torch.randn(8, 3, 64, 64), torch.randint(0, 10, (8,))
-    if name == "norm":
-        layers = [nn.Conv2d(3, 32, 3, padding=1)]
-        for _ in range(6):
-            layers += [nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1)]
-        head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)]
-        return nn.Sequential(*layers, *head), torch.randn(8, 3, 64, 64), torch.randint(0, 10, (8,))
-    if name == "attention":
-        layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
-        body = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
-        model = nn.Sequential(nn.Linear(16, 128), body, nn.Flatten(), nn.Linear(128 * 128, 10))
-        return model, torch.randn(16, 128, 16), torch.randint(0, 10, (16,))
     layers = []
     for _ in range(12):
         layers += [nn.Linear(256, 256), nn.Tanh()]
-    return nn.Sequential(*layers, nn.Linear(256, 10)), torch.randn(8192, 256), torch.randint(0, 10, (8192,))
+    return nn.Sequential(*layers, nn.Linear(256, 10)), torch.randn(4096, 256), torch.randint(0, 10, (4096,))
+
+
+def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return cross_entropy(model(batch[0]), batch[1])
 
 
 def resident_bytes(field: str) -> int:
@@ -100,30 +91,37 @@ def compare(step: TrainingStep, plan: OffloadPlan, host: HostDisk, costs: StepCo
     }
 
 
+def limited(step: TrainingStep, plan: OffloadPlan, host: HostDisk, limit_bytes: int) -> dict[str, object]:
+    """The step's own gradients, if so many more bytes are enough."""
+    step.loss(take(step.batch, 0, 1)).backward()
+    bound = resident_bytes("VmData") + limit_bytes
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (bound, hard))
+    try:
+        return {"gradients": run(step, plan, host)}
+    except RuntimeError as error:
+        return {"error": str(error)}
+
+
 def main() -> None:
-    name, modes, folder, *limit = sys.argv[1:]
+    folder, names, *limit = sys.argv[1:]
     torch.set_num_threads(1)
     give_back_freed_memory()
-    model, images, labels = network(name)
-    step = TrainingStep(model, (images, labels), len(images), lambda batch: cross_entropy(model(batch[0]), batch[1]))
-    results: dict[str, object] = {}
+    results: dict[str, dict[str, object]] = {}
     with HostDisk(folder) as host:
-        costs = StepCosts() if limit else calibrate(step, host)
-        for mode in modes.split(","):
-            sub_batch = 2 if mode == "split" else len(images)
-            plan = OffloadPlan(sub_batch)
-            if mode != "plain":
-                plan = OffloadPlan(sub_batch, EVERYTHING, 0, len(EVERYTHING))
-            if not limit:
-                results[mode] = compare(step, plan, host, costs)
-                continue
-            step.loss(take(step.batch, 0, 1)).backward()
-            bound = resident_bytes("VmData") + int(limit[0]) * MIB
-            resource.setrlimit(resource.RLIMIT_DATA, (bound, bound))
-            try:
-                results[mode] = {"gradients": run(step, plan, host)}
-            except RuntimeError as error:
-                results[mode] = {"error": str(error)}
+        for name in names.split(","):
+            model, images, labels = network(name)
+            samples = len(images)
+            step = TrainingStep(model, (images, labels), samples, partial(loss_of, model))
+            plans = {
+                "plain": OffloadPlan(samples),
+                "offload": OffloadPlan(samples, EVERYTHING, 0, len(EVERYTHING)),
+            }
+            if limit:
+                results[name] = {mode: limited(step, plan, host, int(limit[0])) for mode, plan in plans.items()}
+            else:
+                costs = calibrate(step, host)
+                results[name] = {mode: compare(step, plan, host, costs) for mode, plan in plans.items()}
     print(json.dumps(results))
 
 

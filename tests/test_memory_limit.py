@@ -21,36 +21,41 @@ from retime.mechanisms.memory.replay import TrainingStep, profile_step
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's limits and /proc")
 WORKER = Path(__file__).with_name("memory_limit_worker.py")
+MIB = 2**20
 DISK = WORKER.parent.parent  # a folder for temporary files may be in memory
 
 
 @cache
-def worker(name: str, modes: str, *limit: str) -> dict[str, Any]:
-    """One step in a process of its own."""
-    command = [sys.executable, str(WORKER), name, modes, str(DISK), *limit]
+def worker(*arguments: str) -> dict[str, Any]:
+    """Steps in a process of their own."""
+    command = [sys.executable, str(WORKER), str(DISK), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert run.returncode == 0, run.stderr
     return json.loads(run.stdout.splitlines()[-1])
 
 
+def without_limit() -> dict[str, Any]:
+    return worker("conv,mlp")
+
+
 def test_a_plain_step_dies_where_offloading_lives() -> None:
-    both = worker("conv", "plain,offload")
-    plain, offload = both["plain"], both["offload"]
-    assert offload["gradients"] == plain["gradients"]
-    assert offload["held"] == 0
-    limit = str((plain["predicted"] + offload["predicted"]) // 2 // 2**20)
-    assert "can't allocate memory" in worker("conv", "plain", limit)["plain"]["error"]
-    assert worker("conv", "offload", limit)["offload"]["gradients"] == plain["gradients"]
+    free = without_limit()["conv"]
+    assert free["offload"]["gradients"] == free["plain"]["gradients"]
+    assert free["offload"]["held"] == 0
+    limited = worker("conv", str((free["plain"]["predicted"] + free["offload"]["predicted"]) // 2))["conv"]
+    assert "can't allocate memory" in limited["plain"]["error"]
+    assert limited["offload"]["gradients"] == free["plain"]["gradients"]
 
 
 @pytest.mark.parametrize("mode", ["plain", "offload"])
 @pytest.mark.parametrize("name", ["conv", "mlp"])
 def test_the_process_grows_as_predicted(name: str, mode: str) -> None:
-    grown = worker(name, "plain,offload")[mode]
+    grown = without_limit()[name][mode]
     if grown["source"] != "VmHWM":
         pytest.skip("the kernel does not keep this process's peak")
-    # Other processes move the kernel's counters a little; a quiet machine shows 1 to 3 %.
-    assert grown["measured"] == pytest.approx(grown["predicted"], rel=0.08)
+    # What libraries need for themselves differs by a MiB or two from run to run.
+    assert grown["measured"] == pytest.approx(grown["predicted"], rel=0.08, abs=3 * MIB)
 
 
 def test_calibration_measures_and_leaves_the_step_alone() -> None:

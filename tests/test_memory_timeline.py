@@ -46,11 +46,11 @@ def test_sampler_refuses_to_start_twice() -> None:
 @pytest.mark.usefixtures("pool")  # as under a memory budget; the C library keeps holes that no tensor fills
 def test_prediction_is_near_the_measurement(tmp_path: Path) -> None:
     timeline = MemoryTimeline(dirpath=tmp_path)
-    fit(Net(width=512), data=loader(3, batch=8192), callbacks=[timeline])
+    fit(Net(width=512), data=loader(2, batch=4096), callbacks=[timeline])
     (step,) = timeline.steps
     assert step.step == 1
     numbers = step.metrics()
-    assert numbers["predicted_peak_bytes"] > 150 * MIB
+    assert numbers["predicted_peak_bytes"] > 75 * MIB
     assert numbers["measured_peak_bytes"] == pytest.approx(numbers["predicted_peak_bytes"], rel=0.25)
     assert [path.name for path in timeline.files] == ["epoch-0-step-1.png"]
     assert timeline.files[0].read_bytes()[:4] == b"\x89PNG"
