@@ -308,6 +308,13 @@ def what_cannot_be_planned_is_refused() -> None:
     plan_with(SPLITS)
     with pytest.raises(RuntimeError, match="the step calls allreduce on all ranks"):
         fit(Gathers(), MemoryBudgetDDPStrategy(SMALL))
+    module = Gathers()
+    step = budgeted(DistributedDataParallel(module))
+    (batch,) = batches([BATCH])
+    with pytest.raises(RuntimeError, match="the step calls allreduce on all ranks"):
+        step.run(lambda part: module.training_step(part, 0), batch)
+    step.run(module.loss, batch)  # one without
+    step.remove()
     with pytest.raises(BudgetError, match="static_graph=True promises DDP"):
         fit(Net(), MemoryBudgetDDPStrategy(TINY, static_graph=True))
 
@@ -376,14 +383,17 @@ def synchronised_batch_norm_is_tried_out_alone() -> None:
     made.remove()
 
 
+def budgeted(model: DistributedDataParallel, **options: Any) -> BudgetedDataParallelStep:
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1)]
+    return BudgetedDataParallelStep(model, optimizers, SMALL, parse_host(None, torch.device("cpu")), **options)
+
+
 @check
 def ranks_reduce_again_after_a_batch_that_failed() -> None:
     """Or whoever trains on without a budget would train another model on each rank."""
     plan_with(SPLITS)
     model, failing = DistributedDataParallel(Net()), [True]
-    step = BudgetedDataParallelStep(
-        model, [torch.optim.SGD(model.parameters(), 0.1)], SMALL, parse_host(None, torch.device("cpu"))
-    )
+    step = budgeted(model)
 
     def loss(batch: Any) -> Any:
         found = nn.functional.cross_entropy(model(batch[0]), batch[1])

@@ -75,6 +75,7 @@ class BudgetedDataParallelStep(BudgetedStep):
 
     def plan(self, step: Step, batch: Any) -> PlannedShape:
         """What is decided on this rank; see :meth:`BudgetedStep.plan`."""
+        self._collective = None
         return super().plan(self._guarded(step), batch)
 
     def prepare(self, step: Step, batch: Any) -> SubBatches:
