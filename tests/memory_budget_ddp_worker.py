@@ -6,7 +6,8 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -281,6 +282,21 @@ def parameters_that_the_last_part_does_not_use() -> None:
     assert any("with the last sub-batch" in note for note in caught.value.__notes__)
 
 
+@contextmanager
+def other_backend() -> Iterator[None]:
+    """As on CUDA, where DDP's own group cannot carry what the ranks say to one another."""
+    real = dist.get_backend
+    dist.get_backend = lambda *_: "nccl"  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        dist.get_backend = real
+
+
+def groups() -> int:
+    return len(dist.distributed_c10d._world.pg_map)
+
+
 @check
 def a_rank_that_refuses_its_budget() -> None:
     plan_with(SPLITS)
@@ -291,8 +307,10 @@ def a_rank_that_refuses_its_budget() -> None:
     assert caught.value.layer
     assert_close(Net(), module, 0)
     errors = {0: RuntimeError, 1: OSError}
-    with pytest.raises(errors[RANK], match="missing"):
+    before = groups()
+    with other_backend(), pytest.raises(errors[RANK], match="missing"):
         fit(Net(), MemoryBudgetDDPStrategy(SMALL, host=["disk:/tmp", "disk:/missing"][RANK]))
+    assert groups() == before
 
 
 class Gathers(Net):
@@ -386,6 +404,17 @@ def synchronised_batch_norm_is_tried_out_alone() -> None:
 def budgeted(model: DistributedDataParallel, **options: Any) -> BudgetedDataParallelStep:
     optimizers = [torch.optim.SGD(model.parameters(), 0.1)]
     return BudgetedDataParallelStep(model, optimizers, SMALL, parse_host(None, torch.device("cpu")), **options)
+
+
+@check
+def groups_are_given_back() -> None:
+    before = groups()
+    with other_backend():
+        step = budgeted(DistributedDataParallel(Net()))
+    assert groups() == before + 1
+    step.remove()
+    assert groups() == before
+    step.remove()
 
 
 @check

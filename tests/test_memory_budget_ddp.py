@@ -20,6 +20,7 @@ CHECKS = [
     "batch_norm_offloads_only",
     "planning_communicates_nothing",
     "synchronised_batch_norm_is_tried_out_alone",
+    "groups_are_given_back",
     "ranks_reduce_again_after_a_batch_that_failed",
     "timelines_count_buckets",
     "accelerate_loops",

@@ -27,6 +27,12 @@ class RankAgreement:
         gloo = dist.get_backend() == "gloo"
         self._group = None if gloo else dist.new_group(backend="gloo", timeout=timeout)
 
+    def close(self) -> None:
+        """Give back what was made for this; the ranks agree on nothing more."""
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
     def largest(self, decide: Callable[[], int]) -> int:
         """The largest of the ranks' decisions.
 
@@ -48,7 +54,7 @@ class RankAgreement:
         return int(told[0])
 
     def each_makes(self, make: Callable[[], T], undo: Callable[[T], Any]) -> T:
-        """What ``make`` made on this rank; undone if it failed on another.
+        """What ``make`` made on this rank; undone if it failed on another, and this is closed if it failed on any.
 
         Raises:
             Exception: as :meth:`largest`.
@@ -64,6 +70,7 @@ class RankAgreement:
         except Exception:
             for one in made:
                 undo(one)
+            self.close()
             raise
         return made[0]
 

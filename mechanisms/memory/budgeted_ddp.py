@@ -36,7 +36,7 @@ class BudgetedDataParallelStep(BudgetedStep):
     Args:
         model: the wrapped model; ``step`` calls it as ever.
         optimizers, budget_bytes, host: of this rank; as for :class:`BudgetedStep`.
-        agreement: how the ranks talk; None makes one.
+        agreement: how the ranks talk; None makes one. It is closed by :meth:`remove`.
         options: as for :class:`BudgetedStep`.
 
     Raises:
@@ -125,6 +125,7 @@ class BudgetedDataParallelStep(BudgetedStep):
 
     def remove(self) -> None:
         self._reduction.end()
+        self._agreement.close()
         super().remove()
 
     @contextmanager
