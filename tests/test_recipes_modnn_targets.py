@@ -74,7 +74,8 @@ def test_small_cases_of_every_kind(run: Callable[..., dict[str, Point]]) -> None
     points = run(
         f"{{MLP: {block(MLP)}, large MLP: {block({**MLP, 'batch_size': 8192})}, VGG-16: {large}}}",
         "{below: {kind: refusal, networks: [MLP], share: 0.5}, "
-        "drawn: {kind: random, networks: [large MLP], batches: [1.0, 0.5], draws: 1, limit: planning, headroom_mb: 128}, "
+        "drawn: {kind: random, networks: [large MLP], batches: [1.0, 0.5], draws: 1, limit: planning, "
+        "headroom_mb: 128}, "
         "traffic: {kind: traffic, networks: [large MLP], rules: [all], headroom_mb: 64}, "
         "planning: {kind: planning, networks: [VGG-16], share: 0.9}}",
     )
