@@ -140,7 +140,7 @@ class MemoryTimeline(PhaseCallback):
 
     def _abandon(self) -> None:
         super()._abandon()
-        self._sampler = None
+        self._sampler, self._batch = None, (None, 0)
 
     def _end_step(self, trainer: Trainer, global_step: int) -> None:
         (batch, batch_idx), self._batch = self._batch, (None, 0)

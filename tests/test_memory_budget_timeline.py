@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
+import weakref
+from typing import Any
 
 import memory_budget_support as support
 from memory_budget_support import Net, fit
@@ -18,3 +21,21 @@ def test_goes_to_other_processes() -> None:
         timeline = pickle.loads(pickle.dumps(timeline))
         fit(Net(), callbacks=[timeline])
         assert len(timeline.steps) == 3 * fits
+
+
+class Stops(Net):
+    """Ends an epoch before its second batch, which callbacks have seen."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        if batch_idx == 0:
+            return None
+        self.last = weakref.ref(batch[0])
+        return -1
+
+
+def test_holds_no_batch_of_a_step_that_was_left() -> None:
+    timeline, module = MemoryTimeline(every_n_steps=1, png=False, warm_up=0), Stops()
+    fit(module, callbacks=[timeline])
+    gc.collect()
+    assert module.last() is None
+    assert len(timeline.steps) == 1
