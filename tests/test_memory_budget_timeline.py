@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import pickle
-import weakref
 from typing import Any
 
 import memory_budget_support as support
 from memory_budget_support import Net, fit
 from retime.callbacks import MemoryTimeline
+from retime.mechanisms.memory.storages import tensors_in
 
 pytestmark = support.IGNORED
 
@@ -27,15 +26,11 @@ class Stops(Net):
     """Ends an epoch before its second batch, which callbacks have seen."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        if batch_idx == 0:
-            return None
-        self.last = weakref.ref(batch[0])
-        return -1
+        return -1 if batch_idx == 1 else None
 
 
 def test_holds_no_batch_of_a_step_that_was_left() -> None:
-    timeline, module = MemoryTimeline(every_n_steps=1, png=False, warm_up=0), Stops()
-    fit(module, callbacks=[timeline])
-    gc.collect()
-    assert module.last() is None
+    timeline = MemoryTimeline(every_n_steps=1, png=False, warm_up=0)
+    fit(Stops(), callbacks=[timeline])
+    assert not tensors_in(list(vars(timeline).values()))
     assert len(timeline.steps) == 1
