@@ -224,3 +224,17 @@ def test_tensors_are_replaced_wherever_they_are() -> None:
     assert twice["plain"] is plain
     assert torch.equal(batch["x"], rows())
     assert {id(tensor) for tensor in tensors_in(batch)} >= {id(batch["x"]), id(batch["list"][0].x), id(packed.data)}
+
+
+def test_tensors_in_slots_are_replaced_and_counted() -> None:
+    class Slotted:
+        __slots__ = ("values", "unset")
+
+        def __init__(self, values: Tensor) -> None:
+            self.values = values
+
+    batch = Slotted(torch.ones(3))
+    twin = replaced_tensors(batch, Tensor.clone)
+    twin.values.zero_()
+    assert batch.values.sum() == 3
+    assert [tensor is batch.values for tensor in tensors_in(batch)] == [True]

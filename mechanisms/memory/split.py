@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
+from retime.mechanisms.memory.storages import attributes_of
+
 __all__ = [
     "Split",
     "batch_size_of",
@@ -137,7 +139,7 @@ def replaced_tensors(batch: Any, change: Callable[[Tensor], Tensor], depth: int 
         if isinstance(value, PackedSequence):
             data, lengths, order, back = value
             return type(value)(change(data), lengths, *(one if one is None else change(one) for one in (order, back)))
-        held = _attributes(value)
+        held = attributes_of(value)
         if depth == 0 or not _holds_tensors(held, depth - 1):
             return value
         try:
@@ -145,7 +147,7 @@ def replaced_tensors(batch: Any, change: Callable[[Tensor], Tensor], depth: int 
         except Exception:  # whatever an object says to being copied
             return value
         for name, one in held.items():
-            made.__dict__[name] = replaced_tensors(one, change, depth - 1)
+            object.__setattr__(made, name, replaced_tensors(one, change, depth - 1))
         return made
 
     return map_leaves(batch, leaf)
@@ -228,18 +230,11 @@ def _check_opaque(leaf: Any, path: str) -> None:
 
 
 def _hides_tensors(leaf: Any) -> bool:
-    return isinstance(leaf, PackedSequence) or _holds_tensors(_attributes(leaf), 0)
+    return isinstance(leaf, PackedSequence) or _holds_tensors(attributes_of(leaf), 0)
 
 
 def _holds_tensors(value: Any, depth: int) -> bool:
     return any(
-        isinstance(leaf, Tensor) or (depth > 0 and _holds_tensors(_attributes(leaf), depth - 1))
+        isinstance(leaf, Tensor) or (depth > 0 and _holds_tensors(attributes_of(leaf), depth - 1))
         for _, leaf in _leaves(value)
     )
-
-
-def _attributes(leaf: Any) -> dict[str, Any]:
-    """Of an object that is no container, and no code."""
-    if isinstance(leaf, type | torch.nn.Module | Tensor) or callable(leaf):
-        return {}
-    return getattr(leaf, "__dict__", {})

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,12 +50,16 @@ def tensors_in(tree: object) -> list[Tensor]:
 
 def _held_by(leaf: object) -> list[object]:
     """What a container that torch's pytrees do not know holds, such as a mapping of tokens or a dataclass."""
-    if isinstance(leaf, Mapping):
-        return list(leaf.values())
-    if isinstance(leaf, type | nn.Module) or callable(leaf):
-        return []
-    held = list(getattr(leaf, "__dict__", {}).values())
-    return held + [getattr(leaf, name) for name in getattr(leaf, "__slots__", ()) if hasattr(leaf, name)]
+    return list((leaf if isinstance(leaf, Mapping) else attributes_of(leaf)).values())
+
+
+def attributes_of(leaf: object) -> dict[str, Any]:
+    """What an object that is no container and no code keeps under names, in slots too."""
+    if isinstance(leaf, type | nn.Module | Tensor) or callable(leaf):
+        return {}
+    slots = chain.from_iterable(getattr(kind, "__slots__", ()) for kind in type(leaf).__mro__)
+    names = [name for name in slots if name != "__weakref__" and hasattr(leaf, name)]
+    return {**getattr(leaf, "__dict__", {}), **{name: getattr(leaf, name) for name in names if name != "__dict__"}}
 
 
 def storage_keys(tensors: Iterable[Tensor]) -> set[int]:
