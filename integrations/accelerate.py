@@ -25,7 +25,7 @@ from retime.mechanisms.fusion.report import FusionReport, check_mode
 from retime.mechanisms.memory.agreement import RankAgreement
 from retime.mechanisms.memory.budget import parse_budget
 from retime.mechanisms.memory.budget_report import BudgetReport
-from retime.mechanisms.memory.budgeted_ddp import BudgetedDataParallelStep
+from retime.mechanisms.memory.budgeted_ddp import SETTING_UP, BudgetedDataParallelStep
 from retime.mechanisms.memory.budgeted_step import BudgetedStep
 from retime.mechanisms.memory.host import parse_host
 from retime.mechanisms.out_of_order import data_parallel
@@ -291,6 +291,7 @@ class MemoryBudget:
             made = agreement.each_makes(
                 lambda: BudgetedDataParallelStep(model, *arguments(), agreement=agreement, **options),
                 BudgetedStep.remove,
+                SETTING_UP,
             )
         else:
             made = BudgetedStep(model, *arguments(), **options)

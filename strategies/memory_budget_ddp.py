@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from retime.mechanisms.memory.agreement import RankAgreement
 from retime.mechanisms.memory.budget import parse_budget
-from retime.mechanisms.memory.budgeted_ddp import BudgetedDataParallelStep
+from retime.mechanisms.memory.budgeted_ddp import SETTING_UP, BudgetedDataParallelStep
 from retime.mechanisms.memory.budgeted_step import BudgetedStep
 from retime.mechanisms.memory.host import parse_host
 from retime.strategies.budgeted import Budgeted
@@ -53,7 +53,7 @@ class MemoryBudgetDDPStrategy(Budgeted, DDPStrategy):
             host = parse_host(self._host, self.root_device)
             return BudgetedDataParallelStep(model, self.optimizers, budget_bytes, host, agreement=agreement, **options)
 
-        return agreement.each_makes(make, BudgetedStep.remove)
+        return agreement.each_makes(make, BudgetedStep.remove, SETTING_UP)
 
     def on_exception(self, exception: BaseException) -> None:
         unused = "Expected to have finished reduction" in str(exception)

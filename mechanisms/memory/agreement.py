@@ -33,8 +33,12 @@ class RankAgreement:
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
 
-    def largest(self, decide: Callable[[], int]) -> int:
+    def largest(self, decide: Callable[[], int], doing: str) -> int:
         """The largest of the ranks' decisions.
+
+        Args:
+            decide: this rank's own.
+            doing: what that is, for the other ranks' error: ``"plan its batch"``.
 
         Raises:
             Exception: what ``decide`` raised on this rank.
@@ -50,10 +54,10 @@ class RankAgreement:
         told = torch.tensor([decided, int(failure is not None)])
         dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
         if told[1]:
-            self._raise(failure)
+            self._raise(failure, doing)
         return int(told[0])
 
-    def each_makes(self, make: Callable[[], T], undo: Callable[[T], Any]) -> T:
+    def each_makes(self, make: Callable[[], T], undo: Callable[[T], Any], doing: str) -> T:
         """What ``make`` made on this rank; undone if it failed on another, and this is closed if it failed on any.
 
         Raises:
@@ -66,7 +70,7 @@ class RankAgreement:
             return 0
 
         try:
-            self.largest(note)
+            self.largest(note, doing)
         except Exception:
             for one in made:
                 undo(one)
@@ -74,7 +78,7 @@ class RankAgreement:
             raise
         return made[0]
 
-    def _raise(self, failure: Exception | None) -> None:
+    def _raise(self, failure: Exception | None, doing: str) -> None:
         failures: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(failures, None if failure is None else _told(failure), group=self._group)
         if failure is not None:
@@ -82,7 +86,7 @@ class RankAgreement:
         rank, told = next((rank, told) for rank, told in enumerate(failures) if told is not None)
         if "floor_bytes" in told:
             raise BudgetError(f"rank {rank} refuses its budget", **told)
-        raise RuntimeError(f"rank {rank} could not plan its batch: {told['error']}")
+        raise RuntimeError(f"rank {rank} could not {doing}, see that rank's error: {told['error']}")
 
 
 def _told(error: Exception) -> dict[str, Any]:

@@ -25,7 +25,11 @@ from retime.mechanisms.memory.reduce_last import ReduceLast
 from retime.mechanisms.memory.step_planner import Step
 from retime.mechanisms.memory.sub_batches import SubBatches
 
-__all__ = ["BudgetedDataParallelStep", "buckets_of"]
+__all__ = ["SETTING_UP", "BudgetedDataParallelStep", "buckets_of"]
+
+SETTING_UP = "set up its memory budget"
+"""What ranks do that make a :class:`BudgetedDataParallelStep`, for errors."""
+_PLANNING = "plan its batch"
 
 
 class BudgetedDataParallelStep(BudgetedStep):
@@ -100,7 +104,7 @@ class BudgetedDataParallelStep(BudgetedStep):
                 no_loss.append(error)
                 return Way.PLAIN
 
-        way = Way(self._agreement.largest(decide))
+        way = Way(self._agreement.largest(decide, _PLANNING))
         if no_loss:
             raise no_loss[0]
         if way is not Way.PLAIN and self.parts is None:
@@ -130,7 +134,7 @@ class BudgetedDataParallelStep(BudgetedStep):
 
     @contextmanager
     def offloading(self, step: Step, batch: Any) -> Iterator[None]:
-        self._agreement.largest(lambda: bool(self.plan(step, batch).choice.plan.offload))
+        self._agreement.largest(lambda: bool(self.plan(step, batch).choice.plan.offload), _PLANNING)
         with super().offloading(step, batch):
             yield
 
