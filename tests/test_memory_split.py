@@ -228,7 +228,7 @@ def test_tensors_are_replaced_wherever_they_are() -> None:
 
 def test_tensors_in_slots_are_replaced_and_counted() -> None:
     class Slotted:
-        __slots__ = ("values", "unset")
+        __slots__ = ("unset", "values")
 
         def __init__(self, values: Tensor) -> None:
             self.values = values

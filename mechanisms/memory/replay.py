@@ -138,6 +138,7 @@ class DryRun:
         host: where real runs offload to; by default plain CPU memory.
         in_place: real runs read the model's own parameters instead of copies. For steps that do not write into them.
         own_batch: real runs get a copy of the batch. False for steps that do not write into it.
+        replacement: what real runs use in place of everything; by default copies.
     """
 
     def __init__(
@@ -148,12 +149,13 @@ class DryRun:
         host: HostTier | None = None,
         in_place: bool = False,
         own_batch: bool = True,
+        replacement: Replacement | None = None,
     ) -> None:
         self.step = step
         self.not_run: list[str] = []
         self._host = host or (HostMemory("cpu") if real else HostNull())
         self._mode: Any = nullcontext()
-        self._replacement: Replacement = aliases() if in_place else copies()
+        self._replacement = replacement or (aliases() if in_place else copies())
         if not real:
             self._mode = FakeTensorMode(allow_non_fake_inputs=True)
             self._replacement = fake(self._mode)

@@ -54,14 +54,24 @@ def fake(mode: FakeTensorMode) -> Replacement:
 
 def copies() -> Replacement:
     """Stand-ins with the same values."""
+    return Replacement(lambda tensor: _twin(tensor, tensor.detach().clone()))
 
-    def copy(tensor: Tensor) -> Tensor:
-        twin = tensor.detach().clone()
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(twin, requires_grad=tensor.requires_grad)
-        return twin.requires_grad_(tensor.requires_grad) if tensor.is_leaf else twin
 
-    return Replacement(copy)
+def channels_last() -> Replacement:
+    """Stand-ins with the same values; images, and weights that are applied to them, with their channels last."""
+
+    def convert(tensor: Tensor) -> Tensor:
+        layout = torch.channels_last if tensor.dim() == 4 else torch.preserve_format
+        return _twin(tensor, tensor.detach().clone(memory_format=layout))
+
+    return Replacement(convert)
+
+
+def _twin(tensor: Tensor, twin: Tensor) -> Tensor:
+    """A copy made the same kind of tensor as the original."""
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(twin, requires_grad=tensor.requires_grad)
+    return twin.requires_grad_(tensor.requires_grad) if tensor.is_leaf else twin
 
 
 def aliases() -> Replacement:

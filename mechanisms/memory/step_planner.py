@@ -16,6 +16,7 @@ from retime.mechanisms.memory.calibrate import calibrate
 from retime.mechanisms.memory.certificate import Certificate
 from retime.mechanisms.memory.floor import StepMemory
 from retime.mechanisms.memory.host import HostTier
+from retime.mechanisms.memory.layouts import layout_hint
 from retime.mechanisms.memory.offload import PlanMismatch
 from retime.mechanisms.memory.profile import StepProfile
 from retime.mechanisms.memory.replay import Buckets, Gradients, TrainingStep
@@ -35,6 +36,9 @@ oneDNN's LSTM saves a work space that no dry run sees, as large as all the rest.
 
 _PROBED = (3, 5)
 """The fewest and the most samples that are probed at once."""
+
+_HINTED = 4
+"""Layouts are compared on this part of the batch."""
 
 Step = Callable[[Any], Any]
 
@@ -97,8 +101,9 @@ class StepPlanner:
                 choice = search_plan(dry, self.budget_bytes, memory=memory, trial=trial.step_ms)
             except BudgetError as error:
                 raise self._explained(error, certificate) from None
+            hint = layout_hint(dry, plain, max(1, samples // _HINTED), self.budget_bytes) if plain is not None else ""
         split = choice.plan.sub_batch < samples
-        return PlannedShape(samples, choice, certificate if split else None, costs, _note(memory))
+        return PlannedShape(samples, choice, certificate if split else None, costs, _note(memory, hint))
 
     def of_kept(self, shape: PlannedShape, step: Step, batch: Any, samples: int) -> PlannedShape | None:
         """An earlier run's plan, if its step still needs what it needed then; sub-batches are probed anew."""
@@ -194,6 +199,6 @@ class StepPlanner:
         )
 
 
-def _note(memory: StepMemory) -> str:
+def _note(memory: StepMemory, hint: str = "") -> str:
     unknown = [f"what {name} keeps for itself is not counted" for name in memory.not_run]
-    return "; ".join(filter(None, (memory.note, *unknown)))
+    return "; ".join(filter(None, (memory.note, *unknown, hint)))
