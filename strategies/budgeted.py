@@ -22,6 +22,7 @@ from retime.mechanisms.memory.batchnorm import check_choice
 from retime.mechanisms.memory.budget import parse_budget
 from retime.mechanisms.memory.budget_report import BudgetReport, PlannedShape
 from retime.mechanisms.memory.budgeted_step import BudgetedStep, NoLossError, Way, check_on_shape_change
+from retime.mechanisms.memory.replay import Gradients
 from retime.mechanisms.memory.separability_probe import loss_of
 from retime.mechanisms.memory.split import Split, samples_in, split_batch
 from retime.mechanisms.memory.sub_batches import SubBatches
@@ -82,7 +83,7 @@ class Budgeted(LightningOnly, Strategy):
             module,
             split=self._split or split_batch,
             loss_weight=self._loss_weight,
-            gradients="kept" if _keeps_gradients(trainer) else "freed after forward",
+            gradients=_gradients_in(trainer),
             say=lambda text: rank_zero_info(f"retime: {text}"),
             **self._options,
         )
@@ -114,6 +115,8 @@ class Budgeted(LightningOnly, Strategy):
                 raise NoLossError(f"a part of a batch gave no loss: {error}. {_SKIPPING}") from error
             return {"loss": loss, "output": output, LOGGED: logged}
 
+        if not module.trainer.fit_loop._skip_backward:
+            budgeted.gradients = _gradients_in(module.trainer)  # callbacks may change what is accumulated
         try:
             way = budgeted.choose(step, batch)
         except NoLossError:
@@ -252,11 +255,12 @@ def _see_no_loss(parts: SubBatches) -> None:
         raise NoLossError(f"part 1 of {len(parts)} of a batch gave no loss, and part {index + 1} gave one. {_SKIPPING}")
 
 
-def _keeps_gradients(trainer: Trainer) -> bool:
+def _gradients_in(trainer: Trainer) -> Gradients:
     """Whether gradients may be there in the backward pass: of batches before, or zeroed in place."""
     schedulers = (one for one in trainer.callbacks if isinstance(one, GradientAccumulationScheduler))  # type: ignore[attr-defined]
-    return (
+    kept = (
         trainer.accumulate_grad_batches > 1
         or any(one.going_to_accumulate_grad_batches() for one in schedulers)
         or is_overridden("optimizer_zero_grad", trainer.lightning_module)
     )
+    return "kept" if kept else "freed after forward"

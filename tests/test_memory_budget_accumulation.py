@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader
 
 import memory_budget_support as support
-from memory_budget_support import BATCH, CLASSES, FEATURES, SPLITS, Net, assert_close, fit, report_of, use_costs
+from memory_budget_support import BATCH, CLASSES, FEATURES, SMALL, Net, assert_close, fit, report_of
 from retime.strategies import MemoryBudgetStrategy
 
 pytestmark = support.IGNORED
-SMALL = 120_000
 
 
 class Skips(Net):
@@ -45,11 +45,31 @@ def late() -> DataLoader[Any]:
 
 
 @pytest.mark.parametrize("accumulated", [1, 3])
-def test_a_first_part_without_a_loss(monkeypatch: pytest.MonkeyPatch, accumulated: int) -> None:
-    use_costs(monkeypatch, SPLITS)
+def test_a_first_part_without_a_loss(splits: None, accumulated: int) -> None:
     plain, ours = Skips(), Skips()
     fit(plain, data=late(), accumulate_grad_batches=accumulated)
     done = fit(ours, MemoryBudgetStrategy(SMALL), data=late(), accumulate_grad_batches=accumulated)
     assert report_of(done).sub_batches > report_of(done).steps == 3
     assert_close(plain, ours)
     assert not any(ours.graphs)
+
+
+class AccumulatesLater(Callback):
+    """Lightning's own GradientAccumulationScheduler can be asked before the fit; this one cannot."""
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.accumulate_grad_batches = [1, 3, 1][trainer.current_epoch]
+
+
+def test_accumulation_that_begins_later(offloads: None) -> None:
+    """From then on gradients are there all the time, which takes another plan; the first one holds again afterwards."""
+    plain, ours = Net(), Net()
+    fit(plain, callbacks=[AccumulatesLater()], max_epochs=3)
+    done = fit(ours, MemoryBudgetStrategy(SMALL), callbacks=[AccumulatesLater()], max_epochs=3)
+    assert_close(plain, ours, 0)
+    found = [shape.choice for shape in report_of(done).shapes]
+    always = fit(Net(), MemoryBudgetStrategy(SMALL), accumulate_grad_batches=3)
+    (expected,) = (shape.choice for shape in report_of(always).shapes)
+    assert len(found) == 2
+    assert (found[1].plan, found[1].peak_bytes) == (expected.plan, expected.peak_bytes)
+    assert (found[0].plan, found[0].peak_bytes) != (expected.plan, expected.peak_bytes)
