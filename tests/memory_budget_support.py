@@ -90,11 +90,11 @@ def norm() -> nn.Module:
 class Net(LightningModule):
     """A deep classifier whose activations are most of a step's memory."""
 
-    def __init__(self, norm: Callable[[], nn.Module] | None = None, width: int = WIDTH) -> None:
+    def __init__(self, norm: Callable[[], nn.Module] | None = None, width: int = WIDTH, depth: int = DEPTH) -> None:
         super().__init__()
         torch.manual_seed(0)
         layers: list[nn.Module] = [nn.Linear(FEATURES, width)]
-        for _ in range(DEPTH):
+        for _ in range(depth):
             layers += [nn.Linear(width, width), *([norm()] if norm else []), nn.Tanh()]
         self.net = nn.Sequential(*layers, nn.Linear(width, CLASSES))
         self.lr = 0.1

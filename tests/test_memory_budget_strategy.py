@@ -38,10 +38,10 @@ def test_ten_steps(way: str) -> None:
 
 
 def test_really_calibrated() -> None:
-    plain, ours = Net(width=256), Net(width=256)
+    plain, ours = Net(width=256, depth=4), Net(width=256, depth=4)
     data = loader(2, batch=2048)
     fit(plain, data=data)
-    done = fit(ours, MemoryBudgetStrategy("24MiB"), data=data)
+    done = fit(ours, MemoryBudgetStrategy("16MiB"), data=data)
     assert report_of(done).shapes[0].costs is not None
     assert_close(plain, ours)
 

@@ -54,6 +54,6 @@ def layout_hint(step: TrainingStep, plain: StepProfile, samples: int, budget_byt
     if gain < _WORTH_TELLING:
         return ""
     return (
-        f"in another layout convolutions would choose other algorithms: {samples} samples ran {gain:.2f} x as fast after "
-        "model.to(memory_format=torch.channels_last)"
+        f"in another layout convolutions would choose other algorithms: {samples} samples ran {gain:.2f} x as fast "
+        "after model.to(memory_format=torch.channels_last)"
     )
