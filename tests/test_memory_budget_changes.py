@@ -108,4 +108,5 @@ def test_a_sparse_buffer_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None
     step.budget_bytes = step._planner.budget_bytes = 400_000
     step.run(lambda part: model(part).mean(), batch)
     assert all(parameter.grad is not None for parameter in model.parameters())
+    assert step.state_dict()["plans"]
     step.remove()

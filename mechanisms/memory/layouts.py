@@ -16,6 +16,7 @@ from retime.mechanisms.memory.pool import within
 from retime.mechanisms.memory.profile import StepProfile
 from retime.mechanisms.memory.replay import DryRun, TrainingStep
 from retime.mechanisms.memory.stand_ins import channels_last, copies
+from retime.mechanisms.memory.storages import strided_bytes
 
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 _REPEATS = 3
@@ -34,7 +35,7 @@ def layout_hint(step: TrainingStep, plain: StepProfile, samples: int, budget_byt
     convolutions = [layer for layer in step.module.modules() if isinstance(layer, _CONVOLUTIONS)]
     given = step.given()
     each = max(1, (plain.peak_bytes - plain.resident_bytes) // step.samples)
-    copied = sum(tensor.nbytes for tensor in (*step.module.parameters(), *step.module.buffers()))
+    copied = strided_bytes((*step.module.parameters(), *step.module.buffers()))
     if not convolutions or plain.resident_bytes + 2 * copied + 2 * samples * each > budget_bytes:
         return ""
     if any(not layer.weight.is_contiguous() for layer in convolutions):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ def certify(
     loss_weight: Callable[[Any], Any] | None = None,
     ghost: bool = False,
     among: Certificate | None = None,
+    read_only: bool = False,
 ) -> Certificate:
     """Find out whether sub-batches give the gradient of the batch, and with which weights.
 
@@ -63,6 +65,7 @@ def certify(
         loss_weight: counts what the loss of a part is a mean over, where that cannot be seen from the batch.
         ghost: probe with fixed BatchNorm statistics, since each sub-batch is to have its own.
         among: a former certificate: only weightings that fitted then are considered.
+        read_only: the step is known not to write into parameters, so they need not be copied.
 
     Raises:
         ValueError: fewer than 2 samples, a batch that cannot be split, or a step whose loss needs no gradient.
@@ -76,7 +79,7 @@ def certify(
     known = _known(loss_weight, among)
     if layers and not ghost:
         samples = min(samples, _ENOUGH_FOR_BATCHNORM)
-    examiner = _Examiner(step, batch, model, min(samples, total), total, split, layers if ghost else [])
+    examiner = _Examiner(step, batch, model, min(samples, total), total, split, layers if ghost else [], read_only)
     found = examiner.examine(None, known)
     unsure = found.weighting is None and (ghost or not layers)
     if unsure and all(p.device.type != "mps" for p in model.parameters()):
@@ -106,7 +109,9 @@ class _Examiner:
         total: int,
         split: Split,
         ghosts: Sequence[str],
+        read_only: bool,
     ) -> None:
+        self._read_only = read_only
         self._step, self._batch, self._model = step, batch, model
         self._samples, self._total, self._split, self._ghosts = samples, total, split, ghosts
 
@@ -118,7 +123,8 @@ class _Examiner:
             return None
 
     def examine(self, dtype: torch.dtype | None, known: list[Weighting] | None) -> Certificate:
-        with Untouched(self._model, dtype, lambda: fix_statistics(self._model, self._ghosts)) as scratch:
+        fix = partial(fix_statistics, self._model, self._ghosts)
+        with Untouched(self._model, dtype, fix, read_only=self._read_only) as scratch:
             prober = Prober(self._step, scratch, dtype, self._split)
             first = prober.probe(self._first(), range(self._samples))
             probes, broken = first.probes, first.failure

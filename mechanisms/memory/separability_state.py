@@ -40,19 +40,27 @@ class Untouched:
     Args:
         dtype: floating-point type of the copies; None leaves each as it is.
         prepare: changes the modules' attributes after each restart; they come back as all others do.
+        read_only: copies of parameters share their memory, where ``dtype`` is None: for steps that are known not to
+            write into them.
 
     Raises:
         ValueError: a lazy module has no weights yet.
     """
 
     def __init__(
-        self, model: nn.Module, dtype: torch.dtype | None = None, prepare: Callable[[], None] | None = None
+        self,
+        model: nn.Module,
+        dtype: torch.dtype | None = None,
+        prepare: Callable[[], None] | None = None,
+        *,
+        read_only: bool = False,
     ) -> None:
         lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
         if lazy:
             raise ValueError(f"parameter {lazy[0]} has no shape yet: run the model once before it is probed")
         self._model = model
         self._dtype, self._prepare = dtype, prepare
+        self._read_only = read_only and dtype is None
         self._modules = list(model.modules())
         self._held: dict[int, tuple[_Container, Any]] = {}
         self._copies: dict[int, tuple[Tensor, Tensor, int]] = {}
@@ -144,7 +152,8 @@ class Untouched:
         if id(tensor) in self._copies:
             return self._copies[id(tensor)][1]
         dtype = self._dtype if tensor.is_floating_point() else None
-        made = tensor.detach().to(dtype=dtype, copy=True)
+        shared = self._read_only and isinstance(tensor, nn.Parameter)
+        made = tensor.detach() if shared else tensor.detach().to(dtype=dtype, copy=True)
         if isinstance(tensor, nn.Parameter):
             made = nn.Parameter(made, requires_grad=tensor.requires_grad)
             made.__dict__.update(tensor.__dict__)

@@ -24,6 +24,7 @@ from retime.mechanisms.memory.search import halvings, search_plan
 from retime.mechanisms.memory.separability import certify
 from retime.mechanisms.memory.separability_probe import loss_of
 from retime.mechanisms.memory.split import Split, part_of, samples_in, split_batch
+from retime.mechanisms.memory.storages import strided_bytes
 from retime.mechanisms.memory.trial import PlanTrial
 from retime.mechanisms.memory.undisturbed import undisturbed
 from retime.schedules.memory.errors import BudgetError
@@ -90,7 +91,7 @@ class StepPlanner:
                 return PlannedShape(samples, choice, note=_note(memory))
         certificate = None
         if self.sub_batches and samples > 1 and self.batchnorm != "exact":
-            certificate = self.certify(step, batch, samples=self._probe_samples(plain, samples))
+            certificate = self.certify(step, batch, samples=self._probe_samples(plain, samples), plain=plain)
         separable = certificate is not None and certificate.separable
         with undisturbed(self.model):
             costs = calibrate(dry, self.host, plain=plain, budget_bytes=self.budget_bytes)
@@ -121,13 +122,18 @@ class StepPlanner:
             return None
         certificate = None
         if choice.plan.sub_batch < shape.samples:
-            certificate = self.certify(step, batch, samples=self._probe_samples(plain, samples))
+            certificate = self.certify(step, batch, samples=self._probe_samples(plain, samples), plain=plain)
             if not certificate.separable:
                 return None
         return replace(shape, certificate=certificate)
 
     def certify(
-        self, step: Step, batch: Any, among: Certificate | None = None, samples: int = _PROBED[1]
+        self,
+        step: Step,
+        batch: Any,
+        among: Certificate | None = None,
+        samples: int = _PROBED[1],
+        plain: StepProfile | None = None,
     ) -> Certificate:
         """Whether sub-batches give the same gradients, by a probe of so many samples."""
         if self.whole_because:
@@ -143,12 +149,13 @@ class StepPlanner:
                 ghost=self.batchnorm == "ghost",
                 among=among,
                 samples=samples,
+                read_only=plain is not None and not plain.trace.writes_parameters,
             )
 
     def made_for(self) -> dict[str, Any]:
         """What plans depend on beside the batch and the model's flags, in plain types."""
-        trained = sum(parameter.nbytes for parameter in self.model.parameters() if parameter.requires_grad)
-        fixed = sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers())) - trained
+        trained = strided_bytes(parameter for parameter in self.model.parameters() if parameter.requires_grad)
+        fixed = strided_bytes((*self.model.parameters(), *self.model.buffers())) - trained
         return {
             "budget_bytes": self.budget_bytes,
             "batchnorm": self.batchnorm,
@@ -179,7 +186,7 @@ class StepPlanner:
         return self.split(batch, last - first)[0]
 
     def _probe_samples(self, plain: StepProfile | None, samples: int) -> int:
-        """How many samples the probe may run at once inside the budget, beside a copy of the parameters."""
+        """How many samples the probe may run at once inside the budget."""
         if plain is None:
             return _PROBED[1]
         each = max(1, (plain.peak_bytes - plain.resident_bytes) // samples)

@@ -62,6 +62,11 @@ def attributes_of(leaf: object) -> dict[str, Any]:
     return {**getattr(leaf, "__dict__", {}), **{name: getattr(leaf, name) for name in names if name != "__dict__"}}
 
 
+def strided_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of tensors, each counted by itself; a sparse one has none to ask for."""
+    return sum(tensor.nbytes for tensor in tensors if tensor.layout == torch.strided)
+
+
 def storage_keys(tensors: Iterable[Tensor]) -> set[int]:
     """Keys of all storages behind ``tensors``; tensors without a storage of their own are passed over."""
     return {storage_key(tensor) for tensor in tensors if has_storage(tensor)}
