@@ -14,14 +14,15 @@ from lightning.pytorch import LightningModule, Trainer
 from retime.callbacks._phases import PhaseCallback, PhaseObserver
 from retime.mechanisms.memory.budget import show_bytes
 from retime.mechanisms.memory.budgeted_ddp import buckets_of
+from retime.mechanisms.memory.dry_part import dry_part
 from retime.mechanisms.memory.profile import StepProfile
 from retime.mechanisms.memory.replay import TrainingStep, replay
 from retime.mechanisms.memory.separability_probe import loss_of
-from retime.mechanisms.memory.split import part_of, samples_in
+from retime.mechanisms.memory.split import samples_in, split_batch
 from retime.mechanisms.memory.undisturbed import undisturbed
 from retime.mechanisms.memory_sampler import MemorySampler
 from retime.schedules.memory import OffloadPlan
-from retime.strategies.budgeted import Budgeted
+from retime.strategies.budgeted import Budgeted, gradients_in
 from retime.strategies.unseen import unseen
 
 __all__ = ["MemoryTimeline", "StepBytes"]
@@ -170,8 +171,10 @@ def _dry_run(trainer: Trainer, batch: Any, batch_idx: int) -> tuple[str, StepPro
     module, strategy = trainer.lightning_module, trainer.strategy
     with unseen(trainer):
         try:
-            samples = samples_in(batch)
-            shape = strategy.planned(batch) if isinstance(strategy, Budgeted) else None
+            budgeted = strategy if isinstance(strategy, Budgeted) else None
+            split = split_batch if budgeted is None else budgeted.split
+            shape = None if budgeted is None else budgeted.planned(batch)
+            samples = samples_in(batch, split)
             plan = OffloadPlan(samples) if shape is None else shape.choice.plan
             step = TrainingStep(
                 module,
@@ -179,8 +182,8 @@ def _dry_run(trainer: Trainer, batch: Any, batch_idx: int) -> tuple[str, StepPro
                 samples,
                 loss=lambda part: _loss(trainer, part, batch_idx),
                 optimizers=trainer.optimizers,
-                split=lambda whole, first, last: part_of(whole, slice(first, last), samples_in(whole)),
-                gradients="freed after forward",
+                split=lambda whole, first, last: dry_part(whole, first, last, split),
+                gradients=gradients_in(trainer),
                 buckets=buckets_of(strategy.model),
             )
             with undisturbed(module):

@@ -81,9 +81,9 @@ class Budgeted(LightningOnly, Strategy):
             self._step.remove()
         self._step = self._make_step(
             module,
-            split=self._split or split_batch,
+            split=self.split,
             loss_weight=self._loss_weight,
-            gradients=_gradients_in(trainer),
+            gradients=gradients_in(trainer),
             say=lambda text: rank_zero_info(f"retime: {text}"),
             **self._options,
         )
@@ -98,7 +98,6 @@ class Budgeted(LightningOnly, Strategy):
         batch, *rest = args
         module, budgeted, log, plain = self.lightning_module, self._step, self._log, super().training_step
         assert module is not None
-        split = self._split or split_batch
         way = Way.PARTS
 
         def step(part: Any) -> dict[str, Any]:
@@ -107,7 +106,7 @@ class Budgeted(LightningOnly, Strategy):
                 if dry:
                     around.enter_context(unseen(module.trainer))
                 whole = way is Way.WHOLE and not dry
-                logged = around.enter_context(log.collecting(samples_in(part, split), dry=dry, whole=whole))
+                logged = around.enter_context(log.collecting(samples_in(part, self.split), dry=dry, whole=whole))
                 output = plain(part, *rest, **kwargs)
             try:
                 loss = loss_of(output)
@@ -116,7 +115,7 @@ class Budgeted(LightningOnly, Strategy):
             return {"loss": loss, "output": output, LOGGED: logged}
 
         if not module.trainer.fit_loop._skip_backward:
-            budgeted.gradients = _gradients_in(module.trainer)  # callbacks may change what is accumulated
+            budgeted.gradients = gradients_in(module.trainer)  # callbacks may change what is accumulated
         try:
             way = budgeted.choose(step, batch)
         except NoLossError:
@@ -219,6 +218,11 @@ class Budgeted(LightningOnly, Strategy):
                 self._step.load_state_dict(found)
         return checkpoint
 
+    @property
+    def split(self) -> Split:
+        """How batches are cut."""
+        return self._split or split_batch
+
     def planned(self, batch: Any) -> PlannedShape | None:
         """What was decided for batches like this one; None before that, and after the fit."""
         return None if self._step is None else self._step.planned(batch)
@@ -255,8 +259,8 @@ def _see_no_loss(parts: SubBatches) -> None:
         raise NoLossError(f"part 1 of {len(parts)} of a batch gave no loss, and part {index + 1} gave one. {_SKIPPING}")
 
 
-def _gradients_in(trainer: Trainer) -> Gradients:
-    """Whether gradients may be there in the backward pass: of batches before, or zeroed in place."""
+def gradients_in(trainer: Trainer) -> Gradients:
+    """Whether gradients may be there in the backward pass of a fit: of batches before, or zeroed in place."""
     schedulers = (one for one in trainer.callbacks if isinstance(one, GradientAccumulationScheduler))  # type: ignore[attr-defined]
     kept = (
         trainer.accumulate_grad_batches > 1

@@ -5,10 +5,15 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+from lightning.pytorch import Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader
+
 import memory_budget_support as support
-from memory_budget_support import Net, fit
+from memory_budget_support import SMALL, Net, fit, loader, report_of
 from retime.callbacks import MemoryTimeline
 from retime.mechanisms.memory.storages import tensors_in
+from retime.strategies import MemoryBudgetStrategy
 
 pytestmark = support.IGNORED
 
@@ -34,3 +39,40 @@ def test_holds_no_batch_of_a_step_that_was_left() -> None:
     fit(Stops(), callbacks=[timeline])
     assert not tensors_in(list(vars(timeline).values()))
     assert len(timeline.steps) == 1
+
+
+class Pair:
+    """A batch that only a hook can cut."""
+
+    def __init__(self, inputs: Tensor, labels: Tensor) -> None:
+        self.inputs, self.labels = inputs, labels
+
+
+def cut(batch: Pair, sub_batch: int) -> list[Pair]:
+    return [Pair(*part) for part in zip(batch.inputs.split(sub_batch), batch.labels.split(sub_batch), strict=True)]
+
+
+class Paired(Net):
+    def training_step(self, batch: Pair, batch_idx: int) -> Tensor:
+        return self.loss((batch.inputs, batch.labels))
+
+
+def test_predicts_what_was_planned_for_batches_with_a_hook(splits: None) -> None:
+    batches = [Pair(*batch) for batch in loader(2)]
+    data = DataLoader(batches, batch_size=None, collate_fn=lambda batch: batch)  # type: ignore[arg-type]
+    timeline = MemoryTimeline(png=False)
+    done = fit(Paired(), MemoryBudgetStrategy(SMALL, split_batch=cut), data=data, callbacks=[timeline])
+    assert_planned(timeline, done)
+
+
+def test_predicts_what_was_planned_with_accumulation(offloads: None) -> None:
+    timeline = MemoryTimeline(png=False)
+    done = fit(Net(), MemoryBudgetStrategy(SMALL), loader(4), callbacks=[timeline], accumulate_grad_batches=2)
+    assert_planned(timeline, done)
+
+
+def assert_planned(timeline: MemoryTimeline, done: Trainer) -> None:
+    (step,), (shape,) = timeline.steps, report_of(done).shapes
+    assert not step.note
+    assert step.plan == str(shape.choice.plan)
+    assert step.metrics()["predicted_peak_bytes"] == shape.choice.peak_bytes
