@@ -27,7 +27,7 @@ import torch
 
 from retime.mechanisms.step_timer import OTHER, PHASES, check_phase
 
-__all__ = ["MemoryProbe"]
+__all__ = ["MemoryProbe", "forget_peak", "status_bytes"]
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
@@ -74,11 +74,11 @@ class _KernelPeak:
     name = "VmHWM"
 
     def open(self) -> None:
-        _CLEAR_REFS.write_text("5")
+        forget_peak()
 
     def take(self) -> int:
-        peak = _status_bytes("VmHWM")
-        _CLEAR_REFS.write_text("5")
+        peak = status_bytes("VmHWM")
+        forget_peak()
         return peak
 
     def close(self) -> None:
@@ -198,8 +198,8 @@ class MemoryProbe:
 def _why_not_kernel_peak() -> str:
     """Empty when the kernel keeps and forgets this process's peak; otherwise what is in the way."""
     try:
-        _CLEAR_REFS.write_text("5")
-        left_bytes = _status_bytes("VmHWM") - _status_bytes("VmRSS")
+        forget_peak()
+        left_bytes = status_bytes("VmHWM") - status_bytes("VmRSS")
     except (OSError, LookupError) as error:
         return f"the process's peak cannot be reset ({error}): resident size sampled every {_SAMPLE_SECONDS * 1e3:g} ms"
     if left_bytes > _COUNTER_SLACK_BYTES:
@@ -210,7 +210,17 @@ def _why_not_kernel_peak() -> str:
     return ""
 
 
-def _status_bytes(field: str) -> int:
+def forget_peak() -> None:
+    """VmHWM begins again at the resident size."""
+    _CLEAR_REFS.write_text("5")
+
+
+def status_bytes(field: str) -> int:
+    """A field of ``/proc/self/status`` in bytes, such as VmRSS.
+
+    Raises:
+        LookupError: the kernel does not tell.
+    """
     for line in _STATUS.read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024  # the kernel writes "kB" and means KiB

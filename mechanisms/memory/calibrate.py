@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -19,7 +18,7 @@ from retime.mechanisms.memory.pool import MemoryPool, within
 from retime.mechanisms.memory.profile import Size, StepProfile
 from retime.mechanisms.memory.replay import EVERYTHING, DryRun, TrainingStep
 from retime.mechanisms.memory.trace import Operation
-from retime.mechanisms.memory_probe import MemoryProbe
+from retime.mechanisms.memory_probe import MemoryProbe, forget_peak, status_bytes
 from retime.schedules.memory import OffloadPlan, Phase
 
 # A process's resident size is counted in batches of pages on each core; less than this may be none at all.
@@ -29,8 +28,6 @@ _PROBE_BYTES, _SMALLEST_PROBE_BYTES, _PROBE_SHARE = 16 * 2**20, 2**18, 8
 _REPEATS = 2
 # Python takes memory from the system in arenas of this size, and a step may need one more.
 _ARENA_BYTES, _SPARE_SHARE = 2**20, 32
-_CLEAR_REFS = Path("/proc/self/clear_refs")
-_STATUS = Path("/proc/self/status")
 
 
 class ScratchMeter:
@@ -58,8 +55,8 @@ class ScratchMeter:
             self._pool.reset_peaks()
             self._before = self._pool.counts().live
         else:
-            _CLEAR_REFS.write_text("5")
-            self._before = _status("VmRSS")
+            forget_peak()
+            self._before = status_bytes("VmRSS")
 
     def after(self, operation: Operation, new_bytes: int) -> None:
         extra = self._peak() - self._before - new_bytes
@@ -70,7 +67,7 @@ class ScratchMeter:
     def _peak(self) -> int:
         if self._cuda is not None:
             return torch.cuda.max_memory_allocated(self._cuda)
-        return self._pool.counts().peak_live if self._pool is not None else _status("VmHWM")
+        return self._pool.counts().peak_live if self._pool is not None else status_bytes("VmHWM")
 
 
 def calibrate(
@@ -184,7 +181,7 @@ def _grown_by(run: DryRun, plan: OffloadPlan, device: torch.device) -> int:
     gc.collect()
     trim_heap()
     probe = MemoryProbe(device)
-    base = torch.cuda.memory_allocated(device) if device.type == "cuda" else _status("VmRSS")
+    base = torch.cuda.memory_allocated(device) if device.type == "cuda" else status_bytes("VmRSS")
     run.untraced(plan, probe)
     return probe.peaks()["batch"] - base
 
@@ -279,10 +276,3 @@ def _bandwidth(host: HostTier, device: torch.device, nbytes: int) -> _Bandwidth:
     done_ms = rounds * alone_ms
     hidden = min(1.0, max(0.0, (done_ms + 4 * out_ms - total_ms) / (4 * out_ms)))
     return _Bandwidth(nbytes / max(out_ms, 1e-6), nbytes / max(back_ms, 1e-6), hidden)
-
-
-def _status(field: str) -> int:
-    for line in _STATUS.read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise LookupError(f"{_STATUS} has no {field}")
