@@ -18,10 +18,14 @@ __all__ = ["CHECKPOINT_KEY", "MemoryBudgetStrategy"]
 class MemoryBudgetStrategy(Budgeted, OneDevice):
     """One device, and no more of its memory than a number of bytes.
 
-    The first batch of each shape is profiled by a dry run that uses no memory. If it fits, it runs as ever. Else the
-    fastest plan is taken that fits: activations go to the host and come back (bit-identical), or the batch runs in
-    sub-batches whose gradients add up to the batch's (up to rounding; only where a probe shows that they do). A budget
-    below the floor is refused before the first step, with an error that batch size finders take for out of memory.
+    The first batch of each shape is profiled by a dry run on tensors without data. If it needs less than a third of the
+    budget, it runs as ever. Else ``training_step`` is tried out for real, inside the budget: on a few samples and on
+    parts of the batch, with copies to the host; what it leaves in the modules is taken away again. That shows whether
+    sub-batches give the same gradients, and what operations and copies take. If the batch fits, it runs as ever. Else
+    activations go to the host and come back (bit-identical), or the batch runs in sub-batches whose gradients add up to
+    the batch's (up to rounding), or both: of the plans that fit the best few are tried out too, and of those that are
+    nearly the fastest the one that moves the least is taken. A budget below the floor is refused before the first step,
+    with an error that batch size finders take for out of memory.
 
     Callbacks, loggers, clipping, accumulation, schedulers and precision plugins see one batch. Two things differ under
     sub-batches: dropout draws other masks, and ``on_before_backward`` is given the first sub-batch's share of the loss.
