@@ -32,7 +32,7 @@ CHECKS = [
 @pytest.fixture(scope="module")
 def ranks() -> list[subprocess.CompletedProcess[str]]:
     """One pair of processes for all checks: starting one takes longer than most of them."""
-    return run_two_ranks("memory_budget_ddp_worker.py", ",".join(CHECKS))
+    return run_two_ranks("memory_budget_ddp_worker.py", ",".join(CHECKS), timeout_s=270)
 
 
 @pytest.mark.parametrize("name", CHECKS)
