@@ -107,6 +107,7 @@ def main() -> None:
     folder, names, *limit = sys.argv[1:]
     torch.set_num_threads(1)
     give_back_freed_memory()
+    gc.freeze()  # collections are many, and need not look at all that torch consists of
     results: dict[str, dict[str, object]] = {}
     with HostDisk(folder) as host:
         for name in names.split(","):
