@@ -27,9 +27,9 @@ def block(size=BLOCK):
 class TestCounts:
     def test_small_tensors_are_not_the_pools(self, pool):
         before = pool.counts().live
-        small, large = block(64 * 1024 - 1), block(64 * 1024)
-        assert pool.counts().live - before == 64 * 1024
-        assert pool.bytes_elsewhere([small, large, small[:5]]) == 64 * 1024 - 1
+        small, large = block(16 * 1024 - 1), block(16 * 1024)
+        assert pool.counts().live - before == 16 * 1024
+        assert pool.bytes_elsewhere([small, large, small[:5]]) == 16 * 1024 - 1
 
     def test_freed_memory_is_used_again(self, pool):
         pool.limit(pool.counts().live + 4 * BLOCK)

@@ -26,7 +26,7 @@
 
 namespace {
 
-constexpr size_t kSmallest = 64 * 1024; // smaller blocks come from the C library
+constexpr size_t kSmallest = 16 * 1024; // smaller blocks come from the C library
 
 struct Counts {
   int64_t live, kept, peak_live, peak_held, mapped, reused;

@@ -75,7 +75,7 @@ def within(tensors: Iterable[Tensor], nbytes: int) -> Iterator[MemoryPool]:
 class MemoryPool:
     """The process's one pool; every object of this class stands for it.
 
-    From :meth:`install` on, CPU tensors of 64 KiB and more come from it, as does oneDNN's scratch. It is a
+    From :meth:`install` on, CPU tensors of 16 KiB and more come from it, as does oneDNN's scratch. It is a
     process-wide switch, as an allocator is; several users share the pool, and the last :meth:`remove` takes it away.
     Tensors may outlive that.
 
