@@ -24,11 +24,12 @@ from torch.utils._pytree import tree_map
 
 from retime.mechanisms.memory.budget import parse_budget, show_bytes
 from retime.mechanisms.memory.budgeted_step import BudgetedStep
+from retime.mechanisms.memory.dry_part import dry_part
 from retime.mechanisms.memory.floor import MemoryFloor, StepMemory
 from retime.mechanisms.memory.host import parse_host
 from retime.mechanisms.memory.replay import TrainingStep, profile_step
 from retime.mechanisms.memory.separability_probe import loss_of as loss_in
-from retime.mechanisms.memory.split import part_of, samples_in
+from retime.mechanisms.memory.split import samples_in
 from retime.mechanisms.memory.task_graph import task_graph
 from retime.mechanisms.memory.undisturbed import undisturbed
 from retime.schedules.errors import ScheduleError
@@ -113,7 +114,7 @@ def _print_bounds(job: Job, samples: int, floor: MemoryFloor | None) -> None:
         samples,
         loss=lambda part: loss_in(job.loss(part)),
         optimizers=job.optimizers,
-        split=lambda whole, first, last: part_of(whole, slice(first, last), samples_in(whole)),
+        split=dry_part,
     )
     with undisturbed(job.model):
         whole = " (of whole batches: sub-batches were not looked at)" if floor is None else ""

@@ -12,6 +12,7 @@ import memory_budget_support as support
 from memory_budget_support import BATCH, FEATURES, OFFLOADS, SMALL, use_costs
 from retime.mechanisms.memory.budgeted_step import BudgetedStep
 from retime.mechanisms.memory.host_memory import HostMemory
+from retime.schedules.errors import ScheduleError
 
 pytestmark = support.IGNORED
 
@@ -71,6 +72,19 @@ def test_gradients_that_stay_are_planned_for() -> None:
     assert kept.choice.tensor_bytes > freed.choice.tensor_bytes or kept.choice.plan != freed.choice.plan
     step.gradients = "freed"
     assert step.plan(lambda part: model(part).mean(), batch) is freed
+    step.remove()
+
+
+def test_a_change_is_refused_on_request_and_called_by_its_name() -> None:
+    model = model_of()
+    step, batch = budgeted(model, on_shape_change="error"), torch.randn(BATCH, FEATURES)
+    step.plan(lambda part: model(part).mean(), batch)
+    model[0].requires_grad_(False)
+    with pytest.raises(ScheduleError, match="frozen"):
+        step.plan(lambda part: model(part).mean(), batch)
+    model[0].requires_grad_(True)
+    with pytest.raises(ScheduleError, match="another shape"):
+        step.plan(lambda part: model(part).mean(), torch.cat([batch, batch]))
     step.remove()
 
 

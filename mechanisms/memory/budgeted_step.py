@@ -262,10 +262,7 @@ class BudgetedStep:
             self._shapes[key] = self._shapes.pop(key)  # used last
             return known
         if self._shapes and self._on_shape_change == "error":
-            raise ScheduleError(
-                f"a batch of {samples} samples has another shape than the one that was planned for, and "
-                "on_shape_change='error': bring all batches to one shape, or use on_shape_change='replan'"
-            )
+            raise ScheduleError(_why_anew(samples, any(other[-1] == key[-1] for other in self._shapes if other != key)))
         self._say(f"planning a batch of {samples} samples for {show_bytes(self.budget_bytes)}")
         self._hold(batch, self.budget_bytes)
         with self._trying_out():
@@ -409,6 +406,18 @@ def check_on_shape_change(choice: str) -> None:
     """Raise a ValueError for an unknown choice."""
     if choice not in get_args(OnShapeChange):
         raise ValueError(f"on_shape_change={choice!r}: use 'replan' or 'error'")
+
+
+def _why_anew(samples: int, same_shape: bool) -> str:
+    if same_shape:
+        return (
+            "layers were frozen, thawed or put into another mode, or gradients now stay from batch to batch, so the "
+            "plan no longer holds, and on_shape_change='error': use on_shape_change='replan'"
+        )
+    return (
+        f"a batch of {samples} samples has another shape than the one that was planned for, and "
+        "on_shape_change='error': bring all batches to one shape, or use on_shape_change='replan'"
+    )
 
 
 def _name_of(key: tuple[Any, ...]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from retime.mechanisms.memory.contents import Contents, is_container
 from retime.mechanisms.memory.separability_watch import cuda_generators
 
 __all__ = ["Untouched", "random_state", "set_random_state"]
-
-_Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 
 
 class Untouched:
@@ -62,7 +60,7 @@ class Untouched:
         self._dtype, self._prepare = dtype, prepare
         self._read_only = read_only and dtype is None
         self._modules = list(model.modules())
-        self._held: dict[int, tuple[_Container, Any]] = {}
+        self._contents = Contents()
         self._copies: dict[int, tuple[Tensor, Tensor, int]] = {}
         self._named = [*model.named_parameters(), *model.named_buffers()]
         self._random: list[Any] = []
@@ -114,35 +112,21 @@ class Untouched:
             self._prepare()
 
     def _put_back(self) -> None:
-        for container, content in self._held.values():
-            if isinstance(container, list):
-                container[:] = content
-            elif isinstance(container, deque):
-                container.clear()
-                container.extend(content)
-            else:
-                container.clear()
-                container.update(content)
-        self._held.clear()
+        self._contents.put_back()
         self._copies.clear()
 
-    def _fill(self, container: _Container) -> None:
+    def _fill(self, container: Any) -> None:
         """Put copies in the place of a container's tensors, noting what it held."""
-        if id(container) in self._held:
+        content = self._contents.note(container)
+        if content is None or isinstance(container, set):
             return
-        content: Any = dict(container) if isinstance(container, dict) else list(container)
-        self._held[id(container)] = (container, content)
-        if isinstance(container, dict):
-            for key, value in content.items():
-                container[key] = self._replaced(value)
-        elif not isinstance(container, set):
-            for index, value in enumerate(content):
-                container[index] = self._replaced(value)
+        for key, value in content.items() if isinstance(content, dict) else enumerate(content):
+            container[key] = self._replaced(value)
 
     def _replaced(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return self._copy(value)
-        if isinstance(value, dict | list | set | deque):
+        if is_container(value):
             self._fill(value)
         elif type(value) is tuple:
             return tuple(self._replaced(child) for child in value)

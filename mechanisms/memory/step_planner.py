@@ -14,6 +14,7 @@ from retime.mechanisms.memory.batchnorm import BatchNormChoice
 from retime.mechanisms.memory.budget_report import PlannedShape
 from retime.mechanisms.memory.calibrate import calibrate
 from retime.mechanisms.memory.certificate import Certificate
+from retime.mechanisms.memory.dry_part import dry_part
 from retime.mechanisms.memory.floor import StepMemory
 from retime.mechanisms.memory.host import HostTier
 from retime.mechanisms.memory.layouts import layout_hint
@@ -23,7 +24,7 @@ from retime.mechanisms.memory.replay import Buckets, Gradients, TrainingStep
 from retime.mechanisms.memory.search import halvings, search_plan
 from retime.mechanisms.memory.separability import certify
 from retime.mechanisms.memory.separability_probe import loss_of
-from retime.mechanisms.memory.split import Split, part_of, samples_in, split_batch
+from retime.mechanisms.memory.split import Split
 from retime.mechanisms.memory.storages import strided_bytes
 from retime.mechanisms.memory.trial import PlanTrial
 from retime.mechanisms.memory.undisturbed import undisturbed
@@ -172,18 +173,10 @@ class StepPlanner:
             samples,
             loss=lambda part: loss_of(step(part)),
             optimizers=self.optimizers,
-            split=self._take,
+            split=lambda whole, first, last: dry_part(whole, first, last, self.split),
             gradients=self.gradients,
             buckets=self.buckets,
         )
-
-    def _take(self, batch: Any, first: int, last: int) -> Any:
-        """The part of a batch that the planner asks for; from a hook, any part of its size."""
-        if self.split is split_batch:
-            return part_of(batch, slice(first, last), samples_in(batch))
-        if first == 0 and last >= samples_in(batch, self.split):
-            return batch
-        return self.split(batch, last - first)[0]
 
     def _probe_samples(self, plain: StepProfile | None, samples: int) -> int:
         """How many samples the probe may run at once inside the budget."""
