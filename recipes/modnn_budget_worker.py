@@ -233,7 +233,7 @@ def serve() -> Answer:
 
 def _batch(request: dict[str, Any]) -> Batch:
     batch: Batch = torch.load(request["batch"], map_location=request["device"])
-    return batch
+    return (batch[0].flip(0), batch[1].flip(0)) if request.get("reversed") else batch
 
 
 def _limit_to_floor(training: Training) -> int:

@@ -15,6 +15,7 @@ from retime.recipes.measure import spread
 from retime.recipes.modnn_recipe import NetworkRecipe
 from retime.recipes.modnn_report import (
     POOL,
+    REVERSED,
     budgets_of,
     differences,
     needed_mib,
@@ -77,6 +78,7 @@ class Budgets(NetworkRecipe):
             "more under the same plan, which it then follows. The ideal peak is predicted: tensors and what operations "
             "need for themselves, and what stays free beside that.",
             POOL,
+            REVERSED,
             "Weights differ: norm of the difference of all weights over their norm.",
             "The floor's budget is a little more than the floor, as two calibrations differ by a little: the floor "
             "that refusals name is asked for until there is none.",

@@ -21,6 +21,10 @@ from retime.recipes.modnn_side_by_side import (
 )
 from retime.recipes.results import Point
 
+REVERSED = (
+    f"'{GIVING_BACK}' trains on its samples in reverse order: how far its weights are from the unlimited ones is what "
+    "rounding alone does to the plain step ('plain, reversed')."
+)
 POOL = (
     "'unlimited' is plain torch with the C library's own way to keep freed memory, which clears large blocks anew each "
     "time and keeps small ones scattered. Budgets take tensors from a pool that uses freed memory again up to the "
@@ -81,15 +85,22 @@ def differences(points: Iterable[Point], missing: Iterable[str]) -> Iterator[Com
         missing: runs that should be among them and are not; named, as nobody knows which of the two they would be.
     """
     known, lacking = list(points), list(missing)
+    orders = {
+        point.at["network"]: point.values(GIVING_BACK, DIFFERENCE)[0]
+        for point in known
+        if point.has(GIVING_BACK, DIFFERENCE)
+    }
     for target, split in ((claims.OFFLOAD_DIFFERENCE, False), (claims.SPLIT_DIFFERENCE, True)):
         found = {
             f"{point.at['network']} at {name}": point.values(name, DIFFERENCE)[0]
             for point in known
-            for name in point.variants(DIFFERENCE)
+            for name in point.facts["plans"]
             if (point.facts["plans"][name]["sub_batch"] < point.facts["batch size"]) is split
         }
         if found or lacking:
             listed = [f"{run} {amount(value, 'ppm')}" for run, value in found.items()]
+            if split:
+                listed += [f"{network}: plain, reversed {amount(value, 'ppm')}" for network, value in orders.items()]
             yield Comparison(target, spread([max(found.values())]) if found else None, with_missing(listed, lacking))
 
 

@@ -14,6 +14,7 @@ from retime.recipes.measure import spread
 from retime.recipes.modnn_budget_worker import FLOOR_SHARE
 from retime.recipes.modnn_report import (
     POOL,
+    REVERSED,
     budgets_of,
     differences,
     needed_mib,
@@ -96,6 +97,7 @@ class Targets(Recipe[MemorySettings]):
             "keeps do not count, and under a limit from training on that plan is followed. A run that was refused "
             "counts as not trained.",
             f"{POOL} Slowdowns leave out a round of warm-up.",
+            REVERSED,
             "Of what is predicted, a plan's peak counts what it holds; the ideal peak is the budget of the plain step, "
             "with what is to stay free beside its own peak.",
             "vDNN is its rule executed for real on this machine: the batch stays whole, and what all layers save, or "
