@@ -96,6 +96,7 @@ def test_steps_hold_what_their_plan_says(
     pool: MemoryPool, training: Make, monkeypatch: pytest.MonkeyPatch, budget: int, costs: StepCosts
 ) -> None:
     use_costs(monkeypatch, replace(costs, spare_bytes=KIB, scratch_bytes=512 * KIB))
+    others = pool.counts().live  # what is left in this process from before, if anything
     ours, batch = training(budget), torch.randn(BATCH, WIDTH)
     shape = ours.step.plan(ours.loss, batch)
     held = shape.held_bytes(budget) - ours.elsewhere(pool, batch)
@@ -105,7 +106,7 @@ def test_steps_hold_what_their_plan_says(
     ours.run(batch)
     counts = pool.counts()
     assert counts.peak_live > held // 2
-    assert counts.peak_held <= held
+    assert counts.peak_held <= held + others
     assert counts.reused > 4 * counts.mapped
 
 
