@@ -16,8 +16,8 @@ from retime.schedules.memory import OffloadPlan
 
 # How far ahead storages are fetched, and how many of the largest ones may be in flight: the fastest first.
 _DEPTHS = (2, 1, 0)
-# Predicted times within this share of the fastest count as equal.
-_NEAR = 1.1
+# Predicted and measured times within these shares of the fastest count as equal.
+_NEAR, _NEAR_MEASURED = 1.1, 1.04
 # Dry runs for one candidate before it counts as too large.
 _TRIES = 4
 # Sub-batch sizes that are tried out beside the best one's, and how much slower than it they may seem.
@@ -120,7 +120,7 @@ def search_plan(
     if trial is not None:
         others = (_made_exact(memory, choice, budget_bytes) for choice in _worth_a_trial(candidates, best))
         few = [best, *(choice for choice in others if choice is not None)]
-        best = _in_order(_tried(few, trial, costs.update_ms))[0] if len(few) > 1 else best
+        best = _tried(few, trial, costs.update_ms) if len(few) > 1 else best
     return replace(best, floor=memory.floor, considered=considered)
 
 
@@ -137,29 +137,26 @@ def _worth_a_trial(candidates: list[PlanChoice], best: PlanChoice) -> list[PlanC
     return few
 
 
-def _tried(
-    choices: list[PlanChoice], trial: Callable[[PlanChoice], float | None], update_ms: float
-) -> list[PlanChoice]:
-    """The same with measured times, if all can be measured: a measured and a predicted time say nothing together."""
+def _tried(choices: list[PlanChoice], trial: Callable[[PlanChoice], float | None], update_ms: float) -> PlanChoice:
+    """The best by measured times, if all can be measured: a measured and a predicted time say nothing together."""
     times = [trial(choice) for choice in choices]
-    if any(step_ms is None for step_ms in times):
-        return choices
-    return [
+    measured = [
         replace(choice, step_ms=step_ms + update_ms)
         for choice, step_ms in zip(choices, times, strict=True)
         if step_ms is not None
     ]
+    return _in_order(measured, _NEAR_MEASURED)[0] if len(measured) == len(choices) else choices[0]
 
 
-def _in_order(candidates: list[PlanChoice]) -> list[PlanChoice]:
-    """By predicted time; those that differ by less than predictions are worth, by what they move.
+def _in_order(candidates: list[PlanChoice], near_enough: float = _NEAR) -> list[PlanChoice]:
+    """By time; those that differ by less than predictions, or measurements, are worth, by what they move.
 
     What a copy takes depends on everything else that uses the disk or the bus; of equal ones the largest sub-batch.
     """
     fastest = min((choice.step_ms for choice in candidates), default=0.0)
 
     def key(choice: PlanChoice) -> tuple[float, float, float, int]:
-        near = choice.step_ms <= _NEAR * fastest
+        near = choice.step_ms <= near_enough * fastest
         moved = choice.out_bytes + choice.in_bytes if near else 0
         return (fastest if near else choice.step_ms), moved, choice.step_ms, -choice.plan.sub_batch
 
