@@ -67,3 +67,15 @@ def test_nothing_is_measured(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("retime.mechanisms.memory.layouts.time.perf_counter", perf_counter)
     assert hint(model, budget=2000 if why == "no room" else 2**30) == ""
+
+
+def test_a_model_that_knows_one_layout_only_has_no_hint() -> None:
+    class Views(Timed):
+        def forward(self, images: Tensor) -> Tensor:
+            return super().forward(images).view(len(images), -1)
+
+    model = Views(torch.contiguous_format)
+    with pytest.raises(RuntimeError, match="view size"):
+        model(torch.randn(SAMPLES, 3, 16, 16).to(memory_format=torch.channels_last))
+    assert hint(model) == ""
+    assert model.layer.weight.is_contiguous()

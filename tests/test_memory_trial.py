@@ -125,3 +125,22 @@ def test_gradients_of_the_step_before_are_no_scratch() -> None:
     freed, kept = (calibrate(replace(step, gradients=one), host, plain=plain) for one in ("freed", "kept"))
     host.close()
     assert abs(kept.scratch(SAMPLES) - freed.scratch(SAMPLES)) < 2**20
+
+
+def test_a_plan_with_no_room_for_its_trial_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = step_of()
+    plain = StepMemory(step, (SAMPLES,)).plain
+    choice = PlanChoice(OffloadPlan(SAMPLES, frozenset(), 0, 99), 0, 0, 1.0, 1.0, 0, 0)
+    trial = PlanTrial(step, HostMemory("cpu"), plain, 2**30)
+
+    def untraced(message: str) -> None:
+        def fail(*_: object, **__: object) -> None:
+            raise RuntimeError(message)
+
+        monkeypatch.setattr("retime.mechanisms.memory.trial.DryRun.untraced", fail)
+
+    untraced("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+    assert trial.step_ms(choice) is None
+    untraced("something else")
+    with pytest.raises(RuntimeError, match="something else"):
+        trial.step_ms(choice)

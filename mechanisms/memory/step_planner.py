@@ -103,7 +103,8 @@ class StepPlanner:
                 choice = search_plan(dry, self.budget_bytes, memory=memory, trial=trial.step_ms)
             except BudgetError as error:
                 raise self._explained(error, certificate) from None
-            hint = layout_hint(dry, plain, max(1, samples // _HINTED), self.budget_bytes) if plain is not None else ""
+            few = min(samples, max(2, samples // _HINTED))  # a BatchNorm may refuse one sample
+            hint = layout_hint(dry, plain, few, self.budget_bytes) if plain is not None else ""
         split = choice.plan.sub_batch < samples
         return PlannedShape(samples, choice, certificate if split else None, costs, _note(memory, hint))
 

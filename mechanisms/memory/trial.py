@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+import torch
+
 from retime.mechanisms.memory.host import HostTier
 from retime.mechanisms.memory.pool import within
 from retime.mechanisms.memory.profile import StepProfile
@@ -38,10 +40,15 @@ class PlanTrial:
         part = replace(self._step.of_size(size), optimizers=(), gradients="freed", buckets="")
         run = DryRun(part, real=True, host=self._host, in_place=True, own_batch=False)
         times: list[float] = []
-        with within(self._step.given(), self._budget_bytes):
-            run.untraced(choice.plan, in_flight_bytes=choice.in_flight_bytes)  # libraries generate code at first
-            while len(times) < _REPEATS and sum(times) < _ENOUGH_S:
-                begin = time.perf_counter()
-                run.untraced(choice.plan, in_flight_bytes=choice.in_flight_bytes)
-                times.append(time.perf_counter() - begin)
+        try:
+            with within(self._step.given(), self._budget_bytes):
+                run.untraced(choice.plan, in_flight_bytes=choice.in_flight_bytes)  # libraries generate code at first
+                while len(times) < _REPEATS and sum(times) < _ENOUGH_S:
+                    begin = time.perf_counter()
+                    run.untraced(choice.plan, in_flight_bytes=choice.in_flight_bytes)
+                    times.append(time.perf_counter() - begin)
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+                return None  # the first time needs what libraries load beside the plan
+            raise
         return 1e3 * min(times) * self._step.samples / size
