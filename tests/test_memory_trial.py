@@ -141,6 +141,7 @@ def test_a_plan_with_no_room_for_its_trial_is_not_measured(monkeypatch: pytest.M
 
     untraced("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
     assert trial.step_ms(choice) is None
+    assert "no room" in trial.note
     untraced("something else")
     with pytest.raises(RuntimeError, match="something else"):
         trial.step_ms(choice)

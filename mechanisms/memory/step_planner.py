@@ -78,7 +78,7 @@ class StepPlanner:
         self._loss_weight, self._say, self._trying_out = loss_weight, say, trying_out
 
     def make(self, step: Step, batch: Any, samples: int) -> PlannedShape:
-        """The fastest plan that fits.
+        """Of the plans that fit and are nearly the fastest the one that moves least; see :func:`search_plan`.
 
         Raises:
             BudgetError: the budget is below the floor.
@@ -106,7 +106,7 @@ class StepPlanner:
             few = min(samples, max(2, samples // _HINTED))  # a BatchNorm may refuse one sample
             hint = layout_hint(dry, plain, few, self.budget_bytes) if plain is not None else ""
         split = choice.plan.sub_batch < samples
-        return PlannedShape(samples, choice, certificate if split else None, costs, _note(memory, hint))
+        return PlannedShape(samples, choice, certificate if split else None, costs, _note(memory, trial.note, hint))
 
     def of_kept(self, shape: PlannedShape, step: Step, batch: Any, samples: int) -> PlannedShape | None:
         """An earlier run's plan, if its step still needs what it needed then; sub-batches are probed anew."""
@@ -200,6 +200,6 @@ class StepPlanner:
         )
 
 
-def _note(memory: StepMemory, hint: str = "") -> str:
+def _note(memory: StepMemory, *more: str) -> str:
     unknown = [f"what {name} keeps for itself is not counted" for name in memory.not_run]
-    return "; ".join(filter(None, (memory.note, *unknown, hint)))
+    return "; ".join(filter(None, (memory.note, *unknown, *more)))

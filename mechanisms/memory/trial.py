@@ -25,10 +25,14 @@ class PlanTrial:
         host: where plans offload to.
         plain: a dry run of the whole batch; None where there is none.
         budget_bytes: what the step may need, with parameters and the batch.
+
+    Attributes:
+        note: why a plan was not tried out that should have been; empty if all were.
     """
 
     def __init__(self, step: TrainingStep, host: HostTier, plain: StepProfile | None, budget_bytes: int) -> None:
         self._step, self._host, self._budget_bytes = step, host, budget_bytes
+        self.note = ""
         # A step that writes into what it is given needs copies, for which there may be no room.
         self._possible = plain is not None and not plain.trace.writes_parameters and not plain.trace.writes_batch
 
@@ -49,6 +53,7 @@ class PlanTrial:
                     times.append(time.perf_counter() - begin)
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+                self.note = "chosen by predicted times: there was no room to try plans out"
                 return None  # the first time needs what libraries load beside the plan
             raise
         return 1e3 * min(times) * self._step.samples / size
