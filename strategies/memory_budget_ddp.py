@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from retime.mechanisms.memory.agreement import RankAgreement
 from retime.mechanisms.memory.budget import parse_budget
-from retime.mechanisms.memory.budgeted_ddp import SETTING_UP, BudgetedDataParallelStep
+from retime.mechanisms.memory.budgeted_ddp import SETTING_UP, BudgetedDataParallelStep, check_reduce_on
 from retime.mechanisms.memory.budgeted_step import BudgetedStep
 from retime.mechanisms.memory.host import parse_host
 from retime.strategies.budgeted import Budgeted
@@ -30,18 +30,27 @@ class MemoryBudgetDDPStrategy(Budgeted, DDPStrategy):
     ``training_step`` that calls collectives itself (``self.log(..., sync_dist=True)`` is none) and
     ZeroRedundancyOptimizer.
 
-    Gradients are reduced by DDP's backend: on a CPU that is on the host, as in the paper's section 6; on CUDA it is
-    NCCL, from device to device, and not the paper's accumulation in host memory. What a communication hook allocates
-    is not counted.
+    Gradients are reduced by DDP's backend. On CUDA that is NCCL, from device to device; where devices have no fast way
+    to one another, ``reduce_on="host"`` lets the processors sum them in host memory instead, bucket by bucket while the
+    backward pass goes on (the paper's section 6.2). On a CPU they are summed there anyway. What a communication hook of
+    yours allocates is not counted.
 
     :param budget: of each rank: bytes, ``"8GiB"``, or ``"90%"`` of its device; on a CPU the ranks of a machine share
         the percentage.
+    :param reduce_on: ``"device"`` or ``"host"``; the latter takes the place of ``ddp_comm_hook``.
     :param ddp_kwargs: those of :class:`lightning.pytorch.strategies.DDPStrategy`.
 
     All other arguments are :class:`MemoryBudgetStrategy`'s, but for ``device``.
     """
 
     strategy_name = "memory_budget_ddp"
+
+    def __init__(self, budget: int | str = "90%", *args: Any, reduce_on: str = "device", **kwargs: Any) -> None:
+        check_reduce_on(reduce_on)
+        if reduce_on == "host" and kwargs.get("ddp_comm_hook") is not None:
+            raise ValueError("reduce_on='host' is a communication hook itself: leave out ddp_comm_hook, or reduce_on")
+        super().__init__(budget, *args, **kwargs)
+        self._reduce_on = reduce_on
 
     def _make_step(self, module: LightningModule, **options: Any) -> BudgetedStep:
         agreement = RankAgreement(self._timeout)
@@ -51,7 +60,8 @@ class MemoryBudgetDDPStrategy(Budgeted, DDPStrategy):
             assert isinstance(model, DistributedDataParallel)
             budget_bytes = parse_budget(self._budget, self.root_device, sharing=self.num_processes)
             host = parse_host(self._host, self.root_device)
-            return BudgetedDataParallelStep(model, self.optimizers, budget_bytes, host, agreement=agreement, **options)
+            joint: dict[str, Any] = {"agreement": agreement, "reduce_on": self._reduce_on}
+            return BudgetedDataParallelStep(model, self.optimizers, budget_bytes, host, **joint, **options)
 
         return agreement.each_makes(make, BudgetedStep.remove, SETTING_UP)
 

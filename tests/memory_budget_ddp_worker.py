@@ -203,6 +203,34 @@ def gradients_are_reduced_once_a_step() -> None:
         assert seen.buckets == seen.steps == 3 // accumulated
 
 
+@check
+def gradients_are_summed_in_host_memory() -> None:
+    plan_with(SPLITS)
+    plain, ours = DistributedDataParallel(Net()), DistributedDataParallel(Net(), bucket_cap_mb=0.002)
+    ours.device_type = "cuda"  # on a CPU the option changes nothing
+    step = budgeted(ours, reduce_on="host")
+    reduction = step._on_host
+    assert reduction is not None
+    for batch in batches([BATCH, 16]):
+        for parts, model in ((step, ours), (budgeted(plain), plain)):
+            model.zero_grad()
+            parts.run(lambda part, model=model: nn.functional.cross_entropy(model(part[0]), part[1]), batch)
+        assert_same_gradients(plain, ours)
+    assert reduction.bytes_out == 2 * sum(parameter.nbytes for parameter in ours.parameters())
+    step.remove()
+    ours.zero_grad()
+    nn.functional.cross_entropy(ours(batch[0]), batch[1]).backward()
+    assert_same_gradients(plain, ours)
+    assert reduction.bytes_out == 2 * sum(parameter.nbytes for parameter in ours.parameters())
+
+
+def assert_same_gradients(one: nn.Module, two: nn.Module) -> None:
+    for left, right in zip(one.parameters(), two.parameters(), strict=True):
+        assert left.grad is not None
+        assert right.grad is not None
+        assert torch.equal(left.grad, right.grad)
+
+
 class Buffered(Net):
     """Rank 0's buffer is the one that counts."""
 

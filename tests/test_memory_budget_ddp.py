@@ -13,6 +13,7 @@ CHECKS = [
     "sub_batches_add_up",
     "ranks_that_plan_differently",
     "gradients_are_reduced_once_a_step",
+    "gradients_are_summed_in_host_memory",
     "buffers_are_sent_as_ever",
     "epochs_without_a_backward_pass",
     "a_last_part_without_a_loss",

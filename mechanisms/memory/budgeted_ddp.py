@@ -7,13 +7,13 @@ ranks tell one another in what way it runs, and whether one of them has failed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from retime.mechanisms.memory.agreement import RankAgreement
@@ -21,11 +21,12 @@ from retime.mechanisms.memory.alone import CollectiveError, alone
 from retime.mechanisms.memory.budget_report import PlannedShape
 from retime.mechanisms.memory.budgeted_step import BudgetedStep, NoLossError, Way
 from retime.mechanisms.memory.host import HostTier
+from retime.mechanisms.memory.host_reduction import HostReduction, reduce_on_host
 from retime.mechanisms.memory.reduce_last import ReduceLast
 from retime.mechanisms.memory.step_planner import Step
 from retime.mechanisms.memory.sub_batches import SubBatches
 
-__all__ = ["SETTING_UP", "BudgetedDataParallelStep", "buckets_of"]
+__all__ = ["SETTING_UP", "BudgetedDataParallelStep", "buckets_of", "check_reduce_on"]
 
 SETTING_UP = "set up its memory budget"
 """What ranks do that make a :class:`BudgetedDataParallelStep`, for errors."""
@@ -41,10 +42,14 @@ class BudgetedDataParallelStep(BudgetedStep):
         model: the wrapped model; ``step`` calls it as ever.
         optimizers, budget_bytes, host: of this rank; as for :class:`BudgetedStep`.
         agreement: how the ranks talk; None makes one. It is closed by :meth:`remove`.
+        reduce_on: ``"device"`` leaves gradients to DDP; ``"host"`` sums those of CUDA devices in host memory
+            (:class:`~retime.mechanisms.memory.host_reduction.HostReduction`), with a communication hook. On CPUs there
+            is no difference.
         options: as for :class:`BudgetedStep`.
 
     Raises:
-        ValueError: an optimizer that communicates, or SyncBatchNorm with a choice that takes parts of a batch.
+        ValueError: an optimizer that communicates, SyncBatchNorm with a choice that takes parts of a batch, or an
+            unknown ``reduce_on``.
     """
 
     def __init__(
@@ -55,8 +60,10 @@ class BudgetedDataParallelStep(BudgetedStep):
         host: HostTier,
         *,
         agreement: RankAgreement | None = None,
+        reduce_on: str = "device",
         **options: Any,
     ) -> None:
+        check_reduce_on(reduce_on)
         synced = _synced(model)
         if synced and options.get("batchnorm", "offload") != "offload":
             raise ValueError(
@@ -76,6 +83,10 @@ class BudgetedDataParallelStep(BudgetedStep):
         self._agreement = agreement or RankAgreement()
         self._collective: CollectiveError | None = None
         self._watched = False
+        self._on_host: HostReduction | None = None
+        if reduce_on == "host" and model.device_type == "cuda":
+            self._on_host = HostReduction(self._agreement.group, model.process_group)
+            model.register_comm_hook(self._on_host, reduce_on_host)
 
     def plan(self, step: Step, batch: Any) -> PlannedShape:
         """What is decided on this rank; see :meth:`BudgetedStep.plan`."""
@@ -111,24 +122,17 @@ class BudgetedDataParallelStep(BudgetedStep):
             self.prepare(step, batch)
         return way
 
-    def run(self, step: Step, batch: Any, backward: Callable[[Tensor], Any] | None = None) -> Any:
-        try:
-            return super().run(step, batch, backward)
-        finally:
-            self._reduction.end()  # a batch that failed must not keep later steps from reducing
-
     def begin(self, step: Step, batch: Any) -> Any:
         self.choose(step, batch)
         return (self.parts or self.prepare(step, batch)).forward(0)
 
-    def finish(self, loss: Tensor, backward: Callable[[Tensor], Any] | None = None) -> Any:
-        try:
-            return super().finish(loss, backward)
-        finally:
-            self._reduction.end()
+    def ended(self) -> None:
+        self._reduction.end()  # a batch that failed must not keep later steps from reducing
 
     def remove(self) -> None:
         self._reduction.end()
+        if self._on_host is not None:
+            self._on_host.close()
         self._agreement.close()
         super().remove()
 
@@ -155,6 +159,12 @@ class BudgetedDataParallelStep(BudgetedStep):
             raise
         self._watched = True
         return output
+
+
+def check_reduce_on(choice: str) -> None:
+    """Raise a ValueError for an unknown choice."""
+    if choice not in ("device", "host"):
+        raise ValueError(f"reduce_on={choice!r}: use 'device' or 'host'")
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,10 @@ class BudgetedStep:
             BudgetError: the budget is below the floor; before the first step.
             ScheduleError: a batch of another shape, with ``on_shape_change="error"``.
         """
-        return self.finish(loss_of(self.begin(step, batch)), backward)
+        try:
+            return self.finish(loss_of(self.begin(step, batch)), backward)
+        finally:
+            self.ended()
 
     def begin(self, step: Step, batch: Any) -> Any:
         """Plan if need be, and run the forward pass of the first sub-batch; returns what the step returns for it."""
@@ -242,12 +245,18 @@ class BudgetedStep:
         if now is None:
             raise RuntimeError("finish() without begin(): no batch is under way")
         backward = backward or (lambda whole: whole.backward())  # type: ignore[no-untyped-call]
-        first = now.weighted(0, loss)
-        del loss
-        if first is not None:
-            backward(first)
-        del first
-        return now.run(backward, start=1)
+        try:
+            first = now.weighted(0, loss)
+            del loss  # else its graph would live on through the other parts, even if it has no weight
+            if first is not None:
+                backward(first)
+            del first
+            return now.run(backward, start=1)
+        finally:
+            self.ended()
+
+    def ended(self) -> None:
+        """A batch is over, or has failed."""
 
     def plan(self, step: Step, batch: Any) -> PlannedShape:
         """What is decided for batches like this one; made now if there is nothing yet.

@@ -1,0 +1,81 @@
+"""Gradients summed in host memory: one rank of DistributedDataParallel; two are in test_memory_budget_ddp.py."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import retime.mechanisms.memory.host_reduction as host_reduction
+from retime.mechanisms.memory.host_reduction import HostReduction, reduce_on_host
+from retime.strategies import MemoryBudgetDDPStrategy
+
+
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")),
+    ]
+)
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield torch.device(request.param)
+    dist.destroy_process_group()
+
+
+def network(device: torch.device) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).to(device)
+
+
+def test_gradients_come_back(device: torch.device) -> None:
+    plain = network(device)
+    model = DistributedDataParallel(network(device), bucket_cap_mb=0.02)
+    reduction = HostReduction()
+    model.register_comm_hook(reduction, reduce_on_host)
+    inputs = torch.randn(8, 64, device=device)
+    for closed in (False, False, True):
+        if closed:
+            reduction.close()
+        for each in (plain, model):
+            each.zero_grad()
+            each(inputs).square().sum().backward()
+        for one, two in zip(plain.parameters(), model.parameters(), strict=True):
+            assert one.grad is not None
+            assert two.grad is not None
+            assert torch.equal(one.grad, two.grad)
+    assert reduction.bytes_out == 2 * sum(parameter.nbytes for parameter in plain.parameters())
+
+
+def test_a_reduction_that_fails_fails_the_backward_pass(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = DistributedDataParallel(network(device))
+    reduction = HostReduction()
+    model.register_comm_hook(reduction, reduce_on_host)
+
+    def fail(tensor: Tensor, **_: object) -> None:
+        raise RuntimeError("a rank is gone")
+
+    monkeypatch.setattr(host_reduction.dist, "all_reduce", fail)
+    with pytest.raises(RuntimeError, match="a rank is gone"):
+        model(torch.randn(8, 64, device=device)).sum().backward()
+    reduction.close()
+
+
+def test_a_group_that_does_not_reduce_on_the_host_is_refused(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_reduction.dist, "get_backend", lambda _: "nccl")
+    with pytest.raises(ValueError, match="nccl does not reduce in host memory: give a group of gloo's"):
+        HostReduction()
+
+
+def test_what_the_strategy_refuses() -> None:
+    with pytest.raises(ValueError, match="reduce_on='nowhere': use 'device' or 'host'"):
+        MemoryBudgetDDPStrategy("1GiB", reduce_on="nowhere")
+    with pytest.raises(ValueError, match="is a communication hook itself: leave out ddp_comm_hook"):
+        MemoryBudgetDDPStrategy("1GiB", reduce_on="host", ddp_comm_hook=allreduce_hook)
+    assert isinstance(MemoryBudgetDDPStrategy("1GiB", reduce_on="host", ddp_comm_hook=None), DDPStrategy)
