@@ -18,20 +18,18 @@ Measuring a phase means forgetting the peak before it: ``torch.cuda.max_memory_a
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Protocol
 
-import psutil
 import torch
 
+from retime.mechanisms.memory_sampler import SAMPLE_SECONDS, MemorySampler
 from retime.mechanisms.step_timer import OTHER, PHASES, check_phase
 
 __all__ = ["MemoryProbe", "forget_peak", "status_bytes"]
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
-_SAMPLE_SECONDS = 0.001
 # The kernel counts resident pages per thread and adds them up late: a peak this close to the present size is one.
 _COUNTER_SLACK_BYTES = 16 * 2**20
 
@@ -89,38 +87,20 @@ class _SampledPeak:
     name = "sampled rss"
 
     def __init__(self) -> None:
-        self._process = psutil.Process()
-        self._lock = threading.Lock()
-        self._peak = 0
-        self._done = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._sampler = MemorySampler("cpu")
+        self._taken = 0
 
     def open(self) -> None:
-        self._done.clear()
-        self._peak = self._resident()
-        self._thread = threading.Thread(target=self._sample, name="retime-memory-probe", daemon=True)
-        self._thread.start()
+        self._sampler.start()
+        self._taken = 0
 
     def take(self) -> int:
-        now = self._resident()
-        with self._lock:
-            peak, self._peak = max(self._peak, now), now
-        return peak
+        self._sampler.sample()
+        since, self._taken = self._taken, len(self._sampler.samples) - 1
+        return max(nbytes for _, nbytes in self._sampler.samples[since:])
 
     def close(self) -> None:
-        self._done.set()
-        if self._thread is not None:
-            self._thread.join()
-        self._thread = None
-
-    def _resident(self) -> int:
-        return int(self._process.memory_info().rss)
-
-    def _sample(self) -> None:
-        while not self._done.wait(_SAMPLE_SECONDS):
-            now = self._resident()
-            with self._lock:
-                self._peak = max(self._peak, now)
+        self._sampler.stop()
 
 
 class MemoryProbe:
@@ -201,11 +181,11 @@ def _why_not_kernel_peak() -> str:
         forget_peak()
         left_bytes = status_bytes("VmHWM") - status_bytes("VmRSS")
     except (OSError, LookupError) as error:
-        return f"the process's peak cannot be reset ({error}): resident size sampled every {_SAMPLE_SECONDS * 1e3:g} ms"
+        return f"the process's peak cannot be reset ({error}): resident size sampled every {SAMPLE_SECONDS * 1e3:g} ms"
     if left_bytes > _COUNTER_SLACK_BYTES:
         return (
             f"{_CLEAR_REFS} was written but VmHWM stayed {left_bytes} bytes above the resident size: "
-            f"resident size sampled every {_SAMPLE_SECONDS * 1e3:g} ms"
+            f"resident size sampled every {SAMPLE_SECONDS * 1e3:g} ms"
         )
     return ""
 

@@ -13,7 +13,7 @@ import time
 import psutil
 import torch
 
-_SAMPLE_SECONDS = 0.001
+SAMPLE_SECONDS = 0.001
 
 
 class MemorySampler:
@@ -47,7 +47,7 @@ class MemorySampler:
             raise RuntimeError("start() was called twice: call stop() first")
         self.samples, self.phases = [], []
         self._begin = time.perf_counter()
-        self._sample()
+        self.sample()
         self._done.clear()
         self._thread = threading.Thread(target=self._run, name="retime-memory-sampler", daemon=True)
         self._thread.start()
@@ -55,7 +55,7 @@ class MemorySampler:
     def switch(self, phase: str) -> None:
         """The step goes on with another phase."""
         self.phases.append(((time.perf_counter() - self._begin) * 1e3, phase))
-        self._sample()
+        self.sample()
 
     def stop(self) -> None:
         """End; does nothing when it does not run."""
@@ -64,14 +64,15 @@ class MemorySampler:
         self._done.set()
         self._thread.join()
         self._thread = None
-        self._sample()
+        self.sample()
 
-    def _run(self) -> None:
-        while not self._done.wait(_SAMPLE_SECONDS):
-            self._sample()
-
-    def _sample(self) -> None:
+    def sample(self) -> None:
+        """Take a sample now."""
         with self._lock:
             cuda = self._device.type == "cuda"
             held = torch.cuda.memory_allocated(self._device) if cuda else self._process.memory_info().rss
             self.samples.append(((time.perf_counter() - self._begin) * 1e3, int(held)))
+
+    def _run(self) -> None:
+        while not self._done.wait(SAMPLE_SECONDS):
+            self.sample()

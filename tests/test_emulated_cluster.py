@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ from retime.recipes.emulated import (
     run_ranks,
     unavailable,
 )
-from retime.recipes.emulated.namespaces import existing, new_prefix, remove_stale
+from retime.recipes.emulated.namespaces import existing, new_prefix, remove_stale, temporary_folder
 from retime.recipes.emulated.requirements import call
 
 TESTS = {"PYTHONPATH": str(Path(__file__).parent)}
@@ -42,6 +43,10 @@ def leaves_nothing() -> Iterator[None]:
     before = call("ip", "-brief", "link"), own_namespaces()
     yield
     assert (call("ip", "-brief", "link"), own_namespaces()) == before
+
+
+def folders_of(pid: int) -> list[Path]:
+    return list(Path(tempfile.gettempdir()).glob(f"retime-{pid}-*"))
 
 
 def own_namespaces(pid: int | None = None) -> list[str]:
@@ -167,7 +172,7 @@ def test_killed_parents_leave_nothing() -> None:
     try:
         for number, parent in parents.items():
             assert parent.stdout is not None
-            with parent, parent.stdout as lines:
+            with parent.stdout as lines:
                 prefix = lines.readline().strip()
                 assert len(own_namespaces(parent.pid)) == 2
                 ranks = [pid for host in range(2) for pid in call("ip", "netns", "pids", f"{prefix}-h{host}").split()]
@@ -177,11 +182,16 @@ def test_killed_parents_leave_nothing() -> None:
             if number == signal.SIGKILL:
                 assert len(own_namespaces(parent.pid)) == 2
                 assert set(remove_stale()) >= {f"{prefix}-{part}" for part in ("h0", "h1")}
+                assert folders_of(parent.pid)
+                with temporary_folder():
+                    pass
+            assert folders_of(parent.pid) == []
             assert own_namespaces(parent.pid) == []
             assert not [pid for pid in ranks if runs(pid)]
     finally:
         for parent in parents.values():
             parent.kill()  # only after a failure is one still there
+            parent.wait()
 
 
 @pytest.mark.network

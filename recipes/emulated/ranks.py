@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from retime.recipes.emulated.namespaces import temporary_folder
 from retime.recipes.emulated.network import Network
 
 PROGRESS = "@ "
@@ -43,8 +43,7 @@ def run_ranks(
     Raises:
         RankError: a rank died, ended without an answer, or `timeout_s` went by. None is left running.
     """
-    with tempfile.TemporaryDirectory(prefix="retime-ranks-") as text:
-        folder = Path(text)
+    with temporary_folder() as folder:
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
         ranks: list[subprocess.Popen[bytes]] = []
         try:

@@ -190,14 +190,26 @@ class Bench:
 def run(row: Row, scenario: Scenario, folder: Path, world_size: int = 1) -> Record:
     """Run `scenario` under `row` from fixed seeds; unknown warnings are errors."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)  # otherwise each Trainer prints five lines
     random.seed(0)
     torch.manual_seed(0)
     bench = Bench(row, scenario, folder, world_size)
-    with _only_known_warnings(bench.record):
+    with _only_known_warnings(bench.record), _only_errors_logged():
         scenario.drive(bench)
     return bench.record
+
+
+@contextmanager
+def _only_errors_logged() -> Iterator[None]:
+    """Otherwise each Trainer prints five lines."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 @contextmanager
