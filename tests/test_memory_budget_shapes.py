@@ -113,7 +113,7 @@ class Drops(Net):
 @pytest.mark.filterwarnings("ignore:The number of training batches")
 def test_a_model_that_takes_another_way_each_time_is_warned_of(offloads: None) -> None:
     plain, ours = Drops(), Drops()
-    data = support.loader(6)
+    data = support.loader(9)
     fit(plain, data=data)
     with pytest.warns(NoEffectWarning, match="3 batches were planned anew .* from step to step") as caught:
         done = fit(ours, MemoryBudgetStrategy(BUDGET), data=data)

@@ -9,16 +9,19 @@ import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from retime.mechanisms.memory.host import HostError
 from retime.mechanisms.memory.host_disk import HostDisk
 from retime.mechanisms.memory.host_memory import HostMemory, _MemoryCopy
 from retime.mechanisms.memory.offload import OffloadSavedTensors, PlanMismatch
+from retime.mechanisms.memory.offload_pass import ForwardPass
 from retime.schedules.memory import OffloadPlan
 
 ALL = frozenset(range(1000))
@@ -313,6 +316,81 @@ def test_another_number_of_saves_is_reported(host: HostMemory) -> None:
     forward(offload, 3).backward()
     assert [mismatch.saved for mismatch in told] == [3]
     assert offload.report().mismatches == 1
+
+
+def test_passes_are_left_alone_behind_the_last_storage_that_moves(
+    host: HostMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first pass shows where that is; its storages may be saved again long after others were."""
+    packed: list[int] = []
+    pack = ForwardPass.pack
+
+    def counted(self: ForwardPass, tensor: Tensor) -> Any:
+        packed[-1] += 1
+        return pack(self, tensor)
+
+    monkeypatch.setattr(ForwardPass, "pack", counted)
+    leaf = torch.linspace(0, 1, 1000, requires_grad=True)
+    told: list[PlanMismatch] = []
+    offload = OffloadSavedTensors(OffloadPlan(1, frozenset({0}), 0, 9), host, [leaf], on_mismatch=told.append)
+
+    def gradient(longer: bool = False) -> Tensor:
+        leaf.grad = None
+        packed.append(0)
+        with offload:
+            first = leaf.exp()  # saves 0
+            value = first.sin().sin() * first  # saves 0 twice more, 1, and 2
+            for _ in range(7 if longer else 6):
+                value = value.tanh()
+        value.sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    first = gradient()
+    moved = offload.report().bytes_out
+    assert [torch.equal(gradient(), first) for _ in range(3)] == [True] * 3
+    assert offload.report().bytes_out == 4 * moved == 4 * leaf.nbytes
+    assert packed == [11, 5, 5, 5]  # the next new one ends it
+    gradient(longer=True)
+    assert told == []
+    gradient(longer=True)
+    assert [mismatch.saved for mismatch in told] == [10]  # another number of nodes: watched from now on
+    gradient()
+    assert packed[-3:] == [5, 12, 11]
+    assert offload.report().mismatches == 1
+    assert host.bytes_held() == 0
+
+
+def test_every_16th_pass_is_watched_to_its_end(host: HostMemory) -> None:
+    leaf = torch.ones(1000, requires_grad=True)
+    told: list[PlanMismatch] = []
+    offload = OffloadSavedTensors(OffloadPlan(1, frozenset({0}), 0, 1), host, [leaf], on_mismatch=told.append)
+    for step in range(17):
+        with offload:
+            first = leaf.exp()
+            second = first * 2 if step == 0 else first.exp()  # as many nodes, but one more saves
+            second.sum().backward()
+        assert len(told) == (step == 16)
+
+
+def test_hooks_of_the_model_stay_in_force_when_ours_end(host: HostMemory) -> None:
+    leaf = torch.ones(1000, requires_grad=True)
+    offload = OffloadSavedTensors(OffloadPlan(1, frozenset({0}), 0, 3), host, [leaf])
+    own: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        own.append(tensor.detach())
+        return own[-1]
+
+    for _ in range(2):
+        with offload:
+            value = leaf.exp().exp().exp()
+            with saved_tensors_hooks(keep, lambda kept: kept):
+                value = value.exp()
+        value.sum().backward()
+    leaf.exp()  # nobody's
+    assert len(own) == 2
+    assert offload.report().storages == 2
 
 
 def test_an_exception_in_the_forward_pass_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -24,6 +24,9 @@ from retime.mechanisms.memory.offload_pass import ForwardPass, OffloadCounts, Sa
 from retime.schedules.errors import ScheduleError
 from retime.schedules.memory import OffloadPlan
 
+_WHOLE_PASSES = 16
+"""One of so many passes is watched to its end."""
+
 
 class PlanMismatch(ScheduleError):  # noqa: N818  # callbacks take it as news, not only as an error
     """A forward pass saved other storages than the plan was made for.
@@ -83,6 +86,10 @@ class OffloadSavedTensors:
     window on one storage (sparse, nested, subclasses), zero-size ones, and those on other devices stay where they are
     and have no number, and so do storages saved while a backward pass runs.
 
+    Hooks cost each saved tensor some microseconds. So most passes are left alone once the last storage that moves has
+    been saved for the last time, as far as passes before tell; the first and every 16th are watched to their end, and
+    only these are compared with the plan. From the first pass on that makes another number of nodes all are watched.
+
     Args:
         plan: which storages move, numbered by when the forward pass first saves them. ``saved=0`` means that their
             number is not known: then nothing is compared.
@@ -113,6 +120,10 @@ class OffloadSavedTensors:
     _pass: ForwardPass | None = field(default=None, init=False)
     _hooks: torch.autograd.graph.saved_tensors_hooks | None = field(default=None, init=False)
     _mismatches: int = field(default=0, init=False)
+    _tail: int | None = field(default=None, init=False)
+    _began: int = field(default=0, init=False)
+    _nodes: int | None = field(default=None, init=False)
+    _steady: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
         if self.in_flight_bytes < 0:
@@ -123,28 +134,41 @@ class OffloadSavedTensors:
             raise RuntimeError("this OffloadSavedTensors is already around a forward pass: make another one to nest")
         if self._pass is not None:
             self._pass.settle()
+        whole = self.observer is not None or not self._steady or self._counts.passes % _WHOLE_PASSES == 0
         self._pass = ForwardPass(
             self.plan, self.host, self.keep, self.in_flight_bytes, self._counts, observer=self.observer
         )
+        if not whole and self._tail is not None:
+            self._pass.end_at(self._tail, self._unhook)
         # A compiled region calls them for what it saves; they are not a part of what it compiles.
         pack, unpack = (torch.compiler.disable(hook) for hook in (self._pass.pack, self._pass.unpack))  # type: ignore[no-untyped-call]
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         self._hooks.__enter__()
         self._counts.passes += 1
+        self._began = torch._C._autograd._get_sequence_nr()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        hooks, self._hooks = self._hooks, None
-        assert hooks is not None, "left without having been entered"
-        assert self._pass is not None
-        hooks.__exit__(kind, error, trace)
+        assert self._pass is not None, "left without having been entered"
+        whole = self._hooks is not None
+        self._unhook()
         if error is not None:
             self._pass.abandon()
             return
         self._pass.close()
-        self._compare(self._pass.sizes)
+        nodes = torch._C._autograd._get_sequence_nr() - self._began
+        self._steady &= self._nodes in (None, nodes)
+        self._nodes = nodes
+        if whole:
+            self._tail = self._pass.tail
+            self._compare(self._pass.sizes)
+
+    def _unhook(self) -> None:
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None:
+            hooks.__exit__(None, None, None)
 
     def report(self) -> OffloadReport:
         """What was moved so far."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
@@ -57,6 +57,7 @@ class ForwardPass:
 
     Attributes:
         sizes: bytes of each storage that was saved, by number.
+        tail: how many storages had been saved when one that moves was saved for the last time.
     """
 
     def __init__(
@@ -69,6 +70,10 @@ class ForwardPass:
         observer: SaveObserver | None = None,
     ) -> None:
         self.sizes: list[int] = []
+        self.tail = 0
+        self._end_at: int | None = None
+        self._at_end: Callable[[], None] | None = None
+        self._thread = threading.get_ident()
         self._plan = plan
         self._host = host
         self._keep = storage_keys(keep)
@@ -93,6 +98,10 @@ class ForwardPass:
 
     # ---- forward
 
+    def end_at(self, number: int, then: Callable[[], None]) -> None:
+        """Call ``then`` when the storage with this number is saved: none that moves will be saved any more."""
+        self._end_at, self._at_end = number, then
+
     def pack(self, tensor: Tensor) -> Kept | Moved:
         """Autograd saves a tensor."""
         with self._lock, self._quiet():
@@ -103,7 +112,10 @@ class ForwardPass:
             if self._observer is not None:
                 self._observer.saved(number, storage)
             if record is None:
+                if number == self._end_at and self._at_end is not None and self._thread == threading.get_ident():
+                    self._at_end()
                 return Kept(tensor)
+            self.tail = len(self.sizes)
             record.last_save = self._saves
             record.saves += 1
             self._saves += 1
@@ -120,6 +132,7 @@ class ForwardPass:
         """
         self._open = False
         self._keep = set()
+        self._at_end = None
         try:
             for copy in self._in_flight:
                 copy.check()
@@ -132,6 +145,7 @@ class ForwardPass:
         self._open = False
         self._abandoned = True
         self._keep = set()
+        self._at_end = None
         for reference in self._moved:
             record = reference()
             if record is not None:
