@@ -13,7 +13,7 @@ import torch
 from retime.mechanisms.memory.floor import StepMemory
 from retime.mechanisms.memory.heap import give_back_freed_memory, trim_heap
 from retime.mechanisms.memory.replay import TrainingStep
-from retime.mechanisms.memory.search import PlanChoice, halvings, search_plan
+from retime.mechanisms.memory.search import PlanChoice, part_sizes, search_plan
 from retime.mechanisms.memory_probe import MemoryProbe
 from retime.recipes.modnn_networks import network_of
 from retime.recipes.modnn_processes import Answer
@@ -35,7 +35,7 @@ def plan_dry(request: dict[str, Any]) -> dict[str, Any]:
     give_back_freed_memory()
     network = network_of("network", request["network"], request["optimizer"], request["seed"])
     step = network.step()
-    sizes = halvings(network.batch_size) if request["sub_batches"] else (network.batch_size,)
+    sizes = part_sizes(network.batch_size) if request["sub_batches"] else (network.batch_size,)
 
     def once() -> tuple[float, int, int, PlanChoice]:
         gc.collect()

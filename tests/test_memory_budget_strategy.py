@@ -211,7 +211,7 @@ class SkipsParts(Net):
 
 
 @pytest.mark.parametrize(
-    ("skip", "words"), [(1, "part 1 of 4 .* and part 2 gave one"), (3, "a part of a batch gave no")]
+    ("skip", "words"), [(1, "part 1 of 3 .* and part 2 gave one"), (3, "a part of a batch gave no")]
 )
 def test_a_batch_that_is_skipped_in_parts_is_refused(splits: None, skip: int, words: str) -> None:
     plain, ours = Net(), SkipsParts(skip)

@@ -16,7 +16,7 @@ from retime.mechanisms.memory.costs import StepCosts
 from retime.mechanisms.memory.floor import StepMemory
 from retime.mechanisms.memory.profile import Size
 from retime.mechanisms.memory.replay import TrainingStep, replay
-from retime.mechanisms.memory.search import halvings, search_plan
+from retime.mechanisms.memory.search import part_sizes, search_plan
 from retime.schedules.errors import ScheduleError
 from retime.schedules.memory import OffloadPlan
 from retime.schedules.memory.errors import BudgetError
@@ -27,7 +27,7 @@ from test_memory_profile import MODELS, SAMPLES, step_of
 @pytest.mark.parametrize("only_batch", [True, False])
 def test_budgets_down_to_the_floor_are_kept(name: str, only_batch: bool) -> None:
     step = step_of(name)
-    memory = StepMemory(step, (SAMPLES,) if only_batch else halvings(SAMPLES, 2))
+    memory = StepMemory(step, (SAMPLES,) if only_batch else part_sizes(SAMPLES, 2))
     assert memory.plain is not None
     floor, peak = memory.floor.bytes, memory.plain.peak_bytes
     for budget in (peak, peak - 1, (floor + peak) // 2, floor):
@@ -45,7 +45,7 @@ def test_budgets_down_to_the_floor_are_kept(name: str, only_batch: bool) -> None
 
 def test_put_together_peaks_are_those_of_dry_runs() -> None:
     step = step_of("convolutions")
-    memory = StepMemory(step, halvings(SAMPLES))
+    memory = StepMemory(step, part_sizes(SAMPLES))
     chance = random.Random(0)
     for sub_batch in (SAMPLES, 4, 2):
         saved = memory.plan(sub_batch).saved
@@ -69,7 +69,7 @@ def test_nothing_moves_when_all_fits() -> None:
 
 def test_costs_decide_between_sub_batches_and_copies() -> None:
     step = step_of("convolutions")
-    sizes = halvings(SAMPLES, 2)
+    sizes = part_sizes(SAMPLES, 2)
     budget = StepMemory(step, sizes).plain.peak_bytes * 3 // 4
     slow_copies = StepCosts(fixed_ms=1, sample_ms=1, out_bytes_per_ms=10, in_bytes_per_ms=10)
     slow_starts = StepCosts(fixed_ms=1e6, sample_ms=1)
@@ -108,7 +108,7 @@ def test_a_step_that_reads_values_is_planned_from_real_runs() -> None:
     values = torch.randn(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     step = TrainingStep(model, values, 64, lambda batch: model(batch).square().sum(), [optimizer])
-    memory = StepMemory(step, halvings(64, 4))
+    memory = StepMemory(step, part_sizes(64, 4))
     assert memory.plain is None
     assert "reads the value" in memory.note
     whole = replay(step, OffloadPlan(64), real=True).peak_bytes

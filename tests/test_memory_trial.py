@@ -14,7 +14,7 @@ from retime.mechanisms.memory.costs import StepCosts
 from retime.mechanisms.memory.floor import StepMemory
 from retime.mechanisms.memory.host_memory import HostMemory
 from retime.mechanisms.memory.replay import TrainingStep
-from retime.mechanisms.memory.search import PlanChoice, halvings, search_plan
+from retime.mechanisms.memory.search import PlanChoice, part_sizes, search_plan
 from retime.mechanisms.memory.trial import PlanTrial
 from retime.schedules.memory import OffloadPlan
 
@@ -36,7 +36,7 @@ def step_of(*layers: nn.Module, samples: int = SAMPLES, writes: bool = False) ->
 
 def test_the_measured_time_decides_and_of_equal_times_what_moves_least() -> None:
     step = step_of(samples=MANY)
-    memory = StepMemory(step, halvings(MANY), StepCosts(fixed_ms=200.0))
+    memory = StepMemory(step, part_sizes(MANY), StepCosts(fixed_ms=200.0))
     assert memory.plain is not None
     budget = memory.plain.peak_bytes * 9 // 10
     seen: list[OffloadPlan] = []
@@ -63,7 +63,7 @@ def test_the_measured_time_decides_and_of_equal_times_what_moves_least() -> None
 
 def test_without_a_measurement_the_prediction_decides() -> None:
     step = step_of(samples=MANY)
-    memory = StepMemory(step, halvings(MANY), StepCosts(fixed_ms=200.0))
+    memory = StepMemory(step, part_sizes(MANY), StepCosts(fixed_ms=200.0))
     assert memory.plain is not None
     budget = memory.plain.peak_bytes * 9 // 10
     predicted = search_plan(step, budget, memory=memory)
@@ -97,9 +97,9 @@ def test_a_step_that_writes_into_its_batch_is_not_tried_out() -> None:
     assert PlanTrial(step, HostMemory("cpu"), plain, 2**30).step_ms(choice) is None
 
 
-@pytest.mark.parametrize(("samples", "sizes"), [(13, (1, 2, 4, 7, 13)), (5, (1, 2, 3, 5)), (8, (1, 2, 4, 8))])
-def test_odd_batches_can_be_halved(samples: int, sizes: tuple[int, ...]) -> None:
-    memory = StepMemory(step_of(samples=samples), halvings(samples))
+@pytest.mark.parametrize(("samples", "sizes"), [(13, (1, 2, 3, 4, 5, 7, 13)), (5, (1, 2, 3, 5)), (8, (1, 2, 3, 4, 8))])
+def test_parts_need_not_divide_the_batch(samples: int, sizes: tuple[int, ...]) -> None:
+    memory = StepMemory(step_of(samples=samples), part_sizes(samples))
     assert memory.sub_batches == sizes
     for size in sizes:
         plan = memory.plan(size)

@@ -11,7 +11,7 @@ from retime.mechanisms.memory.host_null import HostNull
 from retime.mechanisms.memory.offload import OffloadReport, OffloadSavedTensors, PlanMismatch
 from retime.mechanisms.memory.profile import StepProfile
 from retime.mechanisms.memory.replay import DryRun, TrainingStep, profile_step, replay
-from retime.mechanisms.memory.search import PlanChoice, halvings, search_plan
+from retime.mechanisms.memory.search import PlanChoice, part_sizes, search_plan
 from retime.mechanisms.memory.task_graph import task_graph
 from retime.mechanisms.memory.trace import ValueReadError
 
@@ -34,7 +34,7 @@ __all__ = [
     "ValueReadError",
     "calibrate",
     "give_back_freed_memory",
-    "halvings",
+    "part_sizes",
     "parse_host",
     "profile_step",
     "replay",

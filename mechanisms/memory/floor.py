@@ -102,7 +102,7 @@ class StepMemory:
     def plain(self) -> StepProfile | None:
         """The whole batch with nothing offloaded; None where the step cannot be run dry."""
         try:
-            found = self._dry.run(OffloadPlan(self.step.samples))
+            found = self._found
         except Exception as error:  # whatever the user's code says to tensors without values
             self.note = f"{error}: predicted from real runs of a few samples"
             return None
@@ -163,9 +163,20 @@ class StepMemory:
         run = self._dry.run(plan, in_flight_bytes=in_flight_bytes, update=False)
         return max(self._update_bytes, run.peak_with(self.costs.operations)), max(self._update_bytes, run.peak_bytes)
 
+    def with_sizes(self, sub_batches: tuple[int, ...], costs: StepCosts, *, check: bool) -> StepMemory:
+        """The same step with other arguments; its dry run of the whole batch is not made again."""
+        other = StepMemory(self.step, sub_batches, costs, check=check)
+        if self.plain is not None:
+            other._dry, other._found = self._dry, self._found
+        return other
+
     @cached_property
     def _dry(self) -> DryRun:
         return DryRun(self.step)
+
+    @cached_property
+    def _found(self) -> StepProfile:
+        return self._dry.run(OffloadPlan(self.step.samples))
 
     @cached_property
     def _update_bytes(self) -> int:
@@ -180,7 +191,7 @@ class StepMemory:
     def _whole(self) -> Lifetimes:
         samples = self.step.samples
         if self.plain is not None:
-            return Lifetimes(self._part(samples), self._away(samples))
+            return Lifetimes(self.plain, self._away(samples))
         # With very few samples a step may run other operations than with more.
         for low in (1, 2, 4):
             small, large = (self._real(size, size) for size in (min(low, samples), min(2 * low, samples)))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from retime.mechanisms.memory.profile import Size, StepProfile
-from retime.mechanisms.memory.trace import TracedStorage
+from retime.mechanisms.memory.trace import Operation, TracedStorage
 from retime.schedules.errors import ScheduleError
 from retime.schedules.memory import BlockKind, OffloadPlan, Phase
 
@@ -48,6 +48,8 @@ class SavedLife:
 class Lifetimes:
     """The lives of all storages of a step, at one sub-batch size or, from two, at any.
 
+    Updates, where the runs have any, are left out.
+
     Args:
         plain: the step under a plan that offloads nothing.
         away: the step under the same sub-batch size with everything offloaded, nothing fetched ahead and no copies in
@@ -66,25 +68,28 @@ class Lifetimes:
         larger: StepProfile | None = None,
         batch_bytes: int | None = None,
     ) -> None:
-        names = [operation.name for operation in plain.trace.operations]
+        operations = _before_update(plain)
+        names = [operation.name for operation in operations]
         for other in (away, larger or plain):
-            if [operation.name for operation in other.trace.operations] != names:
+            if [operation.name for operation in _before_update(other)] != names:
                 raise ScheduleError("the step runs other operations for another plan or sub-batch size")
         self.operations = len(names)
-        self.kinds = [operation.kind for operation in plain.trace.operations]
-        sizes = _sizes(plain, larger or plain)
+        self.kinds = [operation.kind for operation in operations]
+        storages = [storage for storage in plain.trace.storages if storage.born < self.operations]
+        sizes = _sizes(plain, larger or plain)[: len(storages)]
         self.unsaved = [
             self._life(storage, size)
-            for storage, size in zip(plain.trace.storages, sizes, strict=True)
+            for storage, size in zip(storages, sizes, strict=True)
             if storage.number is None and (batch_bytes is None or not _is_batch(storage))
         ]
         if batch_bytes is not None:
             self.unsaved.append(Life(Size(batch_bytes), 0, self.operations - 1))
         by_number = {
             (storage.forward_pass, storage.number): size
-            for storage, size in zip(plain.trace.storages, sizes, strict=True)
+            for storage, size in zip(storages, sizes, strict=True)
             if storage.number is not None
         }
+        self._still: dict[int, list[int]] = {}
         self.passes = [self._saved(index, plain, away, by_number) for index in range(len(plain.trace.saves))]
 
     def peak_bytes(
@@ -94,14 +99,11 @@ class Lifetimes:
         scratch: Mapping[tuple[Phase, str, str], Size] | None = None,
     ) -> int:
         """The most that is held at once under ``plan``, with what operations allocate for themselves by their kind."""
-        steps = [0] * (self.operations + 1)
-        for life in self.unsaved:
-            self._add(steps, life, plan.sub_batch)
+        steps = self._staying(plan.sub_batch).copy()
         for saved in self.passes:
             leaving = [one for one in saved if one.number in plan.offload]
-            for one in saved:
-                if one.number not in plan.offload:
-                    self._add(steps, one.plain, plan.sub_batch)
+            for one in leaving:
+                self._add(steps, one.plain, plan.sub_batch, -1)
             for life in _leaving_lives(leaving, plan, in_flight_bytes):
                 self._add(steps, life, plan.sub_batch)
         if not scratch:
@@ -152,11 +154,24 @@ class Lifetimes:
             for number in sorted(stays)
         ]
 
-    def _add(self, steps: list[int], life: Life, samples: int) -> None:
+    def _staying(self, samples: int) -> list[int]:
+        """By how much what is held changes at each operation, if nothing leaves."""
+        steps = self._still.get(samples)
+        if steps is None:
+            steps = self._still[samples] = [0] * (self.operations + 1)
+            for life in (*self.unsaved, *(one.plain for saved in self.passes for one in saved)):
+                self._add(steps, life, samples)
+        return steps
+
+    def _add(self, steps: list[int], life: Life, samples: int, sign: int = 1) -> None:
         if life.dies >= life.born:
-            size = life.size.at(samples)
+            size = sign * life.size.at(samples)
             steps[life.born] += size
             steps[life.dies + 1] -= size
+
+
+def _before_update(run: StepProfile) -> list[Operation]:
+    return [operation for operation in run.trace.operations if operation.phase is not Phase.UPDATE]
 
 
 def _sizes(small: StepProfile, large: StepProfile) -> list[Size]:

@@ -21,7 +21,7 @@ _NEAR, _NEAR_MEASURED = 1.1, 1.04
 # Dry runs for one candidate before it counts as too large.
 _TRIES = 4
 # Sub-batch sizes that are tried out beside the best one's, and how much slower than it they may seem.
-_FEW, _WORTH = 2, 2.0
+_FEW, _WORTH = 3, 2.0
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,11 @@ class PlanChoice:
     tensor_bytes: int = 0
 
 
-def halvings(samples: int, smallest: int = 1) -> tuple[int, ...]:
-    """The batch, a half of it, a quarter and so on, rounded up, down to ``smallest``: the largest of equal parts."""
-    sizes = [samples]
-    while sizes[-1] > 1 and -(-sizes[-1] // 2) >= smallest:
-        sizes.append(-(-sizes[-1] // 2))
-    return tuple(sizes)
+def part_sizes(samples: int, smallest: int = 1) -> tuple[int, ...]:
+    """The batch, and the largest of 2, 3, 4, 6, 8, 12 and so on equal parts of it, down to ``smallest``."""
+    counts = {base << power for base in (1, 3) for power in range(samples.bit_length())}
+    sizes = {-(-samples // count) for count in counts}
+    return tuple(sorted((size for size in sizes if size >= smallest or size == samples), reverse=True))
 
 
 def search_plan(
@@ -78,7 +77,7 @@ def search_plan(
     Args:
         step: what to run.
         budget_bytes: for everything: parameters, gradients, optimizer states, the batch, activations, scratch.
-        sub_batches: sizes to choose from; by default the batch and its halvings. Give only the batch where sub-batches
+        sub_batches: sizes to choose from; by default :func:`part_sizes`. Give only the batch where sub-batches
             would change the result.
         costs: from ``calibrate``.
         memory: dry runs of the same step that were made before.
@@ -88,7 +87,7 @@ def search_plan(
     Raises:
         BudgetError: the budget is below the floor.
     """
-    memory = memory or StepMemory(step, sub_batches or halvings(step.samples), costs)
+    memory = memory or StepMemory(step, sub_batches or part_sizes(step.samples), costs)
     costs = memory.costs
     plain_ms = costs.step_ms(step.samples, step.samples, 0, 0)
     if memory.plain is not None and step.samples in memory.sub_batches:

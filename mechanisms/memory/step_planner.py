@@ -21,7 +21,7 @@ from retime.mechanisms.memory.layouts import layout_hint
 from retime.mechanisms.memory.offload import PlanMismatch
 from retime.mechanisms.memory.profile import StepProfile
 from retime.mechanisms.memory.replay import Buckets, Gradients, TrainingStep
-from retime.mechanisms.memory.search import halvings, search_plan
+from retime.mechanisms.memory.search import part_sizes, search_plan
 from retime.mechanisms.memory.separability import certify
 from retime.mechanisms.memory.separability_probe import loss_of
 from retime.mechanisms.memory.split import Split
@@ -97,7 +97,8 @@ class StepPlanner:
         with undisturbed(self.model):
             costs = calibrate(dry, self.host, plain=plain, budget_bytes=self.budget_bytes)
             smallest = 3 if self.batchnorm == "ghost" else 1  # then equal parts have 2, and with them a variance
-            memory = StepMemory(dry, halvings(samples, smallest) if separable else (samples,), costs, check=True)
+            sizes = part_sizes(samples, smallest) if separable else (samples,)
+            memory = memory.with_sizes(sizes, costs, check=True)
             trial = PlanTrial(dry, self.host, plain, self.budget_bytes)
             try:
                 choice = search_plan(dry, self.budget_bytes, memory=memory, trial=trial.step_ms)

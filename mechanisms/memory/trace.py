@@ -250,13 +250,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             out = func(*args, **kwargs)
             reads: dict[int, None] = {}
-            for tensor in tensors_in((args, kwargs)):
+            for tensor in _operands((*args, *kwargs.values())):
                 # One that nobody told of is a constant that the model holds beside its parameters and buffers.
                 reads.update(dict.fromkeys(self._see(tensor, BlockKind.WEIGHT, born=-1)))
             writes: dict[int, None] = {}
             # Operations on lists write into the first of them and return nothing.
             changed = args[:1] if out is None and func._schema.is_mutable else ()
-            for tensor in tensors_in((out, changed)):
+            for tensor in _operands((out, changed)):
                 before = len(self.trace.storages)
                 for index in self._see(tensor, None, self.now):
                     if index >= before or func._schema.is_mutable:
@@ -356,3 +356,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         index, _ = self._count(storage, device, BlockKind.ACTIVATION, self.now)
         traced = self.trace.storages[index]
         traced.number, traced.restored, traced.forward_pass = number, True, len(self.trace.uses) - 1
+
+
+def _operands(values: Sequence[Any]) -> Iterator[Tensor]:
+    """Tensors among an operator's arguments or results, which may be lists."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _operands(value)
