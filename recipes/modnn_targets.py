@@ -124,13 +124,18 @@ class Targets(Recipe[MemorySettings]):
 
     def draw(self, result: Result, path: Path) -> None:
         drawing, (peaks, times) = charts.panels(result.title, 2, width=13.0, height=5.0)
-        for index, point in enumerate(p for p in result.points if p.facts["kind"] in ("training", "random")):
+        drawn = [point for point in result.points if point.facts["kind"] in ("training", "random")]
+        networks = list(dict.fromkeys(point.at.get("network", "drawn") for point in drawn))
+        markers = dict(zip(dict.fromkeys(point.at["case"] for point in drawn), "osx", strict=False))
+        for point in drawn:
             names = [name for name in point.variants(PREDICTED) if point.has(name, BUDGET) or name == GIVING_BACK]
-            label = f"{point.at['case']}, {point.at.get('network', 'drawn')}"
-            colour = charts.COLOURS[index % len(charts.COLOURS)]
+            network = point.at.get("network", "drawn")
+            label, index = f"{point.at['case']}, {network}", networks.index(network)
+            marker, colour = markers.get(point.at["case"], "^"), charts.COLOURS[index % len(charts.COLOURS)]
             predicted = [point.values(name, PREDICTED)[0] for name in names]
             ratios = [point.values(name, MEASURED)[0] / point.values(name, PREDICTED)[0] for name in names]
-            peaks.plot(predicted, ratios, "o" if point.facts["kind"] == "training" else "x", color=colour, label=label)
+            if names:
+                peaks.plot(predicted, ratios, marker, color=colour, label=label)
             shares = [name for name in budgets_of(point) if name != FLOOR]
             slower = [(float(name.rstrip(" %")), value) for name in shares if (value := slowdown(point, name))]
             if slower:
