@@ -153,6 +153,7 @@ class DryRun:
     ) -> None:
         self.step = step
         self.not_run: list[str] = []
+        self._offloads: dict[tuple[OffloadPlan, int], OffloadSavedTensors] = {}
         self._host = host or (HostMemory("cpu") if real else HostNull())
         self._mode: Any = nullcontext()
         self._replacement = replacement or (aliases() if in_place else copies())
@@ -217,11 +218,11 @@ class DryRun:
             if plan is None:
                 loss = self.step.loss(self._batch)
             else:
-                keep = [*module.parameters(), *module.buffers(), *tensors_in(self._batch)]
-                with OffloadSavedTensors(
-                    plan, self._host, keep, in_flight_bytes=in_flight_bytes, on_mismatch=_no_matter
-                ):
+                offload = self._offloading(plan, in_flight_bytes)
+                offload.keep = [*module.parameters(), *module.buffers(), *tensors_in(self._batch)]
+                with offload:
                     loss = self.step.loss(self._batch)
+                offload.keep = ()
             loss.backward()  # type: ignore[no-untyped-call]
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -229,6 +230,14 @@ class DryRun:
                 probe.stop()
             for parameter in self._trained:
                 parameter.grad = None
+
+    def _offloading(self, plan: OffloadPlan, in_flight_bytes: int) -> OffloadSavedTensors:
+        """The same for all runs under a plan, as in training: it does less once it knows what a pass saves."""
+        known = self._offloads.get((plan, in_flight_bytes))
+        if known is None:
+            known = OffloadSavedTensors(plan, self._host, in_flight_bytes=in_flight_bytes, on_mismatch=_no_matter)
+            self._offloads = {(plan, in_flight_bytes): known}
+        return known
 
     @contextmanager
     def _staged(self) -> Iterator[None]:
