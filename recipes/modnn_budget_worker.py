@@ -29,6 +29,7 @@ from retime.recipes.build import build_model, build_optimizer, loss_of
 from retime.recipes.models import parameter_count
 from retime.recipes.modnn_processes import Answer
 from retime.recipes.modnn_vdnn import Vdnn
+from retime.recipes.modnn_vdnn_plus import VdnnPlus
 from retime.schedules.memory.errors import BudgetError
 
 _EVERYTHING = 2**60
@@ -81,8 +82,13 @@ class Training:
             host.close()
         return search_plan(step, _EVERYTHING, memory=StepMemory(step, (self.samples,), costs, check=True))
 
-    def offload(self, rule: str) -> None:
-        self.vdnn = Vdnn(self.model, self.loss, self.batch, parse_host(self._host, self.device), rule)
+    def offload(self, rule: str, budget_bytes: int | None) -> None:
+        """By vDNN's rule; inside a budget in sub-batches."""
+        step = self.model, self.loss, self.batch, parse_host(self._host, self.device), rule
+        if budget_bytes is None:
+            self.vdnn = Vdnn(*step)
+        else:
+            self.vdnn = VdnnPlus(*step, optimizer=self.optimizer, budget_bytes=budget_bytes)
 
     def step(self) -> None:
         self.optimizer.zero_grad()
@@ -181,7 +187,7 @@ class Server:
         if isinstance(budget, str):
             return _limit_to_floor(training)
         if "rule" in request:
-            training.offload(request["rule"])
+            training.offload(request["rule"], request["budget_bytes"])
         elif budget is not None:
             training.limit(budget, plans)
         return budget
@@ -207,6 +213,9 @@ class Server:
         }
         if training.vdnn is not None:
             answer["moved_bytes"] = training.vdnn.moved_bytes()
+            answer["rule"] = str(training.vdnn.plan)
+            if isinstance(training.vdnn, VdnnPlus):
+                answer["predicted_bytes"] = training.vdnn.peak_bytes
         if training.inside is not None:
             report = training.inside.report()
             choice = report.shapes[-1].choice

@@ -5,13 +5,14 @@ data bytes beyond it (RLIMIT_DATA); all processes of a network and one without a
 each.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from retime.recipes import charts
 from retime.recipes import modnn_claims as claims
 from retime.recipes.claims import Comparison
-from retime.recipes.measure import spread
+from retime.recipes.measure import speedup, spread
 from retime.recipes.modnn_recipe import NetworkRecipe
 from retime.recipes.modnn_report import (
     POOL,
@@ -25,7 +26,17 @@ from retime.recipes.modnn_report import (
     slowdowns,
     untrained,
 )
-from retime.recipes.modnn_side_by_side import BUDGET, FLOOR, MEASURED, PREDICTED, STEP, UNLIMITED, side_by_side
+from retime.recipes.modnn_side_by_side import (
+    BUDGET,
+    FLOOR,
+    MEASURED,
+    MOVED,
+    PREDICTED,
+    STEP,
+    UNLIMITED,
+    VDNN_PLUS,
+    side_by_side,
+)
 from retime.recipes.recipe import Measured, Tick
 from retime.recipes.results import Point, Result
 from retime.recipes.schema import MemorySettings
@@ -43,7 +54,7 @@ class Budgets(NetworkRecipe):
         return super().points(settings)
 
     def blocks_a_round(self, settings: MemorySettings) -> int | None:
-        return len(settings.budgets) + 2
+        return len(settings.budgets) * (1 + len(settings.rules)) + 2
 
     def references(self, point: Point) -> dict[str, str]:
         return {"speed over unlimited": UNLIMITED}
@@ -64,6 +75,7 @@ class Budgets(NetworkRecipe):
             if names:
                 error, where = max((abs(prediction_error(point, name)), name) for name in names)
                 lines.append(Comparison(claims.PREDICTION_ERROR, spread([error]), f"{point.at['network']}, at {where}"))
+            lines += _over_vdnn_plus(point)
             died = point.facts["out of memory"]
             remark = ": ".join([point.at["network"], *([", ".join(died)] if died else [])])
             lines.append(Comparison(claims.OUT_OF_MEMORY, spread([len(died)]), remark))
@@ -79,6 +91,8 @@ class Budgets(NetworkRecipe):
             "need for themselves, and what stays free beside that.",
             POOL,
             REVERSED,
+            "vDNN+ is vDNN's rule executed for real, each storage back one ahead of its use, in the largest parts of "
+            "the batch that fit the budget, with the same pool.",
             "Weights differ: norm of the difference of all weights over their norm.",
             "The floor's budget is a little more than the floor, as two calibrations differ by a little: the floor "
             "that refusals name is asked for until there is none.",
@@ -98,13 +112,16 @@ class Budgets(NetworkRecipe):
                 f"{point.at['network']} ({point.facts['batch size']}), ideal {point.facts['ideal peak MiB']:.0f} MiB"
             )
             places, values = [place for place, _ in known], [value for _, value in known]
-            charts.points_with_spread(panels[0], places, values, label, index, line=True)
+            colour = charts.points_with_spread(panels[0], places, values, label, index, line=True)
+            for rule in point.settings.get("rules", []):
+                theirs = [slowdown(point, VDNN_PLUS.format(rule, name)) for name in names]
+                known = [(place, value) for place, value in zip(shares, theirs, strict=True) if value is not None]
+                places, medians = [place for place, _ in known], [value.median for _, value in known]
+                panels[0].plot(places, medians, ":x", color=colour, label=f"{network}, vDNN+ ({rule})")
             ratios = [point.values(n, MEASURED)[0] / point.values(n, BUDGET)[0] for n in names]
             panels[1].plot(shares, ratios, "o-", color=charts.COLOURS[index], label=f"{network}, measured")
             ratios = [point.values(n, PREDICTED)[0] / point.values(n, BUDGET)[0] for n in names]
-            panels[1].plot(
-                shares, ratios, "x--", color=charts.COLOURS[index], label=f"{point.at['network']}, predicted"
-            )
+            panels[1].plot(shares, ratios, "x--", color=charts.COLOURS[index], label=f"{network}, predicted")
         for axes in panels:
             axes.set_xscale("log")
             axes.invert_xaxis()
@@ -117,3 +134,16 @@ class Budgets(NetworkRecipe):
         panels[0].legend(fontsize=8)
         panels[1].legend(fontsize=8)
         charts.save(drawing, path)
+
+
+def _over_vdnn_plus(point: Point) -> Iterator[Comparison]:
+    """Speed over vDNN+ and bytes against it, over the budgets in which both trained."""
+    for rule in point.settings.get("rules", []):
+        both = ((name, VDNN_PLUS.format(rule, name)) for name in budgets_of(point))
+        pairs = [(name, theirs) for name, theirs in both if point.has(theirs, STEP)]
+        where = f"{point.at['network']}, {VDNN_PLUS.format(rule, ', '.join(name for name, _ in pairs))}"
+        ratios = [speedup(point.values(theirs, STEP), point.values(name, STEP)).median for name, theirs in pairs]
+        yield Comparison(claims.OVER_VDNN_PLUS, spread(ratios) if ratios else None, where)
+        ours, others = (sum(point.values(pair[side], MOVED)[0] for pair in pairs) for side in (0, 1))
+        share = spread([100 * ours / others]) if others else None
+        yield Comparison(claims.MOVED_SHARE, share, f"{where}: {ours:.0f} MiB against {others:.0f} MiB in all")

@@ -34,7 +34,8 @@ POOL = (
 
 def budgets_of(point: Point) -> list[str]:
     """The budgets within which it trained."""
-    return [name for name in point.variants(STEP) if name not in (UNLIMITED, GIVING_BACK)]
+    others = (UNLIMITED, GIVING_BACK, *point.facts.get("rules", {}))
+    return [name for name in point.variants(STEP) if name not in others]
 
 
 def untrained(point: Point, budgets: Iterable[Any]) -> list[str]:
@@ -122,6 +123,7 @@ def plans_and_failures(point: Point, where: str) -> list[str]:
                 f"{plan['planning_s']:.1f} s"
             )
         lines.append(f"- {where}, {name}: {text}")
+    lines += [f"- {where}, {name}: {plan}" for name, plan in point.facts.get("rules", {}).items()]
     for kind in FAILURES:
         lines += [f"- {where}, {name}: {kind}: {why}" for name, why in point.facts.get(kind, {}).items()]
     return lines

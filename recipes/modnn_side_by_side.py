@@ -29,6 +29,8 @@ STEP, PREDICTED, MEASURED, MOVED, DIFFERENCE, BUDGET = (
     *("step", "predicted peak", "measured peak", "moved a step"),
     *("weights differ", "budget"),
 )
+VDNN_PLUS = "vDNN+ ({}), {}"
+"""By its rule and the budget's name."""
 FAILURES = ("refused", "out of memory", "failed")
 """What becomes of a process that does not train; facts of these names say why, a variant each."""
 _PLAN_KEYS = ("plan", "sub_batch", "offloaded", "predicted_slowdown", "replanned")
@@ -121,7 +123,8 @@ def side_by_side(
 ) -> tuple[list[Row], dict[str, Any]]:
     """Rows and facts of a network without a budget and inside each budget: percents of the ideal peak, or the floor.
 
-    `block` has a worker train some steps, and returns milliseconds a step; see `block_ms`, which is the default.
+    For each rule of `settings.rules` vDNN+ trains inside the budgets in percent too. `block` has a worker train some
+    steps, and returns milliseconds a step; see `block_ms`, which is the default.
     """
     block = block or block_ms
     with network_for(settings, case) as network:
@@ -136,15 +139,14 @@ def side_by_side(
             "peak of the plain step MiB": round(known["plain_peak_bytes"] / MIB, 2),
             **no_failures(),
             "plans": {},
+            "rules": {},
         }
         rows: list[Row] = []
         workers: dict[str, Worker] = {}
         with closing(workers):
-            for name, budget in _named(budgets, ideal):
+            for name, budget, more in _named(budgets, ideal, settings.rules):
                 try:
-                    # The plain step once more, and its samples in another order: what rounding alone does to weights.
-                    other_order = {"reversed": True} if name == GIVING_BACK else {}
-                    workers[name] = network.process(budget, give_back=name != UNLIMITED, **other_order)
+                    workers[name] = network.process(budget, give_back=name != UNLIMITED, **more)
                 except WorkerError as error:
                     facts[failure(error)][name] = str(error)
                     continue
@@ -173,10 +175,20 @@ def budget_name(budget: Any) -> str:
     return FLOOR if budget == FLOOR else f"{budget:g} %"
 
 
-def _named(budgets: list[Any], ideal: int) -> list[tuple[str, int | str | None]]:
+def _named(budgets: list[Any], ideal: int, rules: list[str]) -> list[tuple[str, int | str | None, dict[str, Any]]]:
+    """Processes by name: the budget of each, and what else its request has."""
+    nbytes = {budget: FLOOR if budget == FLOOR else int(budget / 100 * ideal) for budget in budgets}
     return [
-        *((name, None) for name in (UNLIMITED, GIVING_BACK)),
-        *((budget_name(budget), FLOOR if budget == FLOOR else int(budget / 100 * ideal)) for budget in budgets),
+        (UNLIMITED, None, {}),
+        # The plain step once more, and its samples in another order: what rounding alone does to weights.
+        (GIVING_BACK, None, {"reversed": True}),
+        *((budget_name(budget), nbytes[budget], {}) for budget in budgets),
+        *(
+            (VDNN_PLUS.format(rule, budget_name(budget)), nbytes[budget], {"rule": rule, "limit": "training"})
+            for rule in rules
+            for budget in budgets
+            if budget != FLOOR
+        ),
     ]
 
 
@@ -190,6 +202,10 @@ def _end(worker: Worker, name: str, folder: Path, facts: dict[str, Any]) -> list
         rows.append(Row(name, DIFFERENCE, "ppm", [away_ppm(place, folder / f"{UNLIMITED}.pt")]))
     if name == GIVING_BACK:
         rows.append(Row(name, PREDICTED, "MiB", [facts["peak of the plain step MiB"]]))
+    if "rule" in answer:
+        facts["rules"][name] = answer["rule"]
+        rows.append(Row(name, MOVED, "MiB", [answer["moved_bytes"] / MIB]))
+        rows.append(Row(name, PREDICTED, "MiB", [answer["predicted_bytes"] / MIB]))
     if "plan" not in answer:
         return rows
     planning_s = round(worker.ready["planning_s"], 2)

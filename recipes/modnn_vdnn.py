@@ -1,5 +1,5 @@
-"""vDNN's rule (Rhu et al. 2016; moDNN, sections 2 and 7.2) executed for real: the batch stays whole, and what is
-offloaded follows from the kind of layer, not from the budget."""
+"""vDNN's rule (Rhu et al. 2016; moDNN, sections 2 and 7.2) executed for real: what is offloaded follows from the kind
+of layer, not from the budget. The batch stays whole, or is cut into parts by whoever chooses their size (vDNN+)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from retime.mechanisms.memory.equal_parts import balanced_parts
 from retime.mechanisms.memory.host import HostTier
 from retime.mechanisms.memory.host_null import HostNull
 from retime.mechanisms.memory.offload import OffloadSavedTensors
@@ -32,29 +33,44 @@ class Vdnn:
         model, loss, batch: the step; `loss` runs `model`.
         host: where storages go; closed by `remove`.
         rule: "all" offloads what any layer saves, "conv" only what convolutions read.
+        sub_batch: the most samples at once; parts count by how many they have, as in a loss that is a mean.
 
     Raises:
         ValueError: another rule, or "conv" for a network without convolutions.
     """
 
-    def __init__(self, model: nn.Module, loss: Callable[[Any], Tensor], batch: Any, host: HostTier, rule: str) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[Any], Tensor],
+        batch: Any,
+        host: HostTier,
+        rule: str,
+        sub_batch: int | None = None,
+    ) -> None:
         if rule not in (ALL, CONVOLUTIONS):
             raise ValueError(f"vDNN's rule {rule!r}: choose {ALL!r} or {CONVOLUTIONS!r}")
-        self._loss, self._batch, self._host = loss, batch, host
+        self._loss, self._host = loss, host
         self._steps = 0
-        keep = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
-        saved, read = _saved_storages(model, loss, batch, keep)
+        self._samples = len(batch[0])
+        self._parts = balanced_parts(batch, sub_batch or self._samples)
+        self._fixed = [*model.parameters(), *model.buffers()]
+        part = self._parts[0]
+        saved, read = _saved_storages(model, loss, part, [*self._fixed, *tensors_in(part)])
         wanted = frozenset(range(saved - 1)) if rule == ALL else read - {saved - 1}
         if not wanted:
             raise ValueError(f"vDNN's rule {rule!r} finds nothing to offload in {type(model).__name__}")
-        samples = len(batch[0])
-        self._offload = OffloadSavedTensors(OffloadPlan(samples, wanted, prefetch=1, saved=saved), host, keep)
+        self.plan = OffloadPlan(len(part[0]), wanted, prefetch=1, saved=saved)
+        self._offload = OffloadSavedTensors(self.plan, host)
 
     def run(self) -> None:
-        """One forward and backward pass."""
-        with self._offload:
-            loss = self._loss(self._batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        """Forward and backward pass of all parts."""
+        for part in self._parts:
+            self._offload.keep = [*self._fixed, *tensors_in(part)]
+            with self._offload:
+                loss = self._loss(part)
+            (loss if len(self._parts) == 1 else loss * (len(part[0]) / self._samples)).backward()
+            del loss
         self._steps += 1
 
     def moved_bytes(self) -> float:

@@ -174,6 +174,7 @@ class MemorySettings(Settings):
     budgets: list[Any] = field(default_factory=list)
     # the budget sweep and targets
     networks: dict[str, Any] = field(default_factory=dict)  # name: {model, data, batch_size, ...}, for cases to name
+    rules: list[str] = field(default_factory=list)  # of vDNN+, beside: "all" layers offload, or "conv" only
     data: dict[str, Any] = field(default_factory=dict)  # a data set of (input, target) pairs
     host: str = "disk:"  # "disk:FOLDER"; without a folder, one for temporary files
     headroom_mb: float = 0.0  # that RLIMIT_DATA leaves beyond the budget

@@ -29,6 +29,10 @@ from retime.recipes.modnn_side_by_side import (
     PREDICTED,
     STEP,
     UNLIMITED,
+    VDNN_PLUS,
+)
+from retime.recipes.modnn_side_by_side import (
+    MOVED as MOVED_A_STEP,
 )
 from retime.recipes.modnn_simulated import (
     ALGORITHMS,
@@ -205,7 +209,11 @@ def test_budget_sweep(run: Command) -> None:
     )
     (point,) = result.points
     assert point.facts["out of memory"] == point.facts["refused"] == {}
-    assert point.variants(STEP) == [UNLIMITED, GIVING_BACK, "50 %"]
+    theirs = VDNN_PLUS.format("all", "50 %")
+    assert point.variants(STEP) == [UNLIMITED, GIVING_BACK, "50 %", theirs]
+    assert point.values(theirs, MEASURED)[0] <= point.values("50 %", BUDGET)[0]
+    assert point.values(theirs, MOVED_A_STEP)[0] > point.values("50 %", MOVED_A_STEP)[0]
+    assert point.values(theirs, DIFFERENCE)[0] < 10  # ppm
     assert point.values("50 %", DIFFERENCE)[0] < 10  # ppm
     assert 0 < point.values(GIVING_BACK, DIFFERENCE)[0] < 10  # its samples are in another order
     assert point.values("50 %", PREDICTED)[0] <= point.values("50 %", BUDGET)[0]
