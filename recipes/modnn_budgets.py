@@ -94,8 +94,7 @@ class Budgets(NetworkRecipe):
             "vDNN+ is vDNN's rule executed for real, each storage back one ahead of its use, in the largest parts of "
             "the batch that fit the budget, with the same pool.",
             "Weights differ: norm of the difference of all weights over their norm.",
-            "The floor's budget is a little more than the floor, as two calibrations differ by a little: the floor "
-            "that refusals name is asked for until there is none.",
+            "The floor's budget is the floor that a refusal names, asked for until there is none.",
         ]
         return [*lines, *(line for point in result.points for line in plans_and_failures(point, point.at["network"]))]
 

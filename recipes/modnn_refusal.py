@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from retime.recipes.modnn_budget_worker import FLOOR_SHARE, Training
+from retime.recipes.modnn_budget_worker import Training
 from retime.recipes.modnn_processes import Answer
 from retime.schedules.memory.errors import BudgetError
 
@@ -50,14 +50,11 @@ def _refuse(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def check(message: str, training: Training) -> tuple[dict[str, bool], str]:
-    """What a reader of the message can do with it, and what comes of training in the floor that it names.
-
-    That floor is asked for with the share added by which two calibrations differ.
-    """
+    """What a reader of the message can do with it, and what comes of training in the floor that it names."""
     found = _MESSAGE.search(message)
     if found is None:
         return dict.fromkeys((FLOOR, TASK, LAYER, HINT), False), "none was named"
-    at_floor = _train_in(int(FLOOR_SHARE * int(found["floor"])), training)
+    at_floor = _train_in(int(found["floor"]), training)
     said = {
         FLOOR: at_floor == "trained",
         TASK: hasattr(torch.ops.aten, found["task"] or ""),

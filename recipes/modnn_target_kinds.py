@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 from retime.recipes import modnn_planning, modnn_refusal
-from retime.recipes.modnn_budget_worker import FLOOR_SHARE
 from retime.recipes.modnn_processes import WorkerError, answer_once
 from retime.recipes.modnn_side_by_side import (
     BUDGET,
@@ -33,7 +32,7 @@ PLANNING, FIRST, AGAIN = "profile and plan", "extra memory, first time", "extra 
 TRAINED = "trained"
 # The floor counts what a step needs, the kernel's limit also what the C library's heap leaves unused; and the floor of
 # one process can lie a little above that of another.
-_ABOVE_FLOOR = (1.0, FLOOR_SHARE, 1.1, 1.25, 1.5)
+_ABOVE_FLOOR = (1.0, 1.05, 1.1, 1.25, 1.5)
 
 Case = dict[str, Any]
 """A case of the experiment file; `network` is the block of the network that the point is about, if it is about one."""
@@ -84,8 +83,7 @@ def random_budgets(settings: MemorySettings, case: Case, tick: Tick) -> Measured
             if (name, batch_size) not in known:
                 known[name, batch_size] = network.plan()
             ideal, floor = (known[name, batch_size][key] for key in ("ideal_bytes", "floor_bytes"))
-            least = FLOOR_SHARE * floor
-            budget = int(least * (max(ideal, least) / least) ** place)
+            budget = int(floor * (max(ideal, floor) / floor) ** place)
             label = f"{number}: {name}, batch {batch_size}, {100 * budget / ideal:.0f} % of the ideal peak"
             rows.append(Row(label, BUDGET, "MiB", [budget / MIB]))
             try:

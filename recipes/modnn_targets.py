@@ -11,7 +11,6 @@ from retime.recipes import charts
 from retime.recipes import modnn_claims as claims
 from retime.recipes.claims import Comparison, Target, amount
 from retime.recipes.measure import spread
-from retime.recipes.modnn_budget_worker import FLOOR_SHARE
 from retime.recipes.modnn_report import (
     POOL,
     REVERSED,
@@ -108,8 +107,9 @@ class Targets(Recipe[MemorySettings]):
             "process grows by at its peak meanwhile: the first time with the code that is loaded for it, which a "
             "process has once, and again for the same network.",
             "A refusal counts if weights are as before, the operation and the layer that its message names exist, it "
-            "says what would help, and a step then trains in the floor that it names "
-            f"(times {FLOOR_SHARE:g}: two calibrations differ by a little).",
+            "says what would help, and a step then trains in the floor that it names.",
+            "vDNN's resident peak leaves out what an operation allocates and never touches, as batch norm's backward "
+            "pass does on a CPU; a limit of data bytes counts it, and so do our floors.",
         ]
         for point in result.points:
             network = point.at.get("network", "")

@@ -28,7 +28,7 @@ _KEPT = (
 _SHOWN = 4
 _UNMEASURED = 1.25
 """What is held of a peak that is known from a dry run alone."""
-_UNEVEN = 1 + 1 / 32
+_UNEVEN = 1 + 1 / 64
 """What is held of a measured plan's peak."""
 _FROM_CHECKPOINT = "plan of an earlier run"
 

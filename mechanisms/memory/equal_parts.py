@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 from retime.mechanisms.memory.split import Split, part_of, samples_in, split_batch
 
-__all__ = ["balanced_parts"]
+__all__ = ["balanced_parts", "part_lengths"]
+
+
+def part_lengths(samples: int, count: int) -> list[int]:
+    """How many samples each of so many nearly equal parts has; larger first."""
+    size, larger = divmod(samples, count)
+    return [size + (index < larger) for index in range(count)]
 
 
 def balanced_parts(batch: Any, sub_batch: int, split: Split = split_batch) -> list[Any]:
@@ -30,12 +37,12 @@ def balanced_parts(batch: Any, sub_batch: int, split: Split = split_batch) -> li
 def _in_parts(batch: Any, samples: int, count: int, split: Split) -> list[Any]:
     if count <= 1:
         return [batch]
-    size, larger = divmod(samples, count)
+    lengths = part_lengths(samples, count)
     if split is split_batch:
-        ends = [(index + 1) * size + min(index + 1, larger) for index in range(count)]
+        ends = list(accumulate(lengths))
         return [part_of(batch, slice(first, last), samples) for first, last in zip([0, *ends], ends, strict=False)]
     half = -(-count // 2)
-    first = half * size + min(half, larger)
+    first = sum(lengths[:half])
     parts = list(split(batch, first))
     sizes = [samples_in(part, split) for part in parts]
     if sizes != [first, samples - first]:

@@ -15,6 +15,8 @@ from retime.schedules.errors import ScheduleError
 from retime.schedules.memory import OffloadPlan
 from retime.schedules.memory.errors import BudgetError
 
+# A second calibration may find so much more than the first; a floor that is named holds it.
+_MARGIN, _MARGIN_BYTES = 0.03, 512 * 2**10
 # Samples of a real run, where the batch is to stay whole: one may be too few for batch statistics.
 _FEW = 2
 
@@ -25,10 +27,12 @@ class MemoryFloor:
 
     Attributes:
         bytes: the smallest budget: tensors, scratch, and what plans leave free.
+        named_bytes: what a refusal asks for: with what another calibration may find beside that.
         sub_batch: with so many samples at once.
         resident_bytes: of these, parameters, buffers, gradients, optimizer states and the batch.
         scratch_bytes: of these, what operations need for themselves.
         task: the operation that needs the most.
+        calibrated: scratch was measured.
     """
 
     bytes: int
@@ -36,6 +40,13 @@ class MemoryFloor:
     resident_bytes: int
     scratch_bytes: int
     task: LargestTask
+    calibrated: bool = False
+
+    @property
+    def named_bytes(self) -> int:
+        if not self.calibrated:
+            return self.bytes
+        return self.bytes + max(_MARGIN_BYTES, round(_MARGIN * self.bytes))
 
     def require(self, budget_bytes: int) -> None:
         """Refuse a budget below the floor.
@@ -56,7 +67,7 @@ class MemoryFloor:
             hint = f"That layer alone needs {self.task.nbytes} bytes for one sample: smaller samples would help"
         raise BudgetError(
             f"a budget of {budget_bytes} bytes is below this step's floor",
-            floor_bytes=self.bytes,
+            floor_bytes=self.named_bytes,
             task=f"{self.task.name} ({self.task.phase})",
             layer=self.task.layer,
             hint=hint,
@@ -133,7 +144,12 @@ class StepMemory:
         scratch = self.costs.scratch(smallest)
         tensors = min(self.peak_bytes(self.plan(smallest, all_of=True)), self.peak_bytes(self.plan(smallest)))
         return MemoryFloor(
-            tensors + scratch + self.costs.spare_bytes, smallest, away.resident_bytes, scratch, away.largest_task
+            tensors + scratch + self.costs.spare_bytes,
+            smallest,
+            away.resident_bytes,
+            scratch,
+            away.largest_task,
+            calibrated=self.costs.spare_bytes > 0,
         )
 
     def lifetimes(self, sub_batch: int) -> Lifetimes:
@@ -160,7 +176,7 @@ class StepMemory:
         """
         if self.plain is None:
             return self.peak_bytes(plan, in_flight_bytes), 0
-        run = self._dry.run(plan, in_flight_bytes=in_flight_bytes, update=False)
+        run = self._dry.run(plan, in_flight_bytes=in_flight_bytes, update=False, as_cut=True)
         return max(self._update_bytes, run.peak_with(self.costs.operations)), max(self._update_bytes, run.peak_bytes)
 
     def with_sizes(self, sub_batches: tuple[int, ...], costs: StepCosts, *, check: bool) -> StepMemory:

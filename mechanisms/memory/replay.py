@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from retime.mechanisms.memory.equal_parts import part_lengths
 from retime.mechanisms.memory.host import HostTier
 from retime.mechanisms.memory.host_memory import HostMemory
 from retime.mechanisms.memory.host_null import HostNull
@@ -126,7 +127,7 @@ def replay(
         ValueReadError: the step reads a tensor's value.
         PlanMismatch: the plan is for another number of saved storages.
     """
-    return DryRun(step, real=real).run(plan, in_flight_bytes=in_flight_bytes, compare=compare)
+    return DryRun(step, real=real).run(plan, in_flight_bytes=in_flight_bytes, compare=compare, as_cut=True)
 
 
 class DryRun:
@@ -175,11 +176,14 @@ class DryRun:
         compare: bool = True,
         update: bool = True,
         meter: Meter | None = None,
+        as_cut: bool = False,
     ) -> StepProfile:
         """Trace the step under a plan; see :func:`replay`.
 
         Args:
             plan, in_flight_bytes, compare: as there.
+            as_cut: the parts have the sizes with which a batch is cut, nearly equal ones; otherwise all have the
+                plan's size, as is needed to tell what depends on that.
             update: run the optimizers too; without activations they need the same under every plan.
             meter: is told about every operation.
         """
@@ -189,7 +193,7 @@ class DryRun:
             held = self._lay_out(tracer, parts)
             try:
                 with tracer.watch(), tracer:
-                    self._forward_backward(tracer, plan, in_flight_bytes, compare)
+                    self._forward_backward(tracer, plan, in_flight_bytes, compare, as_cut)
                     if update:
                         tracer.phase = Phase.UPDATE
                         self._update()
@@ -289,18 +293,22 @@ class DryRun:
         """Gradients that are buckets are there at all times."""
         return "kept" if self.step.buckets == "gradients" and not parts else self.step.gradients
 
-    def _forward_backward(self, tracer: Tracer, plan: OffloadPlan, in_flight_bytes: int, compare: bool) -> None:
+    def _forward_backward(
+        self, tracer: Tracer, plan: OffloadPlan, in_flight_bytes: int, compare: bool, as_cut: bool
+    ) -> None:
         step, module = self.step, self.step.module
         fixed = [*module.parameters(), *module.buffers(), *tensors_in(self._batch)]
         offload = OffloadSavedTensors(plan, self._host, in_flight_bytes=in_flight_bytes, observer=tracer)
         if not compare:
             offload.on_mismatch = _no_matter
-        starts = range(0, step.samples, plan.sub_batch)[:2]  # all but the first are alike
-        for first in starts:
+        count = -(-step.samples // plan.sub_batch)
+        sizes = part_lengths(step.samples, count) if as_cut else [plan.sub_batch] * count
+        first = 0
+        for size in sizes[:2]:  # all but the first find gradients, and none of them is larger than the second
             part = self._batch
-            if len(starts) > 1:
+            if count > 1:
                 with tracer.inside():  # cutting is none of the step's operations
-                    part = step.split(part, first, min(first + plan.sub_batch, step.samples))
+                    part = step.split(part, first, min(first + size, step.samples))
                 tracer.add(part, BlockKind.INPUT)
             tracer.phase = Phase.FORWARD
             tracer.begin_pass()
@@ -308,7 +316,7 @@ class DryRun:
             with offload:
                 loss = step.loss(part)
             offload.keep = ()
-            if first == 0 and self._gradients(len(starts) > 1) == "freed after forward":
+            if first == 0 and self._gradients(count > 1) == "freed after forward":
                 for parameter in self._trained:
                     parameter.grad = None
             tracer.phase = Phase.BACKWARD
@@ -317,6 +325,7 @@ class DryRun:
             for parameter in self._trained:
                 if parameter.grad is not None:
                     tracer.mark(parameter.grad, BlockKind.WEIGHT_GRADIENT)
+            first += size
 
 
 def _no_matter(mismatch: PlanMismatch) -> None:
