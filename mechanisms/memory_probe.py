@@ -88,16 +88,12 @@ class _SampledPeak:
 
     def __init__(self) -> None:
         self._sampler = MemorySampler("cpu")
-        self._taken = 0
 
     def open(self) -> None:
         self._sampler.start()
-        self._taken = 0
 
     def take(self) -> int:
-        self._sampler.sample()
-        since, self._taken = self._taken, len(self._sampler.samples) - 1
-        return max(nbytes for _, nbytes in self._sampler.samples[since:])
+        return max(nbytes for _, nbytes in self._sampler.take())
 
     def close(self) -> None:
         self._sampler.stop()

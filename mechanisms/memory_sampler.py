@@ -66,6 +66,13 @@ class MemorySampler:
         self._thread = None
         self.sample()
 
+    def take(self) -> list[tuple[float, int]]:
+        """The samples so far, which are then forgotten but for one that is taken now."""
+        self.sample()
+        with self._lock:
+            taken, self.samples = self.samples, self.samples[-1:]
+        return taken
+
     def sample(self) -> None:
         """Take a sample now."""
         with self._lock:

@@ -69,7 +69,8 @@ class Vdnn:
             self._offload.keep = [*self._fixed, *tensors_in(part)]
             with self._offload:
                 loss = self._loss(part)
-            (loss if len(self._parts) == 1 else loss * (len(part[0]) / self._samples)).backward()
+            share = len(part[0]) / self._samples
+            (loss if share == 1 else loss * share).backward()  # type: ignore[no-untyped-call]
             del loss
         self._steps += 1
 

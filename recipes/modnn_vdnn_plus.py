@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from retime.mechanisms.memory.batchnorm import batch_statistics_layers
+from retime.mechanisms.memory.budget_report import PlannedShape
 from retime.mechanisms.memory.calibrate import calibrate
 from retime.mechanisms.memory.floor import StepMemory
 from retime.mechanisms.memory.freed_memory import FreedMemory
 from retime.mechanisms.memory.host import HostTier
 from retime.mechanisms.memory.replay import TrainingStep
-from retime.mechanisms.memory.search import part_sizes
+from retime.mechanisms.memory.search import PlanChoice, part_sizes
 from retime.mechanisms.memory.storages import tensors_in
 from retime.recipes.modnn_vdnn import Vdnn
 from retime.schedules.memory.errors import BudgetError
@@ -69,7 +70,10 @@ class VdnnPlus(Vdnn):
             )
         self._freed = FreedMemory(next(model.parameters()).device)
         there = [*model.parameters(), *model.buffers(), *tensors_in(list(optimizer.state.values())), *tensors_in(batch)]
-        self._freed.hold(self.peak_bytes - scratch, there)
+        choice = PlanChoice(
+            *(self.plan, 0, self.peak_bytes, 0.0, 0.0, 0, 0), scratch_bytes=scratch, spare_bytes=costs.spare_bytes
+        )
+        self._freed.hold(PlannedShape(samples, choice).held_bytes(budget_bytes), there)
 
     def remove(self) -> None:
         self._freed.close()

@@ -10,9 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from retime.mechanisms.memory.agreement import RankAgreement
 from retime.mechanisms.memory.budget import parse_budget
-from retime.mechanisms.memory.budgeted_ddp import SETTING_UP, BudgetedDataParallelStep, check_reduce_on
+from retime.mechanisms.memory.budgeted_ddp import SETTING_UP, BudgetedDataParallelStep
 from retime.mechanisms.memory.budgeted_step import BudgetedStep
 from retime.mechanisms.memory.host import parse_host
+from retime.mechanisms.memory.host_reduction import HostReduction
 from retime.strategies.budgeted import Budgeted
 
 
@@ -46,24 +47,38 @@ class MemoryBudgetDDPStrategy(Budgeted, DDPStrategy):
     strategy_name = "memory_budget_ddp"
 
     def __init__(self, budget: int | str = "90%", *args: Any, reduce_on: str = "device", **kwargs: Any) -> None:
-        check_reduce_on(reduce_on)
+        if reduce_on not in ("device", "host"):
+            raise ValueError(f"reduce_on={reduce_on!r}: use 'device' or 'host'")
         if reduce_on == "host" and kwargs.get("ddp_comm_hook") is not None:
             raise ValueError("reduce_on='host' is a communication hook itself: leave out ddp_comm_hook, or reduce_on")
         super().__init__(budget, *args, **kwargs)
         self._reduce_on = reduce_on
+        self._reduction: HostReduction | None = None
 
     def _make_step(self, module: LightningModule, **options: Any) -> BudgetedStep:
         agreement = RankAgreement(self._timeout)
+        self._end_reduction()
+        if self._reduce_on == "host" and self.root_device.type == "cuda":
+            assert isinstance(self.model, DistributedDataParallel)
+            self._reduction = HostReduction(self.model, self._timeout)
 
         def make() -> BudgetedStep:
             model = self.model
             assert isinstance(model, DistributedDataParallel)
             budget_bytes = parse_budget(self._budget, self.root_device, sharing=self.num_processes)
             host = parse_host(self._host, self.root_device)
-            joint: dict[str, Any] = {"agreement": agreement, "reduce_on": self._reduce_on}
-            return BudgetedDataParallelStep(model, self.optimizers, budget_bytes, host, **joint, **options)
+            return BudgetedDataParallelStep(model, self.optimizers, budget_bytes, host, agreement=agreement, **options)
 
         return agreement.each_makes(make, BudgetedStep.remove, SETTING_UP)
+
+    def teardown(self) -> None:
+        super().teardown()
+        self._end_reduction()
+
+    def _end_reduction(self) -> None:
+        reduction, self._reduction = self._reduction, None
+        if reduction is not None:
+            reduction.close()
 
     def on_exception(self, exception: BaseException) -> None:
         unused = "Expected to have finished reduction" in str(exception)

@@ -44,6 +44,7 @@ from retime.mechanisms.memory.alone import alone
 from retime.mechanisms.memory.budgeted_ddp import BudgetedDataParallelStep
 from retime.mechanisms.memory.costs import StepCosts
 from retime.mechanisms.memory.host import parse_host
+from retime.mechanisms.memory.host_reduction import HostReduction
 from retime.schedules.memory.errors import BudgetError
 from retime.strategies import MemoryBudgetDDPStrategy
 
@@ -207,10 +208,8 @@ def gradients_are_reduced_once_a_step() -> None:
 def gradients_are_summed_in_host_memory() -> None:
     plan_with(SPLITS)
     plain, ours = DistributedDataParallel(Net()), DistributedDataParallel(Net(), bucket_cap_mb=0.002)
-    ours.device_type = "cuda"  # on a CPU the option changes nothing
-    step = budgeted(ours, reduce_on="host")
-    reduction = step._on_host
-    assert reduction is not None
+    before = groups()
+    reduction, step = HostReduction(ours), budgeted(ours)
     for batch in batches([BATCH, 16]):
         for parts, model in ((step, ours), (budgeted(plain), plain)):
             model.zero_grad()
@@ -218,6 +217,8 @@ def gradients_are_summed_in_host_memory() -> None:
         assert_same_gradients(plain, ours)
     assert reduction.bytes_out == 2 * sum(parameter.nbytes for parameter in ours.parameters())
     step.remove()
+    reduction.close()
+    assert groups() == before
     ours.zero_grad()
     nn.functional.cross_entropy(ours(batch[0]), batch[1]).backward()
     assert_same_gradients(plain, ours)

@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import retime.mechanisms.memory.host_reduction as host_reduction
-from retime.mechanisms.memory.host_reduction import HostReduction, reduce_on_host
+from retime.mechanisms.memory.host_reduction import HostReduction
 from retime.strategies import MemoryBudgetDDPStrategy
 
 
@@ -35,8 +35,7 @@ def network(device: torch.device) -> nn.Module:
 def test_gradients_come_back(device: torch.device) -> None:
     plain = network(device)
     model = DistributedDataParallel(network(device), bucket_cap_mb=0.02)
-    reduction = HostReduction()
-    model.register_comm_hook(reduction, reduce_on_host)
+    reduction = HostReduction(model)
     inputs = torch.randn(8, 64, device=device)
     for closed in (False, False, True):
         if closed:
@@ -53,8 +52,7 @@ def test_gradients_come_back(device: torch.device) -> None:
 
 def test_a_reduction_that_fails_fails_the_backward_pass(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     model = DistributedDataParallel(network(device))
-    reduction = HostReduction()
-    model.register_comm_hook(reduction, reduce_on_host)
+    reduction = HostReduction(model)
 
     def fail(tensor: Tensor, **_: object) -> None:
         raise RuntimeError("a rank is gone")
@@ -65,12 +63,11 @@ def test_a_reduction_that_fails_fails_the_backward_pass(device: torch.device, mo
     reduction.close()
 
 
-def test_a_group_that_does_not_reduce_on_the_host_is_refused(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host_reduction.dist, "get_backend", lambda _: "nccl")
-    with pytest.raises(ValueError, match="nccl does not reduce in host memory: give a group of gloo's"):
-        HostReduction()
+def test_a_model_on_several_devices_is_refused(device: torch.device) -> None:
+    model = DistributedDataParallel(network(device))
+    model.module[0].to("meta")
+    with pytest.raises(ValueError, match="take a model on one device, not on 2"):
+        HostReduction(model)
 
 
 def test_what_the_strategy_refuses() -> None:

@@ -8,6 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -361,16 +362,56 @@ def test_passes_are_left_alone_behind_the_last_storage_that_moves(
     assert host.bytes_held() == 0
 
 
-def test_every_16th_pass_is_watched_to_its_end(host: HostMemory) -> None:
+def test_an_error_behind_the_end_leaves_nothing(host: HostMemory) -> None:
+    leaf = torch.ones(1000, requires_grad=True)
+    offload = OffloadSavedTensors(OffloadPlan(1, frozenset({0}), 0, 3), host, [leaf])
+    for fails in (False, True):
+        with suppress(KeyError), offload:
+            leaf.exp().exp().exp()
+            if fails:
+                raise KeyError
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert host.bytes_held() == 0
+    with offload:
+        leaf.exp().exp().exp()
+        with pytest.raises(RuntimeError, match="already around a forward pass"):
+            offload.__enter__()
+
+
+def test_hooks_around_others_go_on_to_the_end(host: HostMemory) -> None:
+    """Or those around them would be given some passes' tensors, and not others'."""
+    leaf = torch.ones(1000, requires_grad=True)
+    offload = OffloadSavedTensors(OffloadPlan(1, frozenset({0}), 0, 3), host, [leaf])
+    outer: list[Tensor] = []
+    for _ in range(3):
+        with saved_tensors_hooks(lambda tensor: outer.append(tensor), lambda _: leaf), offload:  # type: ignore[func-returns-value]
+            leaf.exp().exp().exp()
+    assert outer == []
+
+
+def test_a_short_first_pass_does_not_end_later_ones_early(host: HostMemory) -> None:
+    leaf = torch.ones(1000, requires_grad=True)
+    told: list[PlanMismatch] = []
+    offload = OffloadSavedTensors(OffloadPlan(1, frozenset({0, 3}), 0, 5), host, [leaf], on_mismatch=told.append)
+    for layers in (2, 5, 5):
+        with offload:
+            value = leaf
+            for _ in range(layers):
+                value = value.exp()
+    assert len(told) == 1
+    assert offload.report().storages == 1 + 2 + 2
+
+
+def test_every_17th_pass_is_watched_to_its_end(host: HostMemory) -> None:
     leaf = torch.ones(1000, requires_grad=True)
     told: list[PlanMismatch] = []
     offload = OffloadSavedTensors(OffloadPlan(1, frozenset({0}), 0, 1), host, [leaf], on_mismatch=told.append)
-    for step in range(17):
+    for step in range(18):
         with offload:
             first = leaf.exp()
             second = first * 2 if step == 0 else first.exp()  # as many nodes, but one more saves
             second.sum().backward()
-        assert len(told) == (step == 16)
+        assert len(told) == (step == 17)
 
 
 def test_hooks_of_the_model_stay_in_force_when_ours_end(host: HostMemory) -> None:
@@ -388,7 +429,7 @@ def test_hooks_of_the_model_stay_in_force_when_ours_end(host: HostMemory) -> Non
             with saved_tensors_hooks(keep, lambda kept: kept):
                 value = value.exp()
         value.sum().backward()
-    leaf.exp()  # nobody's
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     assert len(own) == 2
     assert offload.report().storages == 2
 

@@ -107,6 +107,28 @@ def test_parts_need_not_divide_the_batch(samples: int, sizes: tuple[int, ...]) -
         assert memory.peak_bytes(plan) == pytest.approx(exact, rel=0.02)
 
 
+class Masked(nn.Module):
+    """Makes a mask in its first forward pass and keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask: Tensor | None = None
+
+    def forward(self, value: Tensor) -> Tensor:
+        if self.mask is None:
+            self.mask = torch.triu(torch.ones(1, value.shape[1]))
+        return value * self.mask
+
+
+def test_a_model_that_keeps_what_its_first_pass_made_is_planned_for() -> None:
+    step = step_of(Masked(), samples=MANY)
+    plain = StepMemory(step, (MANY,)).plain
+    assert plain is not None
+    step = step_of(Masked(), samples=MANY)
+    choice = search_plan(step, plain.peak_bytes * 9 // 10)
+    assert choice.peak_bytes <= plain.peak_bytes * 9 // 10
+
+
 @pytest.mark.parametrize("samples", [1, 2, 3, 8])
 def test_layers_that_refuse_one_sample_are_calibrated_with_two(samples: int) -> None:
     step = step_of(nn.BatchNorm1d(64), samples=samples)

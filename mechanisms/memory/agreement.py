@@ -21,18 +21,15 @@ class RankAgreement:
 
     Args:
         timeout: how long the others may take, a rank that plans included; None is torch's default.
-
-    Attributes:
-        group: gloo's; None is the default group.
     """
 
     def __init__(self, timeout: timedelta | None = None) -> None:
         gloo = dist.get_backend() == "gloo"
-        self.group = None if gloo else dist.new_group(backend="gloo", timeout=timeout)
+        self._group = None if gloo else dist.new_group(backend="gloo", timeout=timeout)
 
     def close(self) -> None:
         """Give back what was made for this; the ranks agree on nothing more."""
-        group, self.group = self.group, None
+        group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
 
@@ -55,7 +52,7 @@ class RankAgreement:
         except Exception as error:  # the others wait for this rank
             failure = error
         told = torch.tensor([decided, int(failure is not None)])
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
         if told[1]:
             self._raise(failure, doing)
         return int(told[0])
@@ -83,7 +80,7 @@ class RankAgreement:
 
     def _raise(self, failure: Exception | None, doing: str) -> None:
         failures: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(failures, None if failure is None else _told(failure), group=self.group)
+        dist.all_gather_object(failures, None if failure is None else _told(failure), group=self._group)
         if failure is not None:
             raise failure
         rank, told = next((rank, told) for rank, told in enumerate(failures) if told is not None)

@@ -21,12 +21,11 @@ from retime.mechanisms.memory.alone import CollectiveError, alone
 from retime.mechanisms.memory.budget_report import PlannedShape
 from retime.mechanisms.memory.budgeted_step import BudgetedStep, NoLossError, Way
 from retime.mechanisms.memory.host import HostTier
-from retime.mechanisms.memory.host_reduction import HostReduction, reduce_on_host
 from retime.mechanisms.memory.reduce_last import ReduceLast
 from retime.mechanisms.memory.step_planner import Step
 from retime.mechanisms.memory.sub_batches import SubBatches
 
-__all__ = ["SETTING_UP", "BudgetedDataParallelStep", "buckets_of", "check_reduce_on"]
+__all__ = ["SETTING_UP", "BudgetedDataParallelStep", "buckets_of"]
 
 SETTING_UP = "set up its memory budget"
 """What ranks do that make a :class:`BudgetedDataParallelStep`, for errors."""
@@ -37,19 +36,16 @@ class BudgetedDataParallelStep(BudgetedStep):
     """A :class:`BudgetedStep` on each rank; all ranks call it for the same batches.
 
     Gradients are reduced once a step, while the last sub-batch runs; the buckets that DDP keeps for that count.
+    :class:`~retime.mechanisms.memory.host_reduction.HostReduction` sums those of CUDA devices in host memory.
 
     Args:
         model: the wrapped model; ``step`` calls it as ever.
         optimizers, budget_bytes, host: of this rank; as for :class:`BudgetedStep`.
         agreement: how the ranks talk; None makes one. It is closed by :meth:`remove`.
-        reduce_on: ``"device"`` leaves gradients to DDP; ``"host"`` sums those of CUDA devices in host memory
-            (:class:`~retime.mechanisms.memory.host_reduction.HostReduction`), with a communication hook. On CPUs there
-            is no difference.
         options: as for :class:`BudgetedStep`.
 
     Raises:
-        ValueError: an optimizer that communicates, SyncBatchNorm with a choice that takes parts of a batch, or an
-            unknown ``reduce_on``.
+        ValueError: an optimizer that communicates, or SyncBatchNorm with a choice that takes parts of a batch.
     """
 
     def __init__(
@@ -60,10 +56,8 @@ class BudgetedDataParallelStep(BudgetedStep):
         host: HostTier,
         *,
         agreement: RankAgreement | None = None,
-        reduce_on: str = "device",
         **options: Any,
     ) -> None:
-        check_reduce_on(reduce_on)
         synced = _synced(model)
         if synced and options.get("batchnorm", "offload") != "offload":
             raise ValueError(
@@ -83,10 +77,6 @@ class BudgetedDataParallelStep(BudgetedStep):
         self._agreement = agreement or RankAgreement()
         self._collective: CollectiveError | None = None
         self._watched = False
-        self._on_host: HostReduction | None = None
-        if reduce_on == "host" and model.device_type == "cuda":
-            self._on_host = HostReduction(self._agreement.group, model.process_group)
-            model.register_comm_hook(self._on_host, reduce_on_host)
 
     def plan(self, step: Step, batch: Any) -> PlannedShape:
         """What is decided on this rank; see :meth:`BudgetedStep.plan`."""
@@ -131,8 +121,6 @@ class BudgetedDataParallelStep(BudgetedStep):
 
     def remove(self) -> None:
         self._reduction.end()
-        if self._on_host is not None:
-            self._on_host.close()
         self._agreement.close()
         super().remove()
 
@@ -159,12 +147,6 @@ class BudgetedDataParallelStep(BudgetedStep):
             raise
         self._watched = True
         return output
-
-
-def check_reduce_on(choice: str) -> None:
-    """Raise a ValueError for an unknown choice."""
-    if choice not in ("device", "host"):
-        raise ValueError(f"reduce_on={choice!r}: use 'device' or 'host'")
 
 
 @dataclass(frozen=True)

@@ -207,7 +207,10 @@ class StepMemory:
     def _whole(self) -> Lifetimes:
         samples = self.step.samples
         if self.plain is not None:
-            return Lifetimes(self.plain, self._away(samples))
+            try:
+                return Lifetimes(self.plain, self._away(samples))
+            except ScheduleError:  # the first pass ever did more: it made a mask, say, that the model keeps
+                return Lifetimes(self._part(samples), self._away(samples))
         # With very few samples a step may run other operations than with more.
         for low in (1, 2, 4):
             small, large = (self._real(size, size) for size in (min(low, samples), min(2 * low, samples)))

@@ -1,7 +1,6 @@
 """Gradients of CUDA ranks are summed in host memory, by the processors, while the backward pass goes on.
 
-    reduction = HostReduction(torch.distributed.new_group(backend="gloo"))
-    model.register_comm_hook(reduction, reduce_on_host)     # a DistributedDataParallel model
+    reduction = HostReduction(model)     # a DistributedDataParallel model; all its ranks do this
     ...
     reduction.close()
 
@@ -12,43 +11,48 @@ the backward pass only. The device needs no memory for it.
 """
 
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["HostReduction", "reduce_on_host"]
 
 
 class HostReduction:
-    """The state of :func:`reduce_on_host`.
+    """Takes over a model's reductions, with a communication hook and a process group of its own.
 
     Args:
-        host_group: gloo's, of the ranks that reduce together; nothing else may use it while a backward pass runs. None
-            is the default group.
-        device_group: what reduces after :meth:`close`, as a model cannot get rid of its hook. None is the default
-            group.
+        model: on one device; all of its ranks make one of these.
+        timeout: of a reduction; None is torch's default.
 
     Attributes:
         bytes_out: sent to the host so far.
+
+    Raises:
+        ValueError: the model lies on several devices.
+        RuntimeError: it has a communication hook.
     """
 
-    def __init__(
-        self, host_group: dist.ProcessGroup | None = None, device_group: dist.ProcessGroup | None = None
-    ) -> None:
-        if dist.get_backend(host_group) != "gloo":
-            raise ValueError(
-                f"{dist.get_backend(host_group)} does not reduce in host memory: give a group of gloo's, "
-                "torch.distributed.new_group(backend='gloo')"
-            )
-        self._group, self._device_group = host_group, device_group
-        self._size = dist.get_world_size(host_group)
+    def __init__(self, model: DistributedDataParallel, timeout: timedelta | None = None) -> None:
+        devices = {parameter.device for parameter in model.parameters()}
+        if len(devices) > 1:
+            raise ValueError(f"reductions in host memory take a model on one device, not on {len(devices)}")
+        self._device_group = model.process_group
+        ranks = dist.get_process_group_ranks(self._device_group)
+        self._size = len(ranks)
+        local = len(ranks) != dist.get_world_size()
+        # Of its own: the thread's reductions have no order with whatever else the ranks say to one another.
+        self._group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=local)
         # One thread: all ranks reduce their buckets in the same order.
         self._thread: ThreadPoolExecutor | None = ThreadPoolExecutor(1, thread_name_prefix="retime-host-reduction")
         self._buffers: dict[int, Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
         self.bytes_out = 0
+        model.register_comm_hook(self, reduce_on_host)
 
     def start(self, index: int, values: Tensor) -> Future[Tensor]:
         """Begin to replace ``values``, shape ``(n,)``, by their mean over the ranks.
@@ -63,47 +67,51 @@ class HostReduction:
             return ended
         buffer = self._buffers.get(index)
         if buffer is None or buffer.shape != values.shape or buffer.dtype != values.dtype:
-            buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+            buffer = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=values.is_cuda)
             self._buffers[index] = buffer
         self.bytes_out += values.nbytes
-        left = self._copy(buffer, values, after_compute=True)
+        left = self._copy_out(buffer, values)
         done: Future[Tensor] = Future(devices=[values.device] if values.is_cuda else [])
         self._thread.submit(self._reduce, values, buffer, left, done)
         return done
 
     def close(self) -> None:
-        """Give back the thread and the host memory; call it when no backward pass runs."""
+        """Leave reductions to the model's own group again, as it cannot get rid of its hook; when no backward runs."""
         thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.shutdown()
+        if thread is None:
+            return
+        thread.shutdown()
         self._buffers.clear()
+        if dist.is_initialized():
+            dist.destroy_process_group(self._group)
 
     def _reduce(self, values: Tensor, buffer: Tensor, left: torch.cuda.Event | None, done: Future[Tensor]) -> None:
         try:
             if left is not None:
+                torch.cuda.set_device(values.device)  # a new thread's is device 0
                 left.synchronize()
             buffer.div_(self._size)
             dist.all_reduce(buffer, group=self._group)
-            self._copy(values, buffer)
             if self._stream is None:
+                values.copy_(buffer)
                 done.set_result(values)
                 return
             with torch.cuda.stream(self._stream):  # whoever waits for the result waits for what this stream has
+                values.copy_(buffer, non_blocking=True)
                 done.set_result(values)
-        except Exception as error:  # DistributedDataParallel raises it where it waits
+        except Exception as error:  # then DistributedDataParallel cannot read the result, and says this in its error
             done.set_exception(error)  # type: ignore[arg-type]
 
-    def _copy(self, into: Tensor, source: Tensor, *, after_compute: bool = False) -> torch.cuda.Event | None:
-        device = into.device if into.is_cuda else source.device
-        if device.type != "cuda":
-            into.copy_(source)
+    def _copy_out(self, buffer: Tensor, values: Tensor) -> torch.cuda.Event | None:
+        """To the host, after all that the compute stream was given so far."""
+        if not values.is_cuda:
+            buffer.copy_(values)
             return None
         if self._stream is None:
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        if after_compute:
-            self._stream.wait_stream(torch.cuda.current_stream(device))
+            self._stream = torch.cuda.Stream(values.device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(values.device))
         with torch.cuda.stream(self._stream):
-            into.copy_(source, non_blocking=True)
+            buffer.copy_(values, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         return event

@@ -75,19 +75,20 @@ class Lifetimes:
                 raise ScheduleError("the step runs other operations for another plan or sub-batch size")
         self.operations = len(names)
         self.kinds = [operation.kind for operation in operations]
-        storages = [storage for storage in plain.trace.storages if storage.born < self.operations]
-        sizes = _sizes(plain, larger or plain)[: len(storages)]
+        pairs = [
+            (storage, size)
+            for storage, size in zip(plain.trace.storages, _sizes(plain, larger or plain), strict=True)
+            if storage.born < self.operations
+        ]
         self.unsaved = [
             self._life(storage, size)
-            for storage, size in zip(storages, sizes, strict=True)
+            for storage, size in pairs
             if storage.number is None and (batch_bytes is None or not _is_batch(storage))
         ]
         if batch_bytes is not None:
             self.unsaved.append(Life(Size(batch_bytes), 0, self.operations - 1))
         by_number = {
-            (storage.forward_pass, storage.number): size
-            for storage, size in zip(storages, sizes, strict=True)
-            if storage.number is not None
+            (storage.forward_pass, storage.number): size for storage, size in pairs if storage.number is not None
         }
         self._still: dict[int, list[int]] = {}
         self.passes = [self._saved(index, plain, away, by_number) for index in range(len(plain.trace.saves))]

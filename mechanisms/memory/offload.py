@@ -24,7 +24,7 @@ from retime.mechanisms.memory.offload_pass import ForwardPass, OffloadCounts, Sa
 from retime.schedules.errors import ScheduleError
 from retime.schedules.memory import OffloadPlan
 
-_WHOLE_PASSES = 16
+_WHOLE_PASSES = 17  # with 2, 4 or 8 parts to a batch it is another part each time
 """One of so many passes is watched to its end."""
 
 
@@ -58,7 +58,7 @@ class OffloadReport:
         bytes_skipped: bytes that copying every saved tensor would have moved once more.
         stalls: how often the step had to wait for a copy.
         prefetched: storages that were asked for before they were needed.
-        mismatches: passes that did not fit the plan.
+        mismatches: passes that did not fit the plan, of those that were watched to their end.
     """
 
     passes: int
@@ -87,8 +87,8 @@ class OffloadSavedTensors:
     and have no number, and so do storages saved while a backward pass runs.
 
     Hooks cost each saved tensor some microseconds. So most passes are left alone once the last storage that moves has
-    been saved for the last time, as far as passes before tell; the first and every 16th are watched to their end, and
-    only these are compared with the plan. From the first pass on that makes another number of nodes all are watched.
+    been saved for the last time, as far as passes before tell; the first and every 17th are watched to their end, and
+    only these are compared with the plan. So are all up to the next 17th once a pass makes another number of nodes.
 
     Args:
         plan: which storages move, numbered by when the forward pass first saves them. ``saved=0`` means that their
@@ -100,8 +100,8 @@ class OffloadSavedTensors:
             0 waits for every copy. They are let go of in order and as late as this allows, so that the peak does not
             depend on the disk's mood.
         planned_bytes: size of all storages that the plan was made for; 0 where it is not known.
-        on_mismatch: called with the error when a pass does not fit the plan; without it the error is raised at the end
-            of the forward pass.
+        on_mismatch: called with the error when a pass that was watched to its end does not fit the plan; without it the
+            error is raised at the end of the forward pass.
         observer: is told what is saved and used, for a profile.
 
     Raises:
@@ -120,6 +120,8 @@ class OffloadSavedTensors:
     _pass: ForwardPass | None = field(default=None, init=False)
     _hooks: torch.autograd.graph.saved_tensors_hooks | None = field(default=None, init=False)
     _mismatches: int = field(default=0, init=False)
+    _entered: bool = field(default=False, init=False)
+    _planned: int = field(default=0, init=False)
     _tail: int | None = field(default=None, init=False)
     _began: int = field(default=0, init=False)
     _nodes: int | None = field(default=None, init=False)
@@ -128,22 +130,27 @@ class OffloadSavedTensors:
     def __post_init__(self) -> None:
         if self.in_flight_bytes < 0:
             raise ScheduleError(f"in_flight_bytes={self.in_flight_bytes} must be 0 or more")
+        self._planned = 1 + max(self.plan.offload, default=-1)
 
     def __enter__(self) -> OffloadSavedTensors:
-        if self._hooks is not None:
+        if self._entered:
             raise RuntimeError("this OffloadSavedTensors is already around a forward pass: make another one to nest")
         if self._pass is not None:
             self._pass.settle()
-        whole = self.observer is not None or not self._steady or self._counts.passes % _WHOLE_PASSES == 0
+        if self._counts.passes % _WHOLE_PASSES == 0:
+            self._tail, self._nodes, self._steady = None, None, True
+        # With hooks around these, ours may not leave the rest of the pass to them.
+        nested = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         self._pass = ForwardPass(
             self.plan, self.host, self.keep, self.in_flight_bytes, self._counts, observer=self.observer
         )
-        if not whole and self._tail is not None:
-            self._pass.end_at(self._tail, self._unhook)
+        if self._tail is not None and self._steady and not nested and self.observer is None:
+            self._pass.end_at(max(self._tail, self._planned), self._unhook)
         # A compiled region calls them for what it saves; they are not a part of what it compiles.
         pack, unpack = (torch.compiler.disable(hook) for hook in (self._pass.pack, self._pass.unpack))  # type: ignore[no-untyped-call]
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         self._hooks.__enter__()
+        self._entered = True
         self._counts.passes += 1
         self._began = torch._C._autograd._get_sequence_nr()
         return self
@@ -153,6 +160,7 @@ class OffloadSavedTensors:
     ) -> None:
         assert self._pass is not None, "left without having been entered"
         whole = self._hooks is not None
+        self._entered = False
         self._unhook()
         if error is not None:
             self._pass.abandon()
@@ -190,6 +198,7 @@ class OffloadSavedTensors:
         if len(sizes) == self.plan.saved and self.planned_bytes in (0, sum(sizes)):
             return
         self._mismatches += 1
+        self._tail = None
         mismatch = PlanMismatch(len(sizes), self.plan.saved, sum(sizes), self.planned_bytes)
         if self.on_mismatch is None:
             assert self._pass is not None

@@ -154,7 +154,7 @@ class DryRun:
     ) -> None:
         self.step = step
         self.not_run: list[str] = []
-        self._offloads: dict[tuple[OffloadPlan, int], OffloadSavedTensors] = {}
+        self._offload: OffloadSavedTensors | None = None
         self._host = host or (HostMemory("cpu") if real else HostNull())
         self._mode: Any = nullcontext()
         self._replacement = replacement or (aliases() if in_place else copies())
@@ -237,10 +237,10 @@ class DryRun:
 
     def _offloading(self, plan: OffloadPlan, in_flight_bytes: int) -> OffloadSavedTensors:
         """The same for all runs under a plan, as in training: it does less once it knows what a pass saves."""
-        known = self._offloads.get((plan, in_flight_bytes))
-        if known is None:
+        known = self._offload
+        if known is None or known.plan != plan or known.in_flight_bytes != in_flight_bytes:
             known = OffloadSavedTensors(plan, self._host, in_flight_bytes=in_flight_bytes, on_mismatch=_no_matter)
-            self._offloads = {(plan, in_flight_bytes): known}
+            self._offload = known
         return known
 
     @contextmanager

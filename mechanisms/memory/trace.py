@@ -345,7 +345,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def saved(self, number: int, storage: torch.UntypedStorage) -> None:
         self.trace.saves[-1].setdefault(number, self.now)
         index = self.index_of(storage)
-        if index is not None and self.trace.storages[index].number is None:
+        if index is None:  # a constant that no operation has read yet: autograd saves before an operation runs
+            index, _ = self._count(storage, storage.device, BlockKind.WEIGHT, born=-1)
+        if self.trace.storages[index].number is None:
             self.trace.storages[index].number = number
             self.trace.storages[index].forward_pass = len(self.trace.uses) - 1
 
