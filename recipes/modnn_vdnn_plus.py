@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from retime.mechanisms.memory.batchnorm import batch_statistics_layers
-from retime.mechanisms.memory.budget_report import PlannedShape
 from retime.mechanisms.memory.calibrate import calibrate
 from retime.mechanisms.memory.floor import StepMemory
 from retime.mechanisms.memory.freed_memory import FreedMemory
@@ -73,7 +72,7 @@ class VdnnPlus(Vdnn):
         choice = PlanChoice(
             *(self.plan, 0, self.peak_bytes, 0.0, 0.0, 0, 0), scratch_bytes=scratch, spare_bytes=costs.spare_bytes
         )
-        self._freed.hold(PlannedShape(samples, choice).held_bytes(budget_bytes), there)
+        self._freed.hold(choice.held_bytes(budget_bytes), there)
 
     def remove(self) -> None:
         self._freed.close()

@@ -26,10 +26,6 @@ _KEPT = (
 )
 """What a checkpoint keeps of a choice beside its plan."""
 _SHOWN = 4
-_UNMEASURED = 1.25
-"""What is held of a peak that is known from a dry run alone."""
-_UNEVEN = 1 + 1 / 64
-"""What is held of a measured plan's peak."""
 _FROM_CHECKPOINT = "plan of an earlier run"
 
 
@@ -52,17 +48,8 @@ class PlannedShape:
     note: str = ""
 
     def held_bytes(self, budget_bytes: int) -> int:
-        """What tensors, and what they have freed, are to hold together at most.
-
-        A plan that was measured holds its peak, and a little more where the budget has room for it, as freed ranges do
-        not fit the next tensors exactly; what operations need beside it stays free. One that was not measured has more
-        room, which takes what a dry run does not see.
-        """
-        if not self.choice.spare_bytes:
-            return min(budget_bytes, int(_UNMEASURED * self.choice.peak_bytes))
-        needed = self.choice.peak_bytes - self.choice.scratch_bytes
-        room = budget_bytes - self.choice.scratch_bytes - self.choice.spare_bytes
-        return max(needed, min(int(_UNEVEN * needed), room))
+        """What tensors, and what they have freed, are to hold together at most."""
+        return self.choice.held_bytes(budget_bytes)
 
     def kept(self) -> dict[str, Any]:
         """All but the certificate and costs, in plain types for a checkpoint."""

@@ -20,6 +20,8 @@ _DEPTHS = (2, 1, 0)
 _NEAR, _NEAR_MEASURED = 1.1, 1.04
 # Dry runs for one candidate before it counts as too large.
 _TRIES = 4
+# What is held of the peak of a measured plan, and of one that is known from a dry run alone.
+_UNEVEN, _UNMEASURED = 1 + 1 / 64, 1.25
 # Sub-batch sizes that are tried out beside the best one's, and how much slower than it they may seem.
 _FEW, _WORTH = 3, 2.0
 
@@ -54,6 +56,19 @@ class PlanChoice:
     scratch_bytes: int = 0
     spare_bytes: int = 0
     tensor_bytes: int = 0
+
+    def held_bytes(self, budget_bytes: int) -> int:
+        """What tensors, and what they have freed, are to hold together at most.
+
+        A plan that was measured holds its peak, and a little more where the budget has room for it, as freed ranges do
+        not fit the next tensors exactly; what operations need beside it stays free. One that was not measured has more
+        room, which takes what a dry run does not see.
+        """
+        if not self.spare_bytes:
+            return min(budget_bytes, int(_UNMEASURED * self.peak_bytes))
+        needed = self.peak_bytes - self.scratch_bytes
+        room = budget_bytes - self.scratch_bytes - self.spare_bytes
+        return max(needed, min(int(_UNEVEN * needed), room))
 
 
 def part_sizes(samples: int, smallest: int = 1) -> tuple[int, ...]:
