@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from retime.mechanisms.memory.costs import StepCosts
+from retime.mechanisms.memory.equal_parts import part_lengths
 from retime.mechanisms.memory.lifetimes import Lifetimes
 from retime.mechanisms.memory.profile import LargestTask, StepProfile
 from retime.mechanisms.memory.replay import EVERYTHING, DryRun, TrainingStep
@@ -167,7 +168,9 @@ class StepMemory:
     def peak_bytes(self, plan: OffloadPlan, in_flight_bytes: int = 0) -> int:
         """What tensors and operations hold at most under a plan, put together from the dry runs."""
         lives = self.lifetimes(plan.sub_batch)
-        return max(self._update_bytes, lives.peak_bytes(plan, in_flight_bytes, self.costs.operations))
+        first, *others = part_lengths(self.step.samples, -(-self.step.samples // plan.sub_batch))
+        second = others[0] if others and first == plan.sub_batch else None
+        return max(self._update_bytes, lives.peak_bytes(plan, in_flight_bytes, self.costs.operations, second))
 
     def exact_bytes(self, plan: OffloadPlan, in_flight_bytes: int = 0) -> tuple[int, int]:
         """The same by a dry run under this very plan, or put together where there is none; and of tensors alone.

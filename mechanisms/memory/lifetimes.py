@@ -90,7 +90,8 @@ class Lifetimes:
         by_number = {
             (storage.forward_pass, storage.number): size for storage, size in pairs if storage.number is not None
         }
-        self._still: dict[int, list[int]] = {}
+        self.second = plain.trace.starts[1] if len(plain.trace.starts) > 1 else self.operations
+        self._still: dict[tuple[int, int], list[int]] = {}
         self.passes = [self._saved(index, plain, away, by_number) for index in range(len(plain.trace.saves))]
 
     def peak_bytes(
@@ -98,20 +99,28 @@ class Lifetimes:
         plan: OffloadPlan,
         in_flight_bytes: int = 0,
         scratch: Mapping[tuple[Phase, str, str], Size] | None = None,
+        second: int | None = None,
     ) -> int:
-        """The most that is held at once under ``plan``, with what operations allocate for themselves by their kind."""
-        steps = self._staying(plan.sub_batch).copy()
+        """The most that is held at once under ``plan``, with what operations allocate for themselves by their kind.
+
+        ``second`` is how many samples the second sub-batch has, if that is not as many as the first.
+        """
+        sizes = plan.sub_batch, second or plan.sub_batch
+        steps = self._staying(sizes).copy()
         for saved in self.passes:
             leaving = [one for one in saved if one.number in plan.offload]
             for one in leaving:
-                self._add(steps, one.plain, plan.sub_batch, -1)
+                self._add(steps, one.plain, sizes, -1)
             for life in _leaving_lives(leaving, plan, in_flight_bytes):
-                self._add(steps, life, plan.sub_batch)
+                self._add(steps, life, sizes)
         if not scratch:
             return max(accumulate(steps))
-        extra = {kind: size.at(plan.sub_batch) for kind, size in scratch.items()}
+        extra = [{kind: size.at(samples) for kind, size in scratch.items()} for samples in sizes]
         # No operation is at the last entry, after the end of the step.
-        return max(held + extra.get(kind, 0) for held, kind in zip(accumulate(steps), self.kinds, strict=False))
+        return max(
+            held + extra[at >= self.second].get(kind, 0)
+            for at, (held, kind) in enumerate(zip(accumulate(steps), self.kinds, strict=False))
+        )
 
     def order(self, samples: int) -> list[int]:
         """Numbers of saved storages, those first that free most bytes for the longest time."""
@@ -155,18 +164,18 @@ class Lifetimes:
             for number in sorted(stays)
         ]
 
-    def _staying(self, samples: int) -> list[int]:
+    def _staying(self, sizes: tuple[int, int]) -> list[int]:
         """By how much what is held changes at each operation, if nothing leaves."""
-        steps = self._still.get(samples)
+        steps = self._still.get(sizes)
         if steps is None:
-            steps = self._still[samples] = [0] * (self.operations + 1)
+            steps = self._still[sizes] = [0] * (self.operations + 1)
             for life in (*self.unsaved, *(one.plain for saved in self.passes for one in saved)):
-                self._add(steps, life, samples)
+                self._add(steps, life, sizes)
         return steps
 
-    def _add(self, steps: list[int], life: Life, samples: int, sign: int = 1) -> None:
+    def _add(self, steps: list[int], life: Life, sizes: tuple[int, int], sign: int = 1) -> None:
         if life.dies >= life.born:
-            size = sign * life.size.at(samples)
+            size = sign * life.size.at(sizes[life.born >= self.second])
             steps[life.born] += size
             steps[life.dies + 1] -= size
 

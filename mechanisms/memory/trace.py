@@ -95,6 +95,7 @@ class Trace:
         uses: for each forward pass, by number of a storage that moved: operations before which the backward pass asked
             for it.
         parameters: so many of the first storages are parameters.
+        starts: for each forward pass, its first operation.
     """
 
     operations: list[Operation] = field(default_factory=list)
@@ -105,6 +106,7 @@ class Trace:
     saves: list[dict[int, int]] = field(default_factory=list)
     uses: list[dict[int, list[int]]] = field(default_factory=list)
     parameters: int = 0
+    starts: list[int] = field(default_factory=list)
 
     @property
     def writes_parameters(self) -> bool:
@@ -339,6 +341,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def begin_pass(self) -> None:
         """The next forward pass begins: numbers of saved storages start again at 0."""
+        self.trace.starts.append(self.now)
         self.trace.saves.append({})
         self.trace.uses.append({})
 
