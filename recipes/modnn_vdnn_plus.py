@@ -50,7 +50,7 @@ class VdnnPlus(Vdnn):
         step = TrainingStep(model, batch, samples, loss, [optimizer])
         sizes = (samples,) if batch_statistics_layers(model) else part_sizes(samples)
         costs = calibrate(step, host, budget_bytes=budget_bytes)
-        memory = StepMemory(step, sizes, costs)
+        memory = StepMemory(step, sizes, costs, check=True)
         needed = []
         for size in sizes:
             super().__init__(model, loss, batch, host, rule, size)
