@@ -11,12 +11,14 @@ from torch import Tensor, nn
 
 from retime.mechanisms.memory.calibrate import calibrate
 from retime.mechanisms.memory.costs import StepCosts
-from retime.mechanisms.memory.floor import StepMemory
+from retime.mechanisms.memory.floor import MemoryFloor, StepMemory
 from retime.mechanisms.memory.host_memory import HostMemory
+from retime.mechanisms.memory.profile import LargestTask
 from retime.mechanisms.memory.replay import TrainingStep
 from retime.mechanisms.memory.search import PlanChoice, part_sizes, search_plan
 from retime.mechanisms.memory.trial import PlanTrial
 from retime.schedules.memory import OffloadPlan
+from retime.schedules.memory.errors import BudgetError
 
 SAMPLES, MANY = 32, 512
 
@@ -105,6 +107,17 @@ def test_parts_need_not_divide_the_batch(samples: int, sizes: tuple[int, ...]) -
         plan = memory.plan(size)
         exact, _ = memory.exact_bytes(plan)
         assert memory.peak_bytes(plan) == pytest.approx(exact, rel=0.02)
+
+
+def test_a_floor_that_is_named_holds_another_calibrations() -> None:
+    task = LargestTask("mm", "0", "forward", 1)
+    for nbytes, named in ((2**30, round(1.03 * 2**30)), (8 * 2**20, 8 * 2**20 + 2**19), (2**20, 2**20 + 2**17)):
+        assert MemoryFloor(nbytes, 1, 0, 0, task).named_bytes == nbytes, "nothing was measured"
+        floor = MemoryFloor(nbytes, 1, 0, 0, task, calibrated=True)
+        assert floor.named_bytes == named
+        floor.require(nbytes)
+        with pytest.raises(BudgetError, match=f"at least {named} bytes"):
+            floor.require(nbytes - 1)
 
 
 class Masked(nn.Module):

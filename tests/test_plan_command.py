@@ -58,7 +58,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[
 def test_a_small_budget(capsys: pytest.CaptureFixture[str]) -> None:
     status, said, _ = run(capsys, "test_plan_command:lightning_model", "--budget", "120000")
     assert status == 0
-    assert said["plan"].startswith("sub-batch 64")
+    assert said["plan"].startswith("sub-batch 86")
     assert said["predicted peak"].endswith("KiB")
     assert said["slowdown"].endswith("x the unlimited step's time")
     assert said["floor"].endswith("1 sample at a time")

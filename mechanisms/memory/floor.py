@@ -16,8 +16,8 @@ from retime.schedules.errors import ScheduleError
 from retime.schedules.memory import OffloadPlan
 from retime.schedules.memory.errors import BudgetError
 
-# A second calibration may find so much more than the first; a floor that is named holds it.
-_MARGIN, _MARGIN_BYTES = 0.03, 512 * 2**10
+# A second calibration may find so much more than the first: this share, or these bytes where that is no large share.
+_MARGIN, _MARGIN_BYTES, _LARGE = 0.03, 512 * 2**10, 1 / 8
 # Samples of a real run, where the batch is to stay whole: one may be too few for batch statistics.
 _FEW = 2
 
@@ -47,7 +47,7 @@ class MemoryFloor:
     def named_bytes(self) -> int:
         if not self.calibrated:
             return self.bytes
-        return self.bytes + max(_MARGIN_BYTES, round(_MARGIN * self.bytes))
+        return self.bytes + round(max(_MARGIN * self.bytes, min(_MARGIN_BYTES, _LARGE * self.bytes)))
 
     def require(self, budget_bytes: int) -> None:
         """Refuse a budget below the floor.
