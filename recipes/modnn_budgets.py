@@ -116,7 +116,8 @@ class Budgets(NetworkRecipe):
                 theirs = [slowdown(point, VDNN_PLUS.format(rule, name)) for name in names]
                 known = [(place, value) for place, value in zip(shares, theirs, strict=True) if value is not None]
                 places, medians = [place for place, _ in known], [value.median for _, value in known]
-                panels[0].plot(places, medians, ":x", color=colour, label=f"{network}, vDNN+ ({rule})")
+                if known:
+                    panels[0].plot(places, medians, ":x", color=colour, label=f"{network}, vDNN+ ({rule})")
             ratios = [point.values(n, MEASURED)[0] / point.values(n, BUDGET)[0] for n in names]
             panels[1].plot(shares, ratios, "o-", color=charts.COLOURS[index], label=f"{network}, measured")
             ratios = [point.values(n, PREDICTED)[0] / point.values(n, BUDGET)[0] for n in names]
@@ -140,9 +141,13 @@ def _over_vdnn_plus(point: Point) -> Iterator[Comparison]:
     for rule in point.settings.get("rules", []):
         both = ((name, VDNN_PLUS.format(rule, name)) for name in budgets_of(point))
         pairs = [(name, theirs) for name, theirs in both if point.has(theirs, STEP)]
+        if not pairs:
+            lacking = f"{point.at['network']}: no budget in which both trained"
+            yield Comparison(claims.OVER_VDNN_PLUS, None, lacking)
+            continue
         where = f"{point.at['network']}, {VDNN_PLUS.format(rule, ', '.join(name for name, _ in pairs))}"
         ratios = [speedup(point.values(theirs, STEP), point.values(name, STEP)).median for name, theirs in pairs]
-        yield Comparison(claims.OVER_VDNN_PLUS, spread(ratios) if ratios else None, where)
+        yield Comparison(claims.OVER_VDNN_PLUS, spread(ratios), where)
         ours, others = (sum(point.values(pair[side], MOVED)[0] for pair in pairs) for side in (0, 1))
         share = spread([100 * ours / others]) if others else None
         yield Comparison(claims.MOVED_SHARE, share, f"{where}: {ours:.0f} MiB against {others:.0f} MiB in all")

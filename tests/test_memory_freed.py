@@ -137,4 +137,4 @@ def test_a_plan_that_was_measured_leaves_room_for_scratch() -> None:
     )
     assert shape.held_bytes(1010) == 900
     assert shape.held_bytes(1020) == 910, "freed ranges need a little more than tensors"
-    assert 910 < shape.held_bytes(10**6) < 1.04 * 900
+    assert shape.held_bytes(10**6) == 900 + 900 // 64
