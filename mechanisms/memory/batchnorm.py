@@ -43,7 +43,13 @@ def batch_statistics_layers(model: nn.Module) -> list[str]:
 
     Frozen layers (``eval()``) are like any other layer.
     """
-    return [name for name, module in model.named_modules() if isinstance(module, _BatchNorm) and _is_live(module)]
+    return [name for name, module in model.named_modules() if _takes_statistics(module)]
+
+
+def _takes_statistics(module: nn.Module) -> bool:
+    if isinstance(module, torch.jit.ScriptModule):  # it has the methods of a BatchNorm, but is none
+        return "BatchNorm" in module.original_name and module.training
+    return isinstance(module, _BatchNorm) and _is_live(module)
 
 
 def _is_live(layer: _BatchNorm) -> bool:

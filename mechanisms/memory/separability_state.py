@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from retime.mechanisms.memory.contents import Contents, is_container
+from retime.mechanisms.memory.contents import Contents
+from retime.mechanisms.memory.holdings import Holdings, replaced
+from retime.mechanisms.memory.lazy_copy import lazy_copy
 from retime.mechanisms.memory.separability_watch import cuda_generators
 
-__all__ = ["Untouched", "random_state", "set_random_state"]
+__all__ = ["Untouched", "random_state", "set_random_state", "why_not_replaced"]
 
 
 class Untouched:
@@ -27,11 +29,12 @@ class Untouched:
             loss = step(batch)                 # reads and writes copies
             scratch.restart()                  # as if that had not been
 
-    Copied are parameters, buffers and tensors in attributes (states of metrics), also inside of lists, dicts, sets and
-    tuples, which get back what they held. Tied parameters stay tied. All other attributes, such as ``training``, and
-    the states of random generators (torch on CPU and CUDA, Python, NumPy) come back as well. The originals are never
-    written, their ``.grad`` is left alone and no hook of theirs that fires in a backward pass does; hooks on
-    gradients (``Tensor.register_hook``) come along to the copies, as they are a part of the computation.
+    Copied are parameters, buffers and tensors in attributes (states of metrics), wherever
+    :class:`~retime.mechanisms.memory.holdings.Holdings` finds them; containers get back what they held. Tied parameters
+    stay tied. All other attributes, such as ``training``, and the states of random generators (the modules' own, and
+    the global ones of torch on CPU and CUDA, Python, NumPy) come back as well. The originals are never written, their
+    ``.grad`` is left alone and no hook of theirs that fires in a backward pass does; hooks on gradients
+    (``Tensor.register_hook``) come along to the copies, as they are a part of the computation.
 
     What a step changes outside of the model and these generators is its caller's to bring back.
 
@@ -42,7 +45,7 @@ class Untouched:
             write into them.
 
     Raises:
-        ValueError: a lazy module has no weights yet.
+        ValueError: a lazy module has no weights yet, or a module's tensors cannot be replaced.
     """
 
     def __init__(
@@ -56,13 +59,15 @@ class Untouched:
         lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
         if lazy:
             raise ValueError(f"parameter {lazy[0]} has no shape yet: run the model once before it is probed")
+        if reason := why_not_replaced(model):
+            raise ValueError(reason)
         self._model = model
         self._dtype, self._prepare = dtype, prepare
         self._read_only = read_only and dtype is None
-        self._modules = list(model.modules())
         self._contents = Contents()
         self._copies: dict[int, tuple[Tensor, Tensor, int]] = {}
         self._named = [*model.named_parameters(), *model.named_buffers()]
+        self._registered = {id(tensor) for _, tensor in self._named}
         self._random: list[Any] = []
 
     def __enter__(self) -> Untouched:
@@ -104,8 +109,11 @@ class Untouched:
 
     def _swap(self) -> None:
         seed_all()
-        for module in self._modules:
-            self._fill(module.__dict__)
+        holdings = Holdings(self._model.modules())
+        self._contents.note_all(holdings)
+        for container, key in holdings.places:
+            container[key] = replaced(container[key], self._copy)
+        for module in holdings.modules:
             if isinstance(module, nn.RNNBase):
                 module.__dict__["dropout"] = 0.0
         if self._prepare is not None:
@@ -115,29 +123,17 @@ class Untouched:
         self._contents.put_back()
         self._copies.clear()
 
-    def _fill(self, container: Any) -> None:
-        """Put copies in the place of a container's tensors, noting what it held."""
-        content = self._contents.note(container)
-        if content is None or isinstance(container, set):
-            return
-        for key, value in content.items() if isinstance(content, dict) else enumerate(content):
-            container[key] = self._replaced(value)
-
-    def _replaced(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return self._copy(value)
-        if is_container(value):
-            self._fill(value)
-        elif type(value) is tuple:
-            return tuple(self._replaced(child) for child in value)
-        return value
-
     def _copy(self, tensor: Tensor) -> Tensor:
         if id(tensor) in self._copies:
             return self._copies[id(tensor)][1]
         dtype = self._dtype if tensor.is_floating_point() else None
         shared = self._read_only and isinstance(tensor, nn.Parameter)
-        made = tensor.detach() if shared else tensor.detach().to(dtype=dtype, copy=True)
+        if shared:
+            made = tensor.detach()
+        elif dtype is None and id(tensor) not in self._registered:
+            made = lazy_copy(tensor)
+        else:
+            made = tensor.detach().to(dtype=dtype, copy=True)
         if isinstance(tensor, nn.Parameter):
             made = nn.Parameter(made, requires_grad=tensor.requires_grad)
             made.__dict__.update(tensor.__dict__)
@@ -148,6 +144,19 @@ class Untouched:
             made.register_hook(hook)  # type: ignore[no-untyped-call]
         self._copies[id(tensor)] = (tensor, made, made._version)
         return made
+
+
+def why_not_replaced(model: nn.Module) -> str:
+    """Which module keeps its parameters or buffers where others cannot be put in their place; empty if none does."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in (*module.parameters(), *module.buffers())):
+            return f"{name or 'the model itself'} is a TorchScript module, whose parameters cannot be stood in for"
+    found = Holdings(model.modules())
+    held = {id(container[key]) for container, key in found.places}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if id(tensor) not in held:
+            return f"{name} is not where modules keep their parameters and buffers, so nothing can stand in for it"
+    return ""
 
 
 def seed_all() -> None:

@@ -294,6 +294,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Follow which layer runs, by hooks on the module's children."""
         handles = []
         for child in self._module.modules():
+            if isinstance(child, torch.jit.ScriptModule):  # it takes no hooks: what it does counts for its parent
+                continue
             handles.append(child.register_forward_pre_hook(self._enter_layer))
             handles.append(child.register_forward_hook(self._leave_layer, always_call=True))
         try:

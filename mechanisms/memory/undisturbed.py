@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from retime.mechanisms.memory.contents import Contents
+from retime.mechanisms.memory.holdings import Holdings
 from retime.mechanisms.memory.separability_state import random_state, set_random_state
 
 
@@ -15,15 +16,15 @@ from retime.mechanisms.memory.separability_state import random_state, set_random
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """All attributes of all modules come back as they were, with what dicts, lists, sets and deques in them hold.
 
-    So do the global random generators of torch, Python and NumPy.
+    So do the attributes of objects in them, small NumPy arrays, random generators that they keep, and the global ones
+    of torch, Python and NumPy; see :class:`~retime.mechanisms.memory.holdings.Holdings` for what is looked into.
 
-    For steps that run on stand-ins of parameters and buffers; a tensor in another attribute (a metric's state) must be
-    replaced by the step and not written into. What other objects in attributes hold is not looked at.
+    For steps that run on stand-ins of the tensors; a step that runs without must replace a tensor in an attribute (a
+    metric's state) and not write into it.
     """
     random = random_state()
     contents = Contents()
-    for module in model.modules():
-        contents.note_all(module.__dict__)
+    contents.note_all(Holdings(model.modules()))
     try:
         yield
     finally:
