@@ -8,16 +8,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from retime.callbacks._phases import PhaseCallback, PhaseObserver
 from retime.mechanisms.memory.budget import show_bytes
-from retime.mechanisms.memory.budgeted_ddp import buckets_of
+from retime.mechanisms.memory.data_parallel_memory import buckets_of, reduction_bytes
 from retime.mechanisms.memory.dry_part import dry_part
 from retime.mechanisms.memory.profile import StepProfile
 from retime.mechanisms.memory.replay import TrainingStep, replay
-from retime.mechanisms.memory.separability_probe import loss_of
 from retime.mechanisms.memory.split import samples_in, split_batch
 from retime.mechanisms.memory.undisturbed import undisturbed
 from retime.mechanisms.memory_sampler import MemorySampler
@@ -180,11 +178,12 @@ def _dry_run(trainer: Trainer, batch: Any, batch_idx: int) -> tuple[str, StepPro
                 module,
                 batch,
                 samples,
-                loss=lambda part: _loss(trainer, part, batch_idx),
+                loss=lambda part: _output(trainer, part, batch_idx),
                 optimizers=trainer.optimizers,
                 split=lambda whole, first, last: dry_part(whole, first, last, split),
                 gradients=gradients_in(trainer),
                 buckets=buckets_of(strategy.model),
+                reduction_bytes=reduction_bytes(strategy.model),
             )
             with undisturbed(module):
                 in_flight = 0 if shape is None else shape.choice.in_flight_bytes
@@ -193,9 +192,9 @@ def _dry_run(trainer: Trainer, batch: Any, batch_idx: int) -> tuple[str, StepPro
             return "", None, f"no dry run: {error}"
 
 
-def _loss(trainer: Trainer, part: Any, batch_idx: int) -> torch.Tensor:
+def _output(trainer: Trainer, part: Any, batch_idx: int) -> Any:
     with trainer.precision_plugin.train_step_context():
-        return loss_of(trainer.lightning_module.training_step(part, batch_idx))
+        return trainer.lightning_module.training_step(part, batch_idx)
 
 
 def _draw(step: StepBytes, path: Path) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -25,15 +26,17 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedFakeTensorException,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from retime.mechanisms.memory.equal_parts import part_lengths
+from retime.mechanisms.memory.held_outputs import HeldOutputs
 from retime.mechanisms.memory.host import HostTier
 from retime.mechanisms.memory.host_memory import HostMemory
 from retime.mechanisms.memory.host_null import HostNull
 from retime.mechanisms.memory.offload import OffloadSavedTensors, PlanMismatch
 from retime.mechanisms.memory.profile import StepProfile
+from retime.mechanisms.memory.separability_probe import loss_of
 from retime.mechanisms.memory.stand_ins import Replacement, aliases, copies, fake, stand_in_optimizer, stand_ins
 from retime.mechanisms.memory.storages import tensors_in
 from retime.mechanisms.memory.trace import Meter, Tracer, ValueReadError
@@ -65,30 +68,47 @@ class TrainingStep:
         module: all parameters and buffers that ``loss`` uses.
         batch: a whole batch, any nesting that torch's pytrees know. Fake or meta tensors will do.
         samples: how many samples it has.
-        loss: runs the forward pass on a batch or a part of it and returns the scalar to differentiate. It reads
-            parameters from ``module`` at each call.
+        loss: runs the forward pass on a batch or a part of it and returns the scalar to differentiate, or a mapping or
+            object with it as ``loss``: all of that is held to the step's end, as training does. It reads parameters
+            from ``module`` at each call.
         optimizers: run at the end, each once.
         split: takes a part out of a batch.
         gradients: what the gradients of the step before do. ``"freed"``: they are gone when the step begins;
             ``"freed after forward"``: gone after the first forward pass, as under Lightning's automatic optimization;
-            ``"kept"``: they are zeroed in place, or were accumulated before.
+            ``"kept"``: they are zeroed in place, or were accumulated before. Those of parameters that none of the
+            optimizers has are kept at all times, for nobody frees them.
         buckets: memory of the size of all gradients that DistributedDataParallel holds from the start. ``"beside"``
             them; or ``"gradients"``: it is theirs (``gradient_as_bucket_view``), but for those of sub-batches, which
             are apart until the last one.
+        reduction_bytes: that reducing them takes, at whatever time.
+        whole: samples of the batch that this one is a part of; 0: it is no part.
+        beside: what a backward pass may give gradients to beside ``module``, to be filled in: what optimizers update.
     """
 
     module: nn.Module
     batch: Any
     samples: int
-    loss: Callable[[Any], Tensor]
+    loss: Callable[[Any], Any]
     optimizers: Sequence[torch.optim.Optimizer] = ()
     split: Callable[[Any, int, int], Any] = take
     gradients: Gradients = "freed"
     buckets: Buckets = ""
+    reduction_bytes: int = 0
+    whole: int = 0
+    beside: tuple[Tensor, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Parts of the step have neither these optimizers nor, where it is a part of the batch, this batch."""
+        groups = [group["params"] for optimizer in self.optimizers for group in optimizer.param_groups]
+        leaves = [tensor for tensor in tensors_in([groups, self.batch]) if tensor.is_leaf and tensor.requires_grad]
+        known = {id(tensor) for tensor in self.beside}
+        more = tuple(tensor for tensor in leaves if id(tensor) not in known)
+        object.__setattr__(self, "beside", self.beside + more)
 
     def of_size(self, samples: int) -> TrainingStep:
         """The same step on the first ``samples`` of the batch, and on nothing else."""
-        return replace(self, batch=self.split(self.batch, 0, samples), samples=samples)
+        whole = self.whole or self.samples
+        return replace(self, batch=self.split(self.batch, 0, samples), samples=samples, whole=whole)
 
     def given(self) -> list[Tensor]:
         """What is there before the step: parameters, buffers and the batch."""
@@ -165,8 +185,9 @@ class DryRun:
         with self._staged():
             self._optimizers = [stand_in_optimizer(optimizer, self._replacement) for optimizer in step.optimizers]
             self._trained = [parameter for parameter in step.module.parameters() if parameter.requires_grad]
-            with self._mode, _AnyValue():  # type: ignore[no-untyped-call]
-                self._make_states()
+            self._lasting = self._without_optimizer()
+            with self._mode:
+                self._complete()
 
     def run(
         self,
@@ -193,7 +214,7 @@ class DryRun:
             held = self._lay_out(tracer, parts)
             try:
                 with tracer.watch(), tracer:
-                    self._forward_backward(tracer, plan, in_flight_bytes, compare, as_cut)
+                    held += self._forward_backward(tracer, plan, in_flight_bytes, compare, as_cut)
                     if update:
                         tracer.phase = Phase.UPDATE
                         self._update()
@@ -206,8 +227,7 @@ class DryRun:
             finally:
                 tracer.finish()
                 del held
-                for parameter in self._trained:
-                    parameter.grad = None
+                self._free(self._trained)
         return StepProfile(plan, self.step.samples, tracer.trace)
 
     def untraced(
@@ -220,20 +240,19 @@ class DryRun:
             if probe is not None:
                 probe.start()
             if plan is None:
-                loss = self.step.loss(self._batch)
+                output = self.step.loss(self._batch)
             else:
                 offload = self._offloading(plan, in_flight_bytes)
                 offload.keep = [*module.parameters(), *module.buffers(), *tensors_in(self._batch)]
                 with offload:
-                    loss = self.step.loss(self._batch)
+                    output = self.step.loss(self._batch)
                 offload.keep = ()
-            loss.backward()  # type: ignore[no-untyped-call]
+            _loss_in(output).backward()  # type: ignore[no-untyped-call]
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             if probe is not None:
                 probe.stop()
-            for parameter in self._trained:
-                parameter.grad = None
+            self._free(self._trained)
 
     def _offloading(self, plan: OffloadPlan, in_flight_bytes: int) -> OffloadSavedTensors:
         """The same for all runs under a plan, as in training: it does less once it knows what a pass saves."""
@@ -245,17 +264,53 @@ class DryRun:
 
     @contextmanager
     def _staged(self) -> Iterator[None]:
-        with stand_ins(self.step.module, self._replacement), torch.random.fork_rng(devices=[]):
+        step = self.step
+        with stand_ins(step.module, self._replacement, step.beside), torch.random.fork_rng(devices=[]):
             yield
 
-    def _make_states(self) -> None:
-        """States appear in the first update; a step in the middle of training finds them there."""
-        if all(any(optimizer.state.values()) for optimizer in self._optimizers):
-            return
-        for parameter in self._trained:
-            parameter.grad = torch.zeros_like(parameter)
-        self._update()
-        for parameter in self._trained:
+    def _complete(self) -> None:
+        """States appear in a parameter's first update; a step in the middle of training finds them there.
+
+        Once an optimizer has some, a parameter without is a new one (thawed, or of a later group), or one that gets no
+        gradients. An additional pass tells, and which gradients that no optimizer frees there are.
+        """
+        fresh = [one for optimizer in self._optimizers for one in self._without_state(optimizer) if not optimizer.state]
+        later = [one for optimizer in self._optimizers for one in self._without_state(optimizer) if optimizer.state]
+        if later or self._lasting:
+            reached = self._reached()
+            later = [one for one in later if id(one) in reached]
+            self._lasting = [one for one in self._lasting if id(one) in reached]
+        if fresh or later:
+            for parameter in (*fresh, *later):  # the others keep what they have: they are not updated
+                parameter.grad = torch.zeros_like(parameter)
+            with _AnyValue():  # type: ignore[no-untyped-call]
+                self._update()
+            self._free(self._trained)
+
+    def _without_state(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        trained = {id(parameter) for parameter in self._trained}
+        groups = (group["params"] for group in optimizer.param_groups)
+        return [one for one in chain.from_iterable(groups) if id(one) in trained and not optimizer.state.get(one)]
+
+    def _without_optimizer(self) -> list[nn.Parameter]:
+        """Trained parameters whose gradients no ``zero_grad`` frees. Without any optimizer all are somebody else's."""
+        groups = (group["params"] for optimizer in self._optimizers for group in optimizer.param_groups)
+        known = {id(one) for one in chain.from_iterable(groups)}
+        return [one for one in self._trained if id(one) not in known] if self._optimizers else []
+
+    def _reached(self) -> set[int]:
+        """Ids of the parameters that get gradients; of all trained ones where a step without values cannot tell."""
+        try:
+            _loss_in(self.step.loss(self._batch)).backward()  # type: ignore[no-untyped-call]
+            return {id(one) for one in self._trained if one.grad is not None}
+        except Exception:  # whatever the user's code says to tensors without values; the run itself will tell
+            return {id(one) for one in self._trained}
+        finally:
+            self._free(self._trained)
+
+    @staticmethod
+    def _free(parameters: Sequence[Tensor]) -> None:
+        for parameter in parameters:
             parameter.grad = None
 
     def _update(self) -> None:
@@ -267,7 +322,7 @@ class DryRun:
                 self._optimizers.remove(optimizer)
                 self.not_run.append(type(optimizer).__name__)
 
-    def _lay_out(self, tracer: Tracer, parts: bool) -> list[Tensor]:
+    def _lay_out(self, tracer: Tracer, parts: bool) -> list[Any]:
         """What is there before the step: parameters, the batch, optimizer states, perhaps gradients.
 
         Returns what nobody else holds.
@@ -279,14 +334,16 @@ class DryRun:
         tracer.add(self._batch, BlockKind.INPUT)
         for optimizer in self._optimizers:
             tracer.add([list(state.values()) for state in optimizer.state.values()], BlockKind.STATE)
-        buckets: list[Tensor] = []
+        buckets: list[Any] = []
         if self.step.buckets == "beside" or (self.step.buckets and parts):
             buckets = [torch.empty_like(parameter, device="meta") for parameter in self._trained]
-            tracer.add(buckets, BlockKind.WEIGHT_GRADIENT)
-        if self._gradients(parts) != "freed":
-            for parameter in self._trained:
-                parameter.grad = torch.zeros_like(parameter)
-            tracer.add([parameter.grad for parameter in self._trained], BlockKind.WEIGHT_GRADIENT)
+        if self.step.reduction_bytes:
+            buckets.append(torch.empty(self.step.reduction_bytes, dtype=torch.uint8, device="meta"))
+        tracer.add(buckets, BlockKind.WEIGHT_GRADIENT)
+        there = self._lasting if self._gradients(parts) == "freed" else self._trained
+        for parameter in there:
+            parameter.grad = torch.zeros_like(parameter)
+        tracer.add([parameter.grad for parameter in there], BlockKind.WEIGHT_GRADIENT)
         return buckets
 
     def _gradients(self, parts: bool) -> str:
@@ -295,7 +352,8 @@ class DryRun:
 
     def _forward_backward(
         self, tracer: Tracer, plan: OffloadPlan, in_flight_bytes: int, compare: bool, as_cut: bool
-    ) -> None:
+    ) -> list[Any]:
+        """Returns what training holds to the step's end of what it returned."""
         step, module = self.step, self.step.module
         fixed = [*module.parameters(), *module.buffers(), *tensors_in(self._batch)]
         offload = OffloadSavedTensors(plan, self._host, in_flight_bytes=in_flight_bytes, observer=tracer)
@@ -304,21 +362,28 @@ class DryRun:
         count = -(-step.samples // plan.sub_batch)
         sizes = part_lengths(step.samples, count) if as_cut else [plan.sub_batch] * count
         first = 0
+        held: list[Any] = []
         for size in sizes[:2]:  # all but the first find gradients, and none of them is larger than the second
             part = self._batch
             if count > 1:
                 with tracer.inside():  # cutting is none of the step's operations
-                    part = step.split(part, first, min(first + size, step.samples))
+                    part = self._cut(first, min(first + size, step.samples))
                 tracer.add(part, BlockKind.INPUT)
             tracer.phase = Phase.FORWARD
             tracer.begin_pass()
             offload.keep = [*fixed, *tensors_in(part)]
             with offload:
-                loss = step.loss(part)
+                output = step.loss(part)
             offload.keep = ()
-            if first == 0 and self._gradients(count > 1) == "freed after forward":
-                for parameter in self._trained:
-                    parameter.grad = None
+            kept = HeldOutputs(tracer, output, size, count)
+            held.append(kept.apart if first else output)  # Lightning holds a batch's first as it is
+            if first == 0:
+                held += kept.others(step.whole or step.samples)
+                if self._gradients(count > 1) == "freed after forward":
+                    lasting = {id(parameter) for parameter in self._lasting}
+                    self._free([parameter for parameter in self._trained if id(parameter) not in lasting])
+            loss = _loss_in(output)
+            del output, kept
             tracer.phase = Phase.BACKWARD
             loss.backward()  # type: ignore[no-untyped-call]
             del loss, part
@@ -326,6 +391,23 @@ class DryRun:
                 if parameter.grad is not None:
                     tracer.mark(parameter.grad, BlockKind.WEIGHT_GRADIENT)
             first += size
+        return held
+
+    def _cut(self, first: int, last: int) -> Any:
+        """A part of the batch; a hook that reads values gets the real one."""
+        try:
+            return self.step.split(self._batch, first, last)
+        except (ValueReadError, *_WITHOUT_VALUES):
+            if not isinstance(self._mode, FakeTensorMode):
+                raise
+            with _disable_current_modes():
+                part = self.step.split(self.step.batch, first, last)
+            return fake(self._mode).batch(part)
+
+
+def _loss_in(output: Any) -> Tensor:
+    """The scalar to differentiate; one that is returned as such needs no operation."""
+    return output if isinstance(output, Tensor) and output.dim() == 0 else loss_of(output)
 
 
 def _no_matter(mismatch: PlanMismatch) -> None:

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from retime.mechanisms.memory.batchnorm import ghost_momentum
 from retime.mechanisms.memory.certificate import Certificate, WeightsUnclearError, loss_weights
-from retime.mechanisms.memory.combine import combined
+from retime.mechanisms.memory.combine import WholeOutput
 from retime.mechanisms.memory.equal_parts import balanced_parts
 from retime.mechanisms.memory.separability import certify
 from retime.mechanisms.memory.separability_probe import loss_of
-from retime.mechanisms.memory.split import Split, map_leaves, samples_in, split_batch
+from retime.mechanisms.memory.split import Split, samples_in, split_batch
 from retime.mechanisms.memory.weights import Weighting
 
 __all__ = ["SubBatches"]
@@ -85,13 +85,13 @@ class SubBatches:
                 self.certificate = again(batch, certificate)
                 self.weights = loss_weights(self.certificate, self.parts, self.samples)
             self.guessed.update(self.certificate.unclear)
-        self._outputs: list[Any] = []
+        self._outputs = WholeOutput(self.samples)
 
     def __len__(self) -> int:
         return len(self.parts)
 
     def forward(self, index: int) -> Any:
-        """Run the step on one part and return what it returns; keeps a detached copy for :meth:`result`.
+        """Run the step on one part and return what it returns; keeps what :meth:`result` needs of it, detached.
 
         Parts are run in order, each once.
 
@@ -101,7 +101,7 @@ class SubBatches:
         if index != len(self._outputs):
             raise RuntimeError(f"sub-batch {index} is not next: run {len(self._outputs)} of {len(self)} first")
         output = self.compute(index)
-        self._outputs.append(map_leaves(output, _detached, "output"))
+        self._outputs.add(output)
         return output
 
     def compute(self, index: int) -> Any:
@@ -145,9 +145,7 @@ class SubBatches:
         """
         if len(self._outputs) < len(self):
             raise RuntimeError(f"only {len(self._outputs)} of {len(self)} sub-batches have been run")
-        if len(self) == 1:
-            return self._outputs[0]
-        return combined(self._outputs, self.samples, self.weights_of)
+        return self._outputs.result(self.weights_of)
 
     def weights_of(self, place: str) -> list[float]:
         """The parts' weights for a scalar that the step returns at ``place``; the loss's own for the loss."""
@@ -157,7 +155,3 @@ class SubBatches:
             self.guessed.add(place)
         weighting = self.certificate.outputs.get(place, Weighting("mean"))
         return self.weights if weighting == self.certificate.weighting else weighting.of(self.parts, self.samples)
-
-
-def _detached(_: str, leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
