@@ -21,6 +21,7 @@ from retime.mechanisms.memory.saved import Kept
 from retime.mechanisms.memory.storages import tensors_in
 from retime.mechanisms.memory.sub_batches import SubBatches
 from retime.mechanisms.memory.undisturbed import undisturbed
+from retime.strategies.part_numbers import place_of, shares
 
 ARGUMENT = "argument of metric"
 """Names of numbers that metrics are given begin so."""
@@ -33,13 +34,14 @@ _SMALL_BYTES = 64
 
 @dataclass
 class _Call:
-    """One call in ``training_step``: what each part gave it."""
+    """One call in ``training_step``: what each part gave it, and which parts they were."""
 
     unit: Unit
     number: int
     shows: bool = False
     """It was ``forward``, so there is a value of the batch."""
     given: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    which: list[int] = field(default_factory=list)
     passed_on: bool = False
     """Parts went to the metric as they came."""
     total: Unit | None = None
@@ -78,12 +80,15 @@ class PartMetrics:
         self._returned = {}
 
     @contextmanager
-    def collecting(self, samples: int, numbers: dict[str, Any], *, dry: bool, whole: bool = False) -> Iterator[None]:
+    def collecting(
+        self, samples: int, numbers: dict[str, Any], *, part: int, dry: bool, whole: bool = False
+    ) -> Iterator[None]:
         """One part runs.
 
         Args:
             samples: of the part.
             numbers: takes scalar arguments by name, so that a certificate learns how they add up.
+            part: its number.
             dry: the part is only tried out: nothing is kept.
             whole: it is the whole batch: metrics work as ever.
         """
@@ -98,7 +103,7 @@ class PartMetrics:
                     if whole:
                         own[name] = _apart(getattr(unit, name))
                     else:
-                        own[name] = _apart(self._stand_in(name, number, samples, numbers, dry))
+                        own[name] = _apart(self._stand_in(name, number, samples, numbers, part, dry))
             yield
         finally:
             for own, held in before:
@@ -119,7 +124,7 @@ class PartMetrics:
     def publish(self, parts: SubBatches) -> None:
         """Give the metrics what they were not given yet, and let them show the batch's values."""
         for call in self._calls.values():
-            whole = None if call.passed_on or len(call.given) < len(parts) else self._whole(call, parts)
+            whole = None if call.passed_on else self._whole(call, parts)
             if whole is not None:
                 method: Callable[..., Any] = call.unit if call.shows else call.unit.update
                 call.value = method(*whole[0], **whole[1])
@@ -130,7 +135,9 @@ class PartMetrics:
                 call.value = _computed(call.unit, call.total)
                 _show(call.unit, call.total)
 
-    def _stand_in(self, name: str, number: int, samples: int, numbers: dict[str, Any], dry: bool) -> Callable[..., Any]:
+    def _stand_in(
+        self, name: str, number: int, samples: int, numbers: dict[str, Any], part: int, dry: bool
+    ) -> Callable[..., Any]:
         unit, empty = self._units[number]
         real, real_update = getattr(unit, name), unit.update
 
@@ -151,6 +158,7 @@ class PartMetrics:
             held = sum(tensor.nbytes for tensor in tensors_in([arguments, options]))
             if not known.passed_on and (held <= _SMALL_BYTES * samples or _counts_calls(unit)):
                 known.given.append((arguments, options))
+                known.which.append(part)
                 value = _value(empty, *seen) if known.shows else None
             else:
                 earlier, known.given, known.passed_on = known.given, [], True
@@ -190,7 +198,7 @@ class PartMetrics:
         place = next(place for place, one in self._calls.items() if one is call)
         try:
             joined = [
-                _joined([_named(*given)[name] for given in call.given], parts, _key(place, name))
+                _joined([_named(*given)[name] for given in call.given], parts, call.which, _key(place, name))
                 for name in _named(*call.given[0])
             ]
         except (KeyError, ValueError):
@@ -314,16 +322,24 @@ def _scalars(place: tuple[int, int], arguments: tuple[Any, ...], options: dict[s
     }
 
 
-def _joined(values: list[Any], parts: SubBatches, key: str) -> Any:
-    """An argument for the whole batch.
+def _joined(values: list[Any], parts: SubBatches, which: list[int], key: str) -> Any:
+    """An argument for the whole batch, of what these parts gave.
 
     Raises:
         ValueError: the parts' arguments cannot be put together.
     """
-    whole = combined(values, parts.samples, lambda _: parts.weights_of(f"output['logged']['{key}']"))
+    samples = [parts.samples[part] for part in which]
+    whole = combined(values, samples, lambda _: _weights(parts, which, place_of(key)))
     if isinstance(whole, list) and isinstance(values[0], Tensor):
         first = values[0]
         if any(value.dim() == 0 or value.shape[1:] != first.shape[1:] for value in values):
             raise ValueError("tensors of other shapes")
         return torch.cat(values)  # some of a part's samples, or several entries a sample
     return whole
+
+
+def _weights(parts: SubBatches, which: list[int], place: str) -> list[float]:
+    weights, complete = shares(parts, place, which)
+    if not complete:
+        parts.guessed.add(place)
+    return weights

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,58 +15,68 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
-from retime.mechanisms.memory.combine import combined_scalar
 from retime.mechanisms.memory.sub_batches import SubBatches
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.strategies.part_metrics import ARGUMENT, PartMetrics
+from retime.strategies.part_numbers import LOGGED, LoggedCall, LoggedNumber, is_number, said
 
-LOGGED = "logged"
-"""Under this key a step returns what it logged, so that a certificate learns how each number adds up."""
+__all__ = ["LOGGED", "PartLog", "WholeBatchResults"]
 
 
 class PartLog:
     """Takes the place of a module's ``log`` while the parts of a batch run, and logs once for the batch.
 
-    Numbers are added up as their certificate says, by samples where it says nothing, which is warned of. Torchmetrics
-    objects count and show the whole batch, see :class:`PartMetrics`.
+    Each call of ``training_step`` is logged, the n-th with a name for the n-th of all parts. Numbers are added up as
+    their certificate says, by the ``batch_size`` or samples where it says nothing, which is warned of
+    (:class:`LoggedCall`). Torchmetrics objects count and show the whole batch, see :class:`PartMetrics`.
     """
 
     def __init__(self, module: LightningModule) -> None:
         self._module = module
         self._metrics = PartMetrics(module)
-        self._calls: dict[str, tuple[dict[str, Any], list[Any]]] = {}
+        self._begun = 0
+        self._calls: dict[tuple[str, int], LoggedCall] = {}
         self._collections: list[tuple[MetricCollection, dict[str, Any]]] = []
+        self._numbers: dict[str, LoggedNumber] = {}
+        self._doubts: dict[str, str] = {}
         self._warned: set[str] = set()
 
     def clear(self) -> None:
+        self._begun = 0
         self._calls = {}
         self._collections = []
         self._metrics.clear()
 
     @contextmanager
     def collecting(self, samples: int, *, dry: bool, whole: bool) -> Iterator[dict[str, Any]]:
-        """While open, nothing is logged; yields what was, by name, for the step's output.
+        """While open, nothing is logged; yields numbers by key, for the step's output.
 
         Args:
             samples: of the part.
-            dry: the part is only tried out.
+            dry: the part is only tried out. Only then numbers are yielded: a certificate is given for what they say,
+                and :meth:`publish` puts together those of real parts, of which some may log what others do not.
             whole: it is the whole batch: its metrics need no help.
         """
         own = self._module.__dict__
         numbers: dict[str, Any] = {}
         metrics = self._metrics
-        calls: dict[str, tuple[dict[str, Any], list[Any]]] = {} if dry else self._calls
+        part = self._begun
+        self._begun += not dry
+        counted: Counter[str] = Counter()
 
         def log(name: str, value: Any, *arguments: Any, **options: Any) -> None:
             options |= dict(zip(_LOG_ARGUMENTS, arguments, strict=False))
-            _, values = calls.setdefault(name, (options, []))
+            number = LoggedNumber.of(name, counted[name], options)
+            counted[name] += 1
             made = metrics.key_of(value)
-            if made is not None:
-                values.append(_Made(made))
-                return
-            values.append(value.detach() if isinstance(value, Tensor) else value)
-            if not isinstance(value, Metric):
-                numbers[name] = values[-1]
+            value = _Made(made) if made is not None else _as_it_is(value)
+            size = _as_it_is(options.pop("batch_size", None))
+            if dry:
+                numbers.update(number.probed(value, size, samples) if is_number(value) else {})
+            else:
+                call = self._calls.setdefault((name, number.call), LoggedCall(number, options))
+                call.put(part, value, size)
+            self._numbers[number.key] = number
 
         def log_dict(dictionary: Any, *arguments: Any, **options: Any) -> None:
             options |= dict(zip(_LOG_DICT_ARGUMENTS, arguments, strict=False))
@@ -78,48 +89,71 @@ class PartLog:
 
         own["log"], own["log_dict"] = log, log_dict
         try:
-            with metrics.collecting(samples, numbers, dry=dry, whole=whole):
+            with metrics.collecting(samples, numbers, part=part, dry=dry, whole=whole):
                 yield numbers
+            if not dry:
+                numbers.clear()
         finally:
             own.pop("log", None)
             own.pop("log_dict", None)
 
     def publish(self, parts: SubBatches) -> None:
-        """Log each name once, as ``training_step`` would have for the whole batch."""
+        """Log what ``training_step`` would have logged for the whole batch, in its order."""
         module, calls, collections = self._module, self._calls, self._collections
         before, module._current_fx_name = module._current_fx_name, "training_step"
         try:
             self._metrics.publish(parts)
-            for name, (options, values) in calls.items():
-                value = values[0]
-                if isinstance(value, _Made):
-                    value = self._metrics.value_of(value.key)
-                elif not isinstance(value, Metric) and len(values) == len(parts) > 1:
-                    value = combined_scalar(values, parts.weights_of(f"output['{LOGGED}']['{name}']"))
-                module.log(name, value, **self._sized(options, parts))
+            for call in calls.values():
+                module.log(call.number.name, self._value(call, parts), **call.options, batch_size=call.size(parts))
             for collection, options in collections:
-                module.log_dict(collection, **self._sized(options, parts))
+                module.log_dict(collection, **options)
         finally:
             module._current_fx_name = before
             self.clear()
 
+    def _value(self, call: LoggedCall, parts: SubBatches) -> Any:
+        for value in call.values.values():
+            if isinstance(value, Metric):
+                return value
+            if isinstance(value, _Made):
+                return self._metrics.value_of(value.key)
+        value, doubt = call.value(parts)
+        if doubt:
+            self._doubts.setdefault(call.number.place, doubt)
+        return value
+
     def warn(self, parts: SubBatches) -> None:
         """Say once of each number that it may not be the whole batch's."""
-        for place in sorted(parts.guessed - self._warned):
-            self._warned.add(place)
-            warnings.warn(
-                f"under a memory budget {_called(place)} is the mean over sub-batches, weighed by samples: no sum of "
-                "their values gave the whole batch's. Log a torchmetrics object for it: self.log(name, metric)",
-                NoEffectWarning,
-                stacklevel=2,
-            )
+        for place in sorted((parts.guessed | self._doubts.keys()) - self._warned):
+            text = self._doubt(place, parts)
+            if text:
+                self._warned.add(place)
+                warnings.warn(
+                    f"under a memory budget {text}. Log a torchmetrics object for it: self.log(name, metric)",
+                    NoEffectWarning,
+                    stacklevel=2,
+                )
 
-    @staticmethod
-    def _sized(options: dict[str, Any], parts: SubBatches) -> dict[str, Any]:
-        """With several parts, what training_step took for the batch's size was a part's."""
-        if options.get("batch_size") is None or len(parts) > 1:
-            options["batch_size"] = sum(parts.samples)
-        return options
+    def _doubt(self, place: str, parts: SubBatches) -> str:
+        """What to say of a place that a certificate leaves open; nothing where that does not matter."""
+        if place in self._doubts:
+            return f"{_called(place)} {self._doubts[place]}"
+        for number in self._numbers.values():
+            if place == number.place:
+                certain = number.certified(parts.certificate) or number.was_zero(parts.certificate)
+                return "" if certain else f"{_called(place)} {said(number.how(parts.certificate))}"
+            if place == number.size_place:
+                known = number.size_certified(parts.certificate)
+                matters = number.by_epoch and not known and number.certified(parts.certificate)
+                return f"{_called(number.place)} {_SIZE_IN_DOUBT}" if matters else ""
+            if place in number.helpers:
+                return ""
+        return f"{_called(place)} {said('samples')}"
+
+
+_SIZE_IN_DOUBT = (
+    "has the sum of the sub-batches' batch_size as its weight in an epoch's mean: they did not add up to the whole's"
+)
 
 
 @dataclass(frozen=True)
@@ -127,6 +161,14 @@ class _Made:
     """A value that a metric returned for a part; the key finds the batch's."""
 
     key: Any
+
+
+def _as_it_is(value: Any) -> Any:
+    """As Lightning does: the step may change the tensor after it has logged it."""
+    if not isinstance(value, Tensor):
+        return value
+    copied = value.detach().clone()
+    return copied.squeeze() if copied.numel() == 1 else copied
 
 
 def _called(place: str) -> str:
@@ -139,14 +181,22 @@ def _called(place: str) -> str:
 
 
 class WholeBatchResults:
-    """Lets the Trainer's callbacks see the loss and the outputs of the whole batch, which are known after backward."""
+    """Lets callbacks see the loss and the outputs of the whole batch, which are known after backward.
+
+    So does the optimizer, which may read the loss that its closure returns: LBFGS searches by it.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         self._loop = trainer.fit_loop.epoch_loop.automatic_optimization
         self._whole: dict[str, Any] | None = None
-        taken = self._take
+        self._result: ClosureResult | None = None
+        taken, made = self._take, self._made
 
         class Result(ClosureResult):
+            def __post_init__(self) -> None:
+                super().__post_init__()
+                made(self)
+
             def asdict(self) -> dict[str, Any]:
                 whole = taken()
                 return super().asdict() if whole is None else whole
@@ -158,9 +208,15 @@ class WholeBatchResults:
         whole = dict(output) if isinstance(output, dict) else {"loss": output}
         whole["loss"] = whole["loss"] / accumulated
         self._whole = whole
+        result, self._result = self._result, None
+        if result is not None:
+            result.loss = whole["loss"]
 
     def remove(self) -> None:
         self._loop.__dict__.pop("output_result_cls", None)
+
+    def _made(self, result: ClosureResult) -> None:
+        self._result = result
 
     def _take(self) -> dict[str, Any] | None:
         whole, self._whole = self._whole, None
