@@ -8,9 +8,12 @@ import random
 import subprocess
 import sys
 import threading
+import weakref
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -33,7 +36,7 @@ def contents(where: torch.UntypedStorage) -> bytes:
 
 @pytest.mark.parametrize("tier", ["disk", "memory"])
 def test_what_comes_back_is_what_left(tmp_path: Path, tier: str) -> None:
-    host = HostDisk(tmp_path, workers=3) if tier == "disk" else HostMemory("cpu")
+    host = HostDisk(tmp_path) if tier == "disk" else HostMemory("cpu")
     sources = [storage(size, size) for size in (1, 4095, 4096, 4097, 100_000)]
     copies = [host.store(source) for source in sources]
     targets = [storage(source.nbytes(), 99) for source in sources]
@@ -161,9 +164,132 @@ def test_an_exact_fit_is_preferred_to_an_earlier_larger_place() -> None:
     assert extents.take(20) == places[0]
 
 
-def test_a_disks_threads_run_from_the_start(tmp_path: Path) -> None:
+def test_a_disks_thread_runs_from_the_start(tmp_path: Path) -> None:
     """One that is to start when memory is used up may hang for ever."""
     before = set(threading.enumerate())
-    with HostDisk(tmp_path, workers=2):
-        assert len(set(threading.enumerate()) - before) == 2
+    with HostDisk(tmp_path):
+        assert len(set(threading.enumerate()) - before) == 1
     assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.parametrize("under_way", ["write", "read"])
+def test_garbage_may_be_collected_on_the_thread_that_copies(tmp_path: Path, under_way: str) -> None:
+    """In a process of its own, since a thread that waits for itself would never end."""
+    program = f"""
+import gc, os, threading, torch
+from concurrent.futures import wait
+from retime.mechanisms.memory.host_disk import HostDisk
+class Cycle:
+    pass
+gc.disable()
+host, gate, cycle = HostDisk({str(tmp_path)!r}), threading.Event(), Cycle()
+collected = host._pool.submit(lambda: (gate.wait(), gc.collect(), print(host.bytes_held())))
+cycle.itself, cycle.copy = cycle, host.store(torch.ones(5000).untyped_storage())
+if {under_way == "read"}:
+    cycle.loading = cycle.copy.load(torch.zeros(5000).untyped_storage())
+del cycle
+gate.set()
+print("hangs" if wait([collected], 5).not_done else "ended", flush=True)
+os._exit(0)
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["0", "ended"]
+
+
+def test_a_copy_that_is_freed_early_still_ends(tmp_path: Path) -> None:
+    """Nobody waits for it, the thread can go on reading from the source, and its place is written in order."""
+    gate = threading.Event()
+    with HostDisk(tmp_path) as host:
+        host._pool.submit(gate.wait, 5)
+        source = storage(10_000)
+        alive = weakref.ref(source)
+        copy = host.store(source)
+        del source
+        copy.free()
+        assert host.bytes_held() == 0
+        assert alive() is not None
+        later, target = storage(10_000, 1), storage(10_000, 2)
+        second = host.store(later)
+        assert host._extents.end == Extents().rounded(10_000), "the place is used again"
+        loading = second.load(target)
+        gate.set()
+        loading.wait()
+        assert contents(target) == contents(later)
+        assert alive() is None, "held although the copy has ended"
+
+
+def test_a_target_that_is_dropped_early_is_held_until_it_is_filled(tmp_path: Path) -> None:
+    gate = threading.Event()
+    with HostDisk(tmp_path) as host:
+        copy = host.store(storage(10_000))
+        copy.settle()
+        host._pool.submit(gate.wait, 5)
+        target = storage(10_000, 1)
+        alive = weakref.ref(target)
+        loading = copy.load(target)
+        del target, loading
+        assert alive() is not None
+        gate.set()
+        host._pool.submit(int).result()
+        assert alive() is None
+
+
+def kept_bytes(host: HostMemory) -> int:
+    host.bytes_held()  # counts what was freed
+    return host._kept.nbytes
+
+
+def test_host_memory_keeps_no_more_than_was_held_at_once() -> None:
+    host = HostMemory("cpu")
+    for size in range(1000, 101_000, 1000):
+        copy = host.store(storage(size))
+        copy.free()
+        assert kept_bytes(host) <= size
+    host.close()
+    assert kept_bytes(host) == 0
+
+
+def test_host_memory_gives_up_sizes_that_were_used_longest_ago() -> None:
+    host = HostMemory("cpu")
+    host.reserve(6000, 3)
+
+    def use(*sizes: int) -> list[int]:
+        copies = [host.store(storage(size)) for size in sizes]
+        buffers = [copy._buffer.data_ptr() for copy in copies]
+        for copy in copies:
+            copy.free()
+        return buffers
+
+    first, second, third = use(1000, 2000, 3000)
+    assert use(1000, 2000, 3000) == [first, second, third], "a step allocates nothing anew"
+    use(1000)
+    copy = host.store(storage(1500))  # the place of 2000, since 1000 was used again
+    assert kept_bytes(host) == 1000 + 3000
+    assert host._kept.take(1000).data_ptr() == first
+    assert host._kept.take(3000).data_ptr() == third
+    copy.free()
+
+
+def test_host_memory_forgets_what_measuring_needed_when_it_is_told_what_steps_need() -> None:
+    host = HostMemory("cpu")
+    copies = [host.store(storage(size)) for size in (5000, 7000)]
+    for copy in copies:
+        copy.free()
+    host.reserve(6000, 1)
+    assert kept_bytes(host) <= 6000
+
+
+def test_buffers_that_are_kept_are_no_space_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows of which sizes storages will be: only what is given up, and then free, counts."""
+    host, free = HostMemory("cpu"), []
+    host.store(storage(5000)).free()
+
+    def memory() -> SimpleNamespace:
+        free.append(2000 if host._kept.nbytes else 4000)  # the rest of those 5000 is taken by somebody else
+        return SimpleNamespace(available=free[-1])
+
+    monkeypatch.setattr(psutil, "virtual_memory", memory)
+    with pytest.raises(HostError, match="6000 bytes at once: 4000 bytes of CPU memory are free"):
+        host.reserve(6000, 1)
+    assert free == [2000, 4000]
+    host.reserve(4000, 1)

@@ -13,7 +13,8 @@ import torch
 from retime.mechanisms.memory.batchnorm import batch_statistics_layers
 from retime.mechanisms.memory.costs import StepCosts
 from retime.mechanisms.memory.heap import trim_heap
-from retime.mechanisms.memory.host import HostTier
+from retime.mechanisms.memory.host import HostNone, HostTier
+from retime.mechanisms.memory.offload import NoHooksError
 from retime.mechanisms.memory.pool import MemoryPool, within
 from retime.mechanisms.memory.profile import Size, StepProfile
 from retime.mechanisms.memory.replay import EVERYTHING, DryRun, TrainingStep
@@ -85,7 +86,7 @@ def calibrate(
         host: the tier that is timed.
         sub_batches: numbers of samples, the smaller one first; by default an eighth and a quarter of the batch, or as
             many as fit into the budget, and at least two samples with batch statistics. While memory is measured, all
-            that can be is offloaded.
+            that can be is offloaded: nothing where the step refuses saved-tensor hooks.
         plain: a dry run of the whole batch. With it the model's own parameters are read, unless the step writes into
             them; without it copies are.
         budget_bytes: what the step may need, with parameters and the batch.
@@ -100,18 +101,24 @@ def calibrate(
     low, high, fits = (*sub_batches, True) if sub_batches else _sizes_within(step.samples, least, plain, budget_bytes)
     parameter = next(step.module.parameters())
     in_place = plain is not None and not plain.trace.writes_parameters
-    runs = [
-        DryRun(
-            replace(step.of_size(size), optimizers=(), gradients="freed", buckets=""),  # there is no step before
-            real=True,
-            host=host,
-            in_place=in_place,
-        )
-        for size in (low, high)
-    ]
+
+    def runs_to(tier: HostTier) -> list[DryRun]:
+        # There is no step before, and no other rank.
+        parts = [
+            replace(step.of_size(size), optimizers=(), gradients="freed", buckets="", reduction_bytes=0)
+            for size in (low, high)
+        ]
+        return [DryRun(part, real=True, host=tier, in_place=in_place) for part in parts]
+
     with within(step.given(), budget_bytes) as pool:
         room = budget_bytes - pool.bytes_elsewhere(step.given()) if pool.installed else 0
-        scratch, rest, saved = zip(*(_scratch(run, parameter.device, pool, room) for run in runs), strict=True)
+        runs = runs_to(host)
+        try:
+            found = [_scratch(run, parameter.device, pool, room) for run in runs]
+        except NoHooksError:
+            runs = runs_to(HostNone())
+            found = [_scratch(run, parameter.device, pool, room) for run in runs]
+        scratch, rest, saved = zip(*found, strict=True)
         times = [_best_ms(partial(run.untraced, None if fits else _all_of(run.step.samples))) for run in runs]
         resident = 0 if plain is None else plain.resident_bytes
         nbytes = min(_PROBE_BYTES, max(_SMALLEST_PROBE_BYTES, (budget_bytes - resident) // _PROBE_SHARE))

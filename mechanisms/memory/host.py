@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import tempfile
 from typing import Protocol
 
@@ -50,7 +51,10 @@ class HostCopy(Protocol):
         """Start the copy back into a storage of the same size."""
 
     def free(self) -> None:
-        """Give the space back; a copy under way ends first. Doing so twice is harmless."""
+        """Give the space back. A copy under way goes on to its end, holding what it needs; nobody waits for it.
+
+        Doing so twice is harmless, and any thread's garbage collection may do it.
+        """
 
 
 class HostTier(Protocol):
@@ -80,6 +84,27 @@ class HostTier(Protocol):
 
     def close(self) -> None:
         """Give back space, threads and files. Doing so twice is harmless."""
+
+
+class HostNone:
+    """Takes nothing: for steps under which no saved-tensor hooks can be, so that nobody knows what they save."""
+
+    name = "none"
+
+    def takes(self, device: torch.device) -> bool:
+        return False
+
+    def reserve(self, nbytes: int, storages: int) -> None:
+        """Nothing comes."""
+
+    def store(self, source: torch.UntypedStorage) -> HostCopy:
+        raise HostError(errno.ENOSYS, "this step's tensors cannot be offloaded")
+
+    def bytes_held(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
 
 
 def parse_host(text: str | None, device: torch.device | str, capacity_bytes: int = 0) -> HostTier:

@@ -1,7 +1,10 @@
 """The host tier of training on a CPU: one temporary file, written and read behind the step's back.
 
 The file has no name from its first moment, so it goes with the process whatever happens. Space is reserved on the
-calling thread before a copy starts: a full disk is an error of the forward pass, not of a thread.
+calling thread before a copy starts: a full disk is an error of the forward pass, not of a thread. One thread copies, in
+the order of the calls: a place that is given back while it is read, or written, is written again only afterwards.
+
+Whatever may run in a finaliser does not wait: garbage is collected on any thread, also on the one that copies.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import tempfile
 import threading
 import warnings
 import weakref
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -36,16 +39,13 @@ class HostDisk:
         folder: an existing folder on a disk. On a file system that is memory itself a warning says so.
         device: whose storages are taken; host memory is what this tier reads, so only CPU storages are.
         capacity_bytes: reserved at once; the file grows beyond it when it has to.
-        workers: threads that copy.
 
     Raises:
         HostError: the folder is missing, cannot be written to, or has not ``capacity_bytes`` left.
         ValueError: the device is not the CPU.
     """
 
-    def __init__(
-        self, folder: str | Path, *, device: torch.device | str = "cpu", capacity_bytes: int = 0, workers: int = 1
-    ) -> None:
+    def __init__(self, folder: str | Path, *, device: torch.device | str = "cpu", capacity_bytes: int = 0) -> None:
         if torch.device(device).type != "cpu":
             raise ValueError(f"host='disk:{folder}' takes storages of the CPU, not of {device}: use host='memory'")
         self.name = f"disk:{folder}"
@@ -67,7 +67,7 @@ class HostDisk:
         self._reserved = 0
         self._held = 0
         self._closed = False
-        self._pool = _started(workers)
+        self._pool = _started()
         try:
             self._reserve(capacity_bytes)
         except HostError:
@@ -147,13 +147,12 @@ class HostDisk:
             self._held -= nbytes
 
 
-def _started(workers: int) -> ThreadPoolExecutor:
-    """Threads that run already, on small stacks: where memory is short, one that is started later may never come up."""
+def _started() -> ThreadPoolExecutor:
+    """A thread that runs already, on a small stack: where memory is short, one that starts later may never come up."""
     before = threading.stack_size(_STACK_BYTES)
     try:
-        pool = ThreadPoolExecutor(workers, thread_name_prefix="retime-host-disk")
-        together = threading.Barrier(workers)
-        wait([pool.submit(together.wait) for _ in range(workers)])
+        pool = ThreadPoolExecutor(1, thread_name_prefix="retime-host-disk")
+        pool.submit(threading.get_ident).result()
     finally:
         threading.stack_size(before)
     return pool
@@ -193,8 +192,8 @@ class _DiskCopy:
         if self._freed:
             return
         self._freed = True
-        self._written.exception()  # the thread may still read from the source
-        self._source = None
+        source, self._source = self._source, None
+        _hold_until(self._written, source)
         self._host._give_back(self._offset, self.nbytes)
 
     def __del__(self) -> None:
@@ -223,7 +222,13 @@ class _DiskLoading:
         return waited
 
     def __del__(self) -> None:
-        self._read.exception()  # the thread has only the target's address
+        _hold_until(self._read, self._into)
+
+
+def _hold_until(copied: Future[None], storage: torch.UntypedStorage | None) -> None:
+    """Until then the thread has only the storage's address."""
+    held = [storage]
+    copied.add_done_callback(lambda _: held.clear())
 
 
 def _memory_at(address: int, nbytes: int) -> memoryview:

@@ -8,7 +8,8 @@ every step. The host itself never waits.
 from __future__ import annotations
 
 import errno
-from collections import defaultdict
+import threading
+from collections import deque
 
 import psutil
 import torch
@@ -20,7 +21,9 @@ from retime.mechanisms.memory.host import HostError
 class HostMemory:
     """Storages of ``device`` in CPU memory, page-locked where the device is a CUDA device.
 
-    Buffers are kept by size and used again; :meth:`close` gives them back.
+    Buffers are kept by size and used again. All of them together are no more than the most that was reserved, or was
+    held at once since then: batches of ever new shapes ask for ever new sizes, so those that were used longest ago go.
+    :meth:`close` gives back the rest.
     """
 
     name = "memory"
@@ -29,35 +32,68 @@ class HostMemory:
         self._device = torch.device(device)
         self._cuda = self._device.type == "cuda"
         self._stream = torch.cuda.Stream(self._device) if self._cuda else None  # type: ignore[no-untyped-call]
-        self._pool: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._kept = _KeptBuffers()
+        self._freed: deque[Tensor] = deque()  # by any thread, also by a finaliser in the middle of anything here
+        self._lock = threading.Lock()
         self._held = 0
+        self._reserved = 0
+        self._most = 0
 
     def takes(self, device: torch.device) -> bool:
         return device.type == self._device.type and (not self._cuda or device.index == self._stream_device())
 
     def reserve(self, nbytes: int, storages: int) -> None:
-        pooled = sum(size * len(buffers) for size, buffers in self._pool.items())
-        available = psutil.virtual_memory().available
-        if nbytes > available + pooled + self._held:
-            raise self._full(f"{nbytes} bytes at once: {available} bytes of CPU memory are free")
+        with self._lock:
+            self._take_back()
+            available = psutil.virtual_memory().available
+            if nbytes > available + self._held:
+                self._give_up_kept()  # they may be of other sizes than those to come
+                available = psutil.virtual_memory().available
+            if nbytes > available + self._held:
+                raise self._full(f"{nbytes} bytes at once: {available} bytes of CPU memory are free")
+            self._reserved = max(self._reserved, nbytes)
+            self._most = max(self._reserved, self._held)  # what was held before, to measure, tells nothing about steps
+            self._kept.shrink(self._most - self._held)
 
     def store(self, source: torch.UntypedStorage) -> _MemoryCopy:
         nbytes = source.nbytes()
-        free = self._pool[nbytes]
-        try:
-            buffer = free.pop() if free else torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._cuda)
-        except RuntimeError as error:  # the C library, or CUDA, which locks the pages
-            raise self._full(f"{nbytes} more bytes beside {self._held} ({str(error).splitlines()[0]})") from error
-        self._held += nbytes
+        with self._lock:
+            self._take_back()
+            buffer = self._kept.take(nbytes)
+            if buffer is None:
+                self._kept.shrink(self._most - self._held - nbytes)
+                buffer = self._new(nbytes)
+            self._held += nbytes
+            self._most = max(self._most, self._held)
         return _MemoryCopy(self, source, buffer)
 
     def bytes_held(self) -> int:
-        return self._held
+        with self._lock:
+            self._take_back()
+            return self._held
 
     def close(self) -> None:
+        with self._lock:
+            self._take_back()
+            self._give_up_kept()
+
+    def _new(self, nbytes: int) -> Tensor:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._cuda)
+        except RuntimeError as error:  # the C library, or CUDA, which locks the pages
+            raise self._full(f"{nbytes} more bytes beside {self._held} ({str(error).splitlines()[0]})") from error
+
+    def _take_back(self) -> None:
+        while self._freed:
+            buffer = self._freed.popleft()
+            self._held -= buffer.nbytes
+            self._kept.put(buffer)
+
+    def _give_up_kept(self) -> None:
+        self._kept.shrink(0)
         if self._stream is not None:
             self._stream.synchronize()
-        self._pool.clear()
+            torch._C._host_emptyCache()  # torch keeps locked pages too
 
     @staticmethod
     def _full(what: str) -> HostError:
@@ -113,9 +149,8 @@ class _MemoryCopy:
             return
         self._host._await(self._event)
         self._source = None
-        # The next copy into it runs on the same stream as all that still read it.
-        self._host._pool[self.nbytes].append(self._buffer)
-        self._host._held -= self.nbytes
+        # The next copy into it runs on the same stream as all that still read it. Torch's own pool waits for these too.
+        self._host._freed.append(self._buffer)
         self._buffer = None
 
     def __del__(self) -> None:
@@ -133,6 +168,42 @@ class _MemoryLoading:
 
     def __del__(self) -> None:
         self._host._await(self._event)  # before the target's memory can go to somebody else
+
+
+class _KeptBuffers:
+    """Buffers that nobody uses, by size.
+
+    Attributes:
+        nbytes: of all of them.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._of: dict[int, list[Tensor]] = {}  # the size that was used longest ago first
+
+    def put(self, buffer: Tensor) -> None:
+        self._of.setdefault(buffer.nbytes, []).append(buffer)
+        self.nbytes += buffer.nbytes
+
+    def take(self, nbytes: int) -> Tensor | None:
+        """One of exactly that size, if there is one."""
+        same = self._of.pop(nbytes, [])
+        if not same:
+            return None
+        buffer = same.pop()
+        if same:
+            self._of[nbytes] = same
+        self.nbytes -= nbytes
+        return buffer
+
+    def shrink(self, nbytes: int) -> None:
+        """Drop buffers until no more than so many bytes are left."""
+        while self._of and self.nbytes > nbytes:
+            size, same = next(iter(self._of.items()))
+            same.pop()
+            self.nbytes -= size
+            if not same:
+                del self._of[size]
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

@@ -19,7 +19,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from retime.mechanisms.memory.host import HostTier
+from retime.mechanisms.memory.host import HostNone, HostTier
 from retime.mechanisms.memory.offload_pass import ForwardPass, OffloadCounts, SaveObserver
 from retime.schedules.errors import ScheduleError
 from retime.schedules.memory import OffloadPlan
@@ -44,6 +44,20 @@ class PlanMismatch(ScheduleError):  # noqa: N818  # callbacks take it as news, n
         super().__init__(
             f"the forward pass saved {saved} storages{sizes}, but its plan has {planned}: the batch has another shape, "
             "or the model took another way. Make a plan for this shape, or bring all batches to one shape"
+        )
+
+
+_REFUSES_HOOKS = "support saved tensor hooks"
+"""So ``torch.func`` says it."""
+
+
+class NoHooksError(RuntimeError):
+    """The forward pass refuses to run under saved-tensor hooks, so nothing that it saves can be offloaded."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "nothing can be offloaded, because the forward pass calls torch.func.grad, vjp, jacrev or hessian, which "
+            "do not run under saved-tensor hooks"
         )
 
 
@@ -89,6 +103,7 @@ class OffloadSavedTensors:
     Hooks cost each saved tensor some microseconds. So most passes are left alone once the last storage that moves has
     been saved for the last time, as far as passes before tell; the first and every 17th are watched to their end, and
     only these are compared with the plan. So are all up to the next 17th once a pass makes another number of nodes.
+    Where nothing is to move, to be compared or to be observed, and with :class:`HostNone`, there are no hooks at all.
 
     Args:
         plan: which storages move, numbered by when the forward pass first saves them. ``saved=0`` means that their
@@ -106,6 +121,7 @@ class OffloadSavedTensors:
 
     Raises:
         HostError: when the host fails; see there.
+        NoHooksError: at the end of a forward pass that cannot run under hooks.
         PlanMismatch: see ``on_mismatch``.
     """
 
@@ -146,10 +162,11 @@ class OffloadSavedTensors:
         )
         if self._tail is not None and self._steady and not nested and self.observer is None:
             self._pass.end_at(max(self._tail, self._planned), self._unhook)
-        # A compiled region calls them for what it saves; they are not a part of what it compiles.
-        pack, unpack = (torch.compiler.disable(hook) for hook in (self._pass.pack, self._pass.unpack))  # type: ignore[no-untyped-call]
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-        self._hooks.__enter__()
+        if self._hooked:
+            # A compiled region calls them for what it saves; they are not a part of what it compiles.
+            pack, unpack = (torch.compiler.disable(hook) for hook in (self._pass.pack, self._pass.unpack))  # type: ignore[no-untyped-call]
+            self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+            self._hooks.__enter__()
         self._entered = True
         self._counts.passes += 1
         self._began = torch._C._autograd._get_sequence_nr()
@@ -159,11 +176,13 @@ class OffloadSavedTensors:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._pass is not None, "left without having been entered"
-        whole = self._hooks is not None
+        whole = self._hooks is not None or not self._hooked
         self._entered = False
         self._unhook()
         if error is not None:
             self._pass.abandon()
+            if isinstance(error, RuntimeError) and _REFUSES_HOOKS in str(error):
+                raise NoHooksError from error
             return
         self._pass.close()
         nodes = torch._C._autograd._get_sequence_nr() - self._began
@@ -172,6 +191,11 @@ class OffloadSavedTensors:
         if whole:
             self._tail = self._pass.tail
             self._compare(self._pass.sizes)
+
+    @property
+    def _hooked(self) -> bool:
+        needed = self.plan.saved > 0 or self.observer is not None
+        return needed and not isinstance(self.host, HostNone)
 
     def _unhook(self) -> None:
         hooks, self._hooks = self._hooks, None
