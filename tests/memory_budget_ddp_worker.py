@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,8 +45,11 @@ from retime.callbacks import MemoryTimeline
 from retime.mechanisms.memory.alone import alone
 from retime.mechanisms.memory.budgeted_ddp import BudgetedDataParallelStep
 from retime.mechanisms.memory.costs import StepCosts
+from retime.mechanisms.memory.heap import trim_heap
 from retime.mechanisms.memory.host import parse_host
 from retime.mechanisms.memory.host_reduction import HostReduction
+from retime.mechanisms.memory_probe import MemoryProbe
+from retime.recipes.modnn_budget_worker import resident_bytes
 from retime.schedules.memory.errors import BudgetError
 from retime.strategies import MemoryBudgetDDPStrategy
 
@@ -481,6 +486,45 @@ def timelines_count_buckets() -> None:
     done = fit(Net(), MemoryBudgetDDPStrategy(SMALL), callbacks=[timeline])
     (step,) = timeline.steps
     assert max(held for _, held in step.predicted) == report(done).shapes[0].choice.peak_bytes
+
+
+@check
+def peaks_with_buckets_stay_inside() -> None:
+    """The first buckets make room for those that DDP makes after a step, and reductions have room too."""
+    budget, samples = 40 * 2**20, 1024
+    inputs, targets = torch.randn(samples, 256), torch.randn(samples, 256)
+    peaks = []
+    for _ in range(2):  # the first time loads code
+        gc.collect()
+        trim_heap()
+        base = resident_bytes()
+        torch.manual_seed(0)
+        layers = [layer for _ in range(3) for layer in (nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))]
+        model = DistributedDataParallel(nn.Sequential(*layers))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        step = BudgetedDataParallelStep(model, [optimizer], budget, parse_host(f"disk:{tempfile.gettempdir()}", "cpu"))
+        loss = _squared(model)
+        step.plan(loss, (inputs, targets))
+        trim_heap()
+        probe = MemoryProbe(torch.device("cpu"))
+        probe.start()
+        for _ in range(5):
+            optimizer.zero_grad()
+            step.run(loss, (inputs, targets))
+            optimizer.step()
+        probe.stop()
+        peaks.append((probe.peaks()["batch"] - base, step.report().shapes[0].choice.peak_bytes))
+        assert step.hidden_bytes < 2**22, "new buckets are the pool's"
+        assert step.report().sub_batches > step.report().steps
+        step.remove()
+        del model, optimizer, step, loss, layers
+    measured, predicted = peaks[-1]
+    assert measured <= budget, peaks
+    assert 0.85 * predicted <= measured <= predicted + 2**20, peaks  # the reductions are not at its peak
+
+
+def _squared(model: nn.Module) -> Callable[[Any], Any]:
+    return lambda batch: (model(batch[0]) - batch[1]).square().mean()
 
 
 @check

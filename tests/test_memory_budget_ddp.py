@@ -24,6 +24,7 @@ CHECKS = [
     "groups_are_given_back",
     "ranks_reduce_again_after_a_batch_that_failed",
     "timelines_count_buckets",
+    "peaks_with_buckets_stay_inside",
     "accelerate_loops",
     "a_rank_that_refuses_its_budget",
     "what_cannot_be_planned_is_refused",

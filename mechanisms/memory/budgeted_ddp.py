@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,12 +20,13 @@ from retime.mechanisms.memory.agreement import RankAgreement
 from retime.mechanisms.memory.alone import CollectiveError, alone
 from retime.mechanisms.memory.budget_report import PlannedShape
 from retime.mechanisms.memory.budgeted_step import BudgetedStep, NoLossError, Way
+from retime.mechanisms.memory.data_parallel_memory import NewBuckets, bucket_bytes, buckets_of, reduction_bytes
 from retime.mechanisms.memory.host import HostTier
 from retime.mechanisms.memory.reduce_last import ReduceLast
 from retime.mechanisms.memory.step_planner import Step
 from retime.mechanisms.memory.sub_batches import SubBatches
 
-__all__ = ["SETTING_UP", "BudgetedDataParallelStep", "buckets_of"]
+__all__ = ["SETTING_UP", "BudgetedDataParallelStep"]
 
 SETTING_UP = "set up its memory budget"
 """What ranks do that make a :class:`BudgetedDataParallelStep`, for errors."""
@@ -69,9 +70,11 @@ class BudgetedDataParallelStep(BudgetedStep):
                 "ZeroRedundancyOptimizer's step communicates, so a rank cannot plan its memory alone: use the "
                 "optimizer itself"
             )
-        super().__init__(model.module, optimizers, budget_bytes, host, buckets=buckets_of(model), **options)
+        holds: dict[str, Any] = {"buckets": buckets_of(model), "reduction_bytes": reduction_bytes(model)}
+        super().__init__(model.module, optimizers, budget_bytes, host, **holds, **options)
         self.whole_because = _why_whole(model, synced)
-        self.hidden_bytes = sum(one.nbytes for one in model.parameters() if one.requires_grad)  # the buckets
+        self.hidden_bytes = self._planner.reduction_bytes + bucket_bytes(model)
+        self._new_buckets = NewBuckets(model)
         self._wrapped = model
         self._reduction = ReduceLast(model)
         self._agreement = agreement or RankAgreement()
@@ -96,6 +99,7 @@ class BudgetedDataParallelStep(BudgetedStep):
             RuntimeError: a rank could not plan.
         """
         self._reduction.end()
+        self._make_room(batch)
         no_loss: list[NoLossError] = []
 
         def decide() -> Way:
@@ -130,12 +134,18 @@ class BudgetedDataParallelStep(BudgetedStep):
         with super().offloading(step, batch):
             yield
 
+    def _make_room(self, batch: Any) -> None:
+        """Buckets that were made while the pool was there are the pool's."""
+        if self._new_buckets.since and self.hidden_bytes > self._planner.reduction_bytes:
+            self.hidden_bytes = self._planner.reduction_bytes
+            self._hold_plans(batch)
+
     def _guarded(self, step: Step) -> Step:
         return step if isinstance(step, _Guarded) else _Guarded(self, step)
 
     def _run(self, step: Step, part: Any) -> Any:
         if not self.planning:
-            with self._reduction.part():
+            with self._reduction.part(), self._new_buckets.watched():
                 return step(part)
         if self._collective is not None:
             raise self._collective
@@ -158,13 +168,6 @@ class _Guarded:
 
     def __call__(self, part: Any) -> Any:
         return self.owner._run(self.step, part)
-
-
-def buckets_of(model: nn.Module | None) -> Literal["", "beside", "gradients"]:
-    """What holds memory beside gradients; see :class:`~retime.mechanisms.memory.replay.TrainingStep`."""
-    if not isinstance(model, DistributedDataParallel):
-        return ""
-    return "gradients" if model.gradient_as_bucket_view else "beside"
 
 
 def _communicates(optimizer: torch.optim.Optimizer) -> bool:

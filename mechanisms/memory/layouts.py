@@ -40,7 +40,7 @@ def layout_hint(step: TrainingStep, plain: StepProfile, samples: int, budget_byt
         return ""
     if any(not layer.weight.is_contiguous() for layer in convolutions):
         return ""  # that layout was chosen already
-    part = replace(step.of_size(samples), optimizers=(), gradients="freed", buckets="")
+    part = replace(step.of_size(samples), optimizers=(), gradients="freed", buckets="", reduction_bytes=0)
     times = {"as it is": float("inf"), "channels last": float("inf")}
     try:
         with within(given, budget_bytes):

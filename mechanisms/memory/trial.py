@@ -12,6 +12,7 @@ from retime.mechanisms.memory.pool import within
 from retime.mechanisms.memory.profile import StepProfile
 from retime.mechanisms.memory.replay import DryRun, TrainingStep
 from retime.mechanisms.memory.search import PlanChoice
+from retime.schedules.memory import BlockKind
 
 _REPEATS = 3
 _ENOUGH_S = 1.0
@@ -33,6 +34,7 @@ class PlanTrial:
     def __init__(self, step: TrainingStep, host: HostTier, plain: StepProfile | None, budget_bytes: int) -> None:
         self._step, self._host, self._budget_bytes = step, host, budget_bytes
         self.note = ""
+        self._absent_bytes = step.reduction_bytes + (0 if plain is None else _absent_bytes(step, plain))
         # A step that writes into what it is given needs copies, for which there may be no room.
         self._possible = plain is not None and not plain.trace.writes_parameters and not plain.trace.writes_batch
 
@@ -41,11 +43,11 @@ class PlanTrial:
         if not self._possible:
             return None
         size = choice.plan.sub_batch
-        part = replace(self._step.of_size(size), optimizers=(), gradients="freed", buckets="")
+        part = replace(self._step.of_size(size), optimizers=(), gradients="freed", buckets="", reduction_bytes=0)
         run = DryRun(part, real=True, host=self._host, in_place=True, own_batch=False)
         times: list[float] = []
         try:
-            with within(self._step.given(), choice.held_bytes(self._budget_bytes)):
+            with within(self._step.given(), choice.held_bytes(self._budget_bytes) - self._absent_bytes):
                 run.untraced(choice.plan, in_flight_bytes=choice.in_flight_bytes)  # libraries generate code at first
                 while len(times) < _REPEATS and sum(times) < _ENOUGH_S:
                     begin = time.perf_counter()
@@ -57,3 +59,10 @@ class PlanTrial:
                 return None  # the first time needs what libraries load beside the plan
             raise
         return 1e3 * min(times) * self._step.samples / size
+
+
+def _absent_bytes(step: TrainingStep, plain: StepProfile) -> int:
+    """What training holds and a trial does not: optimizer states and buckets."""
+    states = sum(storage.nbytes for storage in plain.trace.storages if storage.kind is BlockKind.STATE)
+    trained = [parameter for parameter in step.module.parameters() if parameter.requires_grad]
+    return states + (sum(parameter.nbytes for parameter in trained) if step.buckets else 0)
