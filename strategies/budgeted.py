@@ -21,9 +21,10 @@ from torch.optim import Optimizer
 from retime.mechanisms.memory.batchnorm import check_choice
 from retime.mechanisms.memory.budget import parse_budget
 from retime.mechanisms.memory.budget_report import BudgetReport, PlannedShape
-from retime.mechanisms.memory.budgeted_step import BudgetedStep, NoLossError, Way, check_on_shape_change
+from retime.mechanisms.memory.budgeted_step import BudgetedStep, NoLossError, Way
 from retime.mechanisms.memory.replay import Gradients
 from retime.mechanisms.memory.separability_probe import loss_of
+from retime.mechanisms.memory.shape_changes import check_on_shape_change
 from retime.mechanisms.memory.split import Split, samples_in, split_batch
 from retime.mechanisms.memory.sub_batches import SubBatches
 from retime.strategies.flavour import LightningOnly
@@ -236,7 +237,7 @@ def _check_module(module: LightningModule) -> None:
     if not module.automatic_optimization:
         raise ValueError(
             "a memory budget needs automatic optimization: with manual optimization nobody knows where a step begins "
-            "and ends. Set automatic_optimization=True, or use BudgetedStep in your training_step"
+            "and ends. Set automatic_optimization=True, or use retime.mechanisms.memory.BudgetedStep in training_step"
         )
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise ValueError(

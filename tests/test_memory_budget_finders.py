@@ -67,3 +67,4 @@ def test_a_refused_budget_is_out_of_memory() -> None:
     assert should_reduce_batch_size(refused)
     assert isinstance(refused, ValueError)  # as all errors of schedules
     assert not is_oom_error(ValueError(*refused.args))
+    assert "CPUAllocator" not in str(refused), "it may be a CUDA device's budget"

@@ -138,7 +138,7 @@ def test_a_batch_is_not_held_longer_than_its_step(offloads: None, monkeypatch: p
 
     def note(self: Any, *arguments: Any, **options: Any) -> None:
         step = made.strategy._step
-        kept.extend(len(list(offload.keep)) for offload in step._offloads.values())
+        kept.extend(len(list(offload.keep)) for offload in step._offloads._of.values())
 
     monkeypatch.setattr(Net, "on_train_batch_end", note)
     made.fit(Net(depth=DEPTH), support.loader(2))

@@ -497,6 +497,25 @@ def test_a_failed_write_fails_the_forward_pass_or_loses_nothing(
         monkeypatch.undo()
 
 
+def test_numbers_do_not_depend_on_what_moves(host: HostMemory) -> None:
+    """A logged value that takes no part in the loss frees its graph at once; what it saved is saved again later."""
+    mismatches: list[PlanMismatch] = []
+    gradient = {}
+    for name, numbers in {"plain": frozenset(), "all": ALL}.items():
+        value = torch.linspace(-1, 1, 64, requires_grad=True)
+        plan = OffloadPlan(1, frozenset(number for number in numbers if number < 3), 0, saved=3)
+        with OffloadSavedTensors(plan, host, on_mismatch=mismatches.append) as offload:
+            hidden = value.tanh()  # saves its result, 0
+            float(hidden.norm().detach())  # saves that again and the norm, 1
+            float((hidden * hidden).sum().detach())
+            loss = (hidden * hidden.exp()).sum()  # saves it once more, and the exponential, 2
+        loss.backward()
+        gradient[name] = value.grad
+        assert (offload.report().storages >= 3) == (name == "all")
+    assert not mismatches
+    assert torch.equal(gradient["plain"], gradient["all"])  # type: ignore[arg-type]
+
+
 def test_a_failed_read_says_that_gradients_are_incomplete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leaf = torch.ones(5000, requires_grad=True)
     with HostDisk(tmp_path) as host:

@@ -1,6 +1,9 @@
 """Training inside a byte budget: profile, offload, sub-batches (Chen et al. 2018, moDNN)."""
 
+from retime.mechanisms.memory.budgeted_ddp import BudgetedDataParallelStep
+from retime.mechanisms.memory.budgeted_step import BudgetedStep
 from retime.mechanisms.memory.calibrate import calibrate
+from retime.mechanisms.memory.certificate import Certificate
 from retime.mechanisms.memory.costs import StepCosts
 from retime.mechanisms.memory.floor import MemoryFloor, StepMemory
 from retime.mechanisms.memory.heap import give_back_freed_memory, trim_heap
@@ -12,10 +15,15 @@ from retime.mechanisms.memory.offload import OffloadReport, OffloadSavedTensors,
 from retime.mechanisms.memory.profile import StepProfile
 from retime.mechanisms.memory.replay import DryRun, TrainingStep, profile_step, replay
 from retime.mechanisms.memory.search import PlanChoice, part_sizes, search_plan
+from retime.mechanisms.memory.separability import certify
+from retime.mechanisms.memory.sub_batches import SubBatches
 from retime.mechanisms.memory.task_graph import task_graph
 from retime.mechanisms.memory.trace import ValueReadError
 
 __all__ = [
+    "BudgetedDataParallelStep",
+    "BudgetedStep",
+    "Certificate",
     "DryRun",
     "HostDisk",
     "HostError",
@@ -30,9 +38,11 @@ __all__ = [
     "StepCosts",
     "StepMemory",
     "StepProfile",
+    "SubBatches",
     "TrainingStep",
     "ValueReadError",
     "calibrate",
+    "certify",
     "give_back_freed_memory",
     "part_sizes",
     "parse_host",

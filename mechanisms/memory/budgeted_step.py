@@ -13,19 +13,18 @@ offloaded storages, prefetch distance) that fit: the one that moves the fewest b
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from enum import IntEnum
 from functools import partial
 from itertools import chain
-from typing import Any, Literal, get_args
-from zlib import crc32
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from retime.mechanisms.memory.batch_shape import key_of, name_of, no_larger, sizes_of
 from retime.mechanisms.memory.batchnorm import BatchNormChoice, check_choice
 from retime.mechanisms.memory.batchnorm_exact import ChunkedOperators
 from retime.mechanisms.memory.budget import show_bytes
@@ -33,22 +32,22 @@ from retime.mechanisms.memory.budget_report import BudgetReport, PlannedShape
 from retime.mechanisms.memory.certificate import Certificate
 from retime.mechanisms.memory.freed_memory import FreedMemory
 from retime.mechanisms.memory.host import HostTier
-from retime.mechanisms.memory.offload import OffloadReport, OffloadSavedTensors, PlanMismatch
+from retime.mechanisms.memory.known_ways import KnownWays
+from retime.mechanisms.memory.offload import PlanMismatch
+from retime.mechanisms.memory.offloads import Offloads
 from retime.mechanisms.memory.replay import Buckets, Gradients
 from retime.mechanisms.memory.search import PlanChoice
 from retime.mechanisms.memory.separability_probe import loss_of
-from retime.mechanisms.memory.split import Split, samples_in, split_batch, tensors_of
+from retime.mechanisms.memory.shape_changes import check_on_shape_change, warn_of_mismatches, warn_of_ways, why_anew
+from retime.mechanisms.memory.split import Split, samples_in, split_batch
 from retime.mechanisms.memory.step_planner import Step, StepPlanner
 from retime.mechanisms.memory.storages import tensors_in
 from retime.mechanisms.memory.sub_batches import SubBatches
-from retime.mechanisms.no_effect import NoEffectWarning
 from retime.schedules.errors import ScheduleError
 from retime.schedules.memory import OffloadPlan
 
-OnShapeChange = Literal["replan", "error"]
 MOST_SHAPES = 128
 """So many plans are kept, those used last."""
-_MANY_MISMATCHES = 3
 CHUNKS = 8
 """With ``batchnorm="exact"`` operators run in so many parts of the batch."""
 
@@ -84,7 +83,7 @@ class BudgetedStep:
         on_shape_change: ``"replan"`` for batches of another shape, or ``"error"``. Smaller batches of the same shape
             else keep their plan.
         sub_batches: False plans for whole batches only.
-        gradients, buckets: what else holds memory of the gradients' size, and when; see :class:`TrainingStep`.
+        gradients, buckets, reduction_bytes: what else holds memory, and when; see :class:`TrainingStep`.
         say: is told what is being done, a line at a time.
 
     Attributes:
@@ -108,6 +107,7 @@ class BudgetedStep:
         on_shape_change: str = "replan",
         gradients: Gradients = "freed",
         buckets: Buckets = "",
+        reduction_bytes: int = 0,
         sub_batches: bool = True,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
@@ -125,17 +125,19 @@ class BudgetedStep:
             loss_weight=loss_weight,
             gradients=gradients,
             buckets=buckets,
+            reduction_bytes=reduction_bytes,
             sub_batches=sub_batches,
             say=say,
             trying_out=self._trying_out,
         )
         self._shapes: dict[tuple[Any, ...], PlannedShape] = {}
-        self._offloads: dict[OffloadPlan, OffloadSavedTensors] = {}
+        self._sizes: dict[tuple[Any, ...], tuple[int, ...]] = {}
+        self._ways: dict[tuple[Any, ...], KnownWays] = {}
+        self._offloads = Offloads(host)
         self._chunks: ChunkedOperators | None = None
         self._report = BudgetReport(budget_bytes)
         self._now: SubBatches | None = None
         self._kept: dict[str, dict[str, Any]] = {}
-        self._forgotten: OffloadReport | None = None
         self.planning = False
         self.hidden_bytes = 0
         self._freed = FreedMemory(next(model.parameters()).device)
@@ -173,9 +175,11 @@ class BudgetedStep:
         """Plan if need be, and cut the batch; nothing of it runs yet."""
         shape = self.plan(step, batch)
         sub_batch = min(shape.choice.plan.sub_batch, samples_in(batch, self._split))
+        ways = self._ways[self._key(batch)]
+        ways.begin()
         self._now = SubBatches(
             self.model,
-            lambda part: self._forward(step, part, shape.choice),
+            lambda part: self._forward(step, part, shape, ways),
             batch,
             max(1, sub_batch),
             shape.certificate or Certificate(None, "this batch is not to be split"),
@@ -267,11 +271,14 @@ class BudgetedStep:
         samples = samples_in(batch, self._split)
         key = self._key(batch)
         known = self._shapes.get(key)
-        if known is not None and samples <= known.samples:
-            self._shapes[key] = self._shapes.pop(key)  # used last
-            return known
+        if known is not None and samples <= known.samples and no_larger(sizes_of(batch), self._sizes[key]):
+            known = self._examined(step, batch, known)
+            if known is not None:
+                self._shapes.pop(key)
+                self._shapes[key] = known  # used last
+                return known
         if self._shapes and self._on_shape_change == "error":
-            raise ScheduleError(_why_anew(samples, any(other[-1] == key[-1] for other in self._shapes if other != key)))
+            raise ScheduleError(why_anew(samples, any(other[-1] == key[-1] for other in self._shapes if other != key)))
         self._say(f"planning a batch of {samples} samples for {show_bytes(self.budget_bytes)}")
         self._hold(batch, self.budget_bytes)
         with self._trying_out():
@@ -280,28 +287,28 @@ class BudgetedStep:
         if plan.offload:
             self.host.reserve(shape.choice.out_bytes // -(-samples // plan.sub_batch), len(plan.offload))
         self._shapes.pop(key, None)
-        self._shapes[key] = shape
+        self._shapes[key], self._sizes[key], self._ways[key] = shape, sizes_of(batch), KnownWays()
         self._report.note(shape, MOST_SHAPES)
         while len(self._shapes) > MOST_SHAPES:
-            self._forget(self._shapes.pop(next(iter(self._shapes))))
-        self._hold(batch, max(shape.held_bytes(self.budget_bytes) for shape in self._shapes.values()))
+            self._forget(next(iter(self._shapes)))
+        self._hold_plans(batch)
         self._say(str(shape))
         return shape
 
     def planned(self, batch: Any) -> PlannedShape | None:
         """What was decided for batches like this one; None if nothing was yet."""
         known = self._shapes.get(self._key(batch))
-        return known if known is not None and samples_in(batch, self._split) <= known.samples else None
+        holds = known is not None and samples_in(batch, self._split) <= known.samples
+        return known if holds and no_larger(sizes_of(batch), self._sizes[self._key(batch)]) else None
 
     def report(self) -> BudgetReport:
         """What was planned and done so far."""
-        parts = [offload.report() for offload in self._offloads.values()]
-        self._report.offload = OffloadReport.total([*parts, *filter(None, [self._forgotten])])
+        self._report.offload = self._offloads.report()
         return self._report
 
     def state_dict(self) -> dict[str, Any]:
         """Plans by shape, and what they were made for, in plain types."""
-        plans = [{"shape": _name_of(key), **shape.kept()} for key, shape in self._shapes.items()]
+        plans = [{"shape": name_of(key), **shape.kept()} for key, shape in self._shapes.items()]
         return {**self._planner.made_for(), "plans": plans}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -311,9 +318,8 @@ class BudgetedStep:
 
     def remove(self) -> None:
         """Give back the host's space and take wrappers off."""
-        self.report()
         self._now = None
-        self._offloads.clear()
+        self._offloads.forget_all()
         if self._chunks is not None:
             self._chunks.remove()
             self._chunks = None
@@ -322,7 +328,7 @@ class BudgetedStep:
 
     def _kept_plan(self, step: Step, batch: Any, samples: int) -> PlannedShape | None:
         """An earlier run's plan, if there is one that still holds."""
-        kept = self._kept.get(_name_of(self._key(batch)))
+        kept = self._kept.get(name_of(self._key(batch)))
         if kept is None or samples > kept["samples"]:
             return None
         self._chunk(kept["samples"])
@@ -338,14 +344,11 @@ class BudgetedStep:
             self._chunks = ChunkedOperators(self.model, max(1, samples // CHUNKS))
 
     def _key(self, batch: Any) -> tuple[Any, ...]:
-        """What a plan is for: everything of the batch's shape but how many samples it has, and the model as it is.
+        return key_of(batch, self.model, self.gradients)
 
-        A layer that is frozen, or put into another mode, computes and saves other things.
-        """
-        flags = [module.training for module in self.model.modules()]
-        flags += [parameter.requires_grad for parameter in self.model.parameters()]
-        shapes = [(place, tuple(tensor.shape[1:]), tensor.dtype) for place, tensor in tensors_of(batch).items()]
-        return self.gradients, crc32(bytes(flags)), tuple(shapes)
+    def _hold_plans(self, batch: Any) -> None:
+        if self._shapes:
+            self._hold(batch, max(shape.held_bytes(self.budget_bytes) for shape in self._shapes.values()))
 
     def _hold(self, batch: Any, nbytes: int) -> None:
         """Freed memory is kept for the next tensors as far as there is room for it in ``nbytes``."""
@@ -362,8 +365,8 @@ class BudgetedStep:
         finally:
             self.planning = before
 
-    def _forward(self, step: Step, part: Any, choice: PlanChoice) -> Any:
-        with self._hooks(part, choice):
+    def _forward(self, step: Step, part: Any, shape: PlannedShape, ways: KnownWays) -> Any:
+        with self._hooks(part, shape.choice), nullcontext() if shape.certificate is None else ways.watched():
             return step(part)
 
     @contextmanager
@@ -371,27 +374,27 @@ class BudgetedStep:
         if not choice.plan.offload:
             yield
             return
-        offload = self._offloads.get(choice.plan)
-        if offload is None:
-            offload = self._offloads[choice.plan] = OffloadSavedTensors(
-                choice.plan,
-                self.host,
-                in_flight_bytes=choice.in_flight_bytes,
-                on_mismatch=partial(self._mismatch, choice.plan),
-            )
-        offload.keep = [*self.model.parameters(), *self.model.buffers(), *tensors_in(part)]
-        try:
-            with offload:
-                yield
-        finally:
-            offload.keep = ()  # the batch may go when the step has ended
+        keep = [*self.model.parameters(), *self.model.buffers(), *tensors_in(part)]
+        with self._offloads.around(choice, keep, partial(self._mismatch, choice.plan)):
+            yield
 
-    def _forget(self, shape: PlannedShape) -> None:
-        """Drop what one plan needs, unless another shape has the same plan."""
-        plan = shape.choice.plan
-        if plan in self._offloads and all(other.choice.plan != plan for other in self._shapes.values()):
-            gone = self._offloads.pop(plan).report()
-            self._forgotten = OffloadReport.total([gone, *filter(None, [self._forgotten])])
+    def _examined(self, step: Step, batch: Any, shape: PlannedShape) -> PlannedShape | None:
+        """The same, if sub-batches that went another way than those before are as separable; else None: plan anew."""
+        ways = self._ways[self._key(batch)]
+        if not ways.new or shape.certificate is None or samples_in(batch, self._split) < 2:
+            return shape
+        self._say("the step computes something else than the one that was planned for")
+        again = self._planner.certify(step, batch, among=shape.certificate)
+        ways.accept()
+        warn_of_ways(again, ways)
+        return replace(shape, certificate=again) if again.separable else None
+
+    def _forget(self, key: tuple[Any, ...]) -> None:
+        """Drop a shape, and what its plan needs unless another shape has the same plan."""
+        plan = self._shapes.pop(key).choice.plan
+        del self._sizes[key], self._ways[key]
+        if all(other.choice.plan != plan for other in self._shapes.values()):
+            self._offloads.forget(plan)
 
     def _mismatch(self, plan: OffloadPlan, mismatch: PlanMismatch) -> None:
         if self._on_shape_change == "error":
@@ -401,35 +404,4 @@ class BudgetedStep:
         self._shapes = {key: shape for key, shape in self._shapes.items() if shape.choice.plan != plan}
         self._kept = {name: kept for name, kept in self._kept.items() if kept["plan"] != str(plan)}
         self._say(f"{mismatch}; the next batch of this shape is planned anew")
-        if times == _MANY_MISMATCHES:
-            warnings.warn(
-                f"{times} batches were planned anew because {reason}, which takes longer than a step: the model takes "
-                "another way from step to step (dropped layers, branches on values or on the step's number). Keep it "
-                "on one way, or give a budget that the plain step fits into",
-                NoEffectWarning,
-                stacklevel=2,
-            )
-
-
-def check_on_shape_change(choice: str) -> None:
-    """Raise a ValueError for an unknown choice."""
-    if choice not in get_args(OnShapeChange):
-        raise ValueError(f"on_shape_change={choice!r}: use 'replan' or 'error'")
-
-
-def _why_anew(samples: int, same_shape: bool) -> str:
-    if same_shape:
-        return (
-            "layers were frozen, thawed or put into another mode, or gradients now stay from batch to batch, so the "
-            "plan no longer holds, and on_shape_change='error': use on_shape_change='replan'"
-        )
-    return (
-        f"a batch of {samples} samples has another shape than the one that was planned for, and "
-        "on_shape_change='error': bring all batches to one shape, or use on_shape_change='replan'"
-    )
-
-
-def _name_of(key: tuple[Any, ...]) -> str:
-    """A key as text, for a checkpoint."""
-    *model, shapes = key
-    return "; ".join([*map(str, model), *(f"{place} {list(shape)} {dtype}" for place, shape, dtype in shapes)])
+        warn_of_mismatches(reason, times)

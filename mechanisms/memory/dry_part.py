@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from retime.mechanisms.memory.batch_shape import sizes_of
 from retime.mechanisms.memory.split import Split, part_of, samples_in, split_batch
 
 __all__ = ["dry_part"]
 
 
 def dry_part(batch: Any, first: int, last: int, split: Split = split_batch) -> Any:
-    """Samples ``first`` to ``last - 1``; from a ``split_batch`` hook, which chooses by itself, any part of that size.
+    """Samples ``first`` to ``last - 1``; from a ``split_batch`` hook, which chooses by itself, the largest such part.
 
     Raises:
         ValueError: the batch cannot be split.
@@ -19,4 +20,5 @@ def dry_part(batch: Any, first: int, last: int, split: Split = split_batch) -> A
         return part_of(batch, slice(first, last), samples_in(batch))
     if first == 0 and last >= samples_in(batch, split):
         return batch
-    return split(batch, last - first)[0]
+    parts = [part for part in split(batch, last - first) if samples_in(part, split) == last - first]
+    return max(parts or [split(batch, last - first)[0]], key=lambda part: sum(sizes_of(part)))

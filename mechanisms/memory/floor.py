@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property, wraps
+from typing import Any, TypeVar
 
+from retime.mechanisms.memory.batchnorm import batch_statistics_layers
 from retime.mechanisms.memory.costs import StepCosts
 from retime.mechanisms.memory.equal_parts import part_lengths
+from retime.mechanisms.memory.host import HostNone
 from retime.mechanisms.memory.lifetimes import Lifetimes
-from retime.mechanisms.memory.profile import LargestTask, StepProfile
+from retime.mechanisms.memory.offload import NoHooksError
+from retime.mechanisms.memory.profile import LargestTask, Size, StepProfile
 from retime.mechanisms.memory.replay import EVERYTHING, DryRun, TrainingStep
 from retime.mechanisms.memory.storages import tensors_in
 from retime.schedules.errors import ScheduleError
@@ -20,6 +25,8 @@ from retime.schedules.memory.errors import BudgetError
 _MARGIN, _MARGIN_BYTES, _LARGE = 0.03, 512 * 2**10, 1 / 8
 # Samples of a real run, where the batch is to stay whole: one may be too few for batch statistics.
 _FEW = 2
+
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,7 @@ class MemoryFloor:
         scratch_bytes: of these, what operations need for themselves.
         task: the operation that needs the most.
         calibrated: scratch was measured.
+        no_offload: why nothing can be offloaded; empty if storages can.
     """
 
     bytes: int
@@ -42,6 +50,7 @@ class MemoryFloor:
     scratch_bytes: int
     task: LargestTask
     calibrated: bool = False
+    no_offload: str = ""
 
     @property
     def named_bytes(self) -> int:
@@ -55,24 +64,53 @@ class MemoryFloor:
         Raises:
             BudgetError: it is.
         """
-        if budget_bytes >= self.bytes:
-            return
-        if self.resident_bytes > self.task.nbytes + self.scratch_bytes:
-            hint = (
-                f"{self.resident_bytes} bytes of them are parameters, gradients, optimizer states and the batch: an "
-                "optimizer with less state, a smaller batch or parameters in a smaller dtype would help"
-            )
-        elif self.sub_batch > 1:
-            hint = f"The step runs {self.sub_batch} samples at once; smaller sub-batches, if allowed, would help"
-        else:
-            hint = f"That layer alone needs {self.task.nbytes} bytes for one sample: smaller samples would help"
-        raise BudgetError(
+        if budget_bytes < self.bytes:
+            raise self.refusal(budget_bytes)
+
+    def refusal(self, budget_bytes: int, fewer: str | None = None) -> BudgetError:
+        """The error that says why a budget is too small.
+
+        Args:
+            budget_bytes: the budget.
+            fewer: how fewer samples at once could run, or why they cannot; None: the caller chooses sub-batch sizes.
+        """
+        return BudgetError(
             f"a budget of {budget_bytes} bytes is below this step's floor",
             floor_bytes=self.named_bytes,
             task=f"{self.task.name} ({self.task.phase})",
             layer=self.task.layer,
-            hint=hint,
+            hint=self._hint(budget_bytes, fewer),
+            samples=self.sub_batch,
         )
+
+    def _hint(self, budget_bytes: int, fewer: str | None) -> str:
+        if fewer is None:
+            fewer = f"The step runs {self.sub_batch} samples at once; smaller sub-batches, if allowed, would help"
+        staying = (
+            f"{self.resident_bytes} bytes of them are parameters, gradients, optimizer states and the batch: an "
+            "optimizer with less state, a smaller batch or parameters in a smaller dtype would help"
+        )
+        mostly_stays = self.resident_bytes > self.task.nbytes + self.scratch_bytes
+        hints = [staying] if mostly_stays else []
+        if self.sub_batch > 1 and fewer and not (mostly_stays and self.resident_bytes >= budget_bytes):
+            hints.append(fewer)
+        samples = f"{self.sub_batch} samples" if self.sub_batch > 1 else "one sample"
+        alone = f"That layer alone needs {self.task.nbytes} bytes for {samples}: smaller samples would help"
+        return ". ".join([*(hints or [alone]), *filter(None, [_sentence(self.no_offload)])])
+
+
+def _once(method: Callable[..., _Found]) -> Callable[..., _Found]:
+    """Kept with the object: its class would hold every model that was ever planned for, and so would a cycle."""
+
+    @wraps(method)
+    def kept(self: StepMemory, *arguments: int) -> _Found:
+        key = (method.__name__, *arguments)
+        if key not in self._done:
+            self._done[key] = method(self, *arguments)
+        found: _Found = self._done[key]
+        return found
+
+    return kept
 
 
 class StepMemory:
@@ -90,7 +128,8 @@ class StepMemory:
             of tensors than their description says (oneDNN's LSTM a work space); then real runs are used.
 
     Attributes:
-        note: why predictions are not exact; empty if they are.
+        note: why predictions are not exact, or nothing can be offloaded; empty if they are, and storages can.
+        no_offload: what of that is about offloading. Dry runs are then without hooks, and know nothing that is saved.
     """
 
     def __init__(
@@ -104,11 +143,10 @@ class StepMemory:
         )
         if step.samples not in sub_batches and len(self.sub_batches) > 1:
             self.sub_batches = self.sub_batches[:-1]
-        self.note = ""
+        self.note = self.no_offload = ""
+        self._host: HostNone | None = None
         self._not_run_really: list[str] = []
-        # Kept with this object and not with its class, which would hold every model that was ever planned for.
-        self._alone, self._part, self._away = cache(self._run_alone), cache(self._run_part), cache(self._run_away)
-        self._real = cache(self._run_real)
+        self._done: dict[tuple[Any, ...], Any] = {}
 
     @cached_property
     def plain(self) -> StepProfile | None:
@@ -116,10 +154,10 @@ class StepMemory:
         try:
             found = self._found
         except Exception as error:  # whatever the user's code says to tensors without values
-            self.note = f"{error}: predicted from real runs of a few samples"
+            self._add_note(f"{error}: predicted from real runs of a few samples")
             return None
         if self._check and not self._dry_is_real(in_place=not found.trace.writes_parameters):
-            self.note = "a real run saves other storages than a dry one: predicted from real runs of a few samples"
+            self._add_note("a real run saves other storages than a dry one: predicted from real runs of a few samples")
             return None
         return found
 
@@ -127,7 +165,8 @@ class StepMemory:
         few = self.sub_batches[0] if len(self.sub_batches) > 1 else min(_FEW, self.step.samples)
         small = replace(self.step.of_size(few), optimizers=())
         dry, real = (
-            DryRun(small, real=real, in_place=in_place).run(OffloadPlan(small.samples)) for real in (False, True)
+            DryRun(small, real=real, host=self._host, in_place=in_place).run(OffloadPlan(small.samples))
+            for real in (False, True)
         )
         return [one.nbytes for one in dry.saved] == [one.nbytes for one in real.saved]
 
@@ -149,8 +188,9 @@ class StepMemory:
             smallest,
             away.resident_bytes,
             scratch,
-            away.largest_task,
+            _largest_task(away, self.costs),
             calibrated=self.costs.spare_bytes > 0,
+            no_offload=self.no_offload,
         )
 
     def lifetimes(self, sub_batch: int) -> Lifetimes:
@@ -187,24 +227,31 @@ class StepMemory:
         other = StepMemory(self.step, sub_batches, costs, check=check)
         if self.plain is not None:
             other._dry, other._found = self._dry, self._found
+        other.note = other.no_offload = self.no_offload
+        other._host = self._host
         return other
 
     @cached_property
     def _dry(self) -> DryRun:
-        return DryRun(self.step)
+        return DryRun(self.step, host=self._host)
 
     @cached_property
     def _found(self) -> StepProfile:
-        return self._dry.run(OffloadPlan(self.step.samples))
+        return self._hooked_or_not(lambda: self._dry.run(OffloadPlan(self.step.samples)))
 
     @cached_property
     def _update_bytes(self) -> int:
         if self.plain is not None:
             return self.plain.trace.update_peak_bytes
-        one = self.step.of_size(1)
-        batch_bytes = sum(tensor.nbytes for tensor in tensors_in(one.batch))
-        small = DryRun(one, real=True).run(OffloadPlan(1)).trace.update_peak_bytes
+        few = self.step.of_size(min(self._least, self.step.samples))
+        batch_bytes = sum(tensor.nbytes for tensor in tensors_in(few.batch))
+        small = DryRun(few, real=True, host=self._host).run(OffloadPlan(few.samples)).trace.update_peak_bytes
         return small - batch_bytes + self._batch_bytes if small else 0
+
+    @cached_property
+    def _least(self) -> int:
+        """A BatchNorm after pooling refuses one sample."""
+        return 2 if batch_statistics_layers(self.step.module) else 1
 
     @cached_property
     def _whole(self) -> Lifetimes:
@@ -215,7 +262,7 @@ class StepMemory:
             except ScheduleError:  # the first pass ever did more: it made a mask, say, that the model keeps
                 return Lifetimes(self._part(samples), self._away(samples))
         # With very few samples a step may run other operations than with more.
-        for low in (1, 2, 4):
+        for low in (1, 2, 4)[self._least - 1 :]:
             small, large = (self._real(size, size) for size in (min(low, samples), min(2 * low, samples)))
             with suppress(ScheduleError):
                 return Lifetimes(*small, large[0], batch_bytes=self._batch_bytes)
@@ -239,25 +286,45 @@ class StepMemory:
         small, large = self._real(low, 2 * low), self._real(2 * low, min(4 * low, self.step.samples))
         return Lifetimes(*small, large[0], batch_bytes=self._batch_bytes)
 
-    def _run_alone(self, sub_batch: int) -> Lifetimes:
+    @_once
+    def _alone(self, sub_batch: int) -> Lifetimes:
         if self.plain is not None:
             return Lifetimes(self._part(sub_batch), self._away(sub_batch))
         return Lifetimes(*self._real(sub_batch, 2 * sub_batch), batch_bytes=self._batch_bytes)
 
-    def _run_part(self, sub_batch: int) -> StepProfile:
+    @_once
+    def _part(self, sub_batch: int) -> StepProfile:
         return self._dry.run(OffloadPlan(sub_batch), update=False)
 
-    def _run_away(self, sub_batch: int) -> StepProfile:
+    @_once
+    def _away(self, sub_batch: int) -> StepProfile:
         if self.plain is not None:
             return self._dry.run(_everything(sub_batch), compare=False, update=False)
         return self._real(sub_batch, min(2 * sub_batch, self.step.samples))[1]
 
-    def _run_real(self, sub_batch: int, samples: int) -> tuple[StepProfile, StepProfile]:
+    @_once
+    def _real(self, sub_batch: int, samples: int) -> tuple[StepProfile, StepProfile]:
         """Plain, and with everything offloaded, on copies of the model and the first ``samples``."""
-        run = DryRun(self.step.of_size(samples), real=True)
+        return self._hooked_or_not(lambda: self._two_real(sub_batch, samples))
+
+    def _two_real(self, sub_batch: int, samples: int) -> tuple[StepProfile, StepProfile]:
+        run = DryRun(self.step.of_size(samples), real=True, host=self._host)
         self._not_run_really += run.not_run
         plain = run.run(OffloadPlan(sub_batch), update=False)
         return plain, run.run(_everything(sub_batch), compare=False, update=False)
+
+    def _hooked_or_not(self, run: Callable[[], _Found]) -> _Found:
+        """What a run finds; one without hooks, from now on, where the step refuses them."""
+        try:
+            return run()
+        except NoHooksError as error:
+            self.no_offload, self._host = str(error), HostNone()
+            self._add_note(self.no_offload)
+            self.__dict__.pop("_dry", None)  # made anew, without
+            return run()
+
+    def _add_note(self, text: str) -> None:
+        self.note = "; ".join(filter(None, (self.note, text)))
 
     @property
     def _batch_bytes(self) -> int:
@@ -266,5 +333,23 @@ class StepMemory:
         )
 
 
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
 def _everything(sub_batch: int) -> OffloadPlan:
     return OffloadPlan(sub_batch, EVERYTHING, 0, saved=len(EVERYTHING))
+
+
+def _largest_task(profile: StepProfile, costs: StepCosts) -> LargestTask:
+    """With what operations allocate for themselves, which may make another one the largest than tensors alone do."""
+    if not costs.operations:
+        return profile.largest_task
+    operations, none = profile.trace.operations, Size(0)
+    own = [costs.operations.get(one.kind, none).at(profile.plan.sub_batch) for one in operations]
+    needs = [held + extra for held, extra in zip(profile.held_bytes(), own, strict=True)]
+    at = max(range(len(needs)), key=needs.__getitem__, default=-1)
+    if at < 0 or needs[at] <= profile.peak_bytes:
+        return profile.largest_task
+    found = replace(profile, trace=replace(profile.trace, peak_at=at)).largest_task
+    return replace(found, nbytes=found.nbytes + own[at])

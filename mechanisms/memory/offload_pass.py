@@ -174,19 +174,24 @@ class ForwardPass:
         )
 
     def _number(self, tensor: Tensor, storage: torch.UntypedStorage) -> tuple[int, MovedStorage | None]:
-        """The storage's number, and its record if it moves; both new unless it was saved before in this state."""
+        """The storage's number, and its record if it moves; both new unless it was saved before in this state.
+
+        A record that nobody holds any more belonged to a node that has been freed since, of a logged value say. Then
+        there is a new one, under the same number: numbers must not depend on what moves.
+        """
         key, version = storage_key(tensor), tensor._version
         seen = self._seen.get(key)
-        if seen is not None:
-            alive, saved_at, number, reference = seen
+        number = None
+        if seen is not None and seen[0]() is storage and seen[1] == version:
+            number, reference = seen[2:]
             record = reference() if reference is not None else None
-            # A record that nobody holds any more belonged to a node that has been freed since.
-            if alive() is storage and saved_at == version and (reference is None or record is not None):
-                if record is not None:
-                    self._counts.bytes_skipped += tensor.numel() * tensor.element_size()
+            if record is not None:
+                self._counts.bytes_skipped += tensor.numel() * tensor.element_size()
+            if reference is None or record is not None:
                 return number, record
-        number = len(self.sizes)
-        self.sizes.append(storage.nbytes())
+        if number is None:
+            number = len(self.sizes)
+            self.sizes.append(storage.nbytes())
         record = None
         if number in self._plan.offload:
             record = MovedStorage(number, tensor, self._host.store(storage))

@@ -19,7 +19,7 @@ from retime.mechanisms.memory.batchnorm import batch_statistics_layers, fix_stat
 from retime.mechanisms.memory.certificate import Certificate
 from retime.mechanisms.memory.separability_judge import Verdict, fitted_error, judge, scalar_weightings
 from retime.mechanisms.memory.separability_probe import Probe, Prober
-from retime.mechanisms.memory.separability_state import Untouched
+from retime.mechanisms.memory.separability_state import Untouched, why_not_replaced
 from retime.mechanisms.memory.split import Split, part_of, samples_in, split_batch, tensors_of
 from retime.mechanisms.memory.weights import Count, Weighting, counts_of
 
@@ -72,6 +72,15 @@ def certify(
     """
     if not 2 <= samples <= _LARGEST_PROBE:
         raise ValueError(f"samples={samples}: a probe takes 2 to {_LARGEST_PROBE}")
+    updating = [name for name, one in model.named_parameters() if getattr(one, "_post_accumulate_grad_hooks", None)]
+    if updating:
+        reason = (
+            f"hooks that run when a gradient has been accumulated would run for each sub-batch: {_some(updating)}; "
+            "offload only, or take the hooks off"
+        )
+        return Certificate(None, reason)
+    if fixed := why_not_replaced(model):
+        return Certificate(None, f"{fixed} in a probe; offload only")
     total = samples_in(batch, split)
     if total < 2:
         raise ValueError("a batch of 1 sample has no parts to compare: probe with a batch of 2 or more")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
-from retime.mechanisms.memory.batchnorm import BatchNormChoice
+from retime.mechanisms.memory.batchnorm import BatchNormChoice, batch_statistics_layers
 from retime.mechanisms.memory.budget_report import PlannedShape
 from retime.mechanisms.memory.calibrate import calibrate
 from retime.mechanisms.memory.certificate import Certificate
@@ -19,11 +22,10 @@ from retime.mechanisms.memory.floor import StepMemory
 from retime.mechanisms.memory.host import HostTier
 from retime.mechanisms.memory.layouts import layout_hint
 from retime.mechanisms.memory.offload import PlanMismatch
-from retime.mechanisms.memory.profile import StepProfile
+from retime.mechanisms.memory.profile import LargestTask, StepProfile
 from retime.mechanisms.memory.replay import Buckets, Gradients, TrainingStep
-from retime.mechanisms.memory.search import part_sizes, search_plan
+from retime.mechanisms.memory.search import PlanChoice, part_sizes, search_plan
 from retime.mechanisms.memory.separability import certify
-from retime.mechanisms.memory.separability_probe import loss_of
 from retime.mechanisms.memory.split import Split
 from retime.mechanisms.memory.storages import strided_bytes
 from retime.mechanisms.memory.trial import PlanTrial
@@ -41,6 +43,13 @@ _PROBED = (3, 5)
 
 _HINTED = 4
 """Layouts are compared on this part of the batch."""
+
+_ONLY_OFFLOAD = re.compile(r"[;,.](?: or)? offload only(?:, or )?", re.IGNORECASE)
+"""Advice in a certificate that is none where offloading alone does not keep the budget."""
+
+_IN_CHUNKS = ("torch.nn.modules.conv", "torch.nn.modules.linear")
+_PRODUCTS = ("convolution", "convolution_backward", "addmm", "mm", "_to_copy")
+"""Operations of the layers that ``batchnorm="exact"`` runs in chunks, and casts of what they are given."""
 
 Step = Callable[[Any], Any]
 
@@ -67,13 +76,14 @@ class StepPlanner:
         loss_weight: Callable[[Any], Any] | None,
         gradients: Gradients,
         buckets: Buckets,
+        reduction_bytes: int,
         sub_batches: bool,
         say: Callable[[str], None],
         trying_out: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.model, self.optimizers, self.budget_bytes, self.host = model, optimizers, budget_bytes, host
         self.batchnorm, self.split, self.sub_batches = batchnorm, split, sub_batches
-        self.gradients, self.buckets = gradients, buckets
+        self.gradients, self.buckets, self.reduction_bytes = gradients, buckets, reduction_bytes
         self.whole_because = ""
         self._loss_weight, self._say, self._trying_out = loss_weight, say, trying_out
 
@@ -95,15 +105,17 @@ class StepPlanner:
             certificate = self.certify(step, batch, samples=self._probe_samples(plain, samples), plain=plain)
         separable = certificate is not None and certificate.separable
         with undisturbed(self.model):
+            self._say("measuring on a few samples how long the step and copies to the host take")
             costs = calibrate(dry, self.host, plain=plain, budget_bytes=self.budget_bytes)
             smallest = 3 if self.batchnorm == "ghost" else 1  # then equal parts have 2, and with them a variance
             sizes = part_sizes(samples, smallest) if separable else (samples,)
             memory = memory.with_sizes(sizes, costs, check=True)
             trial = PlanTrial(dry, self.host, plain, self.budget_bytes)
             try:
-                choice = search_plan(dry, self.budget_bytes, memory=memory, trial=trial.step_ms)
-            except BudgetError as error:
-                raise self._explained(error, certificate) from None
+                choice = search_plan(dry, self.budget_bytes, memory=memory, trial=self._told(trial))
+            except BudgetError:
+                fewer = self._fewer(certificate, memory.floor.task)
+                raise memory.floor.refusal(self.budget_bytes, fewer) from None
             few = min(samples, max(2, samples // _HINTED))  # a BatchNorm may refuse one sample
             hint = layout_hint(dry, plain, few, self.budget_bytes) if plain is not None else ""
         split = choice.plan.sub_batch < samples
@@ -163,6 +175,7 @@ class StepPlanner:
             "budget_bytes": self.budget_bytes,
             "batchnorm": self.batchnorm,
             "buckets": self.buckets,
+            "reduction_bytes": self.reduction_bytes,
             "sub_batches": self.sub_batches,
             "model": f"{type(self.model).__name__}: {trained} bytes trained, {fixed} fixed",
             "optimizers": ", ".join(type(one).__name__ for one in self.optimizers),
@@ -173,11 +186,12 @@ class StepPlanner:
             self.model,
             batch,
             samples,
-            loss=lambda part: loss_of(step(part)),
+            loss=step,
             optimizers=self.optimizers,
             split=lambda whole, first, last: dry_part(whole, first, last, self.split),
             gradients=self.gradients,
             buckets=self.buckets,
+            reduction_bytes=self.reduction_bytes,
         )
 
     def _probe_samples(self, plain: StepProfile | None, samples: int) -> int:
@@ -188,19 +202,41 @@ class StepPlanner:
         room = self.budget_bytes - plain.resident_bytes
         return max(_PROBED[0], min(_PROBED[1], room // each))
 
-    def _explained(self, error: BudgetError, certificate: Certificate | None) -> BudgetError:
-        """Say what kept sub-batches from lowering the floor."""
+    def _told(self, trial: PlanTrial) -> Callable[[PlanChoice], float | None]:
+        numbers = count(1)
+
+        def step_ms(choice: PlanChoice) -> float | None:
+            self._say(f"trying plan {next(numbers)}: {choice.plan}")
+            return trial.step_ms(choice)
+
+        return step_ms
+
+    def _fewer(self, certificate: Certificate | None, largest: LargestTask) -> str:
+        """What keeps fewer samples than a batch has from running at once, and what can be done; empty if nothing."""
+        if not self.sub_batches:
+            return "Batches are only offloaded here: run(), which may split them, or a smaller batch would help"
+        if self.batchnorm == "exact":
+            return "batchnorm='exact' keeps batches whole: batchnorm='ghost' or a smaller batch would help"
         if certificate is None or certificate.separable:
-            return error
-        return BudgetError(
-            f"a budget of {self.budget_bytes} bytes is below this step's floor",
-            floor_bytes=error.floor_bytes,
-            task=error.task,
-            layer=error.layer,
-            hint=f"Sub-batches would lower it, but {certificate.reason}. {error.hint}",
-        )
+            return ""
+        problem, *advice = _ONLY_OFFLOAD.split(certificate.reason, maxsplit=1)
+        because = f"Sub-batches would lower it, but {problem}"
+        if not certificate.layers or list(certificate.layers) != batch_statistics_layers(self.model):
+            return "; ".join(filter(None, (because, *advice))) + ". A smaller batch would help"
+        exact = "batchnorm='exact' or " if _runs_in_chunks(self.model, largest) else ""
+        return f"{because}; choose {exact}batchnorm='ghost', or a smaller batch"
 
 
 def _note(memory: StepMemory, *more: str) -> str:
     unknown = [f"what {name} keeps for itself is not counted" for name in memory.not_run]
     return "; ".join(filter(None, (memory.note, *unknown, *more)))
+
+
+def _runs_in_chunks(model: nn.Module, task: LargestTask) -> bool:
+    """Whether :class:`ChunkedOperators` would run this task on parts of the batch."""
+    layer = dict(model.named_modules()).get(task.layer)
+    return (
+        isinstance(layer, _ConvNd | nn.Linear)
+        and type(layer).forward.__module__ in _IN_CHUNKS
+        and task.name.partition(".")[0] in _PRODUCTS
+    )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from retime.schedules.errors import ScheduleError
 
-_FOR_FINDERS = 'For batch size finders this is "DefaultCPUAllocator: can\'t allocate memory".'
-"""Lightning's ``is_oom_error`` and Accelerate's ``should_reduce_batch_size`` look for these words in a RuntimeError."""
+_FOR_FINDERS = "For batch size finders this is, on a CPU as on CUDA, a step that runs out of memory."
+"""They know their errors by words: Lightning's ``is_oom_error`` looks for "CUDA" and "out of memory", Accelerate's
+``should_reduce_batch_size`` for " out of memory." with its full stop.
+"""
 
 
 class BudgetError(ScheduleError, RuntimeError):
@@ -17,12 +19,14 @@ class BudgetError(ScheduleError, RuntimeError):
         task: the task that needs the most.
         layer: its layer.
         hint: what would help.
+        samples: the floor is that of so many samples at once; 0: not known.
     """
 
-    def __init__(self, problem: str, *, floor_bytes: int, task: str, layer: str, hint: str) -> None:
+    def __init__(self, problem: str, *, floor_bytes: int, task: str, layer: str, hint: str, samples: int = 0) -> None:
         at = f" at task {task!r} of layer {layer!r}" if task else ""
         super().__init__(f"{problem}: at least {floor_bytes} bytes are needed{at}. {hint.rstrip('.')}. {_FOR_FINDERS}")
         self.floor_bytes = floor_bytes
         self.task = task
         self.layer = layer
         self.hint = hint
+        self.samples = samples
