@@ -78,6 +78,19 @@ def assert_same_run(plain: Record, ours: Record, tolerance: float = 0.0) -> None
         raise AssertionError("the retimed run differs from the plain one:\n  " + "\n  ".join(found[:SHOWN] + more))
 
 
+def without(record: Record, part: str | None) -> Record:
+    """The record, but for one part of each of its fits, or but for everything."""
+    if part is None:
+        return record
+    if part == "everything":
+        return Record()
+    return Record({name: _less(entry, part) for name, entry in record.entries.items()})
+
+
+def _less(entry: Any, part: str) -> Any:
+    return {key: value for key, value in entry.items() if key != part} if isinstance(entry, dict) else entry
+
+
 def _double(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
 

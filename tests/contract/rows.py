@@ -5,6 +5,7 @@
 On several ranks: `plain="ddp"`, and a factory that hands on the DDP options a scenario needs.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 
+from contract.in_parts import SplitsEverything, SplitsEverythingOnAllRanks
 from contract.record import Record
 from contract.traits import (
     ACCUMULATION_HOOK,
@@ -54,6 +56,10 @@ class Row:
         plain: "auto" for one device or "ddp" for two gloo ranks.
         callbacks: fresh callbacks for one Trainer.
         tolerance: 0 compares the bits; otherwise the relative and absolute tolerance the docstring promises.
+        looser: beginnings of the names of scenarios in which rounding shows more, each with its tolerance.
+        whole: scenarios in which a row that splits batches must not, and equals bit by bit, each with a pattern of the
+            reason.
+        left_out: scenarios of which a documented difference is not compared: what of a fit (`trace`), or "everything".
         unfused: the traits for which the mechanism must be off. Without any of them it must be on.
         warned: traits with which a part of the mechanism is off, with a warning, although the rest is on.
         report: where the mechanism's `report()` is; None when the row has no mechanism.
@@ -68,6 +74,9 @@ class Row:
     plain: str = "auto"
     callbacks: Callable[[], list[Callback]] = list
     tolerance: float = 0.0
+    looser: Mapping[str, float] = field(default_factory=dict)
+    whole: Mapping[str, str] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
     unfused: frozenset[str] = frozenset()
     warned: frozenset[str] = frozenset()
     report: Callable[[Trainer], Any] | None = None
@@ -82,6 +91,17 @@ class Row:
     def refusal(self, traits: frozenset[str]) -> str | None:
         """The pattern of the error that a scenario with these traits must end with."""
         return next((pattern for trait, pattern in self.refused.items() if trait in traits), None)
+
+    def tolerance_in(self, scenario: str) -> float:
+        """How close a scenario's numbers must come to the plain row's."""
+        if scenario in self.whole:
+            return 0.0
+        return next((near for start, near in self.looser.items() if scenario.startswith(start)), self.tolerance)
+
+    def check_whole(self, scenario: str, record: Record) -> None:
+        """Raise an AssertionError if a batch was split that must not be, or was not for another reason."""
+        assert not any(record.fused_updates), "a batch was split that has to stay whole"
+        assert any(re.search(self.whole[scenario], reason) for reason in record.reasons), f"whole by {record.reasons}"
 
     def expect_fused(self, traits: frozenset[str]) -> bool:
         """Whether the mechanism must have made updates in a scenario with these traits."""
@@ -176,6 +196,39 @@ class _OffloadsEverythingOnAllRanks(_Everything, MemoryBudgetDDPStrategy):
     """With DDP."""
 
 
+# What training_step leaves in lists of its own is noted once a part: contract.in_parts makes one entry of these.
+IN_PARTS: dict[str, Any] = {
+    "report": lambda trainer: trainer.strategy.activity(),
+    "tolerance": 1e-5,
+    # In double precision all of these agree within 1e-10.
+    "looser": {
+        "attention": 1e-2,  # its LayerNorms have two features, so gradients are rounding, which Adam scales up
+        "optimizer_muon": 3e-3,  # computes in bfloat16
+        "optimizer_rmsprop": 1e-4,
+        "optimizer_lbfgs": 5e-2,  # divides by differences of gradients
+        "precision_bf16_true": 1e-2,
+        "precision_": 3e-3,
+    },
+    "whole": {
+        "target_network": "each forward pass changes target",
+        "parameters_unused": "the step keeps a state between calls",
+        "parameters_unused_with_accumulation": "the step keeps a state between calls",
+        "batch_norm_dropout_weight_norm": "BatchNorm in train mode",
+        "accumulation_hooks_before_the_fit": "hooks that run when a gradient has been accumulated",
+        "accumulation_hooks_at_train_start": "hooks that run when a gradient has been accumulated",
+        "ddp_own_buffers_on_each_rank": "BatchNorm in train mode",
+        "ddp_static_graph": "static_graph=True",
+    },
+    "left_out": {
+        # Their traces hold sums over the samples that training_step was given.
+        "inference_in_training_step": "trace",
+        "no_grad_forward_in_training_step": "trace",
+        # A part's gradients in float16 are smaller and overflow later; the scale then takes another way.
+        "precision_with_scaler": "everything",
+        "precision_with_scaler_clipping_and_accumulation": "everything",
+    },
+}
+
 BUDGET_DDP: dict[str, Any] = {"plain": "ddp", "refused": {MANUAL: "needs automatic optimization"}}
 
 STRATEGIES = [
@@ -234,6 +287,12 @@ STRATEGIES = [
         refused={MANUAL: "needs automatic optimization"},
     ),
     Row(
+        "memory_budget_parts",
+        lambda _: SplitsEverything(),
+        refused={MANUAL: "needs automatic optimization"},
+        **IN_PARTS,
+    ),
+    Row(
         "memory_budget_ddp",
         lambda ddp: MemoryBudgetDDPStrategy(**ddp) if ddp else "memory_budget_ddp",
         **BUDGET_DDP,
@@ -242,6 +301,13 @@ STRATEGIES = [
         "memory_budget_ddp_offload",
         lambda ddp: _OffloadsEverythingOnAllRanks(**ddp),
         **BUDGET_DDP,
+    ),
+    Row(
+        "memory_budget_ddp_parts",
+        lambda ddp: SplitsEverythingOnAllRanks(**ddp),
+        only=FEW,
+        **BUDGET_DDP,
+        **IN_PARTS,
     ),
     Row(
         "ooo_ddp",

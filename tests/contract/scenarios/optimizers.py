@@ -55,6 +55,13 @@ def optimizer_lbfgs(bench: Bench) -> None:
     bench.fit(Net(optimizer=partial(optim.LBFGS, lr=0.1, max_iter=3)))
 
 
+@scenario(LBFGS, single="ranks have losses of their own, so each would search in another way and wait for the rest")
+def optimizer_line_search(bench: Bench) -> None:
+    """The optimizer reads the loss that its closure returns. In float64, as it divides by differences of gradients."""
+    optimizer = partial(optim.LBFGS, max_iter=3, line_search_fn="strong_wolfe")
+    bench.fit(Net(optimizer=optimizer), precision="64-true")
+
+
 class Words(Net):
     """Predicts from a sparse embedding: its gradient is a sparse tensor."""
 

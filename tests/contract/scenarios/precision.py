@@ -38,9 +38,9 @@ def precision_bf16_mixed_adafactor(bench: Bench) -> None:
     bench.fit(Net(optimizer=partial(torch.optim.Adafactor, lr=0.02)), precision="bf16-mixed")
 
 
-def _scaled() -> MixedPrecision:
-    # The scale starts so high that the first steps overflow and are skipped, then grows again every second step.
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)
+def _scaled(scale: float = 2.0**20) -> MixedPrecision:
+    # By default it starts so high that the first steps overflow and are skipped, then grows again every second step.
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
     return MixedPrecision("16-mixed", "cpu", scaler)
 
 
@@ -55,4 +55,11 @@ def precision_with_scaler(bench: Bench) -> None:
 def precision_with_scaler_clipping_and_accumulation(bench: Bench) -> None:
     plugin = _scaled()
     bench.fit(Net(), plugins=[plugin], max_epochs=4, accumulate_grad_batches=2, gradient_clip_val=0.1)
+    bench.keep("scaler", plugin.scaler.state_dict())
+
+
+@scenario(SCALER)
+def precision_with_scaler_that_never_overflows(bench: Bench) -> None:
+    plugin = _scaled(2.0**4)
+    bench.fit(Net(), plugins=[plugin], accumulate_grad_batches=2)
     bench.keep("scaler", plugin.scaler.state_dict())
