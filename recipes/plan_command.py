@@ -1,38 +1,54 @@
 """`retime plan`: what a byte budget would do to a training step, without training.
 
     retime plan my_package.models:resnet_and_batch --budget 8GiB --optimizer torch.optim.AdamW
-    retime plan --config conf/experiment/fusion_fig3.yaml --budget 500MiB --batch 64
+    retime plan --config conf/train.yaml --budget 500MiB model.width=64 data=small
 
-The reference names a function without required arguments that returns `(model, batch)` or
-`(LightningModule, LightningDataModule)`. It is given `batch_size` where it takes one and `--batch` is set.
+What is planned is either
+
+  package.module:function   called without arguments, or with batch_size where it takes one and --batch is set. It
+                            returns (model, batch) or (LightningModule, LightningDataModule).
+  --config FILE.yaml        with model and data blocks (_target_: ...), batch_size and optimizer. Hydra puts it
+                            together: defaults and groups in the file's folder work, and so do overrides: key=value,
+                            +key=value, ~key, group=choice. data is a data set of (input, target) pairs, or a
+                            LightningDataModule, which has its own batch size.
+
+A LightningModule is planned by its own training_step and configure_optimizers, with gradients freed as a Trainer frees
+them. A plain nn.Module is planned by cross_entropy(model(inputs), targets), with the optimizer of --optimizer or of the
+config, and gradients that are freed before each step; --accumulate 2 plans for a loop that keeps them, as one with
+zero_grad(set_to_none=False) does too.
+
+The answer on stdout has
+
+  plan, predicted peak, moved a step, slowdown, sub-batches    what would be done
+  refused                                                      why no plan keeps the budget, and what would help
+  floor                                                        the smallest budget to give: what the step needs, and
+                                                               what measuring it again may find beside that
+  Eq. 6, Eq. 7                                                 the moDNN paper's bounds: what the largest task needs for
+                                                               one sample, and that with parameters, gradients and
+                                                               optimizer states
+
+stderr says what is being done. Exit status: 0 a plan, 1 the budget is below the floor, 2 anything else went wrong.
 """
 
 import argparse
-import importlib
-import inspect
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
-from torch import nn
-from torch.utils._pytree import tree_map
 
 from retime.mechanisms.memory.budget import parse_budget, show_bytes
+from retime.mechanisms.memory.budget_report import PlannedShape
 from retime.mechanisms.memory.budgeted_step import BudgetedStep
 from retime.mechanisms.memory.dry_part import dry_part
-from retime.mechanisms.memory.floor import MemoryFloor, StepMemory
 from retime.mechanisms.memory.host import parse_host
-from retime.mechanisms.memory.replay import TrainingStep, profile_step
-from retime.mechanisms.memory.separability_probe import loss_of as loss_in
+from retime.mechanisms.memory.replay import Buckets, TrainingStep, profile_step
 from retime.mechanisms.memory.split import samples_in
 from retime.mechanisms.memory.task_graph import task_graph
 from retime.mechanisms.memory.undisturbed import undisturbed
-from retime.schedules.errors import ScheduleError
+from retime.recipes.plan_job import Job, job_of
 from retime.schedules.memory import lower_bound
 from retime.schedules.memory.errors import BudgetError
 
@@ -40,25 +56,19 @@ _OF_RECIPES = ("hydra", "omegaconf", "sklearn", "transformers", "matplotlib", "r
 """Packages of the recipes extra. Without them a LightningModule can be planned for, which brings its own optimizers."""
 _INSTALL = ': pip install "lightning-retime[recipes]"'
 
-
-@dataclass
-class Job:
-    """What to plan: a model, a batch, what computes the loss, and the optimizers."""
-
-    model: nn.Module
-    batch: Any
-    loss: Callable[[Any], Any]
-    optimizers: list[torch.optim.Optimizer]
+Say = Callable[[str], None]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the `retime` script; 0: a plan, 1: the budget is below the floor, 2: anything else went wrong."""
-    options = _parser().parse_args(arguments)
+    options, words = _parsed(arguments)
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # a module beside the user
     try:
         _check_device(options.device)
-        job = _from_config(options) if options.config else _from_reference(options)
+        job = job_of(options, words)
         budget = parse_budget(options.budget, options.device)
-        return plan(job, budget, options.host, options.batchnorm)
+        return plan(job, budget, options.host, options.batchnorm, _buckets(options), _progress)
     except ModuleNotFoundError as error:
         extra = (error.name or "").partition(".")[0] in _OF_RECIPES
         print(f"retime plan: {error}{_INSTALL if extra else ''}", file=sys.stderr)
@@ -69,63 +79,122 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 2
 
 
-def plan(job: Job, budget_bytes: int, host: str | None = None, batchnorm: str = "offload") -> int:
+def plan(
+    job: Job,
+    budget_bytes: int,
+    host: str | None = None,
+    batchnorm: str = "offload",
+    buckets: Buckets = "",
+    say: Say = lambda text: None,
+) -> int:
     """Print what a budget asks for; returns the exit status.
 
     Raises:
         ValueError, OSError: `host` or `batchnorm` is no use here.
         Exception: whatever the step raises.
     """
-    device = next(job.model.parameters()).device
     samples = samples_in(job.batch)
-    print(f"budget          {show_bytes(budget_bytes)}, batch of {samples} on {device}")
-    step = BudgetedStep(
-        job.model, job.optimizers, budget_bytes, parse_host(host, device), batchnorm=batchnorm, say=lambda _: None
-    )
+    device = next(job.model.parameters()).device
+    print(f"budget          {show_bytes(budget_bytes)}, batch of {samples} on {device}", flush=True)
+    ask = partial(_planned, job, host, batchnorm, buckets)
     try:
-        shape = step.plan(job.loss, job.batch)
+        shape = ask(budget_bytes, say)
     except BudgetError as error:
         print(f"refused         {error}")
-        print(f"floor           {show_bytes(error.floor_bytes)}, largest task {error.task} of layer {error.layer!r}")
+        _print_floor(error)
+        _print_bounds(job, samples)
         return 1
+    _print_plan(shape)
+    try:
+        _print_floor(_floor_of(shape, ask, say))
+    except Exception as error:  # the plan stands, though the step does not run on a few samples
+        print(f"floor           not known: {error}")
+    _print_bounds(job, samples)
+    return 0
+
+
+def _planned(job: Job, host: str | None, batchnorm: str, buckets: Buckets, budget_bytes: int, say: Say) -> PlannedShape:
+    device = next(job.model.parameters()).device
+    step = BudgetedStep(
+        job.model,
+        job.optimizers,
+        budget_bytes,
+        parse_host(host, device),
+        batchnorm=batchnorm,
+        gradients=job.gradients,
+        buckets=buckets,
+        say=say,
+    )
+    try:
+        return step.plan(job.loss, job.batch)
     finally:
         step.remove()
-    choice, costs = shape.choice, shape.costs
+
+
+def _floor_of(shape: PlannedShape, ask: Callable[[int, Say], PlannedShape], say: Say) -> BudgetError:
+    """What a refusal would say of this step. A step that fits was not asked what it needs at least."""
+    if shape.choice.floor is not None:
+        return shape.choice.floor.refusal(0)
+    say("the step fits; finding out what the smallest budget is")
+    try:
+        ask(1, lambda text: None)
+    except BudgetError as refusal:
+        return refusal
+    raise AssertionError("a plan that needs no memory")
+
+
+def _print_plan(shape: PlannedShape) -> None:
+    choice = shape.choice
     print(f"plan            {choice.plan}")
     print(f"predicted peak  {show_bytes(choice.peak_bytes)}")
     moved = choice.out_bytes + choice.in_bytes
     if moved:
         print(f"moved a step    {show_bytes(moved)}")
-    times = f"{choice.step_ms / choice.plain_ms:.2f} x the unlimited step's time" if costs else "none: the step fits"
-    print(f"slowdown        {times}")
-    _print_bounds(job, samples, choice.floor)
+    slower = f"{choice.step_ms / choice.plain_ms:.2f} x the unlimited step's time" if shape.costs else ""
+    print(f"slowdown        {slower or 'none: the step fits'}")
     if shape.certificate is not None:
         print(f"sub-batches     {shape.certificate}")
     if shape.note:
         print(f"note            {shape.note}")
-    return 0
 
 
-def _print_bounds(job: Job, samples: int, floor: MemoryFloor | None) -> None:
-    """A step that fits was not asked whether it can be split, so its floor is that of whole batches."""
+def _print_floor(refusal: BudgetError) -> None:
+    """To the byte: what is printed can be given as the budget."""
+    at_once = f", {refusal.samples} sample{'s' if refusal.samples > 1 else ''} at a time"
+    where = f"largest task {refusal.task} of layer {refusal.layer!r}{at_once}"
+    print(f"floor           {refusal.floor_bytes} bytes ({show_bytes(refusal.floor_bytes)}): {where}")
+
+
+def _print_bounds(job: Job, samples: int) -> None:
+    """The paper's bounds (moDNN, Eq. 6 and 7), from dry runs of two parts of the batch."""
     dry = TrainingStep(
         job.model,
         job.batch,
         samples,
-        loss=lambda part: loss_in(job.loss(part)),
+        loss=job.loss,
         optimizers=job.optimizers,
         split=dry_part,
     )
-    with undisturbed(job.model):
-        whole = " (of whole batches: sub-batches were not looked at)" if floor is None else ""
-        floor = floor or StepMemory(dry, (samples,)).floor
-        where = f"largest task {floor.task}, {floor.sub_batch} sample{'s' if floor.sub_batch > 1 else ''} at a time"
-        print(f"floor           {show_bytes(floor.bytes)}: {where}{whole}")
-        try:
-            small, large = (profile_step(dry.of_size(size)) for size in (max(1, samples // 4), max(2, samples // 2)))
-            print(f"Eq. 7           {show_bytes(lower_bound(task_graph(small, large)).bytes)} (the paper's bound)")
-        except (ScheduleError, RuntimeError) as error:
-            print(f"Eq. 7           not known: {error}")
+    few = max(1, samples // 4)
+    try:
+        with undisturbed(job.model):
+            small, large = (profile_step(dry.of_size(size)) for size in (few, max(2, samples // 2)))
+            bound = lower_bound(task_graph(small, large))
+    except (ValueError, RuntimeError) as error:  # some layers refuse one sample, and some steps read values
+        print(f"Eq. 7           not known: {error}")
+        return
+    print(f"Eq. 6           {show_bytes(bound.working_bytes)}: task {bound.task} of layer {bound.layer!r}, one sample")
+    print(f"Eq. 7           {show_bytes(bound.bytes)} (the paper's bound)")
+
+
+def _parsed(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Options, and all other words, which may stand between them."""
+    parser = _parser()
+    options, more = parser.parse_known_args(arguments)
+    unknown = [word for word in more if word.startswith("-")]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return options, [*options.words, *more]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -134,15 +203,31 @@ def _parser() -> argparse.ArgumentParser:
         "plan", help="what a byte budget does to a training step, without training", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    command.add_argument("model", nargs="?", help="package.module:function, returns (model, batch)")
-    command.add_argument("--config", type=Path, help="an experiment's YAML: model, data, optimizer, batch_size")
-    command.add_argument("--budget", default="90%", help="bytes, '8GiB' or '90%%' (default)")
+    command.add_argument("words", nargs="*", metavar="WORD", help="package.module:function; with --config: overrides")
+    command.add_argument("--config", type=Path, metavar="FILE", help="a Hydra config with model, data and so on")
+    command.add_argument("--budget", default="90%", help="bytes, '8GiB' or '90%%' of the device (default)")
     command.add_argument("--batch", type=int, help="samples in a batch")
     command.add_argument("--optimizer", help="for a plain nn.Module: a class such as torch.optim.AdamW")
+    command.add_argument("--accumulate", type=int, default=1, metavar="N", help="batches whose gradients add up")
+    command.add_argument("--ddp", action="store_true", help="one rank of DDP: its gradient buckets count")
+    command.add_argument(
+        "--gradient-as-bucket-view", action="store_true", help="with --ddp: DDP's argument of that name"
+    )
     command.add_argument("--device", default="cpu")
     command.add_argument("--host", help="where activations go: 'memory' or 'disk:FOLDER'")
-    command.add_argument("--batchnorm", default="offload", choices=["offload", "ghost", "exact"])
+    command.add_argument(
+        "--batchnorm", default="offload", choices=["offload", "ghost", "exact"],
+        help="in train mode: batches whole (default), statistics of sub-batches, or convolutions in chunks",
+    )  # fmt: skip
     return parser
+
+
+def _buckets(options: argparse.Namespace) -> Buckets:
+    if not options.ddp:
+        if options.gradient_as_bucket_view:
+            raise ValueError("--gradient-as-bucket-view says how DDP keeps its buckets: give --ddp too")
+        return ""
+    return "gradients" if options.gradient_as_bucket_view else "beside"
 
 
 def _check_device(name: str) -> None:
@@ -154,74 +239,8 @@ def _check_device(name: str) -> None:
         raise ValueError(f"--device {name}: torch sees {torch.cuda.device_count()} CUDA devices here; use cpu")
 
 
-def _from_reference(options: argparse.Namespace) -> Job:
-    if not options.model or ":" not in options.model:
-        raise ValueError(f"{options.model!r} names no model: write package.module:function, or give --config FILE")
-    module, _, name = options.model.partition(":")
-    sys.path.insert(0, "")  # a module beside the user
-    function = getattr(importlib.import_module(module), name)
-    takes = "batch_size" in inspect.signature(function).parameters
-    made = function(**({"batch_size": options.batch} if takes and options.batch else {}))
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-        raise ValueError(f"{options.model} returned a {type(made).__name__}: return (model, batch)")
-    model, batch = made
-    if isinstance(batch, LightningDataModule):
-        batch.prepare_data()
-        batch.setup("fit")
-        batch = next(iter(batch.train_dataloader()))
-    model = model.to(options.device).train()
-    batch = tree_map(lambda leaf: leaf.to(options.device) if isinstance(leaf, torch.Tensor) else leaf, batch)
-    if isinstance(model, LightningModule):
-        return Job(model, batch, _training_step(model), _optimizers_of(model))
-    from retime.recipes import build
-
-    optimizer = {"_target_": options.optimizer, "lr": 0.01} if options.optimizer else None
-    optimizers = [build.build_optimizer(optimizer, model.parameters(), {})] if optimizer else []
-    return Job(model, batch, _supervised(model), optimizers)
-
-
-def _from_config(options: argparse.Namespace) -> Job:
-    from omegaconf import OmegaConf
-
-    from retime.recipes import build
-    from retime.recipes.schema import register_all
-
-    register_all()
-    config: Any = OmegaConf.load(options.config)
-    missing = [key for key in ("model", "data", "optimizer", "batch_size") if key not in config]
-    if missing:
-        raise ValueError(f"{options.config} has no {', '.join(missing)}: a plan needs a model, data and an optimizer")
-    hardware = "cuda" if options.device.startswith("cuda") else "cpu"
-    settings = OmegaConf.merge({"hardware": {"name": hardware}}, config)
-    blocks: Any = OmegaConf.to_container(settings, resolve=True)
-    device = torch.device(options.device)
-    model = build.build_model(blocks["model"], device, seed=0)
-    (batch,) = build.build_batches(blocks["data"], options.batch or blocks["batch_size"], 1, device)
-    return Job(model, batch, _supervised(model), [build.build_optimizer(blocks["optimizer"], model.parameters(), {})])
-
-
-def _supervised(model: nn.Module) -> Callable[[Any], Any]:
-    from retime.recipes.build import loss_of
-
-    return lambda batch: loss_of(model(batch[0]), batch[1])
-
-
-def _training_step(model: LightningModule) -> Callable[[Any], Any]:
-    more = (0,) if "batch_idx" in inspect.signature(model.training_step).parameters else ()
-    for name in ("log", "log_dict"):  # there is no trainer to log to
-        model.__dict__[name] = lambda *_, **__: None
-    return lambda batch: model.training_step(batch, *more)
-
-
-def _optimizers_of(model: LightningModule) -> list[torch.optim.Optimizer]:
-    made = model.configure_optimizers()
-    if isinstance(made, torch.optim.Optimizer):
-        return [made]
-    if isinstance(made, dict):
-        return [made["optimizer"]]
-    first = made[0] if isinstance(made, tuple | list) and made and isinstance(made[0], list | tuple) else made
-    several: Any = first or ()
-    return [one for one in several if isinstance(one, torch.optim.Optimizer)]
+def _progress(text: str) -> None:
+    print(f"retime: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningDataModule
 from torch import nn
 
 import memory_budget_support as support
-from memory_budget_support import BATCH, SPLITS, Net, use_costs
+from memory_budget_support import BATCH, SPLITS, TINY, Net, norm, use_costs
 from retime.recipes.plan_command import main
 
 pytestmark = support.IGNORED
@@ -25,6 +28,40 @@ def plain_model(batch_size: int = 256) -> Any:
 
 def lightning_model() -> Any:
     return Net(), next(iter(support.loader()))
+
+
+def normed_model() -> Any:
+    return Net(norm), next(iter(support.loader()))
+
+
+class Doubled(Net):
+    """Its training step needs more than the cross-entropy of its outputs does."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) + self.loss(batch)
+
+
+class Bare(Net):
+    """Leaves its optimizer to the config."""
+
+    configure_optimizers = Net.__mro__[1].configure_optimizers
+
+
+class Batches(LightningDataModule):
+    def __init__(self, batch_size: int = 48) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> Any:
+        return support.loader(batch=self.batch_size)
+
+
+def samples() -> Any:
+    return support.loader().dataset
+
+
+def tiny() -> nn.Module:
+    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 1000))
 
 
 def wrong() -> Any:
@@ -49,6 +86,18 @@ def _costs(monkeypatch: pytest.MonkeyPatch) -> None:
     use_costs(monkeypatch, SPLITS)
 
 
+def bytes_in(line: str) -> int:
+    found = re.match(r"(\d+) bytes \(", line)
+    assert found, line
+    return int(found[1])
+
+
+def kib(line: str) -> float:
+    number, unit = line.split()
+    assert unit == "KiB"
+    return float(number)
+
+
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, str], str]:
     status = main(["plan", *arguments])
     out, errors = capsys.readouterr()
@@ -62,6 +111,7 @@ def test_a_small_budget(capsys: pytest.CaptureFixture[str]) -> None:
     assert said["predicted peak"].endswith("KiB")
     assert said["slowdown"].endswith("x the unlimited step's time")
     assert said["floor"].endswith("1 sample at a time")
+    assert said["Eq. 6"].endswith("one sample")
     assert "the paper's bound" in said["Eq. 7"]
     assert "separable" in said["sub-batches"]
     assert str(BATCH) in said["budget"]
@@ -73,7 +123,7 @@ def test_a_large_budget_and_a_batch_size(capsys: pytest.CaptureFixture[str]) -> 
     assert status == 0
     assert said["slowdown"] == "none: the step fits"
     assert "batch of 32" in said["budget"]
-    assert said["floor"].endswith("32 samples at a time (of whole batches: sub-batches were not looked at)")
+    assert said["floor"].endswith("1 sample at a time")
 
 
 def test_a_budget_below_the_floor(capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,6 +131,58 @@ def test_a_budget_below_the_floor(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 1
     assert "below this step's floor" in said["refused"]
     assert "largest task" in said["floor"]
+    assert said["Eq. 6"].endswith("one sample")
+    assert "the paper's bound" in said["Eq. 7"]
+
+
+@pytest.mark.parametrize("model", ["plain_model", "normed_model"])
+def test_the_same_floor_is_printed_with_a_plan_and_with_a_refusal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    use_costs(monkeypatch, replace(SPLITS, spare_bytes=1000))  # measured, so floors are named with a margin
+    reference = f"test_plan_command:{model}"
+    refused, fits = (run(capsys, reference, "--budget", budget)[1]["floor"] for budget in ("2000", "1GiB"))
+    floor = bytes_in(refused)
+    tight = run(capsys, reference, "--budget", str(floor))
+    assert tight[0] == 0
+    assert refused == fits == tight[1]["floor"]
+
+
+def test_a_floor_that_cannot_be_found_does_not_take_the_plan_away(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("not with so few samples")
+
+    monkeypatch.setattr(support.step_planner, "calibrate", fail)
+    status, said, _ = run(capsys, "test_plan_command:plain_model", "--budget", "1GiB")
+    assert status == 0
+    assert said["floor"] == "not known: not with so few samples"
+
+
+def test_gradients_that_stay_and_buckets_count(capsys: pytest.CaptureFixture[str]) -> None:
+    def peak(*more: str) -> float:
+        return kib(run(capsys, "test_plan_command:plain_model", "--budget", "1GiB", *more)[1]["predicted peak"])
+
+    trained = sum(parameter.nbytes for parameter in Net().parameters()) / 1024
+    kept, bucket = peak("--accumulate", "4"), peak("--ddp", "--gradient-as-bucket-view")
+    assert peak() < kept
+    assert kept == pytest.approx(bucket, rel=0.01)
+    assert peak("--accumulate", "4", "--ddp") == pytest.approx(kept + trained, rel=0.01)
+
+
+def test_what_takes_long_is_said_first(capsys: pytest.CaptureFixture[str]) -> None:
+    _, said, told = run(capsys, "test_plan_command:lightning_model", "--budget", str(TINY))
+    lines = [line.removeprefix("retime: ") for line in told.splitlines()]
+    words = [
+        "planning a batch",
+        "finding out whether",
+        "measuring on a few samples",
+        "trying plan 1: ",
+        "trying plan 2: ",
+    ]
+    assert [next(line for line in lines if line.startswith(word)) for word in words] == lines[: len(words)]
+    assert said["plan"] in lines[-1]
 
 
 def test_an_experiment(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -96,10 +198,121 @@ def test_an_experiment(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     assert "batch of 64" in said["budget"]
 
 
+BLOCKS = {
+    "model": "{_target_: retime.recipes.demo.residual_mlp, depth: 2, width: 64}",
+    "data": "{_target_: retime.recipes.data.digits}",
+    "optimizer": "{_target_: torch.optim.SGD, lr: 0.1}",
+    "batch_size": "64",
+}
+
+
+def write(file: Path, **blocks: str) -> str:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(f"{key}: {value}\n" for key, value in blocks.items() if value))
+    return str(file)
+
+
+def here(name: str, **arguments: Any) -> str:
+    more = "".join(f", {key}: {value}" for key, value in arguments.items())
+    return f"{{_target_: test_plan_command.{name}{more}}}"
+
+
+def test_defaults_groups_and_overrides(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for name, width in (("small", 16), ("large", 256)):
+        write(
+            tmp_path / "model" / f"{name}.yaml",
+            _target_="retime.recipes.demo.residual_mlp",
+            depth="2",
+            width=str(width),
+        )
+    config = write(tmp_path / "mine.yaml", defaults="[{model: small}, _self_]", **BLOCKS | {"model": ""})
+
+    def floor(*overrides: str) -> int:
+        status, said, errors = run(capsys, "--config", config, *overrides[:1], "--budget", "1GiB", *overrides[1:])
+        assert status == 0, errors
+        return bytes_in(said["floor"])
+
+    assert floor() < floor("model.width=32") < floor("model=large")
+    assert floor("model.width=32", "model.depth=4") > floor("model.width=32")
+
+
+def test_an_experiment_of_the_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+    import retime.conf
+
+    config = str(Path(retime.conf.__file__).parent / "experiment" / "fusion_fig3.yaml")
+    overrides = ("batch_size=4", "data.image_size=32", "model._target_=test_plan_command.tiny")
+    status, said, errors = run(capsys, "--config", config, "--budget", "1GiB", *overrides)
+    assert status == 0, errors
+    assert "batch of 4 " in said["budget"]
+
+
+def test_a_lightning_module_in_a_config_is_planned_by_its_own_step(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def peak(model: str, **blocks: str) -> str:
+        config = write(tmp_path / "mine.yaml", **BLOCKS | {"data": here("samples"), "model": here(model)} | blocks)
+        status, said, errors = run(capsys, "--config", config, "--budget", "1GiB")
+        assert status == 0, errors
+        return said["predicted peak"]
+
+    adam = "{_target_: torch.optim.Adam}"
+    assert kib(peak("Doubled")) > 1.5 * kib(peak("Net"))
+    assert peak("Net", optimizer=adam) == peak("Net", optimizer=""), "its own optimizer is used"
+    assert kib(peak("Bare", optimizer=adam, batch_size="8")) > kib(peak("Net", batch_size="8")), (
+        "it has none of its own"
+    )
+
+
+def test_a_data_module_in_a_config_brings_its_batches(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = write(tmp_path / "mine.yaml", model=here("Net"), data=here("Batches"))
+    assert "batch of 48" in run(capsys, "--config", config, "--budget", "1GiB")[1]["budget"]
+    assert "batch of 24" in run(capsys, "--config", config, "--budget", "1GiB", "--batch", "24")[1]["budget"]
+
+
+@pytest.mark.parametrize(
+    ("left_out", "overrides", "pattern"),
+    [
+        ("model", (), "has no model"),
+        ("batch_size", (), "has no batch_size"),
+        ("optimizer", (), "has no optimizer"),
+        ("", ("modl.width=3",), "Could not override 'modl.width'"),
+        ("", ("package:function",), "package:function"),
+        ("", ("~model.widht",), "Could not delete"),
+        ("", ("~batch_size=65",), "Could not delete from config"),
+        ("", ("batch_size=[",), "override_grammar"),
+        ("", ("model.widht=3",), "append to your config use +model.widht=3"),
+    ],
+)
+def test_bad_configs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, left_out: str, overrides: tuple[str, ...], pattern: str
+) -> None:
+    config = write(tmp_path / "mine.yaml", **BLOCKS | {left_out: ""})
+    status, _, errors = run(capsys, "--config", config, "--budget", "1GiB", *overrides)
+    assert status == 2
+    assert errors.startswith("retime plan: ")
+    assert pattern in errors
+
+
+def test_a_config_that_is_no_yaml(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    status, _, errors = run(capsys, "--config", write(tmp_path / "mine.yaml", model="{depth: ???}"))
+    assert status == 2
+    assert errors.startswith("retime plan: --config ")
+
+
+def test_an_unknown_option_is_none_of_the_overrides(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "test_plan_command:plain_model", "--bugdet", "1GiB"])
+    assert "unrecognized arguments: --bugdet" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "pattern"),
     [
         ((), "names no model"),
+        (("test_plan_command:plain_model", "model.width=3"), "give --config FILE"),
+        (("--config", "mine.yml"), "mine.yml"),
+        (("test_plan_command:plain_model", "--accumulate", "0"), "1 batch or more"),
+        (("test_plan_command:plain_model", "--gradient-as-bucket-view"), "give --ddp too"),
         (("nothing",), "names no model"),
         (("no_such_module:f",), "No module named"),
         (("test_plan_command:nothing",), "no attribute"),

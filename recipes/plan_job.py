@@ -1,0 +1,195 @@
+"""What `retime plan` plans: a model, a batch, its loss and its optimizers, from a function's name or a config."""
+
+import argparse
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from retime.mechanisms.memory.replay import Gradients
+
+_BLOCKS = ("model", "data", "optimizer", "batch_size")
+
+
+@dataclass
+class Job:
+    """What to plan: a model, a batch, what computes the loss, and the optimizers.
+
+    `gradients` says what those of the step before do; see `TrainingStep`.
+    """
+
+    model: nn.Module
+    batch: Any
+    loss: Callable[[Any], Any]
+    optimizers: list[torch.optim.Optimizer]
+    gradients: Gradients = "freed"
+
+
+def job_of(options: argparse.Namespace, words: Sequence[str]) -> Job:
+    """The job that the command line names: with `--config` words are overrides, else the one word is a reference.
+
+    Raises:
+        ValueError: they name none.
+    """
+    if options.accumulate < 1:
+        raise ValueError(f"--accumulate {options.accumulate}: a step takes gradients of 1 batch or more")
+    job = _from_config(options, words) if options.config else _from_reference(options, words)
+    if options.accumulate > 1:
+        job.gradients = "kept"
+    return job
+
+
+def _from_reference(options: argparse.Namespace, words: Sequence[str]) -> Job:
+    if len(words) != 1 or ":" not in words[0]:
+        raise ValueError(f"{' '.join(words)!r} names no model: write package.module:function, or give --config FILE")
+    (reference,) = words
+    module, _, name = reference.partition(":")
+    function = getattr(importlib.import_module(module), name)
+    takes = "batch_size" in inspect.signature(function).parameters
+    made = function(**({"batch_size": options.batch} if takes and options.batch else {}))
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+        raise ValueError(f"{reference} returned a {type(made).__name__}: return (model, batch)")
+    model, batch = made
+    model = model.to(options.device).train()
+    batch = _on(options.device, _first_batch(batch) if isinstance(batch, LightningDataModule) else batch)
+    if isinstance(model, LightningModule):
+        return _lightning_job(model, batch, None)
+    return _supervised_job(model, batch, _optimizer_block(options))
+
+
+def _from_config(options: argparse.Namespace, overrides: Sequence[str]) -> Job:
+    from retime.recipes import build
+
+    blocks = _blocks(options.config, overrides, options.device)
+    _need(options.config, blocks, "model", "data")
+    device = torch.device(options.device)
+    model = build.build_model(blocks["model"], device, seed=0)
+    batch = _batch_of(options, blocks, device)
+    optimizer = _optimizer_block(options) or blocks["optimizer"]
+    if isinstance(model, LightningModule):
+        return _lightning_job(model, batch, optimizer)
+    _need(options.config, blocks | {"optimizer": optimizer}, "optimizer")
+    return _supervised_job(model, batch, optimizer)
+
+
+def _blocks(file: Path, overrides: Sequence[str], device: str) -> dict[str, Any]:
+    """The parts of a configuration that a plan needs; interpolations elsewhere in it may need a running Hydra."""
+    from omegaconf import OmegaConf
+
+    hardware = {"name": "cuda" if device.startswith("cuda") else "cpu"}
+    settings = OmegaConf.merge({"hardware": hardware}, _composed(file, overrides))
+    found = {key: OmegaConf.select(settings, key) for key in _BLOCKS}
+    return {
+        key: OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        for key, value in found.items()
+    }
+
+
+def _composed(file: Path, overrides: Sequence[str]) -> Any:
+    """The configuration as Hydra puts it together: defaults, groups in the file's folder, overrides.
+
+    Raises:
+        ValueError, OSError: Hydra cannot read it, or does not know what is overridden.
+    """
+    from hydra import compose, initialize_config_dir
+    from hydra.errors import HydraException
+    from yaml import YAMLError  # type: ignore[import-untyped]  # comes with OmegaConf, without types
+
+    from retime.recipes.schema import register_all
+
+    if not file.is_file():
+        raise FileNotFoundError(f"--config {file}: there is no such file")
+    if file.suffix != ".yaml":
+        raise ValueError(f"--config {file}: Hydra reads files whose names end in .yaml")
+    register_all()
+    try:
+        with initialize_config_dir(str(file.parent.resolve()), version_base="1.3"):
+            return compose(file.stem, overrides=list(overrides))
+    except (HydraException, YAMLError) as error:
+        because = f": {error.__cause__}" if error.__cause__ else ""
+        raise ValueError(f"--config {file}: {error}{because}") from error
+
+
+def _need(file: Path, blocks: dict[str, Any], *keys: str) -> None:
+    missing = [key for key in keys if not blocks[key]]
+    if missing:
+        raise ValueError(
+            f"{file} has no {', '.join(missing)}: a plan needs a model and data, for a data set a batch_size, and for "
+            "a plain nn.Module an optimizer"
+        )
+
+
+def _batch_of(options: argparse.Namespace, blocks: dict[str, Any], device: torch.device) -> Any:
+    """The first training batch of a LightningDataModule, or of a data set of `(input, target)` pairs."""
+    from hydra.utils import get_object
+
+    from retime.recipes import build
+
+    block = blocks["data"]
+    target = get_object(block["_target_"]) if "_target_" in block else None
+    if isinstance(target, type) and issubclass(target, LightningDataModule):
+        sized = {"batch_size": options.batch} if options.batch else {}
+        return _on(device, _first_batch(build.build({**block, **sized})))
+    sized = {"batch_size": options.batch or blocks["batch_size"]}
+    _need(options.config, sized, "batch_size")
+    (batch,) = build.build_batches(block, sized["batch_size"], 1, device)
+    return batch
+
+
+def _first_batch(data: LightningDataModule) -> Any:
+    data.prepare_data()
+    data.setup("fit")
+    return next(iter(data.train_dataloader()))
+
+
+def _on(device: torch.device | str, batch: Any) -> Any:
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
+
+
+def _optimizer_block(options: argparse.Namespace) -> dict[str, Any] | None:
+    return {"_target_": options.optimizer, "lr": 0.01} if options.optimizer else None
+
+
+def _supervised_job(model: nn.Module, batch: Any, optimizer: dict[str, Any] | None) -> Job:
+    from retime.recipes import build
+
+    optimizers = [build.build_optimizer(optimizer, model.parameters(), {})] if optimizer else []
+    return Job(model, batch, lambda part: build.loss_of(model(part[0]), part[1]), optimizers)
+
+
+def _lightning_job(model: LightningModule, batch: Any, optimizer: dict[str, Any] | None) -> Job:
+    """By its own training step, with its own optimizers where it makes some; gradients as the Trainer has them."""
+    if is_overridden("configure_optimizers", model) or not optimizer:
+        optimizers = _optimizers_of(model)
+    else:
+        from retime.recipes import build
+
+        optimizers = [build.build_optimizer(optimizer, model.parameters(), {})]
+    kept = is_overridden("optimizer_zero_grad", model)  # it may leave zeros
+    return Job(model, batch, _training_step(model), optimizers, "kept" if kept else "freed after forward")
+
+
+def _training_step(model: LightningModule) -> Callable[[Any], Any]:
+    more = (0,) if "batch_idx" in inspect.signature(model.training_step).parameters else ()
+    for name in ("log", "log_dict"):  # there is no trainer to log to
+        model.__dict__[name] = lambda *_, **__: None
+    return lambda batch: model.training_step(batch, *more)
+
+
+def _optimizers_of(model: LightningModule) -> list[torch.optim.Optimizer]:
+    made = model.configure_optimizers()
+    if isinstance(made, torch.optim.Optimizer):
+        return [made]
+    if isinstance(made, dict):
+        return [made["optimizer"]]
+    first = made[0] if isinstance(made, tuple | list) and made and isinstance(made[0], list | tuple) else made
+    several: Any = first or ()
+    return [one for one in several if isinstance(one, torch.optim.Optimizer)]

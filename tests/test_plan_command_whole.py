@@ -1,0 +1,58 @@
+"""`retime plan` as a user runs it: its own process, a real model, nothing patched."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MODEL = """
+import torch
+from torch import nn
+
+def deep():
+    layers = [nn.Linear(32, 64)]
+    for _ in range(6):
+        layers += [nn.Linear(64, 64), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(64, 4)), (torch.randn(2048, 32), torch.zeros(2048, dtype=torch.long))
+"""
+
+
+def run(folder: Path, budget: int | str) -> tuple[int, dict[str, str], str]:
+    command = [sys.executable, "-m", "retime.recipes.plan_command", "plan", "my_models:deep", "--budget", str(budget)]
+    done = subprocess.run(
+        [*command, "--optimizer", "torch.optim.AdamW"], cwd=folder, capture_output=True, text=True, check=False
+    )
+    return done.returncode, {line[:15].strip(): line[16:] for line in done.stdout.splitlines()}, done.stderr
+
+
+def floor_of(said: dict[str, str]) -> int:
+    found = re.match(r"(\d+) bytes ", said["floor"])
+    assert found, said
+    return int(found[1])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "my_models.py").write_text(MODEL)
+    return tmp_path
+
+
+def test_the_printed_floor_gets_a_plan(folder: Path) -> None:
+    status, refused, told = run(folder, "1KiB")
+    assert status == 1, told
+    assert "Eq. 7" in refused
+    assert f"at least {floor_of(refused)} bytes" in refused["refused"]
+    status, planned, told = run(folder, floor_of(refused))
+    assert status == 0, (refused, told)
+    assert re.match(r"sub-batch \d+, ", planned["plan"])
+    assert "measuring on a few samples" in told
+    assert "trying plan 1: " in told
+    status, fits, told = run(folder, "1GiB")
+    assert status == 0, told
+    assert fits["slowdown"] == "none: the step fits"
+    status, _, told = run(folder, floor_of(fits))  # also the floor that a step is told that fits
+    assert status == 0, told
