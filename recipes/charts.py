@@ -2,9 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from retime.recipes.measure import Spread
@@ -26,16 +29,28 @@ def figure(title: str, width: float = 8.0, height: float = 4.5) -> tuple[Any, An
     return drawing, axes
 
 
-def panels(title: str, count: int, width: float = 11.0, height: float = 4.6, **options: Any) -> tuple[Any, Any]:
-    """A figure with `count` charts side by side; `options` go to matplotlib's `subplots`."""
+def panels(
+    title: str, count: int, width: float = 11.0, height: float = 4.6, *, rows: int = 1, **options: Any
+) -> tuple[Any, list[Any]]:
+    """A figure with `count` charts side by side, in `rows` rows; `options` go to matplotlib's `subplots`."""
     drawing = Figure(figsize=(width, height), layout="constrained")
     drawing.suptitle(title, fontsize=11)
-    row = drawing.subplots(1, count, **options)
-    for axes in row:
+    cells = list(drawing.subplots(rows, -(-count // rows), squeeze=False, **options).flat)
+    for axes in cells[count:]:
+        axes.remove()
+    for axes in cells[:count]:
         axes.grid(alpha=0.25)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
-    return drawing, row
+    return drawing, cells[:count]
+
+
+def only_text(title: str, lines: Sequence[str]) -> Any:
+    """A figure without a chart, which says why there is none."""
+    drawing = Figure(figsize=(8.0, 1.0 + 0.5 * len(lines)), layout="constrained")
+    drawing.suptitle(title, fontsize=11)
+    drawing.text(0.5, 0.4, "\n".join(fill(line, 90) for line in lines), ha="center", va="center", fontsize=10)
+    return drawing
 
 
 def save(drawing: Any, path: Path) -> None:
@@ -73,9 +88,20 @@ def stacked_bars(
 
 
 def points_with_spread(
-    axes: Any, places: Sequence[float], values: Sequence[Spread], label: str, index: int, *, line: bool = False
+    axes: Any,
+    places: Sequence[float],
+    values: Sequence[Spread],
+    label: str | None,
+    index: int,
+    *,
+    line: bool = False,
+    marker: str | None = None,
+    filled: bool = True,
 ) -> str:
-    """Markers with quartile whiskers at `places`; returns the colour, for a fitted line in the same one."""
+    """Markers with quartile whiskers at `places`; returns the colour, for a fitted line in the same one.
+
+    `marker` is that of `index` unless given. Without a `label` the legend leaves them out.
+    """
     colour = COLOURS[index % len(COLOURS)]
     middle = [value.median for value in values]
     below = [max(0.0, value.median - value.low) for value in values]
@@ -84,14 +110,26 @@ def points_with_spread(
         places,
         middle,
         yerr=[below, above],
-        fmt=("-" if line else "") + _MARKERS[index % len(_MARKERS)],
+        fmt=("-" if line else "") + (marker or _MARKERS[index % len(_MARKERS)]),
         color=colour,
-        label=label,
+        markerfacecolor=colour if filled else "white",
+        label=label or "_nolegend_",
         capsize=3,
         markersize=6,
         linewidth=1.2,
     )
     return colour
+
+
+def marker_key(label: str, marker: str, colour: str = GREY, *, filled: bool = True) -> Line2D:
+    """A legend's entry for what a marker means, whatever its colour."""
+    face = colour if filled else "none"
+    return Line2D([], [], linestyle="", marker=marker, color=colour, markerfacecolor=face, label=label)
+
+
+def colour_key(label: str, colour: str) -> Patch:
+    """A legend's entry for what a colour means, whatever the marker."""
+    return Patch(color=colour, label=label)
 
 
 def even_line(axes: Any, label: str) -> None:

@@ -20,6 +20,7 @@ from retime.mechanisms.memory.budget_report import PlannedShape
 from retime.mechanisms.memory.budgeted_step import BudgetedStep
 from retime.mechanisms.memory.calibrate import calibrate
 from retime.mechanisms.memory.floor import StepMemory
+from retime.mechanisms.memory.freed_memory import FreedMemory
 from retime.mechanisms.memory.heap import give_back_freed_memory, trim_heap
 from retime.mechanisms.memory.host import parse_host
 from retime.mechanisms.memory.replay import TrainingStep
@@ -50,6 +51,7 @@ class Training:
         self._host, self._sub_batches = request["host"], request.get("sub_batches", True)
         self.inside: BudgetedStep | None = None
         self.vdnn: Vdnn | None = None
+        self._freed: FreedMemory | None = None
 
     def loss(self, batch: Batch) -> Tensor:
         return loss_of(self.model(batch[0]), batch[1])
@@ -90,6 +92,11 @@ class Training:
         else:
             self.vdnn = VdnnPlus(*step, optimizer=self.optimizer, budget_bytes=budget_bytes)
 
+    def pool(self, held_bytes: int) -> None:
+        """No plan: the plain step with tensors from the pool, which keeps freed memory up to so many bytes."""
+        self._freed = FreedMemory(self.device)
+        self._freed.hold(held_bytes, [*self.model.parameters(), *self.model.buffers(), *self.batch])
+
     def step(self) -> None:
         self.optimizer.zero_grad()
         if self.inside is not None:
@@ -104,6 +111,8 @@ class Training:
         for part in (self.inside, self.vdnn):
             if part is not None:
                 part.remove()
+        if self._freed is not None:
+            self._freed.close()
 
     def budgeted(self, budget_bytes: int) -> BudgetedStep:
         host = parse_host(self._host, self.device)
@@ -186,7 +195,9 @@ class Server:
         budget: int | str | None = request["budget_bytes"] if plans is None else plans["budget_bytes"]
         if isinstance(budget, str):
             return _limit_to_floor(training)
-        if "rule" in request:
+        if "held_bytes" in request:
+            training.pool(request["held_bytes"])
+        elif "rule" in request:
             training.offload(request["rule"], request["budget_bytes"])
         elif budget is not None:
             training.limit(budget, plans)

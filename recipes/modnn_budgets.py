@@ -31,6 +31,7 @@ from retime.recipes.modnn_side_by_side import (
     FLOOR,
     MEASURED,
     MOVED,
+    POOLED,
     PREDICTED,
     STEP,
     UNLIMITED,
@@ -54,10 +55,10 @@ class Budgets(NetworkRecipe):
         return super().points(settings)
 
     def blocks_a_round(self, settings: MemorySettings) -> int | None:
-        return len(settings.budgets) * (1 + len(settings.rules)) + 2
+        return len(settings.budgets) * (1 + len(settings.rules)) + 3
 
     def references(self, point: Point) -> dict[str, str]:
-        return {"speed over unlimited": UNLIMITED}
+        return {"speed over unlimited": UNLIMITED, "speed over the pool": POOLED}
 
     def measure(self, settings: MemorySettings, at: dict[str, Any], tick: Tick) -> Measured:
         return Measured(*side_by_side(settings, settings.cases[at["network"]], settings.budgets, tick))
@@ -112,6 +113,9 @@ class Budgets(NetworkRecipe):
             )
             places, values = [place for place, _ in known], [value for _, value in known]
             colour = charts.points_with_spread(panels[0], places, values, label, index, line=True)
+            pooled = slowdown(point, POOLED)
+            if pooled is not None:
+                panels[0].plot([100], [pooled.median], "*", markersize=11, color=colour, label=f"{network}, {POOLED}")
             for rule in point.settings.get("rules", []):
                 theirs = [slowdown(point, VDNN_PLUS.format(rule, name)) for name in names]
                 known = [(place, value) for place, value in zip(shares, theirs, strict=True) if value is not None]

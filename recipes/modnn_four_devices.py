@@ -123,7 +123,7 @@ class FourDevices(SimulatedK40):
 
     def draw(self, result: Result, path: Path) -> None:
         budgets = sorted({point.at["budget_gb"] for point in result.points}, reverse=True)
-        drawing, panels = charts.panels(result.title, max(2, len(budgets)), width=15.0, height=5.0, sharey=True)
+        drawing, panels = charts.panels(result.title, max(1, len(budgets)), width=15.0, height=5.0, sharey=True)
         for axes, budget in zip(panels, budgets, strict=False):
             own = [point for point in result.points if point.at["budget_gb"] == budget]
             names = [name for name in dict.fromkeys(row.variant for p in own for row in p.rows) if name != IDEAL]
@@ -139,8 +139,6 @@ class FourDevices(SimulatedK40):
         panels[0].set_ylabel("speed over the ideal case on one device")
         panels[0].set_ylim(0, panels[0].get_ylim()[1] * 1.35)
         panels[0].legend(fontsize=8, loc="upper left", ncols=2)
-        for axes in panels[len(budgets) :]:
-            axes.set_visible(False)
         charts.save(drawing, path)
 
 

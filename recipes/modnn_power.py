@@ -20,6 +20,7 @@ from retime.recipes.schema import MemorySettings
 
 ENERGY, MEAN, MOST = "energy a step", "average power", "most power"
 NO_METER, METER = "no meter", "meter"
+_PANELS = {MEAN: "average power (Figure 15)", MOST: "most power (Figure 15)", ENERGY: "energy (Figure 16)"}
 
 
 class Power(NetworkRecipe):
@@ -66,38 +67,56 @@ class Power(NetworkRecipe):
         return lines
 
     def notes(self, result: Result) -> list[str]:
-        lines = [
+        return [
             "Energy is what the meter counted while a block of steps ran, over its steps. RAPL counts whole processor "
             "packages, so also what else they do; NVML counts the whole board.",
+            "Figure 15 shows maximum power too, but section 7.4 gives no number for it, only that it falls with the "
+            "sub-batch size where the batch no longer fits whole: it is drawn, and there is no line to compare.",
+            *(
+                "- " + (_not_measured(point) or f"{point.at['network']}: {point.facts[METER]}")
+                for point in result.points
+            ),
         ]
-        for point in result.points:
-            if NO_METER in point.facts:
-                lines.append(
-                    f"- {point.at['network']}: not measured, because this machine has no meter: {point.facts[NO_METER]}"
-                )
-            else:
-                lines.append(f"- {point.at['network']}: {point.facts[METER]}")
-        return lines
 
     def draw(self, result: Result, path: Path) -> None:
-        drawing, panels = charts.panels(result.title, 2, width=12.0)
-        known = [point for point in result.points if NO_METER not in point.facts]
-        for index, point in enumerate(known):
-            names = budgets_of(point)
-            places = [100 * point.values(name, BUDGET)[0] / point.facts["ideal peak MiB"] for name in names]
-            for axes, quantity in zip(panels, (MEAN, ENERGY), strict=True):
-                values = [relative(point, name, quantity) for name in names]
-                charts.points_with_spread(axes, places, values, point.at["network"], index, line=True)
-        for axes, label in zip(panels, ("average power (Figure 15)", "energy (Figure 16)"), strict=True):
+        quantities = [quantity for quantity in _PANELS if any(_places(point, quantity) for point in result.points)]
+        if not quantities:
+            reasons = [
+                _not_measured(point) or f"{point.at['network']}: trained in no budget" for point in result.points
+            ]
+            charts.save(charts.only_text(result.title, reasons or ["nothing was measured"]), path)
+            return
+        drawing, panels = charts.panels(result.title, len(quantities), width=5.0 * len(quantities))
+        for axes, quantity in zip(panels, quantities, strict=True):
+            for index, point in enumerate(result.points):
+                places = _places(point, quantity)
+                values = [relative(point, name, quantity) for name in places]
+                if values:
+                    charts.points_with_spread(
+                        axes, list(places.values()), values, point.at["network"], index, line=True
+                    )
             axes.set_xlabel("budget (% of the ideal peak)")
-            axes.set_ylabel(f"{label} over unlimited")
-            if known:
-                axes.invert_xaxis()
-                charts.even_line(axes, "unlimited")
-                axes.legend(fontsize=8)
-            else:
-                axes.text(0.5, 0.5, "not measured:\nthis machine has no meter", ha="center", transform=axes.transAxes)
+            axes.set_ylabel(f"{_PANELS[quantity]} over unlimited")
+            axes.invert_xaxis()
+            charts.even_line(axes, "unlimited")
+            axes.legend(fontsize=8)
         charts.save(drawing, path)
+
+
+def _not_measured(point: Point) -> str | None:
+    """What a report says of a machine without a meter."""
+    if NO_METER not in point.facts:
+        return None
+    return f"{point.at['network']}: not measured, because this machine has no meter: {point.facts[NO_METER]}"
+
+
+def _places(point: Point, quantity: str) -> dict[str, float]:
+    """The budgets with this quantity, in percent of the ideal peak."""
+    return {
+        name: 100 * point.values(name, BUDGET)[0] / point.facts["ideal peak MiB"]
+        for name in budgets_of(point)
+        if point.has(name, quantity)
+    }
 
 
 def relative(point: Point, name: str, quantity: str) -> Spread:

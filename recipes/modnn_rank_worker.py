@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from retime.mechanisms.memory.budgeted_ddp import BudgetedDataParallelStep
-from retime.mechanisms.memory.budgeted_step import BudgetedStep
+from retime.mechanisms.memory.data_parallel_memory import bucket_bytes
 from retime.mechanisms.memory.freed_memory import FreedMemory
 from retime.mechanisms.memory.heap import trim_heap
 from retime.mechanisms.memory.host import parse_host
@@ -27,6 +27,8 @@ from retime.schedules.memory.errors import BudgetError
 
 ONE, WHOLE = "one process", "whole batches"
 ONCE, EACH = "reduced once a batch", "reduced after every sub-batch"
+_BUCKETS_MADE = 2
+"""DDP makes its buckets once more in its second step."""
 
 Batch = tuple[Tensor, Tensor]
 
@@ -74,19 +76,30 @@ class Rank:
         return {"cores": len(cores), "plan": "no budget" if self._plan is None else str(self._plan), **answer}
 
     def _rehearse(self, request: dict[str, Any], batch: Batch) -> None:
-        """A step, and its plan, of a model that is not kept: code that is loaded or generated is not the model's."""
-        model = build_model(request["model"], CPU, request["seed"])
-        optimizer = build_optimizer(request["optimizer"], model.parameters(), {})
+        """Two steps, and their plan, of a model that is not kept: code that is loaded or generated is not the model's.
+
+        Two, since DDP allocates its buckets once more after the first.
+        """
+        module = build_model(request["model"], CPU, request["seed"])
+        optimizer = build_optimizer(request["optimizer"], module.parameters(), {})
+        model = module if self._way == ONE else DistributedDataParallel(module)
         samples = OffloadPlan.parse(request["plan"]).sub_batch if self._way == EACH else len(batch[0])
         part = batch[0][:samples], batch[1][:samples]
+        inside = None
         if self._way == ONCE:
-            step = BudgetedStep(model, [optimizer], request["budget_bytes"], parse_host(request["host"], CPU))
-            with suppress(BudgetError):  # if it is too small, the step that is to train says so
-                step.run(lambda some: loss_of(model(some[0]), some[1]), part)
-            step.remove()
-        else:
-            loss_of(model(part[0]), part[1]).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+            assert isinstance(model, DistributedDataParallel)
+            host = parse_host(request["host"], CPU)
+            inside = BudgetedDataParallelStep(model, [optimizer], request["budget_bytes"], host)
+        with suppress(BudgetError):  # if it is too small, the step that is to train says so
+            for _ in range(2):
+                optimizer.zero_grad()
+                if inside is None:
+                    loss_of(model(part[0]), part[1]).backward()  # type: ignore[no-untyped-call]
+                else:
+                    inside.run(lambda some: loss_of(model(some[0]), some[1]), part)
+                optimizer.step()
+        if inside is not None:
+            inside.remove()
 
     def _plan_once(self, request: dict[str, Any]) -> dict[str, Any]:
         assert isinstance(self._model, DistributedDataParallel)
@@ -97,7 +110,7 @@ class Rank:
         return {
             "in_flight_bytes": shape.choice.in_flight_bytes,
             "predicted_bytes": shape.choice.peak_bytes,
-            "held_bytes": shape.held_bytes(budget) - self._inside.hidden_bytes,
+            "held_bytes": shape.held_bytes(budget),
         }
 
     def _take_up(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -105,7 +118,9 @@ class Rank:
         if self._way == EACH:
             self._plan, self._in_flight_bytes = OffloadPlan.parse(request["plan"]), request["in_flight_bytes"]
         self._freed = FreedMemory(CPU)
-        self._freed.hold(request["held_bytes"], [*self._module.parameters(), *self._module.buffers(), *self._batch])
+        beside = bucket_bytes(self._model) if self._way == WHOLE else 0
+        there = [*self._module.parameters(), *self._module.buffers(), *self._batch]
+        self._freed.hold(request["held_bytes"] + beside, there)
         return {}
 
     def _reduce(
@@ -131,6 +146,8 @@ class Rank:
             self._reduce_each(self._plan)
         self._optimizer.step()
         self._steps += 1
+        if self._steps == _BUCKETS_MADE:
+            trim_heap()  # all ways alike: of what DDP's first buckets were
 
     def _reduce_each(self, plan: OffloadPlan) -> None:
         """The same sub-batches under plain DDP, which reduces all that was added up so far after each of them."""

@@ -9,11 +9,12 @@ from typing import Any
 
 from retime.recipes import charts
 from retime.recipes import modnn_claims as claims
-from retime.recipes.claims import Comparison
-from retime.recipes.measure import interleave, speedup, spread
+from retime.recipes.claims import Comparison, amount
+from retime.recipes.measure import Spread, interleave, speedup, spread
 from retime.recipes.modnn_processes import Worker, WorkerError, closing
 from retime.recipes.modnn_rank_worker import EACH, ONCE, ONE, WHOLE, serve
 from retime.recipes.modnn_recipe import NetworkRecipe
+from retime.recipes.modnn_report import prediction_error
 from retime.recipes.modnn_side_by_side import (
     BUDGET,
     DIFFERENCE,
@@ -28,6 +29,7 @@ from retime.recipes.modnn_side_by_side import (
 from retime.recipes.recipe import Measured, Tick
 from retime.recipes.results import Point, Result, Row
 from retime.recipes.schema import MemorySettings
+from retime.schedules.memory import OffloadPlan
 
 REDUCED = "reduced a step"
 REFUSED = "refused"
@@ -95,8 +97,7 @@ class Ranks(NetworkRecipe):
             budget = f"{where}, {point.at['budget']:g} %"
             found = speedup(point.values(ONE, STEP), point.values(WHOLE, STEP))
             lines.append(Comparison(claims.FOUR_IDEAL, found, f"{budget}, {WHOLE}: not four devices"))
-            over = speedup(point.values(EACH, STEP), point.values(ONCE, STEP))
-            lines.append(Comparison(claims.ONCE_OVER_EACH, over, budget))
+            lines += [_once_over_each(point, budget), *_peaks(point, budget)]
             away = max(point.values(way, DIFFERENCE)[0] for way in WAYS)
             lines.append(Comparison(claims.RANKS_DIFFERENCE, spread([away]), budget))
         remark = "budgets here are shares of what a rank's batch needs, not GB of four devices"
@@ -110,8 +111,8 @@ class Ranks(NetworkRecipe):
             "what is compared is a reduction a batch against one after every sub-batch, by the same plan.",
             "All ways, the one process too, take tensors from the same pool, which keeps freed memory up to what the "
             "plan or the whole step needs. Measured is a rank's peak resident size above the same process before it "
-            "built the model, after a rehearsal with another model. It has in it what budgets do not count: DDP's own "
-            "and gloo's buffers, which whole batches against one process show. No kernel limit holds a rank.",
+            "built the model, after a rehearsal with another model. Budgets and predictions count DDP's buckets and "
+            "what reductions allocate; those of whole batches do not. No kernel limit holds a rank.",
         ]
         for point in result.points:
             if REFUSED in point.facts:
@@ -124,18 +125,66 @@ class Ranks(NetworkRecipe):
         return lines
 
     def draw(self, result: Result, path: Path) -> None:
-        drawing, axes = charts.figure(result.title)
+        trained = _trained(result)
+        if not trained:
+            reasons = [f"{_name(point)}: {point.facts[REFUSED]}" for point in result.points]
+            charts.save(charts.only_text(result.title, reasons or ["nothing was measured"]), path)
+            return
+        drawing, (speeds, peaks) = charts.panels(result.title, 2, width=12.0)
         for index, way in enumerate(WAYS):
-            values = [speedup(point.values(ONE, STEP), point.values(way, STEP)) for point in _trained(result)]
-            places = [place + (index - 1) * 0.2 for place in range(len(values))]
-            charts.points_with_spread(axes, places, values, way, index)
-        names = [f"{point.at['network']}\n{point.at['budget']:g} %" for point in _trained(result)]
-        axes.set_xticks(range(len(names)), names)
-        axes.set_ylabel("speed over one process")
-        axes.set_ylim(bottom=0)
-        charts.even_line(axes, ONE)
-        axes.legend(fontsize=8)
+            values = [speedup(point.values(ONE, STEP), point.values(way, STEP)) for point in trained]
+            charts.points_with_spread(speeds, _beside(values, index - 1), values, way, index)
+        speeds.set_ylabel("speed over one process")
+        charts.even_line(speeds, ONE)
+        for quantity, filled in ((MEASURED, True), (PREDICTED, False)):
+            values = [spread([_of_budget(point, quantity)]) for point in trained]
+            colour = WAYS.index(ONCE)
+            charts.points_with_spread(peaks, _beside(values, 0), values, quantity, colour, filled=filled)
+        peaks.set_ylabel(f"peak over the budget, {ONCE}")
+        charts.even_line(peaks, "budget")
+        for axes in (speeds, peaks):
+            axes.set_xticks(range(len(trained)), [_name(point) for point in trained])
+            axes.set_xlim(-0.5, len(trained) - 0.5)
+            axes.set_ylim(0, axes.get_ylim()[1] * 1.25)
+            axes.legend(fontsize=8, loc="upper left", ncols=2)
         charts.save(drawing, path)
+
+
+def _name(point: Point) -> str:
+    return f"{point.at['network']}\n{point.at['budget']:g} %"
+
+
+def _beside(values: list[Spread], shift: int) -> list[float]:
+    return [place + 0.2 * shift for place in range(len(values))]
+
+
+def _once_over_each(point: Point, where: str) -> Comparison:
+    """Both ways are the same if the plan has a rank's share in one part."""
+    share = point.facts["batch size"] // point.facts["ranks"]
+    sub_batch = OffloadPlan.parse(point.facts["plans"][ONCE]).sub_batch
+    if sub_batch >= share:
+        remark = f"{where}: nothing to compare, a rank's {share} samples are one sub-batch, so both ways reduce once"
+        return Comparison(claims.ONCE_OVER_EACH, None, remark)
+    return Comparison(claims.ONCE_OVER_EACH, speedup(point.values(EACH, STEP), point.values(ONCE, STEP)), where)
+
+
+def _peaks(point: Point, where: str) -> list[Comparison]:
+    """What a rank held against its budget and against what was predicted for it."""
+    held, budget, predicted = (
+        amount(point.values(ONCE, quantity)[0], "MiB") for quantity in (MEASURED, BUDGET, PREDICTED)
+    )
+    return [
+        Comparison(claims.WITHIN_BUDGET, spread([_of_budget(point, MEASURED)]), f"{where}, {ONCE}: {held} in {budget}"),
+        Comparison(
+            claims.PREDICTION_ERROR,
+            spread([abs(prediction_error(point, ONCE))]),
+            f"{where}, {ONCE}: {held} where {predicted} were predicted",
+        ),
+    ]
+
+
+def _of_budget(point: Point, quantity: str) -> float:
+    return point.values(ONCE, quantity)[0] / point.values(ONCE, BUDGET)[0]
 
 
 def _trained(result: Result) -> list[Point]:

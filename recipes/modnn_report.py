@@ -14,6 +14,7 @@ from retime.recipes.modnn_side_by_side import (
     FAILURES,
     GIVING_BACK,
     MEASURED,
+    POOLED,
     PREDICTED,
     STEP,
     UNLIMITED,
@@ -28,13 +29,14 @@ REVERSED = (
 POOL = (
     "'unlimited' is plain torch with the C library's own way to keep freed memory, which clears large blocks anew each "
     "time and keeps small ones scattered. Budgets take tensors from a pool that uses freed memory again up to the "
-    "plan's peak, so a step in less memory can be the faster one."
+    f"plan's peak, so a step in less memory can be the faster one. '{POOLED}' is the plain step with that pool, and "
+    "tells how much of a gain is the pool's."
 )
 
 
 def budgets_of(point: Point) -> list[str]:
     """The budgets within which it trained."""
-    others = (UNLIMITED, GIVING_BACK, *point.facts.get("rules", {}))
+    others = (UNLIMITED, GIVING_BACK, POOLED, *point.facts.get("rules", {}))
     return [name for name in point.variants(STEP) if name not in others]
 
 

@@ -25,6 +25,8 @@ from retime.recipes.schema import MemorySettings
 
 MIB = 2**20
 UNLIMITED, GIVING_BACK, FLOOR = "unlimited", "unlimited, freed memory given back", "floor"
+POOLED = "unlimited, with the pool"
+"""The plain step, with tensors from the pool that steps inside budgets use."""
 STEP, PREDICTED, MEASURED, MOVED, DIFFERENCE, BUDGET = (
     *("step", "predicted peak", "measured peak", "moved a step"),
     *("weights differ", "budget"),
@@ -144,7 +146,7 @@ def side_by_side(
         rows: list[Row] = []
         workers: dict[str, Worker] = {}
         with closing(workers):
-            for name, budget, more in _named(budgets, ideal, settings.rules):
+            for name, budget, more in _named(budgets, known, settings):
                 try:
                     workers[name] = network.process(budget, give_back=name != UNLIMITED, **more)
                 except WorkerError as error:
@@ -175,17 +177,21 @@ def budget_name(budget: Any) -> str:
     return FLOOR if budget == FLOOR else f"{budget:g} %"
 
 
-def _named(budgets: list[Any], ideal: int, rules: list[str]) -> list[tuple[str, int | str | None, dict[str, Any]]]:
+def _named(
+    budgets: list[Any], known: dict[str, Any], settings: MemorySettings
+) -> list[tuple[str, int | str | None, dict[str, Any]]]:
     """Processes by name: the budget of each, and what else its request has."""
-    nbytes = {budget: FLOOR if budget == FLOOR else int(budget / 100 * ideal) for budget in budgets}
+    nbytes = {budget: FLOOR if budget == FLOOR else int(budget / 100 * known["ideal_bytes"]) for budget in budgets}
+    pooled = {"held_bytes": known["plain_held_bytes"]}
     return [
         (UNLIMITED, None, {}),
         # The plain step once more, and its samples in another order: what rounding alone does to weights.
         (GIVING_BACK, None, {"reversed": True}),
+        *([(POOLED, None, pooled)] if settings.hardware.device == "cpu" else []),  # CUDA devices have one anyway
         *((budget_name(budget), nbytes[budget], {}) for budget in budgets),
         *(
             (VDNN_PLUS.format(rule, budget_name(budget)), nbytes[budget], {"rule": rule, "limit": "training"})
-            for rule in rules
+            for rule in settings.rules
             for budget in budgets
             if budget != FLOOR
         ),
@@ -200,7 +206,7 @@ def _end(worker: Worker, name: str, folder: Path, facts: dict[str, Any]) -> list
     facts["measured by"] = answer["source"]
     if name != UNLIMITED:
         rows.append(Row(name, DIFFERENCE, "ppm", [away_ppm(place, folder / f"{UNLIMITED}.pt")]))
-    if name == GIVING_BACK:
+    if name in (GIVING_BACK, POOLED):
         rows.append(Row(name, PREDICTED, "MiB", [facts["peak of the plain step MiB"]]))
     if "rule" in answer:
         facts["rules"][name] = answer["rule"]

@@ -40,6 +40,7 @@ VDNN_ALL, VDNN_CONV = "vDNN, all layers", "vDNN, convolutions"
 VDNN_LEAST = "vDNN, all layers, no workspaces"
 VDNN_PLUS_ALL, VDNN_PLUS_CONV = "vDNN+, all layers", "vDNN+, convolutions"
 SUB_BATCHES, OFFLOADING, ALGORITHMS = "sub-batches alone", "offloading alone", "algorithms alone"
+_PANELS_A_ROW = 3
 
 
 class SimulatedK40(NetworkRecipe):
@@ -185,15 +186,15 @@ class OneBudget(SimulatedK40):
     def draw(self, result: Result, path: Path) -> None:
         drawing, panels = charts.panels(result.title, 2, width=14.0, height=5.0)
         names = tuple(self._ways)
-        for axes, quantity, label in (
-            (panels[0], SLOWER, "time of a batch over ideal (Figure 10)"),
-            (panels[1], MOVED, "GB moved a batch (Figure 11)"),
+        for axes, quantity, label, form in (
+            (panels[0], SLOWER, "time of a batch over ideal (Figure 10)", ".2f"),
+            (panels[1], MOVED, "GB moved a batch (Figure 11)", ".3g"),
         ):
-            bars(axes, result.points, names, quantity)
+            bars(axes, result.points, names, quantity, form)
             axes.set_ylabel(label)
-        panels[0].set_ylim(0, panels[0].get_ylim()[1] * 1.3)
+        panels[0].set_ylim(0, panels[0].get_ylim()[1] * 1.35)
         charts.even_line(panels[0], "ideal")
-        panels[0].legend(fontsize=8, loc="upper left", ncols=2)
+        panels[0].legend(handles=_entries(panels[0], result.points, names), fontsize=8, loc="upper left", ncols=2)
         charts.save(drawing, path)
 
 
@@ -229,7 +230,8 @@ class ManyBudgets(SimulatedK40):
 
     def draw(self, result: Result, path: Path) -> None:
         networks = list(dict.fromkeys(point.at["network"] for point in result.points))
-        drawing, panels = charts.panels(result.title, max(2, len(networks)), width=3.4 * max(2, len(networks)))
+        rows = max(1, -(-len(networks) // _PANELS_A_ROW))
+        drawing, panels = charts.panels(result.title, max(1, len(networks)), height=0.8 + 3.6 * rows, rows=rows)
         for axes, network in zip(panels, networks, strict=False):
             own = sorted((p for p in result.points if p.at["network"] == network), key=lambda p: p.at["budget_gb"])
             for index, name in enumerate(self._ways):
@@ -237,16 +239,17 @@ class ManyBudgets(SimulatedK40):
                 places = [p.at["budget_gb"] for p in known]
                 values = [spread(p.values(name, SLOWER)) for p in known]
                 charts.points_with_spread(axes, places, values, name, index, line=True)
+                _cross(axes, [p.at["budget_gb"] for p in own if not p.has(name, SLOWER)], index)
             axes.set_title(f"{network} ({own[0].facts['batch size']}), ideal {own[0].facts['ideal memory GB']:g} GB")
             axes.title.set_fontsize(9)
             axes.axvline(own[0].facts["lower bound GB"], color=charts.GREY, linestyle=":", label="lower bound")
             axes.set_xscale("log")
             axes.set_xticks([1, 2, 4, 8, 12], ["1", "2", "4", "8", "12"])
             axes.set_xlabel("budget (GB)")
-        for axes in panels[len(networks) :]:
-            axes.set_visible(False)
-        panels[0].set_ylabel("time of a batch over ideal")
-        panels[0].legend(fontsize=7)
+        for axes in panels[:: -(-len(panels) // rows)]:
+            axes.set_ylabel("time of a batch over ideal")
+        entries = _entries(panels[0], result.points, tuple(self._ways))
+        drawing.legend(handles=entries, fontsize=9, loc="outside lower center", ncols=3)
         charts.save(drawing, path)
 
 
@@ -331,16 +334,36 @@ class Alone(SimulatedK40):
     def draw(self, result: Result, path: Path) -> None:
         drawing, panels = charts.panels(result.title, 2, width=14.0, height=5.0)
         names = (SUB_BATCHES, OFFLOADING, ALGORITHMS)
-        for axes, quantity, label in (
-            (panels[0], MEMORY, "least memory, % of the ideal (Figure 13)"),
-            (panels[1], SLOWER, "time of a batch over ideal (Figure 14)"),
+        for axes, quantity, label, form in (
+            (panels[0], MEMORY, "least memory, % of the ideal (Figure 13)", ".3g"),
+            (panels[1], SLOWER, "time of a batch over ideal (Figure 14)", ".2f"),
         ):
-            bars(axes, result.points, names, quantity)
+            bars(axes, result.points, names, quantity, form)
             axes.set_ylabel(label)
         panels[0].set_ylim(top=135)
         panels[0].legend(fontsize=8, loc="upper left", ncols=3)
         charts.even_line(panels[1], "ideal")
         charts.save(drawing, path)
+
+
+def _cross(axes: Any, budgets: list[float], index: int) -> None:
+    """A cross on the axis for each budget in which this way does not fit, beside those of other ways."""
+    for budget in budgets:
+        axes.annotate(
+            "x",
+            (budget, 0),
+            xycoords=axes.get_xaxis_transform(),
+            xytext=(6 * (index - 1.5), 2),
+            textcoords="offset points",
+            ha="center",
+            color=charts.COLOURS[index],
+        )
+
+
+def _entries(axes: Any, points: list[Point], names: tuple[str, ...]) -> list[Any]:
+    """A legend's entries: what is drawn, and what a cross means if there is one."""
+    crossed = any(not point.has(name, BATCH) for point in points for name in names)
+    return [*axes.get_legend_handles_labels()[0], *([charts.marker_key("does not fit", "x")] if crossed else [])]
 
 
 def _values(result: Result, name: str, quantity: str) -> list[float]:

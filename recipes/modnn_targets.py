@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,10 @@ from retime.recipes.results import Point, Result
 from retime.recipes.schema import MemorySettings
 
 _GENERAL = tuple(field.name for field in fields(MemorySettings))
+_MARKERS = (("o", False), ("D", True), ("s", False), ("^", True))
+"""Of a case: the marker, and whether it is filled."""
+_SEVERAL = len(charts.COLOURS) - 1
+"""Black, for a case that is about several networks at once."""
 
 
 class Targets(Recipe[MemorySettings]):
@@ -123,35 +128,60 @@ class Targets(Recipe[MemorySettings]):
         return lines
 
     def draw(self, result: Result, path: Path) -> None:
-        drawing, (peaks, times) = charts.panels(result.title, 2, width=13.0, height=5.0)
+        drawing, (peaks, times) = charts.panels(result.title, 2, width=14.0, height=5.0)
         drawn = [point for point in result.points if point.facts["kind"] in ("training", "random")]
-        networks = list(dict.fromkeys(point.at.get("network", "drawn") for point in drawn))
-        markers = dict(zip(dict.fromkeys(point.at["case"] for point in drawn), "osx", strict=False))
+        networks = sorted({point.at["network"] for point in drawn if "network" in point.at})
+        cases = sorted({point.at["case"] for point in drawn})
         for point in drawn:
-            names = [name for name in point.variants(PREDICTED) if point.has(name, BUDGET) or name == GIVING_BACK]
-            network = point.at.get("network", "drawn")
-            label, index = f"{point.at['case']}, {network}", networks.index(network)
-            marker, colour = markers.get(point.at["case"], "^"), charts.COLOURS[index % len(charts.COLOURS)]
-            predicted = [point.values(name, PREDICTED)[0] for name in names]
-            ratios = [point.values(name, MEASURED)[0] / point.values(name, PREDICTED)[0] for name in names]
-            if names:
-                peaks.plot(predicted, ratios, marker, color=colour, label=label)
-            shares = [name for name in budgets_of(point) if name != FLOOR]
-            slower = [(float(name.rstrip(" %")), value) for name in shares if (value := slowdown(point, name))]
-            if slower:
-                charts.points_with_spread(
-                    times, [place for place, _ in slower], [value for _, value in slower], label, index, line=True
-                )
+            marker, filled = _MARKERS[cases.index(point.at["case"]) % len(_MARKERS)]
+            index = networks.index(point.at["network"]) if "network" in point.at else _SEVERAL
+            _draw_peaks(peaks, point, index, marker, filled)
+            _draw_times(times, point, index, marker, filled)
         peaks.axhspan(0.95, 1.05, color=charts.GREY, alpha=0.2, label="within 5 %")
         peaks.set_xscale("log")
+        charts.plain_numbers(peaks.xaxis)
         peaks.set_xlabel("predicted peak (MiB)")
         peaks.set_ylabel("measured peak over predicted")
         times.set_xlabel("budget (% of the ideal peak)")
         times.set_ylabel("step time over unlimited")
         charts.even_line(times, "unlimited")
-        for axes in (peaks, times):
-            axes.legend(fontsize=7)
+        _legends(drawing, networks, cases, [entry for axes in (peaks, times) for entry in _labelled(axes)])
         charts.save(drawing, path)
+
+
+def _draw_peaks(axes: Any, point: Point, index: int, marker: str, filled: bool) -> None:
+    names = [name for name in point.variants(PREDICTED) if point.has(name, BUDGET) or name == GIVING_BACK]
+    predicted = [point.values(name, PREDICTED)[0] for name in names]
+    ratios = [point.values(name, MEASURED)[0] / point.values(name, PREDICTED)[0] for name in names]
+    colour = charts.COLOURS[index % len(charts.COLOURS)]
+    face, above = (colour, 2) if filled else ("none", 3)
+    axes.plot(predicted, ratios, marker, color=colour, markerfacecolor=face, zorder=above)
+
+
+def _draw_times(axes: Any, point: Point, index: int, marker: str, filled: bool) -> None:
+    shares = [name for name in budgets_of(point) if name != FLOOR]
+    slower = {float(name.rstrip(" %")): value for name in shares if (value := slowdown(point, name))}
+    charts.points_with_spread(
+        axes, list(slower), list(slower.values()), None, index, line=True, marker=marker, filled=filled
+    )
+
+
+def _legends(drawing: Any, networks: list[str], cases: list[str], others: list[Any]) -> None:
+    """Beside the charts: colours are networks, markers are cases."""
+    colours = [
+        charts.colour_key(name, charts.COLOURS[index % len(charts.COLOURS)]) for index, name in enumerate(networks)
+    ]
+    markers = [
+        charts.marker_key(name, marker, charts.COLOURS[_SEVERAL], filled=filled)
+        for name, (marker, filled) in zip(cases, cycle(_MARKERS), strict=False)
+    ]
+    drawing.legend(handles=colours, title="network", fontsize=8, loc="outside right upper")
+    drawing.legend(handles=[*markers, *others], title="case", fontsize=8, loc="outside right lower")
+
+
+def _labelled(axes: Any) -> list[Any]:
+    handles: list[Any] = axes.get_legend_handles_labels()[0]
+    return handles
 
 
 def _prediction(kinds: dict[str, list[Point]]) -> Iterator[Comparison]:

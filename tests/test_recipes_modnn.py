@@ -26,6 +26,7 @@ from retime.recipes.modnn_side_by_side import (
     DIFFERENCE,
     GIVING_BACK,
     MEASURED,
+    POOLED,
     PREDICTED,
     STEP,
     UNLIMITED,
@@ -210,11 +211,13 @@ def test_budget_sweep(run: Command) -> None:
     (point,) = result.points
     assert point.facts["out of memory"] == point.facts["refused"] == {}
     theirs = VDNN_PLUS.format("all", "50 %")
-    assert point.variants(STEP) == [UNLIMITED, GIVING_BACK, "50 %", theirs]
+    assert point.variants(STEP) == [UNLIMITED, GIVING_BACK, POOLED, "50 %", theirs]
     assert point.values(theirs, MEASURED)[0] <= point.values("50 %", BUDGET)[0]
     assert point.values(theirs, MOVED_A_STEP)[0] > point.values("50 %", MOVED_A_STEP)[0]
     assert point.values(theirs, DIFFERENCE)[0] < 10  # ppm
     assert point.values("50 %", DIFFERENCE)[0] < 10  # ppm
     assert 0 < point.values(GIVING_BACK, DIFFERENCE)[0] < 10  # its samples are in another order
     assert point.values("50 %", PREDICTED)[0] <= point.values("50 %", BUDGET)[0]
+    assert point.values(POOLED, DIFFERENCE) == [0.0]
+    assert point.values(POOLED, MEASURED)[0] < 1.1 * point.values(POOLED, PREDICTED)[0] + 2
     assert point.values("50 %", MEASURED)[0] < point.values(GIVING_BACK, MEASURED)[0]

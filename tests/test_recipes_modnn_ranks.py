@@ -10,7 +10,7 @@ from retime.recipes import modnn_claims as claims
 from retime.recipes.modnn_rank_worker import EACH, ONCE, ONE, WHOLE
 from retime.recipes.modnn_ranks import REDUCED, REFUSED, Ranks
 from retime.recipes.modnn_side_by_side import BUDGET, DIFFERENCE, MEASURED, PREDICTED, STEP
-from retime.recipes.results import load
+from retime.recipes.results import Point, Result, Row, load
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's /proc")
@@ -49,7 +49,42 @@ def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for way in (WHOLE, ONCE, EACH):
         assert point.values(way, DIFFERENCE)[0] < 10
     compared = {line.against: line.measured for line in Ranks().compare(result)}
+    assert compared[claims.ONCE_OVER_EACH] is not None
+    assert compared[claims.WITHIN_BUDGET] is not None
+    assert compared[claims.PREDICTION_ERROR] is not None
     assert compared[claims.RANKS_DIFFERENCE] is not None
     assert compared[claims.FOUR_IDEAL] is not None
     assert compared[claims.FOUR_MODNN] is None
     assert compared[claims.FOUR_6_GB_NAIVE] is None
+
+
+def point(sub_batch: int, measured_mib: float) -> Point:
+    """Two ranks of 8 samples each, with 4 MiB each, of which 2 are predicted to be held."""
+    rows = [Row(way, STEP, "ms", [time]) for way, time in ((ONE, 30.0), (WHOLE, 15.0), (ONCE, 20.0), (EACH, 25.0))]
+    rows += [Row(way, DIFFERENCE, "ppm", [0.5]) for way in (WHOLE, ONCE, EACH)]
+    mib = {BUDGET: 4.0, PREDICTED: 2.0, MEASURED: measured_mib}
+    rows += [Row(ONCE, quantity, "MiB", [value]) for quantity, value in mib.items()]
+    plans = {ONCE: f"sub-batch {sub_batch}, prefetch 1, offload none of 9"}
+    facts = {"batch size": 16, "ranks": 2, "cores": 2, "plans": plans}
+    return Point({"network": "net", "budget": 50.0}, {}, rows, facts)
+
+
+def lines(given: Point) -> dict[str, tuple[float | None, str]]:
+    compared = Ranks().compare(Result("", "", "modnn", "Figure 17", "", [given]))
+    return {line.against.what: (line.measured.median if line.measured else None, line.note) for line in compared}
+
+
+def test_peaks_of_ranks_are_held_against_the_budget_and_the_prediction() -> None:
+    over = lines(point(sub_batch=4, measured_mib=5.0))
+    where = f"net with 2 ranks on 2 cores, 50 %, {ONCE}"
+    assert over[claims.WITHIN_BUDGET.what] == (1.25, f"{where}: 5.00 MiB in 4.00 MiB")
+    assert over[claims.PREDICTION_ERROR.what] == (150.0, f"{where}: 5.00 MiB where 2.00 MiB were predicted")
+    less = lines(point(sub_batch=4, measured_mib=1.0))
+    assert less[claims.PREDICTION_ERROR.what][0] == 50.0, "too much predicted is an error too"
+
+
+@pytest.mark.parametrize(("sub_batch", "compared"), [(7, True), (8, False), (9, False)])
+def test_one_sub_batch_leaves_nothing_to_compare(sub_batch: int, compared: bool) -> None:
+    ratio, remark = lines(point(sub_batch, measured_mib=2.0))[claims.ONCE_OVER_EACH.what]
+    assert ratio == (1.25 if compared else None)
+    assert ("nothing to compare" in remark) is not compared
