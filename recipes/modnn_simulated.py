@@ -108,6 +108,8 @@ class SimulatedK40(NetworkRecipe):
             f"implicit GEMM; its workspace is assumed as {given['workspace_share']:g} of its input and output.",
             "Task graphs are torch's, exact in bytes, with batch normalisation, activations and dropout in place and a "
             "task for each gradient of a convolution, as the paper counts; sub-batches of the ideal case: none.",
+            "Plans are those of `retime.schedules.memory.plan_batch`: the paper's rules (Eq. 8, Algorithm 1) and a "
+            "search over sub-batch sizes. Strategies plan for a real step by what they measure, and try plans out.",
         ]
 
 
@@ -117,7 +119,7 @@ def ideal_time_ms(graph: TaskGraph, batch: int, bandwidth: float) -> float:
 
 
 def modnn(graph: TaskGraph, batch: int, budget: int, bandwidth: float) -> BatchPlan:
-    """The planner of this package."""
+    """The paper's rules, and a search over sub-batch sizes by simulated time."""
     return plan_batch(graph, batch, budget, bandwidth)
 
 
