@@ -16,7 +16,7 @@ __all__ = ["NewBuckets", "bucket_bytes", "buckets_of", "reduction_bytes"]
 
 _FIRST_BUCKET_BYTES = 2**20  # DDP's own: the first bucket is small, so that the network starts early
 _SEGMENT_BYTES = 2**20  # the largest piece that gloo sends
-_AT_ONCE = 2  # gloo's threads in a process group
+_THREADS = 2  # of gloo, in a process group
 
 
 def buckets_of(model: nn.Module | None) -> Literal["", "beside", "gradients"]:
@@ -34,18 +34,19 @@ def bucket_bytes(model: nn.Module | None) -> int:
 
 
 def reduction_bytes(model: nn.Module | None) -> int:
-    """What reductions of gradients allocate in this process's memory: two pieces for each that may run at once.
+    """What reductions of gradients allocate in this process's memory: two pieces of the largest bucket for each thread.
 
-    gloo sums in a ring: each rank's share of a bucket in pieces of at most 1 MiB, two of which are under way. NCCL's
-    buffers are none of torch's, and count for no budget.
+    gloo sums in a ring: each rank's share of a bucket in pieces of at most 1 MiB, two of which are under way. Each of
+    its threads has a heap of its own, which keeps what the largest bucket took. NCCL's buffers are none of torch's, and
+    count for no budget.
     """
     if not isinstance(model, DistributedDataParallel) or next(model.parameters()).device.type != "cpu":
         return 0
     if "gloo" not in dist.get_backend(model.process_group):
         return 0
     ranks = dist.get_world_size(model.process_group)
-    largest = sorted(_sizes(bucket_bytes(model), int(model.bucket_bytes_cap)), reverse=True)[:_AT_ONCE]
-    return sum(2 * _piece_bytes(nbytes, ranks) for nbytes in largest) if ranks > 1 else 0
+    largest = max(_sizes(bucket_bytes(model), int(model.bucket_bytes_cap)), default=0)
+    return _THREADS * 2 * _piece_bytes(largest, ranks) if ranks > 1 else 0
 
 
 class NewBuckets:
