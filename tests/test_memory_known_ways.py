@@ -168,3 +168,19 @@ def test_larger_samples_under_a_split_hook_are_planned_anew(trained: Any) -> Non
     small, large = ours.budget.report().shapes[-2:]
     assert large.choice.peak_bytes > 1.5 * small.choice.peak_bytes
     assert large.choice.peak_bytes <= 400_000
+
+
+def rows(batch: Any, size: int) -> list[Any]:
+    inputs, targets = batch[0].to_dense(), batch[1]
+    return [(inputs[at : at + size].to_sparse(), targets[at : at + size]) for at in range(0, len(targets), size)]
+
+
+def test_sparse_batches_have_sizes_too(trained: Any) -> None:
+    """Their tensors know no number of bytes."""
+    ours = trained(10_000_000, split=rows)
+    (inputs, targets), *_ = batches(1)
+    given = [(torch.where(inputs > least, inputs, 0.0).to_sparse(), targets) for least in (1.0, 1.0, -9.0)]
+    for batch, plans in zip(given, (1, 1, 2), strict=True):
+        ours.optimizer.zero_grad()
+        ours.budget.run(lambda part: F.cross_entropy(ours.net(part[0].to_dense()), part[1]), batch)
+        assert ours.budget.report().plans == plans

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 from zlib import crc32
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from retime.mechanisms.memory.split import tensors_of
 from retime.mechanisms.memory.storages import tensors_in
@@ -34,10 +35,16 @@ def name_of(key: tuple[Any, ...]) -> str:
 
 
 def sizes_of(batch: Any) -> tuple[int, ...]:
-    """Bytes of each tensor, those in objects too."""
-    return tuple(tensor.nbytes for tensor in tensors_in(batch))
+    """Bytes of each tensor, those in objects too; a sparse one has values and indices."""
+    return tuple(_bytes_of(tensor) for tensor in tensors_in(batch))
 
 
 def no_larger(sizes: Sequence[int], planned: Sequence[int]) -> bool:
     """Whether a plan for batches of ``planned`` sizes holds: samples of graphs or packed tokens differ in size."""
     return len(sizes) == len(planned) and all(one <= other for one, other in zip(sizes, planned, strict=True))
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    if tensor.layout == torch.sparse_coo:
+        return tensor._values().nbytes + tensor._indices().nbytes
+    return tensor.nbytes

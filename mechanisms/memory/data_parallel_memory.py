@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from retime.mechanisms.memory.heap import trim_heap
+from retime.mechanisms.memory.storages import strided_bytes
 
 __all__ = ["NewBuckets", "bucket_bytes", "buckets_of", "reduction_bytes"]
 
@@ -30,7 +31,7 @@ def bucket_bytes(model: nn.Module | None) -> int:
     """Of all gradient buckets."""
     if not isinstance(model, DistributedDataParallel):
         return 0
-    return sum(one.nbytes for one in model.parameters() if one.requires_grad)
+    return strided_bytes(one for one in model.parameters() if one.requires_grad)
 
 
 def reduction_bytes(model: nn.Module | None) -> int:

@@ -20,5 +20,6 @@ def dry_part(batch: Any, first: int, last: int, split: Split = split_batch) -> A
         return part_of(batch, slice(first, last), samples_in(batch))
     if first == 0 and last >= samples_in(batch, split):
         return batch
-    parts = [part for part in split(batch, last - first) if samples_in(part, split) == last - first]
-    return max(parts or [split(batch, last - first)[0]], key=lambda part: sum(sizes_of(part)))
+    parts = split(batch, last - first)
+    full = [part for part in parts if samples_in(part, split) == last - first]
+    return max(full or parts[:1], key=lambda part: sum(sizes_of(part)))

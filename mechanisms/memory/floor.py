@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from typing import Any, TypeVar
 
+from retime.mechanisms.memory.batch_shape import sizes_of
 from retime.mechanisms.memory.batchnorm import batch_statistics_layers
 from retime.mechanisms.memory.costs import StepCosts
 from retime.mechanisms.memory.equal_parts import part_lengths
@@ -16,7 +17,7 @@ from retime.mechanisms.memory.lifetimes import Lifetimes
 from retime.mechanisms.memory.offload import NoHooksError
 from retime.mechanisms.memory.profile import LargestTask, Size, StepProfile
 from retime.mechanisms.memory.replay import EVERYTHING, DryRun, TrainingStep
-from retime.mechanisms.memory.storages import tensors_in
+from retime.mechanisms.memory.storages import has_storage, tensors_in
 from retime.schedules.errors import ScheduleError
 from retime.schedules.memory import OffloadPlan
 from retime.schedules.memory.errors import BudgetError
@@ -244,7 +245,7 @@ class StepMemory:
         if self.plain is not None:
             return self.plain.trace.update_peak_bytes
         few = self.step.of_size(min(self._least, self.step.samples))
-        batch_bytes = sum(tensor.nbytes for tensor in tensors_in(few.batch))
+        batch_bytes = sum(sizes_of(few.batch))
         small = DryRun(few, real=True, host=self._host).run(OffloadPlan(few.samples)).trace.update_peak_bytes
         return small - batch_bytes + self._batch_bytes if small else 0
 
@@ -328,9 +329,10 @@ class StepMemory:
 
     @property
     def _batch_bytes(self) -> int:
-        return sum(
-            {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors_in(self.step.batch)}.values()
-        )
+        tensors = tensors_in(self.step.batch)
+        storages = [tensor.untyped_storage() for tensor in tensors if has_storage(tensor)]
+        others = [tensor for tensor in tensors if not has_storage(tensor)]
+        return sum({storage._cdata: storage.nbytes() for storage in storages}.values()) + sum(sizes_of(others))
 
 
 def _sentence(text: str) -> str:

@@ -12,6 +12,7 @@ from retime.mechanisms.memory.pool import within
 from retime.mechanisms.memory.profile import StepProfile
 from retime.mechanisms.memory.replay import DryRun, TrainingStep
 from retime.mechanisms.memory.search import PlanChoice
+from retime.mechanisms.memory.storages import strided_bytes
 from retime.schedules.memory import BlockKind
 
 _REPEATS = 3
@@ -64,5 +65,5 @@ class PlanTrial:
 def _absent_bytes(step: TrainingStep, plain: StepProfile) -> int:
     """What training holds and a trial does not: optimizer states and buckets."""
     states = sum(storage.nbytes for storage in plain.trace.storages if storage.kind is BlockKind.STATE)
-    trained = [parameter for parameter in step.module.parameters() if parameter.requires_grad]
-    return states + (sum(parameter.nbytes for parameter in trained) if step.buckets else 0)
+    trained = (parameter for parameter in step.module.parameters() if parameter.requires_grad)
+    return states + (strided_bytes(trained) if step.buckets else 0)
