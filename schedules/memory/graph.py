@@ -118,9 +118,3 @@ class TaskGraph:
     def resident_bytes(self, samples: int) -> int:
         """What stays in device memory throughout: S_W of Eq. 7, with gradients and optimizer states."""
         return sum(block.size_bytes(samples) for block in self.blocks.values() if block.kind in STAYS)
-
-    def working_set_bytes(self, task: GraphTask, samples: int, algorithm: Algorithm | None = None) -> int:
-        """What a task needs beside :meth:`resident_bytes`: its inputs, outputs and workspace (Eq. 6)."""
-        names = dict.fromkeys((*task.reads, *task.writes))
-        moving = sum(self.blocks[name].size_bytes(samples) for name in names if self.blocks[name].kind not in STAYS)
-        return moving + (algorithm or task.algorithms[0]).workspace_bytes(samples)
