@@ -65,8 +65,6 @@ class Row:
         report: where the mechanism's `report()` is; None when the row has no mechanism.
         refused: traits that end the run with an error, each with a pattern of its message.
         only: beginnings of the scenarios' names, for a row that shares most of its code with another.
-        failing: scenarios in which the strategy breaks the contract, and how: open defects, which the test reports as
-            expected failures, and as failures once they pass.
     """
 
     name: str
@@ -82,7 +80,6 @@ class Row:
     report: Callable[[Trainer], Any] | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
     only: tuple[str, ...] = ("",)
-    failing: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def reference(self) -> "Row":
