@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 
 from retime.callbacks._phases import PhaseCallback, PhaseObserver
-from retime.mechanisms.memory.budget import show_bytes
+from retime.mechanisms.byte_sizes import show_bytes
 from retime.mechanisms.memory.data_parallel_memory import buckets_of, reduction_bytes
 from retime.mechanisms.memory.dry_part import dry_part
 from retime.mechanisms.memory.profile import StepProfile

@@ -39,7 +39,8 @@ from pathlib import Path
 
 import torch
 
-from retime.mechanisms.memory.budget import parse_budget, show_bytes
+from retime.mechanisms.byte_sizes import show_bytes
+from retime.mechanisms.memory.budget import parse_budget
 from retime.mechanisms.memory.budget_report import PlannedShape
 from retime.mechanisms.memory.budgeted_step import BudgetedStep
 from retime.mechanisms.memory.dry_part import dry_part

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
+from fractions import Fraction
 
 import torch
 
+from retime.mechanisms.byte_sizes import parse_bytes
 from retime.mechanisms.memory.cpu_limits import own_bytes, shared_bytes
 
-_FORM = re.compile(r"(\d+(?:\.\d+)?)\s*(%|[KMGT]i?B|B)?", re.IGNORECASE)
-_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_BINARY = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 
 
 def parse_budget(budget: int | str, device: torch.device | str | int | None, sharing: int = 1) -> int:
@@ -29,33 +29,17 @@ def parse_budget(budget: int | str, device: torch.device | str | int | None, sha
         TypeError: neither a whole number nor a text.
         ValueError: it cannot be read, is not above 0, or is more than the device has.
     """
-    if isinstance(budget, bool) or not isinstance(budget, int | str):
-        raise TypeError(f"budget={budget!r} must be a number of bytes, or a text such as '8GiB' or '90%'")
     total = _device_bytes(device)
-    if isinstance(budget, int):
-        wanted = budget
+    percent = _PERCENT.fullmatch(budget.strip()) if isinstance(budget, str) else None
+    if percent:
+        wanted = int(Fraction(percent[1]) / 100 * _device_bytes(device, sharing))
     else:
-        found = _FORM.fullmatch(budget.strip())
-        if not found:
-            raise ValueError(f"budget={budget!r} cannot be read: write bytes, '8GiB', '500MB' or '90%'")
-        number, unit = float(found[1]), (found[2] or "B").lower()
-        if unit == "%":
-            wanted = int(number / 100 * _device_bytes(device, sharing))
-        else:
-            wanted = int(number * (_UNITS | _BINARY)[unit])
+        wanted = parse_bytes("budget", budget, examples="'8GiB', '500MB' or '90%'")
     if wanted < 1:
         raise ValueError(f"budget={budget!r} must be above 0")
     if wanted > total:
         raise ValueError(f"budget={budget!r} is {wanted} bytes, but {device} has {total}: give at most that, or '90%'")
     return wanted
-
-
-def show_bytes(count: float) -> str:
-    """Bytes in the largest binary unit of which there is one."""
-    for unit, size in reversed(_BINARY.items()):
-        if count >= size:
-            return f"{count / size:.4g} {unit[0].upper()}iB"
-    return f"{count:.0f} B"
 
 
 def _device_bytes(device: torch.device | str | int | None, sharing: int = 1) -> int:

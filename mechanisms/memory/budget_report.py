@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from retime.mechanisms.memory.budget import show_bytes
+from retime.mechanisms.byte_sizes import show_bytes
 from retime.mechanisms.memory.certificate import Certificate
 from retime.mechanisms.memory.costs import StepCosts
 from retime.mechanisms.memory.offload import OffloadReport

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from retime.mechanisms.byte_sizes import show_bytes
 from retime.mechanisms.memory.batch_shape import key_of, name_of, no_larger, sizes_of
 from retime.mechanisms.memory.batchnorm import BatchNormChoice, check_choice
 from retime.mechanisms.memory.batchnorm_exact import ChunkedOperators
-from retime.mechanisms.memory.budget import show_bytes
 from retime.mechanisms.memory.budget_report import BudgetReport, PlannedShape
 from retime.mechanisms.memory.certificate import Certificate
 from retime.mechanisms.memory.freed_memory import FreedMemory

@@ -1,0 +1,44 @@
+"""Numbers of bytes, as people write and read them."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+_FORM = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
+_DECIMAL = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_BINARY = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def parse_bytes(name: str, size: int | str, *, examples: str = "'8GiB' or '500MB'") -> int:
+    """The whole number of bytes, 1 or more, that an argument asks for.
+
+    Args:
+        name: the argument's, for errors.
+        size: bytes, or a text: ``"8GiB"``, ``"500 MB"``, ``"1.5gib"``.
+        examples: what an error offers instead.
+
+    Raises:
+        TypeError: neither a whole number nor a text.
+        ValueError: it cannot be read, or is below 1.
+    """
+    if isinstance(size, bool) or not isinstance(size, int | str):
+        raise TypeError(f"{name}={size!r} must be a whole number of bytes, or a text such as {examples}")
+    if isinstance(size, str):
+        found = _FORM.fullmatch(size.strip())
+        if not found:
+            raise ValueError(f"{name}={size!r} cannot be read: write bytes, {examples}")
+        count = int(Fraction(found[1]) * (_DECIMAL | _BINARY)[(found[2] or "B").lower()])
+    else:
+        count = size
+    if count < 1:
+        raise ValueError(f"{name}={size!r} must be at least 1 byte")
+    return count
+
+
+def show_bytes(count: float) -> str:
+    """Bytes in the largest binary unit of which there is one."""
+    for unit, size in reversed(_BINARY.items()):
+        if count >= size:
+            return f"{count / size:.4g} {unit[0].upper()}iB"
+    return f"{count:.0f} B"
