@@ -23,7 +23,7 @@ def parse_bytes(name: str, size: int | str, *, examples: str = "'8GiB' or '500MB
         ValueError: it cannot be read, or is below 1.
     """
     if isinstance(size, bool) or not isinstance(size, int | str):
-        raise TypeError(f"{name}={size!r} must be a whole number of bytes, or a text such as {examples}")
+        raise TypeError(f"{name}={size!r} must be a number of bytes, or a text such as {examples}")
     if isinstance(size, str):
         found = _FORM.fullmatch(size.strip())
         if not found:
@@ -32,7 +32,7 @@ def parse_bytes(name: str, size: int | str, *, examples: str = "'8GiB' or '500MB
     else:
         count = size
     if count < 1:
-        raise ValueError(f"{name}={size!r} must be at least 1 byte")
+        raise ValueError(f"{name}={size!r} must be above 0")
     return count
 
 
