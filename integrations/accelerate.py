@@ -28,6 +28,7 @@ from retime.mechanisms.memory.budget_report import BudgetReport
 from retime.mechanisms.memory.budgeted_ddp import SETTING_UP, BudgetedDataParallelStep
 from retime.mechanisms.memory.budgeted_step import BudgetedStep
 from retime.mechanisms.memory.host import parse_host
+from retime.mechanisms.memory.shape_changes import warn_of_dropped
 from retime.mechanisms.out_of_order import data_parallel
 from retime.mechanisms.out_of_order.report import OutOfOrderReport
 
@@ -264,8 +265,11 @@ class MemoryBudget:
         made = {"parts": self._parts, "whole": self._whole}
         return self._kept | {name: one.state_dict() for name, one in made.items() if one is not None}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Any) -> None:
         """Take up the plans of an earlier run with the same budget, model and optimizer."""
+        if not isinstance(state, dict):
+            warn_of_dropped(TypeError(f"they are a {type(state).__name__}, not a mapping"))
+            return
         self._kept = dict(state)
         for name, one in (("parts", self._parts), ("whole", self._whole)):
             if one is not None and name in state:

@@ -215,8 +215,6 @@ class Budgeted(LightningOnly, Strategy):
         found = checkpoint.get(CHECKPOINT_KEY)
         if found is not None:
             self._plans = found
-            if self._step is not None:
-                self._step.load_state_dict(found)
         return checkpoint
 
     @property

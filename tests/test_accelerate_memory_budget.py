@@ -43,8 +43,8 @@ def test_needs_the_prepared_optimizer() -> None:
 
 
 def test_plans_are_kept_with_the_state(offloads: None, tmp_path: Path) -> None:
-    notes = []
+    sources = []
     for _ in range(2):
         _, (report,), _ = accelerate_loop("run", data=loader(1), folder=tmp_path)
-        notes.append(report.shapes[0].note)
-    assert notes == ["", "plan of an earlier run"]
+        sources.append(report.shapes[0].source)
+    assert sources == ["", "plan of an earlier run"]

@@ -12,6 +12,7 @@ from lightning.pytorch import Trainer
 import memory_budget_support as support
 import retime.mechanisms.memory.step_planner as step_planner
 from memory_budget_support import SMALL, Net, assert_same, loader, report_of, trainer
+from retime.mechanisms.no_effect import NoEffectWarning
 from retime.strategies import MemoryBudgetStrategy
 
 pytestmark = support.IGNORED
@@ -36,7 +37,7 @@ def test_a_resumed_run_does_not_search_again(way: str, tmp_path: Path, monkeypat
     _, first = train(MemoryBudgetStrategy(SMALL), tmp_path / "one.ckpt", 1)
     planned = report_of(first).shapes[0]
     kept = torch.load(tmp_path / "one.ckpt", weights_only=True)["retime_memory_budget"]
-    assert (kept["budget_bytes"], kept["batchnorm"]) == (SMALL, "offload")
+    assert (kept["made_for"]["budget_bytes"], kept["made_for"]["batchnorm"]) == (SMALL, "offload")
     assert kept["plans"][0]["plan"] == str(planned.choice.plan)
     assert kept["plans"][0]["samples"] == support.BATCH
 
@@ -76,3 +77,17 @@ def test_plain_trainers_and_budgets_load_each_others_checkpoints(way: str, tmp_p
     back, _ = train(MemoryBudgetStrategy(SMALL), tmp_path / "back.ckpt", 2, tmp_path / "plain.ckpt")
     assert_same(plain, there, way)
     assert_same(plain, back, way)
+
+
+def test_a_checkpoint_whose_plans_were_changed_is_resumed(offloads: None, tmp_path: Path) -> None:
+    train(MemoryBudgetStrategy(SMALL), tmp_path / "one.ckpt", 1)
+    checkpoint = torch.load(tmp_path / "one.ckpt", weights_only=False)
+    checkpoint["retime_memory_budget"]["plans"][0]["plan"] = (
+        "sub-batch 256, prefetch 0, offload 0-1000000000 of 1000000001"
+    )
+    torch.save(checkpoint, tmp_path / "changed.ckpt")
+    plain, _ = train(MemoryBudgetStrategy(SMALL), tmp_path / "two.ckpt", 2, tmp_path / "one.ckpt")
+    with pytest.warns(NoEffectWarning, match="plans of an earlier run have no effect") as said:
+        ours, _ = train(MemoryBudgetStrategy(SMALL), tmp_path / "two.ckpt", 2, tmp_path / "changed.ckpt")
+    assert sum(one.category is NoEffectWarning for one in said) == 1
+    assert_same(plain, ours, "offload")

@@ -32,13 +32,20 @@ from retime.mechanisms.memory.budget_report import BudgetReport, PlannedShape
 from retime.mechanisms.memory.certificate import Certificate
 from retime.mechanisms.memory.freed_memory import FreedMemory
 from retime.mechanisms.memory.host import HostTier
+from retime.mechanisms.memory.kept_plans import OtherPlansError, plans_in, state_of
 from retime.mechanisms.memory.known_ways import KnownWays
 from retime.mechanisms.memory.offload import PlanMismatch
 from retime.mechanisms.memory.offloads import Offloads
 from retime.mechanisms.memory.replay import Buckets, Gradients
 from retime.mechanisms.memory.search import PlanChoice
 from retime.mechanisms.memory.separability_probe import loss_of
-from retime.mechanisms.memory.shape_changes import check_on_shape_change, warn_of_mismatches, warn_of_ways, why_anew
+from retime.mechanisms.memory.shape_changes import (
+    check_on_shape_change,
+    warn_of_dropped,
+    warn_of_mismatches,
+    warn_of_ways,
+    why_anew,
+)
 from retime.mechanisms.memory.split import Split, samples_in, split_batch
 from retime.mechanisms.memory.step_planner import Step, StepPlanner
 from retime.mechanisms.memory.storages import tensors_in
@@ -137,7 +144,7 @@ class BudgetedStep:
         self._chunks: ChunkedOperators | None = None
         self._report = BudgetReport(budget_bytes)
         self._now: SubBatches | None = None
-        self._kept: dict[str, dict[str, Any]] = {}
+        self._kept: dict[str, PlannedShape] = {}
         self.planning = False
         self.hidden_bytes = 0
         self._freed = FreedMemory(next(model.parameters()).device)
@@ -308,31 +315,39 @@ class BudgetedStep:
 
     def state_dict(self) -> dict[str, Any]:
         """Plans by shape, and what they were made for, in plain types."""
-        plans = [{"shape": name_of(key), **shape.kept()} for key, shape in self._shapes.items()]
-        return {**self._planner.made_for(), "plans": plans}
+        return state_of(self._planner.made_for(), {name_of(key): shape for key, shape in self._shapes.items()})
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up plans of an earlier run, if they were made for the same budget, choices, model and optimizers."""
-        if all(state.get(name) == value for name, value in self._planner.made_for().items()):
-            self._kept = {plan["shape"]: plan for plan in state["plans"]}
+    def load_state_dict(self, state: Any) -> None:
+        """Take up plans of an earlier run, if they were made for the same budget, choices, model and optimizers.
+
+        What is no such state is dropped with a :class:`NoEffectWarning`, and planned anew.
+        """
+        try:
+            self._kept = plans_in(state, self._planner.made_for())
+        except OtherPlansError:
+            return
+        except ScheduleError as error:
+            warn_of_dropped(error)
 
     def remove(self) -> None:
         """Give back the host's space and take wrappers off."""
         self._now = None
         self._offloads.forget_all()
-        if self._chunks is not None:
-            self._chunks.remove()
-            self._chunks = None
+        self._unchunk()
         self._freed.close()
         self.host.close()
 
     def _kept_plan(self, step: Step, batch: Any, samples: int) -> PlannedShape | None:
         """An earlier run's plan, if there is one that still holds."""
         kept = self._kept.get(name_of(self._key(batch)))
-        if kept is None or samples > kept["samples"]:
+        if kept is None or samples > kept.samples:
             return None
-        self._chunk(kept["samples"])
-        return self._planner.of_kept(PlannedShape.of_kept(kept), step, batch, samples)
+        chunked = self._chunks is not None
+        self._chunk(kept.samples)
+        found = self._planner.of_kept(kept, step, batch, samples)
+        if found is None and not chunked:
+            self._unchunk()
+        return found
 
     def _make_plan(self, step: Step, batch: Any, samples: int) -> PlannedShape:
         self._chunk(samples)
@@ -342,6 +357,11 @@ class BudgetedStep:
     def _chunk(self, samples: int) -> None:
         if self.batchnorm == "exact" and self._chunks is None and samples > 1:
             self._chunks = ChunkedOperators(self.model, max(1, samples // CHUNKS))
+
+    def _unchunk(self) -> None:
+        if self._chunks is not None:
+            self._chunks.remove()
+            self._chunks = None
 
     def _key(self, batch: Any) -> tuple[Any, ...]:
         return key_of(batch, self.model, self.gradients)
@@ -402,6 +422,6 @@ class BudgetedStep:
         reason = "a forward pass saved other storages than planned"
         times = self._report.replanned[reason] = self._report.replanned.get(reason, 0) + 1
         self._shapes = {key: shape for key, shape in self._shapes.items() if shape.choice.plan != plan}
-        self._kept = {name: kept for name, kept in self._kept.items() if kept["plan"] != str(plan)}
+        self._kept = {name: kept for name, kept in self._kept.items() if kept.choice.plan != plan}
         self._say(f"{mismatch}; the next batch of this shape is planned anew")
         warn_of_mismatches(reason, times)

@@ -211,7 +211,7 @@ class StepMemory:
         lives = self.lifetimes(plan.sub_batch)
         first, *others = part_lengths(self.step.samples, -(-self.step.samples // plan.sub_batch))
         second = others[0] if others and first == plan.sub_batch else None
-        return max(self._update_bytes, lives.peak_bytes(plan, in_flight_bytes, self.costs.operations, second))
+        return max(self.update_bytes, lives.peak_bytes(plan, in_flight_bytes, self.costs.operations, second))
 
     def exact_bytes(self, plan: OffloadPlan, in_flight_bytes: int = 0) -> tuple[int, int]:
         """The same by a dry run under this very plan, or put together where there is none; and of tensors alone.
@@ -220,8 +220,12 @@ class StepMemory:
         """
         if self.plain is None:
             return self.peak_bytes(plan, in_flight_bytes), 0
-        run = self._dry.run(plan, in_flight_bytes=in_flight_bytes, update=False, as_cut=True)
-        return max(self._update_bytes, run.peak_with(self.costs.operations)), max(self._update_bytes, run.peak_bytes)
+        run = self.exact_run(plan, in_flight_bytes)
+        return max(self.update_bytes, run.peak_with(self.costs.operations)), max(self.update_bytes, run.peak_bytes)
+
+    def exact_run(self, plan: OffloadPlan, in_flight_bytes: int = 0) -> StepProfile:
+        """A dry run under this very plan, without the update, for steps that can be run dry."""
+        return self._dry.run(plan, in_flight_bytes=in_flight_bytes, update=False, as_cut=True)
 
     def with_sizes(self, sub_batches: tuple[int, ...], costs: StepCosts, *, check: bool) -> StepMemory:
         """The same step with other arguments; its dry run of the whole batch is not made again."""
@@ -241,7 +245,8 @@ class StepMemory:
         return self._hooked_or_not(lambda: self._dry.run(OffloadPlan(self.step.samples)))
 
     @cached_property
-    def _update_bytes(self) -> int:
+    def update_bytes(self) -> int:
+        """What is held during the optimizers' updates."""
         if self.plain is not None:
             return self.plain.trace.update_peak_bytes
         few = self.step.of_size(min(self._least, self.step.samples))

@@ -127,6 +127,12 @@ class StepProfile:
         return sum(storage.nbytes for storage in self.saved)
 
     @property
+    def moved_bytes(self) -> tuple[int, int]:
+        """Bytes that the plan moves to the host and back in one sub-batch."""
+        back = (one.nbytes for one in self.trace.storages if one.restored and one.forward_pass == 0)
+        return sum(one.nbytes for one in self.saved if one.number in self.plan.offload), sum(back)
+
+    @property
     def largest_task(self) -> LargestTask:
         """The operation at the peak."""
         at = self.trace.peak_at

@@ -42,12 +42,13 @@ from retime.mechanisms.memory.storages import tensors_in
 from retime.mechanisms.memory.trace import Meter, Tracer, ValueReadError
 from retime.mechanisms.memory_probe import MemoryProbe
 from retime.schedules.memory import BlockKind, OffloadPlan, Phase
+from retime.schedules.memory.plan import MOST_SAVED
 
 _WITHOUT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 
 Gradients = Literal["freed", "freed after forward", "kept"]
 Buckets = Literal["", "beside", "gradients"]
-EVERYTHING = frozenset(range(100_000))
+EVERYTHING = frozenset(range(MOST_SAVED))
 """Numbers of more storages than any step saves: those beyond the last one name nothing."""
 
 

@@ -244,6 +244,27 @@ def _choice(
     )
 
 
+def examined(memory: StepMemory, choice: PlanChoice) -> PlanChoice:
+    """A plan from elsewhere with what it needs and moves here, for steps that can be run dry.
+
+    What operations need beside tensors is taken from the choice.
+
+    Raises:
+        PlanMismatch: the step saves another number of storages.
+    """
+    run = memory.exact_run(choice.plan, choice.in_flight_bytes)
+    tensors = max(memory.update_bytes, run.peak_bytes)
+    count = -(-memory.step.samples // choice.plan.sub_batch)
+    out_bytes, in_bytes = run.moved_bytes
+    return replace(
+        choice,
+        tensor_bytes=tensors,
+        peak_bytes=tensors + choice.peak_bytes - choice.tensor_bytes,
+        out_bytes=count * out_bytes,
+        in_bytes=count * in_bytes,
+    )
+
+
 def _made_exact(memory: StepMemory, choice: PlanChoice, budget_bytes: int) -> PlanChoice | None:
     """The choice with a dry run's peak; with more offloaded where the estimate was too low, or None."""
     scratch = memory.costs.scratch(choice.plan.sub_batch)

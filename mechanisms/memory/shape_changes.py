@@ -9,7 +9,14 @@ from retime.mechanisms.memory.certificate import Certificate
 from retime.mechanisms.memory.known_ways import KnownWays
 from retime.mechanisms.no_effect import NoEffectWarning
 
-__all__ = ["OnShapeChange", "check_on_shape_change", "warn_of_mismatches", "warn_of_ways", "why_anew"]
+__all__ = [
+    "OnShapeChange",
+    "check_on_shape_change",
+    "warn_of_dropped",
+    "warn_of_mismatches",
+    "warn_of_ways",
+    "why_anew",
+]
 
 OnShapeChange = Literal["replan", "error"]
 _MANY_MISMATCHES = 3
@@ -31,6 +38,15 @@ def why_anew(samples: int, same_shape: bool) -> str:
     return (
         f"a batch of {samples} samples has another shape than the one that was planned for, and "
         "on_shape_change='error': bring all batches to one shape, or use on_shape_change='replan'"
+    )
+
+
+def warn_of_dropped(error: Exception) -> None:
+    """Plans that came with a checkpoint cannot be used."""
+    warnings.warn(
+        f"plans of an earlier run have no effect, and batches are planned for anew: {error}",
+        NoEffectWarning,
+        stacklevel=3,
     )
 
 

@@ -24,7 +24,7 @@ from retime.mechanisms.memory.layouts import layout_hint
 from retime.mechanisms.memory.offload import PlanMismatch
 from retime.mechanisms.memory.profile import LargestTask, StepProfile
 from retime.mechanisms.memory.replay import Buckets, Gradients, TrainingStep
-from retime.mechanisms.memory.search import PlanChoice, part_sizes, search_plan
+from retime.mechanisms.memory.search import PlanChoice, examined, part_sizes, search_plan
 from retime.mechanisms.memory.separability import certify
 from retime.mechanisms.memory.split import Split
 from retime.mechanisms.memory.storages import strided_bytes
@@ -122,7 +122,11 @@ class StepPlanner:
         return PlannedShape(samples, choice, certificate if split else None, costs, _note(memory, trial.note, hint))
 
     def of_kept(self, shape: PlannedShape, step: Step, batch: Any, samples: int) -> PlannedShape | None:
-        """An earlier run's plan, if its step still needs what it needed then; sub-batches are probed anew."""
+        """An earlier run's plan, if its step needs no more than it did then, and no more than the budget.
+
+        What tensors need and what moves are found out anew, and sub-batches are probed anew. What operations need
+        beside tensors was measured in that run, and is added.
+        """
         choice = shape.choice
         with undisturbed(self.model):
             memory = StepMemory(self._dry(step, batch, samples), (samples, choice.plan.sub_batch))
@@ -130,17 +134,18 @@ class StepPlanner:
             if plain is None:
                 return None
             try:
-                _, needed = memory.exact_bytes(choice.plan, choice.in_flight_bytes)
+                found = examined(memory, choice)
             except PlanMismatch:
                 return None
-        if needed > choice.tensor_bytes or samples == 1 < shape.samples:
+        fits = found.peak_bytes + found.spare_bytes <= self.budget_bytes and found.tensor_bytes <= choice.tensor_bytes
+        if not fits or samples == 1 < shape.samples:
             return None
         certificate = None
         if choice.plan.sub_batch < shape.samples:
             certificate = self.certify(step, batch, samples=self._probe_samples(plain, samples), plain=plain)
             if not certificate.separable:
                 return None
-        return replace(shape, certificate=certificate)
+        return replace(shape, choice=found, certificate=certificate)
 
     def certify(
         self,

@@ -8,6 +8,11 @@ from dataclasses import dataclass
 from retime.schedules.errors import ScheduleError
 
 _FORM = re.compile(r"sub-batch (\d+), prefetch (\d+), offload (all|none|\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)(?: of (\d+))?")
+MOST_SAVED = 100_000
+"""More storages than the forward pass of any step saves."""
+_DIGITS = 18
+"""Of a number; all counts of bytes and samples have fewer."""
+_SHOWN = 80
 
 
 @dataclass(frozen=True)
@@ -51,9 +56,13 @@ class OffloadPlan:
         found = _FORM.fullmatch(text.strip())
         if not found:
             raise ScheduleError(
-                f"{text!r} is no plan: write 'sub-batch 4, prefetch 1, offload 0-2,5 of 9', or offload none"
+                f"{text[:_SHOWN]!r} is no plan: write 'sub-batch 4, prefetch 1, offload 0-2,5 of 9', or offload none"
             )
+        if max(map(len, re.findall(r"\d+", text))) > _DIGITS:
+            raise ScheduleError(f"{text[:_SHOWN]!r} is no plan: a number in it has more than {_DIGITS} digits")
         saved = int(found[4] or 0)
+        if saved > MOST_SAVED:
+            raise ScheduleError(f"of {saved}: a forward pass saves at most {MOST_SAVED} storages")
         return cls(int(found[1]), _numbers(found[3], saved), int(found[2]), saved)
 
 
@@ -72,4 +81,10 @@ def _numbers(text: str, saved: int) -> frozenset[int]:
     if text in ("all", "none"):
         return frozenset(range(saved)) if text == "all" else frozenset()
     ends = [[int(end) for end in part.split("-")] for part in text.split(",")]
+    after = -1
+    for part in ends:  # before so many numbers are made
+        if not after < part[0] <= part[-1] < saved:
+            shown = "-".join(map(str, part))
+            raise ScheduleError(f"offload has {shown}: numbers rise, and the forward pass saves {saved} storages")
+        after = part[-1]
     return frozenset(number for part in ends for number in range(part[0], part[-1] + 1))
