@@ -46,6 +46,7 @@ def train(
     steps: int = 6,
     loss: Callable[[nn.Module, Tensor], Tensor] = lambda model, x: model(x).square().mean(),
     each_step: Callable[[nn.Module, Optimizer, int], None] = lambda model, optimizer, i: None,
+    set_to_none: bool = True,
     **options: Any,
 ) -> Run:
     """The plain loop; ``mode`` None leaves the optimizer alone."""
@@ -55,7 +56,7 @@ def train(
     for i, x in enumerate(batches(steps)):
         loss(model, x).backward()
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=set_to_none)
         each_step(model, optimizer, i)
     run = Run(model, optimizer, fusion)
     if fusion is not None:

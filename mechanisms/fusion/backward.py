@@ -102,12 +102,19 @@ class Followed:
     def _fire(self, parameter: Tensor) -> None:
         self.fusion.on_gradient(self)
 
+    def note_layout(self) -> None:
+        """Before the gradient goes: ``zero_grad(set_to_none=False)`` keeps a sparse one sparse."""
+        gradient = self.parameter.grad
+        if gradient is not None and gradient.is_sparse:
+            self.guard.sparse_zeros = torch.zeros_like(gradient)
+
     def put_guard(self) -> None:
         """Make every read of ``.grad`` raise."""
         try:
-            self.parameter.grad = self.guard.renewed()
+            self.parameter.grad = self.guard
         except (RuntimeError, TypeError):  # the parameter has another shape, dtype or device by now
-            self.guard = ConsumedGradient(self.parameter)
+            zeros, self.guard = self.guard.sparse_zeros, ConsumedGradient(self.parameter)
+            self.guard.sparse_zeros = zeros
             self.parameter.grad = self.guard
 
     def close(self) -> None:
@@ -212,8 +219,6 @@ class BackwardFusion:
         """A gradient was added to ``.grad`` of this parameter."""
         parameter = followed.parameter
         gradient = parameter.grad
-        if gradient is followed.guard:
-            parameter.grad = gradient = followed.guard.received
         if gradient is None:
             return
         size = nbytes(gradient)
@@ -269,6 +274,8 @@ class BackwardFusion:
         bucket, size = self._bucket, self._bucket_size
         self._bucket, self._bucket_size = [], 0
         parameters = [followed.parameter for followed in bucket]
+        for followed in bucket:
+            followed.note_layout()
         if self._side is None:
             self._step(window, parameters)
         else:
@@ -369,7 +376,7 @@ class BackwardFusion:
         for followed in self._followed.values():
             followed.handle.remove()
             if isinstance(followed.parameter.grad, ConsumedGradient):
-                followed.parameter.grad = followed.parameter.grad.received
+                followed.parameter.grad = None
         self._close()
         self._followed.clear()
 

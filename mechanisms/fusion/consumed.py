@@ -1,9 +1,11 @@
 """What stands in ``parameter.grad`` after backward fusion has used a gradient up.
 
 Were it None, ``clip_grad_norm_``, a GradScaler or a gradient logger would silently see nothing. This tensor has the
-parameter's shape, owns no memory, and raises on every read, saying what to change. ``zero_grad`` works on it.
+parameter's shape, owns no memory, and raises on every read, saying what to change. Zeroing it, as
+``zero_grad(set_to_none=False)`` does, puts ordinary zeros in its place.
 """
 
+import weakref
 from typing import Any
 
 import torch
@@ -18,31 +20,40 @@ _MESSAGE = (
     "optimizer.step() followed an earlier one (use mode='forward')."
 )
 _aten = torch.ops.aten
-_CLEARING = (_aten.zero_.default, _aten._foreach_zero_.default)
+_ZEROING = (_aten.zero_.default, _aten._foreach_zero_.default)
 _MOVING = (_aten.detach.default, _aten.alias.default, _aten._to_copy.default, _aten.detach_.default)
 
 
 class ConsumedGradient(Tensor):
     """A gradient that was used up. Shape, dtype and device are the parameter's; there are no bytes behind it."""
 
-    _cleared: bool
-    received: Tensor | None
+    sparse_zeros: Tensor | None
+    """Zeros of a sparse gradient's layout; None: the gradient was dense."""
+    _parameter: weakref.ref[Tensor] | None
 
     @staticmethod
     def __new__(cls, like: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Any:
         made = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=dtype or like.dtype, device=device or like.device
         )
-        made._cleared = False
-        made.received = None
+        made.sparse_zeros = None
+        made._parameter = like._parameter if isinstance(like, cls) else weakref.ref(like)
         return made
 
     def __init__(self, like: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None: ...
 
-    def renewed(self) -> "ConsumedGradient":
-        """This guard, for another step."""
-        self._cleared, self.received = False, None
-        return self
+    def __deepcopy__(self, memo: Any) -> "ConsumedGradient":
+        """Of a tensor's copy: it reads as consumed too."""
+        made = ConsumedGradient(self)
+        made._parameter = None
+        memo[id(self)] = made
+        return made
+
+    def _zero(self) -> None:
+        parameter = None if self._parameter is None else self._parameter()
+        if parameter is None or not isinstance(parameter.grad, ConsumedGradient):
+            raise RuntimeError(_MESSAGE.format(reader="`zero_` of a copy"))
+        parameter.grad = torch.zeros_like(parameter) if self.sparse_zeros is None else self.sparse_zeros.clone()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ConsumedGradient(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
@@ -55,18 +66,13 @@ class ConsumedGradient(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         first = args[0]
-        if func in _CLEARING:
+        if func in _ZEROING:
             for tensor in first if isinstance(first, list | tuple) else (first,):
                 if isinstance(tensor, cls):
-                    tensor._cleared, tensor.received = True, None
+                    tensor._zero()
                 else:
                     tensor.zero_()
-            return first
+            return first if func is _aten.zero_.default else None
         if func in _MOVING and isinstance(first, cls):
             return cls(first, device=kwargs.get("device"), dtype=kwargs.get("dtype"))
-        if func is _aten.add_.Tensor and isinstance(first, cls) and first._cleared:
-            # zero_grad(set_to_none=False) came first: what accumulates now is the next step's gradient
-            first.received = torch.zeros_like(args[1]) if first.received is None else first.received
-            first.received.add_(args[1])
-            return first
         raise RuntimeError(_MESSAGE.format(reader=f"`{func.name()}`"))
