@@ -24,7 +24,7 @@ from retime.mechanisms.fusion.backward import BackwardFusion
 from retime.mechanisms.fusion.data_parallel import DataParallelFusion, ReductionHook
 from retime.mechanisms.fusion.forward import ForwardFusion
 from retime.mechanisms.fusion.report import FusionReport, check_mode
-from retime.mechanisms.fusion.support import why_not_per_parameter, why_not_this_step
+from retime.mechanisms.fusion.support import why_not_per_parameter, why_not_this_step, why_not_this_zero_grad
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.strategies.budgeted import Budgeted
 
@@ -172,7 +172,8 @@ class FusedStepping:
         if self.mode == "forward":
             return None
         return (
-            _why_not_in_backward(trainer, module)
+            why_not_this_zero_grad(optimizer)
+            or _why_not_in_backward(trainer, module)
             or self._why_not_beside_readers(trainer, module)
             or self._why_not_beside_hooks()
             or self.no_reduction

@@ -22,7 +22,7 @@ from retime.mechanisms.fusion.narrow import OptimizerWindow, nbytes
 from retime.mechanisms.fusion.readers import has_alias, settle_before_readers, unwatchable_parameters
 from retime.mechanisms.fusion.replaced import ReplacedMethod
 from retime.mechanisms.fusion.report import FusionReport
-from retime.mechanisms.fusion.support import why_not_per_parameter
+from retime.mechanisms.fusion.support import is_torchs_zero_grad, why_not_per_parameter
 from retime.mechanisms.fusion.watched_state import WatchedState, unwatch, watch
 from retime.mechanisms.no_effect import NoEffectWarning
 
@@ -62,11 +62,12 @@ class ForwardFusion:
         self._step = ReplacedMethod(optimizer, "step", self._deferred_step)
         self._zero_grad = ReplacedMethod(optimizer, "zero_grad", self._clear)
 
-    def _clear(self, set_to_none: bool = True) -> None:
-        if not set_to_none:
-            self.flush()  # the zeros would be written into the gradients the updates still need
+    def _clear(self, *args: Any, **kwargs: Any) -> None:
+        set_to_none = args[0] if args else kwargs.get("set_to_none", True)
+        if not set_to_none or not is_torchs_zero_grad(self._zero_grad.inner):
+            self.flush()  # what is written into the gradients now, or read from them, comes after the updates
         with torch._C.DisableTorchFunctionSubclass():
-            self._zero_grad.inner(set_to_none=set_to_none)
+            self._zero_grad.inner(*args, **kwargs)
 
     def _deferred_step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None

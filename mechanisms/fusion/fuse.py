@@ -13,7 +13,12 @@ from retime.mechanisms.fusion.backward import BackwardFusion, parameters_of
 from retime.mechanisms.fusion.data_parallel import DataParallelFusion, reduction_of
 from retime.mechanisms.fusion.forward import ForwardFusion
 from retime.mechanisms.fusion.report import check_mode
-from retime.mechanisms.fusion.support import is_fused_step, why_not_per_parameter, why_not_this_step
+from retime.mechanisms.fusion.support import (
+    is_fused_step,
+    why_not_per_parameter,
+    why_not_this_step,
+    why_not_this_zero_grad,
+)
 
 
 @overload
@@ -92,6 +97,9 @@ def fuse_optimizer(
         if side_stream and isinstance(model, DistributedDataParallel):
             raise ValueError("side_stream is for one device: under DDP updates follow the all-reduce on its own stream")
         refuse_backward_hooks(model)
+        reason = why_not_this_zero_grad(optimizer)
+        if reason is not None:
+            raise ValueError(f"cannot fuse this optimizer into the backward pass: {reason}")
         fusion = (
             DataParallelFusion(optimizer, reduction_of(model), bucket_bytes=bucket_bytes, clip_value=clip_value)
             if isinstance(model, DistributedDataParallel)

@@ -12,8 +12,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
+from torch.optim.lr_scheduler import LRScheduler
+
+from retime.mechanisms.fusion.replaced import ReplacedMethod
 
 _declared: set[type[Optimizer]] = set()
+_TORCHS_ZERO_GRAD = Optimizer.zero_grad
+_KNOWN_WRAPPERS = (LRScheduler.__init__.__code__.co_filename, ReplacedMethod.__init__.__code__.co_filename)
+"""Files whose wrappers of an optimizer's step pass calls on: torch's schedulers count them, ours take them over."""
 
 
 def declare_per_parameter(optimizer_class: type[Optimizer]) -> type[Optimizer]:
@@ -66,15 +72,35 @@ def why_not_per_parameter(optimizer: Optimizer) -> str | None:
 def why_not_this_step(optimizer: Optimizer) -> str | None:
     """The reason why this object's ``step`` must not be taken over: somebody put another method in its place."""
     replaced = optimizer.__dict__.get("step")
-    if replaced is None or getattr(replaced, "_wrapped_by_lr_sched", False) or is_fused_step(replaced):
+    function = getattr(replaced, "__func__", replaced)
+    while function is not None and function is not type(optimizer).step:
+        # a mock has every attribute that one asks for, so marks prove nothing; where the code comes from does
+        code = getattr(function, "__code__", None)
+        if getattr(code, "co_filename", None) not in _KNOWN_WRAPPERS:
+            return f"the step method of this {type(optimizer).__name__} was replaced by {replaced!r}"
+        function = function.__wrapped__
+    return None
+
+
+def why_not_this_zero_grad(optimizer: Optimizer) -> str | None:
+    """The reason why gradients must not be used up: a ``zero_grad`` of somebody's own may read or keep them."""
+    if is_torchs_zero_grad(optimizer.zero_grad):
         return None
-    return f"the step method of this {type(optimizer).__name__} was replaced by {replaced!r}"
+    return (
+        f"the zero_grad of this {type(optimizer).__name__} is not torch's own and may read gradients, or keep them; "
+        "use mode='forward'"
+    )
+
+
+def is_torchs_zero_grad(method: Callable[..., Any]) -> bool:
+    """Whether this bound method only clears or zeroes gradients."""
+    return getattr(method, "__func__", None) is _TORCHS_ZERO_GRAD
 
 
 def is_fused_step(step: object) -> bool:
     """Whether ``step`` is, or wraps, a method by which a fusion has taken over an optimizer."""
     replaced = getattr(step, "_retime_fused", None)
-    return replaced is not None and bool(replaced.active)
+    return isinstance(replaced, ReplacedMethod) and replaced.active
 
 
 def _global_step_hooks() -> bool:
