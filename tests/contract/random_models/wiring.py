@@ -1,0 +1,243 @@
+"""Layers that have no weights of their own: views, in-place operations, detached paths, buffers, segments, branches."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from contract.random_models.layers import KINDS, Batch, Call, kind
+
+
+def _plain(function: Callable[[Tensor], Tensor]) -> Callable[..., nn.Module]:
+    return lambda x: Call(lambda self, v, _: function(v))
+
+
+def _add_(v: Tensor) -> Tensor:
+    v = v + 0.0
+    v.add_(0.1)
+    return v
+
+
+def _slices(v: Tensor) -> Tensor:
+    v = v.clone()
+    v[:, 0] = v[:, -1] * 0.5
+    v[..., 0] += 0.1
+    return v
+
+
+def _masked(v: Tensor) -> Tensor:
+    return v.clone().masked_fill_(v > 1.0, 1.0)
+
+
+def _chunks(v: Tensor) -> Tensor:
+    first, last = v.chunk(2, -1)
+    return torch.cat([last.tanh(), first], -1)
+
+
+def _unsafe_chunks(v: Tensor) -> Tensor:
+    first, last = (v * 1.0).unsafe_chunk(2, -1)
+    return torch.cat([first.sigmoid_(), last.tanh_()], -1)
+
+
+def _unsafe_split(v: Tensor) -> Tensor:
+    parts = (v * 1.0).unsafe_split(1, 1)
+    return torch.cat([part.tanh_() for part in parts], 1)
+
+
+def _unbound(v: Tensor) -> Tensor:
+    return torch.stack([one.tanh() for one in v.unbind(1)], 1)
+
+
+def _expanded(v: Tensor) -> Tensor:
+    return v - v.mean(1, keepdim=True).expand_as(v)
+
+
+def _rolled(v: Tensor) -> Tensor:
+    return v.roll(1, 1).flip(2)
+
+
+def _reshaped(v: Tensor) -> Tensor:
+    return v.transpose(1, 2).reshape(v.shape[0], -1).view(v.shape[0], v.shape[2], v.shape[1]).transpose(1, 2)
+
+
+def _detached(v: Tensor) -> Tensor:
+    return v + 0.5 * v.detach()
+
+
+def _partly_detached(v: Tensor) -> Tensor:
+    first, last = v.chunk(2, -1)
+    return torch.cat([first.detach(), last], -1)
+
+
+def _without_gradient(v: Tensor) -> Tensor:
+    with torch.no_grad():
+        gate = v.sigmoid()
+    return v * gate
+
+
+def _read_value(v: Tensor) -> Tensor:
+    return v * (1.0 + 0.01 * float(v.detach().abs().mean().clamp(max=1.0)))
+
+
+def _cumulative(v: Tensor) -> Tensor:
+    return v.cumsum(1) / 3
+
+
+def _through_numpy(v: Tensor) -> Tensor:
+    return v + torch.from_numpy(np.tanh(v.detach().double().numpy())).to(v.dtype)
+
+
+def _over_samples(v: Tensor) -> Tensor:
+    return v - v.mean(0, keepdim=True)
+
+
+KINDS |= {
+    function.__name__[1:]: _plain(function)
+    for function in (
+        _add_,
+        _slices,
+        _masked,
+        _chunks,
+        _unsafe_chunks,
+        _unsafe_split,
+        _unbound,
+        _expanded,
+        _rolled,
+        _reshaped,
+        _detached,
+        _partly_detached,
+        _without_gradient,
+        _read_value,
+        _cumulative,
+        _through_numpy,
+        _over_samples,
+    )
+}
+KINDS["tanh_"] = _plain(lambda v: v.tanh_())
+KINDS["relu_"] = _plain(lambda v: v.relu_())
+KINDS["mul_"] = _plain(lambda v: v.mul_(0.9))
+
+
+@kind
+def add(x: int) -> nn.Module:
+    return Call(lambda self, a, b, _: a + b)
+
+
+@kind
+def multiply(x: int) -> nn.Module:
+    return Call(lambda self, a, b, _: a * b.tanh())
+
+
+@kind
+def joined(x: int) -> nn.Module:
+    return Call(lambda self, a, b, _: self.module(torch.cat([a, b], -1)), module=nn.Linear(2 * x, x))
+
+
+@kind
+def largest(x: int) -> nn.Module:
+    return Call(lambda self, a, b, _: torch.maximum(a, b))
+
+
+@kind
+def chosen(x: int) -> nn.Module:
+    return Call(lambda self, a, b, batch: torch.where(batch.mask.unsqueeze(-1) > 0, a, b))
+
+
+@kind
+def counter(x: int) -> nn.Module:
+    """A buffer that counts forward passes, and is not read."""
+    made = Call(_count)
+    made.register_buffer("calls", torch.zeros((), dtype=torch.long))
+    return made
+
+
+def _count(self: Any, v: Tensor, _: Batch) -> Tensor:
+    if self.training:
+        self.calls += 1
+    return v
+
+
+@kind
+def running_mean(x: int) -> nn.Module:
+    """A buffer that each forward pass changes and reads."""
+    made = Call(_follow)
+    made.register_buffer("mean", torch.zeros(x))
+    return made
+
+
+def _follow(self: Any, v: Tensor, _: Batch) -> Tensor:
+    if self.training:
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(v.mean((0, 1)).to(self.mean.dtype), alpha=0.1)
+    return v - self.mean
+
+
+@kind
+def constant(x: int) -> nn.Module:
+    """A tensor that is no buffer."""
+    made = Call(lambda self, v, _: v * self.gains.to(v.dtype))
+    made.gains = torch.linspace(0.5, 1.5, x)
+    return made
+
+
+class Cubed(torch.autograd.Function):
+    """A backward pass of one's own."""
+
+    @staticmethod
+    def forward(ctx: Any, v: Tensor) -> Tensor:
+        ctx.save_for_backward(v)
+        return v - v**3 / 6
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (v,) = ctx.saved_tensors
+        return gradient * (1 - v**2 / 2)
+
+
+@kind
+def own_function(x: int) -> nn.Module:
+    return Call(lambda self, v, _: Cubed.apply(v.tanh()))
+
+
+@kind
+def residual(x: int, inner: Any) -> nn.Module:
+    return Call(lambda self, v, batch: v + self.inner(v, batch), inner=inner)
+
+
+@kind
+def segment(x: int, inner: Any, reentrant: bool = False) -> nn.Module:
+    return Call(
+        lambda self, v, batch: (
+            checkpoint(self.inner, v, batch, use_reentrant=reentrant)
+            if self.training and torch.is_grad_enabled()
+            else self.inner(v, batch)
+        ),
+        inner=inner,
+    )
+
+
+@kind
+def every_other_step(x: int, inner: Any) -> nn.Module:
+    """The layers inside run in every other step only."""
+    return Call(lambda self, v, batch: self.inner(v, batch) if self.step % 2 == 0 else v.tanh(), inner=inner, step=0)
+
+
+@kind
+def by_value(x: int, inner: Any, bound: float = 0.0) -> nn.Module:
+    """The layers inside run if the batch's values say so."""
+    return Call(lambda self, v, batch: self.inner(v, batch) if v.mean() > bound else v.tanh(), inner=inner)
+
+
+@kind
+def without_gradient_of(x: int, inner: Any) -> nn.Module:
+    """The layers inside as a teacher: they are run without gradients."""
+    return Call(_teach, inner=inner)
+
+
+def _teach(self: Any, v: Tensor, batch: Batch) -> Tensor:
+    with torch.no_grad():
+        hint = self.inner(v, batch)
+    return v + 0.1 * hint

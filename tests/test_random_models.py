@@ -1,0 +1,56 @@
+"""Random small models under every mechanism: the plain result, or a refusal; a failing seed prints a minimal model.
+
+`RETIME_RANDOM=5000` asks for so many seeds of each mechanism, `RETIME_RANDOM_START=100` begins there.
+"""
+
+import os
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from contract.random_models.check import check
+from contract.random_models.generator import generate
+from contract.random_models.mechanisms import BARE, Mechanism
+from contract.random_models.run import describe, report, run
+from contract.random_models.training import Way
+
+COUNT = int(os.environ.get("RETIME_RANDOM", "100"))
+START = int(os.environ.get("RETIME_RANDOM_START", "0"))
+CHUNK = 10 if COUNT <= 1000 else 100
+MECHANISMS = {mechanism.name: mechanism for mechanism in BARE}
+CLEAN = ("bare_forward", "bare_scan")
+
+
+@pytest.mark.parametrize("first", range(START, START + COUNT, CHUNK))
+@pytest.mark.parametrize("name", CLEAN)
+def test_trains_as_plain_torch(name: str, first: int) -> None:
+    mechanism = MECHANISMS[name]
+    outcome = run(mechanism, range(first, min(first + CHUNK, START + COUNT)))
+    assert not outcome.failures, report(mechanism, outcome)
+    assert outcome.counts["on"] * 100 >= mechanism.share * outcome.total, f"{name} was hardly on: {outcome}"
+
+
+class _WrongForRecurrent(Way):
+    """A mechanism with a defect: gradients of models with an LSTM are too large."""
+
+    def pass_(self, compute: Any, batch: Any, share: int, last: bool) -> Tensor:
+        wrong = any(type(module).__name__ == "LSTM" for module in self.model.modules())
+        return super().pass_(lambda part: compute(part) * (1.01 if wrong else 1.0), batch, share, last)
+
+
+def test_a_failing_seed_becomes_the_layer_that_fails() -> None:
+    mechanism = Mechanism("wrong", _WrongForRecurrent)
+    seed = next(seed for seed in range(100) if "lstm" in generate(seed).kinds() and len(generate(seed).nodes) > 2)
+    verdict = check(mechanism, seed)
+    assert verdict.kind == "failed"
+    text = describe(mechanism, seed, verdict)
+    assert (
+        text.splitlines()[1]
+        == f"Spec(seed={seed}, nodes=(Node(kind='lstm'),), training=Training(steps=1), batch=2, time=1)"
+    )
+
+
+def test_a_seed_gives_the_same_spec_each_time() -> None:
+    assert repr(generate(7)) == repr(generate(7))
+    assert len({repr(generate(seed)) for seed in range(50)}) == 50
