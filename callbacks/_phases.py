@@ -12,13 +12,14 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.strategies import Strategy
 
+from retime.mechanisms.arguments import AtLeast, checked
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.step_timer import OTHER
 
@@ -142,11 +143,10 @@ class PhaseCallback(Callback):
         TypeError: when one is not an integer.
     """
 
-    def __init__(self, every_n_steps: int | None, warm_up: int, log: bool) -> None:
-        name = type(self).__name__
-        if every_n_steps is not None:
-            _check_integer(name, "every_n_steps", every_n_steps, at_least=1)
-        _check_integer(name, "warm_up", warm_up, at_least=0)
+    @checked
+    def __init__(
+        self, every_n_steps: Annotated[int, AtLeast(1)] | None, warm_up: Annotated[int, AtLeast(0)], log: bool
+    ) -> None:
         self.every_n_steps = every_n_steps
         self.warm_up = warm_up
         self._publishes = log  # Lightning puts the module's log method at `callback.log`
@@ -253,10 +253,3 @@ class PhaseCallback(Callback):
             logger.log_metrics(metrics, step=step)
         # Where there is no logger the numbers are still at hand; float64, as bytes do not fit into float32.
         trainer.callback_metrics.update({k: torch.tensor(v, dtype=torch.float64) for k, v in metrics.items()})
-
-
-def _check_integer(owner: str, name: str, value: object, *, at_least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{owner}({name}={value!r}): give a whole number of steps, {at_least} or more")
-    if value < at_least:
-        raise ValueError(f"{owner}({name}={value}): give {at_least} or more steps")

@@ -9,6 +9,7 @@ from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from retime.mechanisms.arguments import checked
 from retime.mechanisms.fusion.data_parallel import ReductionHook, sparse_layer
 from retime.mechanisms.fusion.report import FusionReport
 from retime.strategies.flavour import refuse_other_trainer
@@ -23,6 +24,7 @@ class FuseOptimizer(Callback):
     ``FusedOptimizerDDPStrategy(ddp_comm_hook=...)`` instead.
     """
 
+    @checked
     def __init__(self, mode: str = "backward", bucket_bytes: int | None = None) -> None:
         self._stepping = FusedStepping(mode, bucket_bytes)
 

@@ -11,6 +11,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 
 from retime.callbacks._phases import PhaseCallback, PhaseObserver
+from retime.mechanisms.arguments import checked
 from retime.mechanisms.byte_sizes import show_bytes
 from retime.mechanisms.memory.data_parallel_memory import buckets_of, reduction_bytes
 from retime.mechanisms.memory.dry_part import dry_part
@@ -86,6 +87,7 @@ class MemoryTimeline(PhaseCallback):
         ModuleNotFoundError: when ``png=True`` and matplotlib is not installed.
     """
 
+    @checked
     def __init__(
         self,
         every_n_steps: int | None = None,

@@ -6,6 +6,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
+from retime.mechanisms.arguments import checked
 from retime.mechanisms.scan import check_solver
 from retime.modules import ConversionReport, convert, convert_back
 from retime.modules.obstacles import obstacles
@@ -27,7 +28,8 @@ class ParallelScanBackward(Callback):
         ValueError: an unknown solver; when the fit starts, a name that cannot be converted.
     """
 
-    def __init__(self, solver: str = "auto", names: Iterable[str] | None = None) -> None:
+    @checked
+    def __init__(self, solver: str = "auto", names: str | Iterable[str] | None = None) -> None:
         check_solver(solver)
         self.solver = solver
         self.names = None if names is None else [names] if isinstance(names, str) else list(names)

@@ -7,6 +7,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 
 from retime.callbacks._phases import PhaseCallback, PhaseObserver
+from retime.mechanisms.arguments import checked
 from retime.mechanisms.memory_probe import MemoryProbe
 
 __all__ = ["PeakMemory"]
@@ -42,9 +43,8 @@ class PeakMemory(PhaseCallback):
         TypeError: when it is not an integer.
     """
 
+    @checked
     def __init__(self, every_n_steps: int = 1, log: bool = True) -> None:
-        if every_n_steps is None:
-            raise TypeError("PeakMemory(every_n_steps=None): give a whole number of steps, 1 or more")
         super().__init__(every_n_steps, warm_up=0, log=log)
         self.peaks: list[dict[str, int]] = []
         self._probe: MemoryProbe | None = None

@@ -1,9 +1,10 @@
 """Set or tune the k of out-of-order data parallel from a callback."""
 
-from typing import Any
+from typing import Annotated, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from retime.mechanisms.arguments import AtLeast, checked
 from retime.mechanisms.out_of_order.data_parallel import K, check_k
 from retime.strategies.flavour import refuse_other_trainer
 from retime.strategies.ooo_ddp import OOODataParallelStrategy
@@ -20,13 +21,13 @@ class ReverseFirstK(Callback):
     :param log: log ``"reverse_first_k"`` with the Trainer's loggers at the end of every epoch.
     """
 
-    def __init__(self, k: K = "auto", search_every_n_epochs: int | None = None, log: bool = True) -> None:
+    @checked
+    def __init__(
+        self, k: K = "auto", search_every_n_epochs: Annotated[int, AtLeast(1)] | None = None, log: bool = True
+    ) -> None:
         check_k(k)
-        if search_every_n_epochs is not None and (k != "auto" or search_every_n_epochs < 1):
-            raise ValueError(
-                f"search_every_n_epochs={search_every_n_epochs} must be 1 or more, or None, and needs k='auto', "
-                f"got k={k!r}"
-            )
+        if search_every_n_epochs is not None and k != "auto":
+            raise ValueError(f"search_every_n_epochs={search_every_n_epochs} needs k='auto', got k={k!r}")
         self.k = k
         self.search_every_n_epochs = search_every_n_epochs
         self.log = log

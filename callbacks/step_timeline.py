@@ -11,6 +11,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 
 from retime.callbacks._phases import PhaseCallback, PhaseObserver
+from retime.mechanisms.arguments import checked
 from retime.mechanisms.step_timer import PHASES, StepTimer, StepTiming
 from retime.schedules.timeline import write_chrome_trace, write_png
 
@@ -60,6 +61,7 @@ class StepTimeline(PhaseCallback):
         ModuleNotFoundError: when ``png=True`` and matplotlib is not installed.
     """
 
+    @checked
     def __init__(
         self,
         every_n_steps: int | None = 100,

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
+from retime.mechanisms.arguments import checked
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.scan import Solver, check_solver
 from retime.modules.conversion_report import ConversionReport
@@ -17,7 +18,10 @@ from retime.modules.obstacles import PLAIN, SCANS, obstacles
 from retime.modules.recurrent import ScanRecurrent
 
 
-def convert(model: nn.Module, solver: str | Solver = "auto", names: Iterable[str] | None = None) -> ConversionReport:
+@checked
+def convert(
+    model: nn.Module, solver: str | Solver = "auto", names: str | Iterable[str] | None = None
+) -> ConversionReport:
     """Make ScanRNN, ScanGRU and ScanLSTM of `model`'s torch.nn.RNN, GRU and LSTM, in place.
 
     Args:
@@ -60,7 +64,8 @@ def convert(model: nn.Module, solver: str | Solver = "auto", names: Iterable[str
     return report
 
 
-def convert_back(model: nn.Module, names: Iterable[str] | None = None) -> ConversionReport:
+@checked
+def convert_back(model: nn.Module, names: str | Iterable[str] | None = None) -> ConversionReport:
     """Make torch.nn.RNN, GRU and LSTM of `model`'s ScanRNN, ScanGRU and ScanLSTM, in place: the inverse of `convert`.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from retime.mechanisms.arguments import checked
 from retime.mechanisms.scan import Solver
 from retime.modules.recurrent import ScanRecurrent
 
@@ -21,6 +22,7 @@ class ScanRNN(ScanRecurrent):
         ValueError: an unknown solver or nonlinearity, a `proj_size`, a dropout outside [0, 1].
     """
 
+    @checked
     def __init__(
         self,
         input_size: int,
@@ -69,6 +71,7 @@ class ScanGRU(ScanRecurrent):
         ValueError: an unknown solver, a `proj_size`, a dropout outside [0, 1].
     """
 
+    @checked
     def __init__(
         self,
         input_size: int,
@@ -113,6 +116,7 @@ class ScanLSTM(ScanRecurrent):
         ValueError: an unknown solver, a `proj_size` other than 0, a dropout outside [0, 1].
     """
 
+    @checked
     def __init__(
         self,
         input_size: int,

@@ -8,12 +8,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.prune import BasePruningMethod
 
+from retime.mechanisms.arguments import AtLeast, checked
 from retime.mechanisms.jacobian import JacobianScan, LayerJacobian, UnknownJacobian, jacobian_of
 from retime.mechanisms.no_effect import NoEffectWarning
 
@@ -57,13 +58,12 @@ class ScanSequential(nn.Sequential):
             0 back-propagation over explicit Jacobians.
 
     Raises:
-        ValueError: ``levels`` is negative.
+        TypeError, ValueError: ``levels`` is no whole number, or negative.
     """
 
-    def __init__(self, *args: Any, levels: int | None = 2) -> None:
+    @checked
+    def __init__(self, *args: Any, levels: Annotated[int, AtLeast(0)] | None = 2) -> None:
         super().__init__(*args)
-        if levels is not None and levels < 0:
-            raise ValueError(f"levels={levels} must be 0 or more, or None for the whole scan")
         self.levels = levels
         self._jacobians: dict[tuple[Any, ...], LayerJacobian] = {}
         self._scans: dict[tuple[int, ...], JacobianScan] = {}

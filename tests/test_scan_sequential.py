@@ -148,7 +148,7 @@ def test_it_is_a_sequential() -> None:
     assert torch.equal(again(torch.ones(1, 2, 16, 16).double()), nested(torch.ones(1, 2, 16, 16).double()))
     with torch.no_grad():
         assert not nested(torch.ones(1, 2, 16, 16).double()).requires_grad
-    with pytest.raises(ValueError, match="levels=-1 must be 0 or more"):
+    with pytest.raises(ValueError, match=r"levels=-1\): give a whole number of 0 or more, or None"):
         ScanSequential(levels=-1)
 
 

@@ -2,7 +2,7 @@
 
 import re
 from functools import cache
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from retime.mechanisms.scan.triton_launch import has_triton
 NAMES = "auto, sequential, chunk, chunk:<length>, blelloch, truncated:<levels>, triton, triton:<length>, autograd"
 
 
+@runtime_checkable
 class Solver(Protocol):
     """Solves ``v[t-1] = g[t-1] + J[t]^T v[t]`` for all ``t``."""
 

@@ -1,0 +1,219 @@
+"""Arguments of public functions and constructors are checked against their annotations before anything else is done.
+
+    @checked
+    def fuse(model: nn.Module, bucket_bytes: Annotated[int, AtLeast(1)] | None = None) -> None: ...
+
+    fuse(model, bucket_bytes=0)     # ValueError: fuse(bucket_bytes=0): give a whole number of 1 or more, or None
+
+What an annotation promises is one line in a signature, which type checkers and command lines read too.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import inspect
+import math
+import numbers
+import types
+import typing
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache, wraps
+from typing import Annotated, Any, Literal, TypeVar, Union
+
+__all__ = ["Above", "AtLeast", "AtMost", "Below", "accepts", "checked", "describe", "is_checkable"]
+
+
+@dataclass(frozen=True)
+class AtLeast:
+    """In ``Annotated[int, AtLeast(1)]``: no smaller number."""
+
+    bound: float
+
+    def __str__(self) -> str:
+        return f"of {self.bound} or more"
+
+    def holds(self, value: float) -> bool:
+        return value >= self.bound
+
+
+@dataclass(frozen=True)
+class AtMost:
+    """No larger number."""
+
+    bound: float
+
+    def __str__(self) -> str:
+        return f"of at most {self.bound}"
+
+    def holds(self, value: float) -> bool:
+        return value <= self.bound
+
+
+@dataclass(frozen=True)
+class Above:
+    """Only larger numbers."""
+
+    bound: float
+
+    def __str__(self) -> str:
+        return f"above {self.bound}"
+
+    def holds(self, value: float) -> bool:
+        return value > self.bound
+
+
+@dataclass(frozen=True)
+class Below:
+    """Only smaller numbers."""
+
+    bound: float
+
+    def __str__(self) -> str:
+        return f"below {self.bound}"
+
+    def holds(self, value: float) -> bool:
+        return value < self.bound
+
+
+_Checked = TypeVar("_Checked", bound=Callable[..., Any])
+_BOUNDS = AtLeast | AtMost | Above | Below
+
+
+def checked(function: _Checked) -> _Checked:
+    """Have the arguments of every call checked against the annotations: a decorator for functions and ``__init__``.
+
+    Numbers are no truth values here and the reverse, and never NaN; a text is no list of texts. What an annotation does
+    not tell (``Any``, protocols, tensors' shapes) is left to the function.
+
+    Raises:
+        TypeError: of the decorated function, for an argument of another type.
+        ValueError: of the decorated function, for a value outside the annotation's bounds or choices.
+    """
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        hints = _hints(function)
+        for name, value in bound.arguments.items():
+            if name in hints and signature.parameters[name].kind not in _GATHERED and not accepts(value, hints[name]):
+                owner = type(args[0]).__name__ if function.__name__ == "__init__" else function.__name__
+                kind = ValueError if accepts(value, hints[name], bounds=False) else TypeError
+                raise kind(f"{owner}({name}={_shown(value)}): give {describe(hints[name])}")
+        return function(*args, **kwargs)
+
+    return typing.cast(_Checked, call)
+
+
+_GATHERED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+@cache
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    """Read when first called: annotations may name what a module imports later."""
+    return {
+        name: hint for name, hint in typing.get_type_hints(function, include_extras=True).items() if name != "return"
+    }
+
+
+def is_checkable(hint: Any) -> bool:
+    """Whether values can be told from the annotation."""
+    parts = _parts(hint)
+    if parts:
+        return all(map(is_checkable, parts))
+    hint, _ = _bare(hint)
+    return hint is not Any and (
+        not getattr(hint, "_is_protocol", False) or getattr(hint, "_is_runtime_protocol", False)
+    )
+
+
+def accepts(value: Any, hint: Any, *, bounds: bool = True) -> bool:
+    """Whether an argument with this annotation may have the value; without ``bounds`` only its type counts."""
+    if not is_checkable(hint):
+        return True
+    if any_of := _parts(hint):
+        return any(accepts(value, part, bounds=bounds) for part in any_of)
+    hint, limits = _bare(hint)
+    if bounds and _is_number(value) and (math.isnan(value) or not all(limit.holds(value) for limit in limits)):
+        return False
+    if hint is None or hint is type(None):
+        return value is None
+    if typing.get_origin(hint) is Literal:
+        choices = typing.get_args(hint)
+        if bounds:
+            return any(value == choice and type(value) is type(choice) for choice in choices)
+        return any(type(value) is type(choice) for choice in choices)
+    if hint is float:
+        return _is_number(value)
+    if hint is int:
+        return _is_number(value) and isinstance(value, numbers.Integral)
+    return _is_instance(value, hint)
+
+
+def _is_instance(value: Any, hint: Any) -> bool:
+    origin = typing.get_origin(hint) or hint
+    if origin in (collections.abc.Callable, typing.Callable):
+        return callable(value)
+    if origin is type:
+        return isinstance(value, type)
+    if not isinstance(origin, type):
+        return True
+    if origin is bool:
+        return isinstance(value, bool) or type(value).__name__ in ("bool_", "bool")
+    if not isinstance(value, origin):
+        return False
+    inside = typing.get_args(hint)
+    if issubclass(origin, Iterable) and len(inside) == 1 and not isinstance(value, collections.abc.Iterator):
+        return not isinstance(value, str | bytes) and all(accepts(entry, inside[0]) for entry in value)
+    return True
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _parts(hint: Any) -> tuple[Any, ...]:
+    """The alternatives of a union; nothing for another annotation."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else ()
+
+
+def _bare(hint: Any) -> tuple[Any, tuple[_BOUNDS, ...]]:
+    if typing.get_origin(hint) is not Annotated:
+        return hint, ()
+    bare, *marks = typing.get_args(hint)
+    return bare, tuple(mark for mark in marks if isinstance(mark, _BOUNDS))
+
+
+_NAMES = {int: "a whole number", float: "a number", bool: "True or False", str: "a text", type(None): "None"}
+
+
+def describe(hint: Any) -> str:
+    """What values an annotation allows, for an error's text."""
+    if any_of := _parts(hint):
+        *most, last = (describe(part) for part in any_of)
+        return f"{', '.join(most)}{',' if last == 'None' else ''} or {last}"
+    hint, limits = _bare(hint)
+    if typing.get_origin(hint) is Literal:
+        return " or ".join(map(repr, typing.get_args(hint)))
+    origin = typing.get_origin(hint) or hint
+    if origin in (collections.abc.Callable, typing.Callable):
+        name = "a function"
+    elif origin in _NAMES:
+        name = _NAMES[origin]
+    elif typing.get_args(hint) == (str,):
+        name = "texts in a list"
+    elif typing.get_args(hint):
+        name = f"{_article(origin.__name__)} ({'; '.join(describe(entry) for entry in typing.get_args(hint))} each)"
+    else:
+        name = _article(getattr(origin, "__name__", str(origin)))
+    return " ".join([name, " and ".join(map(str, limits))]).strip()
+
+
+def _article(name: str) -> str:
+    return f"{'an' if name[0].lower() in 'aeio' else 'a'} {name}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
