@@ -33,6 +33,11 @@ class PlannedShape:
     note: str = ""
     source: str = ""
 
+    @property
+    def plain(self) -> bool:
+        """Whether the plan asks for nothing: batches run as without a budget."""
+        return not self.choice.plan.offload and self.choice.plan.sub_batch >= self.samples
+
     def held_bytes(self, budget_bytes: int) -> int:
         """What tensors, and what they have freed, are to hold together at most."""
         return self.choice.held_bytes(budget_bytes)

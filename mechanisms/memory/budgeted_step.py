@@ -50,6 +50,7 @@ from retime.mechanisms.memory.split import Split, samples_in, split_batch
 from retime.mechanisms.memory.step_planner import Step, StepPlanner
 from retime.mechanisms.memory.storages import tensors_in
 from retime.mechanisms.memory.sub_batches import SubBatches
+from retime.mechanisms.memory.uncompiled import CompiledCode
 from retime.schedules.errors import ScheduleError
 from retime.schedules.memory import OffloadPlan
 
@@ -144,13 +145,18 @@ class BudgetedStep:
         self._chunks: ChunkedOperators | None = None
         self._report = BudgetReport(budget_bytes)
         self._now: SubBatches | None = None
+        self._now_plain = True
+        self._compiled = CompiledCode()
         self._kept: dict[str, PlannedShape] = {}
         self.planning = False
         self.hidden_bytes = 0
         self._freed = FreedMemory(next(model.parameters()).device)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self, step: Step, batch: Any, backward: Callable[[Tensor], Any] | None = None) -> Any:
         """Forward and backward pass of a batch; returns what the step would have returned for all of it, detached.
+
+        ``torch.compile`` what the step calls, not what calls this: it leaves out ``run`` and all that it calls.
 
         Args:
             step: computes on a batch and returns the loss, or a mapping or object with ``loss``.
@@ -174,7 +180,7 @@ class BudgetedStep:
         """Plan if need be; :attr:`parts` are ready unless the batch is to run plainly."""
         self.drop()
         shape = self.plan(step, batch)
-        if not shape.choice.plan.offload and shape.choice.plan.sub_batch >= shape.samples:
+        if shape.plain:
             return Way.PLAIN
         return Way.PARTS if len(self.prepare(step, batch)) > 1 else Way.WHOLE
 
@@ -184,6 +190,7 @@ class BudgetedStep:
         sub_batch = min(shape.choice.plan.sub_batch, samples_in(batch, self._split))
         ways = self._ways[self._key(batch)]
         ways.begin()
+        self._now_plain = shape.plain
         self._now = SubBatches(
             self.model,
             lambda part: self._forward(step, part, shape, ways),
@@ -214,7 +221,7 @@ class BudgetedStep:
             )
         shape = self.plan(step, batch)
         self.count_plain()
-        with self._hooks(batch, shape.choice):
+        with self._hooks(batch, shape.choice), self._compiled.under(shape.plain):
             yield
 
     def count_plain(self) -> None:
@@ -259,10 +266,11 @@ class BudgetedStep:
         try:
             first = now.weighted(0, loss)
             del loss  # else its graph would live on through the other parts, even if it has no weight
-            if first is not None:
-                backward(first)
-            del first
-            return now.run(backward, start=1)
+            with self._compiled.under(self._now_plain):
+                if first is not None:
+                    backward(first)
+                del first
+                return now.run(backward, start=1)
         finally:
             self.ended()
 
@@ -288,8 +296,10 @@ class BudgetedStep:
             raise ScheduleError(why_anew(samples, any(other[-1] == key[-1] for other in self._shapes if other != key)))
         self._say(f"planning a batch of {samples} samples for {show_bytes(self.budget_bytes)}")
         self._hold(batch, self.budget_bytes)
-        with self._trying_out():
+        with self._trying_out(), self._compiled.looked_for():
             shape = self._kept_plan(step, batch, samples) or self._make_plan(step, batch, samples)
+        if not shape.plain:
+            self._compiled.warn()
         plan = shape.choice.plan
         if plan.offload:
             self.host.reserve(shape.choice.out_bytes // -(-samples // plan.sub_batch), len(plan.offload))
@@ -386,7 +396,8 @@ class BudgetedStep:
             self.planning = before
 
     def _forward(self, step: Step, part: Any, shape: PlannedShape, ways: KnownWays) -> Any:
-        with self._hooks(part, shape.choice), nullcontext() if shape.certificate is None else ways.watched():
+        watched = nullcontext() if shape.certificate is None else ways.watched()
+        with self._hooks(part, shape.choice), watched, self._compiled.under(shape.plain):
             return step(part)
 
     @contextmanager

@@ -6,6 +6,7 @@ import copy
 import random
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from retime.mechanisms.memory.contents import Contents
 from retime.mechanisms.memory.holdings import Holdings, replaced
 from retime.mechanisms.memory.lazy_copy import lazy_copy
 from retime.mechanisms.memory.separability_watch import cuda_generators
+from retime.mechanisms.memory.uncompiled import uncompiled
 
 __all__ = ["Untouched", "random_state", "set_random_state", "why_not_replaced"]
 
@@ -34,7 +36,8 @@ class Untouched:
     stay tied. All other attributes, such as ``training``, and the states of random generators (the modules' own, and
     the global ones of torch on CPU and CUDA, Python, NumPy) come back as well. The originals are never written, their
     ``.grad`` is left alone and no hook of theirs that fires in a backward pass does; hooks on gradients
-    (``Tensor.register_hook``) come along to the copies, as they are a part of the computation.
+    (``Tensor.register_hook``) come along to the copies, as they are a part of the computation. Code under
+    ``torch.compile`` runs uncompiled.
 
     What a step changes outside of the model and these generators is its caller's to bring back.
 
@@ -69,9 +72,11 @@ class Untouched:
         self._named = [*model.named_parameters(), *model.named_buffers()]
         self._registered = {id(tensor) for _, tensor in self._named}
         self._random: list[Any] = []
+        self._uncompiled = ExitStack()
 
     def __enter__(self) -> Untouched:
         self._random = random_state()
+        self._uncompiled.enter_context(uncompiled())
         try:
             self._swap()
         except BaseException:
@@ -81,6 +86,7 @@ class Untouched:
 
     def __exit__(self, *_: object) -> None:
         self._put_back()
+        self._uncompiled.close()
         set_random_state(self._random)
 
     def restart(self) -> None:

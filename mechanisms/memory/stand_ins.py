@@ -20,6 +20,7 @@ from retime.mechanisms.memory.contents import Contents
 from retime.mechanisms.memory.holdings import Holdings, Slots, replaced
 from retime.mechanisms.memory.lazy_copy import lazy_copy
 from retime.mechanisms.memory.split import replaced_tensors
+from retime.mechanisms.memory.uncompiled import uncompiled
 
 
 class Replacement:
@@ -162,7 +163,7 @@ def stand_ins(module: nn.Module, replacement: Replacement, trained: Iterable[Ten
     """
     holdings = replacement.holdings(module)
     beside = [*trained, *replacement.trained()]
-    with _gradients_put_aside(beside), _values_kept(scripted(holdings)):
+    with _gradients_put_aside(beside), _values_kept(scripted(holdings)), uncompiled():
         try:
             with _swapped(holdings, replacement):
                 yield
