@@ -19,6 +19,8 @@ PLAIN_FORWARD: dict[str, Any] = {
     "RNN_RELU": nn.RNN.forward,
     "GRU": nn.GRU.forward,  # nn.LSTM's needs more of its class than nn.RNNBase has
 }
+MOST_LAYERS = 10_000
+"""More would take minutes to make and deeper calls than Python has; such a number is a mistake."""
 States = tuple[Tensor, ...]
 """What the layers start from or end with: (h,), or (h, c) for an LSTM, each `(L * D, B, H)`."""
 
@@ -38,6 +40,8 @@ class ScanRecurrent(nn.RNNBase):
 
     def __init__(self, mode: str, *sizes: Any, solver: str | Solver, **options: Any) -> None:
         check_solver(solver)
+        if sizes[2] > MOST_LAYERS:
+            raise ValueError(f"num_layers={sizes[2]}: give {MOST_LAYERS} at most; torch.nn would go on making weights")
         super().__init__(mode, *sizes, **options)
         self.solver = solver
 

@@ -118,7 +118,7 @@ def test_depth_is_logarithmic_and_work_linear(matrices: int) -> None:
 
 
 def test_scan_plan_refuses_negative_numbers() -> None:
-    with pytest.raises(ValueError, match="levels=-1: give 0 or more"):
+    with pytest.raises(ValueError, match=r"levels=-1\): give a whole number of 0 or more"):
         scan_plan(3, -1)
 
 

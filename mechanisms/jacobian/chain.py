@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from retime.mechanisms.arguments import checked
 from retime.mechanisms.jacobian.pattern import CsrPattern
 from retime.mechanisms.jacobian.product import ProductPlan, VectorPlan
 from retime.mechanisms.jacobian.scan_plan import Multiply, scan_plan
@@ -28,8 +29,10 @@ class JacobianScan:
         ValueError: the shapes of two neighbours do not fit.
     """
 
+    @checked
     def __init__(self, patterns: Sequence[CsrPattern], levels: int | None = None) -> None:
         self.plan = scan_plan(len(patterns), levels)
+        self._patterns = tuple(patterns)
         known = dict(enumerate(patterns, start=1))
         self._plans: list[ProductPlan | VectorPlan] = []
         for step in self.plan.steps:
@@ -46,7 +49,11 @@ class JacobianScan:
         Args:
             gradient: g, ``(d_0, B)``.
             values: of M_1 .. M_m, each ``(entries, S)`` in g's dtype.
+
+        Raises:
+            ValueError: another number of values, or a shape or dtype that does not fit.
         """
+        self._check(gradient, values)
         held: dict[int, Tensor] = {0: gradient, **dict(enumerate(values, start=1))}
         needed_until = {number: index for index, step in enumerate(self.plan.steps) for number in _read_by(step)}
         keep = set(self.plan.gradients)
@@ -56,6 +63,24 @@ class JacobianScan:
                 if needed_until[number] == index and number not in keep:
                     held.pop(number, None)
         return [held[number] for number in self.plan.gradients]
+
+    def _check(self, gradient: Tensor, values: Sequence[Tensor]) -> None:
+        if len(values) != len(self._patterns):
+            raise ValueError(f"{len(values)} values: give those of {len(self._patterns)} Jacobians")
+        rows = self._patterns[0].columns if self._patterns else gradient.shape[0]
+        if gradient.dim() != 2 or gradient.shape[0] != rows:
+            raise ValueError(f"gradient has the shape {list(gradient.shape)}: it has to be [{rows}, B]")
+        for k, (pattern, given) in enumerate(zip(self._patterns, values, strict=True)):
+            entries, samples = pattern.entries, gradient.shape[1]
+            if given.dim() != 2 or given.shape[0] != entries or given.shape[1] not in (1, samples):
+                raise ValueError(
+                    f"values[{k}] has the shape {list(given.shape)}: it has to be [{entries}, {samples}], or "
+                    f"[{entries}, 1]"
+                )
+            if given.dtype != gradient.dtype:
+                raise ValueError(
+                    f"values[{k}] has the dtype {given.dtype}, the gradient {gradient.dtype}: give one dtype"
+                )
 
 
 def _read_by(step: Multiply) -> tuple[int, int]:

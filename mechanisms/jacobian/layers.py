@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from retime.mechanisms.arguments import checked
 from retime.mechanisms.jacobian.convolution import ConvolutionJacobian
 from retime.mechanisms.jacobian.layer import LayerJacobian, UnknownJacobian
 from retime.mechanisms.jacobian.matrix import SparseJacobian
@@ -33,7 +34,10 @@ _BUILDERS: dict[type[nn.Module], Builder] = {
 }
 
 
-def jacobian_of(layer: nn.Module, input_shape: torch.Size, device: torch.device | None = None) -> LayerJacobian:
+@checked
+def jacobian_of(
+    layer: nn.Module, input_shape: tuple[int, ...], device: torch.device | str | None = None
+) -> LayerJacobian:
     """The transposed Jacobian of ``layer`` for inputs of ``input_shape`` a sample (no batch dimension).
 
     Patterns are built here, once; they lie on ``device`` (default: the CPU). Layers are known by their exact type, as
@@ -41,19 +45,23 @@ def jacobian_of(layer: nn.Module, input_shape: torch.Size, device: torch.device 
 
     Raises:
         UnknownJacobian: this layer, or this layer with these settings, has no analytic Jacobian here.
+        ValueError: a size below 1.
     """
+    if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in input_shape):
+        raise ValueError(f"input_shape={tuple(input_shape)}: give whole numbers of 1 or more")
     builder = _BUILDERS.get(type(layer))
     if builder is None:
         raise UnknownJacobian(f"{type(layer).__name__} has no analytic Jacobian here")
     try:
-        found = builder(layer, input_shape)
+        found = builder(layer, torch.Size(input_shape))
     except UnknownJacobian as reason:
         raise UnknownJacobian(f"{type(layer).__name__}: {reason}") from None
     if device is not None:
-        found.move(device)
+        found.move(torch.device(device))
     return found
 
 
+@checked
 def transposed_jacobian(layer: nn.Module, inputs: Tensor) -> tuple[Tensor, SparseJacobian]:
     """Run ``layer`` on ``inputs`` ``(B, ...)``: its outputs and the transposed Jacobians of all samples.
 

@@ -31,6 +31,15 @@ class CsrPattern:
     indptr: Tensor
     indices: Tensor
 
+    def __post_init__(self) -> None:
+        if self.rows < 0 or self.columns < 0:
+            raise ValueError(f"rows={self.rows}, columns={self.columns}: give 0 or more")
+        for name, tensor in (("indptr", self.indptr), ("indices", self.indices)):
+            if tensor.dtype != torch.int64 or tensor.dim() != 1:
+                raise ValueError(f"{name} is {list(tensor.shape)} {tensor.dtype}: give one dimension of torch.int64")
+        if len(self.indptr) != self.rows + 1:
+            raise ValueError(f"indptr has {len(self.indptr)} numbers: {self.rows} rows need {self.rows + 1}")
+
     @classmethod
     def from_coordinates(cls, rows: int, columns: int, row_of: Tensor, column_of: Tensor) -> tuple[CsrPattern, Tensor]:
         """The pattern of entries at ``(row_of, column_of)``, both int64 ``(n,)``, and the order that sorts them.

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from torch import nn
 from torch.nn.utils import prune
+
+from retime.mechanisms.arguments import AtLeast, Below, checked
 
 PRUNED = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 
 
-def prune_class_blind(model: nn.Module, share: float) -> dict[str, float]:
+@checked
+def prune_class_blind(model: nn.Module, share: Annotated[float, AtLeast(0), Below(1)]) -> dict[str, float]:
     """Prune away the ``share`` of all convolution and linear weights that is smallest in magnitude, all layers alike.
 
     *Class-blind*: one threshold for the whole model, whatever the layer (the scheme that See et al. find best). Biases
@@ -21,23 +26,22 @@ def prune_class_blind(model: nn.Module, share: float) -> dict[str, float]:
     Raises:
         ValueError: ``share`` is not between 0 and 1, or there is nothing to prune.
     """
-    layers = _layers(model, share)
+    layers = _layers(model)
     weights = [(layer, "weight") for layer in layers.values()]
     prune.global_unstructured(weights, pruning_method=prune.L1Unstructured, amount=float(share))
     return _kept(layers)
 
 
-def prune_class_uniform(model: nn.Module, share: float) -> dict[str, float]:
+@checked
+def prune_class_uniform(model: nn.Module, share: Annotated[float, AtLeast(0), Below(1)]) -> dict[str, float]:
     """Prune away the smallest ``share`` of each layer's own weights (See et al.'s *class-uniform*); else as above."""
-    layers = _layers(model, share)
+    layers = _layers(model)
     for layer in layers.values():
         prune.l1_unstructured(layer, "weight", amount=float(share))  # type: ignore[no-untyped-call]
     return _kept(layers)
 
 
-def _layers(model: nn.Module, share: float) -> dict[str, nn.Module]:
-    if not 0 <= share < 1:
-        raise ValueError(f"share={share} must be at least 0 and below 1: 0.97 prunes 97 % of the weights")
+def _layers(model: nn.Module) -> dict[str, nn.Module]:
     layers: dict[str, nn.Module] = {n: layer for n, layer in model.named_modules() if isinstance(layer, PRUNED)}
     if not layers:
         raise ValueError(f"{type(model).__name__} has no convolution or linear layer to prune")

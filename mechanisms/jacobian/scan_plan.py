@@ -7,9 +7,12 @@ are g, M_1 g, M_2 M_1 g, ..., M_m ... M_1 g: all gradients that back-propagation
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from retime.mechanisms.arguments import AtLeast, AtMost, checked
 
 Phase = Literal["up", "linear", "down"]
+MOST_MATRICES = 10**6
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,16 @@ class ScanPlan:
         return "\n".join(f"{phase} {level}: {' '.join(words)}" for (level, phase), words in lines.items())
 
 
-def full_levels(matrices: int) -> int:
+@checked
+def full_levels(matrices: Annotated[int, AtLeast(0)]) -> int:
     """Up-sweep levels of the whole algorithm 1 over g and `matrices` Jacobians."""
     return max(0, (matrices + 1).bit_length() - 1)
 
 
-def scan_plan(matrices: int, levels: int | None = None) -> ScanPlan:
+@checked
+def scan_plan(
+    matrices: Annotated[int, AtLeast(0), AtMost(MOST_MATRICES)], levels: Annotated[int, AtLeast(0)] | None = None
+) -> ScanPlan:
     """The modified Blelloch scan with `levels` up-sweep levels.
 
     `levels=None` is algorithm 1 whole, 0 is back-propagation (the paper's linear scan). In between lies the hybrid of
@@ -58,10 +65,8 @@ def scan_plan(matrices: int, levels: int | None = None) -> ScanPlan:
     on line 9 (those into the last slot) and products by the identity are no steps.
 
     Raises:
-        ValueError: negative numbers.
+        ValueError: negative numbers, or more matrices than a list of them could be made for.
     """
-    if matrices < 0 or (levels is not None and levels < 0):
-        raise ValueError(f"matrices={matrices}, levels={levels}: give 0 or more, or levels=None for the whole scan")
     most = full_levels(matrices)
     levels = most if levels is None else min(levels, most)
     # the slots of algorithm 1; the one that its line 9 overwrites is past the end, so that M_m ... M_1 g comes out too

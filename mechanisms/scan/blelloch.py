@@ -1,8 +1,11 @@
 """The paper's scan (Algorithm 1) over affine maps, whole or cut off after some levels (section 5.3)."""
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
+from retime.mechanisms.arguments import AtLeast, checked
 from retime.mechanisms.scan.jacobians import LocalJacobians
 
 
@@ -18,9 +21,8 @@ class Blelloch:
 
     safe = False
 
-    def __init__(self, levels: int | None = None) -> None:
-        if levels is not None and levels < 1:
-            raise ValueError(f"levels={levels}: give 1 or more, or use solver='sequential' for none")
+    @checked
+    def __init__(self, levels: Annotated[int, AtLeast(1)] | None = None) -> None:
         self.levels = levels
 
     def __repr__(self) -> str:

@@ -3,10 +3,12 @@
 import statistics
 import time
 from collections.abc import Iterable
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
+from retime.mechanisms.arguments import AtLeast, checked
 from retime.mechanisms.scan.cost_model import AUTOGRAD, TRITON, WAYS, CostModel, Shape
 from retime.mechanisms.scan.fit import fit_coefficients
 from retime.mechanisms.scan.layer import scan_layer
@@ -25,7 +27,12 @@ LARGEST_PRODUCTS = 20_000_000
 """Shapes with more than this many numbers in all Jacobians are not tried with solvers that multiply them."""
 
 
-def calibrate(device: str | torch.device = "cpu", cells: Iterable[str] = ("RNN", "GRU"), repeats: int = 3) -> CostModel:
+@checked
+def calibrate(
+    device: str | torch.device = "cpu",
+    cells: Iterable[Literal["RNN", "GRU", "LSTM"]] = ("RNN", "GRU"),
+    repeats: Annotated[int, AtLeast(1)] = 3,
+) -> CostModel:
     """Time every way through the backward pass on ``device``: some seconds of an otherwise idle machine.
 
     On a GPU where the Triton kernels run they are one more way: only this lets "auto" choose them.

@@ -5,6 +5,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from retime.mechanisms.arguments import checked
 from retime.mechanisms.scan import calibration
 from retime.mechanisms.scan.cost_model import AUTOGRAD, CostModel, Shape
 from retime.mechanisms.scan.solver import Solver, parse_solver
@@ -14,6 +15,7 @@ from retime.mechanisms.scan.triton_launch import why_not
 _models: dict[str, CostModel] = {"cpu": calibration.CPU, "cuda": calibration.CUDA}
 
 
+@checked
 def set_cost_model(device_type: str, model: CostModel) -> CostModel | None:
     """Let ``solver="auto"`` choose by ``model`` on that type of device, and give back the model it replaces."""
     before = _models.get(device_type)

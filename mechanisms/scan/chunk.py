@@ -2,10 +2,12 @@
 
 import math
 from functools import cache
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
+from retime.mechanisms.arguments import AtLeast, checked
 from retime.mechanisms.scan.jacobians import LocalJacobians, fold
 
 CACHE_BYTES = 512 * 1024
@@ -29,9 +31,8 @@ class Chunk:
 
     safe = False
 
-    def __init__(self, length: int | None = None) -> None:
-        if length is not None and length < 1:
-            raise ValueError(f"length={length}: a chunk needs 1 time step or more")
+    @checked
+    def __init__(self, length: Annotated[int, AtLeast(1)] | None = None) -> None:
         self.length = length
 
     def __repr__(self) -> str:

@@ -10,6 +10,7 @@ AUTOGRAD = "autograd"
 WAYS = (AUTOGRAD, "sequential", "chunk", "blelloch")
 TRITON = "triton"
 """A way too, where its kernels run: it is chosen only by coefficients that ``calibrate("cuda")`` has measured."""
+CELLS = ("RNN", "GRU", "LSTM", "LSTM fused")
 MARGIN = 1.25
 """A scan is used where it is predicted to be this much faster than torch's own backward pass, so that an error of the
 prediction does not cost time."""
@@ -53,6 +54,15 @@ class CostModel:
     """
 
     coefficients: Mapping[str, tuple[float, ...]]
+
+    def __post_init__(self) -> None:
+        amounts = {f"{cell} {way}": len(Shape(1, 1, 1, 1).work(way)) for cell in CELLS for way in (*WAYS, TRITON)}
+        for name, given in self.coefficients.items():
+            if len(given) != amounts.get(name) or not all(number >= 0 and math.isfinite(number) for number in given):
+                raise ValueError(
+                    f"coefficients[{name!r}]={given}: give {amounts.get(name, 'no')} numbers of 0 or more; names are "
+                    f"'<cell> <way>' of {', '.join(CELLS)} and {', '.join((*WAYS, TRITON))}"
+                )
 
     def predict_us(self, cell: str, way: str, shape: Shape) -> float:
         """Microseconds; infinite where the way is not known."""

@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 from retime.mechanisms.scan.cells import Weights
+from retime.mechanisms.scan.checks import check_layer
 from retime.mechanisms.scan.choice import choose_solver
 from retime.mechanisms.scan.function import ScanFunction
-from retime.mechanisms.scan.native import MODES, run_native
+from retime.mechanisms.scan.native import run_native
 from retime.mechanisms.scan.packed import Packing
 from retime.mechanisms.scan.solver import Solver, check_solver
 
@@ -40,17 +41,19 @@ def scan_layer(
     :param solver: a name (``retime.mechanisms.scan.solver.NAMES``), or an object with ``solve``.
     :param batch_sizes: as in PackedSequence: ``[T]``, int64, on the CPU.
     :return: output ``[T, B, H]`` (or ``[N, H]``), ``h_n`` ``[B, H]`` and, for LSTM, ``c_n`` ``[B, H]``.
-    :raises ValueError: for an unknown mode or solver, one bias without the other, or a layer that ``"triton"`` cannot
-        run.
+    :raises ValueError: for an unknown mode or solver, one bias without the other, shapes, dtypes or devices that do not
+        fit together, or a layer that ``"triton"`` cannot run.
     :raises ModuleNotFoundError: for ``"triton"`` where triton is not installed.
     """
-    state = tuple(part.unsqueeze(0) for part in (hx if isinstance(hx, tuple) else (hx,)))
+    states, directions = hx if isinstance(hx, tuple) else (hx,), ((w_ih, w_hh, b_ih, b_hh),)
+    check_layer(mode, x, states, directions, batch_sizes)
+    state = tuple(part.unsqueeze(0) for part in states)
     if reverse:
         turn = _flip if batch_sizes is None else Packing(batch_sizes, x.device).flip_packed
-        output, *last = _run(mode, turn(x), state, ((w_ih, w_hh, b_ih, b_hh),), solver, batch_sizes)
+        output, *last = _run(mode, turn(x), state, directions, solver, batch_sizes)
         output = turn(output)
     else:
-        output, *last = _run(mode, x, state, ((w_ih, w_hh, b_ih, b_hh),), solver, batch_sizes)
+        output, *last = _run(mode, x, state, directions, solver, batch_sizes)
     return (output, *(part.squeeze(0) for part in last))  # type: ignore[return-value]
 
 
@@ -71,6 +74,7 @@ def scan_bidirectional(
     :return: output ``[T, B, 2 * H]`` (or ``[N, 2 * H]``), ``h_n`` ``[2, B, H]`` and, for LSTM, ``c_n``.
     """
     state = hx if isinstance(hx, tuple) else (hx,)
+    check_layer(mode, x, state, (weights, reverse_weights), batch_sizes)
     return _run(mode, x, state, (weights, reverse_weights), solver, batch_sizes)  # type: ignore[return-value]
 
 
@@ -82,11 +86,6 @@ def _run(
     solver: str | Solver,
     batch_sizes: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    if mode not in MODES:
-        raise ValueError(f"unknown mode {mode!r}; use one of {', '.join(MODES)}")
-    for _, _, b_ih, b_hh in directions:
-        if (b_ih is None) != (b_hh is None):
-            raise ValueError("one of b_ih and b_hh is None: give both, or neither")
     check_solver(solver)
     flat = tuple(weight for weights in directions for weight in weights)
     chosen = None

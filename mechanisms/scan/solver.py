@@ -38,12 +38,18 @@ class Solver(Protocol):
         ...
 
 
-@cache
 def parse_solver(name: str) -> Solver:
     """The solver of that name. Solvers hold no state: one object a name serves all layers.
 
     :raises ValueError: for an unknown name.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"name={name!r}: use one of {NAMES}")
+    return _parse(name)
+
+
+@cache
+def _parse(name: str) -> Solver:
     match = re.fullmatch(r"(\w+)(?:[:(](\d+)\)?)?", name.strip())
     kind, number = match.groups() if match else (name, None)
     count = None if number is None else int(number)
