@@ -215,11 +215,15 @@ IN_PARTS: dict[str, Any] = {
         "accumulation_hooks_at_train_start": "hooks that run when a gradient has been accumulated",
         "ddp_own_buffers_on_each_rank": "BatchNorm in train mode",
         "ddp_static_graph": "static_graph=True",
+        "template_deep_q_learning": "differs by",  # each call plays on and remembers more
+        "template_finetuning": "BatchNorm in train mode",
     },
     "left_out": {
         # Their traces hold sums over the samples that training_step was given.
         "inference_in_training_step": "trace",
         "no_grad_forward_in_training_step": "trace",
+        # Its trace holds means over pixels that count, of which parts have different numbers.
+        "template_segmentation": "trace",
         # A part's gradients in float16 are smaller and overflow later; the scale then takes another way.
         "precision_with_scaler": "everything",
         "precision_with_scaler_clipping_and_accumulation": "everything",

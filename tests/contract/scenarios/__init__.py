@@ -13,8 +13,10 @@ from contract.scenarios import (
     parameters,
     precision,
     readers,
+    reinforcement,
     schedules,
     several_ranks,
+    templates,
     tuning,
 )
 
@@ -32,7 +34,9 @@ THEMES = (
     parameters,
     precision,
     readers,
+    reinforcement,
     schedules,
     several_ranks,
+    templates,
     tuning,
 )
