@@ -1,0 +1,1 @@
+"""The mechanisms for other training libraries than Lightning."""

@@ -11,9 +11,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer, patch_optimizer_step
-from accelerate.utils import DistributedType
+try:
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer, patch_optimizer_step
+    from accelerate.utils import DistributedType
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"retime.integrations.accelerate needs {error.name}, which is not installed: "
+        "pip install 'lightning-retime[accelerate]'",
+        name=error.name,
+    ) from error
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer

@@ -5,15 +5,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import hydra
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
-from rich.table import Table
+try:
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import DictConfig, OmegaConf
+    from rich.console import Console
+    from rich.table import Table
 
-from retime.recipes import report
-from retime.recipes.recipe import Recipe, result_folder
-from retime.recipes.schema import register_all, settings_of
+    from retime.recipes import report
+    from retime.recipes.recipe import Recipe, result_folder
+    from retime.recipes.schema import register_all, settings_of
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"the recipes need {error.name}, which is not installed: pip install 'lightning-retime[recipes]'",
+        name=error.name,
+    ) from error
 
 
 def experiments() -> dict[str, str]:

@@ -1,0 +1,39 @@
+"""What a fresh process finds: errors that name the extra to install, and strategies that a configuration can name."""
+
+import subprocess
+import sys
+
+MISSING = """
+import importlib, sys
+for module, package, extra in (("retime.integrations.accelerate", "accelerate", "accelerate"),
+                               ("retime.recipes.__main__", "hydra", "recipes")):
+    sys.modules[package] = None  # as if it were not installed
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        assert f"pip install 'lightning-retime[{extra}]'" in str(error), error
+        assert package in str(error), error
+    else:
+        raise AssertionError(f"{module} does without {package}")
+"""
+CONFIGURED = """
+import sys
+from hydra.utils import instantiate
+assert "retime" not in sys.modules
+strategy = {"_target_": "retime.FusedOptimizerStrategy", "mode": "forward"}
+settings = {"_target_": "lightning.pytorch.Trainer", "accelerator": "cpu", "logger": False, "strategy": strategy}
+assert type(instantiate(settings).strategy).__name__ == "FusedOptimizerStrategy"
+"""
+
+
+def _run(script: str) -> None:
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=250)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_error_names_the_extra_that_is_missing() -> None:
+    _run(MISSING)
+
+
+def test_a_configuration_names_a_strategy_that_nothing_has_imported() -> None:
+    _run(CONFIGURED)
