@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 _LAYERS = 4  # of objects that hold objects
@@ -97,9 +98,11 @@ class Window:
     def on(self, storage: torch.UntypedStorage, device: torch.device) -> Tensor:
         """The same window on another storage of ``device``; the result has no history.
 
-        Fake storages say that they are on the meta device, so the device is asked for.
+        Fake storages say that they are on the meta device, so the device is asked for. In a dry run too constants that
+        nothing stands in for are real.
         """
-        with torch.no_grad():
+        real = storage.device.type != "meta" and torch._C._len_torch_dispatch_stack()
+        with torch.no_grad(), _disable_current_modes() if real else nullcontext():
             tensor = torch.empty(0, dtype=self.dtype, device=device)
             with _uncached(tensor):
                 tensor.set_(storage, self.offset, self.size, self.stride)
