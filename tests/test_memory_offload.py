@@ -207,8 +207,9 @@ def test_a_backward_pass_through_a_part_holds_nothing_that_was_fetched_ahead(hos
     with offload_all(host, [leaf], prefetch=3):
         first = leaf.exp()
         second = first.sin().exp()
+        edge = torch.autograd.graph.get_gradient_edge(second)
         loss = second.sin().exp().sum()
-    del first
+    del first, second  # what is held has not left
     fetched: list[weakref.ref] = []
     load = _MemoryCopy.load
 
@@ -218,7 +219,7 @@ def test_a_backward_pass_through_a_part_holds_nothing_that_was_fetched_ahead(hos
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("retime.mechanisms.memory.host_memory._MemoryCopy.load", watched)
-        torch.autograd.grad(loss, second, retain_graph=True)
+        torch.autograd.grad(loss, edge, retain_graph=True)
     assert fetched
     assert all(one() is None for one in fetched)
 
@@ -270,8 +271,9 @@ def test_contexts_nest_and_the_inner_one_decides(host: HostMemory) -> None:
         with offload_all(inner_host, [leaf]) as inner:
             second = first.exp()
         third = second.sin()
+        del first, second
     third.sum().backward()
-    assert torch.allclose(leaf.grad, third.detach().asin().cos() * 0 + _slope(leaf.detach()))
+    assert torch.allclose(leaf.grad, _slope(leaf.detach()))
     assert (outer.report().storages, inner.report().storages) == (2, 1)
     with pytest.raises(RuntimeError, match="already around a forward pass"), outer, outer:
         pass
@@ -341,6 +343,7 @@ def test_passes_are_left_alone_behind_the_last_storage_that_moves(
         with offload:
             first = leaf.exp()  # saves 0
             value = first.sin().sin() * first  # saves 0 twice more, 1, and 2
+            del first
             for _ in range(7 if longer else 6):
                 value = value.tanh()
         value.sum().backward()
@@ -483,7 +486,7 @@ def test_a_failed_write_fails_the_forward_pass_or_loses_nothing(
     with HostDisk(tmp_path) as host:
         monkeypatch.setattr(os, "pwrite", broken)
         with pytest.raises(HostError, match="could not be written to"), offload_all(host, [leaf]):
-            leaf.exp()
+            loss = leaf.exp().sum()
         offload = offload_all(host, [leaf], in_flight_bytes=10**6)
         gate = threading.Event()
         host._pool.submit(gate.wait)  # the failure comes after the forward pass
@@ -509,9 +512,10 @@ def test_numbers_do_not_depend_on_what_moves(host: HostMemory) -> None:
             float(hidden.norm().detach())  # saves that again and the norm, 1
             float((hidden * hidden).sum().detach())
             loss = (hidden * hidden.exp()).sum()  # saves it once more, and the exponential, 2
+            del hidden
         loss.backward()
         gradient[name] = value.grad
-        assert (offload.report().storages >= 3) == (name == "all")
+        assert offload.report().storages == (2 if name == "all" else 0)
     assert not mismatches
     assert torch.equal(gradient["plain"], gradient["all"])  # type: ignore[arg-type]
 

@@ -255,7 +255,7 @@ def test_host_memory_gives_up_sizes_that_were_used_longest_ago() -> None:
 
     def use(*sizes: int) -> list[int]:
         copies = [host.store(storage(size)) for size in sizes]
-        buffers = [copy._buffer.data_ptr() for copy in copies]
+        buffers = [copy.copied.buffer.data_ptr() for copy in copies]
         for copy in copies:
             copy.free()
         return buffers

@@ -53,7 +53,7 @@ class HostCopy(Protocol):
     def free(self) -> None:
         """Give the space back. A copy under way goes on to its end, holding what it needs; nobody waits for it.
 
-        Doing so twice is harmless, and any thread's garbage collection may do it.
+        Doing so twice is harmless. So does dropping the last reference to this object, at the tier's next call.
         """
 
 

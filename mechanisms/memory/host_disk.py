@@ -4,7 +4,7 @@ The file has no name from its first moment, so it goes with the process whatever
 calling thread before a copy starts: a full disk is an error of the forward pass, not of a thread. One thread copies, in
 the order of the calls: a place that is given back while it is read, or written, is written again only afterwards.
 
-Whatever may run in a finaliser does not wait: garbage is collected on any thread, also on the one that copies.
+The thread holds what it copies. What objects leave behind at their end is seen to by the next call.
 """
 
 from __future__ import annotations
@@ -17,12 +17,16 @@ import threading
 import warnings
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from retime.mechanisms.memory.host import HostError
 from retime.mechanisms.memory.host_extents import Extents
+from retime.mechanisms.memory.last_owner import never_at_once
+from retime.mechanisms.memory.left_behind import LeftBehind
 from retime.mechanisms.no_effect import NoEffectWarning
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -42,10 +46,13 @@ class HostDisk:
 
     Raises:
         HostError: the folder is missing, cannot be written to, or has not ``capacity_bytes`` left.
+        TypeError: ``folder`` is no path.
         ValueError: the device is not the CPU.
     """
 
     def __init__(self, folder: str | Path, *, device: torch.device | str = "cpu", capacity_bytes: int = 0) -> None:
+        if not isinstance(folder, str | Path):  # a number would be taken for an open file, and closed
+            raise TypeError(f"HostDisk(folder={folder!r}): name a folder, as text or as a Path")
         if torch.device(device).type != "cpu":
             raise ValueError(f"host='disk:{folder}' takes storages of the CPU, not of {device}: use host='memory'")
         self.name = f"disk:{folder}"
@@ -63,6 +70,7 @@ class HostDisk:
                 stacklevel=2,
             )
         self._extents = Extents()
+        self._left = LeftBehind()
         self._lock = threading.RLock()
         self._reserved = 0
         self._held = 0
@@ -86,18 +94,23 @@ class HostDisk:
         nbytes = source.nbytes()
         with self._lock:
             self._check_open()
-            offset = self._extents.take(nbytes)
+            self._left.see_to()
+            place = _Place(self._extents.take(nbytes), nbytes)
             try:
                 self._reserve(self._extents.end)
             except HostError:
-                self._extents.give_back(offset, nbytes)
+                self._extents.give_back(place.offset, nbytes)
                 raise
             self._held += nbytes
-        written = self._pool.submit(_write, self._file.fileno(), source.data_ptr(), nbytes, offset)
-        return _DiskCopy(self, source, offset, written)
+            written = self._pool.submit(_write, self._file.fileno(), [source], place)
+            copy = _DiskCopy(self, source, place, written)
+            self._left.when_gone(copy, partial(self._give_back, place))
+            return copy
 
     def bytes_held(self) -> int:
-        return self._held
+        with self._lock:
+            self._left.see_to()
+            return self._held
 
     def close(self) -> None:
         self._closed = True
@@ -141,17 +154,28 @@ class HostDisk:
             return "free space unknown"
         return f"{found.f_bavail * found.f_frsize} bytes free"
 
-    def _give_back(self, offset: int, nbytes: int) -> None:
-        self._extents.give_back(offset, nbytes)
+    def _give_back(self, place: _Place) -> None:
         with self._lock:
-            self._held -= nbytes
+            if place.taken:
+                place.taken = False
+                self._extents.give_back(place.offset, place.nbytes)
+                self._held -= place.nbytes
+
+
+@dataclass(eq=False, slots=True)
+class _Place:
+    """Where in the file a storage lies."""
+
+    offset: int
+    nbytes: int
+    taken: bool = True
 
 
 def _started() -> ThreadPoolExecutor:
     """A thread that runs already, on a small stack: where memory is short, one that starts later may never come up."""
     before = threading.stack_size(_STACK_BYTES)
     try:
-        pool = ThreadPoolExecutor(1, thread_name_prefix="retime-host-disk")
+        pool = ThreadPoolExecutor(1, thread_name_prefix="retime-host-disk", initializer=never_at_once)
         pool.submit(threading.get_ident).result()
     finally:
         threading.stack_size(before)
@@ -159,15 +183,14 @@ def _started() -> ThreadPoolExecutor:
 
 
 class _DiskCopy:
-    """Holds the source until :meth:`settle`: the thread has only its address."""
+    """Holds the source until :meth:`settle`: should the copy fail, nothing is lost."""
 
-    def __init__(self, host: HostDisk, source: torch.UntypedStorage, offset: int, written: Future[None]) -> None:
-        self.nbytes = source.nbytes()
+    def __init__(self, host: HostDisk, source: torch.UntypedStorage, place: _Place, written: Future[None]) -> None:
+        self.nbytes = place.nbytes
         self._host = host
         self._source: torch.UntypedStorage | None = source
-        self._offset = offset
+        self._place = place
         self._written = written
-        self._freed = False
 
     def settle(self) -> bool:
         waited = not self._written.done()
@@ -185,19 +208,11 @@ class _DiskCopy:
 
     def load(self, into: torch.UntypedStorage) -> _DiskLoading:
         descriptor = self._host._file.fileno()
-        read = self._host._pool.submit(_read, descriptor, into.data_ptr(), self.nbytes, self._offset, self._written)
-        return _DiskLoading(self, into, read)
+        return _DiskLoading(self, self._host._pool.submit(_read, descriptor, [into], self._place, self._written))
 
     def free(self) -> None:
-        if self._freed:
-            return
-        self._freed = True
-        source, self._source = self._source, None
-        _hold_until(self._written, source)
-        self._host._give_back(self._offset, self.nbytes)
-
-    def __del__(self) -> None:
-        self.free()
+        self._source = None
+        self._host._give_back(self._place)
 
     def _error(self, what: str, failure: BaseException) -> HostError:
         number = failure.errno if isinstance(failure, OSError) and failure.errno else errno.EIO
@@ -206,11 +221,10 @@ class _DiskCopy:
 
 
 class _DiskLoading:
-    """Holds the copy and the target until the thread has filled it."""
+    """Holds the copy, whose place would be written into again."""
 
-    def __init__(self, copy: _DiskCopy, into: torch.UntypedStorage, read: Future[None]) -> None:
+    def __init__(self, copy: _DiskCopy, read: Future[None]) -> None:
         self._copy = copy
-        self._into = into
         self._read = read
 
     def wait(self) -> bool:
@@ -221,34 +235,37 @@ class _DiskLoading:
             raise HostError(error.errno, f"{error.strerror}; gradients may be incomplete: zero them") from failure
         return waited
 
-    def __del__(self) -> None:
-        _hold_until(self._read, self._into)
+
+def _memory_of(storage: torch.UntypedStorage) -> memoryview:
+    return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
 
 
-def _hold_until(copied: Future[None], storage: torch.UntypedStorage | None) -> None:
-    """Until then the thread has only the storage's address."""
-    held = [storage]
-    copied.add_done_callback(lambda _: held.clear())
+# What is copied is held by a list and let go of before the copy counts as done: memory is freed when others expect it.
 
 
-def _memory_at(address: int, nbytes: int) -> memoryview:
-    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+def _write(descriptor: int, source: list[torch.UntypedStorage], place: _Place) -> None:
+    try:
+        view, done = _memory_of(source[0]), 0
+        while done < place.nbytes:
+            written = os.pwrite(descriptor, view[done : done + _CALL_BYTES], place.offset + done)
+            if written == 0:
+                raise OSError(errno.EIO, f"the disk took none of the last {place.nbytes - done} bytes")
+            done += written
+    finally:
+        source.clear()
 
 
-def _write(descriptor: int, address: int, nbytes: int, offset: int) -> None:
-    view, done = _memory_at(address, nbytes), 0
-    while done < nbytes:
-        done += os.pwrite(descriptor, view[done : done + _CALL_BYTES], offset + done)
-
-
-def _read(descriptor: int, address: int, nbytes: int, offset: int, written: Future[None]) -> None:
-    written.result()
-    view, done = _memory_at(address, nbytes), 0
-    while done < nbytes:
-        read = os.preadv(descriptor, [view[done : done + _CALL_BYTES]], offset + done)
-        if read == 0:
-            raise OSError(errno.EIO, f"the file ends {nbytes - done} bytes early")
-        done += read
+def _read(descriptor: int, into: list[torch.UntypedStorage], place: _Place, written: Future[None]) -> None:
+    try:
+        written.result()
+        view, done = _memory_of(into[0]), 0
+        while done < place.nbytes:
+            read = os.preadv(descriptor, [view[done : done + _CALL_BYTES]], place.offset + done)
+            if read == 0:
+                raise OSError(errno.EIO, f"the file ends {place.nbytes - done} bytes early")
+            done += read
+    finally:
+        into.clear()
 
 
 def _is_memory(folder: Path) -> bool:

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections import deque
+from dataclasses import dataclass
+from functools import partial
 
 import psutil
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from retime.mechanisms.memory.host import HostError
+from retime.mechanisms.memory.left_behind import LeftBehind
 
 
 class HostMemory:
@@ -33,8 +36,8 @@ class HostMemory:
         self._cuda = self._device.type == "cuda"
         self._stream = torch.cuda.Stream(self._device) if self._cuda else None  # type: ignore[no-untyped-call]
         self._kept = _KeptBuffers()
-        self._freed: deque[Tensor] = deque()  # by any thread, also by a finaliser in the middle of anything here
-        self._lock = threading.Lock()
+        self._left = LeftBehind()
+        self._lock = threading.RLock()
         self._held = 0
         self._reserved = 0
         self._most = 0
@@ -65,7 +68,10 @@ class HostMemory:
                 buffer = self._new(nbytes)
             self._held += nbytes
             self._most = max(self._most, self._held)
-        return _MemoryCopy(self, source, buffer)
+            with _disable_current_modes():  # a storage may end in the middle of anything
+                copy = _MemoryCopy(self, source, buffer)
+            self._left.when_gone(copy, partial(self._release, copy.copied))
+            return copy
 
     def bytes_held(self) -> int:
         with self._lock:
@@ -79,15 +85,22 @@ class HostMemory:
 
     def _new(self, nbytes: int) -> Tensor:
         try:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._cuda)
+            with _disable_current_modes():
+                return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._cuda)
         except RuntimeError as error:  # the C library, or CUDA, which locks the pages
             raise self._full(f"{nbytes} more bytes beside {self._held} ({str(error).splitlines()[0]})") from error
 
     def _take_back(self) -> None:
-        while self._freed:
-            buffer = self._freed.popleft()
-            self._held -= buffer.nbytes
-            self._kept.put(buffer)
+        self._left.see_to()
+
+    def _release(self, copied: _Copied) -> None:
+        """The next copy into the buffer runs on the same stream as all that still read it, so it may go at once."""
+        with self._lock:
+            self._await(copied.event)
+            copied.storage, buffer, copied.buffer = None, copied.buffer, None
+            if buffer is not None:
+                self._held -= buffer.nbytes
+                self._kept.put(buffer)
 
     def _give_up_kept(self) -> None:
         self._kept.shrink(0)
@@ -124,50 +137,52 @@ class HostMemory:
         return True
 
 
+@dataclass(eq=False, slots=True)
+class _Copied:
+    """Held until the copy has ended: before that, the storage's memory must not go to anybody else."""
+
+    storage: torch.UntypedStorage | None
+    buffer: Tensor | None
+    event: torch.cuda.Event | None
+
+
 class _MemoryCopy:
     def __init__(self, host: HostMemory, source: torch.UntypedStorage, buffer: Tensor) -> None:
         self.nbytes = source.nbytes()
+        self.copied = _Copied(source, buffer, host._copy(buffer, _bytes_of(source)))
         self._host = host
-        self._source: torch.UntypedStorage | None = source
-        self._buffer: Tensor | None = buffer
-        self._event = host._copy(buffer, _bytes_of(source))
 
     def settle(self) -> bool:
-        waited = self._host._await(self._event)
-        self._source = None
+        waited = self._host._await(self.copied.event)
+        self.copied.storage = None
         return waited
 
     def check(self) -> None:
         pass
 
     def load(self, into: torch.UntypedStorage) -> _MemoryLoading:
-        assert self._buffer is not None, "the copy was freed"
-        return _MemoryLoading(self._host, into, self._host._copy(_bytes_of(into), self._buffer))
+        assert self.copied.buffer is not None, "the copy was freed"
+        host = self._host
+        back = _Copied(into, None, host._copy(_bytes_of(into), self.copied.buffer))
+        loading = _MemoryLoading(host, back)
+        with host._lock:
+            host._left.see_to()
+            host._left.when_gone(loading, partial(host._release, back))
+        return loading
 
     def free(self) -> None:
-        if self._buffer is None:
-            return
-        self._host._await(self._event)
-        self._source = None
-        # The next copy into it runs on the same stream as all that still read it. Torch's own pool waits for these too.
-        self._host._freed.append(self._buffer)
-        self._buffer = None
-
-    def __del__(self) -> None:
-        self.free()
+        self._host._release(self.copied)
 
 
 class _MemoryLoading:
-    def __init__(self, host: HostMemory, into: torch.UntypedStorage, event: torch.cuda.Event | None) -> None:
+    def __init__(self, host: HostMemory, back: _Copied) -> None:
         self._host = host
-        self._into = into
-        self._event = event
+        self._back = back
 
     def wait(self) -> bool:
-        return self._host._await(self._event)
-
-    def __del__(self) -> None:
-        self._host._await(self._event)  # before the target's memory can go to somebody else
+        waited = self._host._await(self._back.event)
+        self._back.storage = None
+        return waited
 
 
 class _KeptBuffers:

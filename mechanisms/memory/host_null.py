@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+
+from retime.mechanisms.memory.left_behind import LeftBehind
 
 
 class HostNull:
@@ -11,6 +15,8 @@ class HostNull:
     name = "null"
 
     def __init__(self) -> None:
+        self._left = LeftBehind()
+        self._copies: set[int] = set()
         self._held = 0
 
     def takes(self, device: torch.device) -> bool:
@@ -20,12 +26,21 @@ class HostNull:
         """There is always space."""
 
     def store(self, source: torch.UntypedStorage) -> _NullCopy:
+        self._left.see_to()
         copy = _NullCopy(self, source)
         self._held += copy.nbytes
+        self._copies.add(id(copy))
+        self._left.when_gone(copy, partial(self._release, id(copy), copy.nbytes))
         return copy
 
     def bytes_held(self) -> int:
+        self._left.see_to()
         return self._held
+
+    def _release(self, copy: int, nbytes: int) -> None:
+        if copy in self._copies:
+            self._copies.remove(copy)
+            self._held -= nbytes
 
     def close(self) -> None:
         pass
@@ -36,7 +51,6 @@ class _NullCopy:
         self.nbytes = source.nbytes()
         self._host = host
         self._source: torch.UntypedStorage | None = source  # as a real copy does until it has ended
-        self._freed = False
 
     def settle(self) -> bool:
         self._source = None
@@ -49,10 +63,8 @@ class _NullCopy:
         return _NullLoading()
 
     def free(self) -> None:
-        if not self._freed:
-            self._freed = True
-            self._source = None
-            self._host._held -= self.nbytes
+        self._source = None
+        self._host._release(id(self), self.nbytes)
 
 
 class _NullLoading:

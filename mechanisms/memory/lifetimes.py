@@ -203,7 +203,8 @@ def _is_batch(storage: TracedStorage) -> bool:
 def _leaving_lives(leaving: list[SavedLife], plan: OffloadPlan, in_flight_bytes: int) -> list[Life]:
     """Lives of storages that leave: held while in flight, back some storages before they are needed."""
     lives = []
-    released = _released(sorted(leaving, key=lambda one: one.saved), plan.sub_batch, in_flight_bytes)
+    going = [one for one in leaving if one.restored]  # the others are there when they are needed
+    released = _released(sorted(going, key=lambda one: one.source.dies), plan.sub_batch, in_flight_bytes)
     fetches = sorted((life.born, one.number, life) for one in leaving for life in one.restored)
     for one in leaving:
         at = released.get(one.number)
@@ -230,5 +231,5 @@ def _released(leaving: list[SavedLife], samples: int, limit: int) -> dict[int, i
         while held > limit:
             oldest = waiting.pop(0)
             held -= oldest.source.size.at(samples)
-            released[oldest.number] = one.saved - 1
+            released[oldest.number] = one.source.dies
     return released

@@ -6,8 +6,9 @@
     loss.backward()
     print(offload.report())
 
-The numbers stay the same: what comes back is what left, bit by bit. Autograd saves tensors; what moves is storages, so
-several views of one storage move once and come back as one storage.
+The numbers stay the same: what comes back is what left, bit by bit, and it leaves when nothing but the graph holds it
+any more, so that nothing can write into it. Autograd saves tensors; what moves is storages, so several views of one
+storage move once and come back as one storage. Memory that torch has not allocated (NumPy's, say) stays.
 """
 
 from __future__ import annotations
@@ -111,9 +112,9 @@ class OffloadSavedTensors:
         host: where they go.
         keep: tensors whose storages never move and have no number: parameters, buffers, the batch. May be set anew
             before each forward pass.
-        in_flight_bytes: storages that a copy still reads may hold that much memory after the model has let go of them.
-            0 waits for every copy. They are let go of in order and as late as this allows, so that the peak does not
-            depend on the disk's mood.
+        in_flight_bytes: storages that a copy still reads may hold that much memory after the model has let go of them,
+            which is when it begins. 0 waits for every copy. They are let go of in order and as late as this allows, so
+            that the peak does not depend on the disk's mood.
         planned_bytes: size of all storages that the plan was made for; 0 where it is not known.
         on_mismatch: called with the error when a pass that was watched to its end does not fit the plan; without it the
             error is raised at the end of the forward pass.

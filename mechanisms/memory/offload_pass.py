@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from retime.mechanisms.memory.host import HostCopy, HostError, HostTier
+from retime.mechanisms.memory.last_owner import raise_interruption, watch, working
 from retime.mechanisms.memory.saved import Kept, Moved, MovedStorage
 from retime.mechanisms.memory.storages import has_storage, storage_key, storage_keys
 from retime.schedules.memory import OffloadPlan
@@ -55,6 +56,9 @@ class SaveObserver(Protocol):
 class ForwardPass:
     """Numbers what is saved, sends away what the plan names, and brings it back.
 
+    A storage goes when the model has let go of it, because it may be written into until then. One that is held until
+    the backward pass needs it never goes, so no plan could have gained by it.
+
     Attributes:
         sizes: bytes of each storage that was saved, by number.
         tail: how many storages had been saved when one that moves was saved for the last time.
@@ -84,12 +88,12 @@ class ForwardPass:
         self._open = True
         self._abandoned = False
         self._saves = 0
-        # By storage key: the storage (keys are given out again), its version when saved, its number, its record.
-        self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int, weakref.ref[MovedStorage] | None]] = {}
+        # By storage key: the storage (keys are given out again), its number, its record.
+        self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, weakref.ref[MovedStorage] | None]] = {}
         self._moved: list[weakref.ref[MovedStorage]] = []
         self._order: list[weakref.ref[MovedStorage]] | None = None  # as the backward pass needs them
         self._place: dict[int, int] = {}  # in that order, by last save
-        self._in_flight: deque[HostCopy] = deque()
+        self._in_flight: deque[tuple[int, weakref.ref[HostCopy]]] = deque()  # bytes; a copy goes with its record
         self._in_flight_bytes = 0
         self._holding: deque[weakref.ref[MovedStorage]] = deque()
         self._ahead: list[weakref.ref[MovedStorage]] = []
@@ -104,7 +108,8 @@ class ForwardPass:
 
     def pack(self, tensor: Tensor) -> Kept | Moved:
         """Autograd saves a tensor."""
-        with self._lock, self._quiet():
+        with working, self._lock, self._quiet():
+            self._raise_failure()
             if not self._open or torch._C._current_graph_task_id() != -1 or not self._concerns(tensor):
                 return Kept(tensor)
             storage = tensor.untyped_storage()
@@ -119,10 +124,7 @@ class ForwardPass:
             record.last_save = self._saves
             record.saves += 1
             self._saves += 1
-            moved = Moved(record, tensor)
-            del storage
-            self._settle_oldest()
-            return moved
+            return Moved(record, tensor)
 
     def close(self) -> None:
         """The forward pass has ended.
@@ -134,9 +136,12 @@ class ForwardPass:
         self._keep = set()
         self._at_end = None
         try:
-            for copy in self._in_flight:
-                copy.check()
-        except HostError:
+            self._raise_failure()
+            for _, reference in self._in_flight:
+                copy = reference()
+                if copy is not None:
+                    copy.check()
+        except BaseException:
             self.abandon()
             raise
 
@@ -146,11 +151,11 @@ class ForwardPass:
         self._abandoned = True
         self._keep = set()
         self._at_end = None
-        for reference in self._moved:
-            record = reference()
-            if record is not None:
-                record.held = None
-                record.copy.free()
+        with working:
+            for reference in self._moved:
+                record = reference()
+                if record is not None:
+                    record.free()
         self._in_flight.clear()
         self._seen.clear()
 
@@ -161,6 +166,10 @@ class ForwardPass:
             HostError: a copy out failed after the forward pass; the backward pass used the source.
         """
         self._drop_prefetched()
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        raise_interruption()
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -174,16 +183,16 @@ class ForwardPass:
         )
 
     def _number(self, tensor: Tensor, storage: torch.UntypedStorage) -> tuple[int, MovedStorage | None]:
-        """The storage's number, and its record if it moves; both new unless it was saved before in this state.
+        """The storage's number, and its record if it moves; both new unless it was saved before.
 
         A record that nobody holds any more belonged to a node that has been freed since, of a logged value say. Then
         there is a new one, under the same number: numbers must not depend on what moves.
         """
-        key, version = storage_key(tensor), tensor._version
+        key = storage_key(tensor)
         seen = self._seen.get(key)
         number = None
-        if seen is not None and seen[0]() is storage and seen[1] == version:
-            number, reference = seen[2:]
+        if seen is not None and seen[0]() is storage:
+            number, reference = seen[1:]
             record = reference() if reference is not None else None
             if record is not None:
                 self._counts.bytes_skipped += tensor.numel() * tensor.element_size()
@@ -194,20 +203,40 @@ class ForwardPass:
             self.sizes.append(storage.nbytes())
         record = None
         if number in self._plan.offload:
-            record = MovedStorage(number, tensor, self._host.store(storage))
-            self._moved.append(weakref.ref(record))
-            self._in_flight.append(record.copy)
+            record = MovedStorage(number, tensor, self._send)
+            if watch(storage, record):
+                self._moved.append(weakref.ref(record))
+            else:
+                record = None
+        self._seen[key] = weakref.ref(storage), number, weakref.ref(record) if record is not None else None
+        return number, record
+
+    def _send(self, record: MovedStorage, storage: torch.UntypedStorage) -> None:
+        """Nobody else holds the storage: copy it, and hold it until that is done. It stays if it cannot be copied."""
+        if self._abandoned:
+            return
+        with self._lock, self._quiet():
+            try:
+                record.copy = self._host.store(storage)
+            except HostError as error:
+                self._failure = self._failure or error
+                return
+            self._in_flight.append((record.nbytes, weakref.ref(record.copy)))
             self._in_flight_bytes += record.nbytes
             self._counts.storages += 1
             self._counts.bytes_out += record.nbytes
-        self._seen[key] = weakref.ref(storage), version, number, weakref.ref(record) if record is not None else None
-        return number, record
+            try:
+                self._settle_oldest()
+            except HostError as error:  # it holds the source on
+                self._failure = self._failure or error
 
     def _settle_oldest(self) -> None:
         while self._in_flight_bytes > self._limit:
-            copy = self._in_flight.popleft()
-            self._in_flight_bytes -= copy.nbytes
-            self._counts.stalls += copy.settle()
+            nbytes, reference = self._in_flight.popleft()
+            self._in_flight_bytes -= nbytes
+            copy = reference()
+            if copy is not None:
+                self._counts.stalls += copy.settle()
 
     # ---- backward
 
@@ -217,7 +246,8 @@ class ForwardPass:
             return packed.get()
         if self._abandoned:
             raise RuntimeError("the forward pass that saved this tensor failed: run it again")
-        with self._lock, self._quiet():
+        with working, self._lock, self._quiet():
+            raise_interruption()
             packed.version.check()
             record = packed.storage
             backward = torch._C._current_graph_task_id()
@@ -259,6 +289,8 @@ class ForwardPass:
 
     def _settle_late(self, record: MovedStorage) -> None:
         """Its copy may never have been waited for: the source goes now, or stays if the copy failed."""
+        if record.copy is None:
+            return
         try:
             record.copy.settle()
         except HostError as error:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from retime.mechanisms.memory.host import HostCopy, Loading
+from retime.mechanisms.memory.last_owner import is_torchs_own
 from retime.mechanisms.memory.storages import Window
 
 
@@ -65,10 +66,11 @@ class Kept:
 
 
 class MovedStorage:
-    """One storage that a forward pass saved and that went to the host.
+    """One storage that a forward pass saved, and that goes to the host when nobody else holds it any more.
 
     Attributes:
         number: its ordinal in the plan.
+        copy: its bytes on the host, once it went there.
         saves: how often it was saved.
         last_save: when it was saved last, counted over all saves of the pass: the later, the sooner the backward pass
             needs it.
@@ -78,13 +80,14 @@ class MovedStorage:
         held: the storage that came back, while it is sure to be needed again.
     """
 
-    def __init__(self, number: int, tensor: Tensor, copy: HostCopy) -> None:
+    def __init__(
+        self, number: int, tensor: Tensor, leave: Callable[[MovedStorage, torch.UntypedStorage], None]
+    ) -> None:
         source = tensor.untyped_storage()
         self.number = number
-        self.nbytes = copy.nbytes
+        self.nbytes = source.nbytes()
         self.device = tensor.device
-        self.version = tensor._version
-        self.copy = copy
+        self.copy: HostCopy | None = None
         self.saves = 0
         self.last_save = -1
         self.uses_left = 0
@@ -92,19 +95,32 @@ class MovedStorage:
         self.done_in = -1
         self.held: torch.UntypedStorage | None = None
         self.loading: Loading | None = None
+        self._leave = leave
         self._source = weakref.ref(source)
+        self._stays: torch.UntypedStorage | None = None
         self._restored: Callable[[], torch.UntypedStorage | None] = _nothing
 
-    def source(self) -> torch.UntypedStorage | None:
-        """The storage itself, if anything still holds it."""
-        return self._source()
+    def inherit(self, storage: torch.UntypedStorage) -> None:
+        """Nobody else holds the storage: from now on it stays as it is."""
+        if self.copy is not None or self._stays is not None:
+            return
+        if is_torchs_own(storage):
+            self._leave(self, storage)
+        if self.copy is None:
+            self._stays = storage
 
     def present(self) -> torch.UntypedStorage | None:
         """The data on the device, if it is there or on its way."""
         return self._source() or self.held or self._restored()
 
     def fetch(self) -> torch.UntypedStorage:
-        """Start to bring the data back into a new storage, and hold that."""
+        """Start to bring the data back into a new storage, and hold that.
+
+        Raises:
+            RuntimeError: the storage has ended without having come here.
+        """
+        if self.copy is None:
+            raise RuntimeError("a saved tensor was lost, because its copy to the host was interrupted")
         with torch.no_grad():
             storage = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
         self.loading = self.copy.load(storage)
@@ -122,14 +138,15 @@ class MovedStorage:
         self.wait()
         self.held = None
 
-    def __del__(self) -> None:
-        if hasattr(self, "copy"):
-            self.loading = None
+    def free(self) -> None:
+        """Leave nothing on the host, and need nothing any more."""
+        self.held = self._stays = None
+        if self.copy is not None:
             self.copy.free()
 
 
 class Moved:
-    """A saved tensor whose storage is on the host."""
+    """A saved tensor whose storage goes to the host."""
 
     __slots__ = ("storage", "version", "window")
 
