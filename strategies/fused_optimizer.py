@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -15,6 +15,7 @@ from retime.mechanisms.fusion.data_parallel import ReductionHook, sparse_layer
 from retime.mechanisms.fusion.report import FusionReport
 from retime.strategies.flavour import LightningOnly
 from retime.strategies.one_device import OneDevice
+from retime.strategies.reports_home import ReportsHome
 from retime.strategies.stepping import FusedStepping
 
 
@@ -88,7 +89,7 @@ class FusedOptimizerStrategy(_Fused, OneDevice):
         self._stepping = FusedStepping(mode, bucket_bytes, side_stream)
 
 
-class FusedOptimizerDDPStrategy(_Fused, DDPStrategy):
+class FusedOptimizerDDPStrategy(_Fused, ReportsHome):
     """DistributedDataParallel, with each bucket's update right after its all-reduce (backward mode).
 
     Works with ``no_sync``, accumulation and a communication hook of the user's own. Bit-identical to ``ddp``. The
@@ -103,6 +104,9 @@ class FusedOptimizerDDPStrategy(_Fused, DDPStrategy):
         super().__init__(**ddp_kwargs)
         self._stepping = FusedStepping(mode, bucket_bytes)
         self._stepping.distributed = True
+
+    def take_report(self, report: FusionReport) -> None:
+        self._stepping.take_report(report)
 
     def _register_ddp_hooks(self) -> None:
         model = self.model

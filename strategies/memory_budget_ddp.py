@@ -5,19 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 from retime.mechanisms.memory.agreement import RankAgreement
 from retime.mechanisms.memory.budget import parse_budget
+from retime.mechanisms.memory.budget_report import BudgetReport
 from retime.mechanisms.memory.budgeted_ddp import SETTING_UP, BudgetedDataParallelStep
 from retime.mechanisms.memory.budgeted_step import BudgetedStep
 from retime.mechanisms.memory.host import parse_host
 from retime.mechanisms.memory.host_reduction import HostReduction
 from retime.strategies.budgeted import Budgeted
+from retime.strategies.reports_home import ReportsHome
 
 
-class MemoryBudgetDDPStrategy(Budgeted, DDPStrategy):
+class MemoryBudgetDDPStrategy(Budgeted, ReportsHome):
     """``ddp`` in which no rank uses more of its device's memory than a number of bytes.
 
     Each rank plans by itself for the batches that it gets, as under :class:`MemoryBudgetStrategy`; DDP's gradient
@@ -71,6 +72,9 @@ class MemoryBudgetDDPStrategy(Budgeted, DDPStrategy):
             return BudgetedDataParallelStep(model, self.optimizers, budget_bytes, host, agreement=agreement, **options)
 
         return agreement.each_makes(make, BudgetedStep.remove, SETTING_UP)
+
+    def take_report(self, report: BudgetReport | None) -> None:
+        self._last_report = report
 
     def teardown(self) -> None:
         super().teardown()

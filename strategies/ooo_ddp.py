@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from retime.mechanisms.out_of_order.bucket_size import bucket_mb, measured_secon
 from retime.mechanisms.out_of_order.data_parallel import K, OutOfOrderDataParallel, check_k
 from retime.mechanisms.out_of_order.report import OutOfOrderReport
 from retime.strategies.flavour import LightningOnly
+from retime.strategies.reports_home import ReportsHome
 from retime.strategies.stepping import FusedStepping
 
 CHECKPOINT_KEY = "retime_ooo_ddp"
@@ -29,7 +29,7 @@ FIXED_BUCKET_MB = 4
 MANUAL = "manual optimization decides by itself which gradients it wants; the order of its backward passes stays"
 
 
-class OOODataParallelStrategy(LightningOnly, DDPStrategy):
+class OOODataParallelStrategy(LightningOnly, ReportsHome):
     """``ddp`` that hides gradient communication behind weight gradients and behind the next forward pass.
 
     The weight gradients of the first k blocks run last, in forward order, each block's gradients leave at once, and
@@ -238,6 +238,11 @@ class OOODataParallelStrategy(LightningOnly, DDPStrategy):
         report.plain_steps = steps.plain_steps
         report.late_updates = steps.late_updates
         return report
+
+    def take_report(self, report: OutOfOrderReport) -> None:
+        self._last_report = report
+        steps = FusionReport(mode="forward", plain_steps=report.plain_steps, late_updates=report.late_updates)
+        self._stepping.take_report(steps)
 
     def flush(self) -> None:
         """Wait for all gradients and run all pending updates now, for readers that bypass Python."""

@@ -222,6 +222,10 @@ class FusedStepping:
         fusion.remove()
         self._plain = _sum([self._plain, fusion.report()])
 
+    def take_report(self, report: FusionReport) -> None:
+        """Go on from the counts of a fit that another process has run."""
+        self._plain = report
+
     def report(self) -> FusionReport:
         """What was fused, over all optimizers."""
         return _sum([self._plain, *(fusion.report() for fusion in self._fusions.values())])

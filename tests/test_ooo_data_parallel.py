@@ -66,6 +66,7 @@ def test_names_that_start_their_own_processes(start: str, tmp_path: Path) -> Non
         [sys.executable, str(script), start, str(tmp_path)], capture_output=True, text=True, timeout=120
     )
     assert "steps: 8, blocks: 3, updates: True" in done.stdout, done.stderr[-3000:]
+    assert "brought home: 8 steps" in done.stdout
 
 
 def test_a_rank_that_dies_ends_the_other_with_an_error(tmp_path: Path) -> None:

@@ -50,12 +50,23 @@ __all__ = [
 ]
 __version__ = version("lightning-retime")
 
-for _name, _strategy, _mode, _description in (
-    ("fused_optimizer", FusedOptimizerStrategy, "backward", "one device, updates inside the backward pass"),
-    ("fused_optimizer_forward", FusedOptimizerStrategy, "forward", "one device, updates before the next forward pass"),
-    ("fused_optimizer_ddp", FusedOptimizerDDPStrategy, "backward", "DDP, each bucket's update behind its all-reduce"),
+for _name, _mode, _description in (
+    ("fused_optimizer", "backward", "one device, updates inside the backward pass"),
+    ("fused_optimizer_forward", "forward", "one device, updates before the next forward pass"),
 ):
-    StrategyRegistry.register(_name, _strategy, description=_description, mode=_mode)
+    StrategyRegistry.register(_name, FusedOptimizerStrategy, description=_description, mode=_mode)
+
+for _name, _start in (
+    ("fused_optimizer_ddp", "popen"),
+    ("fused_optimizer_ddp_spawn", "spawn"),
+    ("fused_optimizer_ddp_fork", "fork"),
+):
+    StrategyRegistry.register(
+        _name,
+        FusedOptimizerDDPStrategy,
+        description=f"DDP, each bucket's update behind its all-reduce, start method {_start}",
+        start_method=_start,
+    )
 
 for _name, _start in (("ooo_ddp", "popen"), ("ooo_ddp_spawn", "spawn"), ("ooo_ddp_fork", "fork")):
     StrategyRegistry.register(

@@ -1,0 +1,46 @@
+"""Reports of fits that run in processes of their own: rank 0's comes home with the weights."""
+
+from __future__ import annotations
+
+import pickle
+from abc import abstractmethod
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+
+_KEY = "retime_report"
+
+
+class ReportsHome(DDPStrategy):
+    """``ddp`` whose ``report()`` tells of the fit after spawned and forked processes have ended, too."""
+
+    @abstractmethod
+    def report(self) -> Any:
+        """What was done so far."""
+
+    @abstractmethod
+    def take_report(self, report: Any) -> None:
+        """Let :meth:`report` return rank 0's report from now on, until the next fit."""
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if isinstance(self._launcher, _MultiProcessingLauncher):
+            self._launcher = _ReportingLauncher(self, start_method=self._start_method)  # type: ignore[arg-type]
+
+
+class _ReportingLauncher(_MultiProcessingLauncher):
+    """Lightning's launcher, with one more thing among its results."""
+
+    def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
+        strategy = trainer.strategy
+        assert isinstance(strategy, ReportsHome)
+        # as bytes: Lightning would look for tensors inside of it, to move them to the CPU
+        return super().get_extra_results(trainer) | {_KEY: pickle.dumps(strategy.report())}
+
+    def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
+        super().update_main_process_results(trainer, extra)
+        strategy = trainer.strategy
+        assert isinstance(strategy, ReportsHome)
+        strategy.take_report(pickle.loads(extra[_KEY]))
