@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -54,17 +54,10 @@ class FuseOptimizer(Callback):
             if layer is not None:
                 stepping.no_reduction = f"DDP cannot reduce the sparse gradients of {layer!r} through a hook"
             else:
-                stepping.reduction = ReductionHook(strategy.model)
+                stepping.reduction, stepping.no_reduction = ReductionHook(strategy.model), None
         stepping.start(trainer)
-        plain = strategy.optimizer_step
-
-        def optimizer_step(optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-            further = {name: value for name, value in kwargs.items() if name != "model"}
-            return stepping.step(
-                trainer, optimizer, closure, lambda chosen: plain(optimizer, chosen, *args, **kwargs), further
-            )
-
-        strategy.optimizer_step = optimizer_step  # type: ignore[method-assign]
+        _restore(strategy)  # a copy of a Trainer that was made during its fit has the original's
+        strategy.optimizer_step = _FusedStep(stepping, trainer, strategy.optimizer_step)  # type: ignore[method-assign]
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         self._stepping.before_backward(loss)
@@ -78,7 +71,7 @@ class FuseOptimizer(Callback):
 
     def _finish(self, trainer: Trainer) -> None:
         self._stepping.stop()
-        trainer.strategy.__dict__.pop("optimizer_step", None)
+        _restore(trainer.strategy)
 
     def flush(self) -> None:
         """Forward mode: run all pending updates now, for readers that bypass Python."""
@@ -87,3 +80,24 @@ class FuseOptimizer(Callback):
     def report(self) -> FusionReport:
         """What was fused so far, and which steps ran the plain way, why."""
         return self._stepping.report()
+
+
+class _FusedStep:
+    """Takes the place of a strategy's ``optimizer_step``; copied and pickled with the strategy."""
+
+    def __init__(self, stepping: FusedStepping, trainer: Trainer, plain: Callable[..., Any]) -> None:
+        self.stepping, self.trainer, self.plain = stepping, trainer, plain
+
+    def __call__(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        further = {name: value for name, value in kwargs.items() if name != "model"}
+        return self.stepping.step(
+            self.trainer, optimizer, closure, lambda chosen: self.plain(optimizer, chosen, *args, **kwargs), further
+        )
+
+
+def _restore(strategy: Strategy) -> None:
+    step = strategy.__dict__.get("optimizer_step")
+    if isinstance(step, _FusedStep):
+        del strategy.__dict__["optimizer_step"]
+        if getattr(step.plain, "__func__", None) is not type(strategy).optimizer_step:
+            strategy.optimizer_step = step.plain  # type: ignore[method-assign]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable
@@ -64,6 +65,14 @@ class Budgeted(LightningOnly, Strategy):
         self._results: WholeBatchResults | None = None
         self._last_report: BudgetReport | None = None
         self._plans: dict[str, Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, made in the middle of a fit too, has the plans and the report; its budget begins with its own fit."""
+        state: dict[str, Any] = super().__getstate__()
+        if self._step is not None:
+            kept = {"_plans": self._step.state_dict(), "_last_report": copy.deepcopy(self._step.report())}
+            state |= kept | {"_step": None, "_log": None, "_results": None}
+        return state
 
     @abstractmethod
     def _make_step(self, module: LightningModule, **options: Any) -> BudgetedStep:

@@ -114,7 +114,7 @@ class FusedOptimizerDDPStrategy(_Fused, ReportsHome):
         if self._stepping.mode == "forward":
             super()._register_ddp_hooks()
             return
-        layer = sparse_layer(model.module)
+        layer, self._stepping.no_reduction = sparse_layer(model.module), None
         if layer is not None:
             self._stepping.no_reduction = f"DDP cannot reduce the sparse gradients of {layer!r} through a hook"
             super()._register_ddp_hooks()

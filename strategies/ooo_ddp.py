@@ -81,6 +81,10 @@ class OOODataParallelStrategy(LightningOnly, ReportsHome):
         self._stepping.mechanism = "the cross-iteration wait"
         self._stepping.make_forward = self._make_updates
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, made in the middle of a fit too, has the counts; it re-orders in a fit of its own."""
+        return super().__getstate__() | {"_ooo": None, "_last_report": self.report()}
+
     @property
     def k(self) -> K:
         """The number of blocks whose weight gradients run last at the moment."""

@@ -64,10 +64,18 @@ class FusedStepping:
         self._owners: tuple[LightningModule | Callback, ...] = ()
         self._reader: str | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, made in the middle of a fit too, has the counts; it fuses the copied optimizers by itself."""
+        self.flush()
+        state = self.__dict__ | {"_fusions": {}, "_plain": self.report(), "_modules": [], "_owners": ()}
+        if self.reduction is not None:
+            state |= {"reduction": None, "no_reduction": "a copy of DDP's model has no reduction hook before a fit"}
+        return state
+
     def start(self, trainer: Trainer) -> None:
         """Before the first step: say what will run the plain way, and fuse what can be."""
         module = trainer.lightning_module
-        self._modules = list(module.named_modules())
+        self._modules = []
         for optimizer in trainer.strategy.optimizers:
             reason = self._why_plain(trainer, module, optimizer)
             if reason is not None:
@@ -175,7 +183,7 @@ class FusedStepping:
             why_not_this_zero_grad(optimizer)
             or _why_not_in_backward(trainer, module)
             or self._why_not_beside_readers(trainer, module)
-            or self._why_not_beside_hooks()
+            or self._why_not_beside_hooks(module)
             or self.no_reduction
         )
 
@@ -185,7 +193,8 @@ class FusedStepping:
             self._owners, self._reader = owners, _gradient_reader(owners)
         return self._reader
 
-    def _why_not_beside_hooks(self) -> str | None:
+    def _why_not_beside_hooks(self, owner: LightningModule) -> str | None:
+        self._modules = self._modules or list(owner.named_modules())
         if global_hooks._global_backward_hooks or global_hooks._global_backward_pre_hooks:
             return f"a global module backward hook may read weights updated already; {_USE_FORWARD}"
         for name, module in self._modules:
@@ -215,7 +224,7 @@ class FusedStepping:
         """Bring all parameters up to date and leave no hook behind; counts stay for :meth:`report`."""
         for optimizer in list(self._fusions):
             self._drop(optimizer)
-        self._modules, self._owners = [], ()
+        self._modules, self._owners, self.reduction = [], (), None
 
     def _drop(self, optimizer: Optimizer) -> None:
         fusion = self._fusions.pop(optimizer)

@@ -201,7 +201,7 @@ class WholeBatchResults:
                 whole = taken()
                 return super().asdict() if whole is None else whole
 
-        self._loop.output_result_cls = Result
+        self._loop.output_result_cls = _Results(Result)  # type: ignore[assignment]
 
     def put(self, output: Any, accumulated: int) -> None:
         """What ``training_step`` would have returned; ``accumulated``: batches that its loss is divided by."""
@@ -221,6 +221,23 @@ class WholeBatchResults:
     def _take(self) -> dict[str, Any] | None:
         whole, self._whole = self._whole, None
         return whole
+
+
+class _Results:
+    """Makes a loop's results; a copy of the loop has Lightning's class again, as nobody puts whole batches there."""
+
+    def __init__(self, kind: type[ClosureResult]) -> None:
+        self._kind = kind
+
+    def from_training_step_output(self, *args: Any, **kwargs: Any) -> ClosureResult:
+        return self._kind.from_training_step_output(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _lightnings_results, ()
+
+
+def _lightnings_results() -> type[ClosureResult]:
+    return ClosureResult
 
 
 def _names(function: Callable[..., Any], skip: int) -> tuple[str, ...]:

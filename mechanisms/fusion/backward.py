@@ -147,7 +147,7 @@ class BackwardFusion:
         self.optimizer = optimizer
         self.backward_passes = backward_passes
         self.armed = armed
-        self.wanted: Callable[[], bool] = lambda: True
+        self.wanted: Callable[[], bool] = _always
         """A further condition on a backward pass to be fused, for loops that know which one belongs to a step."""
         self.clip_value = clip_value
         self.bucket_bytes = bucket_bytes or default_bucket_bytes(parameters_of(optimizer))
@@ -160,6 +160,19 @@ class BackwardFusion:
         self._window: OptimizerWindow | None = None
         self._own_step: ReplacedMethod | None = None
         self.follow_new_parameters()
+
+    def __reduce__(self) -> Any:
+        """A copy fuses the copied optimizer, and counts a first step of its own."""
+        if type(self) is not BackwardFusion:
+            raise TypeError("a fusion under DDP cannot be copied: fuse the copied optimizer, or call .remove() first")
+        options = {
+            "bucket_bytes": self.bucket_bytes,
+            "clip_value": self.clip_value,
+            "side_stream": self._side is not None,
+            "backward_passes": self.backward_passes,
+            "armed": self.armed,
+        }
+        return _fuse_again, (self.optimizer, options, self._own_step is not None, self._report)
 
     def complete_in_step(self) -> None:
         """Let ``optimizer.step()`` of a hand-written loop update what the backward pass left over."""
@@ -379,6 +392,18 @@ class BackwardFusion:
                 followed.parameter.grad = None
         self._close()
         self._followed.clear()
+
+
+def _always() -> bool:
+    return True
+
+
+def _fuse_again(optimizer: Optimizer, options: dict[str, Any], completes: bool, report: FusionReport) -> BackwardFusion:
+    fusion = BackwardFusion(optimizer, **options)
+    fusion._report = report
+    if completes:
+        fusion.complete_in_step()
+    return fusion
 
 
 def _others_read(parameter: Tensor) -> bool:

@@ -22,7 +22,8 @@ from retime.mechanisms.fusion.backward import ALIASED, BackwardFusion, Followed
 from retime.mechanisms.fusion.narrow import OptimizerWindow, nbytes
 from retime.mechanisms.fusion.readers import has_alias
 
-_ATTRIBUTE = "_retime_reduction"
+_hook_of: "weakref.WeakKeyDictionary[DistributedDataParallel, ReductionHook]" = weakref.WeakKeyDictionary()
+"""Beside the models, not in them: a copy of a model has no hook."""
 CommunicationHook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
 
@@ -55,7 +56,7 @@ class ReductionHook:
                 "yours as FusedOptimizerDDPStrategy(ddp_comm_hook=...); in a bare loop fuse before registering, or use "
                 "mode='forward'"
             ) from error
-        model.__dict__[_ATTRIBUTE] = self
+        _hook_of[model] = self
 
     def _reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         parameters, buffer = bucket.parameters(), bucket.buffer()
@@ -115,8 +116,7 @@ def reduction_of(model: DistributedDataParallel) -> ReductionHook:
             f"DDP cannot reduce the sparse gradients of {layer!r} through a communication hook: use sparse=False, or "
             "mode='forward'"
         )
-    found = model.__dict__.get(_ATTRIBUTE)
-    return found if isinstance(found, ReductionHook) else ReductionHook(model)
+    return _hook_of.get(model) or ReductionHook(model)
 
 
 def sparse_layer(model: nn.Module) -> str | None:

@@ -55,12 +55,19 @@ class ForwardFusion:
         self._handles: list[Any] = settle_before_readers(model) if model is not None else []
         if isinstance(model, DistributedDataParallel):
             # gradients may live in DDP's buckets, which the coming backward pass overwrites
-            self._handles.append(model.register_forward_hook(lambda *_: self.flush()))
+            self._handles.append(model.register_forward_hook(_FlushAfter(self)))
         callback_handler.register_start_callback(self._on_compilation)
         self._handles.append(optimizer.register_state_dict_pre_hook(lambda _: self.flush()))
         self._handles.append(optimizer.register_load_state_dict_pre_hook(lambda *_: self.flush()))
         self._step = ReplacedMethod(optimizer, "step", self._deferred_step)
         self._zero_grad = ReplacedMethod(optimizer, "zero_grad", self._clear)
+
+    def __reduce__(self) -> Any:
+        """A copy defers the updates of the copied optimizer."""
+        if type(self) is not ForwardFusion:
+            raise TypeError("this fusion waits for DDP's gradients and cannot be copied: call .remove() first")
+        self.flush()
+        return _fuse_again, (self.optimizer, self._model, self.bucket_bytes, self._report)
 
     def _clear(self, *args: Any, **kwargs: Any) -> None:
         set_to_none = args[0] if args else kwargs.get("set_to_none", True)
@@ -183,6 +190,28 @@ class ForwardFusion:
         unwatch(self.optimizer)
         self._step.restore()
         self._zero_grad.restore()
+
+
+def _fuse_again(
+    optimizer: Optimizer, model: nn.Module | None, bucket_bytes: int, report: FusionReport
+) -> ForwardFusion:
+    fusion = ForwardFusion(optimizer, model, bucket_bytes=bucket_bytes)
+    fusion._report = report
+    return fusion
+
+
+class _FlushAfter:
+    """A hook behind DDP's forward pass; in a copy of the model, whose updates do not wait, it does nothing."""
+
+    def __init__(self, fusion: ForwardFusion | None) -> None:
+        self._fusion = fusion
+
+    def __call__(self, *_: Any) -> None:
+        if self._fusion is not None:
+            self._fusion.flush()
+
+    def __reduce__(self) -> Any:
+        return _FlushAfter, (None,)
 
 
 class _Apply:
