@@ -65,7 +65,7 @@ class Classifier(Net):
         loss = cross_entropy(logits, labels)
         self.accuracy(logits, labels)
         self.note(loss=loss)
-        self.log("train_loss", loss, on_epoch=True)
+        self.log("train_loss", loss, on_epoch=True, sync_dist=True)
         self.log("train_accuracy", self.accuracy, on_step=False, on_epoch=True)
         return {"loss": loss, "logits": logits.detach()}
 
