@@ -28,6 +28,7 @@ KNOWN_WARNINGS = {
     "Using `DistributedSampler` with the dataloaders": "two ranks evaluate here, to compare what each of them logs",
     "`broadcast_buffers` is deprecated": "newer torch renames the option, older torch has only this name",
     "functional.all_gather is deprecated": "Lightning calls torch's older name",
+    "The .grad attribute of a Tensor that is not a leaf": "torch.compile looks at it, of what a function is given",
     "`training_step` returned `None`": "a scenario returns None on purpose",
 }
 """Warnings that Lightning and torch give under the plain strategy too, by message, each with the reason to hide it."""

@@ -193,6 +193,13 @@ class _OffloadsEverythingOnAllRanks(_Everything, MemoryBudgetDDPStrategy):
     """With DDP."""
 
 
+# Steps that a budget offloads or splits run compiled code uncompiled, and say so.
+UNCOMPILED = {
+    "compiled_calls_of_a_submodule": "calls",
+    "compiled_calls_of_a_module_in_place": "calls",
+    "compiled_calls_of_a_loss_function": "calls",
+}
+
 # What training_step leaves in lists of its own is noted once a part: contract.in_parts makes one entry of these.
 IN_PARTS: dict[str, Any] = {
     "report": lambda trainer: trainer.strategy.activity(),
@@ -213,12 +220,16 @@ IN_PARTS: dict[str, Any] = {
         "batch_norm_dropout_weight_norm": "BatchNorm in train mode",
         "accumulation_hooks_before_the_fit": "hooks that run when a gradient has been accumulated",
         "accumulation_hooks_at_train_start": "hooks that run when a gradient has been accumulated",
+        "constants_are_class_weights": "a mean over something that cannot be counted",
+        "constants_that_steps_count_in": "differs by",
         "ddp_own_buffers_on_each_rank": "BatchNorm in train mode",
         "ddp_static_graph": "static_graph=True",
         "template_deep_q_learning": "differs by",  # each call plays on and remembers more
         "template_finetuning": "BatchNorm in train mode",
     },
+    "warned": frozenset({COMPILED}),
     "left_out": {
+        **UNCOMPILED,
         # Their traces hold sums over the samples that training_step was given.
         "inference_in_training_step": "trace",
         "no_grad_forward_in_training_step": "trace",
@@ -285,6 +296,7 @@ STRATEGIES = [
     Row(
         "memory_budget_offload",
         lambda _: _OffloadsEverything(),
+        left_out=UNCOMPILED,
         refused={MANUAL: "needs automatic optimization"},
     ),
     Row(
@@ -301,6 +313,7 @@ STRATEGIES = [
     Row(
         "memory_budget_ddp_offload",
         lambda ddp: _OffloadsEverythingOnAllRanks(**ddp),
+        left_out=UNCOMPILED,
         **BUDGET_DDP,
     ),
     Row(
