@@ -25,7 +25,7 @@ class FuseOptimizer(Callback):
     """
 
     @checked
-    def __init__(self, mode: str = "backward", bucket_bytes: int | None = None) -> None:
+    def __init__(self, mode: str = "backward", bucket_bytes: int | str | None = None) -> None:
         self._stepping = FusedStepping(mode, bucket_bytes)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

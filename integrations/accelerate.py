@@ -65,7 +65,7 @@ class FusedOptimizer:
         optimizer: Optimizer,
         mode: str = "backward",
         *,
-        bucket_bytes: int | None = None,
+        bucket_bytes: int | str | None = None,
         clip_value: float | None = None,
     ) -> None:
         self.mode = check_mode(mode)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from retime.mechanisms.arguments import checked
 from retime.mechanisms.fusion.data_parallel import ReductionHook, sparse_layer
 from retime.mechanisms.fusion.report import FusionReport
 from retime.strategies.flavour import LightningOnly
@@ -69,19 +70,20 @@ class FusedOptimizerStrategy(_Fused, OneDevice):
     :param mode: ``"backward"`` (updates inside the backward pass, gradients freed at once) or ``"forward"`` (updates
         just before the next read; exact with norm clipping, GradScaler, gradient hooks and manual optimization).
     :param device: the one device; None: the one the Trainer chose.
-    :param bucket_bytes: bytes gathered before one multi-tensor update; None: 1 MiB on a CPU, 8 MiB on CUDA, less for
-        small models.
+    :param bucket_bytes: bytes gathered before one multi-tensor update, a number or ``"4MiB"``; None: 1 MiB on a CPU,
+        8 MiB on CUDA, less for small models.
     :param side_stream: backward mode on CUDA: updates on a stream of their own, beside the backward pass.
     """
 
     strategy_name = "fused_optimizer"
     instead = "fused_optimizer_ddp"
 
+    @checked
     def __init__(
         self,
         mode: str = "backward",
         device: str | int | torch.device | None = None,
-        bucket_bytes: int | None = None,
+        bucket_bytes: int | str | None = None,
         side_stream: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -100,7 +102,8 @@ class FusedOptimizerDDPStrategy(_Fused, ReportsHome):
 
     strategy_name = "fused_optimizer_ddp"
 
-    def __init__(self, mode: str = "backward", bucket_bytes: int | None = None, **ddp_kwargs: Any) -> None:
+    @checked
+    def __init__(self, mode: str = "backward", bucket_bytes: int | str | None = None, **ddp_kwargs: Any) -> None:
         super().__init__(**ddp_kwargs)
         self._stepping = FusedStepping(mode, bucket_bytes)
         self._stepping.distributed = True

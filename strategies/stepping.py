@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 from torch.optim import Optimizer
 
-from retime.mechanisms.fusion.backward import BackwardFusion
+from retime.mechanisms.fusion.backward import BackwardFusion, check_bucket_bytes
 from retime.mechanisms.fusion.data_parallel import DataParallelFusion, ReductionHook
 from retime.mechanisms.fusion.forward import ForwardFusion
 from retime.mechanisms.fusion.report import FusionReport, check_mode
@@ -43,10 +43,8 @@ _USE_FORWARD = "use mode='forward' (strategy='fused_optimizer_forward')"
 class FusedStepping:
     """Fuses the optimizers of one Trainer; the strategy calls :meth:`start`, :meth:`step` and :meth:`stop`."""
 
-    def __init__(self, mode: str, bucket_bytes: int | None = None, side_stream: bool = False) -> None:
+    def __init__(self, mode: str, bucket_bytes: int | str | None = None, side_stream: bool = False) -> None:
         self.mode = check_mode(mode)
-        if bucket_bytes is not None and bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes={bucket_bytes} must be at least 1, or None for the default")
         if side_stream and self.mode == "forward":
             raise ValueError("side_stream=True is for mode='backward': forward fusion updates before a layer's forward")
         self.reduction: ReductionHook | None = None
@@ -55,7 +53,7 @@ class FusedStepping:
         self.make_forward: Callable[[Optimizer, LightningModule], ForwardFusion] | None = None
         """Builds the fusion of an optimizer in forward mode, for strategies that let updates wait for more."""
         self.mechanism = f"{mode} fusion"
-        self._options: dict[str, Any] = {"bucket_bytes": bucket_bytes}
+        self._options: dict[str, Any] = {"bucket_bytes": check_bucket_bytes(bucket_bytes)}
         self._side_stream = side_stream
         self._fusions: dict[Optimizer, BackwardFusion | ForwardFusion] = {}
         self._plain = FusionReport(mode=self.mode)

@@ -21,13 +21,15 @@ new pages (seen as 17,000 page faults a step). So all bookkeeping of a step live
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from retime.mechanisms.arguments import Above, AtLeast, checked
+from retime.mechanisms.byte_sizes import parse_bytes
 from retime.mechanisms.fusion.consumed import ConsumedGradient
 from retime.mechanisms.fusion.narrow import OptimizerWindow, nbytes
 from retime.mechanisms.fusion.readers import has_alias
@@ -54,6 +56,11 @@ def default_bucket_bytes(parameters: Iterable[Tensor]) -> int:
     everything = list(parameters)
     most = CUDA_BUCKET_BYTES if any(parameter.is_cuda for parameter in everything) else CPU_BUCKET_BYTES
     return max(1, min(most, sum(map(nbytes, everything)) // 4))
+
+
+def check_bucket_bytes(bucket_bytes: int | str | None) -> int | None:
+    """The bytes that the argument asks for; None for the default."""
+    return None if bucket_bytes is None else parse_bytes("bucket_bytes", bucket_bytes, examples="'1MiB', or None")
 
 
 OTHER_HOOKS = (
@@ -134,14 +141,15 @@ class BackwardFusion:
     """Whether reads of a consumed gradient raise from the moment it is used up. An adapter that knows all readers up to
     the end of the step turns it off and calls :meth:`end_step`, which puts the guards then."""
 
+    @checked
     def __init__(
         self,
         optimizer: Optimizer,
         *,
-        bucket_bytes: int | None = None,
-        clip_value: float | None = None,
+        bucket_bytes: int | str | None = None,
+        clip_value: Annotated[float, Above(0)] | None = None,
         side_stream: bool = False,
-        backward_passes: int | None = None,
+        backward_passes: Annotated[int, AtLeast(1)] | None = None,
         armed: bool = True,
     ) -> None:
         self.optimizer = optimizer
@@ -150,7 +158,7 @@ class BackwardFusion:
         self.wanted: Callable[[], bool] = _always
         """A further condition on a backward pass to be fused, for loops that know which one belongs to a step."""
         self.clip_value = clip_value
-        self.bucket_bytes = bucket_bytes or default_bucket_bytes(parameters_of(optimizer))
+        self.bucket_bytes = check_bucket_bytes(bucket_bytes) or default_bucket_bytes(parameters_of(optimizer))
         self._side = SideStream() if side_stream else None
         self._report = FusionReport(mode="backward")
         self._followed: dict[Tensor, Followed] = {}

@@ -16,7 +16,8 @@ from torch._dynamo.callback import callback_handler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from retime.mechanisms.fusion.backward import default_bucket_bytes, parameters_of
+from retime.mechanisms.arguments import checked
+from retime.mechanisms.fusion.backward import check_bucket_bytes, default_bucket_bytes, parameters_of
 from retime.mechanisms.fusion.lazy import PendingUpdate, can_wait, gradient_of, is_pending, settle_all
 from retime.mechanisms.fusion.narrow import OptimizerWindow, nbytes
 from retime.mechanisms.fusion.readers import has_alias, settle_before_readers, unwatchable_parameters
@@ -35,11 +36,12 @@ NOTHING_CAN_WAIT = (
 class ForwardFusion:
     """Defers the optimizer's updates to the next read; see :func:`retime.mechanisms.fusion.fuse_optimizer`."""
 
+    @checked
     def __init__(
-        self, optimizer: Optimizer, model: nn.Module | None = None, *, bucket_bytes: int | None = None
+        self, optimizer: Optimizer, model: nn.Module | None = None, *, bucket_bytes: int | str | None = None
     ) -> None:
         self.optimizer = optimizer
-        self.bucket_bytes = bucket_bytes or default_bucket_bytes(parameters_of(optimizer))
+        self.bucket_bytes = check_bucket_bytes(bucket_bytes) or default_bucket_bytes(parameters_of(optimizer))
         self._model = model
         self._layer: dict[Tensor, int] = {}
         """In model order, the number of the module that owns the parameter (its first owner, if it is tied)."""

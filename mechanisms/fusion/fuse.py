@@ -1,6 +1,6 @@
 """``fuse_optimizer``: optimizer fusion for a hand-written loop."""
 
-from typing import Literal, overload
+from typing import Annotated, Literal, overload
 
 import torch
 from torch import nn
@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from retime.mechanisms.arguments import Above, AtLeast, checked
 from retime.mechanisms.fusion.backward import BackwardFusion, parameters_of
 from retime.mechanisms.fusion.data_parallel import DataParallelFusion, reduction_of
 from retime.mechanisms.fusion.forward import ForwardFusion
@@ -27,7 +28,7 @@ def fuse_optimizer(
     optimizer: Optimizer,
     mode: Literal["backward"] = ...,
     *,
-    bucket_bytes: int | None = ...,
+    bucket_bytes: int | str | None = ...,
     clip_value: float | None = ...,
     side_stream: bool = ...,
     backward_passes: int | None = ...,
@@ -38,7 +39,7 @@ def fuse_optimizer(
     optimizer: Optimizer,
     mode: Literal["forward"],
     *,
-    bucket_bytes: int | None = ...,
+    bucket_bytes: int | str | None = ...,
     clip_value: float | None = ...,
     side_stream: bool = ...,
     backward_passes: int | None = ...,
@@ -49,20 +50,21 @@ def fuse_optimizer(
     optimizer: Optimizer,
     mode: str,
     *,
-    bucket_bytes: int | None = ...,
+    bucket_bytes: int | str | None = ...,
     clip_value: float | None = ...,
     side_stream: bool = ...,
     backward_passes: int | None = ...,
 ) -> BackwardFusion | ForwardFusion: ...
+@checked
 def fuse_optimizer(
     model: nn.Module,
     optimizer: Optimizer,
     mode: str = "backward",
     *,
-    bucket_bytes: int | None = None,
-    clip_value: float | None = None,
+    bucket_bytes: int | str | None = None,
+    clip_value: Annotated[float, Above(0)] | None = None,
     side_stream: bool = False,
-    backward_passes: int | None = None,
+    backward_passes: Annotated[int, AtLeast(1)] | None = None,
 ) -> BackwardFusion | ForwardFusion:
     """Fuse ``optimizer`` into the passes of ``model`` (Jiang et al. 2021, section 3); the loop stays as it is.
 
@@ -73,8 +75,8 @@ def fuse_optimizer(
 
     Parameters and optimizer state are bit-identical to the plain loop's, as each kernel is elementwise and the same.
 
-    :param bucket_bytes: gradients (backward) or parameters (forward) gathered before a multi-tensor update; None: 1 MiB
-        on a CPU, 8 MiB on CUDA.
+    :param bucket_bytes: gradients (backward) or parameters (forward) gathered before a multi-tensor update, a number
+        or a text such as ``"4MiB"``; None: 1 MiB on a CPU, 8 MiB on CUDA.
     :param clip_value: backward only: clamp gradient elements to [-clip_value, clip_value] before the update.
     :param side_stream: backward on CUDA only: run updates on a stream beside the backward pass.
     :param backward_passes: backward only: backward passes in each step, when known. Then the first step is fused too,
@@ -87,12 +89,6 @@ def fuse_optimizer(
     """
     mode = check_mode(mode)
     check_can_fuse(model, optimizer)
-    if bucket_bytes is not None and bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes={bucket_bytes} must be at least 1, or None for the default")
-    if backward_passes is not None and backward_passes < 1:
-        raise ValueError(f"backward_passes={backward_passes} must be at least 1, or None to count in the first step")
-    if clip_value is not None and clip_value <= 0:
-        raise ValueError(f"clip_value={clip_value} must be greater than 0, or None for no clipping")
     if mode == "backward":
         if side_stream and isinstance(model, DistributedDataParallel):
             raise ValueError("side_stream is for one device: under DDP updates follow the all-reduce on its own stream")
