@@ -103,6 +103,11 @@ class FusedOptimizer:
         if isinstance(self._fusion, ForwardFusion):
             self._fusion.flush()
 
+    def abandon_step(self) -> None:
+        """After an exception inside ``backward()``: forget the half-done step, and go on with the next batch."""
+        if isinstance(self._fusion, BackwardFusion):
+            self._fusion.abandon_step()
+
     def report(self) -> FusionReport:
         """What was fused so far."""
         return self._fusion.report()

@@ -265,7 +265,8 @@ class BackwardFusion:
                 f"a parameter of shape {tuple(parameter.shape)} received {followed.fired} gradients in one step, "
                 f"{followed.uses} in the steps before, and may be updated already. Wrap all backward passes of a step "
                 "but the last in `with fusion.accumulate():`; with checkpointing, pass use_reentrant=False; a "
-                "backward() that no optimizer.step() follows needs mode='forward'"
+                "backward() that no optimizer.step() follows needs mode='forward'; after an exception inside a "
+                "backward(), call `fusion.abandon_step()` and go on with the next batch"
             )
         if self._window is None:
             self._window = OptimizerWindow(self.optimizer)
