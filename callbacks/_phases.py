@@ -8,10 +8,12 @@ and for the measured batch only.
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 import torch
@@ -172,6 +174,22 @@ class PhaseCallback(Callback):
     @abstractmethod
     def _end_step(self, trainer: Trainer, global_step: int) -> None:
         """All batches of the step are measured; ``global_step`` is the trainer's count before it."""
+
+    def _check_writable(self, trainer: Trainer, folder: Path) -> None:
+        """Raise before training what writing into the folder would raise in the middle of it; makes nothing.
+
+        Raises:
+            OSError: nothing can be written there.
+        """
+        there = next((path for path in (folder, *folder.parents) if path.exists()), folder)
+        try:
+            if trainer.is_global_zero:
+                tempfile.TemporaryFile(dir=there).close()
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"{type(self).__name__} cannot write into {str(folder)!r} ({error.strerror}): give another dirpath",
+            ) from error
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._abandon()

@@ -85,6 +85,7 @@ class MemoryTimeline(PhaseCallback):
         ValueError: when a number is too small.
         TypeError: when one is not an integer.
         ModuleNotFoundError: when ``png=True`` and matplotlib is not installed.
+        OSError: at the start of ``fit``, when nothing can be written into the folder.
     """
 
     @checked
@@ -113,6 +114,7 @@ class MemoryTimeline(PhaseCallback):
         if stage == "fit" and self.png:
             base = Path(trainer.log_dir or ".") / "memory_timeline"
             self._folder = Path(self.dirpath if self.dirpath is not None else base)
+            self._check_writable(trainer, self._folder)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)

@@ -59,6 +59,7 @@ class StepTimeline(PhaseCallback):
         ValueError: when ``every_n_steps`` is below 1 or ``warm_up`` below 0.
         TypeError: when one of them is not an integer.
         ModuleNotFoundError: when ``png=True`` and matplotlib is not installed.
+        OSError: at the start of ``fit``, when nothing can be written into the folder.
     """
 
     @checked
@@ -89,6 +90,7 @@ class StepTimeline(PhaseCallback):
         # log_dir is a broadcast: all processes have to ask, and before the first step
         if stage == "fit" and (self.png or self.trace):
             self._folder = Path(self.dirpath if self.dirpath is not None else Path(trainer.log_dir or ".") / "timeline")
+            self._check_writable(trainer, self._folder)
 
     def report(self) -> dict[str, Any]:
         """What was measured: ``steps``, ``clock``, ``files``, and the mean of each number over all measured steps."""
