@@ -10,17 +10,18 @@ _DECIMAL = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _BINARY = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
-def parse_bytes(name: str, size: int | str, *, examples: str = "'8GiB' or '500MB'") -> int:
-    """The whole number of bytes, 1 or more, that an argument asks for.
+def parse_bytes(name: str, size: int | str, *, least: int = 1, examples: str = "'8GiB' or '500MB'") -> int:
+    """The whole number of bytes that an argument asks for.
 
     Args:
         name: the argument's, for errors.
         size: bytes, or a text: ``"8GiB"``, ``"500 MB"``, ``"1.5gib"``.
+        least: the smallest number that can be meant.
         examples: what an error offers instead.
 
     Raises:
         TypeError: neither a whole number nor a text.
-        ValueError: it cannot be read, or is below 1.
+        ValueError: it cannot be read, or is too small.
     """
     if isinstance(size, bool) or not isinstance(size, int | str):
         raise TypeError(f"{name}={size!r} must be a number of bytes, or a text such as {examples}")
@@ -31,8 +32,8 @@ def parse_bytes(name: str, size: int | str, *, examples: str = "'8GiB' or '500MB
         count = int(Fraction(found[1]) * (_DECIMAL | _BINARY)[(found[2] or "B").lower()])
     else:
         count = size
-    if count < 1:
-        raise ValueError(f"{name}={size!r} must be above 0")
+    if count < least:
+        raise ValueError(f"{name}={size!r} must be {f'{least} or more' if least != 1 else 'above 0'}")
     return count
 
 

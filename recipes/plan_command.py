@@ -44,8 +44,9 @@ from retime.mechanisms.memory.budget import parse_budget
 from retime.mechanisms.memory.budget_report import PlannedShape
 from retime.mechanisms.memory.budgeted_step import BudgetedStep
 from retime.mechanisms.memory.dry_part import dry_part
+from retime.mechanisms.memory.held_gradients import Buckets
 from retime.mechanisms.memory.host import parse_host
-from retime.mechanisms.memory.replay import Buckets, TrainingStep, profile_step
+from retime.mechanisms.memory.replay import TrainingStep, profile_step
 from retime.mechanisms.memory.split import samples_in
 from retime.mechanisms.memory.task_graph import task_graph
 from retime.mechanisms.memory.undisturbed import undisturbed

@@ -23,7 +23,7 @@ from retime.mechanisms.memory.batchnorm import check_choice
 from retime.mechanisms.memory.budget import parse_budget
 from retime.mechanisms.memory.budget_report import BudgetReport, PlannedShape
 from retime.mechanisms.memory.budgeted_step import BudgetedStep, NoLossError, Way
-from retime.mechanisms.memory.replay import Gradients
+from retime.mechanisms.memory.held_gradients import Gradients
 from retime.mechanisms.memory.separability_probe import loss_of
 from retime.mechanisms.memory.shape_changes import check_on_shape_change
 from retime.mechanisms.memory.split import Split, samples_in, split_batch

@@ -53,7 +53,7 @@ class BudgetedDataParallelStep(BudgetedStep):
         self,
         model: DistributedDataParallel,
         optimizers: Sequence[torch.optim.Optimizer],
-        budget_bytes: int,
+        budget_bytes: int | str,
         host: HostTier,
         *,
         agreement: RankAgreement | None = None,

@@ -24,19 +24,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retime.mechanisms.byte_sizes import show_bytes
+from retime.mechanisms.byte_sizes import parse_bytes, show_bytes
 from retime.mechanisms.memory.batch_shape import key_of, name_of, no_larger, sizes_of
 from retime.mechanisms.memory.batchnorm import BatchNormChoice, check_choice
 from retime.mechanisms.memory.batchnorm_exact import ChunkedOperators
 from retime.mechanisms.memory.budget_report import BudgetReport, PlannedShape
 from retime.mechanisms.memory.certificate import Certificate
 from retime.mechanisms.memory.freed_memory import FreedMemory
-from retime.mechanisms.memory.host import HostTier
+from retime.mechanisms.memory.held_gradients import Buckets, Gradients, check_held
+from retime.mechanisms.memory.host import HostTier, check_host
 from retime.mechanisms.memory.kept_plans import OtherPlansError, plans_in, state_of
 from retime.mechanisms.memory.known_ways import KnownWays
 from retime.mechanisms.memory.offload import PlanMismatch
 from retime.mechanisms.memory.offloads import Offloads
-from retime.mechanisms.memory.replay import Buckets, Gradients
 from retime.mechanisms.memory.search import PlanChoice
 from retime.mechanisms.memory.separability_probe import loss_of
 from retime.mechanisms.memory.shape_changes import (
@@ -99,14 +99,15 @@ class BudgetedStep:
         hidden_bytes: of tensors that nothing in Python holds; plans count them, and freed memory leaves room for them.
 
     Raises:
-        ValueError: an unknown choice.
+        TypeError: ``host`` is no host tier, or a number of bytes is no number.
+        ValueError: an unknown choice, or a number of bytes that cannot be read.
     """
 
     def __init__(
         self,
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
-        budget_bytes: int,
+        budget_bytes: int | str,
         host: HostTier,
         *,
         batchnorm: str = "offload",
@@ -115,12 +116,16 @@ class BudgetedStep:
         on_shape_change: str = "replan",
         gradients: Gradients = "freed",
         buckets: Buckets = "",
-        reduction_bytes: int = 0,
+        reduction_bytes: int | str = 0,
         sub_batches: bool = True,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.batchnorm: BatchNormChoice = check_choice(batchnorm)
         check_on_shape_change(on_shape_change)
+        check_held(gradients, buckets)
+        check_host(host)
+        budget_bytes = parse_bytes("budget_bytes", budget_bytes)
+        reduction_bytes = parse_bytes("reduction_bytes", reduction_bytes, least=0)
         self.model, self.optimizers, self.budget_bytes, self.host = model, list(optimizers), budget_bytes, host
         self._split, self._on_shape_change, self._say = split, on_shape_change, say
         self._planner = StepPlanner(

@@ -107,14 +107,26 @@ class HostNone:
         pass
 
 
-def parse_host(text: str | None, device: torch.device | str, capacity_bytes: int = 0) -> HostTier:
+def check_host(host: object) -> None:
+    """Raise what to give instead of something that holds no storages.
+
+    Raises:
+        TypeError: it is no host tier.
+    """
+    if not callable(getattr(host, "store", None)):
+        given = f"parse_host({host!r}, device)" if isinstance(host, str) else "what parse_host() returns"
+        raise TypeError(f"host={host!r} is no host tier: give {given}")
+
+
+def parse_host(text: str | None, device: torch.device | str, capacity_bytes: int | str = 0) -> HostTier:
     """The host tier that ``host=text`` means for training on ``device``.
 
     Args:
         text: ``"memory"``: CPU memory, for CUDA devices. ``"disk:FOLDER"``: a file there, for training on the CPU.
             None: memory for CUDA, the folder for temporary files otherwise.
         device: where the step computes.
-        capacity_bytes: space to reserve on a disk at once, so that a full disk shows before the first step.
+        capacity_bytes: space to reserve on a disk at once, so that a full disk shows before the first step; or a text
+            such as ``"1GiB"``.
 
     Raises:
         ValueError: the text names no tier, or one that is no use for the device.

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from retime.mechanisms.byte_sizes import parse_bytes
 from retime.mechanisms.memory.host import HostError
 from retime.mechanisms.memory.host_extents import Extents
 from retime.mechanisms.memory.last_owner import never_at_once
@@ -50,11 +51,14 @@ class HostDisk:
         ValueError: the device is not the CPU.
     """
 
-    def __init__(self, folder: str | Path, *, device: torch.device | str = "cpu", capacity_bytes: int = 0) -> None:
+    def __init__(
+        self, folder: str | Path, *, device: torch.device | str = "cpu", capacity_bytes: int | str = 0
+    ) -> None:
         if not isinstance(folder, str | Path):  # a number would be taken for an open file, and closed
             raise TypeError(f"HostDisk(folder={folder!r}): name a folder, as text or as a Path")
         if torch.device(device).type != "cpu":
             raise ValueError(f"host='disk:{folder}' takes storages of the CPU, not of {device}: use host='memory'")
+        capacity_bytes = parse_bytes("capacity_bytes", capacity_bytes, least=0)
         self.name = f"disk:{folder}"
         try:
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  # open as long as the tier

@@ -20,7 +20,8 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from retime.mechanisms.memory.host import HostNone, HostTier
+from retime.mechanisms.byte_sizes import parse_bytes
+from retime.mechanisms.memory.host import HostNone, HostTier, check_host
 from retime.mechanisms.memory.offload_pass import ForwardPass, OffloadCounts, SaveObserver
 from retime.schedules.errors import ScheduleError
 from retime.schedules.memory import OffloadPlan
@@ -129,8 +130,8 @@ class OffloadSavedTensors:
     plan: OffloadPlan
     host: HostTier
     keep: Iterable[Tensor] = ()
-    in_flight_bytes: int = 0
-    planned_bytes: int = 0
+    in_flight_bytes: int | str = 0
+    planned_bytes: int | str = 0
     on_mismatch: Callable[[PlanMismatch], None] | None = None
     observer: SaveObserver | None = None
     _counts: OffloadCounts = field(default_factory=OffloadCounts, init=False)
@@ -145,8 +146,9 @@ class OffloadSavedTensors:
     _steady: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
-        if self.in_flight_bytes < 0:
-            raise ScheduleError(f"in_flight_bytes={self.in_flight_bytes} must be 0 or more")
+        check_host(self.host)
+        self.in_flight_bytes = parse_bytes("in_flight_bytes", self.in_flight_bytes, least=0)
+        self.planned_bytes = parse_bytes("planned_bytes", self.planned_bytes, least=0)
         self._planned = 1 + max(self.plan.offload, default=-1)
 
     def __enter__(self) -> OffloadSavedTensors:
@@ -159,7 +161,7 @@ class OffloadSavedTensors:
         # With hooks around these, ours may not leave the rest of the pass to them.
         nested = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         self._pass = ForwardPass(
-            self.plan, self.host, self.keep, self.in_flight_bytes, self._counts, observer=self.observer
+            self.plan, self.host, self.keep, int(self.in_flight_bytes), self._counts, observer=self.observer
         )
         if self._tail is not None and self._steady and not nested and self.observer is None:
             self._pass.end_at(max(self._tail, self._planned), self._unhook)
@@ -224,7 +226,7 @@ class OffloadSavedTensors:
             return
         self._mismatches += 1
         self._tail = None
-        mismatch = PlanMismatch(len(sizes), self.plan.saved, sum(sizes), self.planned_bytes)
+        mismatch = PlanMismatch(len(sizes), self.plan.saved, sum(sizes), int(self.planned_bytes))
         if self.on_mismatch is None:
             assert self._pass is not None
             self._pass.abandon()

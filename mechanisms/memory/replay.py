@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,9 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from retime.mechanisms.byte_sizes import parse_bytes
 from retime.mechanisms.memory.equal_parts import part_lengths
+from retime.mechanisms.memory.held_gradients import Buckets, Gradients, check_held
 from retime.mechanisms.memory.held_outputs import HeldOutputs
 from retime.mechanisms.memory.host import HostTier
 from retime.mechanisms.memory.host_memory import HostMemory
@@ -46,8 +48,6 @@ from retime.schedules.memory.plan import MOST_SAVED
 
 _WITHOUT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 
-Gradients = Literal["freed", "freed after forward", "kept"]
-Buckets = Literal["", "beside", "gradients"]
 EVERYTHING = frozenset(range(MOST_SAVED))
 """Numbers of more storages than any step saves: those beyond the last one name nothing."""
 
@@ -100,6 +100,8 @@ class TrainingStep:
 
     def __post_init__(self) -> None:
         """Parts of the step have neither these optimizers nor, where it is a part of the batch, this batch."""
+        check_held(self.gradients, self.buckets)
+        object.__setattr__(self, "reduction_bytes", parse_bytes("reduction_bytes", self.reduction_bytes, least=0))
         groups = [group["params"] for optimizer in self.optimizers for group in optimizer.param_groups]
         leaves = [tensor for tensor in tensors_in([groups, self.batch]) if tensor.is_leaf and tensor.requires_grad]
         known = {id(tensor) for tensor in self.beside}

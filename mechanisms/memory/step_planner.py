@@ -19,11 +19,12 @@ from retime.mechanisms.memory.calibrate import calibrate
 from retime.mechanisms.memory.certificate import Certificate
 from retime.mechanisms.memory.dry_part import dry_part
 from retime.mechanisms.memory.floor import StepMemory
+from retime.mechanisms.memory.held_gradients import Buckets, Gradients
 from retime.mechanisms.memory.host import HostTier
 from retime.mechanisms.memory.layouts import layout_hint
 from retime.mechanisms.memory.offload import PlanMismatch
 from retime.mechanisms.memory.profile import LargestTask, StepProfile
-from retime.mechanisms.memory.replay import Buckets, Gradients, TrainingStep
+from retime.mechanisms.memory.replay import TrainingStep
 from retime.mechanisms.memory.search import PlanChoice, examined, part_sizes, search_plan
 from retime.mechanisms.memory.separability import certify
 from retime.mechanisms.memory.split import Split
