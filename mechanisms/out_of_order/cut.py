@@ -7,17 +7,20 @@ targets computes the weight gradients alone. So each kernel runs once, the graph
 connects its layers, and every hook on parameters fires.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from retime.mechanisms.out_of_order.layers import Layer
 
+CHANGES_INPUT = "it changes its input in place"
+SEVERAL_OUTPUTS = "it has several outputs, of which some may get no gradient"
+SHARES_MEMORY = "its output shares memory with something else, and both may be changed in place"
 DOUBLE_BACKWARD = (
     "create_graph=True needs a graph of the backward pass, which out-of-order backprop takes apart: use k=0 for this "
     "model"
@@ -35,10 +38,14 @@ class Call:
     """The same inputs as the layer sees them."""
     since: int
     versions: list[int] = field(default_factory=list)
+    memory: set[int] = field(default_factory=set)
+    """The storages of all inputs."""
     outputs: list[GradientEdge] = field(default_factory=list)
-    hidden: list[Tensor] = field(default_factory=list)
-    gradients: list[Tensor] = field(default_factory=list)
-    """What arrived at the outputs, once the output gradient is done."""
+    leaves: tuple[Node, ...] = ()
+    """Of the parameters that it read."""
+    hidden: Tensor | None = None
+    gradient: Tensor | None = None
+    """What arrived at the output, once the output gradient is done."""
     keep_graph: bool = False
 
 
@@ -48,7 +55,10 @@ def enter(layer: Layer, since: int, args: Any, kwargs: Any, *, rename_inputs: bo
     known: dict[int, Tensor] = {}  # layers ask whether two of their arguments are the same object
 
     def rename(value: Any) -> Any:
-        if not (isinstance(value, Tensor) and value.requires_grad) or isinstance(value, torch.nn.Parameter):
+        if not isinstance(value, Tensor):
+            return value
+        call.memory |= _memory([value])
+        if not value.requires_grad or isinstance(value, torch.nn.Parameter):
             return value
         if id(value) in known:
             return known[id(value)]
@@ -71,9 +81,21 @@ def leave(call: Call, output: Any) -> list[Tensor]:
     return found
 
 
-def changed_its_input(call: Call) -> bool:
-    """Whether the layer wrote into one of its inputs."""
-    return any(tensor._version != version for tensor, version in zip(call.originals, call.versions, strict=True))
+def why_whole(call: Call, output: Any, found: list[Tensor]) -> str | None:
+    """Why the model must get this call's outputs as they are; None: a single one can be replaced."""
+    if any(tensor._version != version for tensor, version in zip(call.originals, call.versions, strict=True)):
+        return CHANGES_INPUT
+    if len(found) > 1:
+        return SEVERAL_OUTPUTS
+    others = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf is not found[0]]
+    if _memory(found) & (call.memory | _memory(others) | _memory(call.layer.parameters)):
+        return SHARES_MEMORY
+    return None
+
+
+def _memory(tensors: Iterable[Tensor]) -> set[int]:
+    with torch._C.DisableTorchFunctionSubclass():  # parameters may wait for updates, and this is no read of them
+        return {t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided}
 
 
 class Backward:
@@ -88,56 +110,57 @@ class Backward:
         """Whether the running backward pass is for all leaves: ``grad(inputs=...)`` wants no weight gradient."""
         return bool(torch._C._will_engine_execute_node(self.anchor_node))
 
-    def cut(self, call: Call, output: Any, found: list[Tensor]) -> Any:
-        """Replace the outputs by ones whose gradient goes round the layer's piece of graph."""
+    def cut(self, call: Call, output: Any, found: Tensor) -> tuple[Node, Any]:
+        """Replace the output by one whose gradient goes round the layer's piece of graph; returns the node, too."""
         call.hidden = found
-        replaced = _Cut.apply(self, call, self.anchor, *call.originals)  # type: ignore[no-untyped-call]
+        replaced: Tensor = _Cut.apply(self, call, self.anchor, *call.originals)  # type: ignore[no-untyped-call]
         call.originals = []
+        node = replaced.grad_fn
+        assert node is not None
         if isinstance(output, Tensor):
-            return replaced[0]
-        by_id = {id(old): new for old, new in zip(found, replaced, strict=True)}
-        return pytree.tree_map(lambda value: by_id.get(id(value), value), output)
+            return node, replaced
+        return node, pytree.tree_map(lambda value: replaced if value is found else value, output)
 
 
 class _Cut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, backward: Backward, call: Call, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, backward: Backward, call: Call, anchor: Tensor, *inputs: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.shared, ctx.call = backward, call
+        hidden, call.hidden = call.hidden, None
+        assert hidden is not None
         # .data and not detach(): views made in a Function must not be changed in place, as an in-place ReLU would
-        outputs = tuple(tensor.data for tensor in call.hidden)
-        call.hidden = []
-        return outputs
+        return hidden.data
 
     @staticmethod
-    def backward(ctx: Any, *arrived: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, arrived: Tensor | None) -> tuple[Tensor | None, ...]:
+        call: Call = ctx.call
+        if arrived is None:
+            return (None,) * (3 + len(call.inputs))
         if torch.is_grad_enabled():
             raise RuntimeError(DOUBLE_BACKWARD)
-        call: Call = ctx.call
-        present = [(edge, g) for edge, g in zip(call.outputs, arrived, strict=True) if g is not None]
-        if not present:
-            return (None,) * (3 + len(call.inputs))
-        edges, gradients = [edge for edge, _ in present], [gradient for _, gradient in present]
-        if not ctx.shared.is_whole():
-            return (None, None, None, *_gradients(edges, gradients, call.inputs, keep=True))
-        keep = bool(torch._C._autograd._get_current_graph_task_keep_graph())
-        work = Call(call.layer, [], call.inputs, call.since, outputs=edges, keep_graph=keep)
-        inputs = _gradients(edges, gradients, call.inputs, keep=True)
-        work.gradients = gradients
-        if not keep:
-            call.outputs = []  # the model's graph may live on; this piece goes with its weight gradient
-        ctx.shared.on_output_gradient(work)
+        inputs = []
+        if call.inputs:
+            inputs = list(torch.autograd.grad(call.outputs, call.inputs, arrived, retain_graph=True, allow_unused=True))
+        if ctx.shared.is_whole():
+            keep = bool(torch._C._autograd._get_current_graph_task_keep_graph())
+            work = Call(call.layer, [], [], call.since, outputs=call.outputs, leaves=call.leaves)
+            work.gradient, work.keep_graph = arrived, keep
+            if not keep:  # the model's graph may live on; this piece goes with its weight gradient
+                call.outputs, call.leaves = [], ()
+            ctx.shared.on_output_gradient(work)
         return (None, None, None, *inputs)
 
 
-def _gradients(edges: Any, gradients: Any, targets: Any, *, keep: bool) -> Any:
-    if not targets:
-        return []
-    return list(torch.autograd.grad(edges, targets, gradients, retain_graph=keep, allow_unused=True))
+def run_weight_gradient(calls: list[Call]) -> bool:
+    """Compute the weight gradients of one layer's calls; hooks on its parameters fire once.
 
-
-def run_weight_gradient(calls: list[Call]) -> None:
-    """Compute the weight gradients of one layer's calls; hooks on its parameters fire once."""
-    edges = [edge for call in calls for edge in call.outputs]
-    gradients = [gradient for call in calls for gradient in call.gradients]
-    torch.autograd.backward(edges, gradients, retain_graph=calls[0].keep_graph, inputs=calls[0].layer.parameters)
+    Returns whether there was one: parameters may have been frozen since the forward pass.
+    """
+    leaves: Any = {leaf: None for call in calls for leaf in call.leaves}
+    wanted = [leaf.variable for leaf in leaves if leaf.variable.requires_grad]
+    if wanted:
+        edges = [edge for call in calls for edge in call.outputs]
+        gradients: list[Any] = [call.gradient for call in calls]
+        torch.autograd.backward(edges, gradients, retain_graph=calls[0].keep_graph, inputs=wanted)
+    return bool(wanted)

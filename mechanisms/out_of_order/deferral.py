@@ -6,21 +6,32 @@ graph looks like, and which parameters are used elsewhere too. What cannot wait 
 ``kept``.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
+from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
-from retime.mechanisms.out_of_order.cut import Backward, Call, changed_its_input, enter, leave, run_weight_gradient
-from retime.mechanisms.out_of_order.graph import FOREIGN, leaves_outside, sequence_number, why_inseparable
+from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.out_of_order.cut import (
+    DOUBLE_BACKWARD,
+    Backward,
+    Call,
+    enter,
+    leave,
+    run_weight_gradient,
+    why_whole,
+)
+from retime.mechanisms.out_of_order.graph import USED_TWICE, Piece, Span, look_into, read_elsewhere, sequence_number
 from retime.mechanisms.out_of_order.held import StandIns
+from retime.mechanisms.out_of_order.hooks import Hook, is_special
 from retime.mechanisms.out_of_order.layers import COMPILED, SMALL_BYTES, Block, Layer, find_layers, group_into_blocks
 
-CHANGES_INPUT = "it changes its input in place"
 CHECKPOINTED = "it runs under activation checkpointing or other saved-tensor hooks"
 SMALL = "it is small"
 NOT_CALLED = "it did not run in the first step"
@@ -35,7 +46,7 @@ class WeightGradientDeferral:
         deferral = WeightGradientDeferral(model, k=4)
         for batch in loader:
             loss = model(batch).sum()
-            deferral.watch(loss)  # looks at the first loss only
+            deferral.watch(loss)
             loss.backward()
 
     :param model: any module; parameters must not be replaced while this is attached.
@@ -62,22 +73,32 @@ class WeightGradientDeferral:
         self._names = list(blocks) if blocks is not None else None
         self._watching = True
         self._order: list[Layer] = []
-        self._watched: list[Call] = []
+        self._watched: list[Span] = []
         self._open: list[Call | None] = []
         self._backward = Backward(self._on_output_gradient)
+        self._cuts: list[tuple[Node, Call]] = []
+        """Of the forward pass that is under way, or was last."""
         self._waiting: dict[Layer, list[Call]] = {}
         self._stand_ins: dict[Layer, StandIns] = {}
         self._queued = self._keep_graph = False
         self._selected: set[Layer] = set()
         self._selected_for = -1
-        self._handles: list[Any] = []
+        self._parameters: list[Tensor] = list(model.parameters())
+        self._looking = False
+        """Whether the forward pass under way is only looked at: what is frozen in it was not so before."""
+        self._state: tuple[bool, ...] = ()
+        self._seen: set[tuple[bool, ...]] = set()
+        self._handles: list[Any] = [
+            model.register_forward_pre_hook(Hook(self._begin), with_kwargs=True),
+            model.register_forward_hook(Hook(self._end)),
+        ]
         for layer in self.layers:
             if layer.kept == COMPILED:
                 continue
-            hooks = _Hooks(self, layer)
+            before, after = Hook(partial(self._before, layer)), Hook(partial(self._after, layer))
             self._handles += [
-                layer.module.register_forward_pre_hook(hooks.before, with_kwargs=True),
-                layer.module.register_forward_hook(hooks.after, with_kwargs=True, prepend=True, always_call=True),
+                layer.module.register_forward_pre_hook(before, with_kwargs=True),
+                layer.module.register_forward_hook(after, prepend=True, always_call=True),
             ]
 
     @property
@@ -96,28 +117,98 @@ class WeightGradientDeferral:
         return dict(Counter(la.held for la in self.layers if la.kept is None and la.held is not None))
 
     def watch(self, root: Any) -> None:
-        """Look at the graph under ``root`` (the loss, or what the model returned), once, before its backward pass."""
+        """Look at the graph under ``root`` (the loss, or what the model returned) before its first backward pass.
+
+        Given every loss, this also guards each backward pass, as :meth:`guard` does.
+        """
+        self.guard(root)
         if not self._watching or not self._watched:
             return
-        roots = [leaf for leaf in pytree.tree_leaves(root) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        roots = _roots(root)
         if not roots:
             return
-        calls = {edge.node: [e.node for e in call.inputs] for call in self._watched for edge in call.outputs}
-        outside = leaves_outside(roots, calls)
         called = set(self._order)
         for layer in self.layers:
             if layer.kept is None and layer not in called:
                 layer.kept = NOT_CALLED
-            elif layer.kept is None and any(p in outside for p in layer.parameters):
-                layer.kept = USED_ELSEWHERE
+        self._look(roots)
         self.blocks = group_into_blocks(self.model, self._order, self._names)
         self._watching = False
+
+    def _look(self, roots: list[Tensor]) -> None:
+        outside = read_elsewhere(roots, self._watched)
+        for layer in self.layers:
+            if layer.kept is None and any(p in outside for p in layer.parameters):
+                layer.kept = USED_ELSEWHERE
         self._watched.clear()
+
+    def _begin(self, args: Any, kwargs: Any) -> None:
+        """The model is about to run. Once anything has been frozen or thawed, its graph is looked at anew."""
+        self._looking = False
+        if not self._defers() or is_special():
+            return
+        self._cuts = []
+        with torch._C.DisableTorchFunctionSubclass():  # parameters may wait for updates, and this is no read of them
+            given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            self._state = tuple(tensor.requires_grad for tensor in (*self._parameters, *given))
+        if not self._watching:
+            self._watched.clear()
+            self._looking = self.k > 0 and self._state not in self._seen
+
+    def _end(self, args: Any, output: Any) -> None:
+        """The model has run."""
+        if not self._defers() or is_special():
+            return
+        if self._looking:
+            self._look(_roots(output))
+        if self._looking or self._watching:
+            self._seen.add(self._state)
+        self._looking = False
+        self.guard(output)
+
+    def _defers(self) -> bool:
+        return self.armed and torch.is_grad_enabled()
+
+    def guard(self, root: Any) -> None:
+        """Let backward passes through ``root`` raise before they set any gradient, where they would have to raise.
+
+        The model's own output is guarded always.
+        """
+        cuts, stand_ins = self._cuts, self._stand_ins
+        if cuts or stand_ins:
+            for tensor in _roots(root):
+                tensor.register_hook(lambda _: self._check(cuts, stand_ins))  # type: ignore[no-untyped-call]
+
+    def _check(self, cuts: list[tuple[Node, Call]], stand_ins: dict[Layer, StandIns]) -> None:
+        """A backward pass has begun.
+
+        Raises:
+            RuntimeError: it makes a graph of itself, or parameters get gradients from elsewhere that they did not get
+                in the first step.
+        """
+        if not self._backward.is_whole():
+            return
+        runs = torch._C._will_engine_execute_node
+        cuts = [(node, call) for node, call in cuts if runs(node)]
+        if cuts and torch.is_grad_enabled():
+            raise RuntimeError(f"{DOUBLE_BACKWARD}. No gradient has been set")
+        torn = {call.layer for _, call in cuts if any(runs(leaf) for leaf in call.leaves)}
+        torn |= {layer for layer, one in stand_ins.items() if one.is_torn()}
+        for layer in torn:
+            layer.kept = USED_ELSEWHERE
+        if torn:
+            names = ", ".join(repr(layer.name) for layer in torn)
+            raise RuntimeError(
+                f"the parameters of {names} get gradients from outside of the layer that they did not get in the first "
+                "step, so out-of-order backprop would add them up in two goes. No gradient has been set: run this step "
+                "again, now in order; or use k=0, or a k below this layer"
+            )
 
     def forget(self) -> None:
         """Drop what a forward pass left behind whose backward pass never came."""
         self._waiting.clear()
         self._open.clear()
+        self._cuts = []
         self._queued = False
         for stand_ins in self._stand_ins.values():
             stand_ins.take_out()
@@ -131,7 +222,7 @@ class WeightGradientDeferral:
     def finish(self) -> None:
         """Compute the weight gradients that wait, block by block in forward order (algorithm 2, line 6)."""
         waiting, self._waiting = self._waiting, {}
-        stand_ins, self._stand_ins = self._stand_ins, {}
+        stand_ins, self._stand_ins, self._cuts = self._stand_ins, {}, []
         self._queued = False
         self.is_finishing = True
         try:
@@ -150,8 +241,7 @@ class WeightGradientDeferral:
     def _run(self, layer: Layer, calls: list[Call] | None, stand_ins: StandIns | None) -> None:
         try:
             if calls is not None:
-                run_weight_gradient(calls)
-                self.deferred_gradients += 1
+                self.deferred_gradients += run_weight_gradient(calls)
             elif stand_ins is not None:
                 self.held_gradients += bool(stand_ins.hand_on(release=not self._keep_graph))
         except RuntimeError as error:
@@ -182,18 +272,18 @@ class WeightGradientDeferral:
             self._keep_graph = bool(torch._C._autograd._get_current_graph_task_keep_graph())
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
-    def before(self, layer: Layer, args: Any, kwargs: Any) -> Any:
+    def _before(self, layer: Layer, args: Any, kwargs: Any) -> Any:
         """A layer is about to run."""
         self._open.append(None)
-        if not (self.armed and torch.is_grad_enabled()) or _is_special():
+        if not self._defers() or is_special():
             return None
-        if self._watching:
-            if layer not in self._order:
+        if self._watching or self._looking:
+            if self._watching and layer not in self._order:
                 self._order.append(layer)
             if layer.kept is None:
                 self._open[-1], *_ = enter(layer, sequence_number(), args, kwargs, rename_inputs=False)
             return None
-        if layer not in self._chosen() or layer.kept is not None:
+        if layer not in self._chosen() or layer.kept is not None or not layer.trainable():
             return None
         if layer.held is not None:
             if layer not in self._stand_ins:
@@ -204,7 +294,7 @@ class WeightGradientDeferral:
         self._open[-1] = call
         return args, kwargs
 
-    def after(self, layer: Layer, output: Any) -> Any:
+    def _after(self, layer: Layer, args: Any, output: Any) -> Any:
         """A layer has run, or failed."""
         if layer in self._stand_ins:
             self._stand_ins[layer].take_out()
@@ -212,61 +302,49 @@ class WeightGradientDeferral:
         found = leave(call, output) if call is not None else []
         if call is None or not found:
             return None
-        reason = _why_held(call)
-        if self._watching:
-            layer.held = layer.held or reason
-            if reason != FOREIGN:
-                self._watched.append(call)
-            self._measure(call, found)
+        looking = self._watching or self._looking
+        piece = _piece_of(call, output, found)
+        if piece.reason is not None and layer.held is None:
+            layer.held = piece.reason
+            if piece.reason == USED_TWICE and not looking:
+                warnings.warn(
+                    f"the order of {layer.name!r} does not change from now on: {USED_TWICE}, which it did not in the "
+                    "first step, and in this one they may round differently; use k=0 to rule that out",
+                    NoEffectWarning,
+                    stacklevel=2,
+                )
+        if looking:
+            outputs = frozenset(edge.node for edge in call.outputs)
+            self._watched.append(Span(call.since, sequence_number(), outputs, frozenset(layer.parameters)))
+            if self._watching:
+                self._measure(call, found)
             return None
-        return self._backward.cut(call, output, found) if reason is None else None
+        if piece.reason is not None:
+            return None
+        call.leaves = piece.leaves
+        call.inputs = [edge for edge, is_read in zip(call.inputs, piece.reads, strict=True) if is_read]
+        call.originals = [tensor for tensor, is_read in zip(call.originals, piece.reads, strict=True) if is_read]
+        node, output = self._backward.cut(call, output, found[0])
+        self._cuts.append((node, call))
+        return output
 
     def _measure(self, call: Call, found: list[Tensor]) -> None:
         layer = call.layer
-        waits = found if layer.held is None else layer.parameters
+        waits = found if layer.held is None else layer.trainable()
         for sizes, tensors in ((self.input_bytes, call.originals), (self.waiting_bytes, waits)):
             sizes[layer] = sizes.get(layer, 0) + sum(t.numel() * t.element_size() for t in tensors)
-        call.originals = []
 
 
-def _why_held(call: Call) -> str | None:
+def _piece_of(call: Call, output: Any, found: list[Tensor]) -> Piece:
     layer = call.layer
-    if changed_its_input(call):
-        return CHANGES_INPUT
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        return CHECKPOINTED
-    if layer.size_bytes <= SMALL_BYTES and call.inputs:
-        return SMALL
-    return why_inseparable(call.outputs, call.inputs, set(layer.parameters), call.since)
+    reason = why_whole(call, output, found)
+    if reason is None and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        reason = CHECKPOINTED
+    if reason is None and layer.size_bytes <= SMALL_BYTES and call.inputs:
+        reason = SMALL
+    return Piece(reason) if reason else look_into(call.outputs[0], call.inputs, set(layer.parameters), call.since)
 
 
-class _Hooks:
-    """The hooks of one layer. A copy of the module, or a pickled one, gets hooks that do nothing."""
-
-    def __init__(self, deferral: WeightGradientDeferral | None = None, layer: Layer | None = None) -> None:
-        self._deferral, self._layer = deferral, layer
-
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or self._deferral is None or self._layer is None:
-            return None
-        return self._deferral.before(self._layer, args, kwargs)
-
-    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        if torch.compiler.is_compiling() or self._deferral is None or self._layer is None:
-            return None
-        return self._deferral.after(self._layer, output)
-
-    def __deepcopy__(self, memo: Any) -> "_Hooks":
-        return _Hooks()
-
-    def __reduce__(self) -> Any:
-        return _Hooks, ()
-
-
-def _is_special() -> bool:
-    """Inside a backward pass (checkpointing recomputes there) or a function transform."""
-    return (
-        torch._C._current_graph_task_id() != -1
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-    )
+def _roots(output: Any) -> list[Tensor]:
+    """What a model returns and computed; a hook on a leaf would stay."""
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from retime.mechanisms.out_of_order.layers import Layer
 
@@ -17,36 +18,50 @@ class StandIns:
     """The stand-ins of one layer, from its first call in a forward pass until its gradients are handed on."""
 
     def __init__(self, layer: Layer, on_gradient: Callable[[], None]) -> None:
-        self.tensors: dict[Tensor, Tensor] = {}
-        for parameter in layer.parameters:
-            tensor = parameter.detach().requires_grad_()
-            tensor.register_post_accumulate_grad_hook(lambda _: on_gradient())  # type: ignore[no-untyped-call]
-            self.tensors[parameter] = tensor
+        self._on_gradient = on_gradient
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        """Parameters and their stand-ins."""
+        self._now: dict[Tensor, Tensor] = {}
+        mine = set(layer.parameters)
         self._places = [
             (module, name, parameter)
             for module in layer.module.modules()
             for name, parameter in module._parameters.items()
-            if parameter is not None and parameter in self.tensors
+            if parameter is not None and parameter in mine
         ]
 
     def put_in(self) -> None:
-        """Let the layer's code find the stand-ins."""
+        """Let the layer's code find the stand-ins; a frozen parameter needs none."""
         for module, name, parameter in self._places:
-            module._parameters[name] = self.tensors[parameter]  # type: ignore[assignment]
+            if parameter.requires_grad:
+                module._parameters[name] = self._of(parameter)  # type: ignore[assignment]
+
+    def _of(self, parameter: Tensor) -> Tensor:
+        tensor = self._now.get(parameter)
+        if tensor is None or not tensor.is_set_to(parameter):  # somebody may have given it other memory
+            tensor = self._now[parameter] = parameter.detach().requires_grad_()
+            tensor.register_post_accumulate_grad_hook(lambda _: self._on_gradient())  # type: ignore[no-untyped-call]
+            self._pairs.append((parameter, tensor))
+        return tensor
 
     def take_out(self) -> None:
         """Give the layer its parameters back."""
         for module, name, parameter in self._places:
-            if module._parameters.get(name) is self.tensors[parameter]:
+            if parameter in self._now and module._parameters.get(name) is self._now[parameter]:
                 module._parameters[name] = parameter
+
+    def is_torn(self) -> bool:
+        """Whether the running backward pass brings a parameter gradients beside those of its stand-in."""
+        runs = torch._C._will_engine_execute_node
+        return any(runs(get_gradient_edge(s).node) and runs(get_gradient_edge(p).node) for p, s in self._pairs)
 
     def hand_on(self, *, release: bool) -> int:
         """Send the gradients to the parameters; returns how many there were."""
-        found = [(p, s.grad) for p, s in self.tensors.items() if s.grad is not None]
+        found = [(p, s.grad) for p, s in self._pairs if s.grad is not None and p.requires_grad]
         if found:
             parameters: list[Any] = [parameter for parameter, _ in found]
             torch.autograd.backward(parameters, [gradient for _, gradient in found], inputs=parameters)
-        for tensor in self.tensors.values():
+        for _, tensor in self._pairs:
             tensor.grad = None
             if release:
                 # the model's graph may live on and with it the stand-in, which must not count as an alias

@@ -24,15 +24,21 @@ class Layer:
     name: str
     module: nn.Module
     parameters: list[Tensor]
+    """All of them; layers are frozen and thawed while training goes on."""
     kept: str | None = None
     """Why its weight gradient stays in the conventional order; None: it can wait."""
     held: str | None = None
     """Why its weight gradient is computed in the conventional order, although it is handed on later; None: it is
     computed later."""
 
+    def trainable(self) -> list[Tensor]:
+        """Those of its parameters that are not frozen now."""
+        return [p for p in self.parameters if p.requires_grad]
+
     @property
     def size_bytes(self) -> int:
-        return sum(p.numel() * p.element_size() for p in self.parameters)
+        """Of the weight gradients."""
+        return sum(p.numel() * p.element_size() for p in self.trainable())
 
 
 @dataclass(eq=False)
@@ -57,8 +63,8 @@ def find_layers(model: nn.Module) -> list[Layer]:
         if module in inside or not _is_layer(module):
             continue
         inside.update(module.modules())
-        parameters = [p for p in module.parameters() if p.requires_grad]
-        if not parameters:
+        parameters: list[Tensor] = list(module.parameters())
+        if not any(p.requires_grad for p in parameters):
             continue
         layer = Layer(name, module, parameters)
         if module in compiled:
