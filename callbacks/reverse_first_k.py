@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from retime.mechanisms.arguments import AtLeast, checked
-from retime.mechanisms.out_of_order.data_parallel import K, check_k
+from retime.mechanisms.out_of_order.data_parallel import K
 from retime.strategies.flavour import refuse_other_trainer
 from retime.strategies.ooo_ddp import OOODataParallelStrategy
 
@@ -25,7 +25,6 @@ class ReverseFirstK(Callback):
     def __init__(
         self, k: K = "auto", search_every_n_epochs: Annotated[int, AtLeast(1)] | None = None, log: bool = True
     ) -> None:
-        check_k(k)
         if search_every_n_epochs is not None and k != "auto":
             raise ValueError(f"search_every_n_epochs={search_every_n_epochs} needs k='auto', got k={k!r}")
         self.k = k

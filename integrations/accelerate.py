@@ -7,7 +7,8 @@ on what ``prepare`` returned. They need nothing from a loop, and can be made in 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +26,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from retime.integrations.kept_state import KeptState
+from retime.mechanisms.arguments import checked
 from retime.mechanisms.fusion.backward import BackwardFusion
 from retime.mechanisms.fusion.forward import ForwardFusion
 from retime.mechanisms.fusion.fuse import fuse_optimizer
@@ -36,7 +39,9 @@ from retime.mechanisms.memory.budgeted_ddp import SETTING_UP, BudgetedDataParall
 from retime.mechanisms.memory.budgeted_step import BudgetedStep
 from retime.mechanisms.memory.host import parse_host
 from retime.mechanisms.memory.shape_changes import warn_of_dropped
+from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.out_of_order import data_parallel
+from retime.mechanisms.out_of_order.kept_k import read_kept_k
 from retime.mechanisms.out_of_order.report import OutOfOrderReport
 
 _ONE_PROCESS_OR_DDP = {
@@ -125,11 +130,15 @@ class OutOfOrderDataParallel:
     The loop stays as it is, accumulation, clipping and fp16 included; see
     :class:`retime.mechanisms.out_of_order.OutOfOrderDataParallel` for what happens and for the arguments. Prepare the
     model with ``Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)])``. The k
-    that ``"auto"`` found is part of ``accelerator.save_state()``.
+    that ``"auto"`` found is kept by ``accelerator.save_state()``, in a file of its own: plain code takes the folder as
+    it is, and a folder without it is as good.
 
-    :raises ValueError: one process only, another engine than DistributedDataParallel, a communication hook of its own.
+    With one process there is none to hide: then this does nothing, with one ``NoEffectWarning``.
+
+    :raises ValueError: another engine than DistributedDataParallel, a communication hook of its own.
     """
 
+    @checked
     def __init__(
         self,
         accelerator: Accelerator,
@@ -137,17 +146,23 @@ class OutOfOrderDataParallel:
         optimizer: Optimizer,
         k: data_parallel.K = "auto",
         *,
-        max_memory: int | None = None,
+        max_memory: int | str | None = None,
         cross_iteration: bool = True,
-        blocks: list[str] | None = None,
+        blocks: Iterable[str] | None = None,
     ) -> None:
+        self._optimizer = _prepared(optimizer, type(self).__name__)
+        self._kept = KeptState(accelerator, type(self).__name__, self.state_dict, self.load_state_dict)
+        self._ooo: data_parallel.OutOfOrderDataParallel | None = None
+        if accelerator.num_processes < 2:
+            text = f"OutOfOrderDataParallel has no effect: {data_parallel.ALONE}"
+            warnings.warn(text, NoEffectWarning, stacklevel=3)
+            return
         if not isinstance(model, DistributedDataParallel):
             raise ValueError(
                 f"OutOfOrderDataParallel needs the DistributedDataParallel model that accelerator.prepare() makes with "
                 f"two processes or more, got {type(model).__name__} ({accelerator.distributed_type}, "
                 f"{accelerator.num_processes} processes)"
             )
-        self._optimizer = _prepared(optimizer, type(self).__name__)
         self._ooo = data_parallel.OutOfOrderDataParallel(
             model,
             [self._optimizer.optimizer] if cross_iteration else [],
@@ -157,38 +172,44 @@ class OutOfOrderDataParallel:
             blocks=blocks,
         )
         _renew_captured_steps(self._optimizer)
-        accelerator.register_for_checkpointing(self)
 
     @property
     def k(self) -> int:
         """The number of blocks whose weight gradients run last at the moment."""
-        return self._ooo.k
+        return 0 if self._ooo is None else self._ooo.k
 
+    @checked
     def set_k(self, k: data_parallel.K) -> None:
         """Use this k from the next step on; all ranks must be given the same."""
-        self._ooo.set_k(k)
+        if self._ooo is not None:
+            self._ooo.set_k(k)
 
     def state_dict(self) -> dict[str, Any]:
         """What ``accelerator.save_state()`` keeps: the k that was found, nothing while the search is under way."""
-        return {"known_k": None if self._ooo.is_searching else (self._ooo.k, len(self._ooo.blocks))}
+        kept = None if self._ooo is None else self._ooo.kept_k()
+        return {} if kept is None else kept.state()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up the k of an earlier run, so that ``"auto"`` need not search again."""
-        known = state["known_k"]
-        self._ooo.known_k = tuple(known) if known else None
+    def load_state_dict(self, state: Any) -> None:
+        """Take up the k of an earlier run with as many processes, so that ``"auto"`` need not search again."""
+        kept = read_kept_k(state)
+        if kept is not None and self._ooo is not None:
+            self._ooo.use_kept_k(kept)
 
     def flush(self) -> None:
         """Wait for all gradients and run all pending updates now, for readers that bypass Python."""
-        self._ooo.flush()
+        if self._ooo is not None:
+            self._ooo.flush()
 
     def report(self) -> OutOfOrderReport:
         """What was re-ordered so far."""
-        return self._ooo.report()
+        return OutOfOrderReport() if self._ooo is None else self._ooo.report()
 
     def remove(self) -> None:
         """Bring all parameters up to date and take everything off again."""
-        self._ooo.remove()
-        _renew_captured_steps(self._optimizer)
+        self._kept.remove()
+        if self._ooo is not None:
+            self._ooo.remove()
+            _renew_captured_steps(self._optimizer)
 
 
 class MemoryBudget:
@@ -209,7 +230,8 @@ class MemoryBudget:
 
     With several processes each plans for its own device: gradients are reduced once a step, with the last sub-batch,
     and if one refuses its budget all raise the error, which ``find_executable_batch_size`` takes for out of memory.
-    Plans are part of ``accelerator.save_state()``.
+    Plans are kept in ``accelerator.save_state()``, in a file of their own: plain code takes the folder as it is, and a
+    folder without it is as good.
 
     :param budget: of each process: bytes, ``"8GiB"`` or ``"90%"`` of its device's memory; processes on one CPU share
         the percentage.
@@ -246,7 +268,7 @@ class MemoryBudget:
         self._whole: BudgetedStep | None = None
         self._parts: BudgetedStep | None = None
         self._kept: dict[str, Any] = {}
-        accelerator.register_for_checkpointing(self)
+        self._kept_state = KeptState(accelerator, type(self).__name__, self.state_dict, self.load_state_dict)
 
     def run(self, step: Callable[[Any], Any], batch: Any) -> Any:
         """Forward and backward pass; returns what ``step(batch)`` would have returned, detached.
@@ -289,6 +311,7 @@ class MemoryBudget:
 
     def remove(self) -> None:
         """Give back the host's space and take wrappers off."""
+        self._kept_state.remove()
         for one in (self._parts, self._whole):
             if one is not None:
                 one.remove()

@@ -54,8 +54,8 @@ class Budgeted(LightningOnly, Strategy):
     ) -> None:
         check_choice(batchnorm)
         check_on_shape_change(on_shape_change)
-        if not (isinstance(budget, str) and budget.strip().endswith("%")):  # that needs the device, known later
-            parse_budget(budget, kwargs.get("device"))
+        of_device = isinstance(budget, str) and budget.strip().endswith("%")  # which is known later
+        parse_budget(budget, None if of_device else kwargs.get("device"))
         super().__init__(**kwargs)
         self._budget, self._host = budget, host
         self._options: dict[str, Any] = {"batchnorm": batchnorm, "on_shape_change": on_shape_change}

@@ -1,10 +1,14 @@
 """Optimizer fusion as Lightning strategies (Jiang et al. 2021)."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -14,6 +18,7 @@ from torch.optim import Optimizer
 from retime.mechanisms.arguments import checked
 from retime.mechanisms.fusion.data_parallel import ReductionHook, sparse_layer
 from retime.mechanisms.fusion.report import FusionReport
+from retime.strategies.ddp_arguments import MegaBytes, StartMethod, given
 from retime.strategies.flavour import LightningOnly
 from retime.strategies.one_device import OneDevice
 from retime.strategies.reports_home import ReportsHome
@@ -73,6 +78,8 @@ class FusedOptimizerStrategy(_Fused, OneDevice):
     :param bucket_bytes: bytes gathered before one multi-tensor update, a number or ``"4MiB"``; None: 1 MiB on a CPU,
         8 MiB on CUDA, less for small models.
     :param side_stream: backward mode on CUDA: updates on a stream of their own, beside the backward pass.
+
+    All other arguments are :class:`lightning.pytorch.strategies.SingleDeviceStrategy`'s.
     """
 
     strategy_name = "fused_optimizer"
@@ -85,26 +92,74 @@ class FusedOptimizerStrategy(_Fused, OneDevice):
         device: str | int | torch.device | None = None,
         bucket_bytes: int | str | None = None,
         side_stream: bool = False,
-        **kwargs: Any,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
     ) -> None:
-        super().__init__(device=device, **kwargs)
+        super().__init__(device, accelerator, checkpoint_io, precision_plugin)
         self._stepping = FusedStepping(mode, bucket_bytes, side_stream)
 
 
 class FusedOptimizerDDPStrategy(_Fused, ReportsHome):
     """DistributedDataParallel, with each bucket's update right after its all-reduce (backward mode).
 
-    Works with ``no_sync``, accumulation and a communication hook of the user's own. Bit-identical to ``ddp``. The
-    further arguments are :class:`lightning.pytorch.strategies.DDPStrategy`'s.
+    Works with ``no_sync``, accumulation and a communication hook of the user's own. Bit-identical to ``ddp``.
 
     :param mode: ``"backward"``, or ``"forward"``: updates just before the next forward pass reads the parameter.
+    :param bucket_bytes: as for :class:`FusedOptimizerStrategy`.
+
+    All other arguments are those of :class:`lightning.pytorch.strategies.DDPStrategy` and of the
+    ``DistributedDataParallel`` that it makes, whose further ones are taken too.
     """
 
     strategy_name = "fused_optimizer_ddp"
 
     @checked
-    def __init__(self, mode: str = "backward", bucket_bytes: int | str | None = None, **ddp_kwargs: Any) -> None:
-        super().__init__(**ddp_kwargs)
+    def __init__(
+        self,
+        mode: str = "backward",
+        bucket_bytes: int | str | None = None,
+        ddp_comm_state: object | None = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        model_averaging_period: int | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        start_method: StartMethod = "popen",
+        bucket_cap_mb: MegaBytes | None = None,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        gradient_as_bucket_view: bool = False,
+        broadcast_buffers: bool | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        **ddp_kwargs: Any,
+    ) -> None:
+        super().__init__(
+            **given(
+                ddp_comm_state=ddp_comm_state,
+                ddp_comm_hook=ddp_comm_hook,
+                ddp_comm_wrapper=ddp_comm_wrapper,
+                model_averaging_period=model_averaging_period,
+                process_group_backend=process_group_backend,
+                timeout=timeout,
+                start_method=start_method,
+                bucket_cap_mb=bucket_cap_mb,
+                find_unused_parameters=find_unused_parameters,
+                static_graph=static_graph,
+                gradient_as_bucket_view=gradient_as_bucket_view,
+                broadcast_buffers=broadcast_buffers,
+                accelerator=accelerator,
+                parallel_devices=parallel_devices,
+                cluster_environment=cluster_environment,
+                checkpoint_io=checkpoint_io,
+                precision_plugin=precision_plugin,
+            ),
+            **ddp_kwargs,
+        )
         self._stepping = FusedStepping(mode, bucket_bytes)
         self._stepping.distributed = True
 

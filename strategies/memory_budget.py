@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
+from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import LightningModule
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import Precision
 
+from retime.mechanisms.arguments import checked
 from retime.mechanisms.memory.budget import parse_budget
 from retime.mechanisms.memory.budgeted_step import BudgetedStep
 from retime.mechanisms.memory.host import parse_host
+from retime.mechanisms.memory.split import Split
 from retime.strategies.budgeted import CHECKPOINT_KEY, Budgeted
 from retime.strategies.one_device import OneDevice
 
@@ -47,10 +54,39 @@ class MemoryBudgetStrategy(Budgeted, OneDevice):
         dimension.
     :param loss_weight: ``loss_weight(part)`` counts what a part's loss is a mean over, where a probe cannot see it.
     :param device: the one device; None: the one the Trainer chose.
+
+    All other arguments are :class:`lightning.pytorch.strategies.SingleDeviceStrategy`'s.
     """
 
     strategy_name = "memory_budget"
     instead = "memory_budget_ddp"
+
+    @checked
+    def __init__(
+        self,
+        budget: int | str = "90%",
+        host: str | None = None,
+        batchnorm: str = "offload",
+        on_shape_change: str = "replan",
+        split_batch: Split | None = None,
+        loss_weight: Callable[[Any], Any] | None = None,
+        device: str | int | torch.device | None = None,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(
+            budget,
+            host,
+            batchnorm,
+            on_shape_change,
+            split_batch,
+            loss_weight,
+            device=device,
+            accelerator=accelerator,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
 
     def _make_step(self, module: LightningModule, **options: Any) -> BudgetedStep:
         budget_bytes = parse_budget(self._budget, self.root_device)

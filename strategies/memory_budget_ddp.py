@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Literal
 
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import Precision
 from torch.nn.parallel import DistributedDataParallel
 
+from retime.mechanisms.arguments import checked
 from retime.mechanisms.memory.agreement import RankAgreement
 from retime.mechanisms.memory.budget import parse_budget
 from retime.mechanisms.memory.budget_report import BudgetReport
@@ -14,7 +21,9 @@ from retime.mechanisms.memory.budgeted_ddp import SETTING_UP, BudgetedDataParall
 from retime.mechanisms.memory.budgeted_step import BudgetedStep
 from retime.mechanisms.memory.host import parse_host
 from retime.mechanisms.memory.host_reduction import HostReduction
+from retime.mechanisms.memory.split import Split
 from retime.strategies.budgeted import Budgeted
+from retime.strategies.ddp_arguments import MegaBytes, StartMethod, given
 from retime.strategies.reports_home import ReportsHome
 
 
@@ -41,19 +50,73 @@ class MemoryBudgetDDPStrategy(Budgeted, ReportsHome):
     :param budget: of each rank: bytes, ``"8GiB"``, or ``"90%"`` of its device; on a CPU the ranks of a machine share
         the percentage.
     :param reduce_on: ``"device"`` or ``"host"``; the latter takes the place of ``ddp_comm_hook``.
-    :param ddp_kwargs: those of :class:`lightning.pytorch.strategies.DDPStrategy`.
+    :param host: this and the next four are :class:`MemoryBudgetStrategy`'s.
 
-    All other arguments are :class:`MemoryBudgetStrategy`'s, but for ``device``.
+    All other arguments are those of :class:`lightning.pytorch.strategies.DDPStrategy` and of the
+    ``DistributedDataParallel`` that it makes, whose further ones are taken too.
     """
 
     strategy_name = "memory_budget_ddp"
 
-    def __init__(self, budget: int | str = "90%", *args: Any, reduce_on: str = "device", **kwargs: Any) -> None:
-        if reduce_on not in ("device", "host"):
-            raise ValueError(f"reduce_on={reduce_on!r}: use 'device' or 'host'")
-        if reduce_on == "host" and kwargs.get("ddp_comm_hook") is not None:
+    @checked
+    def __init__(
+        self,
+        budget: int | str = "90%",
+        host: str | None = None,
+        batchnorm: str = "offload",
+        on_shape_change: str = "replan",
+        split_batch: Split | None = None,
+        loss_weight: Callable[[Any], Any] | None = None,
+        reduce_on: Literal["device", "host"] = "device",
+        ddp_comm_state: object | None = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        model_averaging_period: int | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        start_method: StartMethod = "popen",
+        bucket_cap_mb: MegaBytes | None = None,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        gradient_as_bucket_view: bool = False,
+        broadcast_buffers: bool | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        **ddp_kwargs: Any,
+    ) -> None:
+        if reduce_on == "host" and ddp_comm_hook is not None:
             raise ValueError("reduce_on='host' is a communication hook itself: leave out ddp_comm_hook, or reduce_on")
-        super().__init__(budget, *args, **kwargs)
+        super().__init__(
+            budget,
+            host,
+            batchnorm,
+            on_shape_change,
+            split_batch,
+            loss_weight,
+            **given(
+                ddp_comm_state=ddp_comm_state,
+                ddp_comm_hook=ddp_comm_hook,
+                ddp_comm_wrapper=ddp_comm_wrapper,
+                model_averaging_period=model_averaging_period,
+                process_group_backend=process_group_backend,
+                timeout=timeout,
+                start_method=start_method,
+                bucket_cap_mb=bucket_cap_mb,
+                find_unused_parameters=find_unused_parameters,
+                static_graph=static_graph,
+                gradient_as_bucket_view=gradient_as_bucket_view,
+                broadcast_buffers=broadcast_buffers,
+                accelerator=accelerator,
+                parallel_devices=parallel_devices,
+                cluster_environment=cluster_environment,
+                checkpoint_io=checkpoint_io,
+                precision_plugin=precision_plugin,
+            ),
+            **ddp_kwargs,
+        )
         self._reduce_on = reduce_on
         self._reduction: HostReduction | None = None
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 
@@ -17,8 +18,14 @@ class OneDevice(SingleDeviceStrategy):
     instead = ""
     """What to say to those who have several devices."""
 
-    def __init__(self, device: str | int | torch.device | None = None, **kwargs: Any) -> None:
-        super().__init__(device="cpu" if device is None else device, **kwargs)
+    def __init__(
+        self,
+        device: str | int | torch.device | None = None,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__("cpu" if device is None else device, accelerator, checkpoint_io, precision_plugin)
         self.parallel_devices: list[torch.device] | None = None if device is None else [self._root_device]
 
     @property

@@ -3,22 +3,30 @@
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from retime.mechanisms.arguments import checked
+from retime.mechanisms.byte_sizes import parse_bytes
 from retime.mechanisms.fusion.data_parallel import sparse_layer
 from retime.mechanisms.fusion.report import FusionReport
+from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.out_of_order.bucket_size import bucket_mb, measured_seconds_per_mb
-from retime.mechanisms.out_of_order.data_parallel import K, OutOfOrderDataParallel, check_k
+from retime.mechanisms.out_of_order.data_parallel import ALONE, K, OutOfOrderDataParallel
+from retime.mechanisms.out_of_order.kept_k import read_kept_k
 from retime.mechanisms.out_of_order.report import OutOfOrderReport
+from retime.strategies.ddp_arguments import MegaBytes, StartMethod, given
 from retime.strategies.flavour import LightningOnly
 from retime.strategies.reports_home import ReportsHome
 from retime.strategies.stepping import FusedStepping
@@ -42,34 +50,72 @@ class OOODataParallelStrategy(LightningOnly, ReportsHome):
 
     :param k: how many blocks are re-ordered; ``"auto"`` measures in the first steps (at most 60), keeps the fastest and
         stores it in the checkpoint.
-    :param max_memory: bytes a rank may use at its peak (CUDA: allocated; CPU: resident), which bounds k.
+    :param max_memory: bytes (or ``"8GiB"``) a rank may use at its peak (CUDA: allocated; CPU: resident); bounds k.
     :param cross_iteration: False: ``optimizer.step()`` waits for all gradients, as under ``ddp``.
     :param blocks: names of the modules that k counts; None: the model's repeated blocks, else its layers.
-    :param ddp_kwargs: those of :class:`lightning.pytorch.strategies.DDPStrategy`. ``bucket_cap_mb`` is chosen
-        by measurement unless it is given: buckets that take about 20 ms, of 1 to 25 MiB. A communication hook is
-        refused.
+    :param bucket_cap_mb: MiB of a gradient bucket; None: of 1 to 25 MiB, chosen by measurement to take about 20 ms.
+
+    All other arguments are those of :class:`lightning.pytorch.strategies.DDPStrategy` and of the
+    ``DistributedDataParallel`` that it makes, whose further ones are taken too. A communication hook is refused. With
+    one process there is no communication to hide: it trains as ``ddp`` does, with one ``NoEffectWarning``.
     """
 
     strategy_name = "ooo_ddp"
 
+    @checked
     def __init__(
         self,
         k: K = "auto",
-        max_memory: int | None = None,
+        max_memory: int | str | None = None,
         cross_iteration: bool = True,
         blocks: Iterable[str] | None = None,
+        ddp_comm_state: object | None = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        model_averaging_period: int | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        start_method: StartMethod = "popen",
+        bucket_cap_mb: MegaBytes | None = None,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        gradient_as_bucket_view: bool = False,
+        broadcast_buffers: bool | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
         **ddp_kwargs: Any,
     ) -> None:
-        check_k(k)
-        if max_memory is not None and max_memory < 1:
-            raise ValueError(f"max_memory={max_memory} must be a number of bytes, or None for no bound")
-        if ddp_kwargs.get("ddp_comm_hook") is not None or ddp_kwargs.get("ddp_comm_state") is not None:
+        if ddp_comm_hook is not None or ddp_comm_state is not None:
             raise ValueError(
                 "ooo_ddp is a communication hook itself and cannot take another: leave out ddp_comm_hook, or use "
                 "strategy='ddp' or FusedOptimizerDDPStrategy(ddp_comm_hook=...)"
             )
-        self._divide = bool(ddp_kwargs.get("gradient_as_bucket_view", False))
-        super().__init__(**ddp_kwargs | {"gradient_as_bucket_view": True})
+        if max_memory is not None:
+            max_memory = parse_bytes("max_memory", max_memory)
+        self._divide = gradient_as_bucket_view
+        super().__init__(
+            **given(
+                ddp_comm_wrapper=ddp_comm_wrapper,
+                model_averaging_period=model_averaging_period,
+                process_group_backend=process_group_backend,
+                timeout=timeout,
+                start_method=start_method,
+                bucket_cap_mb=bucket_cap_mb,
+                find_unused_parameters=find_unused_parameters,
+                static_graph=static_graph,
+                broadcast_buffers=broadcast_buffers,
+                accelerator=accelerator,
+                parallel_devices=parallel_devices,
+                cluster_environment=cluster_environment,
+                checkpoint_io=checkpoint_io,
+                precision_plugin=precision_plugin,
+            ),
+            **ddp_kwargs,
+            gradient_as_bucket_view=True,
+        )
         self._wanted, self._max_memory, self._cross_iteration = k, max_memory, cross_iteration
         self._block_names = list(blocks) if blocks is not None else None
         self._ooo: OutOfOrderDataParallel | None = None
@@ -88,22 +134,16 @@ class OOODataParallelStrategy(LightningOnly, ReportsHome):
     @property
     def k(self) -> K:
         """The number of blocks whose weight gradients run last at the moment."""
-        return self._wanted if self._ooo is None else self._ooo.k
+        if self._ooo is not None:
+            return self._ooo.k
+        return 0 if self.model is not None and self._is_alone else self._wanted
 
+    @checked
     def set_k(self, k: K) -> None:
         """Use this k from the next step on; ``"auto"`` searches (again). All ranks must be given the same."""
-        check_k(k)
         self._wanted = k
         if self._ooo is not None:
             self._ooo.set_k(k)
-
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        if dist.get_world_size() < 2:
-            raise ValueError(
-                f"strategy={self.strategy_name!r} needs two processes or more, got one: use devices=2 or more, or "
-                "strategy='auto' (or 'fused_optimizer_forward') on one device"
-            )
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
@@ -111,7 +151,7 @@ class OOODataParallelStrategy(LightningOnly, ReportsHome):
             self._stepping.start(trainer)
 
     def configure_ddp(self) -> None:
-        if "bucket_cap_mb" not in self._ddp_kwargs:
+        if "bucket_cap_mb" not in self._ddp_kwargs and not self._is_alone:
             self._ddp_kwargs["bucket_cap_mb"] = self._choose_bucket_size()
         super().configure_ddp()
 
@@ -125,7 +165,15 @@ class OOODataParallelStrategy(LightningOnly, ReportsHome):
             )
         return FIXED_BUCKET_MB
 
+    @property
+    def _is_alone(self) -> bool:
+        return self.world_size < 2
+
     def _register_ddp_hooks(self) -> None:
+        if self._is_alone:
+            warnings.warn(f"strategy={self.strategy_name!r} has no effect: {ALONE}", NoEffectWarning, stacklevel=2)
+            super()._register_ddp_hooks()
+            return
         model = self.model
         assert isinstance(model, DistributedDataParallel)
         layer = sparse_layer(model.module)
@@ -194,24 +242,19 @@ class OOODataParallelStrategy(LightningOnly, ReportsHome):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         self._pause()
-        if self._ooo is not None and not self._ooo.is_searching:
-            blocks = len(self._ooo.blocks)
-            checkpoint[CHECKPOINT_KEY] = {
-                "k": self._ooo.k,
-                "blocks": blocks,
-                "bucket_cap_mb": self._ddp_kwargs["bucket_cap_mb"],
-                "world_size": self.world_size,
-            }
+        kept = None if self._ooo is None else self._ooo.kept_k()
+        if kept is not None:
+            checkpoint[CHECKPOINT_KEY] = kept.state()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        found = checkpoint.get(CHECKPOINT_KEY)
-        if found is not None and found["world_size"] == self.world_size:
-            self._known_k = (found["k"], found["blocks"])
-            self._ddp_kwargs.setdefault("bucket_cap_mb", found["bucket_cap_mb"])
+        kept = read_kept_k(checkpoint[CHECKPOINT_KEY]) if CHECKPOINT_KEY in checkpoint else None
+        if kept is not None and kept.world_size == self.world_size:
+            self._known_k = (kept.k, kept.blocks)
+            self._ddp_kwargs.setdefault("bucket_cap_mb", kept.bucket_cap_mb)
             if self._ooo is not None:
-                self._ooo.known_k = self._known_k
+                self._ooo.use_kept_k(kept)
         return checkpoint
 
     def _pause(self) -> None:

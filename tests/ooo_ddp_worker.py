@@ -222,7 +222,7 @@ def refusals() -> None:
     for wrong in (-1, "many", 1.5, True):
         with pytest.raises((ValueError, TypeError), match="k="):
             OutOfOrderDataParallel(wrapped(), optimizer, k=wrong)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="needs a DistributedDataParallel model"):
+    with pytest.raises(TypeError, match="give a DistributedDataParallel"):
         OutOfOrderDataParallel(network(), optimizer)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="gradient_as_bucket_view=True"):
         OutOfOrderDataParallel(wrapped(gradient_as_bucket_view=False), optimizer)
@@ -231,7 +231,7 @@ def refusals() -> None:
     with pytest.raises(ValueError, match="has one already"):
         OutOfOrderDataParallel(hooked, optimizer)
     alone = dist.new_group([RANK], use_local_synchronization=True)
-    with pytest.raises(ValueError, match="two processes or more"):
+    with pytest.warns(NoEffectWarning, match="with one process there is no communication to hide"):
         OutOfOrderDataParallel(wrapped(process_group=alone), optimizer)
     with pytest.warns(NoEffectWarning, match="static_graph=True"):
         OutOfOrderDataParallel(wrapped(find_unused_parameters=True), (), k=1).remove()
@@ -346,6 +346,12 @@ def k_is_kept_in_the_checkpoint() -> None:
     assert resumed.report().bucket_bytes == 3 * 2**20
     plain = trainer(folder, strategy="ddp", max_steps=95, max_epochs=-1, enable_checkpointing=False)
     plain.fit(Net(deep), data(), ckpt_path=path, weights_only=False)
+    kept["retime_ooo_ddp"]["k"] = "all"
+    torch.save(kept, path)
+    tampered = OOODataParallelStrategy(k="auto", bucket_cap_mb=1)
+    anew = trainer(folder, strategy=tampered, max_steps=72, max_epochs=-1, enable_checkpointing=False)
+    with pytest.warns(NoEffectWarning, match="k of an earlier run has no effect, and is found anew: k is no whole"):
+        anew.fit(Net(deep), data(), ckpt_path=path, weights_only=False)
 
 
 @check
@@ -415,11 +421,19 @@ def accelerate_loop() -> None:
                     norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.1))
                 optimizer.step()
                 optimizer.zero_grad()
-        if ooo is not None:
-            accelerator.save_state(sys.argv[2])
+        if k is not None:
+            folder = Path(sys.argv[2])
+            accelerator.save_state(str(folder))
             accelerator.wait_for_everyone()
-            accelerator.load_state(sys.argv[2])
+            accelerator.load_state(str(folder))
+            if RANK == 0:  # the other rank hears of it
+                for path in folder.glob("retime_*.json"):
+                    path.write_text('{"k": 99}')
+            with pytest.warns(NoEffectWarning, match="k of an earlier run has no effect"):
+                accelerator.load_state(str(folder))
             ooo.remove()
+            assert not [path for path in folder.iterdir() if path.name.startswith("custom_checkpoint")]
+            accelerator.load_state(str(folder))  # as plain code does
         return [*norms, *(p.detach().clone() for p in net.parameters())], ooo
 
     plain, _ = train(None)

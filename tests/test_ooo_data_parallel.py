@@ -5,12 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from retime.callbacks import ReverseFirstK
 from retime.mechanisms.out_of_order.bucket_size import bucket_mb
 from retime.mechanisms.out_of_order.k_tuner import MOST_STEPS, KTuner
-from retime.strategies import OOODataParallelStrategy
 from two_ranks import run_two_ranks
 
 IN_A_BARE_LOOP = [
@@ -74,33 +71,6 @@ def test_a_rank_that_dies_ends_the_other_with_an_error(tmp_path: Path) -> None:
     assert second.returncode == 9
     assert first.returncode not in (0, None)
     assert "Error" in first.stderr
-
-
-def test_arguments_are_checked_before_anything_starts() -> None:
-    with pytest.raises(ValueError, match="k=-1 must be 0 or more"):
-        OOODataParallelStrategy(k=-1)
-    with pytest.raises(TypeError, match="must be a number of blocks or 'auto'"):
-        OOODataParallelStrategy(k="most")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="max_memory=0"):
-        OOODataParallelStrategy(max_memory=0)
-    with pytest.raises(ValueError, match="communication hook itself"):
-        OOODataParallelStrategy(ddp_comm_hook=lambda state, bucket: None)
-    with pytest.raises(ValueError, match="search_every_n_epochs=2"):
-        ReverseFirstK(k=3, search_every_n_epochs=2)
-
-
-def test_one_process_is_refused() -> None:
-    from lightning.pytorch import Trainer
-    from lightning.pytorch.demos.boring_classes import BoringModel
-
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": 1}
-    trainer = Trainer(strategy="ooo_ddp", accelerator="cpu", devices=1, enable_checkpointing=False, **quiet)
-    try:
-        with pytest.raises(ValueError, match="needs two processes or more, got one"):
-            trainer.fit(BoringModel())
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
 
 
 def drive(tuner: KTuner, seconds_of: dict[int, float], blocks_carry: float = 0.0) -> int:

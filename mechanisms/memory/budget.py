@@ -32,6 +32,8 @@ def parse_budget(budget: int | str, device: torch.device | str | int | None, sha
     total = _device_bytes(device)
     percent = _PERCENT.fullmatch(budget.strip()) if isinstance(budget, str) else None
     if percent:
+        if not 0 < Fraction(percent[1]) <= 100:
+            raise ValueError(f"budget={budget!r} must be above 0% and at most 100% of the device's memory")
         wanted = int(Fraction(percent[1]) / 100 * _device_bytes(device, sharing))
     else:
         wanted = parse_bytes("budget", budget, examples="'8GiB', '500MB' or '90%'")

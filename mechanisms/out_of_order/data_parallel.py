@@ -11,7 +11,7 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,11 +20,14 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from retime.mechanisms.arguments import AtLeast, checked
+from retime.mechanisms.byte_sizes import parse_bytes
 from retime.mechanisms.fusion.data_parallel import average, sparse_layer
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.out_of_order.buckets import BucketMap, Region
 from retime.mechanisms.out_of_order.deferral import WeightGradientDeferral
 from retime.mechanisms.out_of_order.k_tuner import KTuner
+from retime.mechanisms.out_of_order.kept_k import KeptK
 from retime.mechanisms.out_of_order.layers import Block
 from retime.mechanisms.out_of_order.memory import extra_bytes, largest_affordable_k, peak_bytes_so_far
 from retime.mechanisms.out_of_order.reductions import Reduction, Reductions, release, settle_gradients
@@ -36,7 +39,10 @@ SMALLEST_MESSAGE_BYTES = 1024 * 1024
 """Gradients of neighbouring blocks are sent together until they are this large."""
 UNUSED = "find_unused_parameters=True lets ranks differ in what they compute; use static_graph=True, or leave it out"
 RANKS_DIFFER = "the ranks ran the layers of their first step in different orders"
-K = int | Literal["auto"]
+K = Annotated[int, AtLeast(0)] | Literal["auto"]
+ALONE = (
+    "with one process there is no communication to hide: use two or more, or 'fused_optimizer_forward' on one device"
+)
 
 
 class OutOfOrderDataParallel:
@@ -51,6 +57,8 @@ class OutOfOrderDataParallel:
             optimizer.step()
             optimizer.zero_grad()
 
+    With one process there is nothing to hide: it does nothing then, with one ``NoEffectWarning``.
+
     Gradients are bit-identical to the plain wrapper's on two ranks. On more, sums may round differently, as they do
     whenever the buckets of DistributedDataParallel change.
 
@@ -58,7 +66,7 @@ class OutOfOrderDataParallel:
     :param optimizers: those that step its parameters; more can be given to :meth:`attach`.
     :param k: how many blocks, in forward order, have their weight gradients computed last; ``"auto"`` measures during
         the first steps (section 5.1) and keeps the fastest. Values above the number of blocks raise once it is known.
-    :param max_memory: bytes; bounds k (algorithm 2, lines 1 and 2). None: no bound.
+    :param max_memory: bytes, or ``"8GiB"``; bounds k (algorithm 2, lines 1 and 2). None: no bound.
     :param cross_iteration: let ``optimizer.step()`` return while all-reduces are on their way.
     :param blocks: names of the modules that k counts; None: repeated blocks, else single layers.
     :param divide: whether gradients are divided by the number of ranks, as the plain wrapper does with bucket views;
@@ -66,23 +74,23 @@ class OutOfOrderDataParallel:
     :param timeout: of the two process groups made here; None: torch's default.
     """
 
+    @checked
     def __init__(
         self,
         model: DistributedDataParallel,
         optimizers: Optimizer | Iterable[Optimizer] = (),
         *,
         k: K = "auto",
-        max_memory: int | None = None,
+        max_memory: int | str | None = None,
         cross_iteration: bool = True,
         blocks: Iterable[str] | None = None,
         divide: bool = True,
         timeout: Any = None,
     ) -> None:
-        check_k(k)
         _check_model(model)
         self.model = model
         self.cross_iteration = cross_iteration
-        self.max_memory = max_memory
+        self.max_memory = None if max_memory is None else parse_bytes("max_memory", max_memory)
         self._wanted: K = k
         self._report = OutOfOrderReport()
         self._deferral = WeightGradientDeferral(model.module, blocks=blocks)
@@ -91,23 +99,29 @@ class OutOfOrderDataParallel:
         self._deferral.on_finished = self._arrange_waits
         self._map = BucketMap()
         self._divide = divide
-        self._reductions = Reductions(model.process_group, is_view=divide, timeout=timeout)
         self._carrying: dict[Tensor, Reduction] = {}
         self._updates: list[CrossIterationUpdates] = []
         self._tuner: KTuner | None = None
         self._plan: _Plan | None = None
+        self._handles: list[Any] = []
         self._removed = self._read_early = self._compared = self._changed = False
         self._search_steps = 0
         self.expects_loss = False
         """Set by an owner that calls :meth:`watch` with the loss, which shows more than the model's output does."""
+        self._no_order: str | None = None
         self.known_k: tuple[int, int] | None = None
         """What an earlier search found, and for how many blocks: then ``"auto"`` does not search."""
+        if dist.get_world_size(model.process_group) < 2:
+            warnings.warn(f"out-of-order data parallel has no effect: {ALONE}", NoEffectWarning, stacklevel=3)
+            self._removed = True
+            self._deferral.remove()
+            return
+        self._reductions = Reductions(model.process_group, is_view=divide, timeout=timeout)
         self._never_rebuilds = model.find_unused_parameters and not model.static_graph
-        self._no_order: str | None = None
         if self._never_rebuilds:
             self.keep_order(UNUSED)
         _register(model, self)
-        self._handles: list[Any] = [
+        self._handles += [
             model.register_forward_pre_hook(self._before_forward),
             model.register_forward_hook(self._after_forward),
         ]
@@ -135,9 +149,9 @@ class OutOfOrderDataParallel:
         """Whether ``k="auto"`` is still measuring."""
         return self._wanted == "auto"
 
+    @checked
     def set_k(self, k: K) -> None:
         """Use this k from the next step on; ``"auto"`` searches again. All ranks must be given the same."""
-        check_k(k)
         if isinstance(k, int):
             self._check_range(k)
         self._wanted, self._tuner, self.known_k, self._changed = k, None, None, True
@@ -284,6 +298,19 @@ class OutOfOrderDataParallel:
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.model.process_group)
         return float(value)
 
+    def kept_k(self) -> KeptK | None:
+        """What a checkpoint should keep; None while k is searched for, or before there are blocks."""
+        blocks = len(self._deferral.blocks)
+        if self.is_searching or not blocks:
+            return None
+        world_size = dist.get_world_size(self.model.process_group)
+        return KeptK(self.k, blocks, self.model.bucket_bytes_cap / 2**20, world_size)
+
+    def use_kept_k(self, kept: KeptK) -> None:
+        """Let ``"auto"`` take up the k of an earlier run, if that had as many ranks and blocks."""
+        if kept.world_size == dist.get_world_size(self.model.process_group):
+            self.known_k = (kept.k, kept.blocks)
+
     def discard_measurement(self) -> None:
         """Something other than training took time since the last step: do not count it when searching for k."""
         if self._tuner is not None:
@@ -377,22 +404,12 @@ class _Plan:
                 gathered = []
 
 
-def check_k(k: object) -> None:
-    """Raise for what can never be a k."""
-    if k != "auto" and (isinstance(k, bool) or not isinstance(k, int)):
-        raise TypeError(f"k={k!r} must be a number of blocks or 'auto'")
-    if isinstance(k, int) and k < 0:
-        raise ValueError(f"k={k} must be 0 or more, or 'auto'")
-
-
 def _check_model(model: DistributedDataParallel) -> None:
-    if not isinstance(model, DistributedDataParallel):
-        raise TypeError(f"out-of-order data parallel needs a DistributedDataParallel model, got {type(model).__name__}")
     backend = dist.get_backend(model.process_group)
     if backend not in SUPPORTED_BACKENDS:
         raise ValueError(f"backend {backend!r} is not supported: use {' or '.join(SUPPORTED_BACKENDS)}")
     if dist.get_world_size(model.process_group) < 2:
-        raise ValueError("out-of-order data parallel needs two processes or more: with one there is nothing to hide")
+        return  # it does nothing then
     if not model.gradient_as_bucket_view:
         raise ValueError("build the model with DistributedDataParallel(..., gradient_as_bucket_view=True)")
     if model.mixed_precision is not None:

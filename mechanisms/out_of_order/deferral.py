@@ -10,13 +10,14 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
+from retime.mechanisms.arguments import AtLeast, checked
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.out_of_order.cut import (
     DOUBLE_BACKWARD,
@@ -54,11 +55,14 @@ class WeightGradientDeferral:
     :param blocks: names of the modules that are the blocks; None: the repeated blocks, else single layers.
     """
 
-    def __init__(self, model: nn.Module, k: int = 0, *, blocks: Iterable[str] | None = None) -> None:
+    @checked
+    def __init__(
+        self, model: nn.Module, k: Annotated[int, AtLeast(0)] = 0, *, blocks: Iterable[str] | None = None
+    ) -> None:
         self.model = model
         self.layers = find_layers(model)
         self.blocks: list[Block] = []
-        self.k = k
+        self._k = k
         self.armed = True
         """Whether forward passes from now on may defer; the owner turns it off where gradients are not synchronised."""
         self.on_block: Callable[[Block | None], None] = lambda block: None
@@ -100,6 +104,16 @@ class WeightGradientDeferral:
                 layer.module.register_forward_pre_hook(before, with_kwargs=True),
                 layer.module.register_forward_hook(after, prepend=True, always_call=True),
             ]
+
+    @property
+    def k(self) -> int:
+        """How many blocks wait; all, where it is above their number."""
+        return self._k
+
+    @k.setter
+    @checked
+    def k(self, k: Annotated[int, AtLeast(0)]) -> None:
+        self._k = k
 
     @property
     def is_watching(self) -> bool:

@@ -1,0 +1,48 @@
+"""The k of a run as plain data, for checkpoints; what comes back is data from outside, and checked whole."""
+
+import warnings
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from retime.mechanisms.no_effect import NoEffectWarning
+
+_MOST_MB = 2**20
+
+
+@dataclass(frozen=True)
+class KeptK:
+    """What a search found, and for what."""
+
+    k: int
+    blocks: int
+    """L, of which k are re-ordered."""
+    bucket_cap_mb: float
+    world_size: int
+
+    def state(self) -> dict[str, Any]:
+        """Plain types, for :func:`read_kept_k`."""
+        return asdict(self)
+
+    def what_is_off(self) -> str | None:
+        """Why no search can have found this."""
+        for name, value in (("k", self.k), ("blocks", self.blocks), ("world_size", self.world_size)):
+            if type(value) is not int:
+                return f"{name} is no whole number"
+        if type(self.bucket_cap_mb) not in (int, float) or not 0 < self.bucket_cap_mb <= _MOST_MB:
+            return "bucket_cap_mb is no number of MiB"
+        if not 0 <= self.k <= self.blocks:
+            return "k is not between 0 and blocks"
+        return None
+
+
+def read_kept_k(found: object) -> KeptK | None:
+    """The k of an earlier run; None with a :class:`NoEffectWarning` where this is none, and k is then found anew."""
+    try:
+        kept = KeptK(**found) if type(found) is dict else None
+    except TypeError:  # names that are missing, or others
+        kept = None
+    off = "it is no mapping with k, blocks, bucket_cap_mb and world_size" if kept is None else kept.what_is_off()
+    if off is None:
+        return kept
+    warnings.warn(f"the k of an earlier run has no effect, and is found anew: {off}", NoEffectWarning, stacklevel=3)
+    return None

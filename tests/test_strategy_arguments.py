@@ -1,0 +1,124 @@
+"""Strategies spell their arguments out, for command lines, and refuse wrong ones when they are made."""
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from torch import nn
+
+import retime
+from retime.mechanisms.out_of_order import WeightGradientDeferral
+
+DDP = [retime.FusedOptimizerDDPStrategy, retime.MemoryBudgetDDPStrategy, retime.OOODataParallelStrategy]
+ONE = [retime.FusedOptimizerStrategy, retime.MemoryBudgetStrategy]
+OF_THE_WRAPPER = {
+    "bucket_cap_mb",
+    "broadcast_buffers",
+    "find_unused_parameters",
+    "gradient_as_bucket_view",
+    "static_graph",
+}
+
+
+def names(made: Any) -> set[str]:
+    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    return {name for name, one in inspect.signature(made).parameters.items() if one.kind not in kinds}
+
+
+@pytest.mark.parametrize("strategy", DDP)
+def test_arguments_of_ddp_are_in_the_signature(strategy: type[Strategy]) -> None:
+    assert names(DDPStrategy) | OF_THE_WRAPPER <= names(strategy)
+
+
+@pytest.mark.parametrize("strategy", ONE)
+def test_arguments_of_one_device_are_in_the_signature(strategy: type[Strategy]) -> None:
+    assert names(SingleDeviceStrategy) <= names(strategy)
+
+
+@pytest.mark.parametrize("strategy", DDP)
+def test_arguments_reach_lightning_and_the_wrapper(strategy: Callable[..., Any]) -> None:
+    made = strategy(
+        start_method="fork", process_group_backend="gloo", static_graph=True, bucket_cap_mb=3, check_reduction=True
+    )
+    assert (made._start_method, made._process_group_backend) == ("fork", "gloo")
+    wanted = {"static_graph": True, "bucket_cap_mb": 3, "check_reduction": True, "find_unused_parameters": False}
+    assert wanted.items() <= made._ddp_kwargs.items()
+    assert "bucket_cap_mb" not in strategy()._ddp_kwargs  # torch's own default, or ours
+
+
+@pytest.mark.parametrize("strategy", [*DDP, *ONE])
+def test_from_a_command_line(strategy: type[Strategy]) -> None:
+    pytest.importorskip("jsonargparse", reason="LightningCLI needs jsonargparse")
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(strategy, "strategy")
+    given = {"static_graph": True, "start_method": "spawn", "process_group_backend": "gloo"} if strategy in DDP else {}
+    path = f"{strategy.__module__}.{strategy.__qualname__}"
+    config = parser.parse_object({"strategy": {"class_path": path, "init_args": given}})
+    assert isinstance(parser.instantiate_classes(config).strategy, strategy)
+
+
+def deferral(**options: Any) -> WeightGradientDeferral:
+    return WeightGradientDeferral(nn.Linear(2, 2), **options)
+
+
+Wrong = tuple[Callable[..., Any], dict[str, Any], str]
+OOO, BUDGET = retime.OOODataParallelStrategy, retime.MemoryBudgetDDPStrategy
+WRONG: list[Wrong] = [
+    (deferral, {"k": -1}, r"\(k=-1\): give a whole number of 0 or more"),
+    (deferral, {"k": True}, r"\(k=True\): give a whole number"),
+    (deferral, {"k": 1.5}, r"\(k=1.5\): give a whole number"),
+    (deferral, {"k": math.nan}, r"\(k=nan\): give a whole number"),
+    (deferral, {"blocks": "layer1"}, r"\(blocks='layer1'\): give texts in a list"),
+    (deferral, {"blocks": [3]}, r"\(blocks=\[3\]\): give texts in a list"),
+    (OOO, {"k": -1}, r"\(k=-1\): give a whole number of 0 or more or 'auto'"),
+    (OOO, {"k": "most"}, r"\(k='most'\): give a whole number of 0 or more or 'auto'"),
+    (OOO, {"k": True}, r"\(k=True\)"),
+    (OOO, {"k": 2.0}, r"\(k=2.0\)"),
+    (OOO, {"k": None}, r"\(k=None\)"),
+    (OOO, {"blocks": "layer1"}, r"\(blocks='layer1'\): give texts in a list, or None"),
+    (OOO, {"max_memory": math.nan}, r"max_memory=nan"),
+    (OOO, {"max_memory": 0}, r"max_memory=0 must be above 0"),
+    (OOO, {"max_memory": "much"}, r"max_memory='much' cannot be read: write bytes, '8GiB'"),
+    (OOO, {"cross_iteration": "no"}, r"\(cross_iteration='no'\): give True or False"),
+    (OOO, {"bucket_cap_mb": math.nan}, r"\(bucket_cap_mb=nan\): give a number above 0"),
+    (OOO, {"bucket_cap_mb": 0}, r"\(bucket_cap_mb=0\): give a number above 0"),
+    (OOO, {"bucket_cap_mb": -1}, r"\(bucket_cap_mb=-1\)"),
+    (OOO, {"bucket_cap_mb": math.inf}, r"\(bucket_cap_mb=inf\)"),
+    (OOO, {"bucket_cap_mb": "25MiB"}, r"\(bucket_cap_mb='25MiB'\)"),
+    (OOO, {"start_method": "thread"}, r"\(start_method='thread'\): give 'popen' or 'spawn'"),
+    (OOO, {"ddp_comm_hook": print}, r"communication hook itself"),
+    (BUDGET, {"budget": "x%"}, r"budget='x%' cannot be read"),
+    (BUDGET, {"budget": "0%"}, r"budget='0%' must be above 0%"),
+    (BUDGET, {"budget": "120%"}, r"budget='120%' must be above 0% and at most 100%"),
+    (BUDGET, {"budget": math.nan}, r"budget=nan"),
+    (BUDGET, {"reduce_on": "moon"}, r"\(reduce_on='moon'\): give 'device' or 'host'"),
+    (retime.FusedOptimizerStrategy, {"side_stream": "yes"}, r"\(side_stream='yes'\): give True or False"),
+    (retime.FusedOptimizerDDPStrategy, {"mode": 3}, r"\(mode=3\): give a text"),
+    (retime.ReverseFirstK, {"k": -1}, r"\(k=-1\): give a whole number of 0 or more or 'auto'"),
+    (retime.ReverseFirstK, {"k": "most"}, r"\(k='most'\)"),
+    (retime.ReverseFirstK, {"search_every_n_epochs": 0}, r"\(search_every_n_epochs=0\): give a whole number of 1"),
+    (retime.ReverseFirstK, {"log": 1}, r"\(log=1\): give True or False"),
+]
+
+
+@pytest.mark.parametrize(("make", "options", "text"), WRONG, ids=lambda value: value if isinstance(value, str) else "")
+def test_wrong_arguments_are_named(make: Callable[..., Any], options: dict[str, Any], text: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=text):
+        make(**options)
+
+
+def test_numbers_set_later_are_checked_too() -> None:
+    one = deferral()
+    with pytest.raises(ValueError, match=r"k=-1"):
+        one.k = -1
+    with pytest.raises(ValueError, match=r"k=-1"):
+        OOO().set_k(-1)
+
+
+def test_bytes_may_be_written_out() -> None:
+    assert OOO(max_memory="1GiB")._max_memory == 2**30
