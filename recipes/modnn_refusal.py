@@ -14,7 +14,7 @@ from retime.schedules.memory.errors import BudgetError
 
 FLOOR, TASK, LAYER, HINT = "a floor that trains", "an operation", "a layer of the model", "what would help"
 _MESSAGE = re.compile(
-    r"at least (?P<floor>\d+) bytes are needed"
+    r"at least (?P<floor>\d+) bytes(?: \([^)]*\))? are needed"
     r"(?: at task '(?P<task>\w+)[^']*' of layer '(?P<layer>[^']*)')?\. (?P<hint>.*?) For batch size finders"
 )
 _HINT = re.compile(r"\b(would help|choose)\b")

@@ -21,8 +21,7 @@ The answer on stdout has
 
   plan, predicted peak, moved a step, slowdown, sub-batches    what would be done
   refused                                                      why no plan keeps the budget, and what would help
-  floor                                                        the smallest budget to give: what the step needs, and
-                                                               what measuring it again may find beside that
+  floor                                                        the smallest budget that is not refused
   Eq. 6, Eq. 7                                                 the moDNN paper's bounds: what the largest task needs for
                                                                one sample, and that with parameters, gradients and
                                                                optimizer states

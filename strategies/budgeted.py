@@ -205,7 +205,8 @@ class Budgeted(LightningOnly, Strategy):
         if step is not None:
             self._last_report, self._plans = step.report(), step.state_dict()
             step.remove()
-            rank_zero_info(f"retime: {self._last_report}")
+            if self._last_report.steps:
+                rank_zero_info(f"retime: {self._last_report}")
         if self._results is not None:
             self._results.remove()
             self._results = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ IGNORED = [  # what Lightning and torch themselves warn of
 def use_costs(monkeypatch: pytest.MonkeyPatch, costs: StepCosts) -> None:
     """Plan with these times, no scratch and no trials, so that the same budget gives the same plan on every machine."""
     monkeypatch.setattr(step_planner, "calibrate", lambda *_, **__: costs)
+    monkeypatch.setattr(step_planner, "least_costs", lambda *_, **__: replace(costs, spare_bytes=costs.scratch(1)))
     monkeypatch.setattr(step_planner.PlanTrial, "step_ms", lambda *_: None)
 
 

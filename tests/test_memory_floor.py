@@ -58,6 +58,14 @@ def test_what_operations_need_for_themselves_decides_which_is_the_largest() -> N
     assert measured.nbytes > 4 * 10**6
 
 
+def test_sizes_are_told_to_the_byte_and_readably() -> None:
+    task = LargestTask("mm", "0", "forward", 2 * 2**30)
+    said = str(MemoryFloor(3_984_588, 1, 10, 0, task).refusal(1000))
+    assert "a budget of 1000 bytes is below" in said
+    assert "at least 3984588 bytes (3.8 MiB) are needed" in said
+    assert "needs 2147483648 bytes (2.0 GiB) for one sample" in said
+
+
 class _ReadsItsInput(nn.Module):
     """A dry run without values cannot follow it."""
 

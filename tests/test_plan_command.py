@@ -139,7 +139,7 @@ def test_a_budget_below_the_floor(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_same_floor_is_printed_with_a_plan_and_with_a_refusal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
-    use_costs(monkeypatch, replace(SPLITS, spare_bytes=1000))  # measured, so floors are named with a margin
+    use_costs(monkeypatch, replace(SPLITS, spare_bytes=1000))
     reference = f"test_plan_command:{model}"
     refused, fits = (run(capsys, reference, "--budget", budget)[1]["floor"] for budget in ("2000", "1GiB"))
     floor = bytes_in(refused)
@@ -154,7 +154,7 @@ def test_a_floor_that_cannot_be_found_does_not_take_the_plan_away(
     def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError("not with so few samples")
 
-    monkeypatch.setattr(support.step_planner, "calibrate", fail)
+    monkeypatch.setattr(support.step_planner, "least_costs", fail)
     status, said, _ = run(capsys, "test_plan_command:plain_model", "--budget", "1GiB")
     assert status == 0
     assert said["floor"] == "not known: not with so few samples"
@@ -177,7 +177,8 @@ def test_what_takes_long_is_said_first(capsys: pytest.CaptureFixture[str]) -> No
     words = [
         "planning a batch",
         "finding out whether",
-        "measuring on a few samples",
+        "measuring on a few samples what",
+        "measuring on a few samples how",
         "trying plan 1: ",
         "trying plan 2: ",
     ]

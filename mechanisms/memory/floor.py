@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from typing import Any, TypeVar
 
@@ -19,13 +19,14 @@ from retime.mechanisms.memory.profile import LargestTask, Size, StepProfile
 from retime.mechanisms.memory.replay import EVERYTHING, DryRun, TrainingStep
 from retime.mechanisms.memory.storages import has_storage, tensors_in
 from retime.schedules.errors import ScheduleError
-from retime.schedules.memory import OffloadPlan
-from retime.schedules.memory.errors import BudgetError
+from retime.schedules.memory import OffloadPlan, Phase
+from retime.schedules.memory.errors import BudgetError, sized
 
-# A second calibration may find so much more than the first: this share, or these bytes where that is no large share.
-_MARGIN, _MARGIN_BYTES, _LARGE = 0.03, 512 * 2**10, 1 / 8
 # Samples of a real run, where the batch is to stay whole: one may be too few for batch statistics.
 _FEW = 2
+_NEVER = 2**62
+
+OperationKind = tuple[Phase, str, str]
 
 _Found = TypeVar("_Found")
 
@@ -35,14 +36,13 @@ class MemoryFloor:
     """The least memory that a step can run in.
 
     Attributes:
-        bytes: the smallest budget: tensors, scratch, and what plans leave free.
-        named_bytes: what a refusal asks for: with what another calibration may find beside that.
+        bytes: the smallest budget: every smaller one is refused, and this one is not.
         sub_batch: with so many samples at once.
         resident_bytes: of these, parameters, buffers, gradients, optimizer states and the batch.
-        scratch_bytes: of these, what operations need for themselves.
+        scratch_bytes: of these, what is needed beside tensors and what operations allocate.
         task: the operation that needs the most.
-        calibrated: scratch was measured.
         no_offload: why nothing can be offloaded; empty if storages can.
+        plan: what runs in the floor.
     """
 
     bytes: int
@@ -50,14 +50,8 @@ class MemoryFloor:
     resident_bytes: int
     scratch_bytes: int
     task: LargestTask
-    calibrated: bool = False
     no_offload: str = ""
-
-    @property
-    def named_bytes(self) -> int:
-        if not self.calibrated:
-            return self.bytes
-        return self.bytes + round(max(_MARGIN * self.bytes, min(_MARGIN_BYTES, _LARGE * self.bytes)))
+    plan: OffloadPlan = field(default_factory=lambda: OffloadPlan(1))
 
     def require(self, budget_bytes: int) -> None:
         """Refuse a budget below the floor.
@@ -76,8 +70,8 @@ class MemoryFloor:
             fewer: how fewer samples at once could run, or why they cannot; None: the caller chooses sub-batch sizes.
         """
         return BudgetError(
-            f"a budget of {budget_bytes} bytes is below this step's floor",
-            floor_bytes=self.named_bytes,
+            f"a budget of {sized(budget_bytes)} is below this step's floor",
+            floor_bytes=self.bytes,
             task=f"{self.task.name} ({self.task.phase})",
             layer=self.task.layer,
             hint=self._hint(budget_bytes, fewer),
@@ -88,7 +82,7 @@ class MemoryFloor:
         if fewer is None:
             fewer = f"The step runs {self.sub_batch} samples at once; smaller sub-batches, if allowed, would help"
         staying = (
-            f"{self.resident_bytes} bytes of them are parameters, gradients, optimizer states and the batch: an "
+            f"{sized(self.resident_bytes)} of them are parameters, gradients, optimizer states and the batch: an "
             "optimizer with less state, a smaller batch or parameters in a smaller dtype would help"
         )
         mostly_stays = self.resident_bytes > self.task.nbytes + self.scratch_bytes
@@ -96,7 +90,7 @@ class MemoryFloor:
         if self.sub_batch > 1 and fewer and not (mostly_stays and self.resident_bytes >= budget_bytes):
             hints.append(fewer)
         samples = f"{self.sub_batch} samples" if self.sub_batch > 1 else "one sample"
-        alone = f"That layer alone needs {self.task.nbytes} bytes for {samples}: smaller samples would help"
+        alone = f"That layer alone needs {sized(self.task.nbytes)} for {samples}: smaller samples would help"
         return ". ".join([*(hints or [alone]), *filter(None, [_sentence(self.no_offload)])])
 
 
@@ -124,13 +118,16 @@ class StepMemory:
         step: the step.
         sub_batches: sub-batch sizes that may be used; only the whole batch where sub-batches would change the result.
             Sizes below the batch are at most half of it, rounded up.
-        costs: their scratch is added to what tensors hold.
+        costs: what operations need is added to what tensors hold.
         check: compare a dry run of the smallest sub-batch with a real one on copies. Some kernels save another number
             of tensors than their description says (oneDNN's LSTM a work space); then real runs are used.
 
     Attributes:
         note: why predictions are not exact, or nothing can be offloaded; empty if they are, and storages can.
         no_offload: what of that is about offloading. Dry runs are then without hooks, and know nothing that is saved.
+        costs: may be set once they have been measured.
+        least: those of the floor, where they were measured for it; see :func:`least_costs`.
+        most_bytes: budgets of so much are accepted without asking for the floor, so it is no higher.
     """
 
     def __init__(
@@ -139,6 +136,8 @@ class StepMemory:
         self.step = step
         self._check = check
         self.costs = costs or StepCosts()
+        self.least: StepCosts | None = None
+        self.most_bytes = _NEVER
         self.sub_batches = tuple(
             sorted({size for size in sub_batches if size <= -(-step.samples // 2)} | {step.samples})
         )
@@ -177,22 +176,53 @@ class StepMemory:
         dry = self._dry.not_run if self.plain is not None else []
         return list(dict.fromkeys([*dry, *self._not_run_really]))
 
+    def require(self, budget_bytes: int) -> None:
+        """Refuse a budget below the floor, which need not be found out for one that the plain step fits into.
+
+        Raises:
+            BudgetError: it is.
+        """
+        if budget_bytes < self._roof_bytes:
+            self.floor.require(budget_bytes)
+
     @cached_property
     def floor(self) -> MemoryFloor:
-        """Everything offloaded, the smallest sub-batch, nothing fetched ahead."""
-        smallest = self.sub_batches[0]
+        """Everything offloaded, the smallest sub-batch, nothing fetched ahead; never more than the plain step needs."""
+        smallest, least = self.sub_batches[0], self._least_costs
+        plans = [self.plan(smallest, all_of=True), self.plan(smallest)]
+        plan = min(plans, key=lambda one: self.peak_bytes(one, operations=least.operations))
+        needed, _ = self.exact_bytes(plan, operations=least.operations)
+        if self._plain_peak_bytes < needed:
+            plan, needed = self.plan(self.step.samples), self._plain_peak_bytes
         away = self._away(smallest)
-        scratch = self.costs.scratch(smallest)
-        tensors = min(self.peak_bytes(self.plan(smallest, all_of=True)), self.peak_bytes(self.plan(smallest)))
+        nbytes = min(needed + least.scratch(smallest), self._roof_bytes)
         return MemoryFloor(
-            tensors + scratch + self.costs.spare_bytes,
-            smallest,
+            nbytes,
+            plan.sub_batch,
             away.resident_bytes,
-            scratch,
-            _largest_task(away, self.costs),
-            calibrated=self.costs.spare_bytes > 0,
+            max(0, nbytes - needed),
+            _largest_task(away, least),
             no_offload=self.no_offload,
+            plan=plan,
         )
+
+    @property
+    def _least_costs(self) -> StepCosts:
+        """Without any measured for the purpose those of the step."""
+        if self.least is not None:
+            return self.least
+        scratch = self.costs.scratch(self.sub_batches[0]) + self.costs.spare_bytes
+        return StepCosts(operations=self.costs.operations, scratch_bytes=scratch, spare_bytes=scratch)
+
+    @property
+    def _plain_peak_bytes(self) -> int:
+        allowed = self.plain is not None and self.step.samples in self.sub_batches
+        return self.plain.peak_with(self._least_costs.operations) if allowed and self.plain is not None else _NEVER
+
+    @property
+    def _roof_bytes(self) -> int:
+        """No budget of so much is refused."""
+        return min(self._plain_peak_bytes + self._least_costs.spare_bytes, self.most_bytes)
 
     def lifetimes(self, sub_batch: int) -> Lifetimes:
         """Lives of storages for the whole batch at once, or for parts of it."""
@@ -206,22 +236,31 @@ class StepMemory:
         saved = len(self.lifetimes(sub_batch).passes[0])
         return OffloadPlan(sub_batch, frozenset(range(saved)) if all_of else frozenset(), 0, saved)
 
-    def peak_bytes(self, plan: OffloadPlan, in_flight_bytes: int = 0) -> int:
-        """What tensors and operations hold at most under a plan, put together from the dry runs."""
+    def peak_bytes(
+        self, plan: OffloadPlan, in_flight_bytes: int = 0, operations: Mapping[OperationKind, Size] | None = None
+    ) -> int:
+        """What tensors and operations hold at most under a plan, put together from the dry runs.
+
+        ``operations`` are what these allocate for themselves; those of :attr:`costs` as default.
+        """
+        operations = self.costs.operations if operations is None else operations
         lives = self.lifetimes(plan.sub_batch)
         first, *others = part_lengths(self.step.samples, -(-self.step.samples // plan.sub_batch))
         second = others[0] if others and first == plan.sub_batch else None
-        return max(self.update_bytes, lives.peak_bytes(plan, in_flight_bytes, self.costs.operations, second))
+        return max(self.update_bytes, lives.peak_bytes(plan, in_flight_bytes, operations, second))
 
-    def exact_bytes(self, plan: OffloadPlan, in_flight_bytes: int = 0) -> tuple[int, int]:
+    def exact_bytes(
+        self, plan: OffloadPlan, in_flight_bytes: int = 0, operations: Mapping[OperationKind, Size] | None = None
+    ) -> tuple[int, int]:
         """The same by a dry run under this very plan, or put together where there is none; and of tensors alone.
 
         The second number is 0 where nothing can be run dry.
         """
         if self.plain is None:
-            return self.peak_bytes(plan, in_flight_bytes), 0
+            return self.peak_bytes(plan, in_flight_bytes, operations), 0
+        operations = self.costs.operations if operations is None else operations
         run = self.exact_run(plan, in_flight_bytes)
-        return max(self.update_bytes, run.peak_with(self.costs.operations)), max(self.update_bytes, run.peak_bytes)
+        return max(self.update_bytes, run.peak_with(operations)), max(self.update_bytes, run.peak_bytes)
 
     def exact_run(self, plan: OffloadPlan, in_flight_bytes: int = 0) -> StepProfile:
         """A dry run under this very plan, without the update, for steps that can be run dry."""

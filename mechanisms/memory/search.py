@@ -105,6 +105,7 @@ def search_plan(
     memory = memory or StepMemory(step, sub_batches or part_sizes(step.samples), costs)
     costs = memory.costs
     plain_ms = costs.step_ms(step.samples, step.samples, 0, 0)
+    memory.require(budget_bytes)
     if memory.plain is not None and step.samples in memory.sub_batches:
         peak = memory.plain.peak_with(costs.operations) + costs.scratch(step.samples)
         if peak <= budget_bytes - costs.spare_bytes:
@@ -122,20 +123,32 @@ def search_plan(
                 spare_bytes=spare,
                 tensor_bytes=memory.plain.peak_bytes,
             )
-    memory.floor.require(budget_bytes)
     budget_bytes -= costs.spare_bytes
     candidates = _in_order(list(_candidates(memory, budget_bytes, plain_ms)))
     considered = tuple((choice.plan, choice.step_ms) for choice in candidates)
     found = filter(None, (_made_exact(memory, choice, budget_bytes) for choice in candidates))
     best = next(found, None)
-    if best is None:
-        memory.floor.require(0)  # only if the dry runs contradict the floor's own
-        raise AssertionError("a floor of no bytes")
+    if best is None:  # what was measured varies; the floor's plan always runs
+        best, trial = _at_floor(memory, plain_ms), None
     if trial is not None:
         others = (_made_exact(memory, choice, budget_bytes) for choice in _worth_a_trial(candidates, best))
         few = [best, *(choice for choice in others if choice is not None)]
         best = _tried(few, trial, costs.update_ms) if len(few) > 1 else best
     return replace(best, floor=memory.floor, considered=considered)
+
+
+def _at_floor(memory: StepMemory, plain_ms: float) -> PlanChoice:
+    floor = memory.floor
+    spare = min(memory.costs.spare_bytes, floor.scratch_bytes)
+    _, tensors = memory.exact_bytes(floor.plan)
+    choice = _choice(memory, floor.plan, 0, 0, plain_ms)
+    return replace(
+        choice,
+        peak_bytes=floor.bytes - spare,
+        scratch_bytes=floor.scratch_bytes - spare,
+        spare_bytes=spare,
+        tensor_bytes=tensors,
+    )
 
 
 def _worth_a_trial(candidates: list[PlanChoice], best: PlanChoice) -> list[PlanChoice]:

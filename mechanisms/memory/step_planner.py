@@ -17,11 +17,13 @@ from retime.mechanisms.memory.batchnorm import BatchNormChoice, batch_statistics
 from retime.mechanisms.memory.budget_report import PlannedShape
 from retime.mechanisms.memory.calibrate import calibrate
 from retime.mechanisms.memory.certificate import Certificate
+from retime.mechanisms.memory.costs import StepCosts
 from retime.mechanisms.memory.dry_part import dry_part
 from retime.mechanisms.memory.floor import StepMemory
 from retime.mechanisms.memory.held_gradients import Buckets, Gradients
 from retime.mechanisms.memory.host import HostTier
 from retime.mechanisms.memory.layouts import layout_hint
+from retime.mechanisms.memory.least_costs import least_costs
 from retime.mechanisms.memory.offload import PlanMismatch
 from retime.mechanisms.memory.profile import LargestTask, StepProfile
 from retime.mechanisms.memory.replay import TrainingStep
@@ -33,8 +35,8 @@ from retime.mechanisms.memory.trial import PlanTrial
 from retime.mechanisms.memory.undisturbed import undisturbed
 from retime.schedules.memory.errors import BudgetError
 
-_SPACIOUS = 1 / 3
-"""A plain step whose tensors need no more of the budget than this is not looked at any closer.
+_SPACIOUS = 3
+"""A plain step whose tensors fit into the budget so many times is not looked at any closer.
 
 oneDNN's LSTM saves a work space that no dry run sees, as large as all the rest.
 """
@@ -98,7 +100,7 @@ class StepPlanner:
         with undisturbed(self.model):
             memory = StepMemory(dry, (samples,))
             plain = memory.plain
-            if plain is not None and plain.peak_bytes <= _SPACIOUS * self.budget_bytes:
+            if plain is not None and _SPACIOUS * plain.peak_bytes <= self.budget_bytes:
                 choice = search_plan(dry, self.budget_bytes, memory=memory)
                 return PlannedShape(samples, choice, note=_note(memory))
         certificate = None
@@ -106,21 +108,28 @@ class StepPlanner:
             certificate = self.certify(step, batch, samples=self._probe_samples(plain, samples), plain=plain)
         separable = certificate is not None and certificate.separable
         with undisturbed(self.model):
-            self._say("measuring on a few samples how long the step and copies to the host take")
-            costs = calibrate(dry, self.host, plain=plain, budget_bytes=self.budget_bytes)
             smallest = 3 if self.batchnorm == "ghost" else 1  # then equal parts have 2, and with them a variance
             sizes = part_sizes(samples, smallest) if separable else (samples,)
-            memory = memory.with_sizes(sizes, costs, check=True)
-            trial = PlanTrial(dry, self.host, plain, self.budget_bytes)
+            memory = memory.with_sizes(sizes, StepCosts(), check=True)
+            self._say("measuring on a few samples what the step needs at least")
+            memory.least = least_costs(dry, self.host, memory.sub_batches[0], plain)
+            if plain is not None:
+                memory.most_bytes = _SPACIOUS * plain.peak_bytes
             try:
-                choice = search_plan(dry, self.budget_bytes, memory=memory, trial=self._told(trial))
+                memory.require(self.budget_bytes)
             except BudgetError:
                 fewer = self._fewer(certificate, memory.floor.task)
                 raise memory.floor.refusal(self.budget_bytes, fewer) from None
+            self._say("measuring on a few samples how long the step and copies to the host take")
+            memory.costs = calibrate(dry, self.host, plain=plain, budget_bytes=self.budget_bytes)
+            trial = PlanTrial(dry, self.host, plain, self.budget_bytes)
+            choice = search_plan(dry, self.budget_bytes, memory=memory, trial=self._told(trial))
             few = min(samples, max(2, samples // _HINTED))  # a BatchNorm may refuse one sample
             hint = layout_hint(dry, plain, few, self.budget_bytes) if plain is not None else ""
         split = choice.plan.sub_batch < samples
-        return PlannedShape(samples, choice, certificate if split else None, costs, _note(memory, trial.note, hint))
+        return PlannedShape(
+            samples, choice, certificate if split else None, memory.costs, _note(memory, trial.note, hint)
+        )
 
     def of_kept(self, shape: PlannedShape, step: Step, batch: Any, samples: int) -> PlannedShape | None:
         """An earlier run's plan, if its step needs no more than it did then, and no more than the budget.

@@ -10,6 +10,14 @@ _FOR_FINDERS = "For batch size finders this is, on a CPU as on CUDA, a step that
 """
 
 
+def sized(nbytes: int) -> str:
+    """To the byte, so that it can be given as a budget, and where it is large in MiB or GiB too."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if nbytes >= size:
+            return f"{nbytes} bytes ({nbytes / size:.1f} {unit})"
+    return f"{nbytes} bytes"
+
+
 class BudgetError(ScheduleError, RuntimeError):
     """A byte budget is too small. Finders of batch sizes take it for out of memory, and try a smaller batch.
 
@@ -24,7 +32,8 @@ class BudgetError(ScheduleError, RuntimeError):
 
     def __init__(self, problem: str, *, floor_bytes: int, task: str, layer: str, hint: str, samples: int = 0) -> None:
         at = f" at task {task!r} of layer {layer!r}" if task else ""
-        super().__init__(f"{problem}: at least {floor_bytes} bytes are needed{at}. {hint.rstrip('.')}. {_FOR_FINDERS}")
+        needed = f"at least {sized(floor_bytes)} are needed{at}"
+        super().__init__(f"{problem}: {needed}. {hint.rstrip('.')}. {_FOR_FINDERS}")
         self.floor_bytes = floor_bytes
         self.task = task
         self.layer = layer
