@@ -4,6 +4,7 @@
 """
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,23 +13,57 @@ from torch import Tensor
 from contract.random_models.check import check
 from contract.random_models.generator import generate
 from contract.random_models.mechanisms import BARE, Mechanism
-from contract.random_models.run import describe, report, run
+from contract.random_models.run import Outcome, describe, report, run
+from contract.random_models.several_ranks import ON_RANKS, run_on_ranks
+from contract.random_models.strategies import LIGHTNING
 from contract.random_models.training import Way
 
 COUNT = int(os.environ.get("RETIME_RANDOM", "100"))
 START = int(os.environ.get("RETIME_RANDOM_START", "0"))
 CHUNK = 10 if COUNT <= 1000 else 100
-MECHANISMS = {mechanism.name: mechanism for mechanism in BARE}
-CLEAN = ("bare_forward", "bare_scan")
+HERE = {mechanism.name: mechanism for mechanism in [*BARE, *LIGHTNING]}
+CLEAN = (
+    "bare_backward",
+    "bare_forward",
+    "bare_offload",
+    "bare_budget",
+    "bare_scan",
+    "fused_optimizer",
+    "fused_optimizer_forward",
+    "callback_backward",
+    "callback_forward",
+)
 
 
-@pytest.mark.parametrize("first", range(START, START + COUNT, CHUNK))
-@pytest.mark.parametrize("name", CLEAN)
-def test_trains_as_plain_torch(name: str, first: int) -> None:
-    mechanism = MECHANISMS[name]
-    outcome = run(mechanism, range(first, min(first + CHUNK, START + COUNT)))
+def chunks(mechanism: Mechanism) -> list[range]:
+    """So many seeds a test; fewer of them where each takes long."""
+    end = START + -(-COUNT // mechanism.every)
+    return [range(first, min(first + CHUNK, end)) for first in range(START, end, CHUNK)]
+
+
+@pytest.mark.parametrize(
+    ("name", "seeds"),
+    [
+        pytest.param(name, seeds, id=f"{name}-{seeds[0]}")
+        for name in CLEAN
+        if name in HERE
+        for seeds in chunks(HERE[name])
+    ],
+)
+def test_trains_as_plain_torch(name: str, seeds: range) -> None:
+    assert_clean(HERE[name], run(HERE[name], seeds))
+
+
+@pytest.mark.timeout(120 + 5 * COUNT)
+@pytest.mark.parametrize("mechanism", [one for one in ON_RANKS if one.name in CLEAN], ids=lambda one: one.name)
+def test_trains_as_ddp(mechanism: Mechanism, tmp_path: Path) -> None:
+    assert_clean(mechanism, run_on_ranks(mechanism, range(START, START + -(-COUNT // mechanism.every)), tmp_path))
+
+
+def assert_clean(mechanism: Mechanism, outcome: Outcome) -> None:
     assert not outcome.failures, report(mechanism, outcome)
-    assert outcome.counts["on"] * 100 >= mechanism.share * outcome.total, f"{name} was hardly on: {outcome}"
+    on = outcome.counts["on"]
+    assert on * 100 >= mechanism.share * outcome.total, f"{mechanism.name} was hardly on: {outcome}"
 
 
 class _WrongForRecurrent(Way):

@@ -30,7 +30,13 @@ class RankError(AssertionError):
 
 
 class RankRuns:
-    """Runs `scenarios` under a row on two ranks, at the first question for a record."""
+    """Runs `scenarios` under a row on two ranks, at the first question for a record.
+
+    Attributes:
+        worker: the module of one rank.
+    """
+
+    worker = "contract.worker"
 
     def __init__(self, row: str, scenarios: list[str], folder: Path, scenario_s: float = SCENARIO_S) -> None:
         self._row, self._scenarios, self._folder, self._scenario_s = row, scenarios, folder, scenario_s
@@ -92,7 +98,7 @@ class RankRuns:
                 "OMP_NUM_THREADS": "1",
                 "PYTHONPATH": os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
             }
-            command = [sys.executable, "-m", "contract.worker", self._row, str(self._folder), *scenarios]
+            command = [sys.executable, "-m", self.worker, self._row, str(self._folder), *scenarios]
             with log.open("wb") as out:
                 self._processes.append(
                     # A session of its own, so that stop() also ends whatever a rank may have started.

@@ -3,13 +3,17 @@
 import argparse
 import sys
 import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
 from contract.random_models.mechanisms import BARE
 from contract.random_models.run import MINIMISED, describe, run
+from contract.random_models.several_ranks import ON_RANKS, run_on_ranks
+from contract.random_models.strategies import LIGHTNING
 
-ALL = {mechanism.name: mechanism for mechanism in BARE}
+ALL = {mechanism.name: mechanism for mechanism in [*BARE, *LIGHTNING, *ON_RANKS]}
 
 
 def main() -> int:
@@ -23,7 +27,12 @@ def main() -> int:
     failed = 0
     for name in chosen.drivers.split(","):
         began = time.process_time()
-        outcome = run(ALL[name], range(chosen.start, chosen.start + chosen.count))
+        seeds = range(chosen.start, chosen.start + chosen.count)
+        if not ALL[name].here:
+            with TemporaryDirectory() as folder:
+                outcome = run_on_ranks(ALL[name], seeds, Path(folder) / name)
+        else:
+            outcome = run(ALL[name], seeds)
         failed += len(outcome.failures)
         print(f"{name}: {outcome} ({(time.process_time() - began) / chosen.count * 1e3:.0f} ms of CPU a seed)")
         for text, times in outcome.refusals.most_common(12):
@@ -31,7 +40,8 @@ def main() -> int:
         if outcome.failures:
             print(f"  failing: {sorted(outcome.failures)}")
         for seed, verdict in list(outcome.failures.items())[: chosen.minimise]:
-            print("\n" + describe(ALL[name], seed, verdict) + "\n", flush=True)
+            text = verdict.text if not ALL[name].here else describe(ALL[name], seed, verdict)
+            print(f"\nseed {seed}: {text}\n", flush=True)
     return int(failed > 0)
 
 

@@ -13,7 +13,7 @@ import retime
 from contract.in_parts import uneven_parts
 from contract.random_models.model import RandomModel
 from contract.random_models.spec import Node, Spec, Training
-from contract.random_models.training import CLIP_VALUE, Way
+from contract.random_models.training import CLIP_VALUE, Way, train
 from retime.mechanisms.memory import BudgetedStep, HostMemory, OffloadSavedTensors, sub_batches
 from retime.mechanisms.memory.budget_report import PlannedShape
 from retime.mechanisms.memory.search import PlanChoice
@@ -126,6 +126,7 @@ class Budgeted(Way):
         with suppress(AttributeError):
             report = self._step.report()
             self.on = self._did(report)
+            self.rounds = report.sub_batches > report.steps
             self._step.remove()
 
     def _did(self, report: Any) -> bool:
@@ -167,11 +168,14 @@ class Mechanism:
 
     Attributes:
         name: for the command line and the tests.
-        way: makes the `Way` of one run; None where `train` runs a whole fit.
+        way: makes the `Way` of one run.
         fit: what to change of any spec, since the documentation excludes it, or as it would be refused each time.
         exact: bit by bit; else as near as the model's own rounding.
         late: an error may be raised in the middle of the training too; documented.
         raises: parts of messages of torch's errors that the documentation names.
+        train: runs a `Spec` with a `Way` and the samples of each batch in a given `Order`.
+        every: a seed takes so long that a test run has one of so many.
+        here: runs in this process; else on ranks, which make failures small by themselves.
         share: in so many of 100 seeds the mechanism is on and its result compared, at least.
     """
 
@@ -182,8 +186,9 @@ class Mechanism:
     late: bool = False
     raises: tuple[str, ...] = ()
     share: int = 50
-    train: Callable[[Spec, Way], dict[str, Any]] | None = None
-    plain: Callable[[Spec], dict[str, Any]] | None = None
+    every: int = 1
+    here: bool = True
+    train: Callable[..., dict[str, Any]] = train
 
 
 def in_backward(spec: Spec) -> Spec:

@@ -1,8 +1,10 @@
 """Many seeds under one mechanism, and what to print of those that fail."""
 
+import gc
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 from contract.random_models.check import Verdict, check, check_spec
 from contract.random_models.generator import generate
@@ -28,6 +30,8 @@ class Outcome:
         self.counts["off"] += not verdict.on and verdict.kind == "same"
         if verdict.kind in ("refused", "void"):
             self.refusals[f"{verdict.kind}: {verdict.text[:150]}"] += 1
+        if verdict.kind == "same" and verdict.text:
+            self.refusals[f"off: {verdict.text[:400]}"] += 1
         if verdict.kind == "failed":
             self.failures[seed] = verdict
 
@@ -43,22 +47,28 @@ class Outcome:
 def run(mechanism: Mechanism, seeds: Iterable[int]) -> Outcome:
     """Check all of these."""
     outcome = Outcome()
-    for seed in seeds:
-        outcome.add(seed, check(mechanism, seed))
+    gc.collect()
+    gc.freeze()  # planning collects garbage again and again; this spares it torch's own objects
+    try:
+        for seed in seeds:
+            outcome.add(seed, check(mechanism, seed))
+    finally:
+        gc.unfreeze()
     return outcome
 
 
-def describe(mechanism: Mechanism, seed: int, verdict: Verdict) -> str:
-    """A failing seed as the smallest model that fails, and how."""
+def describe(mechanism: Mechanism, seed: int, verdict: Verdict, judge: Callable[[Spec], Verdict] | None = None) -> str:
+    """A failing seed as the smallest model that fails, and how; `judge` is `check_spec` as default."""
     whole = mechanism.fit(generate(seed))
     wanted = _nature(verdict)
+    judge = judge or partial(check_spec, mechanism)
 
     def fails(spec: Spec) -> bool:
-        again = check_spec(mechanism, mechanism.fit(spec))
+        again = judge(mechanism.fit(spec))
         return again.kind == "failed" and _nature(again) == wanted
 
     small = minimise(whole, fails)
-    text = check_spec(mechanism, small).text or verdict.text
+    text = judge(small).text or verdict.text
     return f"{mechanism.name}, seed {seed}:\n{small}\n{text}"
 
 
@@ -72,5 +82,5 @@ def report(mechanism: Mechanism, outcome: Outcome) -> str:
     """All that failed, the first few made small."""
     lines = [f"{len(outcome.failures)} seeds fail under {mechanism.name}: {sorted(outcome.failures)}"]
     for seed, verdict in list(outcome.failures.items())[:MINIMISED]:
-        lines.append(describe(mechanism, seed, verdict))
+        lines.append(describe(mechanism, seed, verdict) if mechanism.here else verdict.text)
     return "\n\n".join(lines)

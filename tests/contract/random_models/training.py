@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, LRScheduler, OneCycleLR, StepLR
 
+from contract.random_models.layers import Batch
 from contract.random_models.losses import loss_of
 from contract.random_models.model import RandomModel, batches, build
 from contract.random_models.spec import Spec, Training
@@ -47,16 +48,29 @@ def make_schedule(optimizer: Optimizer, training: Training) -> LRScheduler | Non
     return SCHEDULES[training.schedule](optimizer, training.steps) if training.schedule else None
 
 
+Order = Callable[[Tensor], Tensor]
+"""Puts the samples of a batch in another order; what is computed stays the same, but for rounding."""
+
+
+def as_given(samples: Tensor) -> Tensor:
+    """No other order."""
+    return samples
+
+
 class Way:
     """How steps run; here the plain way.
 
     Attributes:
         on: whether the mechanism has done anything that a plain loop does not.
+        rounds: whether it has summed in another order than a plain loop, where that is allowed.
+        note: what the mechanism says of itself, where it was not on.
         steps: optimizer steps begun.
         model: what is trained.
     """
 
     on = False
+    rounds = True
+    note = ""
     steps = 0
     model: nn.Module
 
@@ -84,13 +98,13 @@ class Way:
         """After the last step: flush, note what was done, take everything off."""
 
 
-def train(spec: Spec, way: Way, order: Callable[[Tensor], Tensor] = lambda samples: samples) -> dict[str, Any]:
-    """The whole run; returns what it left behind. `order` puts the samples of each batch in another order."""
+def train(spec: Spec, way: Way, order: Order = as_given) -> dict[str, Any]:
+    """The whole run; returns what it left behind."""
     training = spec.training
     model = build(spec)
     optimizer = make_optimizer(model, training)
     schedule = make_schedule(optimizer, training)
-    given = iter([type(batch)(*(order(one) for one in batch)) for batch in batches(spec)])
+    given = iter([Batch(*map(order, batch)) for batch in batches(spec)])
     left: dict[str, Any] = {"losses": [], "gradients": [], "seen": []}
     keeper = Between(model, optimizer, left["seen"])
     torch.manual_seed(spec.seed + 1)
