@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from multiprocessing.reduction import ForkingPickler
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch.multiprocessing import reductions
@@ -42,16 +42,17 @@ def watch(storage: torch.UntypedStorage, heir: Heir) -> bool:
     """
     if not is_torchs_own(storage):
         return False
+    watched = cast(_Watched, storage)
     if type(storage) is torch.UntypedStorage:
-        heirs: list[weakref.ref[Heir]] = []
-        words = _last_words(weakref.ref(storage), heirs)
+        watched.__class__ = _Watched
+        watched.heirs = []
+        words = _last_words(weakref.ref(storage), watched.heirs)
         next(words)
-        storage.__class__ = _Watched
-        storage.heirs, storage.last_words = heirs, words.__next__
+        watched.last_words = words.__next__
     elif type(storage) is not _Watched or gc.is_finalized(storage):  # the end comes to Python's knowledge once
         return False
-    storage.heirs[:] = [known for known in storage.heirs if known() is not None]
-    storage.heirs.append(weakref.ref(heir))
+    watched.heirs[:] = [known for known in watched.heirs if known() is not None]
+    watched.heirs.append(weakref.ref(heir))
     return True
 
 
@@ -69,7 +70,7 @@ class _Watched(torch.UntypedStorage):
 
     def clone(self) -> torch.UntypedStorage:
         """A plain one: tensors take no others, which deepcopy would make."""
-        return torch.UntypedStorage(self.nbytes(), device=self.device).copy_(self, False)  # type: ignore[no-any-return]
+        return torch.UntypedStorage(self.nbytes(), device=self.device).copy_(self, False)  # type: ignore[no-untyped-call]
 
 
 def _sent(storage: _Watched) -> tuple[Any, ...]:
