@@ -11,11 +11,13 @@ import torch
 
 from retime.mechanisms.memory.batchnorm import batch_statistics_layers
 from retime.mechanisms.memory.costs import StepCosts
+from retime.mechanisms.memory.counted_times import counted_copies, counted_ms
 from retime.mechanisms.memory.host import HostTier
 from retime.mechanisms.memory.pool import within
-from retime.mechanisms.memory.profile import StepProfile
+from retime.mechanisms.memory.profile import Size, StepProfile
 from retime.mechanisms.memory.replay import TrainingStep
 from retime.mechanisms.memory.scratch import all_of, line, measured, operations_between, spare_bytes
+from retime.schedules.memory import Phase
 
 # A copy of so many bytes is timed, or of a share of what the budget leaves: two tensors, and what is under way.
 _PROBE_BYTES, _SMALLEST_PROBE_BYTES, _PROBE_SHARE = 16 * 2**20, 2**18, 8
@@ -29,6 +31,7 @@ def calibrate(
     sub_batches: tuple[int, int] | None = None,
     plain: StepProfile | None = None,
     budget_bytes: int = 2**62,
+    timed: bool = True,
 ) -> StepCosts:
     """Run the step with two sub-batch sizes, and time copies to the host.
 
@@ -41,6 +44,7 @@ def calibrate(
         plain: a dry run of the whole batch. With it the model's own parameters are read, unless the step writes into
             them; without it copies are.
         budget_bytes: what the step may need, with parameters and the batch.
+        timed: False asks no clock: times follow from bytes and operations, so that every run finds the same.
 
     Raises:
         ValueError: two equal sizes, or more samples than the batch has.
@@ -54,6 +58,8 @@ def calibrate(
     with within(step.given(), budget_bytes) as pool:
         room = budget_bytes - pool.bytes_elsewhere(step.given()) if pool.installed else 0
         runs, (first, last) = measured(step, (low, high), host, plain, pool, room)
+        if not timed:
+            return _counted(plain, parameter.device, operations_between(first, last, low, high), last.rest)
         times = [_best_ms(partial(run.untraced, None if fits else all_of(run.step.samples))) for run in runs]
         resident = 0 if plain is None else plain.resident_bytes
         nbytes = min(_PROBE_BYTES, max(_SMALLEST_PROBE_BYTES, (budget_bytes - resident) // _PROBE_SHARE))
@@ -75,6 +81,23 @@ def calibrate(
         few_samples=high - 1 if first.rest > last.rest else 0,
         few_bytes=first.rest,
         spare_bytes=spare_bytes(plain) if parameter.device.type == "cpu" else 0,
+    )
+
+
+def _counted(
+    plain: StepProfile | None, device: torch.device, operations: dict[tuple[Phase, str, str], Size], rest: int
+) -> StepCosts:
+    """Costs that no clock has a part in."""
+    fixed_ms, sample_ms = counted_ms(plain)
+    copies = counted_copies(device)
+    return StepCosts(
+        fixed_ms=fixed_ms,
+        sample_ms=sample_ms,
+        out_bytes_per_ms=copies,
+        in_bytes_per_ms=copies,
+        operations=operations,
+        scratch_bytes=rest,
+        spare_bytes=spare_bytes(plain) if device.type == "cpu" else 0,
     )
 
 

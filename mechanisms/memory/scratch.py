@@ -23,6 +23,8 @@ _NOISE_BYTES = 64 * 1024
 _REPEATS = 2
 # Python takes memory from the system in arenas of this size, and a step may need one more.
 _ARENA_BYTES, _SPARE_SHARE = 2**20, 32
+# Where it is not measured, so much of what a step needs is taken for an allocator's rounding and holes.
+_HOLES_SHARE = 32
 
 
 class ScratchMeter:
@@ -120,11 +122,15 @@ def _measured(run: DryRun, device: torch.device, pool: MemoryPool, room: int) ->
     plan = all_of(run.step.samples)
     run.untraced(plan)  # libraries keep what they allocate when they are first used
     meter = ScratchMeter(device, pool)
-    profile = run.run(plan, compare=False, meter=meter)
+    counted = torch.are_deterministic_algorithms_enabled()  # then nothing that differs from run to run may choose
+    late = counted and not pool.installed and device.type != "cuda"  # the kernel's counts would
+    profile = run.run(plan, compare=False, meter=None if late else meter)
     sizes = {kind: Size(nbytes) for kind, nbytes in meter.bytes.items()}
     before = sum(storage.nbytes for storage in profile.trace.storages if storage.born < 0)
     predicted, saved_bytes = profile.peak_with(sizes) - before, profile.saved_bytes
     del profile
+    if counted:
+        return Scratch(meter.bytes, max(0, predicted) // _HOLES_SHARE, saved_bytes)
     pool.limit(0)
     rest = min(
         _grown_by(run, plan, device) - predicted for _ in range(_REPEATS)

@@ -50,6 +50,12 @@ _HINTED = 4
 _ONLY_OFFLOAD = re.compile(r"[;,.](?: or)? offload only(?:, or )?", re.IGNORECASE)
 """Advice in a certificate that is none where offloading alone does not keep the budget."""
 
+_MEASURING = "measuring on a few samples how long the step and copies to the host take"
+_COUNTING = (
+    "deterministic algorithms are on, so the plan is chosen by counted bytes and operations and not by measured times: "
+    "every run chooses the same"
+)
+
 _IN_CHUNKS = ("torch.nn.modules.conv", "torch.nn.modules.linear")
 _PRODUCTS = ("convolution", "convolution_backward", "addmm", "mm", "_to_copy")
 """Operations of the layers that ``batchnorm="exact"`` runs in chunks, and casts of what they are given."""
@@ -120,12 +126,14 @@ class StepPlanner:
             except BudgetError:
                 fewer = self._fewer(certificate, memory.floor.task)
                 raise memory.floor.refusal(self.budget_bytes, fewer) from None
-            self._say("measuring on a few samples how long the step and copies to the host take")
-            memory.costs = calibrate(dry, self.host, plain=plain, budget_bytes=self.budget_bytes)
+            timed = not torch.are_deterministic_algorithms_enabled()
+            self._say(_MEASURING if timed else _COUNTING)
+            memory.costs = calibrate(dry, self.host, plain=plain, budget_bytes=self.budget_bytes, timed=timed)
             trial = PlanTrial(dry, self.host, plain, self.budget_bytes)
-            choice = search_plan(dry, self.budget_bytes, memory=memory, trial=self._told(trial))
+            told = self._told(trial) if timed else None
+            choice = search_plan(dry, self.budget_bytes, memory=memory, trial=told)
             few = min(samples, max(2, samples // _HINTED))  # a BatchNorm may refuse one sample
-            hint = layout_hint(dry, plain, few, self.budget_bytes) if plain is not None else ""
+            hint = layout_hint(dry, plain, few, self.budget_bytes) if timed and plain is not None else ""
         split = choice.plan.sub_batch < samples
         return PlannedShape(
             samples, choice, certificate if split else None, memory.costs, _note(memory, trial.note, hint)
