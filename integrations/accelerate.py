@@ -237,7 +237,7 @@ class MemoryBudget:
         the percentage.
     :param host: ``"memory"`` (for CUDA), ``"disk:FOLDER"`` (for a CPU); None chooses by device.
     :param options: as for :class:`retime.mechanisms.memory.budgeted_step.BudgetedStep`: ``batchnorm``, ``split``,
-        ``loss_weight``, ``on_shape_change``.
+        ``loss_weight``, ``on_shape_change``, ``dry_run``, ``plan``, ``say``.
     :raises ValueError: an engine other than DistributedDataParallel, or a budget that cannot be read.
     """
 
@@ -309,6 +309,17 @@ class MemoryBudget:
             if one is not None and name in state:
                 one.load_state_dict(state[name])
 
+    def save_plan(self, path: str | os.PathLike[str]) -> None:
+        """Write the plans so far, of :meth:`run` if there are any, to a file for ``plan=`` in other runs.
+
+        :raises ValueError: nothing was planned yet.
+        """
+        made = self._parts or self._whole
+        if made is None:
+            raise ValueError(f"save_plan({str(path)!r}): nothing is planned before the first batch")
+        if self._accelerator.is_main_process:
+            made.save_plan(path)
+
     def remove(self) -> None:
         """Give back the host's space and take wrappers off."""
         self._kept_state.remove()
@@ -317,9 +328,12 @@ class MemoryBudget:
                 one.remove()
         self._parts = self._whole = None
 
+    def _say(self, text: str) -> None:
+        self._accelerator.print(f"retime: {text}")
+
     def _make(self, split_too: bool) -> BudgetedStep:
         model = self._model
-        options = {"gradients": "kept", "sub_batches": split_too, **self._options}
+        options = {"gradients": "kept", "sub_batches": split_too, "say": self._say, **self._options}
 
         def arguments() -> tuple[Any, ...]:
             return self._optimizers, self._budget_bytes, parse_host(self._host, self._accelerator.device)

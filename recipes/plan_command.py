@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _check_device(options.device)
         job = job_of(options, words)
         budget = parse_budget(options.budget, options.device)
-        return plan(job, budget, options.host, options.batchnorm, _buckets(options), _progress)
+        return plan(job, budget, options.host, options.batchnorm, _buckets(options), _progress, options.save)
     except ModuleNotFoundError as error:
         extra = (error.name or "").partition(".")[0] in _OF_RECIPES
         print(f"retime plan: {error}{_INSTALL if extra else ''}", file=sys.stderr)
@@ -87,6 +87,7 @@ def plan(
     batchnorm: str = "offload",
     buckets: Buckets = "",
     say: Say = lambda text: None,
+    save: Path | None = None,
 ) -> int:
     """Print what a budget asks for; returns the exit status.
 
@@ -99,7 +100,7 @@ def plan(
     print(f"budget          {show_bytes(budget_bytes)}, batch of {samples} on {device}", flush=True)
     ask = partial(_planned, job, host, batchnorm, buckets)
     try:
-        shape = ask(budget_bytes, say)
+        shape = ask(budget_bytes, say, save)
     except BudgetError as error:
         print(f"refused         {error}")
         _print_floor(error)
@@ -114,7 +115,15 @@ def plan(
     return 0
 
 
-def _planned(job: Job, host: str | None, batchnorm: str, buckets: Buckets, budget_bytes: int, say: Say) -> PlannedShape:
+def _planned(
+    job: Job,
+    host: str | None,
+    batchnorm: str,
+    buckets: Buckets,
+    budget_bytes: int,
+    say: Say,
+    save: Path | None = None,
+) -> PlannedShape:
     device = next(job.model.parameters()).device
     step = BudgetedStep(
         job.model,
@@ -127,7 +136,10 @@ def _planned(job: Job, host: str | None, batchnorm: str, buckets: Buckets, budge
         say=say,
     )
     try:
-        return step.plan(job.loss, job.batch)
+        shape = step.plan(job.loss, job.batch)
+        if save is not None:
+            step.save_plan(save)
+        return shape
     finally:
         step.remove()
 
@@ -214,6 +226,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--gradient-as-bucket-view", action="store_true", help="with --ddp: DDP's argument of that name"
     )
+    command.add_argument("--save", type=Path, metavar="FILE", help="write the plan, to be given as plan=FILE")
     command.add_argument("--device", default="cpu")
     command.add_argument("--host", help="where activations go: 'memory' or 'disk:FOLDER'")
     command.add_argument(

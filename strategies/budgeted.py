@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -23,7 +24,10 @@ from retime.mechanisms.memory.batchnorm import check_choice
 from retime.mechanisms.memory.budget import parse_budget
 from retime.mechanisms.memory.budget_report import BudgetReport, PlannedShape
 from retime.mechanisms.memory.budgeted_step import BudgetedStep, NoLossError, Way
+from retime.mechanisms.memory.first_steps import check_dry_run
+from retime.mechanisms.memory.given_plans import read_plans, write_plans
 from retime.mechanisms.memory.held_gradients import Gradients
+from retime.mechanisms.memory.made_bytes import TooMuchMade
 from retime.mechanisms.memory.separability_probe import loss_of
 from retime.mechanisms.memory.shape_changes import check_on_shape_change
 from retime.mechanisms.memory.split import Split, samples_in, split_batch
@@ -50,15 +54,25 @@ class Budgeted(LightningOnly, Strategy):
         on_shape_change: str = "replan",
         split_batch: Split | None = None,
         loss_weight: Callable[[Any], Any] | None = None,
+        dry_run: str = "auto",
+        plan: str | os.PathLike[str] | None = None,
         **kwargs: Any,
     ) -> None:
         check_choice(batchnorm)
+        check_dry_run(dry_run)
+        if plan is not None:
+            read_plans(plan)  # what is wrong with it shows here; what it was made for, before the first step
         check_on_shape_change(on_shape_change)
         of_device = isinstance(budget, str) and budget.strip().endswith("%")  # which is known later
         parse_budget(budget, None if of_device else kwargs.get("device"))
         super().__init__(**kwargs)
         self._budget, self._host = budget, host
-        self._options: dict[str, Any] = {"batchnorm": batchnorm, "on_shape_change": on_shape_change}
+        self._options: dict[str, Any] = {
+            "batchnorm": batchnorm,
+            "on_shape_change": on_shape_change,
+            "dry_run": dry_run,
+            "plan": plan,
+        }
         self._split, self._loss_weight = split_batch, loss_weight
         self._step: BudgetedStep | None = None
         self._log: PartLog | None = None
@@ -144,6 +158,8 @@ class Budgeted(LightningOnly, Strategy):
             _see_no_loss(parts)
             log.publish(parts)
             return None
+        except TooMuchMade:
+            return self.training_step(*args, **kwargs)  # this time with a plan
         if not module.trainer.fit_loop._skip_backward:
             return output
         del output  # no backward pass frees its graph
@@ -226,6 +242,19 @@ class Budgeted(LightningOnly, Strategy):
         if found is not None:
             self._plans = found
         return checkpoint
+
+    def save_plan(self, path: str | os.PathLike[str]) -> None:
+        """Write the plans of this fit, or of the last one, to a file for ``plan=`` in other runs; rank 0 does.
+
+        Raises:
+            ValueError: nothing was planned yet.
+            OSError: it cannot be written.
+        """
+        plans = self._plans if self._step is None else self._step.state_dict()
+        if plans is None:
+            raise ValueError(f"save_plan({str(path)!r}): nothing is planned before the first batch of a fit")
+        if self.is_global_zero:
+            write_plans(path, plans)
 
     @property
     def split(self) -> Split:

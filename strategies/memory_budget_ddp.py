@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
@@ -50,7 +51,7 @@ class MemoryBudgetDDPStrategy(Budgeted, ReportsHome):
     :param budget: of each rank: bytes, ``"8GiB"``, or ``"90%"`` of its device; on a CPU the ranks of a machine share
         the percentage.
     :param reduce_on: ``"device"`` or ``"host"``; the latter takes the place of ``ddp_comm_hook``.
-    :param host: this and the next four are :class:`MemoryBudgetStrategy`'s.
+    :param host: this and the next six are :class:`MemoryBudgetStrategy`'s.
 
     All other arguments are those of :class:`lightning.pytorch.strategies.DDPStrategy` and of the
     ``DistributedDataParallel`` that it makes, whose further ones are taken too.
@@ -67,6 +68,8 @@ class MemoryBudgetDDPStrategy(Budgeted, ReportsHome):
         on_shape_change: str = "replan",
         split_batch: Split | None = None,
         loss_weight: Callable[[Any], Any] | None = None,
+        dry_run: str = "auto",
+        plan: str | os.PathLike[str] | None = None,
         reduce_on: Literal["device", "host"] = "device",
         ddp_comm_state: object | None = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
@@ -96,6 +99,8 @@ class MemoryBudgetDDPStrategy(Budgeted, ReportsHome):
             on_shape_change,
             split_batch,
             loss_weight,
+            dry_run,
+            plan,
             **given(
                 ddp_comm_state=ddp_comm_state,
                 ddp_comm_hook=ddp_comm_hook,

@@ -183,6 +183,8 @@ def accelerate_loop(
     module: Net | None = None,
     data: Any = None,
     folder: Path | None = None,
+    plan_to: Path | None = None,
+    **options: Any,
 ) -> tuple[Net, list[BudgetReport], dict[str, Any]]:
     """Train in a loop of one's own: by ``MemoryBudget.run``, around its own ``forward``, or ``"plain"``.
 
@@ -198,7 +200,7 @@ def accelerate_loop(
     module = module or Net()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     model, optimizer, batches = accelerator.prepare(module, optimizer, loader() if data is None else data)
-    kept = MemoryBudget(accelerator, model, optimizer, budget)
+    kept = MemoryBudget(accelerator, model, optimizer, budget, **options)
 
     def step(batch: Any) -> torch.Tensor:
         return F.cross_entropy(model(batch[0]), batch[1])
@@ -220,6 +222,8 @@ def accelerate_loop(
                 optimizer.zero_grad()
         if folder is not None:
             accelerator.save_state(str(folder))
+        if plan_to is not None:
+            kept.save_plan(plan_to)
         return module, kept.report(), kept.state_dict()
     finally:
         kept.remove()

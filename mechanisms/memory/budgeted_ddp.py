@@ -73,6 +73,7 @@ class BudgetedDataParallelStep(BudgetedStep):
         holds: dict[str, Any] = {"buckets": buckets_of(model), "reduction_bytes": reduction_bytes(model)}
         super().__init__(model.module, optimizers, budget_bytes, host, **holds, **options)
         self.whole_because = _why_whole(model, synced)
+        self.may_stop = False  # the other ranks would wait for this one's gradients
         self.hidden_bytes = self._planner.reduction_bytes + bucket_bytes(model)
         self._new_buckets = NewBuckets(model)
         self._wrapped = model

@@ -13,6 +13,7 @@ offloaded storages, prefetch distance) that fit: the one that moves the fewest b
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -30,13 +31,17 @@ from retime.mechanisms.memory.batchnorm import BatchNormChoice, check_choice
 from retime.mechanisms.memory.batchnorm_exact import ChunkedOperators
 from retime.mechanisms.memory.budget_report import BudgetReport, PlannedShape
 from retime.mechanisms.memory.certificate import Certificate
+from retime.mechanisms.memory.first_steps import FirstSteps, check_dry_run, everything
 from retime.mechanisms.memory.freed_memory import FreedMemory
+from retime.mechanisms.memory.given_plans import GivenPlans, write_plans
 from retime.mechanisms.memory.held_gradients import Buckets, Gradients, check_held
 from retime.mechanisms.memory.host import HostTier, check_host
 from retime.mechanisms.memory.kept_plans import OtherPlansError, plans_in, state_of
 from retime.mechanisms.memory.known_ways import KnownWays
+from retime.mechanisms.memory.made_bytes import TooMuchMade
 from retime.mechanisms.memory.offload import PlanMismatch
 from retime.mechanisms.memory.offloads import Offloads
+from retime.mechanisms.memory.replay import EVERYTHING
 from retime.mechanisms.memory.search import PlanChoice
 from retime.mechanisms.memory.separability_probe import loss_of
 from retime.mechanisms.memory.shape_changes import (
@@ -48,7 +53,7 @@ from retime.mechanisms.memory.shape_changes import (
 )
 from retime.mechanisms.memory.split import Split, samples_in, split_batch
 from retime.mechanisms.memory.step_planner import Step, StepPlanner
-from retime.mechanisms.memory.storages import tensors_in
+from retime.mechanisms.memory.storages import strided_bytes, tensors_in
 from retime.mechanisms.memory.sub_batches import SubBatches
 from retime.mechanisms.memory.uncompiled import CompiledCode
 from retime.schedules.errors import ScheduleError
@@ -91,16 +96,22 @@ class BudgetedStep:
         on_shape_change: ``"replan"`` for batches of another shape, or ``"error"``. Smaller batches of the same shape
             else keep their plan.
         sub_batches: False plans for whole batches only.
+        dry_run: ``"auto"`` calls the step more often than training does where a budget is not roomy, which is said
+            before; ``"off"`` never does: the first step of each shape runs with everything offloaded, and plans follow
+            from what it saved. Batches then stay whole.
         gradients, buckets, reduction_bytes: what else holds memory, and when; see :class:`TrainingStep`.
+        plan: a file that :meth:`save_plan` or ``retime plan --save`` wrote: its plans are used, and no others.
         say: is told what is being done, a line at a time.
 
     Attributes:
         planning: the step that runs at the moment is only tried out: nothing of it is to be kept.
+        may_stop: a first step that runs without a plan may be stopped in its forward pass, and runs again.
         hidden_bytes: of tensors that nothing in Python holds; plans count them, and freed memory leaves room for them.
 
     Raises:
         TypeError: ``host`` is no host tier, or a number of bytes is no number.
         ValueError: an unknown choice, or a number of bytes that cannot be read.
+        PlanFileError, OSError: ``plan`` cannot be used.
     """
 
     def __init__(
@@ -118,6 +129,8 @@ class BudgetedStep:
         buckets: Buckets = "",
         reduction_bytes: int | str = 0,
         sub_batches: bool = True,
+        dry_run: str = "auto",
+        plan: str | os.PathLike[str] | None = None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.batchnorm: BatchNormChoice = check_choice(batchnorm)
@@ -143,6 +156,7 @@ class BudgetedStep:
             say=say,
             trying_out=self._trying_out,
         )
+        self._first = FirstSteps(model, self.optimizers, budget_bytes, check_dry_run(dry_run), say)
         self._shapes: dict[tuple[Any, ...], PlannedShape] = {}
         self._sizes: dict[tuple[Any, ...], tuple[int, ...]] = {}
         self._ways: dict[tuple[Any, ...], KnownWays] = {}
@@ -153,7 +167,9 @@ class BudgetedStep:
         self._now_plain = True
         self._compiled = CompiledCode()
         self._kept: dict[str, PlannedShape] = {}
+        self._given = None if plan is None else GivenPlans(plan, self._planner)
         self.planning = False
+        self.may_stop = True
         self.hidden_bytes = 0
         self._freed = FreedMemory(next(model.parameters()).device)
 
@@ -179,26 +195,30 @@ class BudgetedStep:
 
     def begin(self, step: Step, batch: Any) -> Any:
         """Plan if need be, and run the forward pass of the first sub-batch; returns what the step returns for it."""
-        return self.prepare(step, batch).forward(0)
+        try:
+            return self.prepare(step, batch).forward(0)
+        except TooMuchMade:
+            return self.prepare(step, batch).forward(0)
 
     def choose(self, step: Step, batch: Any) -> Way:
         """Plan if need be; :attr:`parts` are ready unless the batch is to run plainly."""
         self.drop()
-        shape = self.plan(step, batch)
-        if shape.plain:
+        shape = self._first_or_plan(step, batch)
+        if shape.plain and self.planned(batch) is not None:
             return Way.PLAIN
         return Way.PARTS if len(self.prepare(step, batch)) > 1 else Way.WHOLE
 
     def prepare(self, step: Step, batch: Any) -> SubBatches:
         """Plan if need be, and cut the batch; nothing of it runs yet."""
-        shape = self.plan(step, batch)
+        shape = self._first_or_plan(step, batch)
         sub_batch = min(shape.choice.plan.sub_batch, samples_in(batch, self._split))
-        ways = self._ways[self._key(batch)]
+        ways = self._ways.get(self._key(batch)) or KnownWays()
         ways.begin()
         self._now_plain = shape.plain
+        forward = self._first_forward if self.planned(batch) is None else self._forward
         self._now = SubBatches(
             self.model,
-            lambda part: self._forward(step, part, shape, ways),
+            lambda part: forward(step, part, shape, ways),
             batch,
             max(1, sub_batch),
             shape.certificate or Certificate(None, "this batch is not to be split"),
@@ -224,9 +244,10 @@ class BudgetedStep:
             raise ValueError(
                 "offloading() runs batches whole: make the BudgetedStep with sub_batches=False, or use run()"
             )
-        shape = self.plan(step, batch)
+        shape = self._first_or_plan(step, batch, may_stop=False)
         self.count_plain()
-        with self._hooks(batch, shape.choice), self._compiled.under(shape.plain):
+        first = self._finding_out(batch, shape) if self.planned(batch) is None else nullcontext()
+        with first, self._hooks(batch, shape.choice), self._compiled.under(shape.plain):
             yield
 
     def count_plain(self) -> None:
@@ -299,23 +320,16 @@ class BudgetedStep:
                 return known
         if self._shapes and self._on_shape_change == "error":
             raise ScheduleError(why_anew(samples, any(other[-1] == key[-1] for other in self._shapes if other != key)))
-        self._say(f"planning a batch of {samples} samples for {show_bytes(self.budget_bytes)}")
+        self._say(
+            f"planning a batch of {samples} samples for {show_bytes(self.budget_bytes)}: dry runs, a probe and trials "
+            "call the step more often than training does; dry_run='off' does without them"
+        )
         self._hold(batch, self.budget_bytes)
         with self._trying_out(), self._compiled.looked_for():
-            shape = self._kept_plan(step, batch, samples) or self._make_plan(step, batch, samples)
+            shape = self._made_or_taken(step, batch, samples)
         if not shape.plain:
             self._compiled.warn()
-        plan = shape.choice.plan
-        if plan.offload:
-            self.host.reserve(shape.choice.out_bytes // -(-samples // plan.sub_batch), len(plan.offload))
-        self._shapes.pop(key, None)
-        self._shapes[key], self._sizes[key], self._ways[key] = shape, sizes_of(batch), KnownWays()
-        self._report.note(shape, MOST_SHAPES)
-        while len(self._shapes) > MOST_SHAPES:
-            self._forget(next(iter(self._shapes)))
-        self._hold_plans(batch)
-        self._say(str(shape))
-        return shape
+        return self._keep(key, batch, shape)
 
     def planned(self, batch: Any) -> PlannedShape | None:
         """What was decided for batches like this one; None if nothing was yet."""
@@ -344,6 +358,14 @@ class BudgetedStep:
         except ScheduleError as error:
             warn_of_dropped(error)
 
+    def save_plan(self, path: str | os.PathLike[str]) -> None:
+        """Write the plans of all shapes so far to a JSON file, for ``plan=`` in other runs.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        write_plans(path, self.state_dict())
+
     def remove(self) -> None:
         """Give back the host's space and take wrappers off."""
         self._now = None
@@ -351,6 +373,47 @@ class BudgetedStep:
         self._unchunk()
         self._freed.close()
         self.host.close()
+
+    def _first_or_plan(self, step: Step, batch: Any, may_stop: bool = True) -> PlannedShape:
+        """As :meth:`plan`, or what the first step of a shape is to run under, which is trained to find out the rest."""
+        known = self.planned(batch) is not None or (self._shapes and self._on_shape_change == "error")
+        if known or self._given is not None:
+            return self.plan(step, batch)
+        key = self._key(batch)
+        found = self._first.planned(key, lambda: self._needed_bytes(batch))
+        if found is not None:
+            self._offloads.forget(everything(found.samples))
+            return self._keep(key, batch, found)
+        first = self._first.begin(key, batch, samples_in(batch, self._split), may_stop and self.may_stop)
+        if first is None:
+            return self.plan(step, batch)
+        self._hold(batch, self.budget_bytes)
+        return first
+
+    def _needed_bytes(self, batch: Any) -> int | None:
+        """What is there between steps, and the most that tensors held beside since the first step began."""
+        more = self._freed.peak_bytes()
+        return None if more is None else more + self.hidden_bytes + strided_bytes(self._there(batch))
+
+    def _keep(self, key: tuple[Any, ...], batch: Any, shape: PlannedShape) -> PlannedShape:
+        """From now on batches like this one run under this plan."""
+        plan = shape.choice.plan
+        if plan.offload:
+            self.host.reserve(shape.choice.out_bytes // -(-shape.samples // plan.sub_batch), len(plan.offload))
+        self._shapes.pop(key, None)
+        self._shapes[key], self._sizes[key], self._ways[key] = shape, sizes_of(batch), KnownWays()
+        self._report.note(shape, MOST_SHAPES)
+        while len(self._shapes) > MOST_SHAPES:
+            self._forget(next(iter(self._shapes)))
+        self._hold_plans(batch)
+        self._say(str(shape))
+        return shape
+
+    def _made_or_taken(self, step: Step, batch: Any, samples: int) -> PlannedShape:
+        if self._given is None:
+            return self._kept_plan(step, batch, samples) or self._make_plan(step, batch, samples)
+        self._chunk(samples)
+        return self._given.plan(name_of(self._key(batch)), step, batch, samples, dry=self._first.dry_run != "off")
 
     def _kept_plan(self, step: Step, batch: Any, samples: int) -> PlannedShape | None:
         """An earlier run's plan, if there is one that still holds."""
@@ -387,10 +450,13 @@ class BudgetedStep:
 
     def _hold(self, batch: Any, nbytes: int) -> None:
         """Freed memory is kept for the next tensors as far as there is room for it in ``nbytes``."""
+        self._freed.hold(max(0, nbytes - self.hidden_bytes), self._there(batch))
+
+    def _there(self, batch: Any) -> list[Tensor]:
+        """What is there between steps."""
         states = [tensors_in(list(optimizer.state.values())) for optimizer in self.optimizers]
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        there = [*self.model.parameters(), *self.model.buffers(), *gradients, *chain(*states), *tensors_in(batch)]
-        self._freed.hold(max(0, nbytes - self.hidden_bytes), there)
+        return [*self.model.parameters(), *self.model.buffers(), *gradients, *chain(*states), *tensors_in(batch)]
 
     @contextmanager
     def _trying_out(self) -> Iterator[None]:
@@ -404,6 +470,32 @@ class BudgetedStep:
         watched = nullcontext() if shape.certificate is None else ways.watched()
         with self._hooks(part, shape.choice), watched, self._compiled.under(shape.plain):
             return step(part)
+
+    def _first_forward(self, step: Step, batch: Any, shape: PlannedShape, ways: KnownWays) -> Any:
+        """Of a batch that is trained to find out what its shape needs.
+
+        Raises:
+            TooMuchMade: it has to be planned for; nothing has happened.
+        """
+        with self._finding_out(batch, shape):
+            return self._forward(step, batch, shape, ways)
+
+    @contextmanager
+    def _finding_out(self, batch: Any, shape: PlannedShape) -> Iterator[None]:
+        key = self._key(batch)
+        self._freed.forget_peak()
+        try:
+            with self._first.counted(key, batch, shape.samples) as found:
+                yield
+        except TooMuchMade:
+            self.drop()
+            self._report.steps -= 1
+            self._report.sub_batches -= 1
+            raise
+        for known in found:
+            self._keep(key, batch, known)
+        if not found:
+            self._first.note(key, shape.samples, self._offloads.sizes(shape.choice.plan))
 
     @contextmanager
     def _hooks(self, part: Any, choice: PlanChoice) -> Iterator[None]:
@@ -433,6 +525,8 @@ class BudgetedStep:
             self._offloads.forget(plan)
 
     def _mismatch(self, plan: OffloadPlan, mismatch: PlanMismatch) -> None:
+        if plan.offload == EVERYTHING:  # of a first step, which finds out what is saved
+            return
         if self._on_shape_change == "error":
             raise mismatch
         reason = "a forward pass saved other storages than planned"

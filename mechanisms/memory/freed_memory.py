@@ -22,6 +22,8 @@ class FreedMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.note = ""
+        self._device = device
+        self._live: int | None = None
         self._pool = MemoryPool()
         if device.type != "cpu":
             return
@@ -39,6 +41,27 @@ class FreedMemory:
         """
         if self._pool.installed:
             self._pool.limit(nbytes - self._pool.bytes_elsewhere(among))
+
+    def forget_peak(self) -> None:
+        """From now on :meth:`peak_bytes` counts."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        elif self._pool.installed:
+            self._pool.reset_peaks()
+        self._live = self._live_bytes()
+
+    def peak_bytes(self) -> int | None:
+        """The most that tensors held beyond what they held at :meth:`forget_peak`; None where nobody counts."""
+        if self._live is None:
+            return None
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device) - self._live
+        return self._pool.counts().peak_live - self._live
+
+    def _live_bytes(self) -> int | None:
+        if self._device.type == "cuda":
+            return torch.cuda.memory_allocated(self._device)
+        return self._pool.counts().live if self._pool.installed else None
 
     def close(self) -> None:
         """Leave the process's memory to others."""

@@ -205,6 +205,11 @@ class OffloadSavedTensors:
         if hooks is not None:
             hooks.__exit__(None, None, None)
 
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each storage that the last pass saved, by number, as far as it was watched."""
+        return [] if self._pass is None else self._pass.sizes
+
     def report(self) -> OffloadReport:
         """What was moved so far."""
         counts = self._counts

@@ -40,6 +40,10 @@ class Offloads:
         finally:
             offload.keep = ()  # the batch may go when the step has ended
 
+    def sizes(self, plan: OffloadPlan) -> list[int]:
+        """Bytes of each storage that the last forward pass under a plan saved, by number."""
+        return self._of[plan].sizes if plan in self._of else []
+
     def forget(self, plan: OffloadPlan) -> None:
         """A plan is used no more; what it moved still counts."""
         offload = self._of.pop(plan, None)

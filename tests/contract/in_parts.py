@@ -41,6 +41,7 @@ class _InParts(Budgeted):
         super().setup(trainer)
         if self._step is not None:
             self._step._make_plan = self._in_parts  # type: ignore[method-assign]
+            self._step.may_stop = False
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         step = self._step

@@ -172,6 +172,7 @@ class _Everything(Budgeted):
         super().setup(trainer)
         if self._step is not None:
             self._step._make_plan = self._all  # type: ignore[method-assign]
+            self._step.may_stop = False
 
     def teardown(self) -> None:
         super().teardown()
