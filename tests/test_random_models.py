@@ -25,6 +25,7 @@ HERE = {mechanism.name: mechanism for mechanism in [*BARE, *LIGHTNING]}
 CLEAN = (
     "bare_backward",
     "bare_forward",
+    "bare_deferral",
     "bare_offload",
     "bare_budget",
     "bare_scan",
@@ -32,6 +33,10 @@ CLEAN = (
     "fused_optimizer_forward",
     "callback_backward",
     "callback_forward",
+    "memory_budget",
+    "fused_optimizer_ddp",
+    "ooo_ddp",
+    "memory_budget_ddp",
 )
 
 

@@ -96,6 +96,6 @@ LIGHTNING = [
         raises=UPDATED_TWICE,
     ),
     _lightning("callback_forward", lambda: Fit(did=_fused_by_callback, callbacks=lambda: [FuseOptimizer("forward")])),
-    _lightning("memory_budget", lambda: Fit(lambda spec: "memory_budget", _planned), every=2),
+    _lightning("memory_budget", lambda: Fit(lambda spec: "memory_budget", _planned), every=4),
     _lightning("memory_budget_tight", lambda: _Tight(did=_moved), fit=roomy, exact=False, share=10, every=5),
 ]
