@@ -13,7 +13,8 @@ What is planned is either
                             LightningDataModule, which has its own batch size.
 
 A LightningModule is planned by its own training_step and configure_optimizers, with gradients freed as a Trainer frees
-them. A plain nn.Module is planned by cross_entropy(model(inputs), targets), with the optimizer of --optimizer or of the
+them. A plain nn.Module is planned by cross_entropy(model(inputs), targets), or for a batch
+that is a dict by model(**batch).loss, with the optimizer of --optimizer or of the
 config, and gradients that are freed before each step; --accumulate 2 plans for a loop that keeps them, as one with
 zero_grad(set_to_none=False) does too.
 

@@ -3,13 +3,13 @@
 import argparse
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.utils._pytree import tree_map
@@ -17,6 +17,12 @@ from torch.utils._pytree import tree_map
 from retime.mechanisms.memory.held_gradients import Gradients
 
 _BLOCKS = ("model", "data", "optimizer", "batch_size")
+
+
+class _StandIn(Trainer):
+    """For modules that ask their trainer: schedules of learning rates do, and have no part in a plan."""
+
+    estimated_stepping_batches = 1000
 
 
 @dataclass
@@ -162,11 +168,16 @@ def _supervised_job(model: nn.Module, batch: Any, optimizer: dict[str, Any] | No
     from retime.recipes import build
 
     optimizers = [build.build_optimizer(optimizer, model.parameters(), {})] if optimizer else []
+    if isinstance(batch, Mapping):  # as models of transformers take it, which return their loss
+        return Job(model, batch, lambda part: model(**part), optimizers)
     return Job(model, batch, lambda part: build.loss_of(model(part[0]), part[1]), optimizers)
 
 
 def _lightning_job(model: LightningModule, batch: Any, optimizer: dict[str, Any] | None) -> Job:
     """By its own training step, with its own optimizers where it makes some; gradients as the Trainer has them."""
+    model.trainer = _StandIn(
+        accelerator="cpu", logger=False, barebones=True, max_steps=_StandIn.estimated_stepping_batches
+    )
     if is_overridden("configure_optimizers", model) or not optimizer:
         optimizers = _optimizers_of(model)
     else:
@@ -178,7 +189,9 @@ def _lightning_job(model: LightningModule, batch: Any, optimizer: dict[str, Any]
 
 
 def _training_step(model: LightningModule) -> Callable[[Any], Any]:
-    more = (0,) if "batch_idx" in inspect.signature(model.training_step).parameters else ()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    named = [one for one in inspect.signature(model.training_step).parameters.values() if one.kind in kinds]
+    more = (0,) * (len(named) - 1)  # the batch's number, and the loader's: a Trainer gives them by position
     for name in ("log", "log_dict"):  # there is no trainer to log to
         model.__dict__[name] = lambda *_, **__: None
     return lambda batch: model.training_step(batch, *more)
