@@ -37,7 +37,7 @@ from retime.mechanisms.memory.budget import parse_budget
 from retime.mechanisms.memory.budget_report import BudgetReport
 from retime.mechanisms.memory.budgeted_ddp import SETTING_UP, BudgetedDataParallelStep
 from retime.mechanisms.memory.budgeted_step import BudgetedStep
-from retime.mechanisms.memory.host import parse_host
+from retime.mechanisms.memory.host import check_host_text, parse_host
 from retime.mechanisms.memory.shape_changes import warn_of_dropped
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.out_of_order import data_parallel
@@ -63,6 +63,7 @@ class FusedOptimizer:
         and all that :func:`retime.fuse_optimizer` refuses.
     """
 
+    @checked
     def __init__(
         self,
         accelerator: Accelerator,
@@ -241,6 +242,7 @@ class MemoryBudget:
     :raises ValueError: an engine other than DistributedDataParallel, or a budget that cannot be read.
     """
 
+    @checked
     def __init__(
         self,
         accelerator: Accelerator,
@@ -260,6 +262,7 @@ class MemoryBudget:
                 f"{type(model).__name__}"
             )
         prepared = _prepared(optimizer, type(self).__name__)
+        check_host_text(host)
         self._accelerator = accelerator
         self._model, self._optimizers = model, [prepared.optimizer]
         here = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))

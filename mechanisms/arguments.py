@@ -76,12 +76,12 @@ class Below:
         return value < self.bound
 
 
-_Checked = TypeVar("_Checked", bound=Callable[..., Any])
+_Checked = TypeVar("_Checked", bound=Callable[..., Any] | type)
 _BOUNDS = AtLeast | AtMost | Above | Below
 
 
 def checked(function: _Checked) -> _Checked:
-    """Have the arguments of every call checked against the annotations: a decorator for functions and ``__init__``.
+    """Have the arguments of every call checked against the annotations: for functions, ``__init__`` and dataclasses.
 
     Numbers are no truth values here and the reverse, and never NaN; a text is no list of texts. What an annotation does
     not tell (``Any``, protocols, tensors' shapes) is left to the function.
@@ -90,6 +90,9 @@ def checked(function: _Checked) -> _Checked:
         TypeError: of the decorated function, for an argument of another type.
         ValueError: of the decorated function, for a value outside the annotation's bounds or choices.
     """
+    if isinstance(function, type):
+        type.__setattr__(function, "__init__", checked(function.__init__))  # type: ignore[misc]
+        return function
     signature = inspect.signature(function)
 
     @wraps(function)
@@ -165,7 +168,8 @@ def _is_instance(value: Any, hint: Any) -> bool:
         return False
     inside = typing.get_args(hint)
     if issubclass(origin, Iterable) and len(inside) == 1 and not isinstance(value, collections.abc.Iterator):
-        return not isinstance(value, str | bytes) and all(accepts(entry, inside[0]) for entry in value)
+        entries: Iterable[Any] = value
+        return not isinstance(value, str | bytes) and all(accepts(entry, inside[0]) for entry in entries)
     return True
 
 

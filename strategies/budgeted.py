@@ -27,6 +27,7 @@ from retime.mechanisms.memory.budgeted_step import BudgetedStep, NoLossError, Wa
 from retime.mechanisms.memory.first_steps import check_dry_run
 from retime.mechanisms.memory.given_plans import read_plans, write_plans
 from retime.mechanisms.memory.held_gradients import Gradients
+from retime.mechanisms.memory.host import check_host_text
 from retime.mechanisms.memory.made_bytes import TooMuchMade
 from retime.mechanisms.memory.separability_probe import loss_of
 from retime.mechanisms.memory.shape_changes import check_on_shape_change
@@ -63,6 +64,7 @@ class Budgeted(LightningOnly, Strategy):
         if plan is not None:
             read_plans(plan)  # what is wrong with it shows here; what it was made for, before the first step
         check_on_shape_change(on_shape_change)
+        check_host_text(host)
         of_device = isinstance(budget, str) and budget.strip().endswith("%")  # which is known later
         parse_budget(budget, None if of_device else kwargs.get("device"))
         super().__init__(**kwargs)

@@ -12,11 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
+from accelerate import Accelerator
 from torch import nn
 
 import retime
-from retime import callbacks
-from retime.mechanisms import arguments
+from retime.integrations import accelerate as for_accelerate
+from retime.mechanisms import arguments, fusion, memory, out_of_order
+from retime.schedules.memory import OffloadPlan
 
 NEGATIVE = (-1, -(10**9))
 NOT_POSITIVE = (0, *NEGATIVE)
@@ -63,11 +66,47 @@ def _recurrent() -> dict[str, Any]:
     return {"model": nn.GRU(2, 2)}
 
 
+def _trained() -> dict[str, Any]:
+    model = nn.Linear(2, 2)
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
+
+
+def _optimizer() -> dict[str, Any]:
+    return {"optimizer": _trained()["optimizer"]}
+
+
+def _budgeted() -> dict[str, Any]:
+    model, optimizer = _trained().values()
+    return {"model": model, "optimizers": [optimizer], "budget_bytes": 10**6, "host": memory.HostNull()}
+
+
+def _offloaded() -> dict[str, Any]:
+    return {"plan": OffloadPlan(1), "host": memory.HostNull()}
+
+
+def _prepared() -> dict[str, Any]:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(*_trained().values())
+    return {"accelerator": accelerator, "model": model, "optimizer": optimizer}
+
+
 def _sizes() -> dict[str, Any]:
     return {"input_size": 2, "hidden_size": 2}
 
 
 SCAN = {"solver": NO_CHOICE, "dropout": (-0.5, 1.5), "hidden_size": NOT_POSITIVE, "num_layers": NOT_POSITIVE}
+NO_BYTES = (*NOT_POSITIVE, *NO_CHOICE, "-1MiB", "8 bananas")
+NO_SIZE = (*NOT_POSITIVE, math.nan)
+FUSED = {"mode": NO_CHOICE, "bucket_bytes": NO_BYTES}
+OUT_OF_ORDER = {"k": (*NEGATIVE, *NO_CHOICE), "max_memory": NO_BYTES}
+BUDGET = {
+    "budget": (*NO_BYTES, "0%", "101%"),
+    "host": (*NO_CHOICE, "disk:"),
+    "batchnorm": NO_CHOICE,
+    "on_shape_change": NO_CHOICE,
+}
+DDP = {"bucket_cap_mb": NO_SIZE, "start_method": NO_CHOICE}
+LIGHTNINGS = ("ddp_comm_state", "ddp_kwargs", "kwargs")
 MEASURING = {"every_n_steps": NOT_POSITIVE, "warm_up": NEGATIVE}
 
 CASES = [
@@ -83,6 +122,20 @@ CASES = [
     Case(retime.ScanSequential, wrong={"levels": NEGATIVE}, free=("args",)),
     Case(retime.convert, _recurrent, wrong={"solver": NO_CHOICE, "names": (["absent"],)}),
     Case(retime.convert_back, _recurrent, wrong={"names": (["absent"],)}),
+    Case(retime.FusedOptimizerStrategy, wrong=FUSED, free=("device",)),
+    Case(retime.FusedOptimizerDDPStrategy, wrong=FUSED | DDP, free=LIGHTNINGS),
+    Case(retime.OOODataParallelStrategy, wrong=OUT_OF_ORDER | DDP, free=LIGHTNINGS),
+    Case(retime.MemoryBudgetStrategy, wrong=BUDGET, free=("device",)),
+    Case(retime.MemoryBudgetDDPStrategy, wrong=BUDGET | DDP | {"reduce_on": NO_CHOICE}, free=LIGHTNINGS),
+    Case(retime.fuse_optimizer, _trained, wrong=FUSED | {"clip_value": NO_SIZE, "backward_passes": NOT_POSITIVE}),
+    Case(retime.declare_per_parameter, lambda: {"optimizer_class": torch.optim.SGD}),
+    Case(fusion.BackwardFusion, _optimizer, wrong=FUSED | {"clip_value": NO_SIZE, "backward_passes": NOT_POSITIVE}),
+    Case(fusion.ForwardFusion, _optimizer, wrong=FUSED),
+    Case(out_of_order.WeightGradientDeferral, _recurrent, wrong={"k": NEGATIVE}),
+    Case(memory.BudgetedStep, _budgeted, wrong=BUDGET | {"budget_bytes": NO_BYTES, "gradients": NO_CHOICE}),
+    Case(memory.OffloadSavedTensors, _offloaded, wrong={"in_flight_bytes": NEGATIVE, "planned_bytes": NEGATIVE}),
+    Case(for_accelerate.FusedOptimizer, _prepared, wrong=FUSED | {"clip_value": NO_SIZE}),
+    Case(for_accelerate.MemoryBudget, _prepared, wrong=BUDGET, free=("options",)),
 ]
 
 
@@ -110,7 +163,5 @@ def test_every_argument_can_be_judged_or_says_who_does(case: Case) -> None:
 
 def test_every_public_constructor_is_in_the_table() -> None:
     tested = {case.of for case in CASES}
-    public = {
-        getattr(retime, name) for name in (*callbacks.__all__, "ScanGRU", "ScanLSTM", "ScanRNN", "ScanSequential")
-    }
+    public = {getattr(retime, name) for name in retime.__all__} - {retime.NoEffectWarning}
     assert public <= tested, f"without a case: {sorted(one.__name__ for one in public - tested)}"

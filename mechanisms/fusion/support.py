@@ -30,7 +30,7 @@ def declare_per_parameter(optimizer_class: type[Optimizer]) -> type[Optimizer]:
     of the parameters after another.
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
-        raise TypeError(f"declare_per_parameter takes an Optimizer class, got {optimizer_class!r}")
+        raise TypeError(f"optimizer_class={optimizer_class!r} is not an Optimizer class: decorate, or give, the class")
     _declared.add(optimizer_class)
     return optimizer_class
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from retime.mechanisms.arguments import checked
 from retime.mechanisms.byte_sizes import parse_bytes, show_bytes
 from retime.mechanisms.memory.batch_shape import key_of, name_of, no_larger, sizes_of
 from retime.mechanisms.memory.batchnorm import BatchNormChoice, check_choice
@@ -114,6 +115,7 @@ class BudgetedStep:
         PlanFileError, OSError: ``plan`` cannot be used.
     """
 
+    @checked
     def __init__(
         self,
         model: nn.Module,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import tempfile
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -57,6 +57,7 @@ class HostCopy(Protocol):
         """
 
 
+@runtime_checkable
 class HostTier(Protocol):
     """Holds storages that left the device."""
 
@@ -118,6 +119,19 @@ def check_host(host: object) -> None:
         raise TypeError(f"host={host!r} is no host tier: give {given}")
 
 
+def check_host_text(text: str | None) -> None:
+    """Refuse what names no tier for any device, before the device is known.
+
+    Raises:
+        TypeError: no text, and not None.
+        ValueError: it names no tier.
+    """
+    if not isinstance(text, str | None):
+        raise TypeError(f"host={text!r} must be a text: use 'memory' or 'disk:FOLDER'")
+    if text not in (None, "memory") and not (text.startswith("disk:") and text != "disk:"):
+        raise ValueError(f"host={text!r} names no place for offloaded tensors: use 'memory' or 'disk:FOLDER'")
+
+
 def parse_host(text: str | None, device: torch.device | str, capacity_bytes: int | str = 0) -> HostTier:
     """The host tier that ``host=text`` means for training on ``device``.
 
@@ -129,20 +143,19 @@ def parse_host(text: str | None, device: torch.device | str, capacity_bytes: int
             such as ``"1GiB"``.
 
     Raises:
+        TypeError: no text, and not None.
         ValueError: the text names no tier, or one that is no use for the device.
         HostError: the folder is missing, cannot be written to, or has not the space.
     """
     from retime.mechanisms.memory.host_disk import HostDisk
     from retime.mechanisms.memory.host_memory import HostMemory
 
+    check_host_text(text)
     device = torch.device(device)
     if text is None:
         text = "memory" if device.type != "cpu" else f"disk:{tempfile.gettempdir()}"
-    kind, _, folder = text.partition(":")
-    if kind == "disk" and folder:
-        return HostDisk(folder, device=device, capacity_bytes=capacity_bytes)
-    if text == "memory":
-        if device.type == "cpu":
-            raise ValueError("host='memory' frees nothing when the model trains on the CPU: use host='disk:FOLDER'")
-        return HostMemory(device)
-    raise ValueError(f"host={text!r} names no place for offloaded tensors: use 'memory' or 'disk:FOLDER'")
+    if text != "memory":
+        return HostDisk(text.removeprefix("disk:"), device=device, capacity_bytes=capacity_bytes)
+    if device.type == "cpu":
+        raise ValueError("host='memory' frees nothing when the model trains on the CPU: use host='disk:FOLDER'")
+    return HostMemory(device)

@@ -20,6 +20,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from retime.mechanisms.arguments import checked
 from retime.mechanisms.byte_sizes import parse_bytes
 from retime.mechanisms.memory.host import HostNone, HostTier, check_host
 from retime.mechanisms.memory.offload_pass import ForwardPass, OffloadCounts, SaveObserver
@@ -94,6 +95,7 @@ class OffloadReport:
         return cls(*(sum(getattr(report, name) for report in reports) for name in cls.__dataclass_fields__))
 
 
+@checked
 @dataclass(eq=False)
 class OffloadSavedTensors:
     """A context manager around a forward pass that moves what the plan names to the host.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ class OffloadCounts:
     prefetched: int = 0
 
 
+@runtime_checkable
 class SaveObserver(Protocol):
     """Is told what a forward pass saves and what the backward pass uses."""
 
