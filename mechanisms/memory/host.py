@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import tempfile
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
@@ -57,7 +57,6 @@ class HostCopy(Protocol):
         """
 
 
-@runtime_checkable
 class HostTier(Protocol):
     """Holds storages that left the device."""
 
