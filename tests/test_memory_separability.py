@@ -67,14 +67,19 @@ def test_a_batch_of_whole_sequences_leaves_open_what_a_ragged_one_decides() -> N
 
 
 def test_a_batch_without_what_was_counted_is_certified_again() -> None:
-    case = language(ragged=False)
-    extra = {**case.batch, "flags": torch.ones(11, dtype=torch.bool)}
-    first = certify(case.step, extra, case.model)
-    parts = split_batch(case.batch, 4)
+    case = classifier(convolutional())
+
+    def step(batch: dict[str, Tensor]) -> Tensor:
+        losses = F.cross_entropy(case.model(batch["x"]), batch["y"], reduction="none")
+        return (losses * batch["flags"]).sum() / batch["flags"].sum() if "flags" in batch else losses.mean()
+
+    batch = dict(zip("xy", case.batch, strict=True))
+    first = certify(step, {**batch, "flags": torch.ones(11, dtype=torch.bool)}, case.model)
+    parts = split_batch(batch, 4)
 
     with pytest.raises(WeightsUnclearError, match=r"this batch has no batch\['flags'\]"):
         loss_weights(first, parts)
-    second = certify(case.step, case.batch, case.model, among=first)
+    second = certify(step, batch, case.model, among=first)
 
     assert loss_weights(second, parts) == pytest.approx([4 / 11, 4 / 11, 3 / 11])
     assert not any("flags" in str(other) for other in second.alternatives)

@@ -31,7 +31,7 @@ from retime.mechanisms.memory.batch_shape import key_of, name_of, no_larger, siz
 from retime.mechanisms.memory.batchnorm import BatchNormChoice, check_choice
 from retime.mechanisms.memory.batchnorm_exact import ChunkedOperators
 from retime.mechanisms.memory.budget_report import BudgetReport, PlannedShape
-from retime.mechanisms.memory.certificate import Certificate
+from retime.mechanisms.memory.certificate import Certificate, NotSeparableError, WeightsUnclearError
 from retime.mechanisms.memory.first_steps import FirstSteps, check_dry_run, everything
 from retime.mechanisms.memory.freed_memory import FreedMemory
 from retime.mechanisms.memory.given_plans import GivenPlans, write_plans
@@ -49,7 +49,9 @@ from retime.mechanisms.memory.shape_changes import (
     check_on_shape_change,
     warn_of_dropped,
     warn_of_mismatches,
+    warn_of_unexamined,
     warn_of_ways,
+    warn_of_whole,
     why_anew,
 )
 from retime.mechanisms.memory.split import Split, samples_in, split_batch
@@ -218,16 +220,20 @@ class BudgetedStep:
         ways.begin()
         self._now_plain = shape.plain
         forward = self._first_forward if self.planned(batch) is None else self._forward
-        self._now = SubBatches(
-            self.model,
-            lambda part: forward(step, part, shape, ways),
-            batch,
-            max(1, sub_batch),
-            shape.certificate or Certificate(None, "this batch is not to be split"),
-            split=self._split,
-            certify_again=lambda whole, known: self._planner.certify(step, whole, among=known),
-            ghost=self.batchnorm == "ghost",
-        )
+        try:
+            self._now = SubBatches(
+                self.model,
+                lambda part: forward(step, part, shape, ways),
+                batch,
+                max(1, sub_batch),
+                shape.certificate or Certificate(None, "this batch is not to be split"),
+                split=self._split,
+                certify_again=lambda whole, known: self._planner.certify(step, whole, among=known),
+                ghost=self.batchnorm == "ghost",
+            )
+        except (NotSeparableError, WeightsUnclearError) as error:  # this batch told what those before did not
+            self._keep_whole(step, batch, str(error))
+            return self.prepare(step, batch)
         if len(self._now) > 1 and self._now.certificate is not shape.certificate:  # this batch told more
             self._shapes[self._key(batch)] = replace(shape, certificate=self._now.certificate)
         self._report.steps += 1
@@ -322,6 +328,10 @@ class BudgetedStep:
                 return known
         if self._shapes and self._on_shape_change == "error":
             raise ScheduleError(why_anew(samples, any(other[-1] == key[-1] for other in self._shapes if other != key)))
+        return self._plan_anew(step, batch)
+
+    def _plan_anew(self, step: Step, batch: Any) -> PlannedShape:
+        samples, key = samples_in(batch, self._split), self._key(batch)
         self._say(
             f"planning a batch of {samples} samples for {show_bytes(self.budget_bytes)}: dry runs, a probe and trials "
             "call the step more often than training does; dry_run='off' does without them"
@@ -332,6 +342,15 @@ class BudgetedStep:
         if not shape.plain:
             self._compiled.warn()
         return self._keep(key, batch, shape)
+
+    def _keep_whole(self, step: Step, batch: Any, reason: str) -> None:
+        """Batches like this one are not split any more."""
+        warn_of_whole(reason)
+        before, self.whole_because = self.whole_because, reason
+        try:
+            self._plan_anew(step, batch)
+        finally:
+            self.whole_because = before
 
     def planned(self, batch: Any) -> PlannedShape | None:
         """What was decided for batches like this one; None if nothing was yet."""
@@ -370,6 +389,8 @@ class BudgetedStep:
 
     def remove(self) -> None:
         """Give back the host's space and take wrappers off."""
+        if any(ways.new for ways in self._ways.values()):
+            warn_of_unexamined()
         self._now = None
         self._offloads.forget_all()
         self._unchunk()
@@ -403,7 +424,7 @@ class BudgetedStep:
         if plan.offload:
             self.host.reserve(shape.choice.out_bytes // -(-shape.samples // plan.sub_batch), len(plan.offload))
         self._shapes.pop(key, None)
-        self._shapes[key], self._sizes[key], self._ways[key] = shape, sizes_of(batch), KnownWays()
+        self._shapes[key], self._sizes[key], self._ways[key] = shape, sizes_of(batch), _ways_of(shape)
         self._report.note(shape, MOST_SHAPES)
         while len(self._shapes) > MOST_SHAPES:
             self._forget(next(iter(self._shapes)))
@@ -469,9 +490,13 @@ class BudgetedStep:
             self.planning = before
 
     def _forward(self, step: Step, part: Any, shape: PlannedShape, ways: KnownWays) -> Any:
-        watched = nullcontext() if shape.certificate is None else ways.watched()
-        with self._hooks(part, shape.choice), watched, self._compiled.under(shape.plain):
-            return step(part)
+        with self._hooks(part, shape.choice), self._compiled.under(shape.plain):
+            if shape.certificate is None:
+                return step(part)
+            with ways.watched() as seen:
+                output = step(part)
+                seen.loss = loss_of(output)
+            return output
 
     def _first_forward(self, step: Step, batch: Any, shape: PlannedShape, ways: KnownWays) -> Any:
         """Of a batch that is trained to find out what its shape needs.
@@ -537,3 +562,7 @@ class BudgetedStep:
         self._kept = {name: kept for name, kept in self._kept.items() if kept.choice.plan != plan}
         self._say(f"{mismatch}; the next batch of this shape is planned anew")
         warn_of_mismatches(reason, times)
+
+
+def _ways_of(shape: PlannedShape) -> KnownWays:
+    return KnownWays(shape.certificate is not None and shape.certificate.constants)

@@ -38,6 +38,7 @@ class Certificate:
         outputs: how each scalar that the step returns, by place (``output['loss']``), adds up from parts.
         unclear: places of the scalars for which no way to add them up was found.
         notes: what else a user should know.
+        constants: the weights follow from what entries of the batch are compared with.
     """
 
     weighting: Weighting | None
@@ -50,6 +51,7 @@ class Certificate:
     outputs: Mapping[str, Weighting] = field(default_factory=dict)
     unclear: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    constants: bool = False
 
     @property
     def separable(self) -> bool:

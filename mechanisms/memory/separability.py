@@ -7,8 +7,8 @@ means over something else than samples, unless the parts are weighed by it.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch import nn
 
 from retime.mechanisms.memory.batchnorm import batch_statistics_layers, fix_statistics
 from retime.mechanisms.memory.certificate import Certificate
+from retime.mechanisms.memory.flow_judge import FlowVerdict
+from retime.mechanisms.memory.flow_labels import Divisor
 from retime.mechanisms.memory.separability_judge import Verdict, fitted_error, judge, scalar_weightings
 from retime.mechanisms.memory.separability_probe import Probe, Prober
 from retime.mechanisms.memory.separability_state import Untouched, why_not_replaced
@@ -29,6 +31,11 @@ _LARGEST_PROBE = 8
 _ENOUGH_FOR_BATCHNORM = 3
 _BATCHNORM = "BatchNorm in train mode takes its statistics over the whole batch"
 _BATCHNORM_FIX = "offload only, or choose batchnorm='exact' or batchnorm='ghost'"
+_SAME_COUNT = 1e-4
+_READ = (
+    "the step reads values that depend on the batch (item(), float(), bool(), tolist() or the like), and computes "
+    "something else where they are others"
+)
 _RANDOM = "dropout masks and other random numbers are drawn anew for each sub-batch, so they are not the plain step's"
 
 
@@ -95,7 +102,7 @@ def certify(
         found = examiner.examine_precisely(known) or found
     if found.weighting is None and layers and not ghost:
         reason = f"{_BATCHNORM}: {_some(layers)}; {_BATCHNORM_FIX}"
-        return dataclasses.replace(found, reason=reason, layers=tuple(layers))
+        return replace(found, reason=reason, layers=tuple(layers))
     return found
 
 
@@ -137,10 +144,20 @@ class _Examiner:
             prober = Prober(self._step, scratch, dtype, self._split)
             first = prober.probe(self._first(), range(self._samples))
             probes, broken = first.probes, first.failure
-            candidates = known or [Weighting("mean"), *self._counts(prober), Weighting("sum")]
-            if not broken and (second := self._second(candidates)) is not None:
-                more = prober.probe(second, range(self._samples, 2 * self._samples), pairs=1)
+            flow, part = (FlowVerdict(), None) if broken else probes[0].flow()
+            counts = self._counts(prober, flow.divisors)
+            candidates = _possible(known, flow.divisors) or [
+                Weighting("mean"),
+                *_possible(counts, flow.divisors),
+                *([] if flow.divisors else [Weighting("sum")]),
+            ]
+            if not broken and (second := self._second(known or counts)) is not None:
+                more = prober.probe(second, range(self._samples, 2 * self._samples))
                 probes, broken = [*probes, *more.probes], more.failure
+            if flow.read and not broken and not flow.reason:
+                names = range(self._samples)
+                if prober.depends_on_reads(self._first(), names, probes[0].full, flow.read):
+                    flow = replace(flow, reason=_READ, weights=False)
         if broken:
             return Certificate(None, broken, samples=self._samples)
         notes = [_RANDOM] if prober.random or any(_drops(module) for module in self._model.modules()) else []
@@ -148,16 +165,17 @@ class _Examiner:
         if hooked:
             notes.append(f"gradient hooks run once for each sub-batch: {_some(hooked)}")
         concluded = _concluded(probes, candidates, prober.epsilon, self._samples, known is not None)
-        return dataclasses.replace(concluded, notes=tuple(notes)) if concluded.separable else concluded
+        concluded = _in_view_of(flow, concluded, self._first(), part)
+        return replace(concluded, notes=tuple(notes)) if concluded.separable else concluded
 
     def _first(self) -> Any:
         if self._total == self._samples:
             return self._batch
         return self._split(self._batch, self._samples)[0]
 
-    def _counts(self, prober: Prober) -> list[Weighting]:
-        found = counts_of(self._batch, prober.compared)
-        return [Weighting("count", count) for count in found]
+    def _counts(self, prober: Prober, divisors: Set[Divisor]) -> list[Weighting]:
+        ignored = {(place, "!=", float(by.ignored)) for by in divisors for place in by.places if by.ignored is not None}
+        return [Weighting("count", count) for count in counts_of(self._batch, prober.compared | ignored)]
 
     def _second(self, candidates: Sequence[Weighting]) -> Any | None:
         """Samples that differ most in what can be counted; another part of the batch where samples cannot be chosen."""
@@ -166,20 +184,69 @@ class _Examiner:
         if self._split is not split_batch:
             parts = [part for part in self._split(self._batch, self._samples)[1:] if self._size(part) == self._samples]
             return parts[-1] if parts else None
-        chosen: dict[int, None] = {}
+        few: dict[int, None] = {}
+        many: dict[int, None] = {}
         for candidate in candidates:
             if isinstance(candidate.count, Count) and candidate.count.place in tensors_of(self._batch):
                 counted = candidate.count.per_sample(self._batch)
                 if len(counted) == self._total and counted.min() < counted.max():
-                    chosen.update(dict.fromkeys((int(counted.argmin()), int(counted.argmax()))))
-        if not chosen:
+                    few.setdefault(int(counted.argmin()))
+                    many.setdefault(int(counted.argmax()))
+        if not few:
             return None
-        rest = (index for index in reversed(range(self._total)) if index not in chosen)
-        indices = [*chosen, *rest][: self._samples]
+        chosen = [*few, *many][: self._samples]
+        rest = [index for index in reversed(range(self._total)) if index not in chosen]
+        # last comes one that counts little, which is a part by itself
+        indices = [*rest[: self._samples - len(chosen)], *reversed(chosen)]
         return part_of(self._batch, torch.tensor(indices), self._total)
 
     def _size(self, part: Any) -> int:
         return samples_in(part, self._split)
+
+
+def _possible(known: Sequence[Weighting] | None, divisors: Set[Divisor]) -> list[Weighting]:
+    """Those by which the loss may be weighed, as far as it is a mean over what is counted in the batch."""
+    return [one for one in known or () if not isinstance(one.count, Count) or any(_is(one, by) for by in divisors)]
+
+
+def _is(weighting: Weighting, divisor: Divisor) -> bool:
+    count = weighting.count
+    return (
+        isinstance(count, Count)
+        and count.place in divisor.places
+        and (divisor.ignored is None or (count.comparison, count.value) == ("!=", divisor.ignored))
+    )
+
+
+def _explains(weighting: Weighting, divisor: Divisor, whole: Any, part: Any) -> bool:
+    """Whether the loss is divided by what is counted so."""
+    if not _is(weighting, divisor) or weighting.count is None:
+        return False
+    if divisor.ignored is not None:
+        return True
+    counted = float(weighting.count(part)), float(weighting.count(whole))
+    return not counted[0] or abs(counted[0] / counted[1] - divisor.ratio) <= _SAME_COUNT
+
+
+def _in_view_of(flow: FlowVerdict, found: Certificate, whole: Any, part: Any) -> Certificate:
+    """The probe's certificate, unless other values than those that were probed may need other weights."""
+    weighting = found.weighting
+    given = weighting is not None and weighting.count is not None and not isinstance(weighting.count, Count)
+    if weighting is None:
+        return found
+    if flow.reason and not (given and flow.weights):
+        fix = "Give loss_weight(part), which counts it, or offload only" if flow.weights else "Offload only"
+        reason = f"{flow.reason}: other batches may need other weights than the {found.samples} samples probed. {fix}"
+        return replace(found, weighting=None, reason=reason, alternatives=(), outputs={}, unclear=())
+    fitting = [weighting, *found.alternatives]
+    for divisor in flow.divisors:
+        if not given and not any(_explains(one, divisor, whole, part) for one in fitting):
+            reason = (
+                f"the loss is divided by, or a mean over, something that follows from {_some(sorted(divisor.places))} "
+                "and cannot be counted there. Give loss_weight(part), which counts it, or offload only"
+            )
+            return replace(found, weighting=None, reason=reason, alternatives=(), outputs={}, unclear=())
+    return replace(found, constants=any(divisor.ignored is None for divisor in flow.divisors))
 
 
 def _concluded(

@@ -11,6 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
+from retime.mechanisms.memory.altered import ALTERATIONS, Altered
+from retime.mechanisms.memory.flow import Flow
+from retime.mechanisms.memory.flow_judge import FlowVerdict, judge_flow
 from retime.mechanisms.memory.separability_state import Untouched, seed_all
 from retime.mechanisms.memory.separability_watch import NoDropout, Watch
 from retime.mechanisms.memory.split import Split, map_leaves, replaced_tensors, samples_in
@@ -29,6 +32,17 @@ class Run:
     loss: float
     scalars: dict[str, float]
     changed: dict[str, Tensor] = field(default_factory=dict)
+    flow: Flow = field(default_factory=Flow)
+
+    def same_as(self, other: Run) -> bool:
+        """Whether its loss came from the same operations, and it gave the same numbers bit by bit."""
+        towards = ([one.name for one in flow.towards_loss()] for flow in (self.flow, other.flow))
+        return (
+            next(towards) == next(towards)
+            and self.loss == other.loss
+            and self.gradients.keys() == other.gradients.keys()
+            and all(torch.equal(one, other.gradients[name]) for name, one in self.gradients.items())
+        )
 
 
 @dataclass
@@ -47,6 +61,15 @@ class Probe:
     full: Run
     cases: list[Case] = field(default_factory=list)
     tolerance: float = 1e-3
+
+    def flow(self) -> tuple[FlowVerdict, Any]:
+        """What the flow of values through the whole and through a part of it shows, and that part."""
+        runs = [(part, run) for case in self.cases for part, run in zip(case.parts, case.runs, strict=True)]
+        verdicts = ((judge_flow(self.full.flow, run.flow), part) for part, run in runs)
+        first = next(verdicts)
+        if not first[0].other_operations:
+            return first
+        return next((found for found in verdicts if not found[0].other_operations), first)
 
     def changed_differently(self) -> list[str]:
         """Parameters and buffers that are not the same after the parts as after the whole."""
@@ -115,30 +138,57 @@ class Prober:
             found.cases.append(case)
         return Outcome([found])
 
-    def _run(self, batch: Any, names: Sequence[int]) -> Run:
+    def depends_on_reads(self, batch: Any, names: Sequence[int], full: Run, read: Sequence[int]) -> bool:
+        """Whether the step computes something else, or cannot run, if it reads other values.
+
+        Args:
+            batch, names: as for :meth:`probe`.
+            full: what it gave on that batch.
+            read: positions among all reads of those that are altered.
+        """
+        for how in ALTERATIONS:
+            self._scratch.restart()
+            altered = Altered(set(read), max(read), how)
+            try:
+                run = self._run(batch, list(names), altered)
+            except Exception as error:
+                if altered.checked(error):
+                    continue
+                return True
+            if not run.same_as(full):
+                return True
+        return False
+
+    def _run(self, batch: Any, names: Sequence[int], altered: Altered | None = None) -> Run:
         seed_all()  # for each part too: the noise of a sample depends on its name and on the draws before
         batch = replaced_tensors(batch, self._copied)  # parts are views, and a step may write into its batch
         parameters = self._scratch.parameters()
         try:
-            output, gradients, watch = self._gradients(batch, names, parameters)
+            output, gradients, watch = self._gradients(batch, names, parameters, altered)
         except RuntimeError as error:
             if self._reentrant or "checkpoint" not in str(error).lower():
                 raise
             self._reentrant = True  # reentrant checkpoints cannot be asked for chosen gradients
             self._scratch.restart()
-            output, gradients, watch = self._gradients(batch, names, self._scratch.parameters())
+            output, gradients, watch = self._gradients(batch, names, self._scratch.parameters(), altered)
         self.compared |= watch.compared
         self.epsilon = max(self.epsilon, watch.epsilon)
         sketches = {name: sketch(gradient) for name, gradient in gradients.items()}
-        return Run(sketches, float(loss_of(output).detach()), scalars_of(output), self._scratch.changed())
+        watch.flow.release()
+        return Run(sketches, float(loss_of(output).detach()), scalars_of(output), self._scratch.changed(), watch.flow)
 
     def _gradients(
-        self, batch: Any, names: Sequence[int], parameters: list[tuple[str, Tensor, Tensor]]
+        self,
+        batch: Any,
+        names: Sequence[int],
+        parameters: list[tuple[str, Tensor, Tensor]],
+        altered: Altered | None,
     ) -> tuple[Any, dict[str, Tensor], Watch]:
-        with torch.enable_grad(), Watch(names, batch) as watch, NoDropout() as dropout:
+        with torch.enable_grad(), Watch(names, batch, altered) as watch, NoDropout(watch) as dropout:
             output = self._step(batch)
             self.random |= watch.drawn or dropout.seen
             loss = loss_of(output)
+            watch.flow.end(loss)
             if not loss.requires_grad:
                 raise ValueError("the step's loss needs no gradient: return the loss undetached, and run no backward")
             if self._reentrant:

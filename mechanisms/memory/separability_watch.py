@@ -18,9 +18,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from retime.mechanisms.memory.altered import Altered
+from retime.mechanisms.memory.flow import READS, Flow
 from retime.mechanisms.memory.split import tensors_of
 
-__all__ = ["NoDropout", "Watch", "cuda_generators"]
+__all__ = ["Compared", "NoDropout", "Watch", "cuda_generators"]
 
 _COMPARED = {"ne": "!=", "eq": "==", "gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 _OPPOSITE = {"!=": "==", "==": "!=", ">": "<=", ">=": "<", "<": ">=", "<=": ">"}
@@ -41,6 +43,7 @@ _DROPOUTS = {
     torch.feature_alpha_dropout,
     torch.feature_alpha_dropout_,
 }
+_READ_WHOLE = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
 _ATTENTION_DROPOUT = 4  # its place among the arguments of scaled_dot_product_attention
 _ATTENTION = inspect.signature(F.multi_head_attention_forward)
 
@@ -48,16 +51,26 @@ _ATTENTION = inspect.signature(F.multi_head_attention_forward)
 class NoDropout(TorchFunctionMode):
     """Dropout hands its input on; attention drops nothing. Recurrent layers are told by their ``dropout`` attribute.
 
+    Values that are read without an operation are told to ``watch``.
+
     Attributes:
         seen: whether anything would have been dropped.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Watch | None = None) -> None:
         super().__init__()
         self.seen = False
+        self._watch = watch
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        altered = self._watch.altered if self._watch is not None else None
+        if altered is None:
+            return self._handled(func, args, kwargs)
+        with altered.within_operation():
+            return self._handled(func, args, kwargs)
+
+    def _handled(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func in _DROPOUTS:
             training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
             self.seen |= bool(training and kwargs.get("p", args[1] if len(args) > 1 else 0.5))
@@ -71,6 +84,9 @@ class NoDropout(TorchFunctionMode):
             self.seen |= bool(bound.arguments["dropout_p"] and bound.arguments.get("training", True))
             bound.arguments["dropout_p"] = 0.0
             return func(*bound.args, **bound.kwargs)
+        if func in _READ_WHOLE and self._watch is not None:
+            self._watch.flow.read(args[0])
+            return self._watch.handed_out(func(*args, **kwargs))
         return func(*args, **kwargs)
 
 
@@ -87,11 +103,15 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             one. A tensor may come from any of as many entries, with or without the first of each row.
         epsilon: of the coarsest floating-point type that an operation gave.
         drawn: whether it drew random numbers.
+        flow: the operations of its forward pass.
+        altered: what the reads of values in the forward pass gave instead, if anything else is asked for.
     """
 
-    def __init__(self, names: Sequence[int], batch: Any = None) -> None:
+    def __init__(self, names: Sequence[int], batch: Any = None, altered: Altered | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names = list(names)
+        self.flow, self.altered = Flow(), altered
+        self.flow.begin(batch)
         self.compared: set[tuple[str, str, float]] = set()
         self._entries = {place: _entries(tensor) for place, tensor in tensors_of(batch).items()}
         self.epsilon = 0.0
@@ -100,11 +120,19 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         self._note_constants(func, args)
-        result = self._draw(func, args, kwargs) if _is_random(func, args, kwargs) else func(*args, **kwargs)
+        random = _is_random(func, args, kwargs)
+        result = self._draw(func, args, kwargs) if random else func(*args, **kwargs)
+        self.flow.note(func, args, kwargs, result, random)
+        if func._schema.name.removeprefix("aten::") in READS:
+            return self.handed_out(result)
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 self.epsilon = max(self.epsilon, torch.finfo(leaf.dtype).eps)
         return result
+
+    def handed_out(self, value: Any) -> Any:
+        """What Python gets that reads this value."""
+        return self.altered.instead_of(value) if self.altered is not None and self.flow.recording else value
 
     def _note_constants(self, func: Any, args: Any) -> None:
         name = func._schema.name.removeprefix("aten::")
@@ -167,6 +195,24 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if len(shape) > 1 and shape[1] == len(self.names):
             return 1, shape[1]
         return None
+
+
+class Compared(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes which numbers integers are compared with.
+
+    Attributes:
+        constants: comparisons and numbers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.constants: set[tuple[str, float]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if name in _COMPARED and not args[0].is_floating_point() and not isinstance(args[1], Tensor):
+            self.constants.add((name, float(args[1])))
+        return func(*args, **(kwargs or {}))
 
 
 def _is_random(func: Any, args: Any, kwargs: Any) -> bool:

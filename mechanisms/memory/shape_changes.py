@@ -14,7 +14,9 @@ __all__ = [
     "check_on_shape_change",
     "warn_of_dropped",
     "warn_of_mismatches",
+    "warn_of_unexamined",
     "warn_of_ways",
+    "warn_of_whole",
     "why_anew",
 ]
 
@@ -60,6 +62,23 @@ def warn_of_mismatches(reason: str, times: int) -> None:
             NoEffectWarning,
             stacklevel=2,
         )
+
+
+def warn_of_whole(reason: str) -> None:
+    """Before a batch that showed more than those before, which ran in sub-batches."""
+    warnings.warn(
+        f"batches of this shape run whole from here on, with another plan: {reason}", NoEffectWarning, stacklevel=2
+    )
+
+
+def warn_of_unexamined() -> None:
+    """At the end, if no batch came after one that went another way, with which it could have been examined."""
+    warnings.warn(
+        "the last batch of its shape computed something else than the one that was planned for, and whether its "
+        "sub-batches gave its gradient is not known: examine it by training on, or compare with a run without a budget",
+        NoEffectWarning,
+        stacklevel=2,
+    )
 
 
 def warn_of_ways(certificate: Certificate, ways: KnownWays) -> None:
