@@ -112,6 +112,7 @@ class Budgeted(Way):
             model, [optimizer], HOLDS, HostMemory("cpu"), gradients="kept" if kept else "freed", **self._options(spec)
         )
         self._step._make_plan = self._plan  # type: ignore[method-assign]
+        self._step.may_stop = False  # else the first step would show that nothing need be planned
 
     def _options(self, spec: Spec) -> dict[str, Any]:
         return {"sub_batches": False}
