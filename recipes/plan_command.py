@@ -31,9 +31,11 @@ stderr says what is being done. Exit status: 0 a plan, 1 the budget is below the
 """
 
 import argparse
+import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -70,7 +72,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _check_device(options.device)
         job = job_of(options, words)
         budget = parse_budget(options.budget, options.device)
-        return plan(job, budget, options.host, options.batchnorm, _buckets(options), _progress, options.save)
+        with _at_most(options.seconds):
+            return plan(job, budget, options.host, options.batchnorm, _buckets(options), _progress, options.save)
+    except _OutOfTime:
+        print(
+            f"retime plan: --seconds {options.seconds:g} are over; what stands above is all that is known. Give more, "
+            "a smaller --batch, or a budget that the plain step fits into, which takes one dry run",
+            file=sys.stderr,
+        )
     except ModuleNotFoundError as error:
         extra = (error.name or "").partition(".")[0] in _OF_RECIPES
         print(f"retime plan: {error}{_INSTALL if extra else ''}", file=sys.stderr)
@@ -79,6 +88,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception:  # the user's own step, most likely: where it happened is what they need
         traceback.print_exc()
     return 2
+
+
+class _OutOfTime(BaseException):
+    """Planning takes too long; no error, so that nobody takes it for the step's."""
+
+
+@contextmanager
+def _at_most(seconds: float | None) -> Iterator[None]:
+    if seconds is None:
+        yield
+        return
+
+    def over(*_: object) -> None:
+        raise _OutOfTime
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def plan(
@@ -227,6 +258,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--gradient-as-bucket-view", action="store_true", help="with --ddp: DDP's argument of that name"
     )
+    command.add_argument("--seconds", type=float, metavar="S", help="give up after so long, with what is known by then")
     command.add_argument("--save", type=Path, metavar="FILE", help="write the plan, to be given as plan=FILE")
     command.add_argument("--device", default="cpu")
     command.add_argument("--host", help="where activations go: 'memory' or 'disk:FOLDER'")
