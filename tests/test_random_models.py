@@ -65,6 +65,10 @@ def test_trains_as_ddp(mechanism: Mechanism, tmp_path: Path) -> None:
     assert_clean(mechanism, run_on_ranks(mechanism, range(START, START + -(-COUNT // mechanism.every)), tmp_path))
 
 
+def test_a_loop_that_clips_clips_what_no_optimizer_has_too() -> None:
+    assert_clean(HERE["bare_backward"], run(HERE["bare_backward"], range(1660, 1661)))
+
+
 def assert_clean(mechanism: Mechanism, outcome: Outcome) -> None:
     assert not outcome.failures, report(mechanism, outcome)
     on = outcome.counts["on"]

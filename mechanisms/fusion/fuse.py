@@ -77,7 +77,8 @@ def fuse_optimizer(
 
     :param bucket_bytes: gradients (backward) or parameters (forward) gathered before a multi-tensor update, a number
         or a text such as ``"4MiB"``; None: 1 MiB on a CPU, 8 MiB on CUDA.
-    :param clip_value: backward only: clamp gradient elements to [-clip_value, clip_value] before the update.
+    :param clip_value: backward only: clamp the gradient elements of the optimizer's parameters, and of no others, to
+        [-clip_value, clip_value] before the update.
     :param side_stream: backward on CUDA only: run updates on a stream beside the backward pass.
     :param backward_passes: backward only: backward passes in each step, when known. Then the first step is fused too,
         and its peak of memory is already the lower one; a step with more passes raises.

@@ -41,8 +41,13 @@ class Backward(Way):
             return super().pass_(compute, batch, share, last)
 
     def clip(self, model: nn.Module, training: Training) -> None:
-        if training.clip != "value":  # the fusion does that
+        if training.clip != "value":
             super().clip(model, training)
+            return
+        fused = {p for group in self._fusion.optimizer.param_groups for p in group["params"]}  # clips these
+        others = [p for p in model.parameters() if p.grad is not None and p not in fused]
+        if others:
+            nn.utils.clip_grad_value_(others, CLIP_VALUE)
 
     def end(self) -> None:
         with suppress(AttributeError):  # it was refused
