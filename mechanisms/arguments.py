@@ -83,8 +83,9 @@ _BOUNDS = AtLeast | AtMost | Above | Below
 def checked(function: _Checked) -> _Checked:
     """Have the arguments of every call checked against the annotations: for functions, ``__init__`` and dataclasses.
 
-    Numbers are no truth values here and the reverse, and never NaN; a text is no list of texts. What an annotation does
-    not tell (``Any``, protocols, tensors' shapes) is left to the function.
+    Numbers are no truth values here and the reverse, and never NaN; a text is no list of texts. A whole number of
+    numpy's arrives as an ``int``, which checkpoints can hold. What an annotation does not tell (``Any``, protocols,
+    tensors' shapes) is left to the function.
 
     Raises:
         TypeError: of the decorated function, for an argument of another type.
@@ -97,14 +98,19 @@ def checked(function: _Checked) -> _Checked:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:
+            return function(*args, **kwargs)  # says the same, with the function's name
         hints = _hints(function)
         for name, value in bound.arguments.items():
             if name in hints and signature.parameters[name].kind not in _GATHERED and not accepts(value, hints[name]):
                 owner = type(args[0]).__name__ if function.__name__ == "__init__" else function.__name__
                 kind = ValueError if accepts(value, hints[name], bounds=False) else TypeError
                 raise kind(f"{owner}({name}={_shown(value)}): give {describe(hints[name])}")
-        return function(*args, **kwargs)
+            if isinstance(value, numbers.Integral) and not isinstance(value, int):
+                bound.arguments[name] = int(value)
+        return function(*bound.args, **bound.kwargs)
 
     return typing.cast(_Checked, call)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import re
 from fractions import Fraction
 
@@ -23,7 +24,7 @@ def parse_bytes(name: str, size: int | str, *, least: int = 1, examples: str = "
         TypeError: neither a whole number nor a text.
         ValueError: it cannot be read, or is too small.
     """
-    if isinstance(size, bool) or not isinstance(size, int | str):
+    if isinstance(size, bool) or not isinstance(size, numbers.Integral | str):
         raise TypeError(f"{name}={size!r} must be a number of bytes, or a text such as {examples}")
     if isinstance(size, str):
         found = _FORM.fullmatch(size.strip())
@@ -31,7 +32,7 @@ def parse_bytes(name: str, size: int | str, *, least: int = 1, examples: str = "
             raise ValueError(f"{name}={size!r} cannot be read: write bytes, {examples}")
         count = int(Fraction(found[1]) * (_DECIMAL | _BINARY)[(found[2] or "B").lower()])
     else:
-        count = size
+        count = int(size)  # one of numpy's may be too small to count with
     if count < least:
         raise ValueError(f"{name}={size!r} must be {f'{least} or more' if least != 1 else 'above 0'}")
     return count
