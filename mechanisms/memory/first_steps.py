@@ -8,7 +8,7 @@ makes is added up. If a multiple of that fits, the step fits whatever its backwa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, get_args
 
 import torch
@@ -19,6 +19,7 @@ from retime.mechanisms.byte_sizes import show_bytes
 from retime.mechanisms.fusion.readers import is_compiled
 from retime.mechanisms.memory.budget_report import PlannedShape
 from retime.mechanisms.memory.made_bytes import MadeBytes, TooMuchMade
+from retime.mechanisms.memory.outside import Outside
 from retime.mechanisms.memory.plan_after import plan_after
 from retime.mechanisms.memory.replay import EVERYTHING
 from retime.mechanisms.memory.search import PlanChoice
@@ -133,22 +134,25 @@ class FirstSteps:
         """Around the forward pass; afterwards the list holds what is now known of the shape: nothing, or all.
 
         Raises:
-            TooMuchMade: it may not fit. The model and the batch are as they were.
+            TooMuchMade: it may not fit. The model, the batch and all other tensors are as they were.
         """
         standing = self._standing_bytes(batch)
         found: list[PlannedShape] = []
         undo = Undo(self._model, batch) if self.dry_run == "auto" else None
+        outside = Outside(held_tensors(self._model, batch), gradients=False)
         made = MadeBytes((self._budget_bytes - 2 * standing) // _TIMES_MADE if undo else None)
         try:
-            with made:
+            with made, outside.watched() if undo else nullcontext():
                 yield found
         except TooMuchMade:
             assert undo is not None
             undo.put_back()
+            outside.put_back()
             self._too_large.add(key)
             self._say(
                 "the first step was stopped in its forward pass, as it may not fit without a plan, and runs again: "
-                "what it did to anything but the model and the batch has been done once more than without a budget"
+                "what it did to anything but the model, the batch and other tensors has been done once more than "
+                "without a budget"
             )
             raise
         peak = standing + _TIMES_MADE * made.bytes

@@ -37,6 +37,7 @@ from retime.mechanisms.memory.host import HostTier
 from retime.mechanisms.memory.host_memory import HostMemory
 from retime.mechanisms.memory.host_null import HostNull
 from retime.mechanisms.memory.offload import OffloadSavedTensors, PlanMismatch
+from retime.mechanisms.memory.outside import Outside
 from retime.mechanisms.memory.profile import StepProfile
 from retime.mechanisms.memory.separability_probe import loss_of
 from retime.mechanisms.memory.stand_ins import Replacement, aliases, copies, fake, stand_in_optimizer, stand_ins
@@ -189,7 +190,8 @@ class DryRun:
             self._optimizers = [stand_in_optimizer(optimizer, self._replacement) for optimizer in step.optimizers]
             self._trained = [parameter for parameter in step.module.parameters() if parameter.requires_grad]
             self._lasting = self._without_optimizer()
-            with self._mode:
+            self._outside, self._watched = Outside(self._replacement.stand_ins), False
+            with self._mode, self._outside.put_back_after():
                 self._complete()
 
     def run(
@@ -212,7 +214,7 @@ class DryRun:
             meter: is told about every operation.
         """
         tracer = Tracer(self.step.module, meter)
-        with self._staged(), self._mode:
+        with self._staged(), self._running():
             parts = plan.sub_batch < self.step.samples
             held = self._lay_out(tracer, parts)
             try:
@@ -239,7 +241,7 @@ class DryRun:
         """One forward and backward pass of the whole batch on the stand-ins, to be timed or to be measured."""
         module = self.step.module
         device = next(module.parameters()).device
-        with self._staged(), self._mode:
+        with self._staged(), self._running():
             if probe is not None:
                 probe.start()
             if plan is None:
@@ -270,6 +272,13 @@ class DryRun:
         step = self.step
         with stand_ins(step.module, self._replacement, step.beside), torch.random.fork_rng(devices=[]):
             yield
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Of real runs only the first is watched: later ones, which may be timed, write into the same tensors."""
+        with self._mode, self._outside.put_back_after(watched=not self._watched):
+            yield
+        self._watched = not isinstance(self._mode, FakeTensorMode)
 
     def _complete(self) -> None:
         """States appear in a parameter's first update; a step in the middle of training finds them there.

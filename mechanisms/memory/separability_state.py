@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from retime.mechanisms.memory.contents import Contents
 from retime.mechanisms.memory.holdings import Holdings, replaced
 from retime.mechanisms.memory.lazy_copy import lazy_copy
+from retime.mechanisms.memory.outside import Outside
 from retime.mechanisms.memory.separability_watch import cuda_generators
 from retime.mechanisms.memory.uncompiled import uncompiled
 
@@ -39,7 +40,9 @@ class Untouched:
     (``Tensor.register_hook``) come along to the copies, as they are a part of the computation. Code under
     ``torch.compile`` runs uncompiled.
 
-    What a step changes outside of the model and these generators is its caller's to bring back.
+    So do tensors and generators that the step reaches in other ways, see
+    :class:`~retime.mechanisms.memory.outside.Outside`. What else a step changes outside of the model is its caller's to
+    bring back.
 
     Args:
         dtype: floating-point type of the copies; None leaves each as it is.
@@ -72,11 +75,12 @@ class Untouched:
         self._named = [*model.named_parameters(), *model.named_buffers()]
         self._registered = {id(tensor) for _, tensor in self._named}
         self._random: list[Any] = []
-        self._uncompiled = ExitStack()
+        self._outside, self._around = Outside(), ExitStack()
 
     def __enter__(self) -> Untouched:
         self._random = random_state()
-        self._uncompiled.enter_context(uncompiled())
+        self._around.enter_context(uncompiled())
+        self._around.enter_context(self._outside.put_back_after())
         try:
             self._swap()
         except BaseException:
@@ -86,7 +90,7 @@ class Untouched:
 
     def __exit__(self, *_: object) -> None:
         self._put_back()
-        self._uncompiled.close()
+        self._around.close()
         set_random_state(self._random)
 
     def restart(self) -> None:
@@ -115,6 +119,7 @@ class Untouched:
 
     def _swap(self) -> None:
         seed_all()
+        self._outside.begin()
         holdings = Holdings(self._model.modules())
         self._contents.note_all(holdings)
         for container, key in holdings.places:
@@ -127,6 +132,7 @@ class Untouched:
 
     def _put_back(self) -> None:
         self._contents.put_back()
+        self._outside.put_back()
         self._copies.clear()
 
     def _copy(self, tensor: Tensor) -> Tensor:

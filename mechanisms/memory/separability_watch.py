@@ -155,7 +155,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         How many is kept in the CPU generator's state, which activation checkpointing brings back when it recomputes.
         """
         self.drawn = True
-        kwargs.pop("generator", None)  # one of the user's own would be left moved on
+        if "generator" in kwargs:
+            kwargs["generator"] = None  # one of the user's own would be left moved on
         base = int(torch.randint(_SEEDS, ()))
         state = torch.default_generator.get_state()
         try:

@@ -29,13 +29,16 @@ class Replacement:
     Args:
         convert: makes one for a parameter, a buffer, or a tensor of a batch or of an optimizer's state.
         held: makes one for any other tensor that modules hold.
+
+    Attributes:
+        stand_ins: all so far.
     """
 
     def __init__(self, convert: Callable[[Tensor], Tensor], held: Callable[[Tensor], Tensor]) -> None:
         self._convert, self._held = convert, held
         self._known: dict[int, Tensor] = {}
         self._originals: list[Tensor] = []  # their ids must stay taken
-        self._stand_ins: list[Tensor] = []
+        self.stand_ins: list[Tensor] = []
         self._holdings: tuple[nn.Module, Holdings] | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -72,7 +75,7 @@ class Replacement:
         return [tensor for tensor in self._originals if _is_trained(tensor)]
 
     def forget_gradients(self) -> None:
-        for tensor in self._stand_ins:
+        for tensor in self.stand_ins:
             if _is_trained(tensor):
                 tensor.grad = None
 
@@ -86,7 +89,7 @@ class Replacement:
             if stand_in is not tensor:
                 stand_in.grad = None
                 self._known[id(stand_in)] = stand_in  # it is found again where optimizers share lists with modules
-                self._stand_ins.append(stand_in)
+                self.stand_ins.append(stand_in)
         return self._known[id(tensor)]
 
 

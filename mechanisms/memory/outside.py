@@ -1,0 +1,139 @@
+"""Tensors that a step reaches without asking its model get back what they were when a run is only tried out.
+
+Nothing can stand in for a global variable, a closure's or a default argument. So operations are watched while the step
+runs: what one of them is about to write into, and was there before, is kept first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from retime.mechanisms.memory.storages import Window, has_storage, storage_key, storage_keys
+
+__all__ = ["Outside"]
+
+
+class Outside:
+    """What runs of a step write into beside stand-ins: tensors, gradients of leaves, and generators' states.
+
+    Attributes and variables that are bound to other tensors are not seen, nor is what is no tensor.
+
+    Args:
+        stand_ins: may be written into.
+        gradients: whether leaves are to have none in a run, and theirs again afterwards.
+    """
+
+    def __init__(self, stand_ins: Iterable[Tensor] = (), *, gradients: bool = True) -> None:
+        self._mine = storage_keys(stand_ins)  # and all that runs make: no other storage has had such a key since
+        self._puts_gradients_aside = gradients
+        self._stored: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._windows: dict[int, tuple[Tensor, Window, int]] = {}
+        self._gradients: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._states: dict[int, tuple[torch.Generator, Tensor]] = {}
+
+    @contextmanager
+    def put_back_after(self, watched: bool = True) -> Iterator[None]:
+        """Around a run, or several with :meth:`put_back` and :meth:`begin` between them.
+
+        Args:
+            watched: else only what other runs have touched is put back: watching takes time.
+        """
+        self.begin()
+        try:
+            with self.watched() if watched else nullcontext():
+                yield
+        finally:
+            self.put_back()
+
+    def watched(self) -> AbstractContextManager[object]:
+        """Around what :meth:`put_back` may undo."""
+        return _Watch(self)
+
+    def begin(self) -> None:
+        """A run finds no gradients at leaves that it will use."""
+        for leaf, _ in self._gradients.values():
+            leaf.grad = None
+
+    def put_back(self) -> None:
+        """All is as it was; it stays noted, for other runs."""
+        with _disable_current_modes(), torch.no_grad():
+            for storage, value in self._stored.values():
+                if storage.nbytes() != value.nbytes():
+                    storage.resize_(value.nbytes())
+                storage.copy_(value)
+            for tensor, window, key in self._windows.values():
+                if storage_key(tensor) != key or Window.of(tensor) != window:
+                    tensor.set_(self._stored[key][0], window.offset, window.size, window.stride)
+            for leaf, gradient in self._gradients.values():
+                leaf.grad = gradient
+            for generator, state in self._states.values():
+                generator.set_state(state)
+
+    def about_to_use(self, used: object, written: bool) -> None:
+        """An operation is given this: note what is put back afterwards."""
+        if isinstance(used, torch.Generator):
+            if id(used) not in self._states:
+                with _disable_current_modes():
+                    self._states[id(used)] = used, used.get_state()
+        elif isinstance(used, Tensor) and has_storage(used) and not isinstance(used, FakeTensor):
+            key = storage_key(used)
+            if key in self._mine:
+                return
+            if written:
+                self._keep(key, used)
+            if self._puts_gradients_aside and used.requires_grad and used.is_leaf and id(used) not in self._gradients:
+                self._gradients[id(used)] = used, used.grad
+                used.grad = None
+
+    def made(self, out: object, given: object) -> None:
+        """An operation returned this: storages that none of its arguments has are new."""
+        new, old = (
+            storage_keys(leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)) for tree in (out, given)
+        )
+        self._mine |= new - old
+
+    def _keep(self, key: int, tensor: Tensor) -> None:
+        if key not in self._stored:
+            storage = tensor.untyped_storage()
+            with _disable_current_modes():
+                self._stored[key] = storage, storage.clone()
+        if tensor._base is None:
+            self._windows.setdefault(id(tensor), (tensor, Window.of(tensor), key))
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    supports_higher_order_operators = True
+
+    def __init__(self, outside: Outside) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._outside = outside
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code stays compiled, where anything is."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload) or func is torch.ops.aten.detach.default:
+            return func(*args, **kwargs)
+        declared = func._schema.arguments
+        named = [*zip(declared, args, strict=False), *((one, kwargs.get(one.name)) for one in declared[len(args) :])]
+        unsaid = "batch_norm" in func.name()  # its kernels do not say that they write into running statistics
+        for argument, value in named:
+            written = unsaid or (argument.alias_info is not None and argument.alias_info.is_write)
+            for leaf in tree_leaves(value):
+                self._outside.about_to_use(leaf, written)
+        out = func(*args, **kwargs)
+        self._outside.made(out, () if func is torch.ops.aten.lift_fresh.default else (args, kwargs))  # torch.tensor()
+        return out
