@@ -74,7 +74,7 @@ _WRAPPERS: dict[str, dict[str, tuple[Any, ...]]] = {
     "residual": {},
     "segment": {"reentrant": (False, True)},
     "every_other_step": {},
-    "by_value": {"bound": (-0.1, 0.0, 0.1)},
+    "by_value": {"bound": (-0.1, 0.03, 0.1)},
     "without_gradient_of": {},
 }
 _OFTEN = ("linear", "mlp", "conv1d", "gru", "lstm", "layernorm", "attention", "embedding")

@@ -226,7 +226,7 @@ def every_other_step(x: int, inner: Any) -> nn.Module:
 
 
 @kind
-def by_value(x: int, inner: Any, bound: float = 0.0) -> nn.Module:
+def by_value(x: int, inner: Any, bound: float = 0.03) -> nn.Module:
     """The layers inside run if the batch's values say so."""
     return Call(lambda self, v, batch: self.inner(v, batch) if v.mean() > bound else v.tanh(), inner=inner)
 
