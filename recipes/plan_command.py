@@ -27,17 +27,19 @@ The answer on stdout has
                                                                one sample, and that with parameters, gradients and
                                                                optimizer states
 
-stderr says what is being done. Exit status: 0 a plan, 1 the budget is below the floor, 2 anything else went wrong.
+stderr says what is being done, stage by stage, and about how long the rest takes. Exit status: 0 a plan, 1 the budget
+is below the floor, 2 anything else went wrong. When --seconds are over, the best plan known by then is printed (0), or
+that none is known (2).
 """
 
 import argparse
-import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -45,12 +47,14 @@ from retime.mechanisms.byte_sizes import show_bytes
 from retime.mechanisms.memory.budget import parse_budget
 from retime.mechanisms.memory.budget_report import PlannedShape
 from retime.mechanisms.memory.budgeted_step import BudgetedStep
+from retime.mechanisms.memory.data_parallel_memory import gloo_bytes
 from retime.mechanisms.memory.dry_part import dry_part
-from retime.mechanisms.memory.held_gradients import Buckets
 from retime.mechanisms.memory.host import parse_host
 from retime.mechanisms.memory.replay import TrainingStep, profile_step
 from retime.mechanisms.memory.split import samples_in
+from retime.mechanisms.memory.storages import strided_bytes
 from retime.mechanisms.memory.task_graph import task_graph
+from retime.mechanisms.memory.time_limit import OutOfTime, TimeLimit
 from retime.mechanisms.memory.undisturbed import undisturbed
 from retime.recipes.plan_job import Job, job_of
 from retime.schedules.memory import lower_bound
@@ -60,7 +64,12 @@ _OF_RECIPES = ("hydra", "omegaconf", "sklearn", "transformers", "matplotlib", "r
 """Packages of the recipes extra. Without them a LightningModule can be planned for, which brings its own optimizers."""
 _INSTALL = ': pip install "lightning-retime[recipes]"'
 
+_RANKS, _CAP_MIB, _MOST_MIB = 2, 25, 2**20
+"""Of DDP: ranks, and its own bucket_cap_mb."""
+
 Say = Callable[[str], None]
+Ask = Callable[..., PlannedShape]
+"""For a plan inside so many bytes; says what it does, and saves the plan in a file if one is given."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,14 +79,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.path.insert(0, "")  # a module beside the user
     try:
         _check_device(options.device)
+        sharing = _check_ranks(options)
         job = job_of(options, words)
-        budget = parse_budget(options.budget, options.device)
-        with _at_most(options.seconds):
-            return plan(job, budget, options.host, options.batchnorm, _buckets(options), _progress, options.save)
-    except _OutOfTime:
+        budget = parse_budget(options.budget, options.device, sharing)
+        limit = TimeLimit(options.seconds)
+        with limit.alarmed():
+            ask = partial(_planned, job, options.host, options.batchnorm, _data_parallel(options, job), limit)
+            return plan(job, budget, ask, _progress, limit, options.save)
+    except OutOfTime:
         print(
-            f"retime plan: --seconds {options.seconds:g} are over; what stands above is all that is known. Give more, "
-            "a smaller --batch, or a budget that the plain step fits into, which takes one dry run",
+            f"retime plan: --seconds {options.seconds:g} are over, and no plan is known yet. Give more, a smaller "
+            "--batch, or a budget that the plain step fits into, which takes one dry run",
             file=sys.stderr,
         )
     except ModuleNotFoundError as error:
@@ -90,60 +102,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 2
 
 
-class _OutOfTime(BaseException):
-    """Planning takes too long; no error, so that nobody takes it for the step's."""
-
-
-@contextmanager
-def _at_most(seconds: float | None) -> Iterator[None]:
-    if seconds is None:
-        yield
-        return
-
-    def over(*_: object) -> None:
-        raise _OutOfTime
-
-    before = signal.signal(signal.SIGALRM, over)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def plan(
     job: Job,
     budget_bytes: int,
-    host: str | None = None,
-    batchnorm: str = "offload",
-    buckets: Buckets = "",
+    ask: Ask,
     say: Say = lambda text: None,
+    limit: TimeLimit | None = None,
     save: Path | None = None,
 ) -> int:
     """Print what a budget asks for; returns the exit status.
 
     Raises:
-        ValueError, OSError: `host` or `batchnorm` is no use here.
+        ValueError, OSError: what was asked for is no use here.
+        OutOfTime: before a plan, or that there is none, was known.
         Exception: whatever the step raises.
     """
+    limit = limit or TimeLimit()
     samples = samples_in(job.batch)
     device = next(job.model.parameters()).device
     print(f"budget          {show_bytes(budget_bytes)}, batch of {samples} on {device}", flush=True)
-    ask = partial(_planned, job, host, batchnorm, buckets)
     try:
         shape = ask(budget_bytes, say, save)
     except BudgetError as error:
         print(f"refused         {error}")
         _print_floor(error)
-        _print_bounds(job, samples)
+        _print_bounds(job, samples, limit)
         return 1
     _print_plan(shape)
     try:
-        _print_floor(_floor_of(shape, ask, say))
+        _print_floor(_floor_of(shape, ask, say, limit))
+    except OutOfTime:
+        print("floor           not known: the time is over")
     except Exception as error:  # the plan stands, though the step does not run on a few samples
         print(f"floor           not known: {error}")
-    _print_bounds(job, samples)
+    _print_bounds(job, samples, limit)
     return 0
 
 
@@ -151,7 +143,8 @@ def _planned(
     job: Job,
     host: str | None,
     batchnorm: str,
-    buckets: Buckets,
+    data_parallel: dict[str, Any],
+    limit: TimeLimit,
     budget_bytes: int,
     say: Say,
     save: Path | None = None,
@@ -164,8 +157,9 @@ def _planned(
         parse_host(host, device),
         batchnorm=batchnorm,
         gradients=job.gradients,
-        buckets=buckets,
         say=say,
+        limit=limit,
+        **data_parallel,
     )
     try:
         shape = step.plan(job.loss, job.batch)
@@ -176,13 +170,15 @@ def _planned(
         step.remove()
 
 
-def _floor_of(shape: PlannedShape, ask: Callable[[int, Say], PlannedShape], say: Say) -> BudgetError:
+def _floor_of(shape: PlannedShape, ask: Ask, say: Say, limit: TimeLimit) -> BudgetError:
     """What a refusal would say of this step. A step that fits was not asked what it needs at least."""
     if shape.choice.floor is not None:
         return shape.choice.floor.refusal(0)
     say("the step fits; finding out what the smallest budget is")
+    lines = count()
     try:
-        ask(1, lambda text: None)
+        with limit.stoppable():
+            ask(1, lambda text: say(text) if next(lines) else None)  # the first tells the budget
     except BudgetError as refusal:
         return refusal
     raise AssertionError("a plan that needs no memory")
@@ -210,7 +206,7 @@ def _print_floor(refusal: BudgetError) -> None:
     print(f"floor           {refusal.floor_bytes} bytes ({show_bytes(refusal.floor_bytes)}): {where}")
 
 
-def _print_bounds(job: Job, samples: int) -> None:
+def _print_bounds(job: Job, samples: int, limit: TimeLimit) -> None:
     """The paper's bounds (moDNN, Eq. 6 and 7), from dry runs of two parts of the batch."""
     dry = TrainingStep(
         job.model,
@@ -222,11 +218,14 @@ def _print_bounds(job: Job, samples: int) -> None:
     )
     few = max(1, samples // 4)
     try:
-        with undisturbed(job.model):
+        with limit.stoppable(), undisturbed(job.model):
             small, large = (profile_step(dry.of_size(size)) for size in (few, max(2, samples // 2)))
             bound = lower_bound(task_graph(small, large))
     except (ValueError, RuntimeError) as error:  # some layers refuse one sample, and some steps read values
         print(f"Eq. 7           not known: {error}")
+        return
+    except OutOfTime:
+        print("Eq. 7           not known: the time is over")
         return
     print(f"Eq. 6           {show_bytes(bound.working_bytes)}: task {bound.task} of layer {bound.layer!r}, one sample")
     print(f"Eq. 7           {show_bytes(bound.bytes)} (the paper's bound)")
@@ -254,11 +253,15 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--batch", type=int, help="samples in a batch")
     command.add_argument("--optimizer", help="for a plain nn.Module: a class such as torch.optim.AdamW")
     command.add_argument("--accumulate", type=int, default=1, metavar="N", help="batches whose gradients add up")
-    command.add_argument("--ddp", action="store_true", help="one rank of DDP: its gradient buckets count")
+    command.add_argument("--ddp", action="store_true", help="one rank of DDP: its buckets count, and gloo's sums")
     command.add_argument(
         "--gradient-as-bucket-view", action="store_true", help="with --ddp: DDP's argument of that name"
     )
-    command.add_argument("--seconds", type=float, metavar="S", help="give up after so long, with what is known by then")
+    command.add_argument("--ranks", type=int, metavar="N", help="with --ddp: on one machine (default 2)")
+    command.add_argument(
+        "--bucket-cap-mb", type=float, metavar="MIB", help="with --ddp: DDP's argument of that name (default 25)"
+    )
+    command.add_argument("--seconds", type=float, metavar="S", help="end after so long, with what is known by then")
     command.add_argument("--save", type=Path, metavar="FILE", help="write the plan, to be given as plan=FILE")
     command.add_argument("--device", default="cpu")
     command.add_argument("--host", help="where activations go: 'memory' or 'disk:FOLDER'")
@@ -269,12 +272,35 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _buckets(options: argparse.Namespace) -> Buckets:
+def _check_ranks(options: argparse.Namespace) -> int:
+    """Processes that share the machine."""
     if not options.ddp:
-        if options.gradient_as_bucket_view:
-            raise ValueError("--gradient-as-bucket-view says how DDP keeps its buckets: give --ddp too")
-        return ""
-    return "gradients" if options.gradient_as_bucket_view else "beside"
+        given = {
+            "--gradient-as-bucket-view": options.gradient_as_bucket_view or None,
+            "--ranks": options.ranks,
+            "--bucket-cap-mb": options.bucket_cap_mb,
+        }
+        named = next((name for name, value in given.items() if value is not None), None)
+        if named:
+            raise ValueError(f"{named} is about DDP: give --ddp too")
+        return 1
+    if options.ranks is not None and options.ranks < 1:
+        raise ValueError(f"--ranks {options.ranks}: give 1 or more")
+    if options.bucket_cap_mb is not None and not 0 < options.bucket_cap_mb <= _MOST_MIB:
+        raise ValueError(f"--bucket-cap-mb {options.bucket_cap_mb:g}: give MiB above 0, at most {_MOST_MIB}")
+    return int(options.ranks or _RANKS)
+
+
+def _data_parallel(options: argparse.Namespace, job: Job) -> dict[str, Any]:
+    """What DDP holds beside the model, as on each of its ranks; a plan that is saved says so."""
+    if not options.ddp:
+        return {}
+    sums = 0
+    if torch.device(options.device).type == "cpu":
+        gradient_bytes = strided_bytes(one for one in job.model.parameters() if one.requires_grad)
+        cap_mib = _CAP_MIB if options.bucket_cap_mb is None else options.bucket_cap_mb
+        sums = gloo_bytes(gradient_bytes, int(cap_mib * 2**20), options.ranks or _RANKS)
+    return {"buckets": "gradients" if options.gradient_as_bucket_view else "beside", "reduction_bytes": sums}
 
 
 def _check_device(name: str) -> None:

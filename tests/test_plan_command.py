@@ -165,10 +165,13 @@ def test_gradients_that_stay_and_buckets_count(capsys: pytest.CaptureFixture[str
         return kib(run(capsys, "test_plan_command:plain_model", "--budget", "1GiB", *more)[1]["predicted peak"])
 
     trained = sum(parameter.nbytes for parameter in Net().parameters()) / 1024
-    kept, bucket = peak("--accumulate", "4"), peak("--ddp", "--gradient-as-bucket-view")
+    alone = "--ddp", "--ranks", "1"
+    kept, bucket = peak("--accumulate", "4"), peak(*alone, "--gradient-as-bucket-view")
     assert peak() < kept
     assert kept == pytest.approx(bucket, rel=0.01)
-    assert peak("--accumulate", "4", "--ddp") == pytest.approx(kept + trained, rel=0.01)
+    assert peak("--accumulate", "4", *alone) == pytest.approx(kept + trained, rel=0.01)
+    assert peak("--accumulate", "4", "--ddp") == pytest.approx(kept + 2 * trained, rel=0.02), "four pieces of a fourth"
+    assert peak("--ddp", "--bucket-cap-mb", "0.001") < peak("--ddp")
 
 
 def test_what_takes_long_is_said_first(capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,6 +182,7 @@ def test_what_takes_long_is_said_first(capsys: pytest.CaptureFixture[str]) -> No
         "finding out whether",
         "measuring on a few samples what",
         "measuring on a few samples how",
+        "searching among plans",
         "trying plan 1: ",
         "trying plan 2: ",
     ]
@@ -314,6 +318,9 @@ def test_an_unknown_option_is_none_of_the_overrides(capsys: pytest.CaptureFixtur
         (("--config", "mine.yml"), "mine.yml"),
         (("test_plan_command:plain_model", "--accumulate", "0"), "1 batch or more"),
         (("test_plan_command:plain_model", "--gradient-as-bucket-view"), "give --ddp too"),
+        (("test_plan_command:plain_model", "--ranks", "3"), "--ranks is about DDP: give --ddp too"),
+        (("test_plan_command:plain_model", "--ddp", "--ranks", "0"), "--ranks 0: give 1 or more"),
+        (("test_plan_command:plain_model", "--ddp", "--bucket-cap-mb", "0"), "--bucket-cap-mb 0: give MiB above 0"),
         (("nothing",), "names no model"),
         (("no_such_module:f",), "No module named"),
         (("test_plan_command:nothing",), "no attribute"),

@@ -55,9 +55,3 @@ def test_is_planned(capsys: pytest.CaptureFixture[str], name: str) -> None:
     told = capsys.readouterr()
     assert status == 0, told.err
     assert "offload none" in told.out
-
-
-def test_gives_up_when_its_time_is_over(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", "test_plan_command_steps:by_position", "--budget", "1GiB", "--seconds", "0.001"]
-    assert main(arguments) == 2
-    assert "--seconds 0.001 are over" in capsys.readouterr().err

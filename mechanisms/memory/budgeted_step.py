@@ -58,6 +58,7 @@ from retime.mechanisms.memory.split import Split, samples_in, split_batch
 from retime.mechanisms.memory.step_planner import Step, StepPlanner
 from retime.mechanisms.memory.storages import strided_bytes, tensors_in
 from retime.mechanisms.memory.sub_batches import SubBatches
+from retime.mechanisms.memory.time_limit import TimeLimit
 from retime.mechanisms.memory.uncompiled import CompiledCode
 from retime.schedules.errors import ScheduleError
 from retime.schedules.memory import OffloadPlan
@@ -105,6 +106,8 @@ class BudgetedStep:
         gradients, buckets, reduction_bytes: what else holds memory, and when; see :class:`TrainingStep`.
         plan: a file that :meth:`save_plan` or ``retime plan --save`` wrote: its plans are used, and no others.
         say: is told what is being done, a line at a time.
+        limit: when planning is to end: with the best plan known by then, or with
+            :class:`~retime.mechanisms.memory.time_limit.OutOfTime`.
 
     Attributes:
         planning: the step that runs at the moment is only tried out: nothing of it is to be kept.
@@ -136,6 +139,7 @@ class BudgetedStep:
         dry_run: str = "auto",
         plan: str | os.PathLike[str] | None = None,
         say: Callable[[str], None] = lambda text: None,
+        limit: TimeLimit | None = None,
     ) -> None:
         self.batchnorm: BatchNormChoice = check_choice(batchnorm)
         check_on_shape_change(on_shape_change)
@@ -159,6 +163,7 @@ class BudgetedStep:
             sub_batches=sub_batches,
             say=say,
             trying_out=self._trying_out,
+            limit=limit,
         )
         self._first = FirstSteps(model, self.optimizers, budget_bytes, check_dry_run(dry_run), say)
         self._shapes: dict[tuple[Any, ...], PlannedShape] = {}

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from retime.mechanisms.memory.heap import trim_heap
 from retime.mechanisms.memory.storages import strided_bytes
 
-__all__ = ["NewBuckets", "bucket_bytes", "buckets_of", "reduction_bytes"]
+__all__ = ["NewBuckets", "bucket_bytes", "buckets_of", "gloo_bytes", "reduction_bytes"]
 
 _FIRST_BUCKET_BYTES = 2**20  # DDP's own: the first bucket is small, so that the network starts early
 _SEGMENT_BYTES = 2**20  # the largest piece that gloo sends
@@ -35,18 +35,29 @@ def bucket_bytes(model: nn.Module | None) -> int:
 
 
 def reduction_bytes(model: nn.Module | None) -> int:
-    """What reductions of gradients allocate in this process's memory: two pieces of the largest bucket for each thread.
+    """What reductions of gradients allocate in this process's memory; see :func:`gloo_bytes`.
 
-    gloo sums in a ring: each rank's share of a bucket in pieces of at most 1 MiB, two of which are under way. Each of
-    its threads has a heap of its own, which keeps what the largest bucket took. NCCL's buffers are none of torch's, and
-    count for no budget.
+    NCCL's buffers are none of torch's, and count for no budget.
     """
     if not isinstance(model, DistributedDataParallel) or next(model.parameters()).device.type != "cpu":
         return 0
     if "gloo" not in dist.get_backend(model.process_group):
         return 0
-    ranks = dist.get_world_size(model.process_group)
-    largest = max(_sizes(bucket_bytes(model), int(model.bucket_bytes_cap)), default=0)
+    return gloo_bytes(bucket_bytes(model), int(model.bucket_bytes_cap), dist.get_world_size(model.process_group))
+
+
+def gloo_bytes(gradient_bytes: int, cap_bytes: int, ranks: int) -> int:
+    """What gloo allocates to sum gradients: two pieces of the largest bucket for each of its threads.
+
+    It sums in a ring: each rank's share of a bucket in pieces of at most 1 MiB, two of which are under way. Each of
+    its threads has a heap of its own, which keeps what the largest bucket took.
+
+    Args:
+        gradient_bytes: of all trained parameters.
+        cap_bytes: DDP's ``bucket_cap_mb``, in bytes.
+        ranks: that sum them.
+    """
+    largest = max(_sizes(gradient_bytes, cap_bytes), default=0)
     return _THREADS * 2 * _piece_bytes(largest, ranks) if ranks > 1 else 0
 
 

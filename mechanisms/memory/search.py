@@ -7,11 +7,13 @@ predicted time, and what is chosen has been run dry.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from retime.mechanisms.memory.costs import StepCosts
 from retime.mechanisms.memory.floor import MemoryFloor, StepMemory
 from retime.mechanisms.memory.replay import TrainingStep
+from retime.mechanisms.memory.time_limit import OutOfTime
 from retime.schedules.memory import OffloadPlan
 
 # How far ahead storages are fetched, and how many of the largest ones may be in flight: the fastest first.
@@ -24,6 +26,8 @@ _TRIES = 4
 _UNEVEN, _UNMEASURED = 1 + 1 / 64, 1.25
 # Sub-batch sizes that are tried out beside the best one's, and how much slower than it they may seem.
 _FEW, _WORTH = 3, 2.0
+MOST_TRIALS = _FEW + 2
+"""The best, a few others, and one that moves nothing."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +100,8 @@ def search_plan(
             would change the result.
         costs: from ``calibrate``.
         memory: dry runs of the same step that were made before.
-        trial: times a plan for real; asked about the best few by predicted time. None, or one that cannot tell, leaves
-            it at the prediction.
+        trial: times a plan for real; asked about the best few by predicted time, at most :data:`MOST_TRIALS`. None, or
+            one that cannot tell, leaves it at the prediction; :class:`OutOfTime` leaves it at what is known by then.
 
     Raises:
         BudgetError: the budget is below the floor.
@@ -165,14 +169,21 @@ def _worth_a_trial(candidates: list[PlanChoice], best: PlanChoice) -> list[PlanC
 
 
 def _tried(choices: list[PlanChoice], trial: Callable[[PlanChoice], float | None], update_ms: float) -> PlanChoice:
-    """The best by measured times, if all can be measured: a measured and a predicted time say nothing together."""
-    times = [trial(choice) for choice in choices]
+    """The best by measured times, if all can be measured: a measured and a predicted time say nothing together.
+
+    Of those that were tried out, where there was no time for all.
+    """
+    times: list[float | None] = []
+    with suppress(OutOfTime):
+        for choice in choices:
+            step_ms = trial(choice)
+            times.append(step_ms)
     measured = [
         replace(choice, step_ms=step_ms + update_ms)
-        for choice, step_ms in zip(choices, times, strict=True)
+        for choice, step_ms in zip(choices, times, strict=False)
         if step_ms is not None
     ]
-    return _in_order(measured, _NEAR_MEASURED)[0] if len(measured) == len(choices) else choices[0]
+    return _in_order(measured, _NEAR_MEASURED)[0] if 0 < len(measured) == len(times) else choices[0]
 
 
 def _in_order(candidates: list[PlanChoice], near_enough: float = _NEAR) -> list[PlanChoice]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 import torch
@@ -25,12 +25,14 @@ from retime.mechanisms.memory.host import HostTier
 from retime.mechanisms.memory.layouts import layout_hint
 from retime.mechanisms.memory.least_costs import least_costs
 from retime.mechanisms.memory.offload import PlanMismatch
+from retime.mechanisms.memory.planning_stages import PROBING, PlanningStages
 from retime.mechanisms.memory.profile import LargestTask, StepProfile
 from retime.mechanisms.memory.replay import TrainingStep
 from retime.mechanisms.memory.search import PlanChoice, examined, part_sizes, search_plan
 from retime.mechanisms.memory.separability import certify
 from retime.mechanisms.memory.split import Split
 from retime.mechanisms.memory.storages import strided_bytes
+from retime.mechanisms.memory.time_limit import OutOfTime, TimeLimit
 from retime.mechanisms.memory.trial import PlanTrial
 from retime.mechanisms.memory.undisturbed import undisturbed
 from retime.schedules.memory.errors import BudgetError
@@ -50,15 +52,13 @@ _HINTED = 4
 _ONLY_OFFLOAD = re.compile(r"[;,.](?: or)? offload only(?:, or )?", re.IGNORECASE)
 """Advice in a certificate that is none where offloading alone does not keep the budget."""
 
-_MEASURING = "measuring on a few samples how long the step and copies to the host take"
-_COUNTING = (
-    "deterministic algorithms are on, so the plan is chosen by counted bytes and operations and not by measured times: "
-    "every run chooses the same"
-)
 
 _IN_CHUNKS = ("torch.nn.modules.conv", "torch.nn.modules.linear")
 _PRODUCTS = ("convolution", "convolution_backward", "addmm", "mm", "_to_copy")
 """Operations of the layers that ``batchnorm="exact"`` runs in chunks, and casts of what they are given."""
+
+CUT_SHORT = "the best plan that was known when the time was over: trials were cut short"
+"""Note of such a plan."""
 
 Step = Callable[[Any], Any]
 
@@ -89,12 +89,14 @@ class StepPlanner:
         sub_batches: bool,
         say: Callable[[str], None],
         trying_out: Callable[[], AbstractContextManager[None]],
+        limit: TimeLimit | None = None,
     ) -> None:
         self.model, self.optimizers, self.budget_bytes, self.host = model, optimizers, budget_bytes, host
         self.batchnorm, self.split, self.sub_batches = batchnorm, split, sub_batches
         self.gradients, self.buckets, self.reduction_bytes = gradients, buckets, reduction_bytes
         self.whole_because = ""
         self._loss_weight, self._say, self._trying_out = loss_weight, say, trying_out
+        self._limit = limit or TimeLimit()
 
     def make(self, step: Step, batch: Any, samples: int) -> PlannedShape:
         """Of the plans that fit and are nearly the fastest the one that moves least; see :func:`search_plan`.
@@ -103,37 +105,47 @@ class StepPlanner:
             BudgetError: the budget is below the floor.
         """
         dry = self._dry(step, batch, samples)
-        with undisturbed(self.model):
+        began_s = time.monotonic()
+        with self._limit.stoppable(), undisturbed(self.model):
             memory = StepMemory(dry, (samples,))
             plain = memory.plain
             if plain is not None and _SPACIOUS * plain.peak_bytes <= self.budget_bytes:
                 choice = search_plan(dry, self.budget_bytes, memory=memory)
                 return PlannedShape(samples, choice, note=_note(memory))
+        probed = self._probe_samples(plain, samples)
+        probes = self.sub_batches and samples > 1 and self.batchnorm != "exact" and not self.whole_because
+        timed = not torch.are_deterministic_algorithms_enabled()
+        stages = PlanningStages(
+            self._say, self._limit, time.monotonic() - began_s, samples, probed=probed if probes else 0, timed=timed
+        )
         certificate = None
         if self.sub_batches and samples > 1 and self.batchnorm != "exact":
-            certificate = self.certify(step, batch, samples=self._probe_samples(plain, samples), plain=plain)
+            with self._limit.stoppable():
+                certificate = self._certify(step, batch, None, probed, plain, stages.probe)
         separable = certificate is not None and certificate.separable
         with undisturbed(self.model):
-            smallest = 3 if self.batchnorm == "ghost" else 1  # then equal parts have 2, and with them a variance
-            sizes = part_sizes(samples, smallest) if separable else (samples,)
-            memory = memory.with_sizes(sizes, StepCosts(), check=True)
-            self._say("measuring on a few samples what the step needs at least")
-            memory.least = least_costs(dry, self.host, memory.sub_batches[0], plain)
-            if plain is not None:
-                memory.most_bytes = _SPACIOUS * plain.peak_bytes
-            try:
-                memory.require(self.budget_bytes)
-            except BudgetError:
-                fewer = self._fewer(certificate, memory.floor.task)
-                raise memory.floor.refusal(self.budget_bytes, fewer) from None
-            timed = not torch.are_deterministic_algorithms_enabled()
-            self._say(_MEASURING if timed else _COUNTING)
-            memory.costs = calibrate(dry, self.host, plain=plain, budget_bytes=self.budget_bytes, timed=timed)
             trial = PlanTrial(dry, self.host, plain, self.budget_bytes)
-            told = self._told(trial) if timed else None
-            choice = search_plan(dry, self.budget_bytes, memory=memory, trial=told)
-            few = min(samples, max(2, samples // _HINTED))  # a BatchNorm may refuse one sample
-            hint = layout_hint(dry, plain, few, self.budget_bytes) if timed and plain is not None else ""
+            with self._limit.stoppable():
+                smallest = 3 if self.batchnorm == "ghost" else 1  # then equal parts have 2, and with them a variance
+                sizes = part_sizes(samples, smallest) if separable else (samples,)
+                memory = memory.with_sizes(sizes, StepCosts(), check=True)
+                stages.least()
+                memory.least = least_costs(dry, self.host, memory.sub_batches[0], plain)
+                if plain is not None:
+                    memory.most_bytes = _SPACIOUS * plain.peak_bytes
+                try:
+                    memory.require(self.budget_bytes)
+                except BudgetError:
+                    fewer = self._fewer(certificate, memory.floor.task)
+                    raise memory.floor.refusal(self.budget_bytes, fewer) from None
+                stages.costs()
+                memory.costs = calibrate(dry, self.host, plain=plain, budget_bytes=self.budget_bytes, timed=timed)
+                stages.search()
+                told = self._told(trial, stages) if timed else None
+                choice = search_plan(dry, self.budget_bytes, memory=memory, trial=told)
+            few, hint = min(samples, max(2, samples // _HINTED)), ""  # a BatchNorm may refuse one sample
+            with suppress(OutOfTime), self._limit.stoppable():
+                hint = layout_hint(dry, plain, few, self.budget_bytes) if timed and plain is not None else ""
         split = choice.plan.sub_batch < samples
         return PlannedShape(
             samples, choice, certificate if split else None, memory.costs, _note(memory, trial.note, hint)
@@ -174,9 +186,20 @@ class StepPlanner:
         plain: StepProfile | None = None,
     ) -> Certificate:
         """Whether sub-batches give the same gradients, by a probe of so many samples."""
+        return self._certify(step, batch, among, samples, plain, lambda: self._say(PROBING))
+
+    def _certify(
+        self,
+        step: Step,
+        batch: Any,
+        among: Certificate | None,
+        samples: int,
+        plain: StepProfile | None,
+        begin: Callable[[], None],
+    ) -> Certificate:
         if self.whole_because:
             return Certificate(None, self.whole_because)
-        self._say("finding out whether sub-batches give the same gradients")
+        begin()
         with self._trying_out(), undisturbed(self.model):
             return certify(
                 step,
@@ -225,12 +248,14 @@ class StepPlanner:
         room = self.budget_bytes - plain.resident_bytes
         return max(_PROBED[0], min(_PROBED[1], room // each))
 
-    def _told(self, trial: PlanTrial) -> Callable[[PlanChoice], float | None]:
-        numbers = count(1)
-
+    def _told(self, trial: PlanTrial, stages: PlanningStages) -> Callable[[PlanChoice], float | None]:
         def step_ms(choice: PlanChoice) -> float | None:
-            self._say(f"trying plan {next(numbers)}: {choice.plan}")
-            return trial.step_ms(choice)
+            try:
+                stages.trial(choice.plan)
+                return trial.step_ms(choice)
+            except OutOfTime:
+                trial.note = CUT_SHORT
+                raise
 
         return step_ms
 
