@@ -104,7 +104,7 @@ class Outside:
         if key not in self._stored:
             storage = tensor.untyped_storage()
             with _disable_current_modes():
-                self._stored[key] = storage, storage.clone()
+                self._stored[key] = storage, storage.clone()  # type: ignore[no-untyped-call]
         if tensor._base is None:
             self._windows.setdefault(id(tensor), (tensor, Window.of(tensor), key))
 
@@ -129,7 +129,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         declared = func._schema.arguments
         named = [*zip(declared, args, strict=False), *((one, kwargs.get(one.name)) for one in declared[len(args) :])]
-        unsaid = "batch_norm" in func.name()  # its kernels do not say that they write into running statistics
+        unsaid = "batch_norm" in func._schema.name  # its kernels do not say that they write into running statistics
         for argument, value in named:
             written = unsaid or (argument.alias_info is not None and argument.alias_info.is_write)
             for leaf in tree_leaves(value):

@@ -23,13 +23,13 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
     UnsupportedFakeTensorException,
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from retime.mechanisms.byte_sizes import parse_bytes
+from retime.mechanisms.memory.dry_mode import DryMode
 from retime.mechanisms.memory.equal_parts import part_lengths
 from retime.mechanisms.memory.held_gradients import Buckets, Gradients, check_held
 from retime.mechanisms.memory.held_outputs import HeldOutputs
@@ -180,10 +180,10 @@ class DryRun:
         self.not_run: list[str] = []
         self._offload: OffloadSavedTensors | None = None
         self._host = host or (HostMemory("cpu") if real else HostNull())
-        self._mode: Any = nullcontext()
+        self._mode: DryMode | None = None
         self._replacement = replacement or (aliases() if in_place else copies())
         if not real:
-            self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+            self._mode = DryMode()
             self._replacement = fake(self._mode)
         self._batch = self._replacement.batch(step.batch) if own_batch or not real else step.batch
         with self._staged():
@@ -191,7 +191,7 @@ class DryRun:
             self._trained = [parameter for parameter in step.module.parameters() if parameter.requires_grad]
             self._lasting = self._without_optimizer()
             self._outside, self._watched = Outside(self._replacement.stand_ins), False
-            with self._mode, self._outside.put_back_after():
+            with self._mode or nullcontext(), self._outside.put_back_after():
                 self._complete()
 
     def run(
@@ -269,16 +269,16 @@ class DryRun:
 
     @contextmanager
     def _staged(self) -> Iterator[None]:
-        step = self.step
-        with stand_ins(step.module, self._replacement, step.beside), torch.random.fork_rng(devices=[]):
+        step, open_mode = self.step, self._mode.open() if self._mode else nullcontext()
+        with open_mode, stand_ins(step.module, self._replacement, step.beside), torch.random.fork_rng(devices=[]):
             yield
 
     @contextmanager
     def _running(self) -> Iterator[None]:
         """Of real runs only the first is watched: later ones, which may be timed, write into the same tensors."""
-        with self._mode, self._outside.put_back_after(watched=not self._watched):
+        with self._mode or nullcontext(), self._outside.put_back_after(watched=not self._watched):
             yield
-        self._watched = not isinstance(self._mode, FakeTensorMode)
+        self._watched = self._mode is None
 
     def _complete(self) -> None:
         """States appear in a parameter's first update; a step in the middle of training finds them there.
@@ -410,7 +410,7 @@ class DryRun:
         try:
             return self.step.split(self._batch, first, last)
         except (ValueReadError, *_WITHOUT_VALUES):
-            if not isinstance(self._mode, FakeTensorMode):
+            if self._mode is None:
                 raise
             with _disable_current_modes():
                 part = self.step.split(self.step.batch, first, last)

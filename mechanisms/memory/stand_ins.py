@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from retime.mechanisms.memory.contents import Contents
@@ -147,8 +147,8 @@ def _twin(tensor: Tensor, twin: Tensor) -> Tensor:
 
 def _held_copy(tensor: Tensor) -> Tensor:
     """A tensor with a history stands in without, but asks for a gradient all the same."""
-    if not isinstance(tensor, nn.Parameter) and type(tensor) is not Tensor:
-        return tensor  # a subclass that may not know how to be copied; or a fake one that an earlier run has left
+    if isinstance(tensor, FakeTensor) or (not isinstance(tensor, nn.Parameter) and type(tensor) is not Tensor):
+        return tensor  # one that an earlier dry run has left; or of a subclass that may not know how to be copied
     return _twin(tensor, lazy_copy(tensor)).requires_grad_(tensor.requires_grad)
 
 
