@@ -131,5 +131,16 @@ class ZeroesInPlace(torch.optim.SGD):
 
 
 def test_forward_fusion_updates_before_a_zero_grad_of_its_own() -> None:
-    plain, ours = fit(Net(ZeroesInPlace), "auto"), fit(Net(ZeroesInPlace), "fused_optimizer_forward")
-    assert_equal(plain, ours)
+    found = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = ZeroesInPlace(model.parameters(), lr=0.1)
+        if fused:
+            retime.fuse_optimizer(model, optimizer, mode="forward")
+        for _ in range(3):
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(model.state_dict()["weight"].clone())
+    assert torch.equal(*found)
