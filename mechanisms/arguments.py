@@ -108,7 +108,7 @@ def checked(function: _Checked) -> _Checked:
                 owner = type(args[0]).__name__ if function.__name__ == "__init__" else function.__name__
                 kind = ValueError if accepts(value, hints[name], bounds=False) else TypeError
                 raise kind(f"{owner}({name}={_shown(value)}): give {describe(hints[name])}")
-            if isinstance(value, numbers.Integral) and not isinstance(value, int):
+            if not isinstance(value, int) and isinstance(value, numbers.Integral):
                 bound.arguments[name] = int(value)
         return function(*bound.args, **bound.kwargs)
 
@@ -174,7 +174,7 @@ def _is_instance(value: Any, hint: Any) -> bool:
         return False
     inside = typing.get_args(hint)
     if issubclass(origin, Iterable) and len(inside) == 1 and not isinstance(value, collections.abc.Iterator):
-        entries: Iterable[Any] = value
+        entries = typing.cast("Iterable[Any]", value)
         return not isinstance(value, str | bytes) and all(accepts(entry, inside[0]) for entry in entries)
     return True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numbers
 import re
 from fractions import Fraction
+from typing import Any
 
 _FORM = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
 _DECIMAL = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -24,15 +25,16 @@ def parse_bytes(name: str, size: int | str, *, least: int = 1, examples: str = "
         TypeError: neither a whole number nor a text.
         ValueError: it cannot be read, or is too small.
     """
-    if isinstance(size, bool) or not isinstance(size, numbers.Integral | str):
+    given: Any = size  # one of numpy's whole numbers is no int, and may be too small to count with
+    if isinstance(given, bool) or not isinstance(given, numbers.Integral | str):
         raise TypeError(f"{name}={size!r} must be a number of bytes, or a text such as {examples}")
-    if isinstance(size, str):
-        found = _FORM.fullmatch(size.strip())
+    if isinstance(given, str):
+        found = _FORM.fullmatch(given.strip())
         if not found:
             raise ValueError(f"{name}={size!r} cannot be read: write bytes, {examples}")
         count = int(Fraction(found[1]) * (_DECIMAL | _BINARY)[(found[2] or "B").lower()])
     else:
-        count = int(size)  # one of numpy's may be too small to count with
+        count = int(given)
     if count < least:
         raise ValueError(f"{name}={size!r} must be {f'{least} or more' if least != 1 else 'above 0'}")
     return count
