@@ -192,7 +192,7 @@ class Server:
 
     def _begin(self, training: Training, request: dict[str, Any], plans: dict[str, Any] | None = None) -> int | None:
         """Plan, or what takes its place; returns the budget."""
-        budget: int | str | None = request["budget_bytes"] if plans is None else plans["budget_bytes"]
+        budget: int | str | None = request["budget_bytes"] if plans is None else plans["made_for"]["budget_bytes"]
         if isinstance(budget, str):
             return _limit_to_floor(training)
         if "held_bytes" in request:

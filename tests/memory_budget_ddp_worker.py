@@ -311,13 +311,10 @@ def routed() -> DataLoader[Any]:
 
 
 @check
-def parameters_that_the_last_part_does_not_use() -> None:
+def a_layer_that_values_choose_keeps_batches_whole() -> None:
     plan_with(SPLITS)
-    _, ours = compare(Routed, routed(), 1e-5, {"find_unused_parameters": True})
-    assert report(ours).sub_batches > 3
-    with pytest.raises(RuntimeError, match="parameters that were not used") as caught:
-        fit(Routed(), MemoryBudgetDDPStrategy(SMALL), routed())
-    assert any("with the last sub-batch" in note for note in caught.value.__notes__)
+    _, ours = compare(Routed, routed(), 0, {"find_unused_parameters": True})
+    assert report(ours).sub_batches == 3
 
 
 @contextmanager

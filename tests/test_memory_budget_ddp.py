@@ -17,7 +17,7 @@ CHECKS = [
     "buffers_are_sent_as_ever",
     "epochs_without_a_backward_pass",
     "a_last_part_without_a_loss",
-    "parameters_that_the_last_part_does_not_use",
+    "a_layer_that_values_choose_keeps_batches_whole",
     "batch_norm_offloads_only",
     "planning_communicates_nothing",
     "synchronised_batch_norm_is_tried_out_alone",

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import nn
 
 import retime
@@ -85,6 +86,7 @@ def _offloaded() -> dict[str, Any]:
 
 
 def _prepared() -> dict[str, Any]:
+    AcceleratorState._reset_state(True)  # what other tests asked for
     accelerator = Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(*_trained().values())
     return {"accelerator": accelerator, "model": model, "optimizer": optimizer}
