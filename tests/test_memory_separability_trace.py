@@ -223,4 +223,4 @@ def test_the_number_of_samples_that_a_probe_computes_on() -> None:
 
     assert sizes[:5] == [5, 3, 2, 5 - 1, 1]
     assert max(sizes) == 5
-    assert sum(sizes) <= 5 * 5
+    assert sum(sizes) <= 6 * 5  # once more with the operations recorded
