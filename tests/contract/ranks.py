@@ -21,8 +21,8 @@ SCENARIO_S = 30
 """The longest one scenario may take after that: the ranks then wait for each other for ever."""
 GRACE_S = 5
 """How long the second rank may take to notice that the first has failed."""
-PAIRS = 4
-"""A failed scenario ends its pair of processes; so many pairs are started before the rest is given up."""
+PAIRS = 6
+"""A failed or refused scenario ends its pair of processes; so many pairs are started before the rest is given up."""
 
 
 class RankError(AssertionError):
