@@ -4,6 +4,7 @@ What needs torch's or Lightning's more expensive parts is imported in the fixtur
 """
 
 import gc
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,20 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)  # the tensors are tiny: more threads only wait for one another
+
+
+@pytest.fixture(autouse=True)
+def _no_address_left() -> Iterator[None]:
+    """Lightning leaves the address of a process group in the environment: processes that a later test starts would
+    listen there, where this process still does."""
+    names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK")
+    before = {name: os.environ.get(name) for name in names}
+    yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 @pytest.fixture(params=["offload", "sub-batches"])
