@@ -92,7 +92,7 @@ class FusedOptimizerStrategy(_Fused, OneDevice):
         device: str | int | torch.device | None = None,
         bucket_bytes: int | str | None = None,
         side_stream: bool = False,
-        accelerator: Accelerator | None = None,
+        accelerator: Accelerator | str | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
@@ -131,7 +131,7 @@ class FusedOptimizerDDPStrategy(_Fused, ReportsHome):
         static_graph: bool = False,
         gradient_as_bucket_view: bool = False,
         broadcast_buffers: bool | None = None,
-        accelerator: Accelerator | None = None,
+        accelerator: Accelerator | str | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,

@@ -85,7 +85,7 @@ class MemoryBudgetStrategy(Budgeted, OneDevice):
         dry_run: str = "auto",
         plan: str | os.PathLike[str] | None = None,
         device: str | int | torch.device | None = None,
-        accelerator: Accelerator | None = None,
+        accelerator: Accelerator | str | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.accelerators import Accelerator
@@ -21,11 +23,12 @@ class OneDevice(SingleDeviceStrategy):
     def __init__(
         self,
         device: str | int | torch.device | None = None,
-        accelerator: Accelerator | None = None,
+        accelerator: Accelerator | str | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        super().__init__("cpu" if device is None else device, accelerator, checkpoint_io, precision_plugin)
+        chosen: Any = accelerator  # the Trainer takes names too, which Lightning's annotations do not say
+        super().__init__("cpu" if device is None else device, chosen, checkpoint_io, precision_plugin)
         self.parallel_devices: list[torch.device] | None = None if device is None else [self._root_device]
 
     @property

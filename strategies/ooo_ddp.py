@@ -81,7 +81,7 @@ class OOODataParallelStrategy(LightningOnly, ReportsHome):
         static_graph: bool = False,
         gradient_as_bucket_view: bool = False,
         broadcast_buffers: bool | None = None,
-        accelerator: Accelerator | None = None,
+        accelerator: Accelerator | str | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch import nn
 
@@ -49,18 +51,39 @@ def test_arguments_reach_lightning_and_the_wrapper(strategy: Callable[..., Any])
     assert "bucket_cap_mb" not in strategy()._ddp_kwargs  # torch's own default, or ours
 
 
-@pytest.mark.parametrize("strategy", [*DDP, *ONE])
-def test_from_a_command_line(strategy: type[Strategy]) -> None:
+def from_command_line(strategy: type[Strategy], given: dict[str, Any]) -> Any:
     pytest.importorskip("jsonargparse", reason="LightningCLI needs jsonargparse")
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(strategy, "strategy")
-    given = {"static_graph": True, "start_method": "spawn", "process_group_backend": "gloo"} if strategy in DDP else {}
     path = f"{strategy.__module__}.{strategy.__qualname__}"
     config = parser.parse_object({"strategy": {"class_path": path, "init_args": given}})
     instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes  # its name in old versions
-    assert isinstance(instantiate(config).strategy, strategy)
+    return instantiate(config).strategy
+
+
+@pytest.mark.parametrize("strategy", [*DDP, *ONE])
+def test_from_a_command_line(strategy: type[Strategy]) -> None:
+    given = {"static_graph": True, "start_method": "spawn", "process_group_backend": "gloo"} if strategy in DDP else {}
+    assert isinstance(from_command_line(strategy, given), strategy)
+
+
+@pytest.mark.parametrize("strategy", [*DDP, *ONE, DDPStrategy, SingleDeviceStrategy])
+@pytest.mark.parametrize("accelerator", ["cpu", CPUAccelerator(), None])
+def test_accelerators_are_taken_by_name_as_lightnings_own_take_them(strategy: Any, accelerator: Any) -> None:
+    chosen = "auto" if accelerator is not None else "cpu"  # the Trainer takes one of the two
+    options = {"devices": 1, "logger": False, "enable_checkpointing": False}
+    trainer = Trainer(accelerator=chosen, strategy=strategy(accelerator=accelerator), **options)
+    assert isinstance(trainer.accelerator, CPUAccelerator)
+    assert trainer.strategy.accelerator is trainer.accelerator
+
+
+@pytest.mark.parametrize("strategy", [*DDP, *ONE])
+@pytest.mark.parametrize("accelerator", ["cpu", {"class_path": "lightning.pytorch.accelerators.CPUAccelerator"}])
+def test_accelerators_from_a_command_line(strategy: type[Strategy], accelerator: Any) -> None:
+    taken = from_command_line(strategy, {"accelerator": accelerator})._accelerator
+    assert taken == "cpu" if isinstance(accelerator, str) else isinstance(taken, CPUAccelerator)
 
 
 def deferral(**options: Any) -> WeightGradientDeferral:
