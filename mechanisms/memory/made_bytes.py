@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from retime.mechanisms.memory.onlooker import Onlooker
 
 __all__ = ["MadeBytes", "TooMuchMade"]
 
@@ -17,11 +18,10 @@ class TooMuchMade(BaseException):  # no error: the caller goes another way. A st
     """The forward pass has made more than it may."""
 
 
-class MadeBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class MadeBytes(Onlooker):
     """While open, adds up the storages that operations make, as though none of them was ever freed.
 
-    So a segment under activation checkpointing counts with what its backward pass makes again. Compiled code runs as
-    ever; what it makes inside is not seen.
+    So a segment under activation checkpointing counts with what its backward pass makes again.
 
     Args:
         most: raise :class:`TooMuchMade` as soon as there is more; None never does.
@@ -30,17 +30,10 @@ class MadeBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         bytes: of all storages so far.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self, most: int | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.bytes = 0
         self._most = most
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Compiled code stays compiled."""
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from retime.mechanisms.memory.onlooker import Onlooker
 from retime.mechanisms.memory.storages import Window, has_storage, storage_key, storage_keys
 
 __all__ = ["Outside"]
@@ -109,17 +110,10 @@ class Outside:
             self._windows.setdefault(id(tensor), (tensor, Window.of(tensor), key))
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    supports_higher_order_operators = True
-
+class _Watch(Onlooker):
     def __init__(self, outside: Outside) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._outside = outside
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Compiled code stays compiled, where anything is."""
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
