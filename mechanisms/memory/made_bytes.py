@@ -18,7 +18,7 @@ class TooMuchMade(BaseException):  # no error: the caller goes another way. A st
     """The forward pass has made more than it may."""
 
 
-class MadeBytes(Onlooker):
+class MadeBytes(Onlooker):  # type: ignore[no-untyped-call]
     """While open, adds up the storages that operations make, as though none of them was ever freed.
 
     So a segment under activation checkpointing counts with what its backward pass makes again.

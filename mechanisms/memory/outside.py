@@ -110,7 +110,7 @@ class Outside:
             self._windows.setdefault(id(tensor), (tensor, Window.of(tensor), key))
 
 
-class _Watch(Onlooker):
+class _Watch(Onlooker):  # type: ignore[no-untyped-call]
     def __init__(self, outside: Outside) -> None:
         super().__init__()
         self._outside = outside
