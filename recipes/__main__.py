@@ -13,8 +13,8 @@ try:
     from rich.table import Table
 
     from retime.recipes import report
-    from retime.recipes.recipe import Recipe, result_folder
-    from retime.recipes.schema import register_all, settings_of
+    from retime.recipes.core.recipe import Recipe, result_folder
+    from retime.recipes.core.schema import register_all, settings_of
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f"the recipes need {error.name}, which is not installed: pip install 'lightning-retime[recipes]'",

@@ -72,7 +72,7 @@ def _from_reference(options: argparse.Namespace, words: Sequence[str]) -> Job:
 
 
 def _from_config(options: argparse.Namespace, overrides: Sequence[str]) -> Job:
-    from retime.recipes import build
+    from retime.recipes.core import build
 
     blocks = _blocks(options.config, overrides, options.device)
     _need(options.config, blocks, "model", "data")
@@ -109,7 +109,7 @@ def _composed(file: Path, overrides: Sequence[str]) -> Any:
     from hydra.errors import HydraException
     from yaml import YAMLError  # type: ignore[import-untyped]  # comes with OmegaConf, without types
 
-    from retime.recipes.schema import register_all
+    from retime.recipes.core.schema import register_all
 
     if not file.is_file():
         raise FileNotFoundError(f"--config {file}: there is no such file")
@@ -137,7 +137,7 @@ def _batch_of(options: argparse.Namespace, blocks: dict[str, Any], device: torch
     """The first training batch of a LightningDataModule, or of a data set of `(input, target)` pairs."""
     from hydra.utils import get_object
 
-    from retime.recipes import build
+    from retime.recipes.core import build
 
     block = blocks["data"]
     target = get_object(block["_target_"]) if "_target_" in block else None
@@ -165,7 +165,7 @@ def _optimizer_block(options: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _supervised_job(model: nn.Module, batch: Any, optimizer: dict[str, Any] | None) -> Job:
-    from retime.recipes import build
+    from retime.recipes.core import build
 
     optimizers = [build.build_optimizer(optimizer, model.parameters(), {})] if optimizer else []
     if isinstance(batch, Mapping):  # as models of transformers take it, which return their loss
@@ -181,7 +181,7 @@ def _lightning_job(model: LightningModule, batch: Any, optimizer: dict[str, Any]
     if is_overridden("configure_optimizers", model) or not optimizer:
         optimizers = _optimizers_of(model)
     else:
-        from retime.recipes import build
+        from retime.recipes.core import build
 
         optimizers = [build.build_optimizer(optimizer, model.parameters(), {})]
     kept = is_overridden("optimizer_zero_grad", model)  # it may leave zeros

@@ -9,11 +9,11 @@ from typing import Any
 from hydra.utils import get_class
 from rich.console import Console
 
-from retime.recipes.claims import show
-from retime.recipes.measure import speedup
-from retime.recipes.recipe import Recipe
-from retime.recipes.results import FILE, Point, Result, load
-from retime.recipes.tables import label_of
+from retime.recipes.core.claims import show
+from retime.recipes.core.measure import speedup
+from retime.recipes.core.recipe import Recipe
+from retime.recipes.core.results import FILE, Point, Result, load
+from retime.recipes.core.tables import label_of
 
 LONGEST_LIST = 12
 """Facts with more values than this are told by their first and last."""

@@ -49,7 +49,7 @@ from retime.mechanisms.memory.heap import trim_heap
 from retime.mechanisms.memory.host import parse_host
 from retime.mechanisms.memory.host_reduction import HostReduction
 from retime.mechanisms.memory_probe import MemoryProbe
-from retime.recipes.modnn_budget_worker import resident_bytes
+from retime.recipes.modnn.budget_worker import resident_bytes
 from retime.schedules.memory.errors import BudgetError
 from retime.strategies import MemoryBudgetDDPStrategy
 

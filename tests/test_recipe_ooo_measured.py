@@ -10,21 +10,21 @@ from hydra.errors import ConfigCompositionException
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
+from retime.recipes.core.recipe import Recipe
+from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.schema import Hardware, OutOfOrderSettings, register_all, settings_of
 from retime.recipes.emulated import ClusterUnavailable
-from retime.recipes.ooo_cases import case_of
-from retime.recipes.ooo_cluster import PEAK, bound_fraction, bound_ms, identical, ratio, strongest_peer
-from retime.recipes.ooo_convergence import Convergence
-from retime.recipes.ooo_fits import gradient_bytes
-from retime.recipes.ooo_hosts import Hosts, calibration
-from retime.recipes.ooo_layers import layer_times, update_ms
-from retime.recipes.ooo_memory import Memory, overhead_percent
-from retime.recipes.ooo_sweep import Sweep, best_fixed, concavity_breaks, within_best
-from retime.recipes.ooo_targets import Targets
-from retime.recipes.ooo_variants import label, variant
-from retime.recipes.recipe import Recipe
+from retime.recipes.ooo.cases import case_of
+from retime.recipes.ooo.cluster import PEAK, bound_fraction, bound_ms, identical, ratio, strongest_peer
+from retime.recipes.ooo.convergence import Convergence
+from retime.recipes.ooo.fits import gradient_bytes
+from retime.recipes.ooo.hosts import Hosts, calibration
+from retime.recipes.ooo.layers import layer_times, update_ms
+from retime.recipes.ooo.memory import Memory, overhead_percent
+from retime.recipes.ooo.sweep import Sweep, best_fixed, concavity_breaks, within_best
+from retime.recipes.ooo.targets import Targets
+from retime.recipes.ooo.variants import label, variant
 from retime.recipes.report import markdown
-from retime.recipes.results import Point, Result, Row
-from retime.recipes.schema import Hardware, OutOfOrderSettings, register_all, settings_of
 
 WIDTH = 8
 LINEAR_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
@@ -42,7 +42,7 @@ def settings(**more: Any) -> OutOfOrderSettings:
         "batch_size": 2,
         "variants": ["ddp", "ddp_layer_buckets"],
         "model": {"_target_": "retime.recipes.models.mlp", "depth": 2, "width": WIDTH},
-        "data": {"_target_": "retime.recipes.batches.synthetic_vectors", "features": WIDTH, "classes": WIDTH},
+        "data": {"_target_": "retime.recipes.data.synthetic_vectors", "features": WIDTH, "classes": WIDTH},
         "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
         "timeout_s": 100.0,
     }
@@ -156,7 +156,7 @@ def targets_result() -> Result:
         point({"case": "identical_adamw"}, TIMES, **{IDENTICAL: "ddp"}),
         Point({"case": "memory"}, {}, peaks, {"k": 4, "gradient bytes": 50 * 2**20}),
     ]
-    return Result("t", "retime.recipes.ooo_targets.Targets", "ooo-backprop", "Targets", "targets", points)
+    return Result("t", "retime.recipes.ooo.targets.Targets", "ooo-backprop", "Targets", "targets", points)
 
 
 def test_targets_are_held_against_the_table() -> None:

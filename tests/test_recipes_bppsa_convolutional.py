@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from retime.recipes import __main__ as command
-from retime.recipes import bppsa_convolutional_flops as flops
-from retime.recipes.bppsa_convolutional import (
+from retime.recipes.bppsa import convolutional_flops as flops
+from retime.recipes.bppsa.convolutional import (
     MOVED,
     PLAIN,
     Convergence,
@@ -20,8 +20,8 @@ from retime.recipes.bppsa_convolutional import (
     scans,
     variants,
 )
-from retime.recipes.bppsa_convolutional_flops import DENSE, SCAN, SPARSE, jacobians, operator_flop
-from retime.recipes.bppsa_convolutional_jacobians import (
+from retime.recipes.bppsa.convolutional_flops import DENSE, SCAN, SPARSE, jacobians, operator_flop
+from retime.recipes.bppsa.convolutional_jacobians import (
     ALL,
     AUTOGRAD,
     DIFFERENCE,
@@ -31,9 +31,9 @@ from retime.recipes.bppsa_convolutional_jacobians import (
     autograd_columns,
     numerical_columns,
 )
+from retime.recipes.core.results import Result, load
+from retime.recipes.core.schema import ConvolutionalSettings
 from retime.recipes.models import lenet5
-from retime.recipes.results import Result, load
-from retime.recipes.schema import ConvolutionalSettings
 
 Command = Callable[..., Path]
 

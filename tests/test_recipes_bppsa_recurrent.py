@@ -8,16 +8,16 @@ import torch
 from rich.console import Console
 
 from retime.recipes import __main__ as command
-from retime.recipes import bppsa_recurrent_claims as claims
-from retime.recipes.bppsa_recurrent import BASELINE, TrainingLoop, gradient_differences, steps_for
-from retime.recipes.bppsa_recurrent_curves import Curves, InstrumentCurves, Shuffled, thinned
-from retime.recipes.bppsa_recurrent_sensitivity import Instruments, Scaling, over_batch, over_length
-from retime.recipes.bppsa_recurrent_targets import Targets, worst_of
+from retime.recipes.bppsa import recurrent_claims as claims
+from retime.recipes.bppsa.recurrent import BASELINE, TrainingLoop, gradient_differences, steps_for
+from retime.recipes.bppsa.recurrent_curves import Curves, InstrumentCurves, Shuffled, thinned
+from retime.recipes.bppsa.recurrent_sensitivity import Instruments, Scaling, over_batch, over_length
+from retime.recipes.bppsa.recurrent_targets import Targets, worst_of
+from retime.recipes.core.results import load
+from retime.recipes.core.schema import Hardware, RecurrentSettings
 from retime.recipes.data import bitstreams, synthetic_irmas
 from retime.recipes.models import recurrent_classifier
 from retime.recipes.report import rebuild
-from retime.recipes.results import load
-from retime.recipes.schema import Hardware, RecurrentSettings
 
 CPU = torch.device("cpu")
 ADAM = {"_target_": "torch.optim.Adam", "lr": 0.001}

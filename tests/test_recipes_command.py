@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from retime.recipes import __main__ as command
-from retime.recipes.results import Result, load
+from retime.recipes.core.results import Result, load
 
 Command = Callable[..., None]
 TINY = (
     *("hardware.cores=null", "rounds=1", "steps=1"),
-    "data={_target_: retime.recipes.batches.synthetic_vectors, features: 8, classes: 8}",
+    "data={_target_: retime.recipes.data.synthetic_vectors, features: 8, classes: 8}",
 )
 MLP = "{_target_: retime.recipes.models.mlp, depth: 2, width: 8}"
 

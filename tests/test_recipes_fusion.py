@@ -7,16 +7,16 @@ import pytest
 import torch
 from torch import nn
 
-from retime.recipes.build import KernelUnavailable, build, build_batches, build_optimizer, loss_of
-from retime.recipes.fusion_fit import fit_speedup
-from retime.recipes.fusion_trainer import largest_layer_bytes, trainer_run
-from retime.recipes.fusion_variants import VARIANTS, BareLoop, choose_variants, kernel_flags
-from retime.recipes.gradient_bytes import GradientBytes
+from retime.recipes.core.build import KernelUnavailable, build, build_batches, build_optimizer, loss_of
+from retime.recipes.core.gradient_bytes import GradientBytes
+from retime.recipes.core.trainer_loop import digest, train
+from retime.recipes.fusion.fit import fit_speedup
+from retime.recipes.fusion.trainer import largest_layer_bytes, trainer_run
+from retime.recipes.fusion.variants import VARIANTS, BareLoop, choose_variants, kernel_flags
 from retime.recipes.models import mlp
-from retime.recipes.trainer_loop import digest, train
 
 CPU = torch.device("cpu")
-DATA = {"_target_": "retime.recipes.batches.synthetic_vectors", "features": 8, "classes": 8}
+DATA = {"_target_": "retime.recipes.data.synthetic_vectors", "features": 8, "classes": 8}
 ADAMW: dict[str, Any] = {"_target_": "torch.optim.AdamW", "lr": 0.01}
 LAYERS, WIDTH = 3, 8
 LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)

@@ -5,8 +5,8 @@ import os
 import pytest
 import torch
 
-from retime.recipes.claims import Claim, Comparison, Target, amount
-from retime.recipes.measure import PhaseClock, interleave, middle_step, pinned, speedup, spread
+from retime.recipes.core.claims import Claim, Comparison, Target, amount
+from retime.recipes.core.measure import PhaseClock, interleave, middle_step, pinned, speedup, spread
 
 
 def test_every_round_runs_every_variant_in_another_order() -> None:

@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 
 from retime.recipes import __main__ as command
-from retime.recipes import modnn_claims as claims
-from retime.recipes.modnn_budget_worker import serve
-from retime.recipes.modnn_budgets import Budgets
-from retime.recipes.modnn_floor import EQ_7, EQ_7_GRADIENTS, FLOOR, IDEAL, MEMORY, NO_WEIGHTS, PEAK, Floors
-from retime.recipes.modnn_k40 import k40_graph
-from retime.recipes.modnn_networks import (
+from retime.recipes.core.results import load
+from retime.recipes.core.schema import MemorySettings
+from retime.recipes.modnn import claims
+from retime.recipes.modnn.budget_worker import serve
+from retime.recipes.modnn.budgets import Budgets
+from retime.recipes.modnn.floor import EQ_7, EQ_7_GRADIENTS, FLOOR, IDEAL, MEMORY, NO_WEIGHTS, PEAK, Floors
+from retime.recipes.modnn.k40 import k40_graph
+from retime.recipes.modnn.networks import (
     Network,
     in_place,
     network_of,
@@ -20,8 +22,8 @@ from retime.recipes.modnn_networks import (
     separate_gradients,
     weight_gradients_pass,
 )
-from retime.recipes.modnn_processes import Worker, WorkerError
-from retime.recipes.modnn_side_by_side import (
+from retime.recipes.modnn.processes import Worker, WorkerError
+from retime.recipes.modnn.side_by_side import (
     BUDGET,
     DIFFERENCE,
     GIVING_BACK,
@@ -32,10 +34,10 @@ from retime.recipes.modnn_side_by_side import (
     UNLIMITED,
     VDNN_PLUS,
 )
-from retime.recipes.modnn_side_by_side import (
+from retime.recipes.modnn.side_by_side import (
     MOVED as MOVED_A_STEP,
 )
-from retime.recipes.modnn_simulated import (
+from retime.recipes.modnn.simulated import (
     ALGORITHMS,
     BATCH,
     MODNN,
@@ -48,10 +50,8 @@ from retime.recipes.modnn_simulated import (
     VDNN_CONV,
     VDNN_LEAST,
 )
-from retime.recipes.modnn_simulated import IDEAL as IDEAL_TIME
-from retime.recipes.modnn_simulated import MEMORY as SHARE
-from retime.recipes.results import load
-from retime.recipes.schema import MemorySettings
+from retime.recipes.modnn.simulated import IDEAL as IDEAL_TIME
+from retime.recipes.modnn.simulated import MEMORY as SHARE
 from retime.schedules.memory import all_blocks_bytes, lower_bound, lower_bound_offloading_weights
 
 Command = Callable[..., Path]

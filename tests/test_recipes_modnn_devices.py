@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from retime.recipes import __main__ as command
-from retime.recipes.modnn_accumulation import Gradient, Host, gradients, naive_ms, overlapped_ms
-from retime.recipes.modnn_four_devices import FOUR_IDEAL, NAIVE, ONE, FourDevices, overlapped
-from retime.recipes.modnn_simulated import BATCH, IDEAL
-from retime.recipes.results import Point, Result, Row, load
-from retime.recipes.schema import MemorySettings
+from retime.recipes.core.results import Point, Result, Row, load
+from retime.recipes.core.schema import MemorySettings
+from retime.recipes.modnn.accumulation import Gradient, Host, gradients, naive_ms, overlapped_ms
+from retime.recipes.modnn.four_devices import FOUR_IDEAL, NAIVE, ONE, FourDevices, overlapped
+from retime.recipes.modnn.simulated import BATCH, IDEAL
 from retime.schedules.memory import Block, BlockKind, GraphTask, OffloadSchedule, Phase, TaskGraph
 from retime.schedules.memory.result import COMPUTE, Copy, Direction
 from retime.schedules.timeline import Span

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 from matplotlib.text import Annotation
 
-from retime.recipes import charts
-from retime.recipes.measure import spread
-from retime.recipes.modnn_power import ENERGY, MEAN, MOST, NO_METER, Power
-from retime.recipes.modnn_rank_worker import EACH, ONCE, ONE, WHOLE
-from retime.recipes.modnn_ranks import REFUSED, Ranks
-from retime.recipes.modnn_side_by_side import BUDGET, FAILURES, GIVING_BACK, MEASURED, PREDICTED, STEP, UNLIMITED
-from retime.recipes.modnn_simulated import BATCH, MODNN, MOVED, SLOWER, ManyBudgets, OneBudget
-from retime.recipes.modnn_targets import Targets
-from retime.recipes.recipe import Recipe
-from retime.recipes.results import Point, Result, Row
+from retime.recipes.core import charts
+from retime.recipes.core.measure import spread
+from retime.recipes.core.recipe import Recipe
+from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.modnn.power import ENERGY, MEAN, MOST, NO_METER, Power
+from retime.recipes.modnn.rank_worker import EACH, ONCE, ONE, WHOLE
+from retime.recipes.modnn.ranks import REFUSED, Ranks
+from retime.recipes.modnn.side_by_side import BUDGET, FAILURES, GIVING_BACK, MEASURED, PREDICTED, STEP, UNLIMITED
+from retime.recipes.modnn.simulated import BATCH, MODNN, MOVED, SLOWER, ManyBudgets, OneBudget
+from retime.recipes.modnn.targets import Targets
 
 Draw = Callable[..., Any]
 

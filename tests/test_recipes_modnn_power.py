@@ -9,12 +9,12 @@ import pytest
 
 from retime.mechanisms.energy_meter import EnergyMeter
 from retime.recipes import __main__ as command
-from retime.recipes import modnn_claims as claims
-from retime.recipes import modnn_power
-from retime.recipes.modnn_power import ENERGY, MEAN, MOST, NO_METER, Power
-from retime.recipes.modnn_side_by_side import BUDGET, STEP, UNLIMITED
-from retime.recipes.results import Point, Result, Row, load
-from retime.recipes.schema import Hardware, MemorySettings
+from retime.recipes.core.results import Point, Result, Row, load
+from retime.recipes.core.schema import Hardware, MemorySettings
+from retime.recipes.modnn import claims
+from retime.recipes.modnn import power as modnn_power
+from retime.recipes.modnn.power import ENERGY, MEAN, MOST, NO_METER, Power
+from retime.recipes.modnn.side_by_side import BUDGET, STEP, UNLIMITED
 
 
 def result(*points: Point) -> Result:

@@ -6,18 +6,18 @@ from pathlib import Path
 import pytest
 
 from retime.recipes import __main__ as command
-from retime.recipes import modnn_claims as claims
-from retime.recipes.modnn_rank_worker import EACH, ONCE, ONE, WHOLE
-from retime.recipes.modnn_ranks import REDUCED, REFUSED, Ranks
-from retime.recipes.modnn_side_by_side import BUDGET, DIFFERENCE, MEASURED, PREDICTED, STEP
-from retime.recipes.results import Point, Result, Row, load
+from retime.recipes.core.results import Point, Result, Row, load
+from retime.recipes.modnn import claims
+from retime.recipes.modnn.rank_worker import EACH, ONCE, ONE, WHOLE
+from retime.recipes.modnn.ranks import REDUCED, REFUSED, Ranks
+from retime.recipes.modnn.side_by_side import BUDGET, DIFFERENCE, MEASURED, PREDICTED, STEP
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's /proc")
 def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     mlp = "{_target_: retime.recipes.models.mlp, depth: 6, width: 32}"
-    data = "{_target_: retime.recipes.batches.synthetic_vectors, features: 32, classes: 32, length: 4096}"
+    data = "{_target_: retime.recipes.data.synthetic_vectors, features: 32, classes: 32, length: 4096}"
     cases = f"+cases={{MLP: {{batch_size: 4096, model: {mlp}, data: {data}}}}}"
     arguments = ["experiment=modnn_fig17", "~cases", cases, "budgets=[36,5]", "rounds=1", "warmup_rounds=1", "steps=1"]
     monkeypatch.setattr(sys, "argv", ["retime.recipes", *arguments])

@@ -11,12 +11,14 @@ import torch
 
 from retime.mechanisms.memory.host_memory import HostMemory
 from retime.recipes import __main__ as command
-from retime.recipes import modnn_claims as claims
-from retime.recipes.build import CPU, build_model, loss_of
-from retime.recipes.modnn_processes import WorkerError
-from retime.recipes.modnn_refusal import FLOOR as FLOOR_THAT_TRAINS
-from retime.recipes.modnn_refusal import HINT, LAYER, TASK, check
-from retime.recipes.modnn_side_by_side import (
+from retime.recipes.core.build import CPU, build_model, loss_of
+from retime.recipes.core.results import Point, Result, Row, load
+from retime.recipes.core.schema import Hardware, MemorySettings
+from retime.recipes.modnn import claims
+from retime.recipes.modnn.processes import WorkerError
+from retime.recipes.modnn.refusal import FLOOR as FLOOR_THAT_TRAINS
+from retime.recipes.modnn.refusal import HINT, LAYER, TASK, check
+from retime.recipes.modnn.side_by_side import (
     BUDGET,
     DIFFERENCE,
     FLOOR,
@@ -28,18 +30,21 @@ from retime.recipes.modnn_side_by_side import (
     Network,
     failure,
 )
-from retime.recipes.modnn_target_kinds import AGAIN, FIRST, KINDS, OURS, PLANNING, VDNN
-from retime.recipes.modnn_targets import Targets
-from retime.recipes.modnn_vdnn import Vdnn
-from retime.recipes.results import Point, Result, Row, load
-from retime.recipes.schema import Hardware, MemorySettings
+from retime.recipes.modnn.target_kinds import AGAIN, FIRST, KINDS, OURS, PLANNING, VDNN
+from retime.recipes.modnn.targets import Targets
+from retime.recipes.modnn.vdnn import Vdnn
 from retime.schedules.memory.errors import BudgetError
 
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.01}
 MLP: dict[str, Any] = {
     "batch_size": 256,
     "model": {"_target_": "retime.recipes.models.mlp", "depth": 6, "width": 64},
-    "data": {"_target_": "retime.recipes.batches.synthetic_vectors", "features": 64, "classes": 64, "length": 8192},
+    "data": {
+        "_target_": "retime.recipes.data.synthetic_vectors",
+        "features": 64,
+        "classes": 64,
+        "length": 8192,
+    },
 }
 
 

@@ -10,16 +10,17 @@ from rich.console import Console
 from torch import nn
 
 from retime.recipes import __main__ as command
-from retime.recipes import models, ooo_claims
-from retime.recipes.ooo_calibration import MeasuredRun, Parameters, calibrate, read_runs, simulated_ms
-from retime.recipes.ooo_clusters import P100_SXM2, SETTINGS, V100
-from retime.recipes.ooo_discussion import Discussion
-from retime.recipes.ooo_model_costs import Gpu, calibrated, compute_ms, count, layer_costs
-from retime.recipes.ooo_scaling import CALIBRATED, PAPERS_NETWORK, Scaling
-from retime.recipes.ooo_systems import BASELINE_OF, BYTEPS, HEADINGS, OURS, Sizes, run
-from retime.recipes.ooo_timelines import CONVENTIONAL, PRIORITISED, REVERSED
-from retime.recipes.results import Point, Result, Row, load
-from retime.recipes.schema import Hardware, SimulatedSettings
+from retime.recipes import models
+from retime.recipes.core.results import Point, Result, Row, load
+from retime.recipes.core.schema import Hardware, SimulatedSettings
+from retime.recipes.ooo import claims as ooo_claims
+from retime.recipes.ooo.calibration import MeasuredRun, Parameters, calibrate, read_runs, simulated_ms
+from retime.recipes.ooo.clusters import P100_SXM2, SETTINGS, V100
+from retime.recipes.ooo.discussion import Discussion
+from retime.recipes.ooo.model_costs import Gpu, calibrated, compute_ms, count, layer_costs
+from retime.recipes.ooo.scaling import CALIBRATED, PAPERS_NETWORK, Scaling
+from retime.recipes.ooo.systems import BASELINE_OF, BYTEPS, HEADINGS, OURS, Sizes, run
+from retime.recipes.ooo.timelines import CONVENTIONAL, PRIORITISED, REVERSED
 from retime.schedules import Cluster, LayerCost, Link
 
 RESNET_50 = {"_target_": "retime.recipes.models.resnet", "depth": 50}
@@ -32,7 +33,7 @@ def settings(**options):
         "title": "title",
         "paper": "ooo-backprop",
         "where": "Figure",
-        "recipe": "retime.recipes.ooo_scaling.Scaling",
+        "recipe": "retime.recipes.ooo.scaling.Scaling",
         "hardware": Hardware("simulated", "cpu", None),
         "model": RESNET_50,
     }
@@ -140,7 +141,7 @@ def test_clusters_of_table_2():
 
 def test_discussion_of_section_8_3(tmp_path):
     recipe = Discussion()
-    result = recipe.run(settings(recipe="retime.recipes.ooo_discussion.Discussion"), tmp_path, Console(quiet=True))
+    result = recipe.run(settings(recipe="retime.recipes.ooo.discussion.Discussion"), tmp_path, Console(quiet=True))
     lines = {line.against: line.measured.median for line in recipe.compare(result)}
     assert lines[ooo_claims.COMPUTE_MS] == pytest.approx(380)
     assert lines[ooo_claims.OVERHEAD_MS] == pytest.approx(350, abs=0.5)

@@ -9,11 +9,11 @@ import pytest
 from rich.console import Console
 
 from retime.recipes import report
-from retime.recipes.fusion_variants import PHASES
-from retime.recipes.optimizer_fusion import Optimizers, SavedTime
-from retime.recipes.recipe import Measured
-from retime.recipes.results import Result, Row, load
-from retime.recipes.schema import FusionSettings, Hardware
+from retime.recipes.core.recipe import Measured
+from retime.recipes.core.results import Result, Row, load
+from retime.recipes.core.schema import FusionSettings, Hardware
+from retime.recipes.fusion.figures import Optimizers, SavedTime
+from retime.recipes.fusion.variants import PHASES
 
 VARIANTS = {"baseline": 10.0, "fused": 8.0, "retime_backward": 7.0, "retime_forward": 8.5, "no_update": 6.0}
 
@@ -50,7 +50,7 @@ def settings() -> FusionSettings:
         title="Time saved",
         paper="optimizer-fusion",
         where="Figure 4",
-        recipe="retime.recipes.optimizer_fusion.SavedTime",
+        recipe="retime.recipes.fusion.figures.SavedTime",
         hardware=Hardware("cpu", "cpu", None),
         models={"small": {"_target_": "retime.recipes.models.mlp"}},
         batch_sizes=[1, 4, 16],
@@ -90,7 +90,7 @@ def test_another_machine_measures_again(
 ) -> None:
     recipe = Counting()
     recipe.run(settings, tmp_path, quiet)
-    monkeypatch.setattr("retime.recipes.machine.hardware", lambda: {"processor": "another"})
+    monkeypatch.setattr("retime.recipes.core.machine.hardware", lambda: {"processor": "another"})
     recipe.run(settings, tmp_path, quiet)
     assert recipe.asked == [1, 4, 16] * 2
 
@@ -132,7 +132,7 @@ def test_report_of_a_figure_with_named_points(settings: FusionSettings, tmp_path
             return made_up()
 
     settings = dataclasses.replace(
-        settings, recipe="retime.recipes.optimizer_fusion.Optimizers", optimizers={"SGD": {}, "Adam": {}}
+        settings, recipe="retime.recipes.fusion.figures.Optimizers", optimizers={"SGD": {}, "Adam": {}}
     )
     Made().run(settings, tmp_path, quiet)
     console = Console(record=True, width=160)
@@ -144,7 +144,7 @@ def test_report_of_a_figure_with_named_points(settings: FusionSettings, tmp_path
 
 
 def test_simulated_results_say_so(tmp_path: Path) -> None:
-    result = Result("x", "retime.recipes.optimizer_fusion.SavedTime", "paper", "Figure 1", "title", simulated=True)
+    result = Result("x", "retime.recipes.fusion.figures.SavedTime", "paper", "Figure 1", "title", simulated=True)
     result.save(tmp_path)
     assert "Simulated, not measured" in report.markdown(load(tmp_path / "result.json"), SavedTime())
 

@@ -8,8 +8,8 @@ from hydra import compose, initialize_config_module
 from hydra.errors import ConfigCompositionException
 
 from retime.recipes.__main__ import experiments
-from retime.recipes.recipe import result_folder
-from retime.recipes.schema import FusionSettings, Hardware, Settings, register_all, settings_of
+from retime.recipes.core.recipe import result_folder
+from retime.recipes.core.schema import FusionSettings, Hardware, Settings, register_all, settings_of
 
 
 @pytest.fixture(autouse=True)

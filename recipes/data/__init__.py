@@ -13,6 +13,7 @@ python_source         ..                             synthetic_tokens
 ..                    ..                             synthetic_translation (WMT)
 ..                    irmas                          synthetic_irmas
 ..                    ..                             bitstreams (BPPSA's own synthetic task)
+..                    ..                             synthetic_vectors, synthetic_maps (for timing)
 ====================  =============================  ==============================================
 """
 
@@ -28,6 +29,7 @@ from retime.recipes.data.synthetic import (
     synthetic_tokens,
     synthetic_translation,
 )
+from retime.recipes.data.vectors import synthetic_maps, synthetic_vectors
 
 __all__ = [
     "ArrayData",
@@ -40,6 +42,8 @@ __all__ = [
     "python_source",
     "synthetic_images",
     "synthetic_irmas",
+    "synthetic_maps",
     "synthetic_tokens",
     "synthetic_translation",
+    "synthetic_vectors",
 ]

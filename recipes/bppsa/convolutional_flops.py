@@ -1,0 +1,236 @@
+"""Figure 10 of BPPSA: floating-point operations of each step of the scan over a pruned VGG-11, by static analysis."""
+
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retime.mechanisms.jacobian import (
+    CsrPattern,
+    count_flops,
+    flop_of_vector,
+    prune_class_blind,
+    prune_class_uniform,
+    scan_plan,
+    transposed_jacobian,
+)
+from retime.recipes.bppsa import convolutional_claims as claims
+from retime.recipes.bppsa.convolutional import batches, collated, test_loss
+from retime.recipes.core import charts
+from retime.recipes.core.build import build, build_model, build_optimizer, loss_of
+from retime.recipes.core.claims import Comparison
+from retime.recipes.core.measure import spread
+from retime.recipes.core.recipe import Measured, Recipe, Tick
+from retime.recipes.core.results import Result, Row
+from retime.recipes.core.schema import ConvolutionalSettings
+
+PRUNINGS = {"class_blind": prune_class_blind, "class_uniform": prune_class_uniform}
+ZEROS = ("of one image", "guaranteed")
+SCAN, SPARSE, DENSE = "scan", "sparse back-propagation, pruned", "back-propagation, unpruned"
+CAVEAT = (
+    "Caveat: the green circles, the paper's baseline, are operators of the network that is NOT pruned. "
+    "Back-propagation one layer after another over the same sparse Jacobians of the pruned network needs {ratio:.0f} "
+    "times fewer operations in all ({sparse:.1e}) than the scan's longest path ({critical:.1e})."
+)
+
+
+class PrunedFlops(Recipe[ConvolutionalSettings]):
+    """Trains for a while, prunes, retrains, and counts. `cases` say how to prune and which zeros count."""
+
+    axes = ("cases",)
+    quantity = "FLOP in all"
+
+    def points(self, settings: ConvolutionalSettings) -> list[dict[str, Any]]:
+        for name, case in settings.cases.items():
+            if case.get("pruning") not in PRUNINGS or case.get("zeros") not in ZEROS:
+                raise ValueError(
+                    f"cases.{name}={case}: pruning is one of {', '.join(PRUNINGS)}, zeros one of {', '.join(ZEROS)}"
+                )
+        return [{"case": name} for name in settings.cases]
+
+    def detail(self, settings: ConvolutionalSettings, at: dict[str, Any]) -> dict[str, Any]:
+        return {"case": settings.cases[at["case"]]}
+
+    def measure(self, settings: ConvolutionalSettings, at: dict[str, Any], tick: Tick) -> Measured:
+        case = settings.cases[at["case"]]
+        device = torch.device(settings.hardware.device)
+        model = build_model(settings.model, device, settings.seed)
+        if not isinstance(model, nn.Sequential):
+            raise ValueError(f"{type(model).__name__} is no nn.Sequential: the scan needs a chain of layers")
+        test = collated(build(settings.data, split="val"), device)
+        image = test[0][:1]
+        losses = [test_loss(model.eval(), test)]
+        steps_of(model, settings, settings.steps, device, tick)
+        losses.append(test_loss(model.eval(), test))
+        dense = [operator_flop(found) for found in jacobians(model, image, "of one image")]
+        kept = PRUNINGS[case["pruning"]](model, settings.share)
+        steps_of(model, settings, settings.retrain_steps, device, tick)
+        losses.append(test_loss(model.eval(), test))
+        tick("counting")
+        # the first layer's Jacobian leads to the input, which nobody differentiates by
+        chain = [found.pattern for found in jacobians(model, image, case["zeros"])[:0:-1]]
+        steps = count_flops(scan_plan(len(chain), case.get("levels", 2)), chain)
+        sparse = [flop_of_vector(pattern) for pattern in chain]
+        rows = [
+            Row(SCAN, "FLOP in all", "FLOP", [float(sum(step.flop for step in steps))]),
+            Row(SCAN, "longest path", "FLOP", [float(sum(step.flop for step in steps if step.critical))]),
+            Row(SCAN, "worst step", "FLOP", [float(max(step.flop for step in steps))]),
+        ]
+        for name, flops in ((SPARSE, sparse), (DENSE, [flop for flop, _ in dense[1:]])):
+            rows += [
+                Row(name, "FLOP in all", "FLOP", [float(sum(flops))]),
+                Row(name, "longest path", "FLOP", [float(sum(flops))]),
+                Row(name, "worst step", "FLOP", [float(max(flops))]),
+            ]
+        facts = {
+            "levels": case.get("levels", 2),
+            "layers in the chain": len(chain),
+            "steps on the longest path": sum(step.critical for step in steps),
+            "weights kept a layer": {name: round(share, 4) for name, share in kept.items()},
+            "weights pruned away %": round(100 * pruned_share(model), 3),
+            "test loss: initial, trained, pruned and retrained": [round(loss, 4) for loss in losses],
+            "scan: kind, FLOP, m*n*k, critical": [[s.kind, s.flop, s.dense_size, s.critical] for s in steps],
+            "baseline: FLOP, m*n": [list(pair) for pair in dense[1:]],
+            "sparse: FLOP, m*n": [[flop, p.rows * p.columns] for flop, p in zip(sparse, chain, strict=True)],
+        }
+        return Measured(rows, facts)
+
+    def references(self, point: Any) -> dict[str, str]:
+        return {"fewer operations than unpruned": DENSE, "fewer operations than sparse": SPARSE}
+
+    def compare(self, result: Result) -> list[Comparison]:
+        return [
+            Comparison(claims.PRUNED_SHARE, spread([p.facts["weights pruned away %"]]), p.at["case"])
+            for p in result.points
+        ]
+
+    def notes(self, result: Result) -> list[str]:
+        lines = []
+        for point in result.points:
+            worst, unpruned = (point.values(name, "worst step")[0] for name in (SCAN, DENSE))
+            path = point.values(SCAN, "longest path")[0]
+            critical = point.facts["steps on the longest path"]
+            lines.append(
+                f"{point.at['case']}: the scan's worst step needs {worst:.1e} operations, the worst operator of "
+                f"unpruned back-propagation {unpruned:.1e}; its longest path has {critical} of "
+                f"{len(point.facts['scan: kind, FLOP, m*n*k, critical'])} steps and {path:.1e} operations, against "
+                f"{point.facts['layers in the chain']} steps one after another."
+            )
+            lines.append(caveat(point))
+        lines.append(
+            "The paper prints no numbers for this figure and trains 100 epochs on CIFAR-10 before and after pruning; "
+            "which weights survive class-blind pruning, and so every count, depends on that training. Products into "
+            "the slot that algorithm 1 overwrites on its line 9 are not counted, nor is the first convolution's "
+            "Jacobian, which leads to the image."
+        )
+        return lines
+
+    def draw(self, result: Result, path: Path) -> None:
+        count = max(2, len(result.points))
+        drawing, panels = charts.panels(result.title, count, width=6.2 * count, height=5.6, sharey=True)
+        for axes, point in zip(panels, result.points, strict=False):
+            scan = [Dot(*each) for each in point.facts["scan: kind, FLOP, m*n*k, critical"]]
+            for colour, kind in zip(charts.COLOURS, ("mm", "mv"), strict=False):
+                for critical in (False, True):
+                    some = [dot for dot in scan if (dot.kind, dot.critical) == (kind, critical)]
+                    face = colour if critical else "none"
+                    name = f"scan, {kind}{', longest path' if critical else ''}"
+                    places, heights = [dot.size for dot in some], [dot.flop for dot in some]
+                    axes.scatter(places, heights, facecolors=face, edgecolors=colour, label=name)
+            for key, colour, marker, name in (
+                ("baseline: FLOP, m*n", charts.COLOURS[2], "o", "the paper's baseline: NOT pruned"),
+                ("sparse: FLOP, m*n", charts.GREY, "x", "back-propagation, pruned and sparse"),
+            ):
+                heights, places = ([pair[index] for pair in point.facts[key]] for index in (0, 1))
+                style = {"color": colour} if marker == "x" else {"facecolors": "none", "edgecolors": colour}
+                axes.scatter(places, heights, marker=marker, label=name, **style)
+            axes.set_xscale("log")
+            axes.set_yscale("log")
+            axes.set_title(f"{point.at['case']}\n{wrapped(caveat(point))}", fontsize=8)
+            axes.set_xlabel("m * n * k of the step without sparsity")
+        for axes in panels[len(result.points) :]:
+            axes.set_visible(False)
+        panels[0].set_ylabel("FLOP of the step")
+        handles, labels = panels[0].get_legend_handles_labels()
+        drawing.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=len(labels))
+        charts.save(drawing, path)
+
+
+@dataclass(frozen=True)
+class Dot:
+    """One step of the scan in the picture."""
+
+    kind: str
+    flop: float
+    size: float
+    critical: bool
+
+
+@dataclass(frozen=True)
+class Found:
+    """The Jacobian of one layer of the chain."""
+
+    layer: nn.Module
+    pattern: CsrPattern
+
+
+def jacobians(model: nn.Sequential, image: Tensor, zeros: str) -> list[Found]:
+    """From the first layer to the last one of the convolutional part: what comes before the first reshape or head."""
+    found = []
+    with torch.no_grad():
+        for layer in model:
+            if isinstance(layer, nn.AdaptiveAvgPool2d | nn.Flatten | nn.Linear):
+                break
+            image, jacobian = transposed_jacobian(layer, image)
+            pattern = jacobian.without_zeros() if zeros == "of one image" else jacobian.pattern
+            found.append(Found(layer, pattern.to(torch.device("cpu"))))
+    return found
+
+
+def operator_flop(found: Found) -> tuple[int, int]:
+    """Operations of back-propagation's own operator and m * n, as the paper's published analysis counts them.
+
+    A convolution costs two operations a non-zero; a ReLU sets its d outputs to zero and passes some on; a max-pooling
+    sets them to zero and passes one a window.
+    """
+    pattern = found.pattern
+    size = pattern.rows * pattern.columns
+    if isinstance(found.layer, nn.Conv2d):
+        return flop_of_vector(pattern), size
+    return pattern.rows + pattern.entries, size
+
+
+def steps_of(model: nn.Module, settings: ConvolutionalSettings, count: int, device: torch.device, tick: Tick) -> None:
+    """Train for `count` steps."""
+    optimizer = build_optimizer(settings.optimizer, model.parameters(), {})
+    model.train()
+    for inputs, targets in islice(batches(settings, device), count):
+        optimizer.zero_grad()
+        loss_of(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        tick("training")
+
+
+def pruned_share(model: nn.Module) -> float:
+    """Share of the convolution and linear weights that a mask takes away."""
+    masks = [mask for name, mask in model.named_buffers() if name.endswith("weight_mask")]
+    return 1 - sum(float(mask.sum()) for mask in masks) / sum(mask.numel() for mask in masks)
+
+
+def caveat(point: Any) -> str:
+    """The sentence without which the picture misleads."""
+    sparse, critical = point.values(SPARSE, "FLOP in all")[0], point.values(SCAN, "longest path")[0]
+    return CAVEAT.format(ratio=critical / sparse, sparse=sparse, critical=critical)
+
+
+def wrapped(text: str, width: int = 84) -> str:
+    """`text` in lines for a chart's title."""
+    lines: list[str] = [""]
+    for word in text.split():
+        if len(lines[-1]) + len(word) > width:
+            lines.append("")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return "\n".join(lines)

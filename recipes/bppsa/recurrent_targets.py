@@ -1,0 +1,242 @@
+"""`bppsa_targets`: what this project wants the scan over time to reach, each case with its numbers.
+
+A recurrent layer alone, with a gradient at every step's output. Cases of kind `speed` time one shape; a case of kind
+`grid` times `solver="auto"` against torch.nn over shapes, where it should never lose.
+"""
+
+import copy
+import itertools
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from retime.mechanisms.scan.choice import choose_solver
+from retime.modules import convert
+from retime.recipes.bppsa.recurrent import BASELINE, OURS, Recurrent, label, ratio
+from retime.recipes.core import charts
+from retime.recipes.core.claims import Comparison, Target
+from retime.recipes.core.measure import PhaseClock, Spread, interleave, middle_step, speedup, spread
+from retime.recipes.core.recipe import Measured, Tick
+from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.schema import RecurrentSettings
+from retime.recipes.fusion.step_times import hardware_line
+from retime.recipes.models.recurrent import CELLS
+
+LEAST_OF_GRID = 0.95
+PLAIN_MS, SCAN_MS, RATIO = "torch.nn", "scan, auto", "speed"
+BLOCK_MS = 30.0
+"""A block of the grid repeats short steps for about so long."""
+
+
+class LayerLoop:
+    """Forward and backward pass of a recurrent layer, timed; no optimizer, no loss."""
+
+    def __init__(self, variant: str, layer: nn.RNNBase, length: int, batch_size: int, device: torch.device) -> None:
+        self._layer = copy.deepcopy(layer)
+        if variant != BASELINE:
+            convert(self._layer, solver=variant)
+        random = torch.Generator().manual_seed(0)
+        self._inputs = torch.randn(length, batch_size, layer.input_size, generator=random).to(device)
+        self._gradient = torch.randn(length, batch_size, layer.hidden_size, generator=random).to(device)
+        self._clock = PhaseClock(device)
+
+    def step(self) -> None:
+        self._layer.zero_grad()
+        self._clock.start()
+        outputs = self._layer(self._inputs)[0]
+        self._clock.mark()
+        outputs.backward(self._gradient)
+        self._clock.mark()
+
+    def block(self, steps: int) -> list[float]:
+        """Times in ms of the typical one of `steps` steps: forward, backward, both.
+
+        Several steps follow one that is not counted; a single one is long enough to go without.
+        """
+        uncounted = int(steps > 1)
+        for _ in range(uncounted + steps):
+            self.step()
+        return middle_step(self._clock.steps_ms()[uncounted:])
+
+
+class Targets(Recurrent):
+    """The speed rows of the project's table, a case each."""
+
+    axes = ("cases",)
+
+    def points(self, settings: RecurrentSettings) -> list[dict[str, Any]]:
+        here = settings.hardware.name
+        return [{"case": name} for name, case in settings.cases.items() if case.get("hardware", here) == here]
+
+    def detail(self, settings: RecurrentSettings, at: dict[str, Any]) -> dict[str, Any]:
+        return {"case": settings.cases[at["case"]]}
+
+    def blocks(self, settings: RecurrentSettings) -> int | None:
+        return None
+
+    def measure(self, settings: RecurrentSettings, at: dict[str, Any], tick: Tick) -> Measured:
+        case = dict(settings.cases[at["case"]])
+        case.pop("hardware", None)
+        kind = case.pop("kind", "speed")
+        if kind == "grid":
+            return self._grid(settings, tick, **case)
+        if kind != "speed":
+            raise ValueError(f"cases.{at['case']}.kind={kind!r} is unknown: choose speed or grid")
+        return self._speed(settings, tick, **case)
+
+    def _speed(
+        self, settings: RecurrentSettings, tick: Tick, cell: str, length: int, batch_size: int, hidden_size: int = 20
+    ) -> Measured:
+        device = torch.device(settings.hardware.device)
+        start = layer(cell, hidden_size, settings.seed, device)
+        loops = {name: LayerLoop(name, start, length, batch_size, device) for name in settings.variants}
+        blocks = {name: partial(loop.block, settings.steps) for name, loop in loops.items()}
+        times = interleave(blocks, settings.rounds, settings.warmup_rounds, tick)
+        rows = [
+            Row(name, phase, "ms", [round(block[index], 5) for block in kept])
+            for name, kept in times.items()
+            for index, phase in enumerate(("forward", "backward", "step"))
+        ]
+        return Measured(rows, {"shape": f"{cell}, T={length}, B={batch_size}, H={hidden_size}"})
+
+    def _grid(
+        self,
+        settings: RecurrentSettings,
+        tick: Tick,
+        cell: str,
+        lengths: list[int],
+        batch_sizes: list[int],
+        hidden_sizes: list[int],
+        most_states: int,
+    ) -> Measured:
+        """Whole steps of torch.nn and of `auto` at every shape with at most `most_states` = T B H numbers of state."""
+        device = torch.device(settings.hardware.device)
+        rows: list[Row] = []
+        left_out, chosen = [], {}
+        for length, batch_size, hidden_size in itertools.product(lengths, batch_sizes, hidden_sizes):
+            place = f"T={length} B={batch_size} H={hidden_size}"
+            if length * batch_size * hidden_size > most_states:
+                left_out.append(place)
+                continue
+            start = layer(cell, hidden_size, settings.seed, device)
+            loops = {name: LayerLoop(name, start, length, batch_size, device) for name in (BASELINE, OURS)}
+            steps = steps_that_take(BLOCK_MS, loops[BASELINE])
+            blocks = {name: partial(loop.block, steps) for name, loop in loops.items()}
+            kept = interleave(blocks, settings.rounds, settings.warmup_rounds)
+            plain, ours = ([block[-1] for block in kept[name]] for name in (BASELINE, OURS))
+            rows.append(Row(place, PLAIN_MS, "ms", [round(value, 5) for value in plain]))
+            rows.append(Row(place, SCAN_MS, "ms", [round(value, 5) for value in ours]))
+            rows.append(Row(place, RATIO, "x", [round(value, 5) for value in speedup(plain, ours).rounds]))
+            chosen[place] = auto_choice(cell, length, batch_size, hidden_size, device)
+            tick(place)
+        return Measured(rows, {"auto chose": chosen, "left out, more states than most_states": left_out})
+
+    def references(self, point: Point) -> dict[str, str]:
+        return {} if is_grid(point) else super().references(point)
+
+    def compare(self, result: Result) -> list[Comparison]:
+        lines = []
+        for point in result.points:
+            if is_grid(point):
+                place, worst = worst_of(point)
+                target = Target(
+                    f"{point.at['case']}: auto over torch.nn, whole step, at the worst shape", "x", LEAST_OF_GRID
+                )
+                lines.append(Comparison(target, worst, place))
+                continue
+            for phase, least in WANTED.get(point.at["case"], {}).items():
+                text = "whole step" if phase == "step" else phase
+                target = Target(f"{point.facts['shape']}: {text} over torch.nn's", "x", least)
+                lines.append(Comparison(target, ratio(point, OURS, phase), label(OURS)))
+        return lines
+
+    def notes(self, result: Result) -> list[str]:
+        lines = []
+        for point in result.points:
+            if is_grid(point):
+                speeds = [spread(row.values).median for row in point.rows if row.quantity == RATIO]
+                lost = sum(speed < LEAST_OF_GRID for speed in speeds)
+                lines.append(
+                    f"- {point.at['case']}: {len(speeds)} shapes, {lost} below {LEAST_OF_GRID} x, median "
+                    f"{spread(speeds).median:.2f} x, best {max(speeds):.1f} x"
+                )
+        return lines
+
+    def draw(self, result: Result, path: Path) -> None:
+        speeds = [point for point in result.points if not is_grid(point)]
+        grids = [point for point in result.points if is_grid(point)]
+        drawing, (cases, shapes) = charts.panels(f"{result.title}\n{hardware_line(result)}", 2, width=13)
+        for index, phase in enumerate(("backward", "step")):
+            known = [(place, ratio(point, OURS, phase)) for place, point in enumerate(speeds)]
+            places = [place + 0.25 * (index - 0.5) for place, value in known if value]
+            text = "whole step" if phase == "step" else phase
+            charts.points_with_spread(cases, places, [value for _, value in known if value], text, index)
+            for place, point in enumerate(speeds):
+                least = WANTED.get(point.at["case"], {}).get(phase)
+                if least is not None:
+                    where = place + 0.25 * (index - 0.5)
+                    cases.hlines(least, where - 0.1, where + 0.1, color=charts.COLOURS[index], linewidth=3, alpha=0.5)
+        cases.plot([], [], color=charts.GREY, linewidth=3, alpha=0.6, label="wanted at least")
+        cases.set_xticks(range(len(speeds)), [p.facts["shape"] for p in speeds], fontsize=7, rotation=20, ha="right")
+        cases.set_ylabel("speedup over torch.nn (x)")
+        for index, point in enumerate(grids):
+            rows = [row for row in point.rows if row.quantity == RATIO]
+            values = sorted((row.spread for row in rows), key=lambda value: value.median)
+            charts.points_with_spread(shapes, list(range(len(values))), values, str(point.at["case"]), index)
+        shapes.axhline(LEAST_OF_GRID, color=charts.GREY, linewidth=2.5, alpha=0.6, label="wanted at least")
+        shapes.set_xlabel("shapes (T, B, H) of the grid, by speed")
+        shapes.set_ylabel('whole step with solver="auto" over torch.nn (x)')
+        for axes in (cases, shapes):
+            axes.set_yscale("log")
+            charts.plain_numbers(axes.yaxis)
+            charts.even_line(axes, "torch.nn")
+            axes.legend(fontsize=8)
+        charts.save(drawing, path)
+
+
+WANTED = {
+    "rnn_batch16": {"backward": 2.0, "step": 1.8},
+    "rnn_batch1": {"backward": 10.0, "step": 4.5},
+    "gru_batch16": {"backward": 1.8, "step": 1.8},
+    "gru_batch1": {"backward": 15.0, "step": 4.5},
+    "cudnn_batch16": {"backward": 10.0},
+    "cudnn_batch1": {"backward": 100.0},
+}
+
+
+def layer(cell: str, hidden_size: int, seed: int, device: torch.device) -> nn.RNNBase:
+    """A recurrent layer with as many inputs as hidden units."""
+    torch.manual_seed(seed)
+    module: nn.RNNBase = CELLS[cell](hidden_size, hidden_size)
+    return module.to(device)
+
+
+def auto_choice(cell: str, length: int, batch_size: int, hidden_size: int, device: torch.device) -> str:
+    """The solver that "auto" takes for a layer of that shape."""
+    inputs = torch.empty(length, batch_size, hidden_size, device=device)
+    solver = choose_solver(OURS, "RNN_TANH" if cell == "RNN" else cell, inputs, inputs[:1])
+    return "torch's own" if solver is None else str(solver)
+
+
+def steps_that_take(milliseconds: float, loop: LayerLoop) -> int:
+    """How many steps take about so long, at least 1 and at most 50."""
+    loop.step()
+    started = time.perf_counter()
+    loop.block(1)
+    per_step_ms = (time.perf_counter() - started) * 1e3
+    return max(1, min(50, round(milliseconds / per_step_ms)))
+
+
+def is_grid(point: Point) -> bool:
+    return any(row.quantity == RATIO for row in point.rows)
+
+
+def worst_of(point: Point) -> tuple[str, Spread]:
+    """The shape at which `auto` gains least."""
+    rows = [row for row in point.rows if row.quantity == RATIO]
+    worst = min(rows, key=lambda row: row.spread.median)
+    return worst.variant, worst.spread

@@ -1,0 +1,144 @@
+"""The reports' charts: one look, labelled axes with units, drawn without a display."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from retime.recipes.core.measure import Spread
+
+# Colour-blind safe (Okabe and Ito); grey is for bounds and references.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#8C564B", "#000000")
+GREY = "#888888"
+_MARKERS = "osD^vPX*"
+
+
+def figure(title: str, width: float = 8.0, height: float = 4.5) -> tuple[Any, Any]:
+    """An empty chart: the matplotlib figure and its axes."""
+    drawing = Figure(figsize=(width, height), layout="constrained")
+    axes = drawing.add_subplot()
+    axes.set_title(title, fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    axes.set_axisbelow(True)
+    return drawing, axes
+
+
+def panels(
+    title: str, count: int, width: float = 11.0, height: float = 4.6, *, rows: int = 1, **options: Any
+) -> tuple[Any, list[Any]]:
+    """A figure with `count` charts side by side, in `rows` rows; `options` go to matplotlib's `subplots`."""
+    drawing = Figure(figsize=(width, height), layout="constrained")
+    drawing.suptitle(title, fontsize=11)
+    cells = list(drawing.subplots(rows, -(-count // rows), squeeze=False, **options).flat)
+    for axes in cells[count:]:
+        axes.remove()
+    for axes in cells[:count]:
+        axes.grid(alpha=0.25)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    return drawing, cells[:count]
+
+
+def only_text(title: str, lines: Sequence[str]) -> Any:
+    """A figure without a chart, which says why there is none."""
+    drawing = Figure(figsize=(8.0, 1.0 + 0.5 * len(lines)), layout="constrained")
+    drawing.suptitle(title, fontsize=11)
+    drawing.text(0.5, 0.4, "\n".join(fill(line, 90) for line in lines), ha="center", va="center", fontsize=10)
+    return drawing
+
+
+def save(drawing: Any, path: Path) -> None:
+    """Write the chart as PNG, without a time stamp, so that an unchanged result gives an unchanged file."""
+    drawing.savefig(path, dpi=130, metadata={"Software": None})
+
+
+def stacked_bars(
+    axes: Any, bars: Mapping[str, Mapping[str, float]], unit: str, totals: Mapping[str, Spread] | None = None
+) -> None:
+    """Horizontal bars of stacked parts; `bars` maps a bar's label to its parts. `totals` adds whiskers and numbers."""
+    labels = list(bars)
+    parts = list(dict.fromkeys(part for bar in bars.values() for part in bar))
+    left = [0.0] * len(labels)
+    for colour, part in zip(COLOURS, parts, strict=False):
+        widths = [bars[label].get(part, 0.0) for label in labels]
+        axes.barh(labels, widths, left=left, color=colour, label=part, height=0.65)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    if totals is not None:
+        reach = max(*left, *(total.high for total in totals.values()))
+        for label, end in zip(labels, left, strict=True):
+            total = totals[label]
+            error = [[max(0.0, total.median - total.low)], [max(0.0, total.high - total.median)]]
+            axes.errorbar(end, label, xerr=error, color="black", capsize=3, linewidth=1)
+            edge = max(end, total.high)
+            axes.annotate(
+                f"{total.median:.4g}", (edge + 0.015 * reach, label), va="center", fontsize=9, annotation_clip=False
+            )
+        axes.set_xlim(0, reach * 1.12)
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel(unit)
+    if len(parts) > 1:
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=len(parts), frameon=False)
+
+
+def points_with_spread(
+    axes: Any,
+    places: Sequence[float],
+    values: Sequence[Spread],
+    label: str | None,
+    index: int,
+    *,
+    line: bool = False,
+    marker: str | None = None,
+    filled: bool = True,
+) -> str:
+    """Markers with quartile whiskers at `places`; returns the colour, for a fitted line in the same one.
+
+    `marker` is that of `index` unless given. Without a `label` the legend leaves them out.
+    """
+    colour = COLOURS[index % len(COLOURS)]
+    middle = [value.median for value in values]
+    below = [max(0.0, value.median - value.low) for value in values]
+    above = [max(0.0, value.high - value.median) for value in values]
+    axes.errorbar(
+        places,
+        middle,
+        yerr=[below, above],
+        fmt=("-" if line else "") + (marker or _MARKERS[index % len(_MARKERS)]),
+        color=colour,
+        markerfacecolor=colour if filled else "white",
+        label=label or "_nolegend_",
+        capsize=3,
+        markersize=6,
+        linewidth=1.2,
+    )
+    return colour
+
+
+def marker_key(label: str, marker: str, colour: str = GREY, *, filled: bool = True) -> Line2D:
+    """A legend's entry for what a marker means, whatever its colour."""
+    face = colour if filled else "none"
+    return Line2D([], [], linestyle="", marker=marker, color=colour, markerfacecolor=face, label=label)
+
+
+def colour_key(label: str, colour: str) -> Patch:
+    """A legend's entry for what a colour means, whatever the marker."""
+    return Patch(color=colour, label=label)
+
+
+def even_line(axes: Any, label: str) -> None:
+    """The horizontal line at ratio 1."""
+    axes.axhline(1.0, color=GREY, linewidth=1, linestyle="--", label=label)
+
+
+def plain_numbers(axis: Any) -> None:
+    """Ticks 1, 2, 3, 5, 10 ... on a logarithmic axis, instead of powers of ten with factors."""
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())

@@ -1,0 +1,169 @@
+"""What a recipe is, and how one runs: point by point, saved after each, finished ones skipped."""
+
+import datetime
+import re
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from retime.recipes.core import machine, tables
+from retime.recipes.core.claims import Comparison
+from retime.recipes.core.measure import pinned
+from retime.recipes.core.results import FILE, Point, Result, Row, load
+from retime.recipes.core.schema import Settings
+
+S = TypeVar("S", bound=Settings)
+Tick = Callable[[str], None]
+
+# settings that do not change what a point means
+_INCIDENTAL = ("results_dir", "rerun", "title")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a recipe hands back for a point."""
+
+    rows: list[Row]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class Recipe(ABC, Generic[S]):
+    """An experiment of a paper: which points it has, how one is measured, what a report says about them.
+
+    `axes` are the settings along which a figure's points lie. Overriding one of them adds points to the same figure;
+    overriding anything else starts another figure in a folder named after the override.
+    """
+
+    axes: tuple[str, ...] = ()
+    quantity = "step"
+    """The quantity a report forms ratios of, in milliseconds."""
+
+    @abstractmethod
+    def points(self, settings: S) -> list[dict[str, Any]]:
+        """Where the points lie; each is a small dictionary of plain values."""
+
+    @abstractmethod
+    def measure(self, settings: S, at: dict[str, Any], tick: Tick) -> Measured:
+        """Measure one point. Call `tick(text)` after each block for the progress bar."""
+
+    @abstractmethod
+    def draw(self, result: Result, path: Path) -> None:
+        """Draw the figure from the result alone."""
+
+    def blocks(self, settings: S) -> int | None:
+        """How many ticks a point gives, if that is known before it runs."""
+        return None
+
+    def detail(self, settings: S, at: dict[str, Any]) -> dict[str, Any]:
+        """Settings behind a point's short name: what `models: {small: ...}` says about `model=small`."""
+        return {}
+
+    def references(self, point: Point) -> dict[str, str]:
+        """Column heading to variant: the report divides each of these variants by every other one."""
+        return {}
+
+    def compare(self, result: Result) -> list[Comparison]:
+        """The published numbers and targets, each beside its measured counterpart."""
+        return []
+
+    def notes(self, result: Result) -> list[str]:
+        """Sentences for the report: fits, bounds, what a reader has to know."""
+        return []
+
+    def show(self, result: Result, console: Console) -> None:
+        """Print the result for somebody at a terminal."""
+        tables.show(result, self.quantity, self.compare(result), self.notes(result), self.references, console)
+
+    def run(self, settings: S, folder: Path, console: Console) -> Result:
+        """Measure the points that `folder` does not hold yet (all of them with `rerun`), and save after each.
+
+        A point is kept if settings, machine and versions are the same; another commit alone does not count.
+        """
+        result = self._open(settings, folder)
+        wanted = self.points(settings)
+        common = _fingerprint(settings, self.axes)
+        here = machine.provenance()
+        with _progress(console) as bar, pinned(settings.hardware.cores):
+            whole = bar.add_task(settings.name, total=len(wanted))
+            for at in wanted:
+                label = tables.label_of(at)
+                fingerprint = {**common, **self.detail(settings, at)}
+                old = result.find(at)
+                if old and not settings.rerun and _same(old, fingerprint, here):
+                    bar.console.print(f"{settings.name} {label}: measured before, kept (rerun=true measures it again)")
+                    bar.advance(whole)
+                    continue
+                task = bar.add_task(f"  {label}", total=self.blocks(settings))
+
+                def tick(text: str, task: Any = task, label: str = label) -> None:
+                    bar.update(task, advance=1, description=f"  {label} {text}")
+
+                started = time.perf_counter()
+                measured = self.measure(settings, at, tick)
+                seconds = time.perf_counter() - started
+                finished = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+                result.add(
+                    Point(
+                        at=at,
+                        settings=fingerprint,
+                        rows=measured.rows,
+                        facts=measured.facts,
+                        finished=finished,
+                        seconds=round(seconds, 2),
+                        **here,
+                    )
+                )
+                result.save(folder)
+                bar.remove_task(task)
+                bar.advance(whole)
+                bar.console.print(f"{settings.name} {label}: measured in {seconds:.0f} s")
+        return result
+
+    def _open(self, settings: S, folder: Path) -> Result:
+        path = folder / FILE
+        found = load(path) if path.exists() else None
+        return Result(
+            name=settings.name,
+            recipe=settings.recipe,
+            paper=settings.paper,
+            where=settings.where,
+            title=settings.title,
+            points=found.points if found else [],
+        )
+
+
+def result_folder(settings: Settings, overrides: Sequence[str], axes: Sequence[str]) -> Path:
+    """`results/<paper>/<figure>/<hardware>[/<override>...]`, where each override that is not an axis adds a folder."""
+    kept = []
+    for override in sorted(overrides):
+        key = override.lstrip("+~").split("=", 1)[0]
+        if key not in ("experiment", "hardware", "results_dir", "rerun", *axes):
+            kept.append(re.sub(r"[^\w.,=+~-]+", "_", override))
+    return Path(settings.results_dir, settings.paper, slug(settings.where), settings.hardware.name, *kept)
+
+
+def slug(text: str) -> str:
+    """`Figure 3` as a folder name: `figure-3`."""
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
+
+
+def _fingerprint(settings: Settings, axes: Sequence[str]) -> dict[str, Any]:
+    """Everything a point was measured with, except its own place on the figure's axes."""
+    return {key: value for key, value in asdict(settings).items() if key not in (*_INCIDENTAL, *axes)}
+
+
+def _same(old: Point, fingerprint: dict[str, Any], here: machine.Provenance) -> bool:
+    machine_is_same = old.hardware == here["hardware"] and old.versions == here["versions"]
+    return machine_is_same and old.settings == fingerprint
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    # once a second: drawing is work for a core that ranks of the recipe train on
+    return Progress(*columns, console=console, refresh_per_second=1)

@@ -1,0 +1,338 @@
+"""The optimizer-fusion paper's figures and tables (Jiang et al. 2021): one recipe class each.
+
+`fusion_trainer` holds what runs inside a Lightning Trainer (targets, DDP), `fusion_memory` the memory recipe.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from retime.recipes.core import charts
+from retime.recipes.core.claims import Claim, Comparison, amount
+from retime.recipes.core.measure import Spread, speedup, spread
+from retime.recipes.core.recipe import Measured, Tick
+from retime.recipes.core.results import Point, Result
+from retime.recipes.core.schema import FusionSettings
+from retime.recipes.fusion import claims
+from retime.recipes.fusion.fit import SpeedupFit, fit_speedup
+from retime.recipes.fusion.step_times import (
+    LIKE_THE_PAPER,
+    OURS,
+    StepTimes,
+    difference,
+    hardware_line,
+    label,
+    like_the_paper,
+    measured,
+    ratio,
+    strongest_peer,
+)
+from retime.recipes.fusion.variants import PHASES
+
+
+class Breakdown(StepTimes):
+    """Figure 3: forward, backward and optimizer time of one step."""
+
+    def points(self, settings: FusionSettings) -> list[dict[str, Any]]:
+        return [{}]
+
+    def measure(self, settings: FusionSettings, at: dict[str, Any], tick: Tick) -> Measured:
+        return self.time(settings, tick)
+
+    def compare(self, result: Result) -> list[Comparison]:
+        (point,) = result.points
+        backward = like_the_paper(point, "backward")
+        growth = difference(point, (backward, "backward"), ("baseline", "backward"))
+        return [
+            Comparison(claims.OPTIMIZER_MS, measured(point, "baseline", "optimizer")),
+            Comparison(claims.BACKWARD_GROWTH_MS, growth),
+            *compare_modes(point, claims.FORWARD_THROUGHPUT, claims.BACKWARD_THROUGHPUT),
+        ]
+
+    def draw(self, result: Result, path: Path) -> None:
+        (point,) = result.points
+        batch = point.settings["batch_size"]
+        drawing, axes = charts.figure(f"{result.title}, batch {batch}\n{hardware_line(result)}", height=4.8)
+        names = point.variants("step")
+        bars = {label(name): {p: spread(point.values(name, p)).median for p in PHASES} for name in names}
+        totals = {label(name): spread(point.values(name, "step")) for name in names}
+        charts.stacked_bars(axes, bars, "one training step (ms)", totals)
+        charts.save(drawing, path)
+
+
+class BatchSizes(StepTimes):
+    """Figures 4 and 5: step times over batch sizes, for one model or several, with the formula of C.2 fitted."""
+
+    axes = ("batch_size", "batch_sizes", "models")
+
+    def points(self, settings: FusionSettings) -> list[dict[str, Any]]:
+        sizes = [settings.batch_size] if settings.batch_size else settings.batch_sizes
+        names: list[str] = sorted(settings.models)
+        if not sizes or not names:
+            raise ValueError("this experiment needs batch_sizes=[...] (or batch_size) and models with an entry")
+        return [{"model": name, "batch_size": size} for name in names for size in sizes]
+
+    def detail(self, settings: FusionSettings, at: dict[str, Any]) -> dict[str, Any]:
+        return {"model": settings.models[at["model"]]}
+
+    def measure(self, settings: FusionSettings, at: dict[str, Any], tick: Tick) -> Measured:
+        return self.time(settings, tick, model=settings.models[at["model"]], batch_size=at["batch_size"])
+
+    def notes(self, result: Result) -> list[str]:
+        lines = []
+        for model, points in by_model(result).items():
+            fit = fitted(points)
+            if fit is None:
+                lines.append(f"{model}: one batch size only, so the formula of appendix C.2 is not fitted.")
+                continue
+            saved = ", ".join(f"{amount(value, 'ms')} ({label(name)})" for name, value in fit.saved_ms.items())
+            lines.append(
+                f"{model}: s = (b t_grad + t_opt) / (b t_grad + t_opt - t_saved) fitted with t_grad = "
+                f"{amount(fit.grad_ms, 'ms')} a sample, t_opt = {amount(fit.opt_ms, 'ms')}, t_saved = {saved}; "
+                f"worst error of a fitted speedup {amount(100 * fit.worst_error, '%')}."
+            )
+        return lines
+
+    def compare(self, result: Result) -> list[Comparison]:
+        lines = []
+        up_to = Claim(claims.PAPER, "section 1", "x", 1.20, "training speed, up to")
+        for mode in ("forward", "backward"):
+            found = [(ratio(p, "baseline", like_the_paper(p, mode)), p) for p in result.points]
+            best = max(((s, p) for s, p in found if s), key=lambda pair: pair[0].median, default=None)
+            if best:
+                where = f"{mode}-fusion, {best[1].at['model']}, batch {best[1].at['batch_size']}"
+                lines.append(Comparison(up_to, best[0], f"{where}, same kernel as the baseline"))
+        return lines
+
+
+class SavedTime(BatchSizes):
+    """Figure 4: milliseconds saved, which should not depend on the batch size."""
+
+    def draw(self, result: Result, path: Path) -> None:
+        title = f"{result.title}\n{hardware_line(result)}"
+        drawing, axes = charts.figure(title)
+        for points in by_model(result).values():
+            fit = fitted(points)
+            for index, name in enumerate(compared(points)):
+                pairs = [(p.at["batch_size"], difference(p, ("baseline", "step"), (name, "step"))) for p in points]
+                known = [(size, value) for size, value in pairs if value]
+                places, values = [size for size, _ in known], [value for _, value in known]
+                saved = fit.saved_ms[name] if fit else None
+                text = label(name) if saved is None else f"{label(name)}\nfitted t_saved = {amount(saved, 'ms')}"
+                colour = charts.points_with_spread(axes, places, values, text, index)
+                if saved is not None:
+                    axes.axhline(saved, color=colour, linewidth=1, linestyle=":")
+        batch_axis(axes, result)
+        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+        axes.set_ylabel("saved per step against\nthe default optimizer (ms)")
+        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+        charts.save(drawing, path)
+
+
+class Speedup(BatchSizes):
+    """Figure 5: speedup over the batch size for several models, with the fitted formula."""
+
+    def draw(self, result: Result, path: Path) -> None:
+        groups = by_model(result)
+        drawing, panels = charts.panels(f"{result.title}\n{hardware_line(result)}", 2, sharey=True)
+        for axes, mode in zip(panels, ("forward", "backward"), strict=True):
+            for index, (model, points) in enumerate(groups.items()):
+                name = like_the_paper(points[0], mode)
+                known = [(p.at["batch_size"], ratio(p, "baseline", name)) for p in points]
+                places = [size for size, value in known if value]
+                values = [value for _, value in known if value]
+                colour = charts.points_with_spread(axes, places, values, model, index)
+                fit = fitted(points)
+                if fit and name in fit.saved_ms:
+                    grid = np.geomspace(min(places), max(places), 60)
+                    axes.plot(grid, [fit.speedup(name, size) for size in grid], color=colour, linewidth=1, alpha=0.8)
+            charts.even_line(axes, "no gain")
+            batch_axis(axes, result)
+            axes.set_title(f"{mode}-fusion over the default optimizer, same kernel", fontsize=10)
+        panels[0].set_ylabel("speedup of a step (x)")
+        panels[1].legend(fontsize=8, title="points: measured\nlines: formula of C.2", title_fontsize=8)
+        charts.save(drawing, path)
+
+
+class Models(StepTimes):
+    """Figure 6: speedup against the average number of parameters in a layer."""
+
+    axes = ("models",)
+
+    def points(self, settings: FusionSettings) -> list[dict[str, Any]]:
+        return [{"model": name} for name in settings.models]
+
+    def detail(self, settings: FusionSettings, at: dict[str, Any]) -> dict[str, Any]:
+        return {"model": settings.models[at["model"]]}
+
+    def measure(self, settings: FusionSettings, at: dict[str, Any], tick: Tick) -> Measured:
+        return self.time(settings, tick, model=settings.models[at["model"]])
+
+    def draw(self, result: Result, path: Path) -> None:
+        def where(point: Point) -> float:
+            return float(point.facts["parameters per layer"])
+
+        drawing, axes = charts.figure(f"{result.title}\n{hardware_line(result)}", width=8.5)
+        draw_speedups(axes, result, where, "model")
+        axes.set_xscale("log")
+        axes.margins(x=0.15)
+        axes.set_xlabel("parameters per layer (average)")
+        charts.save(drawing, path)
+
+
+class Optimizers(StepTimes):
+    """Figure 7: speedup against the optimizer's share of the baseline's step."""
+
+    axes = ("optimizers",)
+
+    def points(self, settings: FusionSettings) -> list[dict[str, Any]]:
+        return [{"optimizer": name} for name in settings.optimizers]
+
+    def detail(self, settings: FusionSettings, at: dict[str, Any]) -> dict[str, Any]:
+        return {"optimizer": settings.optimizers[at["optimizer"]]}
+
+    def measure(self, settings: FusionSettings, at: dict[str, Any], tick: Tick) -> Measured:
+        return self.time(settings, tick, optimizer=settings.optimizers[at["optimizer"]])
+
+    def draw(self, result: Result, path: Path) -> None:
+        def where(point: Point) -> float:
+            return 100 * optimizer_share(point).median
+
+        drawing, axes = charts.figure(f"{result.title}\n{hardware_line(result)}", width=8.5)
+        draw_speedups(axes, result, where, "optimizer")
+        axes.margins(x=0.1)
+        axes.set_xlabel("optimizer's share of the default step (%)")
+        charts.save(drawing, path)
+
+    def notes(self, result: Result) -> list[str]:
+        shares = ", ".join(f"{p.at['optimizer']} {amount(100 * optimizer_share(p).median, '%')}" for p in result.points)
+        return [f"Optimizer's share of the default step: {shares}."]
+
+
+class Machines(Breakdown):
+    """Table 2: this machine's row beside the paper's three."""
+
+    def compare(self, result: Result) -> list[Comparison]:
+        (point,) = result.points
+        forward, backward = like_the_paper(point, "forward"), like_the_paper(point, "backward")
+        ours = (
+            measured(point, "baseline", "step"),
+            measured(point, forward, "step"),
+            measured(point, backward, "step"),
+            ratio(point, "baseline", forward),
+            ratio(point, "baseline", backward),
+        )
+        return [Comparison(c, m) for row in claims.TABLE_2 for c, m in zip(row.claims(), ours, strict=True)]
+
+    def draw(self, result: Result, path: Path) -> None:
+        (point,) = result.points
+        rows: list[tuple[str, dict[str, float]]] = [
+            (
+                f"{row.machine}\n(paper)",
+                {"forward-fusion": row.forward_speedup, "backward-fusion": row.backward_speedup},
+            )
+            for row in claims.TABLE_2
+        ]
+        ours = {f"{mode}-fusion": ratio(point, "baseline", like_the_paper(point, mode)) for mode in MODES}
+        best = {f"{mode}-fusion": ratio(point, strongest_peer(point), f"retime_{mode}") for mode in MODES}
+        rows.append((f"{hardware_line(result)}\n(same kernel)", {k: v.median for k, v in ours.items() if v}))
+        rows.append((f"this machine\n(against {strongest_peer(point)})", {k: v.median for k, v in best.items() if v}))
+        drawing, axes = charts.figure(result.title, width=10)
+        for index, mode in enumerate(MODES):
+            places = [number + (index - 0.5) * 0.36 for number in range(len(rows))]
+            heights = [row.get(f"{mode}-fusion", 0.0) for _, row in rows]
+            bars = axes.bar(places, heights, 0.34, color=charts.COLOURS[index], label=f"{mode}-fusion")
+            axes.bar_label(bars, fmt="%.2f", fontsize=8)
+        axes.set_xticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
+        charts.even_line(axes, "no gain")
+        axes.set_ylabel("speedup of a step (x)")
+        axes.legend(fontsize=8, loc="upper center", ncols=3)
+        axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
+        charts.save(drawing, path)
+
+
+class Translation(Breakdown):
+    """Appendix C.4: Transformer (base)."""
+
+    def compare(self, result: Result) -> list[Comparison]:
+        (point,) = result.points
+        return compare_modes(point, claims.TRANSFORMER_FORWARD, claims.TRANSFORMER_BACKWARD)
+
+
+MODES = ("forward", "backward")
+
+
+def compare_modes(point: Point, forward: Claim, backward: Claim) -> list[Comparison]:
+    """The paper's two speedups: with the baseline's kernel as in the paper, and against the strongest peer."""
+    lines = []
+    peer = strongest_peer(point)
+    for mode, claim in zip(MODES, (forward, backward), strict=True):
+        same_kernel = ratio(point, "baseline", like_the_paper(point, mode))
+        lines.append(Comparison(claim, same_kernel, "same kernel as the baseline, as in the paper"))
+        note = f"ours with the best kernel against {peer}, the strongest peer"
+        lines.append(Comparison(claim, ratio(point, peer, f"retime_{mode}"), note))
+    return lines
+
+
+def by_model(result: Result) -> dict[str, list[Point]]:
+    """The points of each model, by rising batch size."""
+    groups: dict[str, list[Point]] = {}
+    for point in sorted(result.points, key=lambda point: int(point.at["batch_size"])):
+        groups.setdefault(str(point.at["model"]), []).append(point)
+    return dict(sorted(groups.items()))
+
+
+def compared(points: list[Point]) -> list[str]:
+    """Our variants that all of `points` have."""
+    return [name for name in (*LIKE_THE_PAPER, *OURS) if all(point.has(name, "step") for point in points)]
+
+
+def fitted(points: list[Point]) -> SpeedupFit | None:
+    """The formula of C.2 fitted to a model's points; None with a single batch size."""
+    sizes = [int(point.at["batch_size"]) for point in points]
+    if len(set(sizes)) < 2:
+        return None
+
+    def medians(name: str) -> list[float]:
+        return [spread(point.values(name, "step")).median for point in points]
+
+    return fit_speedup(sizes, medians("baseline"), {name: medians(name) for name in compared(points)})
+
+
+def optimizer_share(point: Point) -> Spread:
+    """The optimizer's part of the baseline's step, 0 to 1."""
+    return speedup(point.values("baseline", "optimizer"), point.values("baseline", "step"))
+
+
+def batch_axis(axes: Any, result: Result) -> None:
+    """A logarithmic axis with a tick at each measured batch size."""
+    sizes = sorted({int(point.at["batch_size"]) for point in result.points})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.minorticks_off()
+    axes.set_xlabel("batch size (samples)")
+
+
+def draw_speedups(axes: Any, result: Result, where: Callable[[Point], float], name_key: str) -> None:
+    """Speedups of both modes at `where(point)`, each point named: same kernel, and against the strongest peer."""
+    points = sorted(result.points, key=where)
+    index = 0
+    for mode in MODES:
+        same_kernel = [ratio(point, "baseline", like_the_paper(point, mode)) for point in points]
+        against_peer = [ratio(point, strongest_peer(point), f"retime_{mode}") for point in points]
+        for text, found in (("the default, same kernel", same_kernel), ("the strongest peer", against_peer)):
+            known = [(where(point), value) for point, value in zip(points, found, strict=True) if value]
+            places, values = [x for x, _ in known], [value for _, value in known]
+            charts.points_with_spread(axes, places, values, f"{mode}-fusion over {text}", index)
+            index += 1
+    charts.even_line(axes, "no gain")
+    bottom, top = axes.get_ylim()
+    for number, point in enumerate(points):
+        height = top + (0.02 + 0.05 * (number % 3)) * (top - bottom)
+        axes.annotate(str(point.at[name_key]), (where(point), height), ha="center", fontsize=8, annotation_clip=False)
+        axes.axvline(where(point), color=charts.GREY, linewidth=0.5, alpha=0.4, zorder=0)
+    axes.set_ylim(bottom, top + 0.18 * (top - bottom))
+    axes.set_ylabel("speedup of a step (x)")
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, frameon=False)

@@ -1,0 +1,118 @@
+"""The common part of the optimizer-fusion recipes: time the bare loop's variants, interleaved, at one point."""
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from retime.recipes.core.build import KernelUnavailable, build_batches, build_model
+from retime.recipes.core.measure import Spread, interleave, speedup, spread
+from retime.recipes.core.recipe import Measured, Recipe, Tick
+from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.schema import FusionSettings
+from retime.recipes.fusion.variants import PHASES, VARIANTS, BareLoop, choose_variants, kernel_flags
+from retime.recipes.models import parameter_count, parameters_per_layer
+
+OURS = ("retime_backward", "retime_forward")
+LIKE_THE_PAPER = ("retime_backward_default", "retime_forward_default")
+"""Ours with the baseline's kernel: what the paper compares. With the best kernel, two effects mix."""
+
+
+class StepTimes(Recipe[FusionSettings]):
+    """A recipe whose points are step times of the variants."""
+
+    def blocks(self, settings: FusionSettings) -> int | None:
+        return len(settings.variants) * (settings.rounds + settings.warmup_rounds)
+
+    def time(
+        self,
+        settings: FusionSettings,
+        tick: Tick,
+        *,
+        model: dict[str, Any] | None = None,
+        optimizer: dict[str, Any] | None = None,
+        batch_size: int | None = None,
+    ) -> Measured:
+        """Milliseconds of each phase and of the whole step, a value a round, for every variant that exists here."""
+        device = torch.device(settings.hardware.device)
+        model, optimizer = model or settings.model, optimizer or settings.optimizer
+        size = batch_size or settings.batch_size
+        if size is None:
+            raise ValueError("this experiment needs batch_size=<number of samples>")
+        (batch,) = build_batches(settings.data, size, 1, device)
+        loops: dict[str, BareLoop] = {}
+        facts: dict[str, Any] = {}
+        for name, variant in choose_variants(settings.variants).items():
+            plain_name = name.removesuffix("_default")
+            if plain_name != name and kernel_flags("best", optimizer, device) == {} and plain_name in loops:
+                facts[f"{name} left out"] = f"the same as {plain_name}: this optimizer has no fused kernel here"
+                continue
+            try:
+                loops[name] = BareLoop(variant, build_model(model, device, settings.seed), batch, optimizer)
+            except KernelUnavailable as reason:
+                facts[f"{name} left out"] = str(reason)
+        blocks = {name: partial(loop.block, settings.steps) for name, loop in loops.items()}
+        times = interleave(blocks, settings.rounds, settings.warmup_rounds, tick)
+        rows = [
+            Row(name, phase, "ms", [round(block[index], 5) for block in kept])
+            for name, kept in times.items()
+            for index, phase in enumerate((*PHASES, "step"))
+        ]
+        some = next(iter(loops.values())).model
+        facts["parameters"] = parameter_count(some)
+        facts["parameters per layer"] = round(parameters_per_layer(some))
+        for name, loop in loops.items():
+            if loop.wired.report is not None:
+                facts[f"{name} reports"] = str(loop.wired.report())
+        return Measured(rows, facts)
+
+    def references(self, point: Point) -> dict[str, str]:
+        peer = strongest_peer(point)
+        found = {"speed over the default optimizer": "baseline"}
+        if peer and peer != "baseline":
+            found[f"speed over the strongest peer ({peer})"] = peer
+        return {**found, "speed over the bound (no_update)": "no_update"}
+
+
+def strongest_peer(point: Point) -> str | None:
+    """The fastest of the ways torch offers today."""
+    peers = [name for name in point.variants("step") if name in VARIANTS and VARIANTS[name].peer]
+    return min(peers, key=lambda name: spread(point.values(name, "step")).median, default=None)
+
+
+def ratio(point: Point, reference: str | None, variant: str) -> Spread | None:
+    """How many times faster `variant` steps than `reference`; None if one of them was not measured."""
+    if reference is None or not point.has(reference, "step") or not point.has(variant, "step"):
+        return None
+    return speedup(point.values(reference, "step"), point.values(variant, "step"))
+
+
+def like_the_paper(point: Point, mode: str) -> str:
+    """The variant that stands for the paper's `mode`-fusion: the baseline's kernel if it was measured apart."""
+    name = f"retime_{mode}_default"
+    return name if point.has(name, "step") else f"retime_{mode}"
+
+
+def measured(point: Point, variant: str, quantity: str) -> Spread | None:
+    """Median and quartiles of one quantity; None if it was not measured."""
+    return spread(point.values(variant, quantity)) if point.has(variant, quantity) else None
+
+
+def difference(point: Point, one: tuple[str, str], other: tuple[str, str]) -> Spread | None:
+    """Spread of the per-round difference of two quantities, each a variant and a quantity."""
+    if not point.has(*one) or not point.has(*other):
+        return None
+    return spread([a - b for a, b in zip(point.values(*one), point.values(*other), strict=True)])
+
+
+def label(variant: str) -> str:
+    """A variant's name for people."""
+    return VARIANTS[variant].label if variant in VARIANTS else variant
+
+
+def hardware_line(result: Result) -> str:
+    """Short name of the machine of the first point, for a chart's title."""
+    hardware = result.points[0].hardware
+    cores = result.points[0].settings.get("hardware", {}).get("cores")
+    name = hardware.get("accelerator", hardware.get("processor", "unknown machine"))
+    return f"{name}, {cores} core{'s' if cores != 1 else ''}" if cores else name

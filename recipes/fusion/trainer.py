@@ -1,0 +1,265 @@
+"""Optimizer fusion inside a Lightning Trainer: this project's targets, and DDP (appendix C.5)."""
+
+import copy
+import os
+import statistics
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import Strategy
+from torch import nn
+
+import retime  # noqa: F401 -- registers the strategy names
+from retime.recipes.core import charts
+from retime.recipes.core.build import build_batches, build_model
+from retime.recipes.core.claims import Comparison, Target, show
+from retime.recipes.core.fresh import run_fresh
+from retime.recipes.core.measure import Spread, interleave, spread
+from retime.recipes.core.recipe import Measured, Tick
+from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.schema import FusionSettings
+from retime.recipes.core.trainer_loop import Batch, Run, Training, train
+from retime.recipes.fusion.claims import PAPER
+from retime.recipes.fusion.step_times import StepTimes, hardware_line, label, ratio, strongest_peer
+from retime.recipes.fusion.variants import VARIANTS
+from retime.recipes.models import parameter_count
+
+MIB = 2**20
+WARMUP_STEPS = 3
+MODES = ("forward", "backward")
+FIRST_GRADIENTS, GRADIENTS = "gradients alive, first step", "gradients alive, later"
+
+
+def trainer_run(variant: str, *, distributed: bool = False) -> Run:
+    """How a Trainer runs a variant of the bare loop's table; all but `baseline` and `foreach` take the fused kernel."""
+    flags = {"baseline": {}, "foreach": {"foreach": True}}.get(variant, {"fused": True})
+    mode = variant.removeprefix("retime_")
+    if mode == variant:
+        return Run(lambda: "ddp" if distributed else "auto", flags)
+    return Run(lambda: _fused_strategy(mode, distributed), flags)
+
+
+def _fused_strategy(mode: str, distributed: bool) -> Strategy | str:
+    if distributed:
+        from retime.strategies import FusedOptimizerDDPStrategy
+
+        strategy: Strategy = FusedOptimizerDDPStrategy(mode=mode)
+        return strategy
+    return "fused_optimizer" if mode == "backward" else "fused_optimizer_forward"
+
+
+class TrainerBlocks:
+    """Short fits of every variant from the same weights; `blocks()` gives one callable a variant for `interleave`."""
+
+    def __init__(self, model: nn.Module, batches: list[Batch], settings: FusionSettings, *, distributed: bool) -> None:
+        self._model = model
+        self._batches = batches
+        self._settings = settings
+        self._distributed = distributed
+
+    def fit(self, variant: str, **options: Any) -> Training:
+        return train(
+            trainer_run(variant, distributed=self._distributed),
+            copy.deepcopy(self._model),
+            self._batches,
+            self._settings.optimizer,
+            device=self._settings.hardware.device,
+            devices=self._settings.devices,
+            **options,
+        )
+
+    def blocks(self) -> dict[str, Callable[[], float]]:
+        def block(variant: str) -> float:
+            return statistics.median(self.fit(variant).step_ms[WARMUP_STEPS:])
+
+        return {name: partial(block, name) for name in self._settings.variants}
+
+
+class Targets(StepTimes):
+    """`fusion_targets`: what this project wants to reach on one core, each case with the numbers it has to meet."""
+
+    axes = ("cases",)
+
+    def points(self, settings: FusionSettings) -> list[dict[str, Any]]:
+        return [{"case": name} for name in settings.cases]
+
+    def detail(self, settings: FusionSettings, at: dict[str, Any]) -> dict[str, Any]:
+        return {"case": settings.cases[at["case"]]}
+
+    def measure(self, settings: FusionSettings, at: dict[str, Any], tick: Tick) -> Measured:
+        case = settings.cases[at["case"]]
+        device = torch.device(settings.hardware.device)
+        model = build_model(case["model"], torch.device("cpu"), settings.seed)
+        steps = WARMUP_STEPS + settings.steps + 1  # as many times between ends of batches, less one
+        batches = build_batches(case["data"], case["batch_size"], steps, device)
+        fits = TrainerBlocks(model, batches, settings, distributed=False)
+        times = interleave(fits.blocks(), settings.rounds, settings.warmup_rounds, tick)
+        rows = [Row(name, "step", "ms", [round(value, 5) for value in values]) for name, values in times.items()]
+        digests = {}
+        for name in settings.variants:
+            counted = fits.fit(name, count_gradients=True)
+            digests[name] = counted.weights
+            rows.append(Row(name, FIRST_GRADIENTS, "MiB", [counted.first_peak_gradient_bytes / MIB]))
+            rows.append(Row(name, GRADIENTS, "MiB", [counted.peak_gradient_bytes / MIB]))
+        same = [name for name in digests if digests[name] == digests.get("fused")]
+        facts = {
+            "parameters": parameter_count(model),
+            "largest layer (MiB)": largest_layer_bytes(model) / MIB,
+            "largest bucket (MiB)": largest_bucket_bytes(model, settings.optimizer, batches) / MIB,
+            "final weights bit-identical to fused": ", ".join(same) or "none",
+        }
+        return Measured(rows, facts)
+
+    def compare(self, result: Result) -> list[Comparison]:
+        cases = {point.at["case"]: point for point in result.points}
+        lines: list[Comparison] = []
+        for case, wants in SPEED_TARGETS.items():
+            for variant, least in wants.items():
+                if case in cases:
+                    what = f"{case}: {label(variant)} over the plain strategy"
+                    lines.append(Comparison(Target(what, "x", least), ratio(cases[case], "fused", variant)))
+        for case, point in cases.items():
+            if case == CANNOT_HELP:
+                for variant in ("retime_backward", "retime_forward"):
+                    target = Target(f"{case}: time {label(variant)} adds to the plain strategy", "%", 1.0, at_most=True)
+                    lines.append(Comparison(target, overhead_percent(point, variant)))
+            elif point.has("retime_backward", GRADIENTS):
+                bound = point.facts["largest layer (MiB)"] + point.facts["largest bucket (MiB)"]
+                target = Target(f"{case}: gradients alive in backward mode", "MiB", bound, at_most=True)
+                alive = spread(point.values("retime_backward", GRADIENTS))
+                first = point.values("retime_backward", FIRST_GRADIENTS)[0]
+                lines.append(Comparison(target, alive, f"in every later step; {first:.1f} MiB in the first"))
+        return lines
+
+    def notes(self, result: Result) -> list[str]:
+        lines = []
+        for point in result.points:
+            for variant in ("retime_backward", "retime_forward"):
+                found = ratio(point, "baseline", variant)
+                if found:
+                    lines.append(f"- {point.at['case']}: {label(variant)} over default AdamW {found.median:.2f} x")
+        return lines
+
+    def draw(self, result: Result, path: Path) -> None:
+        drawing, axes = charts.figure(f"{result.title}\n{hardware_line(result)}", width=9)
+        names = [n for n in result.points[0].variants("step") if VARIANTS[n].ours]
+        cases = [point.at["case"] for point in result.points]
+        for index, name in enumerate(names):
+            values = [ratio(point, "fused", name) for point in result.points]
+            places = [number + (index - (len(names) - 1) / 2) * 0.3 for number in range(len(cases))]
+            known = [(x, value) for x, value in zip(places, values, strict=True) if value]
+            charts.points_with_spread(axes, [x for x, _ in known], [v for _, v in known], label(name), index)
+            wanted = [(x, SPEED_TARGETS.get(c, {}).get(name)) for x, c in zip(places, cases, strict=True)]
+            for x, least in wanted:
+                if least is not None:
+                    axes.hlines(least, x - 0.12, x + 0.12, color=charts.COLOURS[index], linewidth=2.5, alpha=0.5)
+        axes.plot([], [], color=charts.GREY, linewidth=2.5, alpha=0.6, label="wanted at least")
+        charts.even_line(axes, "AdamW(fused=True), plain strategy")
+        axes.set_xticks(range(len(cases)), cases)
+        axes.set_xlim(-0.6, len(cases) - 0.4)
+        axes.set_ylabel("steps per second against\nthe plain strategy (x)")
+        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+        charts.save(drawing, path)
+
+
+CANNOT_HELP = "large_convolution"
+SPEED_TARGETS = {
+    "mlp_batch4": {"retime_backward": 1.10, "retime_forward": 1.00},
+    "mlp_batch64": {"retime_backward": 1.03},
+}
+
+
+class Distributed(StepTimes):
+    """`fusion_ddp`, appendix C.5: the same comparison under DDP and on one device, always in a fresh process.
+
+    A process joins a process group once; a second job of a sweep in it would silently be a group of one.
+    """
+
+    axes = ()
+
+    def points(self, settings: FusionSettings) -> list[dict[str, Any]]:
+        return [{"devices": 1}, {"devices": settings.devices}] if settings.devices > 1 else [{"devices": 1}]
+
+    def blocks(self, settings: FusionSettings) -> int | None:
+        return 1
+
+    def measure(self, settings: FusionSettings, at: dict[str, Any], tick: Tick) -> Measured:
+        request = {
+            "devices": at["devices"],
+            "device": settings.hardware.device,
+            "cores": sorted(os.sched_getaffinity(0)),
+            "model": settings.model,
+            "data": settings.data,
+            "optimizer": settings.optimizer,
+            "batch_size": settings.batch_size,
+            "variants": settings.variants,
+            "rounds": settings.rounds,
+            "warmup_rounds": settings.warmup_rounds,
+            "steps": settings.steps,
+            "seed": settings.seed,
+        }
+        reply = run_fresh("retime.recipes.fusion.ddp_worker", request)
+        tick("fresh process")
+        if reply["world_size"] != at["devices"]:
+            raise RuntimeError(f"{at['devices']} ranks were asked for, {reply['world_size']} ran")
+        rows = [Row(name, "step", "ms", values) for name, values in reply["step_ms"].items()]
+        return Measured(rows, reply["facts"])
+
+    def notes(self, result: Result) -> list[str]:
+        lines = [f'{PAPER}, appendix C.5: "training speedup with DDP is similar to that on a single GPU". Here:']
+        for point in sorted(result.points, key=lambda point: int(point.at["devices"])):
+            peer = strongest_peer(point)
+            for mode in MODES:
+                found = ratio(point, peer, f"retime_{mode}")
+                if found:
+                    lines.append(f"- {ranks(point)}: {mode}-fusion {show(found, 'x')} over {peer}, the strongest peer")
+        return lines
+
+    def draw(self, result: Result, path: Path) -> None:
+        points = sorted(result.points, key=lambda point: int(point.at["devices"]))
+        drawing, axes = charts.figure(f"{result.title}\n{hardware_line(result)}")
+        names = points[0].variants("step")
+        for index, name in enumerate(names):
+            values = [spread(point.values(name, "step")) for point in points]
+            places = [number + (index - (len(names) - 1) / 2) * 0.19 for number in range(len(points))]
+            heights = [value.median for value in values]
+            bars = axes.bar(places, heights, 0.17, color=charts.COLOURS[index], label=label(name))
+            axes.bar_label(bars, fmt="%.1f", fontsize=8, padding=3)
+            reach = [[v.median - v.low for v in values], [v.high - v.median for v in values]]
+            axes.errorbar(places, heights, yerr=reach, fmt="none", color="black", capsize=2, linewidth=1)
+        axes.set_xticks(range(len(points)), [ranks(point) for point in points])
+        axes.set_ylabel("one training step (ms)")
+        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+        charts.save(drawing, path)
+
+
+def ranks(point: Point) -> str:
+    count = int(point.at["devices"])
+    return "one device" if count == 1 else f"DDP, {count} ranks"
+
+
+def overhead_percent(point: Point, variant: str) -> Spread | None:
+    """Time that `variant` adds to the plain step with the fused kernel, in percent, a value a round."""
+    if not point.has(variant, "step"):
+        return None
+    pairs = zip(point.values("fused", "step"), point.values(variant, "step"), strict=True)
+    return spread([100 * (ours / plain - 1) for plain, ours in pairs])
+
+
+def largest_layer_bytes(model: nn.Module) -> int:
+    """Bytes of the parameters, hence of the gradients, that the largest layer holds itself."""
+    return max(sum(p.numel() * p.element_size() for p in m.parameters(recurse=False)) for m in model.modules())
+
+
+def largest_bucket_bytes(model: nn.Module, optimizer: dict[str, Any], batches: list[Batch]) -> int:
+    """The largest bucket that backward fusion really updated at once, in a bare loop of a few steps."""
+    from retime.recipes.fusion.variants import BareLoop
+
+    loop = BareLoop(VARIANTS["retime_backward"], copy.deepcopy(model).to(batches[0][0].device), batches[0], optimizer)
+    for _ in range(3):
+        loop.step()
+    assert loop.wired.report is not None
+    return int(loop.wired.report().largest_bucket_bytes)

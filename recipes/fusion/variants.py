@@ -1,0 +1,176 @@
+"""The ways to run one training step that the optimizer-fusion recipes compare, all in one table.
+
+Every variant is a bare PyTorch loop over the same model, batch and optimizer settings, and gives the same weights up to
+rounding. They differ in the optimizer's kernel and in when updates run:
+
+========================  ==========================  =============================================================
+variant                   kernel                      updates run
+========================  ==========================  =============================================================
+baseline                  torch's default             in `optimizer.step()`
+foreach                   `foreach=True`              in `optimizer.step()`
+fused                     `fused=True`                in `optimizer.step()`
+post_accumulate_hook      best one                    in backward, one optimizer a parameter (torch's tutorial)
+retime_backward           best one                    in backward, by bucket
+retime_forward            best one                    before the next forward, by bucket
+retime_backward_default   torch's default             in backward, by bucket: the paper's comparison with `baseline`
+retime_forward_default    torch's default             before the next forward: the paper's comparison
+no_update                 none                        never, gradients are dropped: the bound on any schedule
+========================  ==========================  =============================================================
+
+The *best* kernel is `fused=True` where the optimizer has it on this device, otherwise torch's default (which is the
+multi-tensor kernel on CUDA).
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from retime.mechanisms.fusion import fuse_optimizer
+from retime.recipes.core.build import KernelUnavailable, build_optimizer, loss_of
+from retime.recipes.core.measure import PhaseClock, middle_step
+
+Kernel = Literal["default", "foreach", "fused", "best"]
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+PHASES = ("forward", "backward", "optimizer")
+
+
+@dataclass
+class Wired:
+    """A model whose updates are arranged: what to call after backward, and a report if there is one."""
+
+    finish: Callable[[], object]
+    report: Callable[[], Any] | None = None
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the step. `ours` marks this package's own."""
+
+    label: str
+    kernel: Kernel
+    wire: Callable[[nn.Module, MakeOptimizer], Wired]
+    ours: bool = False
+    peer: bool = False
+
+
+def _plain(model: nn.Module, make: MakeOptimizer) -> Wired:
+    optimizer = make(model.parameters())
+
+    def finish() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Wired(finish)
+
+
+def _hooked(model: nn.Module, make: MakeOptimizer) -> Wired:
+    optimizers = {parameter: make([parameter]) for parameter in model.parameters() if parameter.requires_grad}
+
+    def update(parameter: Tensor) -> None:
+        optimizer = optimizers[parameter]  # type: ignore[index]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
+    return Wired(lambda: None)
+
+
+def _fusion(mode: str) -> Callable[[nn.Module, MakeOptimizer], Wired]:
+    def wire(model: nn.Module, make: MakeOptimizer) -> Wired:
+        optimizer = make(model.parameters())
+        fusion = fuse_optimizer(model, optimizer, mode=mode)
+
+        def finish() -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return Wired(finish, fusion.report)
+
+    return wire
+
+
+def _no_update(model: nn.Module, make: MakeOptimizer) -> Wired:
+    def drop(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    # Dropped as they come, not all at the end: keeping all gradients costs memory traffic that a bound must not have.
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
+    return Wired(lambda: None)
+
+
+VARIANTS: dict[str, Variant] = {
+    "baseline": Variant("default optimizer", "default", _plain, peer=True),
+    "foreach": Variant("foreach=True", "foreach", _plain, peer=True),
+    "fused": Variant("fused=True", "fused", _plain, peer=True),
+    "post_accumulate_hook": Variant("hook per parameter", "best", _hooked, peer=True),
+    "retime_backward": Variant("retime backward", "best", _fusion("backward"), ours=True),
+    "retime_forward": Variant("retime forward", "best", _fusion("forward"), ours=True),
+    "retime_backward_default": Variant("retime backward, default kernel", "default", _fusion("backward"), ours=True),
+    "retime_forward_default": Variant("retime forward, default kernel", "default", _fusion("forward"), ours=True),
+    "no_update": Variant("no update (bound)", "default", _no_update),
+}
+
+
+class BareLoop:
+    """A variant's own model with its updates arranged, and a batch; `block()` runs steps and times their phases."""
+
+    def __init__(
+        self,
+        variant: Variant,
+        model: nn.Module,
+        batch: tuple[Tensor, Tensor],
+        optimizer: dict[str, Any],
+    ) -> None:
+        self.model = model
+        self.inputs, self.targets = batch
+        device = self.inputs.device
+        flags = kernel_flags(variant.kernel, optimizer, device)
+        self.wired = variant.wire(self.model, lambda parameters: build_optimizer(optimizer, parameters, flags))
+        self.clock = PhaseClock(device)
+
+    def step(self) -> None:
+        """One step, in three phases: forward, backward, and what the loop does after backward."""
+        clock = self.clock
+        clock.start()
+        loss = loss_of(self.model(self.inputs), self.targets)
+        clock.mark()
+        loss.backward()  # type: ignore[no-untyped-call]
+        clock.mark()
+        self.wired.finish()
+        clock.mark()
+
+    def block(self, steps: int) -> list[float]:
+        """The typical one of `steps` steps: its forward, backward and optimizer phase and its whole time, in ms.
+
+        One step more runs first and is not counted: it brings this variant's weights back into the caches.
+        """
+        for _ in range(steps + 1):
+            self.step()
+        return middle_step(self.clock.steps_ms()[1:])
+
+
+def kernel_flags(kernel: Kernel, optimizer: dict[str, Any], device: torch.device) -> dict[str, bool]:
+    """The optimizer's keyword arguments that choose a kernel, for example `{"fused": True}`."""
+    if kernel == "best":
+        probe = nn.Parameter(torch.zeros(1, device=device))
+        try:
+            build_optimizer(optimizer, [probe], {"fused": True})
+        except KernelUnavailable:
+            return {}
+        return {"fused": True}
+    return {} if kernel == "default" else {kernel: True}
+
+
+def choose_variants(names: Iterable[str]) -> dict[str, Variant]:
+    """The named rows of the table; ValueError lists the known names."""
+    unknown = [name for name in names if name not in VARIANTS]
+    if unknown:
+        raise ValueError(f"variants: {unknown[0]!r} is unknown: choose from {', '.join(VARIANTS)}")
+    return {name: VARIANTS[name] for name in names}

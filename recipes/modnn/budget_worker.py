@@ -1,0 +1,285 @@
+"""Trains one network inside one budget, in a process of its own whose data bytes the kernel limits.
+
+The first request is `plan`: what the step needs without a limit, and the floor, which is all; or `train`, with a budget
+in bytes, "floor" or none, or with a `rule` of vDNN. Then each `block` trains some steps, and `end` tells what the
+process held and moved and writes the weights.
+"""
+
+from __future__ import annotations
+
+import gc
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retime.mechanisms.memory.budget_report import PlannedShape
+from retime.mechanisms.memory.budgeted_step import BudgetedStep
+from retime.mechanisms.memory.calibrate import calibrate
+from retime.mechanisms.memory.floor import StepMemory
+from retime.mechanisms.memory.freed_memory import FreedMemory
+from retime.mechanisms.memory.heap import give_back_freed_memory, trim_heap
+from retime.mechanisms.memory.host import parse_host
+from retime.mechanisms.memory.replay import TrainingStep
+from retime.mechanisms.memory.search import PlanChoice, search_plan
+from retime.mechanisms.memory_probe import MemoryProbe
+from retime.recipes.core.build import build_model, build_optimizer, loss_of
+from retime.recipes.models import parameter_count
+from retime.recipes.modnn.processes import Answer
+from retime.recipes.modnn.vdnn import Vdnn
+from retime.recipes.modnn.vdnn_plus import VdnnPlus
+from retime.schedules.memory.errors import BudgetError
+
+_EVERYTHING = 2**60
+# The floor is asked for so often: another calibration may find a higher one.
+_TRIES = 4
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Training:
+    """A model, its optimizer and one batch; with a budget, the steps of a :class:`BudgetedStep`, or of vDNN."""
+
+    def __init__(self, request: dict[str, Any], batch: Batch) -> None:
+        self.batch, self.samples = batch, len(batch[0])
+        self.device = batch[0].device
+        self.model: nn.Module = build_model(request["model"], self.device, request["seed"])
+        self.optimizer = build_optimizer(request["optimizer"], self.model.parameters(), {})
+        self._host, self._sub_batches = request["host"], request.get("sub_batches", True)
+        self.inside: BudgetedStep | None = None
+        self.vdnn: Vdnn | None = None
+        self._freed: FreedMemory | None = None
+
+    def loss(self, batch: Batch) -> Tensor:
+        return loss_of(self.model(batch[0]), batch[1])
+
+    def limit(self, budget_bytes: int, plans: dict[str, Any] | None = None) -> None:
+        """Plan for a budget, or take up plans that were made for it."""
+        self.inside = self.budgeted(budget_bytes)
+        if plans is not None:
+            self.inside.load_state_dict(plans)
+        self.inside.plan(self.loss, self.batch)
+
+    def floor_bytes(self) -> int:
+        """The smallest budget, from the refusal of a smaller one."""
+        step = self.budgeted(1)
+        try:
+            step.plan(self.loss, self.batch)
+        except BudgetError as refusal:
+            return refusal.floor_bytes
+        finally:
+            step.remove()
+        raise AssertionError("a budget of one byte was accepted")
+
+    def plain_choice(self) -> PlanChoice:
+        """The plain step, measured as a plan: its peak, and what is to stay free beside it."""
+        step = TrainingStep(self.model, self.batch, self.samples, self.loss, [self.optimizer])
+        host = parse_host(self._host, self.device)
+        try:
+            costs = calibrate(step, host)
+        finally:
+            host.close()
+        return search_plan(step, _EVERYTHING, memory=StepMemory(step, (self.samples,), costs, check=True))
+
+    def offload(self, rule: str, budget_bytes: int | None) -> None:
+        """By vDNN's rule; inside a budget in sub-batches."""
+        step = self.model, self.loss, self.batch, parse_host(self._host, self.device), rule
+        if budget_bytes is None:
+            self.vdnn = Vdnn(*step)
+        else:
+            self.vdnn = VdnnPlus(*step, optimizer=self.optimizer, budget_bytes=budget_bytes)
+
+    def pool(self, held_bytes: int) -> None:
+        """No plan: the plain step with tensors from the pool, which keeps freed memory up to so many bytes."""
+        self._freed = FreedMemory(self.device)
+        self._freed.hold(held_bytes, [*self.model.parameters(), *self.model.buffers(), *self.batch])
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        if self.inside is not None:
+            self.inside.run(self.loss, self.batch)
+        elif self.vdnn is not None:
+            self.vdnn.run()
+        else:
+            self.loss(self.batch).backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+
+    def close(self) -> None:
+        for part in (self.inside, self.vdnn):
+            if part is not None:
+                part.remove()
+        if self._freed is not None:
+            self._freed.close()
+
+    def budgeted(self, budget_bytes: int) -> BudgetedStep:
+        host = parse_host(self._host, self.device)
+        return BudgetedStep(self.model, [self.optimizer], budget_bytes, host, sub_batches=self._sub_batches)
+
+
+class Server:
+    """Answers the recipe's requests."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self._training: Training | None = None
+        self._base = 0
+        self._planning_s = 0.0
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        handlers = {"plan": self._plan, "train": self._train, "block": self._block, "end": self._end}
+        return handlers[request["do"]](request)
+
+    def _plan(self, request: dict[str, Any]) -> dict[str, Any]:
+        give_back_freed_memory()
+        training = Training(request, _batch(request))
+        choice = training.plain_choice()
+        return {
+            "ideal_bytes": choice.peak_bytes + choice.spare_bytes,
+            "plain_peak_bytes": choice.peak_bytes,
+            "plain_held_bytes": PlannedShape(training.samples, choice).held_bytes(choice.peak_bytes),
+            "floor_bytes": training.floor_bytes(),
+            "parameters": parameter_count(training.model),
+        }
+
+    def _train(self, request: dict[str, Any]) -> dict[str, Any]:
+        budget = request["budget_bytes"]
+        cuda = request["device"] != "cpu"
+        if request["give_back"] and not cuda:
+            give_back_freed_memory()
+        plans = self._rehearse(request)
+        gc.collect()
+        trim_heap()
+        self._base, data_bytes = torch.cuda.memory_allocated() if cuda else resident_bytes(), _data_bytes()
+        self._probe = MemoryProbe(request["device"])
+        limit = None if cuda else request["limit"]  # a CUDA device's allocator has no such limit
+        if limit == "planning":
+            plans = None
+            _limit_data(data_bytes + budget + request["headroom_bytes"])
+        training = self._training = Training(request, _batch(request))
+        started = time.perf_counter()
+        budget = self._begin(training, request, plans)
+        planning_s = time.perf_counter() - started if plans is None else self._planning_s
+        gc.collect()
+        trim_heap()
+        if budget is not None and limit == "training":
+            _limit_data(data_bytes + budget + request["headroom_bytes"])
+        self._probe.start()
+        return {"planning_s": planning_s, "budget_bytes": budget}
+
+    def _rehearse(self, request: dict[str, Any]) -> dict[str, Any] | None:
+        """Plan and train held to nothing, so that what libraries keep from now on is code, not the model's.
+
+        oneDNN reserves 256 KiB of data for the code of every kernel, which RLIMIT_DATA counts and memory does not.
+        With a plan it is all done a second time, with the plan of the first. Returns the plan, for a run that is to
+        follow the same one: another would run other kernels.
+        """
+        plans = None
+        for _ in range(2):  # taking a plan up again looks at other parts of the batch than making it does
+            training = Training(request, _batch(request))
+            started = time.perf_counter()
+            self._begin(training, request, plans)
+            if plans is None:
+                self._planning_s = time.perf_counter() - started
+            training.step()
+            training.close()
+            if training.inside is None:
+                break
+            plans = training.inside.state_dict()
+        return plans
+
+    def _begin(self, training: Training, request: dict[str, Any], plans: dict[str, Any] | None = None) -> int | None:
+        """Plan, or what takes its place; returns the budget."""
+        budget: int | str | None = request["budget_bytes"] if plans is None else plans["made_for"]["budget_bytes"]
+        if isinstance(budget, str):
+            return _limit_to_floor(training)
+        if "held_bytes" in request:
+            training.pool(request["held_bytes"])
+        elif "rule" in request:
+            training.offload(request["rule"], request["budget_bytes"])
+        elif budget is not None:
+            training.limit(budget, plans)
+        return budget
+
+    def _block(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert self._training is not None
+        times = []
+        for _ in range(request["steps"]):
+            started = time.perf_counter()
+            self._training.step()
+            if self._training.device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(1e3 * (time.perf_counter() - started))
+        return {"ms": times}
+
+    def _end(self, request: dict[str, Any]) -> dict[str, Any]:
+        training = self._training
+        assert training is not None
+        self._probe.stop()
+        answer: dict[str, Any] = {
+            "measured_bytes": self._probe.peaks()["batch"] - self._base,
+            "source": self._probe.note or self._probe.source,
+        }
+        if training.vdnn is not None:
+            answer["moved_bytes"] = training.vdnn.moved_bytes()
+            answer["rule"] = str(training.vdnn.plan)
+            if isinstance(training.vdnn, VdnnPlus):
+                answer["predicted_bytes"] = training.vdnn.peak_bytes
+        if training.inside is not None:
+            report = training.inside.report()
+            choice = report.shapes[-1].choice
+            moved = report.offload
+            answer |= {
+                "predicted_bytes": choice.peak_bytes,
+                "plan": str(choice.plan),
+                "sub_batch": choice.plan.sub_batch,
+                "offloaded": len(choice.plan.offload),
+                "predicted_slowdown": choice.step_ms / choice.plain_ms if choice.plain_ms else 1.0,
+                "moved_bytes": (moved.bytes_out + moved.bytes_in) / report.steps if moved else 0,
+                "replanned": report.replanned,
+            }
+        training.close()
+        resource.setrlimit(resource.RLIMIT_DATA, (resource.getrlimit(resource.RLIMIT_DATA)[1],) * 2)
+        torch.save([parameter.detach().cpu() for parameter in training.model.parameters()], request["weights"])
+        return answer
+
+
+def serve() -> Answer:
+    """For :class:`Worker`."""
+    return Server().answer
+
+
+def _batch(request: dict[str, Any]) -> Batch:
+    batch: Batch = torch.load(request["batch"], map_location=request["device"])
+    return (batch[0].flip(0), batch[1].flip(0)) if request.get("reversed") else batch
+
+
+def _limit_to_floor(training: Training) -> int:
+    budget = training.floor_bytes()
+    for _ in range(_TRIES):
+        try:
+            training.limit(budget)
+            return budget
+        except BudgetError as refusal:
+            training.close()
+            budget = refusal.floor_bytes
+    training.limit(budget)
+    return budget
+
+
+def _limit_data(limit_bytes: int) -> None:
+    """The kernel refuses this process data bytes beyond this."""
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, hard))
+
+
+def resident_bytes() -> int:
+    """What this process holds of the machine's memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def _data_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmData:")) * 1024

@@ -1,0 +1,157 @@
+"""`modnn_budget_sweep`: real training inside budgets from 100 % of the ideal peak down to the floor.
+
+Processor memory is the device and a disk the host. Every budget has a process of its own in which the kernel refuses
+data bytes beyond it (RLIMIT_DATA); all processes of a network and one without a budget take turns, a block of steps
+each.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from retime.recipes.core import charts
+from retime.recipes.core.claims import Comparison
+from retime.recipes.core.measure import speedup, spread
+from retime.recipes.core.recipe import Measured, Tick
+from retime.recipes.core.results import Point, Result
+from retime.recipes.core.schema import MemorySettings
+from retime.recipes.modnn import claims
+from retime.recipes.modnn.over_networks import NetworkRecipe
+from retime.recipes.modnn.report import (
+    POOL,
+    REVERSED,
+    budgets_of,
+    differences,
+    needed_mib,
+    plans_and_failures,
+    prediction_error,
+    slowdown,
+    slowdowns,
+    untrained,
+)
+from retime.recipes.modnn.side_by_side import (
+    BUDGET,
+    FLOOR,
+    MEASURED,
+    MOVED,
+    POOLED,
+    PREDICTED,
+    STEP,
+    UNLIMITED,
+    VDNN_PLUS,
+    side_by_side,
+)
+
+
+class Budgets(NetworkRecipe):
+    """A point a network; a variant a budget."""
+
+    quantity = STEP
+
+    def points(self, settings: MemorySettings) -> list[dict[str, Any]]:
+        for budget in settings.budgets:
+            if budget != FLOOR and not (isinstance(budget, int | float) and budget > 0):
+                raise ValueError(f"budgets has {budget!r}: give percents of the ideal peak, or {FLOOR!r}")
+        return super().points(settings)
+
+    def blocks_a_round(self, settings: MemorySettings) -> int | None:
+        return len(settings.budgets) * (1 + len(settings.rules)) + 3
+
+    def references(self, point: Point) -> dict[str, str]:
+        return {"speed over unlimited": UNLIMITED, "speed over the pool": POOLED}
+
+    def measure(self, settings: MemorySettings, at: dict[str, Any], tick: Tick) -> Measured:
+        return Measured(*side_by_side(settings, settings.cases[at["network"]], settings.budgets, tick))
+
+    def compare(self, result: Result) -> list[Comparison]:
+        lines = [*slowdowns(result.points)]
+        for point in result.points:
+            if "VGG" in point.at["network"]:
+                needed = [needed_mib(point, name) for name in budgets_of(point)]
+                ratio = spread([point.facts["ideal peak MiB"] / min(needed)]) if needed else None
+                remark = f"{point.at['network']}, batch {point.facts['batch size']}, trained"
+                lines.append(Comparison(claims.SMALLEST_BUDGET, ratio, remark))
+        for point in result.points:
+            names, missing = budgets_of(point), untrained(point, point.settings["budgets"])
+            if names:
+                error, where = max((abs(prediction_error(point, name)), name) for name in names)
+                lines.append(Comparison(claims.PREDICTION_ERROR, spread([error]), f"{point.at['network']}, at {where}"))
+            lines += _over_vdnn_plus(point)
+            died = point.facts["out of memory"]
+            remark = ": ".join([point.at["network"], *([", ".join(died)] if died else [])])
+            lines.append(Comparison(claims.OUT_OF_MEMORY, spread([len(died)]), remark))
+            lines += differences([point], missing)
+        return lines
+
+    def notes(self, result: Result) -> list[str]:
+        lines = [
+            "Peaks are the process's peak resident size above the same process before it built the model, while it "
+            "trains; so is the budget to which RLIMIT_DATA holds the process, enforced by the kernel from the first "
+            "step on, with headroom_mb beside. Each process has planned and trained without a limit before, and once "
+            "more under the same plan, which it then follows. The ideal peak is predicted: tensors and what operations "
+            "need for themselves, and what stays free beside that.",
+            POOL,
+            REVERSED,
+            "vDNN+ is vDNN's rule executed for real, each storage back one ahead of its use, in the largest parts of "
+            "the batch that fit the budget, with the same pool.",
+            "Weights differ: norm of the difference of all weights over their norm.",
+            "The floor's budget is the floor that a refusal names, asked for until there is none.",
+        ]
+        return [*lines, *(line for point in result.points for line in plans_and_failures(point, point.at["network"]))]
+
+    def draw(self, result: Result, path: Path) -> None:
+        drawing, panels = charts.panels(result.title, 2, width=12.0)
+        for index, point in enumerate(result.points):
+            network, names = point.at["network"], budgets_of(point)
+            if not names:
+                continue
+            shares = [100 * point.values(name, BUDGET)[0] / point.facts["ideal peak MiB"] for name in names]
+            slower = [slowdown(point, name) for name in names]
+            known = [(place, value) for place, value in zip(shares, slower, strict=True) if value is not None]
+            label = (
+                f"{point.at['network']} ({point.facts['batch size']}), ideal {point.facts['ideal peak MiB']:.0f} MiB"
+            )
+            places, values = [place for place, _ in known], [value for _, value in known]
+            colour = charts.points_with_spread(panels[0], places, values, label, index, line=True)
+            pooled = slowdown(point, POOLED)
+            if pooled is not None:
+                panels[0].plot([100], [pooled.median], "*", markersize=11, color=colour, label=f"{network}, {POOLED}")
+            for rule in point.settings.get("rules", []):
+                theirs = [slowdown(point, VDNN_PLUS.format(rule, name)) for name in names]
+                known = [(place, value) for place, value in zip(shares, theirs, strict=True) if value is not None]
+                places, medians = [place for place, _ in known], [value.median for _, value in known]
+                if known:
+                    panels[0].plot(places, medians, ":x", color=colour, label=f"{network}, vDNN+ ({rule})")
+            ratios = [point.values(n, MEASURED)[0] / point.values(n, BUDGET)[0] for n in names]
+            panels[1].plot(shares, ratios, "o-", color=charts.COLOURS[index], label=f"{network}, measured")
+            ratios = [point.values(n, PREDICTED)[0] / point.values(n, BUDGET)[0] for n in names]
+            panels[1].plot(shares, ratios, "x--", color=charts.COLOURS[index], label=f"{network}, predicted")
+        for axes in panels:
+            axes.set_xscale("log")
+            axes.invert_xaxis()
+            axes.set_xlabel("budget (% of the ideal peak)")
+            axes.set_xticks([100, 50, 25, 10, 5], ["100", "50", "25", "10", "5"])
+        charts.even_line(panels[0], "unlimited")
+        charts.even_line(panels[1], "budget")
+        panels[0].set_ylabel("step time over unlimited")
+        panels[1].set_ylabel("peak over budget")
+        panels[0].legend(fontsize=8)
+        panels[1].legend(fontsize=8)
+        charts.save(drawing, path)
+
+
+def _over_vdnn_plus(point: Point) -> Iterator[Comparison]:
+    """Speed over vDNN+ and bytes against it, over the budgets in which both trained."""
+    for rule in point.settings.get("rules", []):
+        both = ((name, VDNN_PLUS.format(rule, name)) for name in budgets_of(point))
+        pairs = [(name, theirs) for name, theirs in both if point.has(theirs, STEP)]
+        if not pairs:
+            lacking = f"{point.at['network']}: no budget in which both trained"
+            yield Comparison(claims.OVER_VDNN_PLUS, None, lacking)
+            continue
+        where = f"{point.at['network']}, {VDNN_PLUS.format(rule, ', '.join(name for name, _ in pairs))}"
+        ratios = [speedup(point.values(theirs, STEP), point.values(name, STEP)).median for name, theirs in pairs]
+        yield Comparison(claims.OVER_VDNN_PLUS, spread(ratios), where)
+        ours, others = (sum(point.values(pair[side], MOVED)[0] for pair in pairs) for side in (0, 1))
+        share = spread([100 * ours / others]) if others else None
+        yield Comparison(claims.MOVED_SHARE, share, f"{where}: {ours:.0f} MiB against {others:.0f} MiB in all")

@@ -1,0 +1,203 @@
+"""One of several ranks that train one batch together, each inside a budget: what `modnn_fig17` times."""
+
+import gc
+import os
+import time
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from retime.mechanisms.memory.budgeted_ddp import BudgetedDataParallelStep
+from retime.mechanisms.memory.data_parallel_memory import bucket_bytes
+from retime.mechanisms.memory.freed_memory import FreedMemory
+from retime.mechanisms.memory.heap import trim_heap
+from retime.mechanisms.memory.host import parse_host
+from retime.mechanisms.memory.offload import OffloadSavedTensors
+from retime.mechanisms.memory_probe import MemoryProbe
+from retime.recipes.core.build import CPU, build_model, build_optimizer, loss_of
+from retime.recipes.modnn.budget_worker import resident_bytes
+from retime.recipes.modnn.processes import Answer
+from retime.schedules.memory import OffloadPlan
+from retime.schedules.memory.errors import BudgetError
+
+ONE, WHOLE = "one process", "whole batches"
+ONCE, EACH = "reduced once a batch", "reduced after every sub-batch"
+_BUCKETS_MADE = 2
+"""DDP makes its buckets once more in its second step."""
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Rank:
+    """Answers `join`, then `block`s of steps, then `end`; all ranks are asked the same at the same time."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self._reduced_bytes = self._steps = 0
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        return {"join": self._join, "block": self._block, "end": self._end}[request["do"]](request)
+
+    def _join(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Build the model, take this rank's share of the batch, and plan it or take up a plan.
+
+        All ways take tensors from the same pool, which holds what their plans, or the whole step, need: they are not
+        to differ by what an allocator does.
+        """
+        rank, ranks = request["rank"], request["ranks"]
+        self._way: str = request["way"]
+        self._plan: OffloadPlan | None = None
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+        rendezvous = f"file://{request['rendezvous']}"
+        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=ranks)
+        self._rehearse(request, _share(request))
+        gc.collect()
+        trim_heap()
+        self._base = resident_bytes()
+        self._batch = _share(request)
+        self._module: nn.Module = build_model(request["model"], CPU, request["seed"])
+        self._model = self._module
+        self._optimizer = build_optimizer(request["optimizer"], self._module.parameters(), {})
+        if self._way != ONE:
+            self._model = DistributedDataParallel(self._module)
+            self._model.register_comm_hook(None, self._reduce)
+        self._host = parse_host(request["host"], CPU)
+        answer = self._plan_once(request) if self._way == ONCE else self._take_up(request)
+        gc.collect()
+        trim_heap()
+        self._probe = MemoryProbe(CPU)
+        self._probe.start()
+        return {"cores": len(cores), "plan": "no budget" if self._plan is None else str(self._plan), **answer}
+
+    def _rehearse(self, request: dict[str, Any], batch: Batch) -> None:
+        """Two steps, and their plan, of a model that is not kept: code that is loaded or generated is not the model's.
+
+        Two, since DDP allocates its buckets once more after the first.
+        """
+        module = build_model(request["model"], CPU, request["seed"])
+        optimizer = build_optimizer(request["optimizer"], module.parameters(), {})
+        model = module if self._way == ONE else DistributedDataParallel(module)
+        samples = OffloadPlan.parse(request["plan"]).sub_batch if self._way == EACH else len(batch[0])
+        part = batch[0][:samples], batch[1][:samples]
+        inside = None
+        if self._way == ONCE:
+            assert isinstance(model, DistributedDataParallel)
+            host = parse_host(request["host"], CPU)
+            inside = BudgetedDataParallelStep(model, [optimizer], request["budget_bytes"], host)
+        with suppress(BudgetError):  # if it is too small, the step that is to train says so
+            for _ in range(2):
+                optimizer.zero_grad()
+                if inside is None:
+                    loss_of(model(part[0]), part[1]).backward()  # type: ignore[no-untyped-call]
+                else:
+                    inside.run(lambda some: loss_of(model(some[0]), some[1]), part)
+                optimizer.step()
+        if inside is not None:
+            inside.remove()
+
+    def _plan_once(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert isinstance(self._model, DistributedDataParallel)
+        budget = request["budget_bytes"]
+        self._inside = BudgetedDataParallelStep(self._model, [self._optimizer], budget, self._host)
+        shape = self._inside.plan(self._loss, self._batch)
+        self._plan = shape.choice.plan
+        return {
+            "in_flight_bytes": shape.choice.in_flight_bytes,
+            "predicted_bytes": shape.choice.peak_bytes,
+            "held_bytes": shape.held_bytes(budget),
+        }
+
+    def _take_up(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Of ``EACH`` every rank has to reduce as often, so all take one rank's plan; the others have none."""
+        if self._way == EACH:
+            self._plan, self._in_flight_bytes = OffloadPlan.parse(request["plan"]), request["in_flight_bytes"]
+        self._freed = FreedMemory(CPU)
+        beside = bucket_bytes(self._model) if self._way == WHOLE else 0
+        there = [*self._module.parameters(), *self._module.buffers(), *self._batch]
+        self._freed.hold(request["held_bytes"] + beside, there)
+        return {}
+
+    def _reduce(
+        self,
+        state: None,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+    ) -> torch.futures.Future[Tensor]:
+        group = dist.group.WORLD
+        assert group is not None
+        self._reduced_bytes += bucket.buffer().nbytes
+        return allreduce_hook(group, bucket)
+
+    def _loss(self, batch: Batch) -> Tensor:
+        return loss_of(self._model(batch[0]), batch[1])
+
+    def _step(self) -> None:
+        self._optimizer.zero_grad()
+        if self._way == ONCE:
+            self._inside.run(self._loss, self._batch)
+        elif self._plan is None:
+            self._loss(self._batch).backward()  # type: ignore[no-untyped-call]
+        else:
+            self._reduce_each(self._plan)
+        self._optimizer.step()
+        self._steps += 1
+        if self._steps == _BUCKETS_MADE:
+            trim_heap()  # all ways alike: of what DDP's first buckets were
+
+    def _reduce_each(self, plan: OffloadPlan) -> None:
+        """The same sub-batches under plain DDP, which reduces all that was added up so far after each of them."""
+        samples = len(self._batch[0])
+        for first in range(0, samples, plan.sub_batch):
+            inputs, targets = (tensor[first : first + plan.sub_batch] for tensor in self._batch)
+            with self._offloading(plan, inputs, targets):
+                loss = self._loss((inputs, targets)) * (len(inputs) / samples)
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    def _offloading(self, plan: OffloadPlan, *part: Tensor) -> AbstractContextManager[Any]:
+        if not plan.offload:
+            return nullcontext()
+        # what the forward pass saves of a weighted loss is one number more than was planned for: no matter
+        keep = [*self._module.parameters(), *self._module.buffers(), *part]
+        return OffloadSavedTensors(plan, self._host, keep, self._in_flight_bytes, on_mismatch=lambda mismatch: None)
+
+    def _block(self, request: dict[str, Any]) -> dict[str, Any]:
+        times = []
+        for _ in range(request["steps"]):
+            dist.barrier()
+            started = time.perf_counter()
+            self._step()
+            times.append(1e3 * (time.perf_counter() - started))
+        return {"ms": times}
+
+    def _end(self, request: dict[str, Any]) -> dict[str, Any]:
+        self._probe.stop()
+        if self._way == ONCE:
+            self._inside.remove()
+        else:
+            self._freed.close()
+        self._host.close()
+        torch.save([parameter.detach() for parameter in self._module.parameters()], request["weights"])
+        dist.barrier()
+        dist.destroy_process_group()
+        return {
+            "reduced_bytes": self._reduced_bytes / max(1, self._steps),
+            "measured_bytes": self._probe.peaks()["batch"] - self._base,
+        }
+
+
+def _share(request: dict[str, Any]) -> Batch:
+    """This rank's samples."""
+    inputs, targets = torch.load(request["batch"])
+    share = len(inputs) // request["ranks"]
+    own = slice(request["rank"] * share, (request["rank"] + 1) * share)
+    return inputs[own].clone(), targets[own].clone()
+
+
+def serve() -> Answer:
+    """For :class:`Worker`."""
+    return Rank().answer

@@ -1,0 +1,221 @@
+"""Figure 17 of moDNN for real: ranks inside a budget each, gradients reduced once a batch or after every sub-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from retime.recipes.core import charts
+from retime.recipes.core.claims import Comparison, amount
+from retime.recipes.core.measure import Spread, interleave, speedup, spread
+from retime.recipes.core.recipe import Measured, Tick
+from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.schema import MemorySettings
+from retime.recipes.modnn import claims
+from retime.recipes.modnn.over_networks import NetworkRecipe
+from retime.recipes.modnn.processes import Worker, WorkerError, closing
+from retime.recipes.modnn.rank_worker import EACH, ONCE, ONE, WHOLE, serve
+from retime.recipes.modnn.report import prediction_error
+from retime.recipes.modnn.side_by_side import (
+    BUDGET,
+    DIFFERENCE,
+    MEASURED,
+    MIB,
+    PREDICTED,
+    STEP,
+    away_ppm,
+    failure,
+    network_for,
+)
+from retime.schedules.memory import OffloadPlan
+
+REDUCED = "reduced a step"
+REFUSED = "refused"
+WAYS = (WHOLE, ONCE, EACH)
+
+
+class Ranks(NetworkRecipe):
+    """A point a network and a budget of each rank, in percent of what its share of the batch needs."""
+
+    axes = ("cases", "budgets")
+    quantity = STEP
+
+    def points(self, settings: MemorySettings) -> list[dict[str, Any]]:
+        return [{"network": name, "budget": float(share)} for name in settings.cases for share in settings.budgets]
+
+    def blocks_a_round(self, settings: MemorySettings) -> int | None:
+        return len(WAYS) + 1
+
+    def references(self, point: Point) -> dict[str, str]:
+        return {"speed over one process": ONE, "speed over every sub-batch": EACH}
+
+    def measure(self, settings: MemorySettings, at: dict[str, Any], tick: Tick) -> Measured:
+        case = settings.cases[at["network"]]
+        with network_for(settings, {**case, "batch_size": case["batch_size"] // settings.devices}) as share:
+            of_share = share.plan()
+        budget = int(at["budget"] / 100 * of_share["ideal_bytes"])
+        workers: dict[str, Worker] = {}
+        facts: dict[str, Any] = {"batch size": case["batch_size"], "ranks": settings.devices, "plans": {}}
+        with network_for(settings, case) as network, closing(workers):
+            plain = {ONE: network.plan(), WHOLE: of_share}
+            predicted = {way: known["plain_peak_bytes"] for way, known in plain.items()}
+            given = {way: {"held_bytes": known["plain_held_bytes"]} for way, known in plain.items()}
+            for way in (ONE, *WAYS):
+                count = 1 if way == ONE else settings.devices
+                request = {
+                    **{**network.request, **given.get(way, {}), "do": "join", "way": way, "ranks": count},
+                    **{"budget_bytes": budget, "rendezvous": str(network.folder / f"{way}.rendezvous")},
+                }
+                ranks = [Worker(serve, None, settings.timeout_s) for _ in range(count)]
+                workers |= {f"{way} {rank}": worker for rank, worker in enumerate(ranks)}
+                try:
+                    ready = _together(ranks, [{**request, "rank": rank} for rank in range(count)])
+                except WorkerError as error:
+                    if failure(error) != REFUSED:
+                        raise
+                    return Measured([], {**facts, REFUSED: str(error)})
+                facts["cores"], facts["plans"][way] = ready[0]["cores"], ready[0]["plan"]
+                if way == ONCE:
+                    predicted[way] = max(answer["predicted_bytes"] for answer in ready)
+                    given[EACH] = ready[0]
+            blocks: dict[str, Callable[[], float]] = {
+                way: partial(_block_ms, _of(workers, way), settings.steps) for way in (ONE, *WAYS)
+            }
+            times = interleave(blocks, settings.rounds, settings.warmup_rounds, tick)
+            rows = [Row(way, STEP, "ms", kept) for way, kept in times.items()]
+            rows += [Row(way, BUDGET, "MiB", [budget / MIB]) for way in (ONCE, EACH)]
+            rows += [Row(way, PREDICTED, "MiB", [nbytes / MIB]) for way, nbytes in predicted.items()]
+            rows += _ends(workers, network.folder)
+        return Measured(rows, facts)
+
+    def compare(self, result: Result) -> list[Comparison]:
+        lines = []
+        for point in _trained(result):
+            where = f"{point.at['network']} with {point.facts['ranks']} ranks on {point.facts['cores']} cores"
+            budget = f"{where}, {point.at['budget']:g} %"
+            found = speedup(point.values(ONE, STEP), point.values(WHOLE, STEP))
+            lines.append(Comparison(claims.FOUR_IDEAL, found, f"{budget}, {WHOLE}: not four devices"))
+            lines += [_once_over_each(point, budget), *_peaks(point, budget)]
+            away = max(point.values(way, DIFFERENCE)[0] for way in WAYS)
+            lines.append(Comparison(claims.RANKS_DIFFERENCE, spread([away]), budget))
+        remark = "budgets here are shares of what a rank's batch needs, not GB of four devices"
+        lines += [Comparison(claim, None, remark) for claim in (claims.FOUR_MODNN, claims.FOUR_6_GB_NAIVE)]
+        return lines
+
+    def notes(self, result: Result) -> list[str]:
+        lines = [
+            "Ranks are processes of one core each that reduce gradients over gloo on this machine; DDP overlaps the "
+            "last backward pass with it. The paper's naive way, one device that sums at the end, is not that of DDP: "
+            "what is compared is a reduction a batch against one after every sub-batch, by the same plan.",
+            "All ways, the one process too, take tensors from the same pool, which keeps freed memory up to what the "
+            "plan or the whole step needs. Measured is a rank's peak resident size above the same process before it "
+            "built the model, after a rehearsal with another model. Budgets and predictions count DDP's buckets and "
+            "what reductions allocate; those of whole batches do not. No kernel limit holds a rank.",
+        ]
+        for point in result.points:
+            if REFUSED in point.facts:
+                lines.append(f"- {point.at['network']}, {point.at['budget']:g} %: {point.facts[REFUSED]}")
+                continue
+            plans = "; ".join(f"{way}: {plan}" for way, plan in point.facts["plans"].items())
+            lines.append(f"- {point.at['network']}, {point.at['budget']:g} %: {plans}")
+            if point.facts["cores"] < point.facts["ranks"]:
+                lines.append("- the ranks shared cores, so nothing is said about speed")
+        return lines
+
+    def draw(self, result: Result, path: Path) -> None:
+        trained = _trained(result)
+        if not trained:
+            reasons = [f"{_name(point)}: {point.facts[REFUSED]}" for point in result.points]
+            charts.save(charts.only_text(result.title, reasons or ["nothing was measured"]), path)
+            return
+        drawing, (speeds, peaks) = charts.panels(result.title, 2, width=12.0)
+        for index, way in enumerate(WAYS):
+            values = [speedup(point.values(ONE, STEP), point.values(way, STEP)) for point in trained]
+            charts.points_with_spread(speeds, _beside(values, index - 1), values, way, index)
+        speeds.set_ylabel("speed over one process")
+        charts.even_line(speeds, ONE)
+        for quantity, filled in ((MEASURED, True), (PREDICTED, False)):
+            values = [spread([_of_budget(point, quantity)]) for point in trained]
+            colour = WAYS.index(ONCE)
+            charts.points_with_spread(peaks, _beside(values, 0), values, quantity, colour, filled=filled)
+        peaks.set_ylabel(f"peak over the budget, {ONCE}")
+        charts.even_line(peaks, "budget")
+        for axes in (speeds, peaks):
+            axes.set_xticks(range(len(trained)), [_name(point) for point in trained])
+            axes.set_xlim(-0.5, len(trained) - 0.5)
+            axes.set_ylim(0, axes.get_ylim()[1] * 1.25)
+            axes.legend(fontsize=8, loc="upper left", ncols=2)
+        charts.save(drawing, path)
+
+
+def _name(point: Point) -> str:
+    return f"{point.at['network']}\n{point.at['budget']:g} %"
+
+
+def _beside(values: list[Spread], shift: int) -> list[float]:
+    return [place + 0.2 * shift for place in range(len(values))]
+
+
+def _once_over_each(point: Point, where: str) -> Comparison:
+    """Both ways are the same if the plan has a rank's share in one part."""
+    share = point.facts["batch size"] // point.facts["ranks"]
+    sub_batch = OffloadPlan.parse(point.facts["plans"][ONCE]).sub_batch
+    if sub_batch >= share:
+        remark = f"{where}: nothing to compare, a rank's {share} samples are one sub-batch, so both ways reduce once"
+        return Comparison(claims.ONCE_OVER_EACH, None, remark)
+    return Comparison(claims.ONCE_OVER_EACH, speedup(point.values(EACH, STEP), point.values(ONCE, STEP)), where)
+
+
+def _peaks(point: Point, where: str) -> list[Comparison]:
+    """What a rank held against its budget and against what was predicted for it."""
+    held, budget, predicted = (
+        amount(point.values(ONCE, quantity)[0], "MiB") for quantity in (MEASURED, BUDGET, PREDICTED)
+    )
+    return [
+        Comparison(claims.WITHIN_BUDGET, spread([_of_budget(point, MEASURED)]), f"{where}, {ONCE}: {held} in {budget}"),
+        Comparison(
+            claims.PREDICTION_ERROR,
+            spread([abs(prediction_error(point, ONCE))]),
+            f"{where}, {ONCE}: {held} where {predicted} were predicted",
+        ),
+    ]
+
+
+def _of_budget(point: Point, quantity: str) -> float:
+    return point.values(ONCE, quantity)[0] / point.values(ONCE, BUDGET)[0]
+
+
+def _trained(result: Result) -> list[Point]:
+    return [point for point in result.points if REFUSED not in point.facts]
+
+
+def _of(workers: dict[str, Worker], way: str) -> list[Worker]:
+    return [worker for name, worker in workers.items() if name.startswith(way)]
+
+
+def _together(ranks: list[Worker], requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Ask all before the first answers: each waits for the others."""
+    for worker, request in zip(ranks, requests, strict=True):
+        worker.tell(request)
+    return [worker.answer() for worker in ranks]
+
+
+def _block_ms(ranks: list[Worker], steps: int) -> float:
+    answers = _together(ranks, [{"do": "block", "steps": steps}] * len(ranks))
+    return max(spread(answer["ms"]).median for answer in answers)
+
+
+def _ends(workers: dict[str, Worker], folder: Path) -> list[Row]:
+    """What each way held and reduced, and how far its weights are from those of one process."""
+    rows = []
+    for way in (ONE, *WAYS):
+        ranks, place = _of(workers, way), folder / f"{way}.pt"
+        requests = [{"do": "end", "weights": f"{place}{rank or ''}"} for rank in range(len(ranks))]
+        answers = _together(ranks, requests)
+        rows.append(Row(way, MEASURED, "MiB", [max(answer["measured_bytes"] for answer in answers) / MIB]))
+        if way != ONE:
+            rows.append(Row(way, REDUCED, "MiB", [answers[0]["reduced_bytes"] / MIB]))
+            rows.append(Row(way, DIFFERENCE, "ppm", [away_ppm(place, folder / f"{ONE}.pt")]))
+    return rows

@@ -1,0 +1,229 @@
+"""One network trained side by side without a budget and inside several, and what each process held, moved and learnt.
+
+Processor memory is the device and a disk the host. Every budget has a process of its own in which the kernel refuses
+data bytes beyond it (RLIMIT_DATA); all processes of a network take turns, a block of steps each.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from retime.recipes.core.build import build_batches
+from retime.recipes.core.measure import interleave, spread
+from retime.recipes.core.recipe import Tick
+from retime.recipes.core.results import Row
+from retime.recipes.core.schema import MemorySettings
+from retime.recipes.modnn.budget_worker import serve
+from retime.recipes.modnn.processes import Worker, WorkerError, answer_once, closing
+
+MIB = 2**20
+UNLIMITED, GIVING_BACK, FLOOR = "unlimited", "unlimited, freed memory given back", "floor"
+POOLED = "unlimited, with the pool"
+"""The plain step, with tensors from the pool that steps inside budgets use."""
+STEP, PREDICTED, MEASURED, MOVED, DIFFERENCE, BUDGET = (
+    *("step", "predicted peak", "measured peak", "moved a step"),
+    *("weights differ", "budget"),
+)
+VDNN_PLUS = "vDNN+ ({}), {}"
+"""By its rule and the budget's name."""
+FAILURES = ("refused", "out of memory", "failed")
+"""What becomes of a process that does not train; facts of these names say why, a variant each."""
+_PLAN_KEYS = ("plan", "sub_batch", "offloaded", "predicted_slowdown", "replanned")
+_NO_MEMORY = ("MemoryError", "can't allocate memory", "bad_alloc", "could not create a primitive", "the process ended")
+
+Block = Callable[[Worker, int, str, dict[str, Any]], float]
+
+
+class Network:
+    """A network, its optimizer and its batch, as all processes of a comparison get them.
+
+    Args:
+        settings: of the recipe.
+        case: model, batch_size, and what differs from the settings: data, optimizer, sub_batches.
+        folder: for the batch and for weights.
+
+    Attributes:
+        request: what every process is told.
+    """
+
+    def __init__(self, settings: MemorySettings, case: dict[str, Any], folder: Path) -> None:
+        self.settings, self.folder = settings, folder
+        case = {"data": settings.data, "optimizer": settings.optimizer, **case}
+        self.batch_size = case["batch_size"]
+        (batch,) = build_batches(case.pop("data"), self.batch_size, 1)
+        # One file a batch: a tensor cut out of a data set would take the whole set along.
+        place = folder / "batch.pt"
+        torch.save(tuple(tensor.clone() for tensor in batch), place)
+        host: str | None = settings.host
+        if host == "disk:":  # CUDA devices have the processor's memory
+            host = None if settings.hardware.device != "cpu" else f"disk:{tempfile.gettempdir()}"
+        self.request = {
+            **{key: case[key] for key in ("model", "optimizer")},
+            "sub_batches": case.get("sub_batches", True),
+            "batch": str(place),
+            "device": settings.hardware.device,
+            "seed": settings.seed,
+            "host": host,
+            "headroom_bytes": int(settings.headroom_mb * MIB),
+            "limit": settings.limit,
+        }
+
+    def plan(self) -> dict[str, Any]:
+        """What a step needs: `ideal_bytes`, `plain_peak_bytes`, `plain_held_bytes`, `floor_bytes`; and `parameters`.
+
+        The plain step's peak is predicted; the ideal is the budget it needs, with what stays free beside it; held are
+        its tensors, with what they have freed.
+        """
+        return answer_once(serve, {**self.request, "do": "plan"}, self.settings.timeout_s)
+
+    def process(self, budget: int | str | None, *, give_back: bool = True, **more: Any) -> Worker:
+        """A process that trains inside a budget of so many bytes, at the floor, or without a budget.
+
+        Raises:
+            WorkerError: the budget was refused, or planning failed; see `failure`.
+        """
+        limit = self.request["limit"] if isinstance(budget, int) else "training"
+        train = {"do": "train", "budget_bytes": budget, "give_back": give_back, "limit": limit}
+        return Worker(serve, {**self.request, **train, **more}, self.settings.timeout_s)
+
+
+@contextmanager
+def network_for(settings: MemorySettings, case: dict[str, Any]) -> Iterator[Network]:
+    """The network with a folder of its own.
+
+    Raises:
+        ValueError: `limit` is neither training nor planning.
+    """
+    if settings.limit not in ("training", "planning"):
+        raise ValueError(f"limit={settings.limit!r}: choose training (from the first step on) or planning (before it)")
+    with tempfile.TemporaryDirectory(prefix="retime-modnn-") as folder:
+        yield Network(settings, case, Path(folder))
+
+
+def no_failures() -> dict[str, dict[str, str]]:
+    """Facts for `FAILURES` to be filled in."""
+    return {kind: {} for kind in FAILURES}
+
+
+def failure(error: WorkerError) -> str:
+    """What became of a process that did not train: one of `FAILURES`, of which the last is for other reasons."""
+    text = str(error)
+    if text.startswith("BudgetError"):
+        return "refused"
+    return "out of memory" if any(sign in text for sign in _NO_MEMORY) else "failed"
+
+
+def side_by_side(
+    settings: MemorySettings, case: dict[str, Any], budgets: list[Any], tick: Tick, block: Block | None = None
+) -> tuple[list[Row], dict[str, Any]]:
+    """Rows and facts of a network without a budget and inside each budget: percents of the ideal peak, or the floor.
+
+    For each rule of `settings.rules` vDNN+ trains inside the budgets in percent too. `block` has a worker train some
+    steps, and returns milliseconds a step; see `block_ms`, which is the default.
+    """
+    block = block or block_ms
+    with network_for(settings, case) as network:
+        known = network.plan()
+        ideal, floor = known["ideal_bytes"], known["floor_bytes"]
+        facts: dict[str, Any] = {
+            "batch size": network.batch_size,
+            "parameters": known["parameters"],
+            "ideal peak MiB": round(ideal / MIB, 2),
+            "floor MiB": round(floor / MIB, 2),
+            "ideal over floor": round(ideal / floor, 2),
+            "peak of the plain step MiB": round(known["plain_peak_bytes"] / MIB, 2),
+            **no_failures(),
+            "plans": {},
+            "rules": {},
+        }
+        rows: list[Row] = []
+        workers: dict[str, Worker] = {}
+        with closing(workers):
+            for name, budget, more in _named(budgets, known, settings):
+                try:
+                    workers[name] = network.process(budget, give_back=name != UNLIMITED, **more)
+                except WorkerError as error:
+                    facts[failure(error)][name] = str(error)
+                    continue
+                if budget is not None:
+                    rows.append(Row(name, BUDGET, "MiB", [workers[name].ready["budget_bytes"] / MIB]))
+            blocks = {name: partial(block, worker, settings.steps, name, facts) for name, worker in workers.items()}
+            for name, kept in interleave(blocks, settings.rounds, settings.warmup_rounds, tick).items():
+                if all(kept):  # it lived through all of them
+                    rows += [Row(name, STEP, "ms", kept), *_end(workers[name], name, network.folder, facts)]
+    return rows, facts
+
+
+def block_ms(worker: Worker, steps: int, name: str, facts: dict[str, Any]) -> float:
+    """The median step of a block; 0 from the block on in which the process failed, and `facts` say how."""
+    if name in facts["out of memory"] or name in facts["failed"]:
+        return 0.0
+    try:
+        return spread(worker.ask({"do": "block", "steps": steps})["ms"]).median
+    except WorkerError as error:
+        facts[failure(error)][name] = str(error)
+        return 0.0
+
+
+def budget_name(budget: Any) -> str:
+    """How the rows of a budget are called: percents of the ideal peak, or the floor."""
+    return FLOOR if budget == FLOOR else f"{budget:g} %"
+
+
+def _named(
+    budgets: list[Any], known: dict[str, Any], settings: MemorySettings
+) -> list[tuple[str, int | str | None, dict[str, Any]]]:
+    """Processes by name: the budget of each, and what else its request has."""
+    nbytes = {budget: FLOOR if budget == FLOOR else int(budget / 100 * known["ideal_bytes"]) for budget in budgets}
+    pooled = {"held_bytes": known["plain_held_bytes"]}
+    return [
+        (UNLIMITED, None, {}),
+        # The plain step once more, and its samples in another order: what rounding alone does to weights.
+        (GIVING_BACK, None, {"reversed": True}),
+        *([(POOLED, None, pooled)] if settings.hardware.device == "cpu" else []),  # CUDA devices have one anyway
+        *((budget_name(budget), nbytes[budget], {}) for budget in budgets),
+        *(
+            (VDNN_PLUS.format(rule, budget_name(budget)), nbytes[budget], {"rule": rule, "limit": "training"})
+            for rule in settings.rules
+            for budget in budgets
+            if budget != FLOOR
+        ),
+    ]
+
+
+def _end(worker: Worker, name: str, folder: Path, facts: dict[str, Any]) -> list[Row]:
+    """What a process held and moved, and how far its weights are from those of the unlimited process."""
+    place = folder / f"{name}.pt"
+    answer = worker.ask({"do": "end", "weights": str(place)})
+    rows = [Row(name, MEASURED, "MiB", [answer["measured_bytes"] / MIB])]
+    facts["measured by"] = answer["source"]
+    if name != UNLIMITED:
+        rows.append(Row(name, DIFFERENCE, "ppm", [away_ppm(place, folder / f"{UNLIMITED}.pt")]))
+    if name in (GIVING_BACK, POOLED):
+        rows.append(Row(name, PREDICTED, "MiB", [facts["peak of the plain step MiB"]]))
+    if "rule" in answer:
+        facts["rules"][name] = answer["rule"]
+        rows.append(Row(name, MOVED, "MiB", [answer["moved_bytes"] / MIB]))
+        rows.append(Row(name, PREDICTED, "MiB", [answer["predicted_bytes"] / MIB]))
+    if "plan" not in answer:
+        return rows
+    planning_s = round(worker.ready["planning_s"], 2)
+    facts["plans"][name] = {**{key: answer[key] for key in _PLAN_KEYS}, "planning_s": planning_s}
+    return [
+        *rows,
+        Row(name, PREDICTED, "MiB", [answer["predicted_bytes"] / MIB]),
+        Row(name, MOVED, "MiB", [answer["moved_bytes"] / MIB]),
+    ]
+
+
+def away_ppm(place: Path, reference: Path) -> float:
+    """How far the weights of one file are from those of another: norm of the difference over the other's norm."""
+    ours, theirs = (torch.cat([each.flatten() for each in torch.load(weights)]) for weights in (place, reference))
+    return 1e6 * float((ours - theirs).norm() / theirs.norm())

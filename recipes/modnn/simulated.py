@@ -1,0 +1,372 @@
+"""Figures 10 to 14 of moDNN, simulated on its K40: time of a batch and bytes moved, against vDNN, vDNN+ and ideal.
+
+Task graphs are exact, times are a roofline of the K40's data sheet (see :mod:`retime.recipes.modnn.k40`).
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from retime.recipes.core import charts
+from retime.recipes.core.claims import Claim, Comparison, amount
+from retime.recipes.core.measure import spread
+from retime.recipes.core.recipe import Measured, Tick
+from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.schema import MemorySettings
+from retime.recipes.modnn import claims
+from retime.recipes.modnn.floor import bars
+from retime.recipes.modnn.k40 import k40_graph
+from retime.recipes.modnn.networks import network_of, weight_gradients_pass
+from retime.recipes.modnn.over_networks import NetworkRecipe
+from retime.schedules.memory import (
+    BatchPlan,
+    BudgetError,
+    TaskGraph,
+    Techniques,
+    all_blocks_bytes,
+    ideal_peak_bytes,
+    lower_bound,
+    offload_schedule,
+    plan_batch,
+    plan_vdnn,
+)
+
+GB, _ALL_THERE_IS = 1e9, 1 << 62
+BATCH, SLOWER, MOVED, MEMORY = "batch", "time over ideal", "moved", "memory of the ideal"
+IDEAL, MODNN, PAPERS_RULES = "ideal", "moDNN", "moDNN, the paper's rules alone"
+VDNN_ALL, VDNN_CONV = "vDNN, all layers", "vDNN, convolutions"
+VDNN_LEAST = "vDNN, all layers, no workspaces"
+VDNN_PLUS_ALL, VDNN_PLUS_CONV = "vDNN+, all layers", "vDNN+, convolutions"
+SUB_BATCHES, OFFLOADING, ALGORITHMS = "sub-batches alone", "offloading alone", "algorithms alone"
+_PANELS_A_ROW = 3
+
+
+class SimulatedK40(NetworkRecipe):
+    """What these figures share: graphs, plans, and a result that says that it is simulated."""
+
+    quantity = BATCH
+
+    def __init__(self) -> None:
+        self._graphs: dict[str, TaskGraph] = {}
+
+    def _open(self, settings: MemorySettings, folder: Path) -> Result:
+        result = super()._open(settings, folder)
+        result.simulated = True
+        return result
+
+    def references(self, point: Point) -> dict[str, str]:
+        return {"speed over ideal": IDEAL}
+
+    def graph(self, settings: MemorySettings, name: str) -> TaskGraph:
+        if name not in self._graphs:
+            network = network_of(name, settings.cases[name], settings.optimizer, settings.seed)
+            self._graphs[name] = k40_graph(network, settings)
+        return self._graphs[name]
+
+    def plans(
+        self, settings: MemorySettings, name: str, budget_bytes: int, ways: dict[str, Callable[..., BatchPlan]]
+    ) -> Measured:
+        """Rows and facts of one network inside one budget, by each of the ways that fit."""
+        graph, batch = self.graph(settings, name), settings.cases[name]["batch_size"]
+        bandwidth = settings.transfer_bytes_per_s / 1e3
+        ideal_ms = ideal_time_ms(graph, batch, bandwidth)
+        rows = [Row(IDEAL, BATCH, "ms", [round(ideal_ms, 3)])]
+        facts: dict[str, Any] = {
+            "batch size": batch,
+            "ideal memory GB": round(ideal_peak_bytes(graph, batch) / GB, 2),
+            "sub-batches of": {},
+            "does not fit": {},
+        }
+        for way, plan_with in ways.items():
+            try:
+                plan = plan_with(graph, batch, budget_bytes, bandwidth)
+            except BudgetError as refusal:
+                facts["does not fit"][way] = f"needs {refusal.floor_bytes / GB:.1f} GB"
+                continue
+            facts["sub-batches of"][way] = plan.sub_batch
+            rows += [
+                Row(way, BATCH, "ms", [round(plan.batch_ms, 3)]),
+                Row(way, SLOWER, "x", [round(plan.batch_ms / ideal_ms, 4)]),
+                Row(way, MOVED, "GB", [round(plan.moved_bytes() / GB, 3)]),
+            ]
+        return Measured(rows, facts)
+
+    def notes(self, result: Result) -> list[str]:
+        if not result.points:
+            return []
+        given = result.points[0].settings
+        return [
+            f"Simulated, nothing was measured. A K40 by its data sheet: {given['operations_per_s'] / 1e12:g} TFLOP/s "
+            f"in single precision, {given['memory_bytes_per_s'] / 1e9:g} GB/s; assumed: implicit GEMM reaches "
+            f"{100 * given['efficiency']:g} % of the arithmetic, everything {100 * given['memory_efficiency']:g} % of "
+            f"the bandwidth, transfers {given['transfer_bytes_per_s'] / 1e9:g} GB/s over PCIe 3.0 x16, a launch "
+            f"{given['launch_ms']:g} ms, and a kernel with fewer outputs than {given['threads']} threads takes as "
+            "long as with that many.",
+            f"Taken from section 7.3: the fastest convolution algorithm is {given['fast_speedup']:g} times as fast as "
+            f"implicit GEMM; its workspace is assumed as {given['workspace_share']:g} of its input and output.",
+            "Task graphs are torch's, exact in bytes, with batch normalisation, activations and dropout in place and a "
+            "task for each gradient of a convolution, as the paper counts; sub-batches of the ideal case: none.",
+            "Plans are those of `retime.schedules.memory.plan_batch`: the paper's rules (Eq. 8, Algorithm 1) and a "
+            "search over sub-batch sizes. Strategies plan for a real step by what they measure, and try plans out.",
+        ]
+
+
+def ideal_time_ms(graph: TaskGraph, batch: int, bandwidth: float) -> float:
+    """Nothing leaves a device that is large enough, and every algorithm is the fastest."""
+    return offload_schedule(graph, batch, _ALL_THERE_IS, bandwidth, Techniques("fastest")).finish_ms
+
+
+def modnn(graph: TaskGraph, batch: int, budget: int, bandwidth: float) -> BatchPlan:
+    """The paper's rules, and a search over sub-batch sizes by simulated time."""
+    return plan_batch(graph, batch, budget, bandwidth)
+
+
+def papers_rules(graph: TaskGraph, batch: int, budget: int, bandwidth: float) -> BatchPlan:
+    """Eq. 8 and Algorithm 1 with Eq. 9 and 10, and no search."""
+    return plan_batch(graph, batch, budget, bandwidth, search=False)
+
+
+def vdnn(layers: str, *, plus: bool = False, algorithms: str = "fastest") -> Callable[..., BatchPlan]:
+    """vDNN, or vDNN+: with the paper's sub-batches."""
+
+    def plan(graph: TaskGraph, batch: int, budget: int, bandwidth: float) -> BatchPlan:
+        return plan_vdnn(graph, batch, budget, bandwidth, layers=layers, sub_batching=plus, algorithms=algorithms)
+
+    return plan
+
+
+class OneBudget(SimulatedK40):
+    """Figures 10 and 11: time of a batch and bytes moved in 12 GB."""
+
+    _ways = {  # noqa: RUF012
+        MODNN: modnn,
+        PAPERS_RULES: papers_rules,
+        VDNN_ALL: vdnn("all"),
+        VDNN_CONV: vdnn("conv"),
+        VDNN_LEAST: vdnn("all", algorithms="baseline"),
+    }
+
+    def measure(self, settings: MemorySettings, at: dict[str, Any], tick: Tick) -> Measured:
+        return self.plans(settings, at["network"], int(settings.budget_gb * GB), dict(self._ways))
+
+    def compare(self, result: Result) -> list[Comparison]:
+        lines = []
+        for claim, names in (
+            (claims.SLOWER_MODNN, (MODNN, PAPERS_RULES)),
+            (claims.SLOWER_VDNN, (VDNN_ALL, VDNN_CONV, VDNN_LEAST)),
+        ):
+            for name in names:
+                added = [100 * (value - 1) for value in _values(result, name, SLOWER)]
+                if added:
+                    remark = f"simulated, {name}: average of {len(added)} that fit"
+                    lines.append(Comparison(claim, spread([fmean(added)]), remark))
+        for name in (VDNN_ALL, VDNN_CONV):
+            both = [p for p in result.points if p.has(name, MOVED) and p.has(MODNN, MOVED)]
+            moving = [p for p in both if p.values(MODNN, MOVED)[0]]
+            total = sum(p.values(MODNN, MOVED)[0] for p in both)
+            remark = f"simulated, {name}, sums over networks; {len(both) - len(moving)} of {len(both)} move nothing"
+            ratio = sum(p.values(name, MOVED)[0] for p in both) / total if total else None
+            lines.append(Comparison(claims.FEWER_BYTES, None if ratio is None else spread([ratio]), remark))
+        return lines
+
+    def notes(self, result: Result) -> list[str]:
+        return [
+            *super().notes(result),
+            "vDNN has no sub-batches: where a task, its workspace and what is prefetched find no piece of memory that "
+            "is large enough, it does not fit. Without any workspace it fits more networks, at implicit GEMM's pace.",
+            "Transfers of the batch itself are no part of the bytes moved: every way to train has them.",
+            *(
+                f"- {point.at['network']}: ideal {point.facts['ideal memory GB']} GB; sub-batches of "
+                + ", ".join(f"{size} ({way})" for way, size in point.facts["sub-batches of"].items())
+                + "".join(f"; {way} does not fit, {why}" for way, why in point.facts["does not fit"].items())
+                for point in result.points
+            ),
+        ]
+
+    def draw(self, result: Result, path: Path) -> None:
+        drawing, panels = charts.panels(result.title, 2, width=14.0, height=5.0)
+        names = tuple(self._ways)
+        for axes, quantity, label, form in (
+            (panels[0], SLOWER, "time of a batch over ideal (Figure 10)", ".2f"),
+            (panels[1], MOVED, "GB moved a batch (Figure 11)", ".3g"),
+        ):
+            bars(axes, result.points, names, quantity, form)
+            axes.set_ylabel(label)
+        panels[0].set_ylim(0, panels[0].get_ylim()[1] * 1.35)
+        charts.even_line(panels[0], "ideal")
+        panels[0].legend(handles=_entries(panels[0], result.points, names), fontsize=8, loc="upper left", ncols=2)
+        charts.save(drawing, path)
+
+
+class ManyBudgets(SimulatedK40):
+    """Figure 12: time of a batch over budgets; `budgets` are in GB."""
+
+    axes = ("cases", "budgets")
+    _ways = {  # noqa: RUF012
+        MODNN: modnn,
+        PAPERS_RULES: papers_rules,
+        VDNN_PLUS_ALL: vdnn("all", plus=True),
+        VDNN_PLUS_CONV: vdnn("conv", plus=True),
+    }
+
+    def points(self, settings: MemorySettings) -> list[dict[str, Any]]:
+        return [{"network": name, "budget_gb": float(gb)} for name in settings.cases for gb in settings.budgets]
+
+    def measure(self, settings: MemorySettings, at: dict[str, Any], tick: Tick) -> Measured:
+        measured = self.plans(settings, at["network"], int(at["budget_gb"] * GB), dict(self._ways))
+        measured.facts["lower bound GB"] = round(lower_bound(self.graph(settings, at["network"])).bytes / GB, 3)
+        return measured
+
+    def compare(self, result: Result) -> list[Comparison]:
+        lines = []
+        for name in (VDNN_PLUS_ALL, VDNN_PLUS_CONV):
+            for ours in (MODNN, PAPERS_RULES):
+                both = [p for p in result.points if p.has(name, BATCH) and p.has(ours, BATCH)]
+                if both:
+                    ratios = [p.values(name, BATCH)[0] / p.values(ours, BATCH)[0] for p in both]
+                    remark = f"simulated, {ours} over {name}; {len(both)} points, {amount(min(ratios), 'x')} at least"
+                    lines.append(Comparison(claims.OVER_VDNN_PLUS, spread([fmean(ratios)]), remark))
+        return lines
+
+    def draw(self, result: Result, path: Path) -> None:
+        networks = list(dict.fromkeys(point.at["network"] for point in result.points))
+        rows = max(1, -(-len(networks) // _PANELS_A_ROW))
+        drawing, panels = charts.panels(result.title, max(1, len(networks)), height=0.8 + 3.6 * rows, rows=rows)
+        for axes, network in zip(panels, networks, strict=False):
+            own = sorted((p for p in result.points if p.at["network"] == network), key=lambda p: p.at["budget_gb"])
+            for index, name in enumerate(self._ways):
+                known = [p for p in own if p.has(name, SLOWER)]
+                places = [p.at["budget_gb"] for p in known]
+                values = [spread(p.values(name, SLOWER)) for p in known]
+                charts.points_with_spread(axes, places, values, name, index, line=True)
+                _cross(axes, [p.at["budget_gb"] for p in own if not p.has(name, SLOWER)], index)
+            axes.set_title(f"{network} ({own[0].facts['batch size']}), ideal {own[0].facts['ideal memory GB']:g} GB")
+            axes.title.set_fontsize(9)
+            axes.axvline(own[0].facts["lower bound GB"], color=charts.GREY, linestyle=":", label="lower bound")
+            axes.set_xscale("log")
+            axes.set_xticks([1, 2, 4, 8, 12], ["1", "2", "4", "8", "12"])
+            axes.set_xlabel("budget (GB)")
+        for axes in panels[:: -(-len(panels) // rows)]:
+            axes.set_ylabel("time of a batch over ideal")
+        entries = _entries(panels[0], result.points, tuple(self._ways))
+        drawing.legend(handles=entries, fontsize=9, loc="outside lower center", ncols=3)
+        charts.save(drawing, path)
+
+
+class Alone(SimulatedK40):
+    """Figures 13 and 14: each technique alone, where it needs the least memory."""
+
+    def measure(self, settings: MemorySettings, at: dict[str, Any], tick: Tick) -> Measured:
+        graph, batch = self.graph(settings, at["network"]), settings.cases[at["network"]]["batch_size"]
+        bandwidth = settings.transfer_bytes_per_s / 1e3
+        counted = weight_gradients_pass(graph)  # as in Figure 9
+        ideal_bytes, ideal_ms = all_blocks_bytes(counted, batch), ideal_time_ms(graph, batch, bandwidth)
+        least_workspace = TaskGraph(
+            counted.blocks, tuple(replace(task, algorithms=task.algorithms[:1]) for task in counted.tasks)
+        )
+        facts: dict[str, Any] = {"batch size": batch, "ideal memory GB": round(ideal_bytes / GB, 3)}
+
+        fastest, baseline = Techniques("fastest"), Techniques("baseline")
+        one, last = (offload_schedule(graph, 1, _ALL_THERE_IS, bandwidth, fastest, update=u) for u in (False, True))
+        budget = int(settings.budget_gb * GB)
+        needed = lower_bound(graph, batch).bytes
+        if needed > budget:
+            facts["offloading alone"] = f"needs {needed / GB:.1f} GB, so it was given that"
+        away = plan_batch(
+            graph,
+            batch,
+            max(budget, needed),
+            bandwidth,
+            sub_batching=False,
+            techniques=Techniques.paper(),
+            search=False,
+        )
+        least = offload_schedule(graph, batch, _ALL_THERE_IS, bandwidth, baseline)
+        found = {
+            SUB_BATCHES: (all_blocks_bytes(counted, 1), (batch - 1) * one.finish_ms + last.finish_ms),
+            OFFLOADING: (needed, away.batch_ms),
+            ALGORITHMS: (all_blocks_bytes(least_workspace, batch), least.finish_ms),
+        }
+        rows = [Row(IDEAL, BATCH, "ms", [round(ideal_ms, 3)])]
+        for name, (nbytes, batch_ms) in found.items():
+            rows += [
+                Row(name, BATCH, "ms", [round(batch_ms, 3)]),
+                Row(name, MEMORY, "%", [round(100 * nbytes / ideal_bytes, 3)]),
+                Row(name, SLOWER, "x", [round(batch_ms / ideal_ms, 4)]),
+            ]
+        return Measured(rows, facts)
+
+    def compare(self, result: Result) -> list[Comparison]:
+        def line(claim: Claim, name: str, quantity: str, change: Callable[[float], float]) -> Comparison:
+            values = [change(value) for value in _values(result, name, quantity)]
+            return Comparison(claim, spread([fmean(values)]), "simulated") if values else Comparison(claim)
+
+        return [
+            line(claims.SUB_BATCH_MEMORY, SUB_BATCHES, MEMORY, lambda percent: 100 / percent),
+            line(claims.OFFLOAD_MEMORY, OFFLOADING, MEMORY, lambda percent: 100 / percent),
+            line(claims.ALGORITHM_MEMORY, ALGORITHMS, MEMORY, lambda percent: 100 - percent),
+            line(claims.SUB_BATCH_TIME, SUB_BATCHES, SLOWER, lambda ratio: ratio),
+            line(claims.OFFLOAD_TIME, OFFLOADING, SLOWER, lambda ratio: 100 * (ratio - 1)),
+            line(claims.ALGORITHM_TIME, ALGORITHMS, SLOWER, lambda ratio: ratio),
+        ]
+
+    def notes(self, result: Result) -> list[str]:
+        if not result.points:
+            return []
+        budget = f"{result.points[0].settings['budget_gb']:g} GB"
+        return [
+            *super().notes(result),
+            "Memory is counted as in Figure 9: the ideal case keeps every block at its own address, and the largest "
+            "workspace on top. Where memory is reused, workspaces cost next to nothing: the peak lies at the end of "
+            "the forward pass, and the largest workspace is needed where less is alive.",
+            "The time of algorithms alone is the ratio given to the simulator, less what is bound by memory traffic. "
+            "Sub-batches of one sample lose less here than on the real GPU: a roofline knows launches and idle "
+            "threads, not the kernels' own loss with small matrices.",
+            f"Offloading alone keeps the batch whole, in {budget} or what its largest task needs, by the paper's "
+            "rules.",
+            *(
+                f"- {p.at['network']}: offloading alone {p.facts[OFFLOADING]}"
+                for p in result.points
+                if OFFLOADING in p.facts
+            ),
+        ]
+
+    def draw(self, result: Result, path: Path) -> None:
+        drawing, panels = charts.panels(result.title, 2, width=14.0, height=5.0)
+        names = (SUB_BATCHES, OFFLOADING, ALGORITHMS)
+        for axes, quantity, label, form in (
+            (panels[0], MEMORY, "least memory, % of the ideal (Figure 13)", ".3g"),
+            (panels[1], SLOWER, "time of a batch over ideal (Figure 14)", ".2f"),
+        ):
+            bars(axes, result.points, names, quantity, form)
+            axes.set_ylabel(label)
+        panels[0].set_ylim(top=135)
+        panels[0].legend(fontsize=8, loc="upper left", ncols=3)
+        charts.even_line(panels[1], "ideal")
+        charts.save(drawing, path)
+
+
+def _cross(axes: Any, budgets: list[float], index: int) -> None:
+    """A cross on the axis for each budget in which this way does not fit, beside those of other ways."""
+    for budget in budgets:
+        axes.annotate(
+            "x",
+            (budget, 0),
+            xycoords=axes.get_xaxis_transform(),
+            xytext=(6 * (index - 1.5), 2),
+            textcoords="offset points",
+            ha="center",
+            color=charts.COLOURS[index],
+        )
+
+
+def _entries(axes: Any, points: list[Point], names: tuple[str, ...]) -> list[Any]:
+    """A legend's entries: what is drawn, and what a cross means if there is one."""
+    crossed = any(not point.has(name, BATCH) for point in points for name in names)
+    return [*axes.get_legend_handles_labels()[0], *([charts.marker_key("does not fit", "x")] if crossed else [])]
+
+
+def _values(result: Result, name: str, quantity: str) -> list[float]:
+    return [point.values(name, quantity)[0] for point in result.points if point.has(name, quantity)]

@@ -1,0 +1,314 @@
+"""`modnn_targets`: what this project wants of training inside a byte budget, each row with its own measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, replace
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+from retime.recipes.core import charts
+from retime.recipes.core.claims import Comparison, Target, amount
+from retime.recipes.core.measure import spread
+from retime.recipes.core.recipe import Measured, Recipe, Tick
+from retime.recipes.core.results import Point, Result
+from retime.recipes.core.schema import MemorySettings
+from retime.recipes.modnn import claims
+from retime.recipes.modnn.report import (
+    POOL,
+    REVERSED,
+    budgets_of,
+    differences,
+    needed_mib,
+    plans_and_failures,
+    prediction_error,
+    slowdown,
+    slowdowns,
+    untrained,
+    why_missing,
+    with_missing,
+)
+from retime.recipes.modnn.side_by_side import BUDGET, FLOOR, GIVING_BACK, MEASURED, MOVED, PREDICTED, STEP
+from retime.recipes.modnn.target_kinds import AGAIN, FIRST, KINDS, OURS, PLANNING, TRAINED, VDNN
+
+_GENERAL = tuple(field.name for field in fields(MemorySettings))
+_MARKERS = (("o", False), ("D", True), ("s", False), ("^", True))
+"""Of a case: the marker, and whether it is filled."""
+_SEVERAL = len(charts.COLOURS) - 1
+"""Black, for a case that is about several networks at once."""
+
+
+class Targets(Recipe[MemorySettings]):
+    """A point a case and network; a case without a network of its own draws some."""
+
+    axes = ("cases", "networks")
+    quantity = STEP
+
+    def points(self, settings: MemorySettings) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        for name, case in settings.cases.items():
+            if case.get("kind") not in KINDS:
+                raise ValueError(f"cases.{name}.kind={case.get('kind')!r} is unknown: choose {', '.join(KINDS)}")
+            unknown = [network for network in case["networks"] if network not in settings.networks]
+            if unknown:
+                raise ValueError(f"cases.{name}.networks has {unknown[0]!r}, but networks has no such entry: add one")
+            if case["kind"] == "random":
+                found.append({"case": name})
+            else:
+                found += [{"case": name, "network": network} for network in case["networks"]]
+        return found
+
+    def detail(self, settings: MemorySettings, at: dict[str, Any]) -> dict[str, Any]:
+        case = settings.cases[at["case"]]
+        named = [at["network"]] if "network" in at else case["networks"]
+        kept = {key: value for key, value in case.items() if key != "networks"}
+        return {"case": kept, "networks": {name: settings.networks[name] for name in named}}
+
+    def measure(self, settings: MemorySettings, at: dict[str, Any], tick: Tick) -> Measured:
+        case = dict(settings.cases[at["case"]])
+        own = {key: case[key] for key in case if key in _GENERAL and key not in ("networks", "budgets")}
+        if "network" in at:
+            case["network"] = {**settings.networks[at["network"]], **case.get("network", {})}
+        measured = KINDS[case["kind"]](replace(settings, **own), case, tick)
+        return Measured(measured.rows, {"kind": case["kind"], **measured.facts})
+
+    def compare(self, result: Result) -> list[Comparison]:
+        kinds: dict[str, list[Point]] = {kind: [] for kind in KINDS}
+        for point in result.points:
+            kinds[point.facts["kind"]].append(point)
+        return [
+            *_prediction(kinds),
+            *(line for point in kinds["random"] for line in _random(point)),
+            *_within(kinds),
+            *_refusals(kinds["refusal"]),
+            *slowdowns(_timed(kinds["training"])),
+            *_smallest(kinds["smallest"]),
+            *_traffic(kinds["traffic"]),
+            *_planning(kinds["planning"]),
+            *differences(
+                kinds["training"],
+                [run for point in kinds["training"] for run in untrained(point, point.settings["case"]["budgets"])],
+            ),
+        ]
+
+    def notes(self, result: Result) -> list[str]:
+        lines = [
+            "Memory is the process's peak resident size above the same process before it built the model. Under "
+            "RLIMIT_DATA the kernel refuses every data byte beyond the budget and headroom_mb, from the first step on; "
+            "'limit from planning' means from before the model was built. Each process has planned and trained without "
+            "a limit before, and with a plan once more under the same plan: code that oneDNN generates and what Python "
+            "keeps do not count, and under a limit from training on that plan is followed. A run that was refused "
+            "counts as not trained.",
+            f"{POOL} Slowdowns leave out a round of warm-up.",
+            REVERSED,
+            "Of what is predicted, a plan's peak counts what it holds; the ideal peak is the budget of the plain step, "
+            "with what is to stay free beside its own peak.",
+            "vDNN is its rule executed for real on this machine: the batch stays whole, and what all layers save, or "
+            "what convolutions read, leaves and comes back one ahead of its use. Ours then gets as its budget what "
+            "that run turned out to need.",
+            "Profile and plan is a dry run of the step on tensors without memory and the search for a plan. Not in it: "
+            "the probe for sub-batches and the calibration, which run parts of the batch. Extra memory is what the "
+            "process grows by at its peak meanwhile: the first time with the code that is loaded for it, which a "
+            "process has once, and again for the same network.",
+            "A refusal counts if weights are as before, the operation and the layer that its message names exist, it "
+            "says what would help, and a step then trains in the floor that it names.",
+            "vDNN's resident peak leaves out what an operation allocates and never touches, as batch norm's backward "
+            "pass does on a CPU; a limit of data bytes counts it, and so do our floors.",
+        ]
+        for point in result.points:
+            network = point.at.get("network", "")
+            lines += plans_and_failures(point, ", ".join(filter(None, [point.at["case"], network])))
+            for label, outcome in point.facts.get("outcomes", {}).items():
+                if outcome != TRAINED:
+                    lines.append(f"- {point.at['case']}, {label}: {outcome}")
+            if "message" in point.facts:
+                lines.append(f"- {network} below its floor: {point.facts['message']}")
+                lines.append(f"- {network} at the floor that this names: {point.facts['at the floor it names']}")
+        return lines
+
+    def draw(self, result: Result, path: Path) -> None:
+        drawing, (peaks, times) = charts.panels(result.title, 2, width=14.0, height=5.0)
+        drawn = [point for point in result.points if point.facts["kind"] in ("training", "random")]
+        networks = sorted({point.at["network"] for point in drawn if "network" in point.at})
+        cases = sorted({point.at["case"] for point in drawn})
+        for point in drawn:
+            marker, filled = _MARKERS[cases.index(point.at["case"]) % len(_MARKERS)]
+            index = networks.index(point.at["network"]) if "network" in point.at else _SEVERAL
+            _draw_peaks(peaks, point, index, marker, filled)
+            _draw_times(times, point, index, marker, filled)
+        peaks.axhspan(0.95, 1.05, color=charts.GREY, alpha=0.2, label="within 5 %")
+        peaks.set_xscale("log")
+        charts.plain_numbers(peaks.xaxis)
+        peaks.set_xlabel("predicted peak (MiB)")
+        peaks.set_ylabel("measured peak over predicted")
+        times.set_xlabel("budget (% of the ideal peak)")
+        times.set_ylabel("step time over unlimited")
+        charts.even_line(times, "unlimited")
+        _legends(drawing, networks, cases, [entry for axes in (peaks, times) for entry in _labelled(axes)])
+        charts.save(drawing, path)
+
+
+def _draw_peaks(axes: Any, point: Point, index: int, marker: str, filled: bool) -> None:
+    names = [name for name in point.variants(PREDICTED) if point.has(name, BUDGET) or name == GIVING_BACK]
+    predicted = [point.values(name, PREDICTED)[0] for name in names]
+    ratios = [point.values(name, MEASURED)[0] / point.values(name, PREDICTED)[0] for name in names]
+    colour = charts.COLOURS[index % len(charts.COLOURS)]
+    face, above = (colour, 2) if filled else ("none", 3)
+    axes.plot(predicted, ratios, marker, color=colour, markerfacecolor=face, zorder=above)
+
+
+def _draw_times(axes: Any, point: Point, index: int, marker: str, filled: bool) -> None:
+    shares = [name for name in budgets_of(point) if name != FLOOR]
+    slower = {float(name.rstrip(" %")): value for name in shares if (value := slowdown(point, name))}
+    charts.points_with_spread(
+        axes, list(slower), list(slower.values()), None, index, line=True, marker=marker, filled=filled
+    )
+
+
+def _legends(drawing: Any, networks: list[str], cases: list[str], others: list[Any]) -> None:
+    """Beside the charts: colours are networks, markers are cases."""
+    colours = [
+        charts.colour_key(name, charts.COLOURS[index % len(charts.COLOURS)]) for index, name in enumerate(networks)
+    ]
+    markers = [
+        charts.marker_key(name, marker, charts.COLOURS[_SEVERAL], filled=filled)
+        for name, (marker, filled) in zip(cases, cycle(_MARKERS), strict=False)
+    ]
+    drawing.legend(handles=colours, title="network", fontsize=8, loc="outside right upper")
+    drawing.legend(handles=[*markers, *others], title="case", fontsize=8, loc="outside right lower")
+
+
+def _labelled(axes: Any) -> list[Any]:
+    handles: list[Any] = axes.get_legend_handles_labels()[0]
+    return handles
+
+
+def _prediction(kinds: dict[str, list[Point]]) -> Iterator[Comparison]:
+    """A line a network over its budgets, then one each for the plain step and for budgets of other cases."""
+    training = kinds["training"]
+    for network in dict.fromkeys(point.at["network"] for point in training):
+        own = [point for point in training if point.at["network"] == network]
+        found = {
+            f"{name} ({point.at['case']})": prediction_error(point, name) for point in own for name in budgets_of(point)
+        }
+        missing = [run for point in own for run in untrained(point, point.settings["case"]["budgets"])]
+        yield _worst(found, network, missing)
+    plain = {
+        f"{point.at['network']} ({point.at['case']})": prediction_error(point, GIVING_BACK)
+        for point in training
+        if point.has(GIVING_BACK, MEASURED)
+    }
+    if plain:
+        yield _worst(plain, f"{GIVING_BACK}, no plan")
+    for point in kinds["random"]:
+        found = {name: prediction_error(point, name) for name in point.variants(PREDICTED)}
+        good = sum(claims.PREDICTION_ERROR.met(abs(error)) for error in found.values())
+        worst = sorted(found.items(), key=lambda run: -abs(run[1]))[:1]
+        wanted = amount(claims.PREDICTION_ERROR.value, "%")
+        yield _worst(dict(worst), f"{point.at['case']}, {good} of {len(found)} that trained within {wanted}; most")
+    for point in kinds["smallest"]:
+        found = {name: prediction_error(point, name) for name in point.variants(PREDICTED)}
+        yield _worst(found, f"{point.at['network']} ({point.at['case']})", [] if found else [FLOOR])
+
+
+def _worst(errors: dict[str, float], what: str, missing: Iterable[str] = ()) -> Comparison:
+    listed = [f"{name} {amount(error, '%')}" for name, error in errors.items()]
+    most = spread([max(abs(error) for error in errors.values())]) if errors else None
+    return Comparison(claims.PREDICTION_ERROR, most, f"{what}: {with_missing(listed, missing)}")
+
+
+def _random(point: Point) -> Iterator[Comparison]:
+    outcomes = point.facts["outcomes"]
+    trained = [label for label, outcome in outcomes.items() if outcome == TRAINED]
+    died = [label for label, outcome in outcomes.items() if outcome.startswith("out of memory")]
+    over = [label for label in trained if point.values(label, MEASURED)[0] > point.values(label, BUDGET)[0]]
+    where = f"limit from {point.facts['limit from']} on"
+    target = Target("runs at a random budget that trained", "runs", len(outcomes))
+    yield Comparison(target, spread([len(trained)]), where)
+    target = Target("runs at a random budget that trained with a measured peak inside it", "runs", len(outcomes))
+    remark = "; ".join([f"{len(trained)} trained", *([f"over their budgets: {', '.join(over)}"] if over else [])])
+    yield Comparison(target, spread([len(trained) - len(over)]), remark)
+    yield Comparison(claims.OUT_OF_MEMORY, spread([len(died)]), where)
+
+
+def _within(kinds: dict[str, list[Point]]) -> Iterator[Comparison]:
+    for kind in ("training", "random", "smallest"):
+        shares = {
+            ", ".join([*([str(point.at["network"])] if "network" in point.at else []), name]): (
+                point.values(name, MEASURED)[0] / point.values(name, BUDGET)[0]
+            )
+            for point in kinds[kind]
+            for name in point.variants(MEASURED)
+            if point.has(name, BUDGET)
+        }
+        if shares:
+            worst = max(shares, key=lambda run: shares[run])
+            inside = sum(share <= 1 for share in shares.values())
+            remark = f"{kind}, {inside} of {len(shares)} that trained are inside; most: {worst}"
+            yield Comparison(claims.WITHIN_BUDGET, spread([shares[worst]]), remark)
+
+
+def _refusals(points: list[Point]) -> Iterator[Comparison]:
+    if not points:
+        return
+    lacking, good = [], 0
+    for point in points:
+        missing = [f"{point.at['network']} lacks {part}" for part, there in point.facts["said"].items() if not there]
+        if not point.facts["weights unchanged"] or point.facts["steps before"]:
+            missing.append(f"{point.at['network']} was trained before the refusal")
+        good += not missing
+        lacking += missing
+    remark = "; ".join(lacking) or ", ".join(point.at["network"] for point in points)
+    yield Comparison(claims.REFUSALS, spread([100 * good / len(points)]), remark)
+
+
+def _timed(points: list[Point]) -> list[Point]:
+    """Those of cases that are about times: an offload-only case is about weights."""
+    return [point for point in points if point.settings["case"].get("times") is not False]
+
+
+def _smallest(points: list[Point]) -> Iterator[Comparison]:
+    for point in points:
+        network = point.at["network"]
+        if not point.has(FLOOR, MEASURED):
+            yield Comparison(claims.SMALLEST_BUDGET, None, f"{network}: did not train near its floor")
+            continue
+        budget, held = (amount(point.values(FLOOR, quantity)[0], "MiB") for quantity in (BUDGET, MEASURED))
+        yield Comparison(
+            claims.SMALLEST_BUDGET,
+            spread([point.facts["ideal peak MiB"] / needed_mib(point, FLOOR)]),
+            f"{network}: trained in {budget}, of which it held {held}; the larger counts; {point.facts['plan']}",
+        )
+
+
+def _traffic(points: list[Point]) -> Iterator[Comparison]:
+    for point in points:
+        network = point.at["network"]
+        for rule in point.settings["case"]["rules"]:
+            ours, theirs = OURS.format(rule), VDNN.format(rule)
+            lacking = next((name for name in (theirs, ours) if not point.has(name, MOVED)), None)
+            if lacking:
+                yield Comparison(claims.MOVED_SHARE, None, f"{network}, {lacking}{why_missing(point, lacking)}")
+                continue
+            (moved, most), (held, budget) = (
+                [point.values(name, quantity)[0] for name in (ours, theirs)] for quantity in (MOVED, MEASURED)
+            )
+            yield Comparison(
+                claims.MOVED_SHARE,
+                spread([100 * moved / most]),
+                f"{network}, {theirs}: {amount(moved, 'MiB')} in {amount(held, 'MiB')} against "
+                f"{amount(most, 'MiB')} in {amount(budget, 'MiB')}",
+            )
+
+
+def _planning(points: list[Point]) -> Iterator[Comparison]:
+    for point in points:
+        (name,) = point.variants(PLANNING)
+        where = f"{point.at['network']}, batch {point.facts['batch size']}"
+        yield Comparison(claims.PLANNING_TIME, spread(point.values(name, PLANNING)), where)
+        for quantity, what in ((FIRST, "the first time, with code it loads"), (AGAIN, "the second time")):
+            extra = point.values(name, quantity)
+            share = [100 * value / (1024 * point.facts["peak GiB"]) for value in extra]
+            remark = f"{where}: {amount(spread(extra).median, 'MiB')} {what}"
+            yield Comparison(claims.PLANNING_MEMORY, spread(share), remark)

@@ -1,0 +1,221 @@
+"""Does the simulator say what real ranks do?  It is fitted to measured steps, and to all but one to predict one."""
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from retime.recipes.core.results import Point, load
+from retime.recipes.ooo.variants import COMPUTE, variant
+from retime.schedules import (
+    Cluster,
+    Communication,
+    LayerCost,
+    Link,
+    simulate_data_parallel,
+    size_buckets,
+)
+
+_FIRST_BUCKET_BYTES = 2**20  # DistributedDataParallel's first bucket
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """One variant's step on a number of hosts, and what the simulator is told about it.
+
+    Args:
+        name: for reports.
+        costs: of the layers that have parameters; others count into the one before.
+        hosts: how many ranks, one a host.
+        bits_per_s: of each link.
+        bucket_bytes: of DistributedDataParallel.
+        k: deferred layers.
+        cross_iteration: whether the next forward pass waits for each layer's own bucket only.
+        contended: whether the processors that compute also move the data; not so where layers sleep.
+        step_ms: as measured.
+    """
+
+    name: str
+    costs: tuple[LayerCost, ...]
+    hosts: int
+    bits_per_s: float
+    bucket_bytes: int
+    k: int
+    cross_iteration: bool
+    contended: bool
+    step_ms: float
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """What the measured steps decide.
+
+    Args:
+        share: of a link's rate that an all-reduce gets.
+        latency_ms: of one of its messages.
+        interference: share of the computation's speed lost while something is on the link, where processors do both.
+    """
+
+    share: float = 0.9
+    latency_ms: float = 0.2
+    interference: float = 0.2
+
+    def clipped(self) -> "Parameters":
+        return Parameters(
+            min(max(self.share, 0.05), 1.5), min(max(self.latency_ms, 0.0), 50.0), min(max(self.interference, 0.0), 0.9)
+        )
+
+
+@dataclass(frozen=True)
+class CalibratedSimulator:
+    """The fitted parameters, and how far off each run is when all others are fitted.
+
+    Args:
+        parameters: fitted to all runs.
+        predicted_ms: of each run by name, from the others alone.
+        measured_ms: of each run by name.
+    """
+
+    parameters: Parameters
+    predicted_ms: dict[str, float]
+    measured_ms: dict[str, float]
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Predicted over measured, less 1."""
+        return {name: self.predicted_ms[name] / ms - 1 for name, ms in self.measured_ms.items()}
+
+    @property
+    def mean_error(self) -> float:
+        """Mean of the errors without their signs."""
+        return statistics.fmean(abs(error) for error in self.errors.values())
+
+    @property
+    def worst_error(self) -> float:
+        return max(self.errors.values(), key=abs)
+
+
+def read_runs(path: Path) -> list[MeasuredRun]:
+    """The runs of a Figure 10 measured on ranks: every variant but the bounds, on every number of hosts above one.
+
+    Raises:
+        FileNotFoundError: it has not been measured.
+    """
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path} does not exist: measure it with `python -m retime.recipes experiment=ooo_fig10 "
+            "hardware=emulated`, or name another result with calibration=<path>"
+        )
+    return [run for point in load(path).points for run in _runs(point)]
+
+
+def calibrate(runs: Sequence[MeasuredRun]) -> CalibratedSimulator:
+    """Fit the parameters to all runs, and once without each run.
+
+    Raises:
+        ValueError: fewer runs than it takes to leave one out.
+    """
+    if len(runs) < 4:
+        raise ValueError(f"{len(runs)} measured runs: three parameters and a run to leave out take 4 or more")
+    fitted = fit(runs)
+    predicted = {}
+    for index, left_out in enumerate(runs):
+        others = [run for number, run in enumerate(runs) if number != index]
+        predicted[left_out.name] = simulated_ms(left_out, fit(others, fitted))
+    return CalibratedSimulator(fitted, predicted, {run.name: run.step_ms for run in runs})
+
+
+def fit(runs: Sequence[MeasuredRun], start: Parameters | None = None) -> Parameters:
+    """The parameters with the least mean squared relative error, by a pattern search; near `start` if one is given."""
+    best = start or Parameters()
+    least = _loss(runs, best)
+    near = 1.0 if start is None else 0.25  # one run less moves the parameters little
+    step = Parameters(share=0.2 * near, latency_ms=0.4 * near, interference=0.2 * near)
+    for _ in range(6 if start is None else 4):
+        improved = True
+        while improved:
+            improved = False
+            for name, sign in itertools.product(asdict(step), (1, -1)):
+                moved = {name: getattr(best, name) + sign * getattr(step, name)}
+                candidate = replace(best, **moved).clipped()
+                loss = _loss(runs, candidate) if candidate != best else math.inf
+                if loss < least - 1e-12:
+                    best, least, improved = candidate, loss, True
+        step = Parameters(*(value / 2 for value in asdict(step).values()))
+    return best
+
+
+def simulated_ms(run: MeasuredRun, parameters: Parameters) -> float:
+    """The step that the simulator predicts for a run."""
+    link = Link(run.bits_per_s * parameters.share, parameters.latency_ms)
+    k = run.k if run.k > 1 else 0
+    communication = Communication(
+        size_buckets(run.costs, run.bucket_bytes, first_bytes=min(_FIRST_BUCKET_BYTES, run.bucket_bytes), k=k),
+        Cluster(run.hosts, 1, link).all_reduce,
+        cross_iteration=run.cross_iteration,
+        interference=parameters.interference if run.contended else 0.0,
+    )
+    return simulate_data_parallel(run.costs, communication, k=k).step_ms
+
+
+def _loss(runs: Sequence[MeasuredRun], parameters: Parameters) -> float:
+    return statistics.fmean(math.log(simulated_ms(run, parameters) / run.step_ms) ** 2 for run in runs)
+
+
+def _runs(point: Point) -> list[MeasuredRun]:
+    cluster = point.facts.get("cluster", {})
+    if cluster.get("hosts", 1) < 2:
+        return []
+    alone = statistics.median(point.values(COMPUTE, "step")) if point.has(COMPUTE, "step") else None
+    costs = _costs(point, alone)
+    runs = []
+    for name in point.variants("step"):
+        try:
+            one = variant(name)
+        except ValueError:
+            continue  # a bound
+        k = cluster.get("k") if isinstance(one.k, str) else one.k
+        if one.k is not None and k is None:
+            continue
+        layer_bytes = int(point.settings.get("layer_bucket_mb", 25) * 2**20)
+        runs.append(
+            MeasuredRun(
+                name=" ".join([*(f"{key}={value}" for key, value in point.at.items()), name]),
+                costs=costs,
+                hosts=cluster["hosts"],
+                bits_per_s=cluster["rate_bits"] or cluster["tcp_bits"],
+                bucket_bytes=layer_bytes if one.layer_buckets else cluster["bucket_bytes"],
+                k=min(int(k or 0), len(costs)),
+                cross_iteration=one.ours and one.cross_iteration,
+                contended=point.at.get("compute") != "emulated",
+                step_ms=statistics.median(point.values(name, "step")),
+            )
+        )
+    return runs
+
+
+def _costs(point: Point, alone_ms: float | None) -> tuple[LayerCost, ...]:
+    """The layers with parameters, scaled so that a step takes as long as it did on one rank.
+
+    A layer without parameters counts into the one before it (into the first one if there is none). The optimizer's
+    update runs in the next forward pass or before it; each layer takes its share by bytes.
+    """
+    layers = [layer for layer in point.facts["layers"] if layer["bytes"]]
+    whole_bytes = sum(layer["bytes"] for layer in layers)
+    update_ms = point.facts["cluster"].get("update_ms", 0.0)
+    times = [[update_ms * layer["bytes"] / whole_bytes, 0.0, 0.0] for layer in layers]
+    place = -1
+    for layer in point.facts["layers"]:
+        place += 1 if layer["bytes"] else 0
+        own = times[max(place, 0)]
+        own[0] += layer["forward_ms"]
+        own[1] += layer["output_ms"]
+        own[2] += layer["weight_ms"]
+    whole_ms = sum(map(sum, times)) - times[0][1]
+    scale = alone_ms / whole_ms if alone_ms else 1.0
+    return tuple(
+        LayerCost(forward * scale, output * scale, weight * scale, int(layer["bytes"]))
+        for (forward, output, weight), layer in zip(times, layers, strict=True)
+    )

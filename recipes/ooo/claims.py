@@ -1,0 +1,44 @@
+"""What the out-of-order backprop paper (Oh et al. 2022) states in numbers about data-parallel training."""
+
+from retime.recipes.core.claims import Claim
+
+PAPER = "ooo-backprop"
+
+
+def _claim(where: str, unit: str, value: float, what: str) -> Claim:
+    return Claim(PAPER, where, unit, value, what)
+
+
+FIGURE_4 = "section 5.1, Figure 4"
+FIGURE_4_PRIORITISED = _claim(FIGURE_4, "units", 1, "saved by (b), prioritised communication, over (a)")
+FIGURE_4_REVERSED = _claim(FIGURE_4, "units", 3, "saved by (c), reverse first-k, over (b)")
+FIGURE_4_OVER_A = _claim(FIGURE_4, "x", 1.16, "speed of (c) over (a)")
+FIGURE_4_OVER_B = _claim(FIGURE_4, "x", 1.12, "speed of (c) over (b)")
+FIGURE_4_OTHER_OPTIMUM = _claim(FIGURE_4, "k", 4, "largest k that is as fast as k = 3, at least")
+
+DISCUSSION = "section 8.3, Discussion"
+COMPUTE_MS = _claim(DISCUSSION, "ms", 380, "computation of a step (given to the simulator)")
+OVERHEAD_MS = _claim(DISCUSSION, "ms", 350, "communication overhead of BytePS (given to the simulator)")
+DEFERRED_MS = _claim(DISCUSSION, "ms", 85, "W2 to W45, behind which S1 hides")
+FURTHER_MS = _claim(DISCUSSION, "ms", 65, "more overlap of S2 to S20")
+REMAINING_MS = _claim(DISCUSSION, "ms", 200, "communication overhead of reverse first-k, k = 45")
+SPEEDUP = _claim(DISCUSSION, "x", 1.27, "speed of reverse first-k, k = 45, over BytePS")
+
+FIGURE_10 = "section 8.3, Figure 10"
+# (cluster, network, GPUs) -> the speedup over BytePS that the text gives; "up to" where GPUs is None
+SCALING = {
+    ("Priv-A", "ResNet-101", 8): _claim(FIGURE_10, "x", 1.153, "8 x Titan XP, ResNet-101, over BytePS"),
+    ("Priv-B", "ResNet-101", 20): _claim(FIGURE_10, "x", 1.271, "20 x P100, ResNet-101, over BytePS"),
+    ("Pub-A", "ResNet-50", 16): _claim(FIGURE_10, "x", 1.265, "16 x V100, ResNet-50, over BytePS"),
+    ("Pub-A", "ResNet-101", 8): _claim(FIGURE_10, "x", 1.198, "8 x V100, ResNet-101, over BytePS"),
+}
+SMALL_NETWORKS = {
+    "DenseNet": _claim(FIGURE_10, "x", 1.10, "DenseNet, over BytePS, up to"),
+    "MobileNet": _claim(FIGURE_10, "x", 1.053, "MobileNet, over BytePS, up to"),
+}
+
+# Measured by others: how well the roofline of `ooo_model_costs` does on a GPU and network it was not calibrated on.
+TENSORFLOW = "TensorFlow benchmarks, May 2017"
+TENSORFLOW_WHERE = "DGX-1 (P100), synthetic data, batch 64"
+P100_RESNET_50 = Claim(TENSORFLOW, TENSORFLOW_WHERE, "images/s", 219, "one P100 SXM2, ResNet-50")
+P100_RESNET_152 = Claim(TENSORFLOW, TENSORFLOW_WHERE, "images/s", 91.8, "one P100 SXM2, ResNet-152")

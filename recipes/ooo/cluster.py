@@ -1,0 +1,227 @@
+"""The common part of the out-of-order recipes: a network, ranks on it, what they measured as rows and facts."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from retime.recipes.core.claims import show
+from retime.recipes.core.measure import Spread, speedup, spread
+from retime.recipes.core.recipe import Measured, Recipe, Tick
+from retime.recipes.core.results import Point, Row
+from retime.recipes.core.schema import OutOfOrderSettings
+from retime.recipes.emulated import Network, emulated_network, loopback, parse_rate, rate_text, run_ranks
+from retime.recipes.emulated.bandwidth import sent_bytes
+from retime.recipes.ooo.fits import BUCKET_BYTES
+from retime.recipes.ooo.variants import COMMUNICATION, COMPUTE, label, variant
+
+PAPER = "ooo-backprop"
+BALANCED = "balanced"
+IDLE = "processor idle"
+PEAK, FIRST_PEAK = "peak memory", "peak of the first steps"
+MIB = 2**20
+_BALANCING_BITS = 2e9
+_LEAST_BITS, _MOST_BITS = 20e6, 20e9
+# For measuring memory: tensors from this size on are mapped apart and given back when freed (glibc's M_MMAP_THRESHOLD,
+# mallopt(3)). It costs page faults, so nothing is timed with it.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+
+
+class OnRanks(Recipe[OutOfOrderSettings]):
+    """A recipe that measures inside `Trainer.fit` on ranks: of an emulated cluster, or of loopback (`hardware=cpu`)."""
+
+    def references(self, point: Point) -> dict[str, str]:
+        found = {"speed over ddp": "ddp"}
+        peer = strongest_peer(point)
+        return found if peer in (None, "ddp") else {**found, f"speed over {peer}": peer}
+
+    @contextlib.contextmanager
+    def network(self, settings: OutOfOrderSettings, hosts: int, rate: str | None) -> Iterator[Network]:
+        """The network that the settings ask for.
+
+        Raises:
+            ValueError: no hardware for ranks, or a rate on hardware without links.
+        """
+        if settings.hardware.name == "emulated":
+            bits = None if rate is None else _BALANCING_BITS if rate == BALANCED else parse_rate(rate)
+            with emulated_network(hosts, bits) as network:
+                yield network
+        elif settings.hardware.name == "cpu":
+            if rate is not None:
+                raise ValueError(
+                    f"rate={rate} needs links to shape: choose hardware=emulated (as root), or rate=null for loopback"
+                )
+            yield loopback(hosts)
+        else:
+            raise ValueError(
+                f"{settings.name} runs its ranks on this machine's cores, not on hardware={settings.hardware.name}: "
+                "choose hardware=emulated, or hardware=cpu for unshaped loopback"
+            )
+
+    def peak_rows(
+        self, settings: OutOfOrderSettings, network: Network, tick: Tick, names: list[str], **more: Any
+    ) -> tuple[list[Row], dict[str, Any]]:
+        """Peak memory of each variant's fit, from fresh processes: rows in MiB (the worst rank's), and facts."""
+        found: dict[tuple[str, str], list[float]] = {}
+        facts: dict[str, Any] = {}
+        for _ in range(settings.rounds):
+            for name in names:
+                answers = self.run_job(settings, network, tick, "memory", **(more | {"variants": [name]}))
+                for quantity, key in ((PEAK, "later_bytes"), (FIRST_PEAK, "first_bytes")):
+                    found.setdefault((name, quantity), []).append(max(answer[key] for answer in answers) / MIB)
+                facts["gradient bytes"] = answers[0]["gradient_bytes"]
+        return [Row(name, quantity, "MiB", values) for (name, quantity), values in found.items()], facts
+
+    def run_job(
+        self, settings: OutOfOrderSettings, network: Network, tick: Tick, job: str, **more: Any
+    ) -> list[dict[str, Any]]:
+        """Run one of `ooo_worker`'s jobs and return each rank's answer."""
+        request = {key: value for key, value in asdict(settings).items() if key in _FOR_RANKS} | {"job": job} | more
+
+        def progress(text: str) -> None:
+            if text.startswith("links carry"):
+                rate = "unshaped" if network.bits_per_second is None else f"{rate_text(network.bits_per_second)}/s"
+                print(f"{settings.name}: {len(network.hosts)} hosts, {rate}: {text}")
+            tick(text)
+
+        return run_ranks(
+            network,
+            "retime.recipes.ooo.worker",
+            request,
+            timeout_s=settings.timeout_s,
+            environment=MALLOC if job == "memory" else None,
+            progress=progress,
+        )
+
+    def balance(self, settings: OutOfOrderSettings, network: Network, tick: Tick, **more: Any) -> dict[str, Any]:
+        """Shape the network so that communication takes as long as computation; returns how that was found.
+
+        Both are measured at a trial rate. What communication takes beyond its bytes at that rate is the processor's own
+        work on them, which no rate changes, so the rate follows from the rest.
+        """
+        answers = self.run_job(settings, network, tick, "calibrate", **more)
+        compute_ms = min(answers[0]["step_ms"][COMPUTE])
+        communication_ms = min(answers[0]["step_ms"][COMMUNICATION])
+        sent = 8 * sent_bytes(answers[0]["gradient_bytes"], len(network.hosts))
+        own_ms = max(0.0, communication_ms - sent / _BALANCING_BITS * 1e3)
+        bits = sent / max(compute_ms - own_ms, 0.2 * compute_ms) * 1e3
+        bits = float(min(max(bits, _LEAST_BITS), _MOST_BITS))
+        network.shape(bits)
+        return {"compute_ms": round(compute_ms, 2), "rate": rate_text(bits)}
+
+    def compare_variants(
+        self, settings: OutOfOrderSettings, tick: Tick, hosts: int, rate: str | None, **more: Any
+    ) -> Measured:
+        """Step times of the variants and the bounds at one place, with what a simulator needs to be calibrated."""
+        for name in more.get("variants", settings.variants):
+            variant(name)
+        with self.network(settings, hosts, rate) as network:
+            balanced = self.balance(settings, network, tick, **more) if rate == BALANCED else None
+            answers = self.run_job(settings, network, tick, "compare", **more)
+            bits = network.bits_per_second
+        first = answers[0]
+        rows = [Row(name, "step", "ms", values) for name, values in first["step_ms"].items()]
+        rows += [Row(name, IDLE, "ms", values) for name, values in first["idle_ms"].items()]
+        rows += [
+            Row(name, phase.removesuffix("_ms").replace("_", " "), "ms", [milliseconds])
+            for name, phases in first["phases_ms"].items()
+            for phase, milliseconds in phases.items()
+            if phase != "step_ms"
+        ]
+        facts: dict[str, Any] = {
+            "parameters": first["parameters"],
+            "gradient bytes": first["gradient_bytes"],
+            "final weights bit-identical to ddp, on all ranks": ", ".join(identical(answers)) or "none",
+            "cluster": {
+                "hosts": hosts,
+                "rate_bits": bits,
+                "batch_size": more.get("batch_size", settings.batch_size),
+                "k": first["k"],
+                "bucket_bytes": BUCKET_BYTES,
+                "communication_processor_ms": first["communication_processor_ms"],
+                **first["bandwidth"],
+            },
+        }
+        if first["search"]:
+            facts["search"] = first["search"]
+        if balanced:
+            facts["balanced"] = balanced
+        return Measured(rows, facts)
+
+
+_FOR_RANKS = (
+    *("model", "data", "optimizer", "batch_size", "variants", "rounds", "warmup_rounds", "steps", "seed"),
+    *("layer_bucket_mb", "search_steps", "epochs"),
+)
+
+
+def identical(answers: list[dict[str, Any]]) -> list[str]:
+    """The variants that ended every time, on every rank, with the weights of `ddp`."""
+    weights = [answer["weights"] for answer in answers]
+    plain = {digest for ranks in weights for digest in ranks.get("ddp", [])}
+    return [name for name in weights[0] if len(plain) == 1 and {d for ranks in weights for d in ranks[name]} == plain]
+
+
+def strongest_peer(point: Point) -> str | None:
+    """The fastest of the plain settings of DDP."""
+    peers = [name for name in point.variants("step") if name.startswith("ddp")]
+    return min(peers, key=lambda name: spread(point.values(name, "step")).median, default=None)
+
+
+def ratio(point: Point | None, reference: str | None, name: str) -> Spread | None:
+    """How many times faster `name` steps than `reference`; None if one of them was not measured."""
+    if point is None or reference is None or not point.has(reference, "step") or not point.has(name, "step"):
+        return None
+    return speedup(point.values(reference, "step"), point.values(name, "step"))
+
+
+def bound_ms(point: Point) -> list[float]:
+    """In each round the longer of computation and communication: no schedule can step faster."""
+    bounds = [point.values(name, "step") for name in (COMPUTE, COMMUNICATION) if point.has(name, "step")]
+    return [max(values) for values in zip(*bounds, strict=True)]
+
+
+def bound_fraction(point: Point | None, name: str) -> Spread | None:
+    """Which part of the bound's speed a variant reaches, in each round."""
+    if point is None or not point.has(name, "step") or not point.has(COMPUTE, "step"):
+        return None
+    return speedup(bound_ms(point), point.values(name, "step"))
+
+
+def busy_ceiling(point: Point) -> Spread | None:
+    """How many times faster than `ddp` a schedule could be that does the same work and never waits, in each round.
+
+    None for one rank, and for layers that sleep: their cores are idle at work.
+    """
+    if not point.has("ddp", IDLE) or point.facts["cluster"]["hosts"] < 2 or point.at.get("compute") == "emulated":
+        return None
+    pairs = zip(point.values("ddp", "step"), point.values("ddp", IDLE), strict=True)
+    return spread([step / (step - min(idle, 0.99 * step)) for step, idle in pairs])
+
+
+def best_of_ours(point: Point) -> str | None:
+    """The name of what a user gets: the tuned k, or else the fastest fixed k, with the cross-iteration wait."""
+    names = [name for name in point.variants("step") if name.startswith("ooo_") and "_waiting" not in name]
+    tuned = [name for name in names if name.startswith("ooo_tuned")]
+    return min(tuned or names, key=lambda name: spread(point.values(name, "step")).median, default=None)
+
+
+def bound_notes(point: Point, place: str) -> list[str]:
+    """Each variant's share of the bound, and what the links carried."""
+    cluster = point.facts["cluster"]
+    rate = f"{rate_text(cluster['rate_bits'])}/s links" if cluster["rate_bits"] else "unshaped links"
+    carried = f" that carry {rate_text(cluster['gloo_bits'])}/s in an all-reduce" if cluster["gloo_bits"] else ""
+    lines = [f"- {place}: {cluster['hosts']} hosts, {rate}{carried}"]
+    for name in point.variants("step"):
+        found = bound_fraction(point, name)
+        if found and name not in (COMPUTE, COMMUNICATION):
+            lines.append(f"- {place}: {label(name)} reaches {show(found, 'x')} of max(compute, communication)")
+            if point.has(name, IDLE) and point.at.get("compute") != "emulated":
+                lines[-1] += f"; it leaves its core idle {show(spread(point.values(name, IDLE)), 'ms')} a step"
+    ceiling = busy_ceiling(point)
+    if ceiling:
+        lines.append(
+            f"- {place}: the processor alone allows {show(ceiling, 'x')} of DDP's speed: that is DDP's step without "
+            "its idle time, since every host has one core here, which also does its network's work"
+        )
+    return lines

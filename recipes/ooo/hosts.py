@@ -1,0 +1,170 @@
+"""`ooo_fig10`, the measured part of Figure 10: throughput over hosts, real computation and sleeping layers.
+
+Up to as many hosts as this machine has cores compute for real; beyond that, and for comparison below it, the layers
+sleep for the times measured on a real rank. The simulated part of the figure is calibrated on these points.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from retime.recipes.core import charts
+from retime.recipes.core.claims import Claim, Comparison
+from retime.recipes.core.measure import Spread, spread
+from retime.recipes.core.recipe import Measured, Tick
+from retime.recipes.core.results import Point, Result
+from retime.recipes.core.schema import OutOfOrderSettings
+from retime.recipes.emulated.sleeping import LayerTimes
+from retime.recipes.ooo.cluster import (
+    PAPER,
+    OnRanks,
+    best_of_ours,
+    bound_ms,
+    bound_notes,
+    ratio,
+)
+from retime.recipes.ooo.variants import label
+
+REAL, EMULATED = "real", "emulated"
+PUBLISHED = (
+    Claim(PAPER, "Figure 10 (a)", "x", 1.153, "most over BytePS, 8 Titan XP"),
+    Claim(PAPER, "Figure 10 (b)", "x", 1.271, "most over BytePS, 20 P100, ResNet-101"),
+    Claim(PAPER, "Figure 10 (c)", "x", 1.265, "most over BytePS, 16 V100, ResNet-50"),
+)
+
+
+class Hosts(OnRanks):
+    """One point for each number of hosts and kind of computation."""
+
+    axes = ("host_counts",)
+
+    def __init__(self) -> None:
+        self._known_costs: dict[int, dict[str, Any]] = {}
+
+    def points(self, settings: OutOfOrderSettings) -> list[dict[str, Any]]:
+        cores = len(os.sched_getaffinity(0))
+        real = [count for count in settings.host_counts if count <= cores]
+        found = [{"hosts": count, "compute": REAL} for count in real]
+        if settings.emulate_compute:
+            found += [{"hosts": count, "compute": EMULATED} for count in settings.host_counts]
+        elif len(real) < len(settings.host_counts):
+            raise ValueError(
+                f"host_counts has more hosts than this machine has cores ({cores}): set emulate_compute=true"
+            )
+        return found
+
+    def measure(self, settings: OutOfOrderSettings, at: dict[str, Any], tick: Tick) -> Measured:
+        hosts = at["hosts"]
+        costs = self._costs(settings, min(hosts, len(os.sched_getaffinity(0))), tick)
+        more: dict[str, Any] = {"sleeping": costs["layers"]} if at["compute"] == EMULATED else {}
+        if hosts == 1:
+            more["variants"] = [name for name in settings.variants if name.startswith("ddp")]
+        measured = self.compare_variants(settings, tick, hosts, settings.rate, **more)
+        measured.facts["layers"] = costs["layers"]
+        measured.facts["cluster"]["update_ms"] = costs["update_ms"]
+        return measured
+
+    def _costs(self, settings: OutOfOrderSettings, busy: int, tick: Tick) -> dict[str, Any]:
+        """The layers' times, with as many ranks at work at the same time as the cores will be shared by later."""
+        if busy not in self._known_costs:
+            with self.network(settings, busy, settings.rate) as network:
+                self._known_costs[busy] = self.run_job(settings, network, tick, "layers")[0]
+        return self._known_costs[busy]
+
+    def compare(self, result: Result) -> list[Comparison]:
+        best = _best(result) or (None, "")
+        return [Comparison(claim, *best) for claim in PUBLISHED]
+
+    def notes(self, result: Result) -> list[str]:
+        lines = []
+        for point in sorted(result.points, key=_order):
+            lines += bound_notes(point, f"{point.at['compute']} computation")
+        real = {point.at["hosts"]: point for point in result.points if point.at["compute"] == REAL}
+        for point in result.points:
+            twin = real.get(point.at["hosts"])
+            if point.at["compute"] == EMULATED and twin:
+                found = spread(point.values("ddp", "step")).median / spread(twin.values("ddp", "step")).median
+                lines.append(f"- sleeping layers take {found:.2f} of the real ddp's step on {point.at['hosts']} hosts")
+        return lines
+
+    def draw(self, result: Result, path: Path) -> None:
+        kinds = [kind for kind in (REAL, EMULATED) if any(point.at["compute"] == kind for point in result.points)]
+        if len(kinds) == 1:
+            drawing, axes = charts.figure(result.title)
+            panels = [axes]
+        else:
+            drawing, panels = charts.panels(result.title, len(kinds), sharey=True)
+        for axes, kind in zip(panels, kinds, strict=True):
+            points = sorted((point for point in result.points if point.at["compute"] == kind), key=_order)
+            names = dict.fromkeys(
+                name for point in points for name in point.variants("step") if "_" in name or "ddp" in name
+            )
+            for index, name in enumerate(names):
+                known = [point for point in points if point.has(name, "step")]
+                hosts = [point.at["hosts"] for point in known]
+                speeds = [throughput(point, point.values(name, "step")) for point in known]
+                charts.points_with_spread(axes, hosts, speeds, label(name), index, line=True)
+            bounds = [throughput(point, bound_ms(point)).median for point in points]
+            axes.plot([point.at["hosts"] for point in points], bounds, "--", color=charts.GREY, label="bound")
+            axes.set_title(f"{kind} computation", fontsize=10)
+            axes.set_xlabel("hosts")
+            axes.set_xticks([point.at["hosts"] for point in points])
+        panels[0].set_ylim(bottom=0)  # after all is drawn: the panels share their scale
+        panels[0].set_ylabel("samples per second, all hosts")
+        panels[-1].legend(fontsize=8)
+        charts.save(drawing, path)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A measured point as a simulator wants it. Times in milliseconds, rates in bits per second of one link."""
+
+    hosts: int
+    compute: str
+    batch_size: int
+    rate_bits: float | None
+    gloo_bits: float | None
+    bucket_bytes: int
+    update_ms: float
+    k: int | None
+    layers: list[LayerTimes]
+    step_ms: dict[str, Spread]
+
+
+def calibration(point: Point) -> Calibration:
+    """What a point of `ooo_fig10` holds for a simulator; `step_ms` has the bounds `compute` and `communication` too."""
+    cluster = point.facts["cluster"]
+    return Calibration(
+        hosts=cluster["hosts"],
+        compute=point.at["compute"],
+        batch_size=cluster["batch_size"],
+        rate_bits=cluster["rate_bits"],
+        gloo_bits=cluster["gloo_bits"],
+        bucket_bytes=cluster["bucket_bytes"],
+        update_ms=cluster["update_ms"],
+        k=cluster["k"],
+        layers=[LayerTimes(**one) for one in point.facts["layers"]],
+        step_ms={row.variant: row.spread for row in point.rows if row.quantity == "step"},
+    )
+
+
+def throughput(point: Point, step_ms: list[float]) -> Spread:
+    """Samples per second of all hosts together."""
+    samples = 1e3 * point.facts["cluster"]["batch_size"] * point.facts["cluster"]["hosts"]
+    return spread([samples / value for value in step_ms])
+
+
+def _best(result: Result) -> tuple[Spread, str] | None:
+    """The largest speed over ddp on several hosts, and where."""
+    found = []
+    for point in result.points:
+        ours = best_of_ours(point)
+        over = ratio(point, "ddp", ours) if ours else None
+        if over:
+            found.append((over, f"{point.at['hosts']} hosts, {point.at['compute']} computation, over torch's DDP"))
+    return max(found, key=lambda pair: pair[0].median, default=None)
+
+
+def _order(point: Point) -> tuple[str, int]:
+    return (point.at["compute"], point.at["hosts"])
