@@ -12,11 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import memory_budget_support as support
+import retime.mechanisms.memory.first_steps as first_steps
 from memory_budget_support import BATCH, SMALL, Net, loader
 from retime.mechanisms.memory.budgeted_step import BudgetedStep
 from retime.mechanisms.memory.host_memory import HostMemory
-from retime.mechanisms.memory.replay import DryRun, TrainingStep, take
+from retime.mechanisms.memory.replay import DryRun, TrainingStep, profile_step, take
 from retime.mechanisms.memory.separability_state import Untouched
+from retime.mechanisms.memory.trace import ValueReadError
 from retime.schedules.memory import OffloadPlan
 
 PLAIN, TIGHT = 700_000, 170_000  # enough for the plain step, but not without a dry run; and not enough
@@ -178,6 +180,93 @@ def test_a_probed_step_begins_anew_each_time() -> None:
             assert differing({**before, "gradient": None}, held.values()) == []
         step(batch).backward()
     assert differing(before, held.values()) == []
+
+
+def own(tensor: Tensor, inputs: Tensor) -> None:
+    tensor.data = tensor.detach() * 1.5
+
+
+def of_inputs(tensor: Tensor, inputs: Tensor) -> None:
+    tensor.data = tensor.data + inputs.detach().mean(0)
+
+
+def of_its_value(tensor: Tensor, inputs: Tensor) -> None:
+    tensor.data = torch.full((support.FEATURES,), float(tensor.sum()) / 8)
+
+
+def larger(tensor: Tensor, inputs: Tensor) -> None:
+    tensor.data = torch.ones(tensor.numel() + 1)
+
+
+def set_to_inputs(tensor: Tensor, inputs: Tensor) -> None:
+    tensor.set_(tensor.detach() + inputs.detach().mean(0))  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("bind", [own, of_inputs, of_its_value, larger, set_to_inputs])
+@pytest.mark.parametrize("parameter", [False, True])
+@pytest.mark.parametrize("budget", [PLAIN, TIGHT])
+def test_tensors_are_bound_to_other_memory_once_a_step(
+    bind: Callable[[Tensor, Tensor], None], parameter: bool, budget: int, offloads: None
+) -> None:
+    def train_with(budget: int | None) -> tuple[Net, Tensor]:
+        torch.manual_seed(0)
+        tensor = torch.ones(support.FEATURES)
+        tensor, model = nn.Parameter(tensor) if parameter else tensor, Net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step(batch: Any) -> Tensor:
+            with torch.no_grad():
+                bind(tensor, batch[0])
+            return F.cross_entropy(model(batch[0]), batch[1]) * (1 + tensor.detach().mean() + tensor.numel() / 100)
+
+        budgeted = None if budget is None else BudgetedStep(model, [optimizer], budget, HostMemory("cpu"))
+        for batch in loader(3):
+            optimizer.zero_grad()
+            if budgeted is None:
+                step(batch).backward()
+            else:
+                budgeted.run(step, batch)
+            optimizer.step()
+        if budgeted is not None:
+            assert budgeted.report().sub_batches == 3
+            budgeted.remove()
+        return model, tensor
+
+    (plain, expected), (ours, found) = train_with(None), train_with(budget)
+    support.assert_close(plain, ours, 0)
+    assert torch.equal(expected, found)
+    assert type(expected) is type(found)
+
+
+def test_a_binding_in_a_dry_run_says_what_to_change() -> None:
+    tensor, model, batch = torch.ones(support.FEATURES), Net(), next(iter(loader(1)))
+
+    def loss(batch: Any) -> Tensor:
+        of_inputs(tensor, batch[0])
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    with pytest.raises(ValueReadError, match=r"assigns to .data of a tensor that is no part of its model.*copy_"):
+        profile_step(TrainingStep(model, batch, BATCH, loss))
+    assert torch.equal(tensor, torch.ones(support.FEATURES))
+    profile_step(TrainingStep(model, batch, BATCH, loss), real=True)
+    assert torch.equal(tensor, torch.ones(support.FEATURES))
+
+
+def test_a_first_step_that_is_stopped_binds_once(offloads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_steps, "nothing_compiled", lambda: True)  # which other tests of this process may have
+    model, count, said = nn.Linear(16, 16), torch.zeros(()), list[str]()
+
+    def loss(batch: Tensor) -> Tensor:
+        count.data = count.data + 1
+        for _ in range(100):
+            batch = model(batch).tanh()
+        return batch.mean()
+
+    step = BudgetedStep(model, [torch.optim.SGD(model.parameters(), 0.1)], 500_000, HostMemory("cpu"), say=said.append)
+    step.run(loss, torch.ones(64, 16))
+    assert any("was stopped" in line for line in said)
+    assert count == 1
+    step.remove()
 
 
 def test_only_what_was_there_before_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

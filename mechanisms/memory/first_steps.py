@@ -24,6 +24,7 @@ from retime.mechanisms.memory.plan_after import plan_after
 from retime.mechanisms.memory.replay import EVERYTHING
 from retime.mechanisms.memory.search import PlanChoice
 from retime.mechanisms.memory.storages import strided_bytes
+from retime.mechanisms.memory.uncompiled import nothing_compiled
 from retime.mechanisms.memory.undo import Undo, held_tensors
 from retime.schedules.memory import OffloadPlan
 
@@ -142,7 +143,7 @@ class FirstSteps:
         outside = Outside(held_tensors(self._model, batch), gradients=False)
         made = MadeBytes((self._budget_bytes - 2 * standing) // _TIMES_MADE if undo else None)
         try:
-            with made, outside.watched() if undo else nullcontext():
+            with made, outside.watched(bindings=nothing_compiled()) if undo else nullcontext():
                 yield found
         except TooMuchMade:
             assert undo is not None

@@ -7,25 +7,30 @@ runs: what one of them is about to write into, and was there before, is kept fir
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from retime.mechanisms.memory.onlooker import Onlooker
 from retime.mechanisms.memory.storages import Window, has_storage, storage_key, storage_keys
+from retime.mechanisms.memory.trace import ValueReadError
 
 __all__ = ["Outside"]
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class Outside:
     """What runs of a step write into beside stand-ins: tensors, gradients of leaves, and generators' states.
 
-    Attributes and variables that are bound to other tensors are not seen, nor is what is no tensor.
+    Attributes and variables that are bound to other tensors are not seen, nor is what is no tensor. A tensor that is
+    bound to other memory (``tensor.data = value``, ``tensor.set_(value)``) is.
 
     Args:
         stand_ins: may be written into.
@@ -36,7 +41,7 @@ class Outside:
         self._mine = storage_keys(stand_ins)  # and all that runs make: no other storage has had such a key since
         self._puts_gradients_aside = gradients
         self._stored: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        self._windows: dict[int, tuple[Tensor, Window, int]] = {}
+        self._bound: dict[int, tuple[Tensor, Tensor]] = {}
         self._gradients: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._states: dict[int, tuple[torch.Generator, Tensor]] = {}
 
@@ -54,9 +59,16 @@ class Outside:
         finally:
             self.put_back()
 
-    def watched(self) -> AbstractContextManager[object]:
-        """Around what :meth:`put_back` may undo."""
-        return _Watch(self)
+    @contextmanager
+    def watched(self, bindings: bool = True) -> Iterator[None]:
+        """Around what :meth:`put_back` may undo.
+
+        Args:
+            bindings: assignments to ``tensor.data`` too. To see them a mode is needed that compiled code is compiled
+                anew for.
+        """
+        with _Watch(self), _Bindings(self) if bindings else nullcontext():
+            yield
 
     def begin(self) -> None:
         """A run finds no gradients at leaves that it will use."""
@@ -70,9 +82,9 @@ class Outside:
                 if storage.nbytes() != value.nbytes():
                     storage.resize_(value.nbytes())
                 storage.copy_(value)
-            for tensor, window, key in self._windows.values():
-                if storage_key(tensor) != key or Window.of(tensor) != window:
-                    tensor.set_(self._stored[key][0], window.offset, window.size, window.stride)
+            for tensor, before in self._bound.values():
+                if storage_key(tensor) != storage_key(before) or Window.of(tensor) != Window.of(before):
+                    tensor.data = before
             for leaf, gradient in self._gradients.values():
                 leaf.grad = gradient
             for generator, state in self._states.values():
@@ -94,6 +106,21 @@ class Outside:
                 self._gradients[id(used)] = used, used.grad
                 used.grad = None
 
+    def about_to_bind(self, tensor: Tensor, value: Tensor) -> None:
+        """``tensor.data = value``: the tensor is to be another window, on another storage.
+
+        Raises:
+            ValueReadError: the value is a dry run's: the tensor would have none any more.
+        """
+        if not has_storage(tensor) or isinstance(tensor, FakeTensor) or storage_key(tensor) in self._mine:
+            return
+        if isinstance(value, FakeTensor):
+            raise ValueReadError(
+                "the step assigns to .data of a tensor that is no part of its model, where a dry run has no values to "
+                "give: write into it (tensor.copy_(...)), or keep it as a buffer of the model"
+            )
+        self._note_binding(tensor)
+
     def made(self, out: object, given: object) -> None:
         """An operation returned this: storages that none of its arguments has are new."""
         new, old = (
@@ -106,8 +133,12 @@ class Outside:
             storage = tensor.untyped_storage()
             with _disable_current_modes():
                 self._stored[key] = storage, storage.clone()  # type: ignore[no-untyped-call]
-        if tensor._base is None:
-            self._windows.setdefault(id(tensor), (tensor, Window.of(tensor), key))
+        self._note_binding(tensor)
+
+    def _note_binding(self, tensor: Tensor) -> None:
+        if id(tensor) not in self._bound and tensor._base is None:
+            with _disable_current_modes():
+                self._bound[id(tensor)] = tensor, tensor.detach()
 
 
 class _Watch(Onlooker):  # type: ignore[no-untyped-call]
@@ -131,3 +162,16 @@ class _Watch(Onlooker):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         self._outside.made(out, () if func is torch.ops.aten.lift_fresh.default else (args, kwargs))  # torch.tensor()
         return out
+
+
+class _Bindings(TorchFunctionMode):
+    """Sees assignments to ``tensor.data``, which are no operation."""
+
+    def __init__(self, outside: Outside) -> None:
+        super().__init__()
+        self._outside = outside
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _SET_DATA:
+            self._outside.about_to_bind(*args)
+        return func(*args, **(kwargs or {}))

@@ -16,7 +16,12 @@ from torch._dynamo import eval_frame
 
 from retime.mechanisms.no_effect import NoEffectWarning
 
-__all__ = ["CompiledCode", "uncompiled"]
+__all__ = ["CompiledCode", "nothing_compiled", "uncompiled"]
+
+
+def nothing_compiled() -> bool:
+    """Whether this process has put nothing under ``torch.compile`` so far."""
+    return all(backend is None for backend in eval_frame.cached_backends.values())  # None: torch.compiler.disable's
 
 
 @contextmanager
