@@ -26,7 +26,19 @@ READS = {"_local_scalar_dense", "equal", "read"}
 """Operations that hand a tensor's value to Python."""
 _SORTED_ALONG = {"sort", "argsort", "topk", "kthvalue", "median", "mode", "flip", "roll", "gather", "index_select"}
 _SUMMED_ALONG = {"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "_softmax", "_log_softmax"}
-_ALONG = _SORTED_ALONG | _SUMMED_ALONG | {"sum", "mean"}
+_TRANSFORMED_ALONG = {"_fft_r2c", "_fft_c2c", "_fft_c2r"}
+_ALONG = _SORTED_ALONG | _SUMMED_ALONG | _TRANSFORMED_ALONG | {"sum", "mean"}
+_WINDOWS = (
+    "conv",
+    "avg_pool",
+    "max_pool",
+    "adaptive_",
+    "_adaptive_",
+    "upsample_",
+    "_upsample_",
+    "reflection_",
+    "replic",
+)
 
 
 @dataclass(frozen=True)
@@ -48,14 +60,15 @@ class Operation:
         view: what it gives is a window on what it reads.
         random: it drew random numbers.
         chosen: positions among ``reads`` of what chooses how many rows there are in what it writes.
-        along: the dimensions that it runs along, where that matters.
+        along: the dimensions of its first operand that it runs along, where that matters.
         numbers: those among its operands.
         divisor: what it divides by, if that is one number in a tensor; NaN otherwise.
-        order: position among ``reads`` of numbers by which it takes rows in another order; -1: there are none.
+        order: position among ``reads`` of numbers by which it takes or writes rows in another order; -1: none.
         reduction: of a loss: 0 none, 1 a mean, 2 a sum.
         target: position among ``reads`` of a loss's class numbers; -1: there are none.
         ignored: the class number that counts for nothing.
         weighed: the classes of a loss have weights.
+        counting: its gradient counts how often each class is in the batch.
     """
 
     name: str
@@ -72,6 +85,7 @@ class Operation:
     target: int = -1
     ignored: int = -100
     weighed: bool = False
+    counting: bool = False
 
 
 @dataclass(frozen=True)
@@ -172,6 +186,7 @@ class Flow:
                 target,
                 ignored,
                 weighed,
+                bool(given.get("scale_grad_by_freq")),
             )
         )
 
@@ -223,7 +238,9 @@ def _divisor(name: str, tensors: list[Tensor]) -> float:
 
 
 def _order(name: str, given: dict[str, Any], tensors: list[Tensor]) -> int:
-    rows = given["indices"][0] if name == "index" else None
+    chooser = "index" if name.startswith("index_copy") else "indices" if name.startswith("index") else ""
+    rows = given.get(chooser)
+    rows = rows[0] if isinstance(rows, list | tuple) else rows
     if not isinstance(rows, Tensor) or rows.dtype in (torch.bool, torch.uint8):
         return -1
     if rows.dim() and bool((rows.movedim(0, -1) == torch.arange(len(rows), device=rows.device)).all()):
@@ -232,10 +249,22 @@ def _order(name: str, given: dict[str, Any], tensors: list[Tensor]) -> int:
 
 
 def _along(name: str, given: dict[str, Any], reads: tuple[Operand, ...]) -> tuple[int, ...]:
-    if name.removesuffix("_") not in _ALONG or not reads:
+    if not reads:
+        return ()
+    rank = len(reads[0].shape)
+    if name.startswith(_WINDOWS):
+        return tuple(range(2, rank))
+    if "scaled_dot_product" in name:
+        return (rank - 2,)
+    if "layer_norm" in name and "normalized_shape" in given:
+        return tuple(range(rank - len(given["normalized_shape"]), rank))
+    if "batch_norm" in name and given.get("training", given.get("train", True)):
+        return tuple(dim for dim in range(rank) if dim != 1)
+    if "linalg_" in name and "vector_norm" not in name:
+        return tuple(range(rank))[-2:]
+    if name.removesuffix("_") not in _ALONG:
         return ()
     dims = given.get("dim", given.get("dims"))
-    rank = len(reads[0].shape)
     if dims is None:
         return tuple(range(rank))
     return tuple(dim % max(1, rank) for dim in (dims if isinstance(dims, list | tuple) else [dims])) or tuple(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import reduce
 
 import torch
@@ -21,7 +22,11 @@ _INTO_ROWS = {"index_add", "scatter_add", "index_put", "scatter", "scatter_reduc
 """They add to or write into what there is, so its rows are those of the result."""
 _WITHOUT_VALUES = {"zeros_like", "ones_like", "empty_like", "full_like"}
 _WITHOUT_VALUES |= {"new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided"}
+_COUNTED_VALUES = {"bincount", "histc", "unique", "_unique", "_unique2", "unique_dim", "unique_consecutive"}
+"""What they give for one sample depends on how many others have the same value."""
+_NUMBERED = {"arange", "linspace", "logspace", "range", "eye"}
 _CLASSES = {"argmax", "argmin", "topk", "sort"}
+_BY_POSITION = "it picks samples of the batch by their position"
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,12 @@ class _Judge:
         self._whole = whole
         self._labels: dict[int, Label] = {}
         fewer = {place.name: place for place in part.places.values()}
+        self._ratios = {
+            ratio
+            for place in whole.places.values()
+            if place.name in fewer
+            for ratio in _growths(place.shape, fewer[place.name].shape)
+        }
         for number, place in whole.places.items():
             other = fewer.get(place.name)
             if other is not None and place.same_as(other):  # it goes to all parts
@@ -116,7 +127,9 @@ class _Judge:
             grows = one.shape != other.shape
             return Label(sampled=grows, computed=one.storage not in self._whole.fresh, grows=grows)
         if label.grows and one.shape == other.shape and label.rows is None:
-            return label.flagged("it picks samples of the batch by their position")
+            return label.flagged(_BY_POSITION)
+        if label.sampled and label.rows is None and not self._ratios.issuperset(_growths(one.shape, other.shape)):
+            return label.flagged(_BY_POSITION)  # of 5 samples 4, say, or 10 pairs
         return label
 
 
@@ -140,14 +153,16 @@ class _Step:
         if operation.random and (grown or self.growing or self.collapsed):
             inputs.append(Label(sampled=grown, computed=True))
         if not inputs:
-            return Label()
+            return Label(reason=_BY_POSITION) if grown and name in _NUMBERED else Label()
+        if name == "index" and operation.order < 0:  # rows by their numbers, in order
+            inputs = [inputs[0], *(one for one in inputs[1:] if one.sampled or not one.reason)]
         label = reduce(Label.joined, inputs)
         if not label.sampled:
             return label
         label = replace(label, classes=self._classes(label))
         if operation.chosen:
             chosen = reduce(Label.joined, (inputs[at] for at in operation.chosen))
-            return replace(label, rows=either(label.rows, replace(chosen, rows=None)))
+            return replace(self._mixing(label), rows=either(label.rows, replace(chosen, rows=None)))
         if name in _INTO_ROWS:
             label = replace(label, rows=inputs[0].rows)
         label = self._mixing(label)
@@ -179,12 +194,15 @@ class _Step:
 
     def _mixing(self, label: Label) -> Label:
         operation = self.operation
+        if operation.counting or operation.name in _COUNTED_VALUES:
+            return label.flagged(f"{operation.name} counts how many samples of the batch have the same value")
         if any(_pairs(one, two) for one, two in zip(operation.writes, self.part.writes, strict=False)):
             return label.flagged(f"{operation.name} pairs samples of the batch with one another")
-        if operation.order >= 0 and self.inputs[0].sampled:
+        if operation.order >= 0 and any(one.sampled for at, one in enumerate(self.inputs) if at != operation.order):
             rows = self.inputs[operation.order]
-            if rows.computed or not rows.sampled:
-                return label.flagged("index takes samples of the batch in another order")
+            found = operation.name != "index" and rows.rows is not None  # it writes where it read
+            if not found and (rows.computed or not rows.places):
+                return label.flagged(f"{operation.name} takes samples of the batch in another order")
         if not operation.along or operation.name in ("sum", "mean") or not self.inputs[0].sampled:
             return label
         one, two = operation.reads[0].shape, self.part.reads[0].shape
@@ -239,7 +257,12 @@ def _over_rows(operation: Operation) -> bool:
 
 def _pairs(one: Operand, other: Operand) -> bool:
     """Whether two dimensions grow as the samples do."""
-    if len(one.shape) != len(other.shape):
-        return False
-    ratios = [long / short for long, short in zip(one.shape, other.shape, strict=True) if long != short and short]
+    ratios = _growths(one.shape, other.shape)
     return len(ratios) > len(set(ratios))
+
+
+def _growths(one: tuple[int, ...], other: tuple[int, ...]) -> list[Fraction]:
+    """How much larger dimensions are with more samples, of those that are."""
+    if len(one) != len(other):
+        return []
+    return [Fraction(long, short) for long, short in zip(one, other, strict=True) if long != short and short]
