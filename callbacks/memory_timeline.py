@@ -13,13 +13,13 @@ from lightning.pytorch import LightningModule, Trainer
 from retime.callbacks._phases import PhaseCallback, PhaseObserver
 from retime.mechanisms.arguments import checked
 from retime.mechanisms.byte_sizes import show_bytes
+from retime.mechanisms.measure.memory_sampler import MemorySampler
 from retime.mechanisms.memory.data_parallel_memory import buckets_of, reduction_bytes
 from retime.mechanisms.memory.dry_part import dry_part
 from retime.mechanisms.memory.profile import StepProfile
 from retime.mechanisms.memory.replay import TrainingStep, replay
 from retime.mechanisms.memory.split import samples_in, split_batch
 from retime.mechanisms.memory.undisturbed import undisturbed
-from retime.mechanisms.memory_sampler import MemorySampler
 from retime.schedules.memory import OffloadPlan
 from retime.strategies.budgeted import Budgeted, gradients_in
 from retime.strategies.unseen import unseen

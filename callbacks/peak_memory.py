@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from retime.callbacks._phases import PhaseCallback, PhaseObserver
 from retime.mechanisms.arguments import checked
-from retime.mechanisms.memory_probe import MemoryProbe
+from retime.mechanisms.measure.memory_probe import MemoryProbe
 
 __all__ = ["PeakMemory"]
 

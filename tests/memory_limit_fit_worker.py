@@ -18,8 +18,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from retime.mechanisms.measure.memory_probe import MemoryProbe, status_bytes
 from retime.mechanisms.memory.heap import give_back_freed_memory, trim_heap
-from retime.mechanisms.memory_probe import MemoryProbe, status_bytes
 from retime.strategies import MemoryBudgetStrategy
 
 SAMPLES, WIDTH, DEPTH, CLASSES, BATCHES = 4096, 256, 12, 10, 5

@@ -18,13 +18,13 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from retime.mechanisms.measure.memory_probe import MemoryProbe
 from retime.mechanisms.memory.calibrate import calibrate
 from retime.mechanisms.memory.costs import StepCosts
 from retime.mechanisms.memory.heap import give_back_freed_memory, trim_heap
 from retime.mechanisms.memory.host_disk import HostDisk
 from retime.mechanisms.memory.offload import OffloadSavedTensors
 from retime.mechanisms.memory.replay import EVERYTHING, TrainingStep, replay, take
-from retime.mechanisms.memory_probe import MemoryProbe
 from retime.schedules.memory import OffloadPlan
 
 

@@ -11,7 +11,7 @@ import torch
 import memory_budget_support as support
 from memory_budget_support import SMALL, Net, assert_close, fit, loader
 from retime.callbacks import MemoryTimeline
-from retime.mechanisms.memory_sampler import MemorySampler
+from retime.mechanisms.measure.memory_sampler import MemorySampler
 from retime.strategies import MemoryBudgetStrategy
 
 pytestmark = support.IGNORED

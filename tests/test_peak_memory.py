@@ -13,9 +13,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader
 
-import retime.mechanisms.memory_probe as memory_probe
+import retime.mechanisms.measure.memory_probe as memory_probe
 from retime.callbacks.peak_memory import PeakMemory
-from retime.mechanisms.memory_probe import MemoryProbe
+from retime.mechanisms.measure.memory_probe import MemoryProbe
 
 pytestmark = [  # what Lightning itself warns of
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning"),

@@ -23,8 +23,8 @@ import retime.callbacks.step_timeline as step_timeline
 from retime.callbacks._phases import StrategyPhases
 from retime.callbacks.peak_memory import PeakMemory
 from retime.callbacks.step_timeline import StepTimeline
+from retime.mechanisms.measure.step_timer import EXPOSED, StepTimer, StepTiming
 from retime.mechanisms.no_effect import NoEffectWarning
-from retime.mechanisms.step_timer import EXPOSED, StepTimer, StepTiming
 
 pytestmark = [  # what Lightning itself warns of
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning"),

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from retime.mechanisms.fusion import fuse_optimizer
-from retime.mechanisms.step_timer import EXPOSED, StepTimer, StepTiming
+from retime.mechanisms.measure.step_timer import EXPOSED, StepTimer, StepTiming
 
 
 def count(timing: StepTiming) -> dict[str, int]:

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map
 
 from retime.mechanisms.byte_sizes import parse_bytes
+from retime.mechanisms.measure.memory_probe import MemoryProbe
 from retime.mechanisms.memory.dry_mode import DryMode
 from retime.mechanisms.memory.equal_parts import part_lengths
 from retime.mechanisms.memory.held_gradients import Buckets, Gradients, check_held
@@ -43,7 +44,6 @@ from retime.mechanisms.memory.separability_probe import loss_of
 from retime.mechanisms.memory.stand_ins import Replacement, aliases, copies, fake, stand_in_optimizer, stand_ins
 from retime.mechanisms.memory.storages import tensors_in
 from retime.mechanisms.memory.trace import Meter, Tracer, ValueReadError
-from retime.mechanisms.memory_probe import MemoryProbe
 from retime.schedules.memory import BlockKind, OffloadPlan, Phase
 from retime.schedules.memory.plan import MOST_SAVED
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from retime.mechanisms.measure.memory_probe import MemoryProbe, forget_peak, status_bytes
 from retime.mechanisms.memory.heap import trim_heap
 from retime.mechanisms.memory.host import HostNone, HostTier
 from retime.mechanisms.memory.offload import NoHooksError
@@ -15,7 +16,6 @@ from retime.mechanisms.memory.pool import MemoryPool
 from retime.mechanisms.memory.profile import Size, StepProfile
 from retime.mechanisms.memory.replay import EVERYTHING, DryRun, TrainingStep
 from retime.mechanisms.memory.trace import Operation
-from retime.mechanisms.memory_probe import MemoryProbe, forget_peak, status_bytes
 from retime.schedules.memory import OffloadPlan, Phase
 
 # A process's resident size is counted in batches of pages on each core; less than this may be none at all.

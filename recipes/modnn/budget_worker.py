@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from retime.mechanisms.measure.memory_probe import MemoryProbe
 from retime.mechanisms.memory.budget_report import PlannedShape
 from retime.mechanisms.memory.budgeted_step import BudgetedStep
 from retime.mechanisms.memory.calibrate import calibrate
@@ -25,7 +26,6 @@ from retime.mechanisms.memory.heap import give_back_freed_memory, trim_heap
 from retime.mechanisms.memory.host import parse_host
 from retime.mechanisms.memory.replay import TrainingStep
 from retime.mechanisms.memory.search import PlanChoice, search_plan
-from retime.mechanisms.memory_probe import MemoryProbe
 from retime.recipes.core.build import build_model, build_optimizer, loss_of
 from retime.recipes.models import parameter_count
 from retime.recipes.modnn.processes import Answer

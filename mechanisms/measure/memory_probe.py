@@ -23,8 +23,8 @@ from typing import Protocol
 
 import torch
 
-from retime.mechanisms.memory_sampler import SAMPLE_SECONDS, MemorySampler
-from retime.mechanisms.step_timer import OTHER, PHASES, check_phase
+from retime.mechanisms.measure.memory_sampler import SAMPLE_SECONDS, MemorySampler
+from retime.mechanisms.measure.step_timer import OTHER, PHASES, check_phase
 
 __all__ = ["MemoryProbe", "forget_peak", "status_bytes"]
 
