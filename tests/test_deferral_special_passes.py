@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from retime.mechanisms.out_of_order import WeightGradientDeferral
-from retime.mechanisms.out_of_order.cut import SEVERAL_OUTPUTS
-from retime.mechanisms.out_of_order.deferral import USED_ELSEWHERE
-from retime.mechanisms.out_of_order.graph import SAVES_OUTPUT, USED_TWICE
+from retime.mechanisms.weight_gradients.cut import SEVERAL_OUTPUTS
+from retime.mechanisms.weight_gradients.deferral import USED_ELSEWHERE
+from retime.mechanisms.weight_gradients.graph import SAVES_OUTPUT, USED_TWICE
 from test_deferral_graphs import WIDTH, Around, Own, assert_same, pair, step
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's, in forward mode

@@ -34,7 +34,8 @@ from contract.traits import (
 from retime.callbacks import FuseOptimizer
 from retime.mechanisms.memory.budget_report import PlannedShape
 from retime.mechanisms.memory.search import PlanChoice
-from retime.mechanisms.out_of_order import data_parallel, deferral
+from retime.mechanisms.out_of_order import data_parallel
+from retime.mechanisms.weight_gradients import deferral
 from retime.schedules.memory import OffloadPlan
 from retime.strategies import (
     FusedOptimizerDDPStrategy,

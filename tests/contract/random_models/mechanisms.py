@@ -17,7 +17,8 @@ from contract.random_models.training import CLIP_VALUE, Way, train
 from retime.mechanisms.memory import BudgetedStep, HostMemory, OffloadSavedTensors, sub_batches
 from retime.mechanisms.memory.budget_report import PlannedShape
 from retime.mechanisms.memory.search import PlanChoice
-from retime.mechanisms.out_of_order import WeightGradientDeferral, deferral
+from retime.mechanisms.out_of_order import WeightGradientDeferral
+from retime.mechanisms.weight_gradients import deferral
 from retime.schedules.memory import OffloadPlan
 
 HOLDS = 2**30

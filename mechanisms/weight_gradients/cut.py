@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from retime.mechanisms.out_of_order.layers import Layer
+from retime.mechanisms.weight_gradients.layers import Layer
 
 CHANGES_INPUT = "it changes its input in place"
 SEVERAL_OUTPUTS = "it has several outputs, of which some may get no gradient"

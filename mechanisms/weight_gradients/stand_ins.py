@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from retime.mechanisms.out_of_order.layers import Layer
+from retime.mechanisms.weight_gradients.layers import Layer
 
 
 class StandIns:

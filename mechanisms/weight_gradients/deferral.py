@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from retime.mechanisms.arguments import AtLeast, checked
 from retime.mechanisms.no_effect import NoEffectWarning
-from retime.mechanisms.out_of_order.cut import (
+from retime.mechanisms.weight_gradients.cut import (
     DOUBLE_BACKWARD,
     Backward,
     Call,
@@ -28,10 +28,17 @@ from retime.mechanisms.out_of_order.cut import (
     run_weight_gradient,
     why_whole,
 )
-from retime.mechanisms.out_of_order.graph import USED_TWICE, Piece, Span, look_into, read_elsewhere, sequence_number
-from retime.mechanisms.out_of_order.held import StandIns
-from retime.mechanisms.out_of_order.hooks import Hook, is_special
-from retime.mechanisms.out_of_order.layers import COMPILED, SMALL_BYTES, Block, Layer, find_layers, group_into_blocks
+from retime.mechanisms.weight_gradients.graph import USED_TWICE, Piece, Span, look_into, read_elsewhere, sequence_number
+from retime.mechanisms.weight_gradients.hooks import Hook, is_special
+from retime.mechanisms.weight_gradients.layers import (
+    COMPILED,
+    SMALL_BYTES,
+    Block,
+    Layer,
+    find_layers,
+    group_into_blocks,
+)
+from retime.mechanisms.weight_gradients.stand_ins import StandIns
 
 CHECKPOINTED = "it runs under activation checkpointing or other saved-tensor hooks"
 SMALL = "it is small"
