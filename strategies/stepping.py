@@ -24,7 +24,11 @@ from retime.mechanisms.fusion.backward import BackwardFusion, check_bucket_bytes
 from retime.mechanisms.fusion.data_parallel import DataParallelFusion, ReductionHook
 from retime.mechanisms.fusion.forward import ForwardFusion
 from retime.mechanisms.fusion.report import FusionReport, check_mode
-from retime.mechanisms.fusion.support import why_not_per_parameter, why_not_this_step, why_not_this_zero_grad
+from retime.mechanisms.lazy_updates.per_parameter import (
+    why_not_per_parameter,
+    why_not_this_step,
+    why_not_this_zero_grad,
+)
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.strategies.budgeted import Budgeted
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from fusion_support import adamw, assert_same, batches, network, train
 from retime import NoEffectWarning, fuse_optimizer
 from retime.mechanisms.fusion.forward import ForwardFusion
-from retime.mechanisms.fusion.lazy import is_pending
+from retime.mechanisms.lazy_updates.lazy import is_pending
 
 
 def stepped(mode: str | None, model: nn.Module | None = None) -> tuple[nn.Module, Optimizer, ForwardFusion | None]:

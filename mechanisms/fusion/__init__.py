@@ -4,6 +4,6 @@ from retime.mechanisms.fusion.backward import BackwardFusion
 from retime.mechanisms.fusion.forward import ForwardFusion
 from retime.mechanisms.fusion.fuse import fuse_optimizer
 from retime.mechanisms.fusion.report import FusionReport
-from retime.mechanisms.fusion.support import declare_per_parameter
+from retime.mechanisms.lazy_updates.per_parameter import declare_per_parameter
 
 __all__ = ["BackwardFusion", "ForwardFusion", "FusionReport", "declare_per_parameter", "fuse_optimizer"]

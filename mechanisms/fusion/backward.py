@@ -31,11 +31,11 @@ from torch.utils.hooks import RemovableHandle
 from retime.mechanisms.arguments import Above, AtLeast, checked
 from retime.mechanisms.byte_sizes import parse_bytes
 from retime.mechanisms.fusion.consumed import ConsumedGradient
-from retime.mechanisms.fusion.narrow import OptimizerWindow, nbytes
-from retime.mechanisms.fusion.readers import has_alias
-from retime.mechanisms.fusion.replaced import ReplacedMethod
 from retime.mechanisms.fusion.report import FusionReport
 from retime.mechanisms.fusion.side_stream import SideStream
+from retime.mechanisms.lazy_updates.optimizer_window import OptimizerWindow, nbytes
+from retime.mechanisms.lazy_updates.readers import has_alias
+from retime.mechanisms.lazy_updates.replaced_method import ReplacedMethod
 from retime.mechanisms.no_effect import NoEffectWarning
 
 CPU_BUCKET_BYTES = 1 << 20

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from retime.mechanisms.byte_sizes import show_bytes
-from retime.mechanisms.fusion.readers import is_compiled
+from retime.mechanisms.lazy_updates.readers import is_compiled
 from retime.mechanisms.memory.budget_report import PlannedShape
 from retime.mechanisms.memory.made_bytes import MadeBytes, TooMuchMade
 from retime.mechanisms.memory.outside import Outside

@@ -11,8 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from retime.mechanisms.fusion.lazy import PendingUpdate, can_wait, is_pending, pending_of
-from retime.mechanisms.fusion.readers import has_alias
+from retime.mechanisms.lazy_updates.lazy import PendingUpdate, can_wait, is_pending, pending_of
+from retime.mechanisms.lazy_updates.readers import has_alias
 
 
 class GradientWatch(PendingUpdate):

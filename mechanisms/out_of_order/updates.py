@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from retime.mechanisms.fusion.backward import parameters_of
 from retime.mechanisms.fusion.forward import ForwardFusion
-from retime.mechanisms.fusion.lazy import pending_of
+from retime.mechanisms.lazy_updates.lazy import pending_of
 from retime.mechanisms.out_of_order.reductions import GradientWatch, Reduction
 
 

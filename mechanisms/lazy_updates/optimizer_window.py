@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from retime.mechanisms.fusion.support import raw_step
+from retime.mechanisms.lazy_updates.per_parameter import raw_step
 
 
 class OptimizerWindow:

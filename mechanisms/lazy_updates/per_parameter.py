@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 from torch.optim.lr_scheduler import LRScheduler
 
-from retime.mechanisms.fusion.replaced import ReplacedMethod
+from retime.mechanisms.lazy_updates.replaced_method import ReplacedMethod
 
 _declared: set[type[Optimizer]] = set()
 _TORCHS_ZERO_GRAD = Optimizer.zero_grad

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from retime.mechanisms.fusion.lazy import settle_all
+from retime.mechanisms.lazy_updates.lazy import settle_all
 
 _PICKS_A_KERNEL_BY_CLASS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 """They ask ``has_torch_function`` of their weights and would choose another kernel while updates are pending."""
