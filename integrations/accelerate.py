@@ -28,11 +28,11 @@ from torch.optim import Optimizer
 
 from retime.integrations.kept_state import KeptState
 from retime.mechanisms.arguments import checked
+from retime.mechanisms.ddp.agreement import RankAgreement
 from retime.mechanisms.fusion.backward import BackwardFusion
 from retime.mechanisms.fusion.forward import ForwardFusion
 from retime.mechanisms.fusion.fuse import fuse_optimizer
 from retime.mechanisms.fusion.report import FusionReport, check_mode
-from retime.mechanisms.memory.agreement import RankAgreement
 from retime.mechanisms.memory.budget import parse_budget
 from retime.mechanisms.memory.budget_report import BudgetReport
 from retime.mechanisms.memory.budgeted_ddp import SETTING_UP, BudgetedDataParallelStep

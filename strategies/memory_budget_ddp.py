@@ -15,13 +15,13 @@ from lightning.pytorch.plugins import Precision
 from torch.nn.parallel import DistributedDataParallel
 
 from retime.mechanisms.arguments import checked
-from retime.mechanisms.memory.agreement import RankAgreement
+from retime.mechanisms.ddp.agreement import RankAgreement
+from retime.mechanisms.ddp.reducers.host import HostReduction
 from retime.mechanisms.memory.budget import parse_budget
 from retime.mechanisms.memory.budget_report import BudgetReport
 from retime.mechanisms.memory.budgeted_ddp import SETTING_UP, BudgetedDataParallelStep
 from retime.mechanisms.memory.budgeted_step import BudgetedStep
 from retime.mechanisms.memory.host import parse_host
-from retime.mechanisms.memory.host_reduction import HostReduction
 from retime.mechanisms.memory.split import Split
 from retime.strategies.budgeted import Budgeted
 from retime.strategies.ddp_arguments import MegaBytes, StartMethod, given

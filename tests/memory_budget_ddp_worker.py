@@ -42,13 +42,13 @@ from memory_budget_support import (
     norm,
 )
 from retime.callbacks import MemoryTimeline
+from retime.mechanisms.ddp.reducers.host import HostReduction
 from retime.mechanisms.measure.memory_probe import MemoryProbe
 from retime.mechanisms.memory.alone import alone
 from retime.mechanisms.memory.budgeted_ddp import BudgetedDataParallelStep
 from retime.mechanisms.memory.costs import StepCosts
 from retime.mechanisms.memory.heap import trim_heap
 from retime.mechanisms.memory.host import parse_host
-from retime.mechanisms.memory.host_reduction import HostReduction
 from retime.recipes.modnn.budget_worker import resident_bytes
 from retime.schedules.memory.errors import BudgetError
 from retime.strategies import MemoryBudgetDDPStrategy

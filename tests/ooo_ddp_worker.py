@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from contract.models import Net
 from retime.callbacks import FuseOptimizer, ReverseFirstK
+from retime.mechanisms.ddp.bucket_size import SIZES_MB, measured_seconds_per_mb
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.out_of_order import OutOfOrderDataParallel, OutOfOrderReport
-from retime.mechanisms.out_of_order.bucket_size import SIZES_MB, measured_seconds_per_mb
 from retime.strategies import OOODataParallelStrategy
 from retime.strategies.ooo_ddp import FIXED_BUCKET_MB
 

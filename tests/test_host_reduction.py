@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-import retime.mechanisms.memory.host_reduction as host_reduction
-from retime.mechanisms.memory.host_reduction import HostReduction
+import retime.mechanisms.ddp.reducers.host as host_reduction
+from retime.mechanisms.ddp.reducers.host import HostReduction
 from retime.strategies import MemoryBudgetDDPStrategy
 
 

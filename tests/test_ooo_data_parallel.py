@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from retime.mechanisms.out_of_order.bucket_size import bucket_mb
+from retime.mechanisms.ddp.bucket_size import bucket_mb
 from retime.mechanisms.out_of_order.k_tuner import MOST_STEPS, KTuner
 from two_ranks import run_two_ranks
 

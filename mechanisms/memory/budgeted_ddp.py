@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from retime.mechanisms.memory.agreement import RankAgreement
+from retime.mechanisms.ddp.agreement import RankAgreement
 from retime.mechanisms.memory.alone import CollectiveError, alone
 from retime.mechanisms.memory.budget_report import PlannedShape
 from retime.mechanisms.memory.budgeted_step import BudgetedStep, NoLossError, Way
@@ -37,7 +37,7 @@ class BudgetedDataParallelStep(BudgetedStep):
     """A :class:`BudgetedStep` on each rank; all ranks call it for the same batches.
 
     Gradients are reduced once a step, while the last sub-batch runs; the buckets that DDP keeps for that count.
-    :class:`~retime.mechanisms.memory.host_reduction.HostReduction` sums those of CUDA devices in host memory.
+    :class:`~retime.mechanisms.ddp.reducers.host.HostReduction` sums those of CUDA devices in host memory.
 
     Args:
         model: the wrapped model; ``step`` calls it as ever.
