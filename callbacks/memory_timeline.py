@@ -20,7 +20,7 @@ from retime.mechanisms.memory.profile import StepProfile
 from retime.mechanisms.memory.replay import TrainingStep, replay
 from retime.mechanisms.memory.split import samples_in, split_batch
 from retime.mechanisms.memory.undisturbed import undisturbed
-from retime.schedules.memory import OffloadPlan
+from retime.schedules.budget import OffloadPlan
 from retime.strategies.budgeted import Budgeted, gradients_in
 from retime.strategies.unseen import unseen
 

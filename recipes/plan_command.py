@@ -57,8 +57,8 @@ from retime.mechanisms.memory.task_graph import task_graph
 from retime.mechanisms.memory.time_limit import OutOfTime, TimeLimit
 from retime.mechanisms.memory.undisturbed import undisturbed
 from retime.recipes.plan_job import Job, job_of
-from retime.schedules.memory import lower_bound
-from retime.schedules.memory.errors import BudgetError
+from retime.schedules.budget.errors import BudgetError
+from retime.schedules.modnn import lower_bound
 
 _OF_RECIPES = ("hydra", "omegaconf", "sklearn", "transformers", "matplotlib", "rich")
 """Packages of the recipes extra. Without them a LightningModule can be planned for, which brings its own optimizers."""

@@ -50,7 +50,7 @@ from retime.mechanisms.memory.costs import StepCosts
 from retime.mechanisms.memory.heap import trim_heap
 from retime.mechanisms.memory.host import parse_host
 from retime.recipes.modnn.budget_worker import resident_bytes
-from retime.schedules.memory.errors import BudgetError
+from retime.schedules.budget.errors import BudgetError
 from retime.strategies import MemoryBudgetDDPStrategy
 
 RANK = int(os.environ["RANK"])

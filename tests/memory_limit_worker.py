@@ -25,7 +25,7 @@ from retime.mechanisms.memory.heap import give_back_freed_memory, trim_heap
 from retime.mechanisms.memory.host_disk import HostDisk
 from retime.mechanisms.memory.offload import OffloadSavedTensors
 from retime.mechanisms.memory.replay import EVERYTHING, TrainingStep, replay, take
-from retime.schedules.memory import OffloadPlan
+from retime.schedules.budget import OffloadPlan
 
 
 def network(name: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:

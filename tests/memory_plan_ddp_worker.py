@@ -14,7 +14,7 @@ from memory_budget_ddp_worker import RANK, SMALL, batches, check, fit, main, pla
 from memory_budget_support import OFFLOADS, SPLITS, Net, assert_close, assert_way, loader
 from retime.mechanisms.memory.given_plans import PlanFileError
 from retime.recipes.plan_command import main as retime
-from retime.schedules.memory.errors import BudgetError
+from retime.schedules.budget.errors import BudgetError
 from retime.strategies import MemoryBudgetDDPStrategy
 
 

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 
 from memory_budget_support import SMALL, TINY, Net, accelerate_loop, assert_close, loader
 from retime.integrations.accelerate import MemoryBudget
-from retime.schedules.memory.errors import BudgetError
+from retime.schedules.budget.errors import BudgetError
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

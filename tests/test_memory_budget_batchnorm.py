@@ -9,7 +9,7 @@ import torch
 
 import memory_budget_support as support
 from memory_budget_support import SMALL, TINY, Net, assert_close, fit, loader, norm, report_of
-from retime.schedules.memory.errors import BudgetError
+from retime.schedules.budget.errors import BudgetError
 from retime.strategies import MemoryBudgetStrategy
 
 pytestmark = support.IGNORED

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import memory_budget_support as support
 from memory_budget_support import Net, accelerate_loop, fit, loader, norm, report_of, trainer
-from retime.schedules.memory.errors import BudgetError
+from retime.schedules.budget.errors import BudgetError
 from retime.strategies import MemoryBudgetStrategy
 
 pytestmark = support.IGNORED

@@ -17,8 +17,8 @@ from memory_budget_support import CLASSES, FEATURES, Net, assert_close, assert_s
 from retime.mechanisms.memory.budget_report import BudgetReport, PlannedShape
 from retime.mechanisms.memory.search import PlanChoice
 from retime.mechanisms.no_effect import NoEffectWarning
+from retime.schedules.budget import OffloadPlan
 from retime.schedules.errors import ScheduleError
-from retime.schedules.memory import OffloadPlan
 from retime.strategies import MemoryBudgetStrategy
 
 pytestmark = support.IGNORED

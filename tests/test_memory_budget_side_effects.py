@@ -18,7 +18,7 @@ from memory_budget_support import Net, assert_close, fit, loader, report_of
 from retime.mechanisms.memory.budgeted_step import BudgetedStep
 from retime.mechanisms.memory.host_memory import HostMemory
 from retime.mechanisms.memory.plan_after import plan_after
-from retime.schedules.memory.errors import BudgetError
+from retime.schedules.budget.errors import BudgetError
 from retime.strategies import MemoryBudgetStrategy
 
 pytestmark = support.IGNORED

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from retime.mechanisms.memory.replay import EVERYTHING, TrainingStep, profile_step, replay
-from retime.schedules.memory import OffloadPlan
+from retime.schedules.budget import OffloadPlan
 
 SAMPLES, WIDTH = 8, 5
 SCALE = torch.arange(1.0, WIDTH + 1)

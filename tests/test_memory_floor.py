@@ -12,7 +12,7 @@ from retime.mechanisms.memory.costs import StepCosts
 from retime.mechanisms.memory.floor import MemoryFloor, StepMemory
 from retime.mechanisms.memory.profile import LargestTask, Size
 from retime.mechanisms.memory.replay import TrainingStep
-from retime.schedules.memory import Phase
+from retime.schedules.budget import Phase
 
 SMALLER_PARTS = "smaller sub-batches, if allowed"
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from retime.mechanisms.memory.budgeted_step import BudgetedStep
 from retime.mechanisms.memory.host import parse_host
 from retime.mechanisms.memory.replay import TrainingStep, profile_step
-from retime.schedules.memory.errors import BudgetError
+from retime.schedules.budget.errors import BudgetError
 
 SAMPLES, FEATURES = 64, 32
 

@@ -19,7 +19,7 @@ from retime.mechanisms.memory.freed_memory import FreedMemory
 from retime.mechanisms.memory.host import parse_host
 from retime.mechanisms.memory.pool import MemoryPool
 from retime.mechanisms.memory.search import PlanChoice
-from retime.schedules.memory import OffloadPlan
+from retime.schedules.budget import OffloadPlan
 
 pytestmark = pytest.mark.filterwarnings("ignore:host='disk.*is a file system in memory")
 PAGE = os.sysconf("SC_PAGESIZE") if hasattr(os, "sysconf") else 4096

@@ -22,8 +22,8 @@ from retime.mechanisms.memory.search import part_sizes
 from retime.mechanisms.memory.sub_batches import SubBatches
 from retime.mechanisms.memory.trace import Tracer
 from retime.mechanisms.memory.weights import Weighting
-from retime.schedules.memory import BlockKind, OffloadPlan
-from retime.schedules.memory.errors import BudgetError
+from retime.schedules.budget import BlockKind, OffloadPlan
+from retime.schedules.budget.errors import BudgetError
 
 SAMPLES, CLASSES = 64, 1000
 LOGITS = SAMPLES * CLASSES * 4

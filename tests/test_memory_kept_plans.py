@@ -18,8 +18,8 @@ from retime.mechanisms.memory.budgeted_step import BudgetedStep
 from retime.mechanisms.memory.host_memory import HostMemory
 from retime.mechanisms.memory.kept_plans import OtherPlansError, plans_in
 from retime.mechanisms.no_effect import NoEffectWarning
+from retime.schedules.budget import OffloadPlan
 from retime.schedules.errors import ScheduleError
-from retime.schedules.memory import OffloadPlan
 
 pytestmark = support.IGNORED
 

@@ -23,7 +23,7 @@ from retime.mechanisms.memory.host import HostTier
 from retime.mechanisms.memory.host_disk import HostDisk
 from retime.mechanisms.memory.host_memory import HostMemory
 from retime.mechanisms.memory.offload import OffloadSavedTensors
-from retime.schedules.memory import OffloadPlan
+from retime.schedules.budget import OffloadPlan
 
 
 def offload_all(host: HostTier, leaf: Tensor, in_flight_bytes: int = 0) -> OffloadSavedTensors:

@@ -23,8 +23,8 @@ from retime.mechanisms.memory.offload import NoHooksError, OffloadSavedTensors, 
 from retime.mechanisms.memory.replay import EVERYTHING, TrainingStep
 from retime.mechanisms.memory.search import search_plan
 from retime.mechanisms.memory.trial import PlanTrial
-from retime.schedules.memory import OffloadPlan
-from retime.schedules.memory.errors import BudgetError
+from retime.schedules.budget import OffloadPlan
+from retime.schedules.budget.errors import BudgetError
 
 WIDTH, DEPTH, SAMPLES = 16, 8, 128
 PLAIN, PARTS, FLOOR = 300_000, 60_000, 10_000  # budgets

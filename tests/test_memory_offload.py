@@ -23,7 +23,7 @@ from retime.mechanisms.memory.host_disk import HostDisk
 from retime.mechanisms.memory.host_memory import HostMemory, _MemoryCopy
 from retime.mechanisms.memory.offload import OffloadSavedTensors, PlanMismatch
 from retime.mechanisms.memory.offload_pass import ForwardPass
-from retime.schedules.memory import OffloadPlan
+from retime.schedules.budget import OffloadPlan
 
 ALL = frozenset(range(1000))
 

@@ -87,7 +87,7 @@ import resource, torch
 from retime.mechanisms.memory.host import HostError
 from retime.mechanisms.memory.host_disk import HostDisk
 from retime.mechanisms.memory.offload import OffloadSavedTensors
-from retime.schedules.memory import OffloadPlan
+from retime.schedules.modnn import OffloadPlan
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 host = HostDisk({str(tmp_path)!r})
 leaf = torch.ones(10_000, requires_grad=True)

@@ -16,7 +16,7 @@ from retime.mechanisms.memory.host import HostTier
 from retime.mechanisms.memory.host_disk import HostDisk
 from retime.mechanisms.memory.host_memory import HostMemory
 from retime.mechanisms.memory.offload import OffloadSavedTensors
-from retime.schedules.memory import OffloadPlan
+from retime.schedules.budget import OffloadPlan
 
 ALL = frozenset(range(1000))
 B, T, F, H = 3, 4, 5, 6

@@ -19,7 +19,7 @@ from retime.mechanisms.memory.host_memory import HostMemory
 from retime.mechanisms.memory.replay import DryRun, TrainingStep, profile_step, take
 from retime.mechanisms.memory.separability_state import Untouched
 from retime.mechanisms.memory.trace import ValueReadError
-from retime.schedules.memory import OffloadPlan
+from retime.schedules.budget import OffloadPlan
 
 PLAIN, TIGHT = 700_000, 170_000  # enough for the plain step, but not without a dry run; and not enough
 

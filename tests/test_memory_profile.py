@@ -13,9 +13,9 @@ from retime.mechanisms.memory.profile import StepProfile
 from retime.mechanisms.memory.replay import TrainingStep, profile_step, replay
 from retime.mechanisms.memory.task_graph import task_graph
 from retime.mechanisms.memory.trace import ValueReadError
+from retime.schedules.budget import BlockKind, OffloadPlan, Phase
 from retime.schedules.errors import ScheduleError
-from retime.schedules.memory import BlockKind, OffloadPlan, Phase
-from retime.schedules.memory.bounds import lower_bound
+from retime.schedules.modnn.bounds import lower_bound
 
 SAMPLES = 8
 

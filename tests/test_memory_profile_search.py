@@ -17,9 +17,9 @@ from retime.mechanisms.memory.floor import StepMemory
 from retime.mechanisms.memory.profile import Size
 from retime.mechanisms.memory.replay import TrainingStep, replay
 from retime.mechanisms.memory.search import part_sizes, search_plan
+from retime.schedules.budget import OffloadPlan
+from retime.schedules.budget.errors import BudgetError
 from retime.schedules.errors import ScheduleError
-from retime.schedules.memory import OffloadPlan
-from retime.schedules.memory.errors import BudgetError
 from test_memory_profile import MODELS, SAMPLES, step_of
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from retime.mechanisms.memory.replay import Gradients, TrainingStep, profile_step
-from retime.schedules.memory import BlockKind, Phase
+from retime.schedules.budget import BlockKind, Phase
 
 SAMPLES = 8
 AFTER_FORWARD: Gradients = "freed after forward"

@@ -13,8 +13,8 @@ from retime.mechanisms.memory.host import parse_host
 from retime.mechanisms.memory.replay import DryRun, TrainingStep
 from retime.mechanisms.memory.separability import certify
 from retime.mechanisms.memory.separability_state import Untouched
-from retime.schedules.memory import OffloadPlan
-from retime.schedules.memory.errors import BudgetError
+from retime.schedules.budget import OffloadPlan
+from retime.schedules.budget.errors import BudgetError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 SAMPLES = 256

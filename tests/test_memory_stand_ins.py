@@ -15,7 +15,7 @@ from retime.mechanisms.memory.budgeted_step import BudgetedStep
 from retime.mechanisms.memory.host import parse_host
 from retime.mechanisms.memory.replay import DryRun, TrainingStep
 from retime.mechanisms.memory.stand_ins import Replacement, aliases, copies, fake, stand_ins
-from retime.schedules.memory import OffloadPlan
+from retime.schedules.budget import OffloadPlan
 
 SAMPLES, WIDTH = 16, 8
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from retime.mechanisms.memory import BudgetedStep, HostMemory, OffloadSavedTensors, TrainingStep, parse_host
-from retime.schedules.memory import OffloadPlan
+from retime.schedules.budget import OffloadPlan
 
 
 def step(**more: Any) -> BudgetedStep:

@@ -11,7 +11,7 @@ from torch import nn
 from memory_budget_support import OFFLOADS, SPLITS, Net, loader, norm, use_costs
 from retime.mechanisms.memory.budgeted_step import BudgetedStep
 from retime.mechanisms.memory.host_memory import HostMemory
-from retime.schedules.memory.errors import BudgetError
+from retime.schedules.budget.errors import BudgetError
 
 EXACT, GHOST = "batchnorm='exact' or batchnorm='ghost'", "batchnorm='ghost'"
 

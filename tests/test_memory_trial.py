@@ -17,8 +17,8 @@ from retime.mechanisms.memory.profile import LargestTask
 from retime.mechanisms.memory.replay import TrainingStep
 from retime.mechanisms.memory.search import PlanChoice, part_sizes, search_plan
 from retime.mechanisms.memory.trial import PlanTrial
-from retime.schedules.memory import OffloadPlan
-from retime.schedules.memory.errors import BudgetError
+from retime.schedules.budget import OffloadPlan
+from retime.schedules.budget.errors import BudgetError
 
 SAMPLES, MANY = 32, 512
 

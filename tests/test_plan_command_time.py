@@ -19,7 +19,7 @@ from retime.mechanisms.memory.time_limit import OutOfTime, TimeLimit
 from retime.mechanisms.memory.trial import PlanTrial
 from retime.recipes import plan_command
 from retime.recipes.plan_command import main
-from retime.schedules.memory import OffloadPlan
+from retime.schedules.budget import OffloadPlan
 
 pytestmark = support.IGNORED
 ALARMS = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no alarms")

@@ -20,7 +20,7 @@ from torch import nn
 import retime
 from retime.integrations import accelerate as for_accelerate
 from retime.mechanisms import arguments, fusion, memory, out_of_order
-from retime.schedules.memory import OffloadPlan
+from retime.schedules.budget import OffloadPlan
 
 NEGATIVE = (-1, -(10**9))
 NOT_POSITIVE = (0, *NEGATIVE)

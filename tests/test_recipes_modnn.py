@@ -52,7 +52,7 @@ from retime.recipes.modnn.simulated import (
 )
 from retime.recipes.modnn.simulated import IDEAL as IDEAL_TIME
 from retime.recipes.modnn.simulated import MEMORY as SHARE
-from retime.schedules.memory import all_blocks_bytes, lower_bound, lower_bound_offloading_weights
+from retime.schedules.modnn import all_blocks_bytes, lower_bound, lower_bound_offloading_weights
 
 Command = Callable[..., Path]
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.01}

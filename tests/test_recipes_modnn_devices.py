@@ -11,8 +11,9 @@ from retime.recipes.core.schema import MemorySettings
 from retime.recipes.modnn.accumulation import Gradient, Host, gradients, naive_ms, overlapped_ms
 from retime.recipes.modnn.four_devices import FOUR_IDEAL, NAIVE, ONE, FourDevices, overlapped
 from retime.recipes.modnn.simulated import BATCH, IDEAL
-from retime.schedules.memory import Block, BlockKind, GraphTask, OffloadSchedule, Phase, TaskGraph
-from retime.schedules.memory.result import COMPUTE, Copy, Direction
+from retime.schedules.budget import Block, BlockKind, GraphTask, Phase, TaskGraph
+from retime.schedules.modnn import OffloadSchedule
+from retime.schedules.modnn.result import COMPUTE, Copy, Direction
 from retime.schedules.timeline import Span
 
 GIVEN = (

@@ -3,17 +3,17 @@
 import pytest
 
 from retime.schedules import ScheduleError
-from retime.schedules.memory.bounds import (
+from retime.schedules.budget.errors import BudgetError
+from retime.schedules.budget.graph import Algorithm, Block, BlockKind, GraphTask, Phase, TaskGraph
+from retime.schedules.modnn.bounds import (
     all_blocks_bytes,
     ideal_peak_bytes,
     lower_bound,
     lower_bound_offloading_weights,
     require_floor,
 )
-from retime.schedules.memory.chain import vgg_chain
-from retime.schedules.memory.errors import BudgetError
-from retime.schedules.memory.graph import Algorithm, Block, BlockKind, GraphTask, Phase, TaskGraph
-from retime.schedules.memory.sub_batch import consecutive_bytes, largest_feasible, regular, select_sub_batch
+from retime.schedules.modnn.chain import vgg_chain
+from retime.schedules.modnn.sub_batch import consecutive_bytes, largest_feasible, regular, select_sub_batch
 
 
 def small():

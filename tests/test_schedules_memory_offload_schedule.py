@@ -3,8 +3,8 @@
 import pytest
 
 from retime.schedules import ScheduleError
-from retime.schedules.memory.graph import Algorithm, Block, BlockKind, GraphTask, Phase, TaskGraph
-from retime.schedules.memory.offload_schedule import Techniques, offload_schedule
+from retime.schedules.budget.graph import Algorithm, Block, BlockKind, GraphTask, Phase, TaskGraph
+from retime.schedules.modnn.offload_schedule import Techniques, offload_schedule
 from schedules_memory_support import judge
 
 KINDS = {"i": BlockKind.INPUT, "w": BlockKind.WEIGHT}

@@ -6,14 +6,14 @@ from itertools import pairwise
 import pytest
 
 from retime.schedules import ScheduleError
-from retime.schedules.memory.bounds import ideal_peak_bytes, lower_bound
-from retime.schedules.memory.chain import vgg_chain
-from retime.schedules.memory.device import Device
-from retime.schedules.memory.errors import BudgetError
-from retime.schedules.memory.offload_schedule import Techniques, offload_schedule
-from retime.schedules.memory.planner import _least_ms, plan_batch, plan_vdnn
-from retime.schedules.memory.result import Direction
-from retime.schedules.memory.sub_batch import select_sub_batch
+from retime.schedules.budget.errors import BudgetError
+from retime.schedules.modnn.bounds import ideal_peak_bytes, lower_bound
+from retime.schedules.modnn.chain import vgg_chain
+from retime.schedules.modnn.device import Device
+from retime.schedules.modnn.offload_schedule import Techniques, offload_schedule
+from retime.schedules.modnn.planner import _least_ms, plan_batch, plan_vdnn
+from retime.schedules.modnn.result import Direction
+from retime.schedules.modnn.sub_batch import select_sub_batch
 from schedules_memory_support import judge, random_graph
 
 VGG = vgg_chain((16, 16, "M", 32, 32, "M", 64, 64, "M"), image=32, flops_per_ms=2e8)

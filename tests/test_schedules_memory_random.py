@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from retime.schedules.memory.bounds import ideal_peak_bytes, lower_bound
-from retime.schedules.memory.errors import BudgetError
-from retime.schedules.memory.offload_schedule import Techniques, offload_schedule
-from retime.schedules.memory.vdnn import vdnn_schedule
+from retime.schedules.budget.errors import BudgetError
+from retime.schedules.modnn.bounds import ideal_peak_bytes, lower_bound
+from retime.schedules.modnn.offload_schedule import Techniques, offload_schedule
+from retime.schedules.modnn.vdnn import vdnn_schedule
 from schedules_memory_support import judge, random_graph
 
 

@@ -3,12 +3,12 @@
 import pytest
 
 from retime.schedules import ScheduleError
-from retime.schedules.memory.chain import vgg_chain
-from retime.schedules.memory.errors import BudgetError
-from retime.schedules.memory.graph import Algorithm, Block, BlockKind, GraphTask, Phase, TaskGraph
-from retime.schedules.memory.offload_schedule import offload_schedule
-from retime.schedules.memory.planner import plan_vdnn
-from retime.schedules.memory.vdnn import vdnn_schedule
+from retime.schedules.budget.errors import BudgetError
+from retime.schedules.budget.graph import Algorithm, Block, BlockKind, GraphTask, Phase, TaskGraph
+from retime.schedules.modnn.chain import vgg_chain
+from retime.schedules.modnn.offload_schedule import offload_schedule
+from retime.schedules.modnn.planner import plan_vdnn
+from retime.schedules.modnn.vdnn import vdnn_schedule
 from schedules_memory_support import judge
 
 

@@ -60,8 +60,8 @@ from retime.mechanisms.memory.storages import strided_bytes, tensors_in
 from retime.mechanisms.memory.sub_batches import SubBatches
 from retime.mechanisms.memory.time_limit import TimeLimit
 from retime.mechanisms.memory.uncompiled import CompiledCode
+from retime.schedules.budget import OffloadPlan
 from retime.schedules.errors import ScheduleError
-from retime.schedules.memory import OffloadPlan
 
 MOST_SHAPES = 128
 """So many plans are kept, those used last."""

@@ -17,7 +17,7 @@ from retime.mechanisms.memory.pool import within
 from retime.mechanisms.memory.profile import Size, StepProfile
 from retime.mechanisms.memory.replay import TrainingStep
 from retime.mechanisms.memory.scratch import all_of, line, measured, operations_between, spare_bytes
-from retime.schedules.memory import Phase
+from retime.schedules.budget import Phase
 
 # A copy of so many bytes is timed, or of a share of what the budget leaves: two tensors, and what is under way.
 _PROBE_BYTES, _SMALLEST_PROBE_BYTES, _PROBE_SHARE = 16 * 2**20, 2**18, 8

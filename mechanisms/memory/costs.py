@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from retime.mechanisms.memory.profile import Size
+from retime.schedules.budget import Phase
 from retime.schedules.errors import ScheduleError
-from retime.schedules.memory import Phase
 
 
 @dataclass(frozen=True)

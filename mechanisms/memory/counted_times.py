@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from retime.mechanisms.memory.profile import StepProfile
-from retime.schedules.memory import BlockKind, Phase
+from retime.schedules.budget import BlockKind, Phase
 
 __all__ = ["counted_copies", "counted_ms"]
 

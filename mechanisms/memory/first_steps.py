@@ -26,7 +26,7 @@ from retime.mechanisms.memory.search import PlanChoice
 from retime.mechanisms.memory.storages import strided_bytes
 from retime.mechanisms.memory.uncompiled import nothing_compiled
 from retime.mechanisms.memory.undo import Undo, held_tensors
-from retime.schedules.memory import OffloadPlan
+from retime.schedules.budget import OffloadPlan
 
 __all__ = ["COUNTED", "DryRuns", "FirstSteps", "check_dry_run"]
 

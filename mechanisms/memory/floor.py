@@ -18,9 +18,9 @@ from retime.mechanisms.memory.offload import NoHooksError
 from retime.mechanisms.memory.profile import LargestTask, Size, StepProfile
 from retime.mechanisms.memory.replay import EVERYTHING, DryRun, TrainingStep
 from retime.mechanisms.memory.storages import has_storage, tensors_in
+from retime.schedules.budget import OffloadPlan, Phase
+from retime.schedules.budget.errors import BudgetError, sized
 from retime.schedules.errors import ScheduleError
-from retime.schedules.memory import OffloadPlan, Phase
-from retime.schedules.memory.errors import BudgetError, sized
 
 # Samples of a real run, where the batch is to stay whole: one may be too few for batch statistics.
 _FEW = 2

@@ -9,7 +9,7 @@ from retime.mechanisms.memory.combine import has_entries
 from retime.mechanisms.memory.split import tensors_of
 from retime.mechanisms.memory.storages import has_storage
 from retime.mechanisms.memory.trace import Tracer
-from retime.schedules.memory import BlockKind
+from retime.schedules.budget import BlockKind
 
 __all__ = ["HeldOutputs"]
 

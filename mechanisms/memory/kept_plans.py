@@ -13,8 +13,8 @@ from typing import Any
 
 from retime.mechanisms.memory.budget_report import PlannedShape
 from retime.mechanisms.memory.search import PlanChoice
+from retime.schedules.budget import OffloadPlan
 from retime.schedules.errors import ScheduleError
-from retime.schedules.memory import OffloadPlan
 
 __all__ = ["EARLIER_RUN", "OtherPlansError", "plans_in", "state_of"]
 

@@ -13,8 +13,8 @@ from itertools import accumulate
 
 from retime.mechanisms.memory.profile import Size, StepProfile
 from retime.mechanisms.memory.trace import Operation, TracedStorage
+from retime.schedules.budget import BlockKind, OffloadPlan, Phase
 from retime.schedules.errors import ScheduleError
-from retime.schedules.memory import BlockKind, OffloadPlan, Phase
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from retime.mechanisms.arguments import checked
 from retime.mechanisms.byte_sizes import parse_bytes
 from retime.mechanisms.memory.host import HostNone, HostTier, check_host
 from retime.mechanisms.memory.offload_pass import ForwardPass, OffloadCounts, SaveObserver
+from retime.schedules.budget import OffloadPlan
 from retime.schedules.errors import ScheduleError
-from retime.schedules.memory import OffloadPlan
 
 _WHOLE_PASSES = 17  # with 2, 4 or 8 parts to a batch it is another part each time
 """One of so many passes is watched to its end."""

@@ -18,7 +18,7 @@ from retime.mechanisms.memory.host import HostCopy, HostError, HostTier
 from retime.mechanisms.memory.last_owner import raise_interruption, watch, working
 from retime.mechanisms.memory.saved import Kept, Moved, MovedStorage
 from retime.mechanisms.memory.storages import has_storage, storage_key, storage_keys
-from retime.schedules.memory import OffloadPlan
+from retime.schedules.budget import OffloadPlan
 
 # A storage that several nodes saved is held between their uses while fewer than so many others came back after it.
 _HELD_STORAGES = 2

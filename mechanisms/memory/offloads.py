@@ -10,7 +10,7 @@ from torch import Tensor
 from retime.mechanisms.memory.host import HostTier
 from retime.mechanisms.memory.offload import OffloadReport, OffloadSavedTensors, PlanMismatch
 from retime.mechanisms.memory.search import PlanChoice
-from retime.schedules.memory import OffloadPlan
+from retime.schedules.budget import OffloadPlan
 
 __all__ = ["Offloads"]
 

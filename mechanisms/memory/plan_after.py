@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from retime.mechanisms.memory.search import PlanChoice
-from retime.schedules.memory import OffloadPlan
-from retime.schedules.memory.errors import BudgetError
+from retime.schedules.budget import OffloadPlan
+from retime.schedules.budget.errors import BudgetError
 
 __all__ = ["plan_after"]
 

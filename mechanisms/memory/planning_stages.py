@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from retime.mechanisms.memory.search import MOST_TRIALS
 from retime.mechanisms.memory.time_limit import TimeLimit
-from retime.schedules.memory import OffloadPlan
+from retime.schedules.budget import OffloadPlan
 
 __all__ = ["PROBING", "PlanningStages"]
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from retime.mechanisms.memory.trace import FOREVER, Operation, Trace, TracedStorage
-from retime.schedules.memory import STAYS, BlockKind, OffloadPlan, Phase
+from retime.schedules.budget import STAYS, BlockKind, OffloadPlan, Phase
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,8 @@ from retime.mechanisms.memory.separability_probe import loss_of
 from retime.mechanisms.memory.stand_ins import Replacement, aliases, copies, fake, stand_in_optimizer, stand_ins
 from retime.mechanisms.memory.storages import tensors_in
 from retime.mechanisms.memory.trace import Meter, Tracer, ValueReadError
-from retime.schedules.memory import BlockKind, OffloadPlan, Phase
-from retime.schedules.memory.plan import MOST_SAVED
+from retime.schedules.budget import BlockKind, OffloadPlan, Phase
+from retime.schedules.budget.plan import MOST_SAVED
 
 _WITHOUT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 

@@ -16,7 +16,7 @@ from retime.mechanisms.memory.pool import MemoryPool
 from retime.mechanisms.memory.profile import Size, StepProfile
 from retime.mechanisms.memory.replay import EVERYTHING, DryRun, TrainingStep
 from retime.mechanisms.memory.trace import Operation
-from retime.schedules.memory import OffloadPlan, Phase
+from retime.schedules.budget import OffloadPlan, Phase
 
 # A process's resident size is counted in batches of pages on each core; less than this may be none at all.
 _NOISE_BYTES = 64 * 1024

@@ -14,7 +14,7 @@ from retime.mechanisms.memory.costs import StepCosts
 from retime.mechanisms.memory.floor import MemoryFloor, StepMemory
 from retime.mechanisms.memory.replay import TrainingStep
 from retime.mechanisms.memory.time_limit import OutOfTime
-from retime.schedules.memory import OffloadPlan
+from retime.schedules.budget import OffloadPlan
 
 # How far ahead storages are fetched, and how many of the largest ones may be in flight: the fastest first.
 _DEPTHS = (2, 1, 0)

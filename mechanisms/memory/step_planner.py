@@ -35,7 +35,7 @@ from retime.mechanisms.memory.storages import strided_bytes
 from retime.mechanisms.memory.time_limit import OutOfTime, TimeLimit
 from retime.mechanisms.memory.trial import PlanTrial
 from retime.mechanisms.memory.undisturbed import undisturbed
-from retime.schedules.memory.errors import BudgetError
+from retime.schedules.budget.errors import BudgetError
 
 _SPACIOUS = 3
 """A plain step whose tensors fit into the budget so many times is not looked at any closer.

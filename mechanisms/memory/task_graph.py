@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from retime.mechanisms.memory.profile import StepProfile
 from retime.mechanisms.memory.trace import FOREVER, TracedStorage
+from retime.schedules.budget import STAYS, Block, BlockKind, GraphTask, TaskGraph
 from retime.schedules.errors import ScheduleError
-from retime.schedules.memory import STAYS, Block, BlockKind, GraphTask, TaskGraph
 
 
 def task_graph(small: StepProfile, large: StepProfile, *checks: StepProfile) -> TaskGraph:

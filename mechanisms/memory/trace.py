@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from retime.mechanisms.memory.storages import tensors_in
-from retime.schedules.memory import BlockKind, Phase
+from retime.schedules.budget import BlockKind, Phase
 
 FOREVER = 2**62
 # CUDA's caching allocator hands out multiples of so many bytes.

@@ -13,7 +13,7 @@ from retime.mechanisms.memory.profile import StepProfile
 from retime.mechanisms.memory.replay import DryRun, TrainingStep
 from retime.mechanisms.memory.search import PlanChoice
 from retime.mechanisms.memory.storages import strided_bytes
-from retime.schedules.memory import BlockKind
+from retime.schedules.budget import BlockKind
 
 _REPEATS = 3
 _ENOUGH_S = 1.0

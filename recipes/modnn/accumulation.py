@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from retime.schedules.memory import BlockKind, OffloadSchedule, Phase, TaskGraph
-from retime.schedules.memory.result import COMPUTE, Direction
+from retime.schedules.budget import BlockKind, Phase, TaskGraph
+from retime.schedules.modnn import OffloadSchedule
+from retime.schedules.modnn.result import COMPUTE, Direction
 
 
 @dataclass(frozen=True)

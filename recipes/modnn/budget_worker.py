@@ -31,7 +31,7 @@ from retime.recipes.models import parameter_count
 from retime.recipes.modnn.processes import Answer
 from retime.recipes.modnn.vdnn import Vdnn
 from retime.recipes.modnn.vdnn_plus import VdnnPlus
-from retime.schedules.memory.errors import BudgetError
+from retime.schedules.budget.errors import BudgetError
 
 _EVERYTHING = 2**60
 # The floor is asked for so often: another calibration may find a higher one.

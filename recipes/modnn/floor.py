@@ -19,12 +19,8 @@ from retime.recipes.core.schema import MemorySettings
 from retime.recipes.modnn import claims
 from retime.recipes.modnn.networks import in_place, network_of, separate_gradients, weight_gradients_pass
 from retime.recipes.modnn.over_networks import NetworkRecipe
-from retime.schedules.memory import (
-    BlockKind,
-    all_blocks_bytes,
-    lower_bound,
-    lower_bound_offloading_weights,
-)
+from retime.schedules.budget import BlockKind
+from retime.schedules.modnn import all_blocks_bytes, lower_bound, lower_bound_offloading_weights
 
 GB = 1e9
 MEMORY = "memory"

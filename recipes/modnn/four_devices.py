@@ -15,7 +15,8 @@ from retime.recipes.core.schema import MemorySettings
 from retime.recipes.modnn import claims
 from retime.recipes.modnn.accumulation import Host, backward_ms, gradients, naive_ms, overlapped_ms
 from retime.recipes.modnn.simulated import BATCH, GB, IDEAL, SimulatedK40, ideal_time_ms, modnn
-from retime.schedules.memory import BatchPlan, BudgetError, Techniques, offload_schedule
+from retime.schedules.budget import BudgetError
+from retime.schedules.modnn import BatchPlan, Techniques, offload_schedule
 
 FOUR_IDEAL, NAIVE, ONE = "ideal, naive", "moDNN, naive", "moDNN on one device with all memory"
 ALL_CORES = 20

@@ -9,7 +9,7 @@ from torch import nn
 
 from retime.recipes.core.schema import MemorySettings
 from retime.recipes.modnn.networks import Network, in_place, operation_of, separate_gradients
-from retime.schedules.memory import Algorithm, GraphTask, TaskGraph
+from retime.schedules.budget import Algorithm, GraphTask, TaskGraph
 
 _BYTES = 4  # of a number
 _PRODUCTS = ("mm", "addmm", "bmm", "linear")

@@ -15,7 +15,7 @@ from retime.mechanisms.memory.profile import StepProfile
 from retime.mechanisms.memory.replay import TrainingStep, profile_step
 from retime.mechanisms.memory.task_graph import task_graph
 from retime.recipes.core.build import build_model, build_optimizer, loss_of
-from retime.schedules.memory import STAYS, Block, BlockKind, GraphTask, TaskGraph
+from retime.schedules.budget import STAYS, Block, BlockKind, GraphTask, TaskGraph
 
 _META = torch.device("meta")
 # What the paper's layers compute in place, or as a part of the layer before: their outputs are no blocks of their own.

@@ -22,8 +22,8 @@ from retime.mechanisms.memory.offload import OffloadSavedTensors
 from retime.recipes.core.build import CPU, build_model, build_optimizer, loss_of
 from retime.recipes.modnn.budget_worker import resident_bytes
 from retime.recipes.modnn.processes import Answer
-from retime.schedules.memory import OffloadPlan
-from retime.schedules.memory.errors import BudgetError
+from retime.schedules.budget import OffloadPlan
+from retime.schedules.budget.errors import BudgetError
 
 ONE, WHOLE = "one process", "whole batches"
 ONCE, EACH = "reduced once a batch", "reduced after every sub-batch"

@@ -29,7 +29,7 @@ from retime.recipes.modnn.side_by_side import (
     failure,
     network_for,
 )
-from retime.schedules.memory import OffloadPlan
+from retime.schedules.budget import OffloadPlan
 
 REDUCED = "reduced a step"
 REFUSED = "refused"

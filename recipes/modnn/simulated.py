@@ -20,10 +20,9 @@ from retime.recipes.modnn.floor import bars
 from retime.recipes.modnn.k40 import k40_graph
 from retime.recipes.modnn.networks import network_of, weight_gradients_pass
 from retime.recipes.modnn.over_networks import NetworkRecipe
-from retime.schedules.memory import (
+from retime.schedules.budget import BudgetError, TaskGraph
+from retime.schedules.modnn import (
     BatchPlan,
-    BudgetError,
-    TaskGraph,
     Techniques,
     all_blocks_bytes,
     ideal_peak_bytes,
@@ -108,7 +107,7 @@ class SimulatedK40(NetworkRecipe):
             f"implicit GEMM; its workspace is assumed as {given['workspace_share']:g} of its input and output.",
             "Task graphs are torch's, exact in bytes, with batch normalisation, activations and dropout in place and a "
             "task for each gradient of a convolution, as the paper counts; sub-batches of the ideal case: none.",
-            "Plans are those of `retime.schedules.memory.plan_batch`: the paper's rules (Eq. 8, Algorithm 1) and a "
+            "Plans are those of `retime.schedules.modnn.plan_batch`: the paper's rules (Eq. 8, Algorithm 1) and a "
             "search over sub-batch sizes. Strategies plan for a real step by what they measure, and try plans out.",
         ]
 

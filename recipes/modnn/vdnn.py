@@ -17,7 +17,7 @@ from retime.mechanisms.memory.host_null import HostNull
 from retime.mechanisms.memory.offload import OffloadSavedTensors
 from retime.mechanisms.memory.storages import tensors_in
 from retime.mechanisms.memory.undisturbed import undisturbed
-from retime.schedules.memory import OffloadPlan
+from retime.schedules.budget import OffloadPlan
 
 ALL, CONVOLUTIONS = "all", "conv"
 

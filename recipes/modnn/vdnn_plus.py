@@ -17,7 +17,7 @@ from retime.mechanisms.memory.replay import TrainingStep
 from retime.mechanisms.memory.search import PlanChoice, part_sizes
 from retime.mechanisms.memory.storages import tensors_in
 from retime.recipes.modnn.vdnn import Vdnn
-from retime.schedules.memory.errors import BudgetError
+from retime.schedules.budget.errors import BudgetError
 
 
 class VdnnPlus(Vdnn):

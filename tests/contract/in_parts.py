@@ -12,7 +12,7 @@ from retime.mechanisms.memory import sub_batches
 from retime.mechanisms.memory.budget_report import PlannedShape
 from retime.mechanisms.memory.search import PlanChoice
 from retime.mechanisms.memory.split import Split, part_of, samples_in, split_batch
-from retime.schedules.memory import OffloadPlan
+from retime.schedules.budget import OffloadPlan
 from retime.strategies import MemoryBudgetDDPStrategy, MemoryBudgetStrategy
 from retime.strategies.budgeted import Budgeted
 

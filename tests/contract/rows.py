@@ -36,7 +36,7 @@ from retime.mechanisms.memory.budget_report import PlannedShape
 from retime.mechanisms.memory.search import PlanChoice
 from retime.mechanisms.out_of_order import data_parallel
 from retime.mechanisms.weight_gradients import deferral
-from retime.schedules.memory import OffloadPlan
+from retime.schedules.budget import OffloadPlan
 from retime.strategies import (
     FusedOptimizerDDPStrategy,
     FusedOptimizerStrategy,

@@ -19,7 +19,7 @@ from retime.mechanisms.memory.budget_report import PlannedShape
 from retime.mechanisms.memory.search import PlanChoice
 from retime.mechanisms.out_of_order import WeightGradientDeferral
 from retime.mechanisms.weight_gradients import deferral
-from retime.schedules.memory import OffloadPlan
+from retime.schedules.budget import OffloadPlan
 
 HOLDS = 2**30
 EVERYTHING = OffloadPlan(1, frozenset(range(999)), 1, 999)

@@ -13,7 +13,7 @@ from contract.random_models.training import Order, as_given
 from memory_budget_support import OFFLOADS, SPLITS
 from retime.callbacks import FuseOptimizer
 from retime.mechanisms.memory import step_planner
-from retime.schedules.memory import BudgetError
+from retime.schedules.budget import BudgetError
 from retime.strategies import FusedOptimizerStrategy, MemoryBudgetStrategy
 
 

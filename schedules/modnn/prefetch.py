@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from retime.schedules.errors import ScheduleError
-from retime.schedules.memory.device import Device
-from retime.schedules.memory.offload_scheme import find_scheme
+from retime.schedules.modnn.device import Device
+from retime.schedules.modnn.offload_scheme import find_scheme
 
 
 @dataclass(frozen=True)

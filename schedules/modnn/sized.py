@@ -10,8 +10,8 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
+from retime.schedules.budget.graph import STAYS, Algorithm, BlockKind, GraphTask, Phase, TaskGraph
 from retime.schedules.errors import ScheduleError
-from retime.schedules.memory.graph import STAYS, Algorithm, BlockKind, GraphTask, Phase, TaskGraph
 
 NEVER = sys.maxsize
 """The next use of a block that no later task uses."""

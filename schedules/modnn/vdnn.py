@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from retime.schedules.budget.errors import BudgetError
+from retime.schedules.budget.graph import GraphTask, Phase, TaskGraph
 from retime.schedules.errors import ScheduleError
-from retime.schedules.memory.device import WORKSPACE, Device
-from retime.schedules.memory.errors import BudgetError
-from retime.schedules.memory.graph import GraphTask, Phase, TaskGraph
-from retime.schedules.memory.result import OffloadSchedule
-from retime.schedules.memory.run_log import RunLog
-from retime.schedules.memory.sized import NEVER, SizedAlgorithm, SizedGraph, size_graph
+from retime.schedules.modnn.device import WORKSPACE, Device
+from retime.schedules.modnn.result import OffloadSchedule
+from retime.schedules.modnn.run_log import RunLog
+from retime.schedules.modnn.sized import NEVER, SizedAlgorithm, SizedGraph, size_graph
 
 _UNBOUNDED = 1 << 62
 

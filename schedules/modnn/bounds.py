@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from retime.schedules.memory.errors import BudgetError
-from retime.schedules.memory.graph import STAYS, Phase, TaskGraph
-from retime.schedules.memory.sized import SizedGraph, size_graph
+from retime.schedules.budget.errors import BudgetError
+from retime.schedules.budget.graph import STAYS, Phase, TaskGraph
+from retime.schedules.modnn.sized import SizedGraph, size_graph
 
 
 @dataclass(frozen=True)

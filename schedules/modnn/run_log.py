@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from retime.schedules.memory.device import Device
-from retime.schedules.memory.result import COMPUTE, TRANSFER, OffloadSchedule, Stall
-from retime.schedules.memory.sized import SizedAlgorithm, SizedGraph
+from retime.schedules.modnn.device import Device
+from retime.schedules.modnn.result import COMPUTE, TRANSFER, OffloadSchedule, Stall
+from retime.schedules.modnn.sized import SizedAlgorithm, SizedGraph
 from retime.schedules.timeline import Span
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from retime.schedules.budget.graph import TaskGraph
 from retime.schedules.errors import ScheduleError
-from retime.schedules.memory.algorithm_choice import Choice, choose_algorithm
-from retime.schedules.memory.bounds import require_floor
-from retime.schedules.memory.device import WORKSPACE, Device
-from retime.schedules.memory.graph import TaskGraph
-from retime.schedules.memory.offload_scheme import find_scheme
-from retime.schedules.memory.prefetch import PrefetchRule, prefetch
-from retime.schedules.memory.result import OffloadSchedule
-from retime.schedules.memory.run_log import RunLog
-from retime.schedules.memory.sized import size_graph
+from retime.schedules.modnn.algorithm_choice import Choice, choose_algorithm
+from retime.schedules.modnn.bounds import require_floor
+from retime.schedules.modnn.device import WORKSPACE, Device
+from retime.schedules.modnn.offload_scheme import find_scheme
+from retime.schedules.modnn.prefetch import PrefetchRule, prefetch
+from retime.schedules.modnn.result import OffloadSchedule
+from retime.schedules.modnn.run_log import RunLog
+from retime.schedules.modnn.sized import size_graph
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ import math
 from bisect import bisect_left, insort
 from dataclasses import replace
 
-from retime.schedules.memory.allocator import Pool, Segment
-from retime.schedules.memory.result import Copy, Direction, Placement
-from retime.schedules.memory.sized import NEVER, SizedGraph
-from retime.schedules.memory.transfer_lane import TransferLane
+from retime.schedules.modnn.allocator import Pool, Segment
+from retime.schedules.modnn.result import Copy, Direction, Placement
+from retime.schedules.modnn.sized import NEVER, SizedGraph
+from retime.schedules.modnn.transfer_lane import TransferLane
 
 WORKSPACE = -1
 """The owner of a task's workspace; blocks have numbers from 0."""

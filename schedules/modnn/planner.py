@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from retime.schedules.budget.errors import BudgetError
+from retime.schedules.budget.graph import GraphTask, TaskGraph
 from retime.schedules.errors import ScheduleError
-from retime.schedules.memory.bounds import alive_bytes, require_floor
-from retime.schedules.memory.errors import BudgetError
-from retime.schedules.memory.graph import GraphTask, TaskGraph
-from retime.schedules.memory.offload_schedule import Techniques, offload_schedule
-from retime.schedules.memory.result import Direction, OffloadSchedule
-from retime.schedules.memory.sized import SizedGraph, size_graph
-from retime.schedules.memory.sub_batch import ALPHA, largest_feasible, regular, select_sub_batch
-from retime.schedules.memory.vdnn import is_convolution, vdnn_schedule
+from retime.schedules.modnn.bounds import alive_bytes, require_floor
+from retime.schedules.modnn.offload_schedule import Techniques, offload_schedule
+from retime.schedules.modnn.result import Direction, OffloadSchedule
+from retime.schedules.modnn.sized import SizedGraph, size_graph
+from retime.schedules.modnn.sub_batch import ALPHA, largest_feasible, regular, select_sub_batch
+from retime.schedules.modnn.vdnn import is_convolution, vdnn_schedule
 
 _EQUAL_SPLITS = 8
 # Simulated times are not exact to half a percent, so bytes moved decide between plans that are as close as that.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
-from retime.schedules.memory.allocator import Segment, offload_runs
-from retime.schedules.memory.device import Device
-from retime.schedules.memory.sized import NEVER
+from retime.schedules.modnn.allocator import Segment, offload_runs
+from retime.schedules.modnn.device import Device
+from retime.schedules.modnn.sized import NEVER
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from retime.schedules.memory.allocator import Segment
-from retime.schedules.memory.device import Device
-from retime.schedules.memory.offload_scheme import Scheme, find_scheme
-from retime.schedules.memory.prefetch import PrefetchRule, wanted_now
-from retime.schedules.memory.sized import SizedAlgorithm
+from retime.schedules.modnn.allocator import Segment
+from retime.schedules.modnn.device import Device
+from retime.schedules.modnn.offload_scheme import Scheme, find_scheme
+from retime.schedules.modnn.prefetch import PrefetchRule, wanted_now
+from retime.schedules.modnn.sized import SizedAlgorithm
 
 
 @dataclass

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from retime.schedules.budget.graph import Phase, TaskGraph
 from retime.schedules.errors import ScheduleError
-from retime.schedules.memory.bounds import require_floor
-from retime.schedules.memory.graph import Phase, TaskGraph
-from retime.schedules.memory.sized import SizedGraph, size_graph
+from retime.schedules.modnn.bounds import require_floor
+from retime.schedules.modnn.sized import SizedGraph, size_graph
 
 ALPHA = 0.15
 """The share of consecutive tasks whose data the budget has to hold: the paper's empirical value."""

@@ -1,0 +1,40 @@
+"""The paper's own planner, simulated: sub-batch sizes, offloading and prefetching (Chen et al. 2018, moDNN)."""
+
+from retime.schedules.modnn.bounds import (
+    Floor,
+    all_blocks_bytes,
+    ideal_peak_bytes,
+    lower_bound,
+    lower_bound_offloading_weights,
+)
+from retime.schedules.modnn.chain import vgg_chain
+from retime.schedules.modnn.offload_schedule import Techniques, offload_schedule
+from retime.schedules.modnn.planner import BatchPlan, Candidate, plan_batch, plan_vdnn
+from retime.schedules.modnn.result import Copy, Direction, OffloadSchedule, Placement, Stall
+from retime.schedules.modnn.sub_batch import ALPHA, consecutive_bytes, regular, select_sub_batch
+from retime.schedules.modnn.vdnn import vdnn_schedule
+
+__all__ = [
+    "ALPHA",
+    "BatchPlan",
+    "Candidate",
+    "Copy",
+    "Direction",
+    "Floor",
+    "OffloadSchedule",
+    "Placement",
+    "Stall",
+    "Techniques",
+    "all_blocks_bytes",
+    "consecutive_bytes",
+    "ideal_peak_bytes",
+    "lower_bound",
+    "lower_bound_offloading_weights",
+    "offload_schedule",
+    "plan_batch",
+    "plan_vdnn",
+    "regular",
+    "select_sub_batch",
+    "vdnn_schedule",
+    "vgg_chain",
+]
