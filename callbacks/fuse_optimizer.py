@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from retime.mechanisms.arguments import checked
 from retime.mechanisms.fusion.data_parallel import ReductionHook, sparse_layer
 from retime.mechanisms.fusion.report import FusionReport
-from retime.strategies.flavour import refuse_other_trainer
-from retime.strategies.stepping import FusedStepping
+from retime.strategies.support.flavour import refuse_other_trainer
+from retime.strategies.support.stepping import FusedStepping
 
 
 class FuseOptimizer(Callback):

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from retime.callbacks._phases import PhaseCallback, PhaseObserver
+from retime.callbacks.support.phases import PhaseCallback, PhaseObserver
 from retime.mechanisms.arguments import checked
 from retime.mechanisms.byte_sizes import show_bytes
 from retime.mechanisms.measure.memory_sampler import MemorySampler
@@ -21,8 +21,8 @@ from retime.mechanisms.memory.replay import TrainingStep, replay
 from retime.mechanisms.memory.split import samples_in, split_batch
 from retime.mechanisms.memory.undisturbed import undisturbed
 from retime.schedules.budget import OffloadPlan
-from retime.strategies.budgeted import Budgeted, gradients_in
-from retime.strategies.unseen import unseen
+from retime.strategies.support.budgeted import Budgeted, gradients_in
+from retime.strategies.support.unseen import unseen
 
 __all__ = ["MemoryTimeline", "StepBytes"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from retime.callbacks._phases import PhaseCallback, PhaseObserver
+from retime.callbacks.support.phases import PhaseCallback, PhaseObserver
 from retime.mechanisms.arguments import checked
 from retime.mechanisms.measure.memory_probe import MemoryProbe
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from retime.callbacks._phases import PhaseCallback, PhaseObserver
+from retime.callbacks.support.phases import PhaseCallback, PhaseObserver
 from retime.mechanisms.arguments import checked
 from retime.mechanisms.measure.step_timer import PHASES, StepTimer, StepTiming
 from retime.schedules.timeline import write_chrome_trace, write_png

@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 from retime.mechanisms.arguments import checked
 from retime.mechanisms.fusion.data_parallel import ReductionHook, sparse_layer
 from retime.mechanisms.fusion.report import FusionReport
-from retime.strategies.ddp_arguments import MegaBytes, StartMethod, given
-from retime.strategies.flavour import LightningOnly
-from retime.strategies.one_device import OneDevice
-from retime.strategies.reports_home import ReportsHome
-from retime.strategies.stepping import FusedStepping
+from retime.strategies.support.ddp_arguments import MegaBytes, StartMethod, given
+from retime.strategies.support.flavour import LightningOnly
+from retime.strategies.support.one_device import OneDevice
+from retime.strategies.support.reports_home import ReportsHome
+from retime.strategies.support.stepping import FusedStepping
 
 
 class _Fused(LightningOnly, Strategy):

@@ -17,8 +17,8 @@ from retime.mechanisms.memory.budget import parse_budget
 from retime.mechanisms.memory.budgeted_step import BudgetedStep
 from retime.mechanisms.memory.host import parse_host
 from retime.mechanisms.memory.split import Split
-from retime.strategies.budgeted import CHECKPOINT_KEY, Budgeted
-from retime.strategies.one_device import OneDevice
+from retime.strategies.support.budgeted import CHECKPOINT_KEY, Budgeted
+from retime.strategies.support.one_device import OneDevice
 
 __all__ = ["CHECKPOINT_KEY", "MemoryBudgetStrategy"]
 

@@ -23,9 +23,9 @@ from retime.mechanisms.memory.budgeted_ddp import SETTING_UP, BudgetedDataParall
 from retime.mechanisms.memory.budgeted_step import BudgetedStep
 from retime.mechanisms.memory.host import parse_host
 from retime.mechanisms.memory.split import Split
-from retime.strategies.budgeted import Budgeted
-from retime.strategies.ddp_arguments import MegaBytes, StartMethod, given
-from retime.strategies.reports_home import ReportsHome
+from retime.strategies.support.budgeted import Budgeted
+from retime.strategies.support.ddp_arguments import MegaBytes, StartMethod, given
+from retime.strategies.support.reports_home import ReportsHome
 
 
 class MemoryBudgetDDPStrategy(Budgeted, ReportsHome):

@@ -26,10 +26,10 @@ from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.out_of_order.data_parallel import ALONE, K, OutOfOrderDataParallel
 from retime.mechanisms.out_of_order.kept_k import read_kept_k
 from retime.mechanisms.out_of_order.report import OutOfOrderReport
-from retime.strategies.ddp_arguments import MegaBytes, StartMethod, given
-from retime.strategies.flavour import LightningOnly
-from retime.strategies.reports_home import ReportsHome
-from retime.strategies.stepping import FusedStepping
+from retime.strategies.support.ddp_arguments import MegaBytes, StartMethod, given
+from retime.strategies.support.flavour import LightningOnly
+from retime.strategies.support.reports_home import ReportsHome
+from retime.strategies.support.stepping import FusedStepping
 
 CHECKPOINT_KEY = "retime_ooo_ddp"
 FIXED_BUCKET_MB = 4

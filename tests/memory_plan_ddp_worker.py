@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from memory_budget_ddp_worker import RANK, SMALL, batches, check, fit, main, plan_with, report
 from memory_budget_support import OFFLOADS, SPLITS, Net, assert_close, assert_way, loader
+from retime.commands.plan import main as retime
 from retime.mechanisms.memory.given_plans import PlanFileError
-from retime.recipes.plan_command import main as retime
 from retime.schedules.budget.errors import BudgetError
 from retime.strategies import MemoryBudgetDDPStrategy
 

@@ -16,7 +16,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from memory_budget_support import SMALL, accelerate_loop, loader
 from retime import NoEffectWarning
 from retime.integrations.accelerate import MemoryBudget
-from retime.integrations.kept_state import KeptState
+from retime.integrations.accelerate.kept_state import KeptState
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Imports point one way: schedules <- mechanisms <- modules <- strategies <- callbacks, integrations <- recipes."""
+"""Imports point one way: from commands over recipes, callbacks and integrations down to mechanisms and schedules."""
 
 import ast
 import json
@@ -18,8 +18,10 @@ LEFT_OF = {
     "callbacks": {"schedules", "mechanisms", "modules", "strategies"},
     "integrations": {"schedules", "mechanisms", "modules"},
     "recipes": {"schedules", "mechanisms", "modules", "strategies", "callbacks", "integrations", "conf"},
+    "commands": {"schedules", "mechanisms", "modules", "strategies", "callbacks", "integrations", "recipes", "conf"},
     "conf": set(),
 }
+LAST = {"recipes", "commands"}  # these use the public API as a user does
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
 CONFIGURATION = {"hydra", "omegaconf"}
 BANNED = {
@@ -57,11 +59,11 @@ def offences(folder: str, source: str, package: str) -> list[str]:
         top, *rest = name.split(".")
         if top in BANNED.get(folder, set()):
             found.append(f"{folder} must not import {name}")
-        elif top != "retime" or folder == "recipes":  # recipes are the last folder: all of retime is to their left
+        elif top != "retime":
             continue
         elif rest and rest[0] in LEFT_OF and rest[0] not in allowed:
             found.append(f"{folder} must not import {name}: it is no folder to the left")
-    if folder != "recipes" and uses_public_api(source, package):
+    if folder not in LAST and uses_public_api(source, package):
         found.append(f"{folder} must not import from retime itself: the public API imports {folder}")
     return found
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import memory_budget_support as support
 from memory_budget_support import BATCH, SPLITS, TINY, Net, norm, use_costs
-from retime.recipes.plan_command import main
+from retime.commands.plan import main
 
 pytestmark = support.IGNORED
 
@@ -348,7 +348,7 @@ def test_without_the_recipes_extra(capsys: pytest.CaptureFixture[str], monkeypat
         monkeypatch.delattr(f"retime.recipes.{inner[1]}", raising=False)
     for parts in (*(parts for parts in loaded if parts[0] in ("hydra", "omegaconf")), ["hydra"], ["omegaconf"]):
         monkeypatch.setitem(sys.modules, ".".join(parts), None)
-    anew = importlib.import_module("retime.recipes.plan_command")
+    anew = importlib.import_module("retime.commands.plan")
     assert anew.main(["plan", "test_plan_command:lightning_model", "--budget", "1GiB"]) == 0
     capsys.readouterr()
     assert anew.main(["plan", "test_plan_command:plain_model", "--budget", "1GiB"]) == 2

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import memory_budget_support as support
 from memory_budget_support import Net
-from retime.recipes.plan_command import main
+from retime.commands.plan import main
 
 pytestmark = support.IGNORED
 

@@ -22,7 +22,7 @@ def deep():
 
 
 def run(folder: Path, budget: int | str) -> tuple[int, dict[str, str], str]:
-    command = [sys.executable, "-m", "retime.recipes.plan_command", "plan", "my_models:deep", "--budget", str(budget)]
+    command = [sys.executable, "-m", "retime.commands.plan", "plan", "my_models:deep", "--budget", str(budget)]
     done = subprocess.run(
         [*command, "--optimizer", "torch.optim.AdamW"], cwd=folder, capture_output=True, text=True, check=False
     )

@@ -23,5 +23,5 @@ def test_every_strategy_of_several_processes_has_names_that_start_them() -> None
     for name in ("fused_optimizer_ddp", "ooo_ddp", "memory_budget_ddp"):
         for start in ("popen", "spawn", "fork"):
             full = name if start == "popen" else f"{name}_{start}"
-            assert isinstance(StrategyRegistry.get(full), retime.strategies.reports_home.ReportsHome)
+            assert isinstance(StrategyRegistry.get(full), retime.strategies.support.reports_home.ReportsHome)
             assert StrategyRegistry[full]["init_params"]["start_method"] == start

@@ -20,9 +20,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import retime.callbacks.step_timeline as step_timeline
-from retime.callbacks._phases import StrategyPhases
 from retime.callbacks.peak_memory import PeakMemory
 from retime.callbacks.step_timeline import StepTimeline
+from retime.callbacks.support.phases import StrategyPhases
 from retime.mechanisms.measure.step_timer import EXPOSED, StepTimer, StepTiming
 from retime.mechanisms.no_effect import NoEffectWarning
 

@@ -14,7 +14,7 @@ from retime.mechanisms.memory.search import PlanChoice
 from retime.mechanisms.memory.split import Split, part_of, samples_in, split_batch
 from retime.schedules.budget import OffloadPlan
 from retime.strategies import MemoryBudgetDDPStrategy, MemoryBudgetStrategy
-from retime.strategies.budgeted import Budgeted
+from retime.strategies.support.budgeted import Budgeted
 
 PARTS = 2
 

@@ -44,7 +44,7 @@ from retime.strategies import (
     MemoryBudgetStrategy,
     OOODataParallelStrategy,
 )
-from retime.strategies.budgeted import Budgeted
+from retime.strategies.support.budgeted import Budgeted
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,9 @@ from retime.mechanisms.memory.separability_probe import loss_of
 from retime.mechanisms.memory.shape_changes import check_on_shape_change
 from retime.mechanisms.memory.split import Split, samples_in, split_batch
 from retime.mechanisms.memory.sub_batches import SubBatches
-from retime.strategies.flavour import LightningOnly
-from retime.strategies.unseen import unseen
-from retime.strategies.whole_batch import LOGGED, PartLog, WholeBatchResults
+from retime.strategies.support.flavour import LightningOnly
+from retime.strategies.support.unseen import unseen
+from retime.strategies.support.whole_batch import LOGGED, PartLog, WholeBatchResults
 
 _SKIPPING = (
     "Under a memory budget training_step runs once a sub-batch: return None for all parts of a batch or for none "

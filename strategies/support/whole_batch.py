@@ -17,8 +17,8 @@ from torchmetrics import Metric, MetricCollection
 
 from retime.mechanisms.memory.sub_batches import SubBatches
 from retime.mechanisms.no_effect import NoEffectWarning
-from retime.strategies.part_metrics import ARGUMENT, PartMetrics
-from retime.strategies.part_numbers import LOGGED, LoggedCall, LoggedNumber, is_number, said
+from retime.strategies.support.part_metrics import ARGUMENT, PartMetrics
+from retime.strategies.support.part_numbers import LOGGED, LoggedCall, LoggedNumber, is_number, said
 
 __all__ = ["LOGGED", "PartLog", "WholeBatchResults"]
 

@@ -43,6 +43,7 @@ from typing import Any
 
 import torch
 
+from retime.commands.plan_job import Job, job_of
 from retime.mechanisms.byte_sizes import show_bytes
 from retime.mechanisms.memory.budget import parse_budget
 from retime.mechanisms.memory.budget_report import PlannedShape
@@ -56,7 +57,6 @@ from retime.mechanisms.memory.storages import strided_bytes
 from retime.mechanisms.memory.task_graph import task_graph
 from retime.mechanisms.memory.time_limit import OutOfTime, TimeLimit
 from retime.mechanisms.memory.undisturbed import undisturbed
-from retime.recipes.plan_job import Job, job_of
 from retime.schedules.budget.errors import BudgetError
 from retime.schedules.modnn import lower_bound
 

@@ -21,7 +21,7 @@ from retime.mechanisms.memory.saved import Kept
 from retime.mechanisms.memory.storages import tensors_in
 from retime.mechanisms.memory.sub_batches import SubBatches
 from retime.mechanisms.memory.undisturbed import undisturbed
-from retime.strategies.part_numbers import place_of, shares
+from retime.strategies.support.part_numbers import place_of, shares
 
 ARGUMENT = "argument of metric"
 """Names of numbers that metrics are given begin so."""

@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from retime.integrations.kept_state import KeptState
+from retime.integrations.accelerate.kept_state import KeptState
 from retime.mechanisms.arguments import checked
 from retime.mechanisms.ddp.agreement import RankAgreement
 from retime.mechanisms.fusion.backward import BackwardFusion

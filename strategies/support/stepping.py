@@ -30,7 +30,7 @@ from retime.mechanisms.lazy_updates.per_parameter import (
     why_not_this_zero_grad,
 )
 from retime.mechanisms.no_effect import NoEffectWarning
-from retime.strategies.budgeted import Budgeted
+from retime.strategies.support.budgeted import Budgeted
 
 _MODULE_READERS = (
     "backward",
