@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from retime.mechanisms.memory.split import batch_size_of
-from retime.mechanisms.memory.weights import Weighting, weights_of
+from retime.mechanisms.memory.weights import Count, Weighting, weights_of
 
 __all__ = ["Certificate", "NotSeparableError", "WeightsUnclearError", "loss_weights"]
 
@@ -39,6 +39,7 @@ class Certificate:
         unclear: places of the scalars for which no way to add them up was found.
         notes: what else a user should know.
         constants: the weights follow from what entries of the batch are compared with.
+        complete: counts that have to count all entries there are, since the loss is a mean over some of those.
     """
 
     weighting: Weighting | None
@@ -52,6 +53,7 @@ class Certificate:
     unclear: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     constants: bool = False
+    complete: tuple[Count, ...] = ()
 
     @property
     def separable(self) -> bool:
@@ -84,9 +86,12 @@ def loss_weights(certificate: Certificate, parts: Sequence[Any], samples: Sequen
         raise NotSeparableError(certificate.reason)
     sizes = [batch_size_of(part) for part in parts] if samples is None else list(samples)
     try:
+        lacking = [str(count) for count in certificate.complete if not all(map(count.all_in, parts))]
         weights, *others = weights_of([weighting, *certificate.alternatives], parts, sizes)
     except LookupError as error:
         raise WeightsUnclearError(str(error)) from error
+    if lacking:
+        raise WeightsUnclearError(f"{lacking[0]} was found to count all entries, and does not in this batch")
     for other, different in zip(certificate.alternatives, others, strict=True):
         if any(abs(one - two) > _SAME for one, two in zip(weights, different, strict=True)):
             raise WeightsUnclearError(

@@ -43,11 +43,16 @@ _WINDOWS = (
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor that an operation reads or gives: the number of its storage, and its shape."""
+    """A tensor that an operation reads or gives: the number of its storage, and its shape.
+
+    Attributes:
+        covers: of the entries in its storage ``"all"``, or ``"all but first"`` of each row, or else ``""``.
+    """
 
     storage: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    covers: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,8 @@ class Operation:
         ignored: the class number that counts for nothing.
         weighed: the classes of a loss have weights.
         counting: its gradient counts how often each class is in the batch.
+        floor: the number below which it gives nothing, if all others stay as they are; infinite otherwise.
+        pad: how many entries it adds at each end.
     """
 
     name: str
@@ -86,15 +93,18 @@ class Operation:
     ignored: int = -100
     weighed: bool = False
     counting: bool = False
+    floor: float = math.inf
+    pad: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor of the batch: its name, such as ``batch['labels']``, its shape, and the sum of its entries."""
+    """A tensor of the batch: its name, such as ``batch['labels']``, its shape, the sum of its entries, and its type."""
 
     name: str
     shape: tuple[int, ...]
     total: complex
+    dtype: torch.dtype
 
     def same_as(self, other: Place) -> bool:
         """Whether a part of the batch has the same there."""
@@ -126,7 +136,7 @@ class Flow:
         for position, tensor in enumerate(tensors_in(batch)):
             name = named.get(id(tensor), f"tensor {position} of the batch")
             total = complex(tensor.detach().sum(dtype=None if tensor.is_floating_point() else torch.float32))
-            self.places[self._number(tensor)] = Place(name, tuple(tensor.shape), total)
+            self.places[self._number(tensor)] = Place(name, tuple(tensor.shape), total, tensor.dtype)
 
     def names(self) -> list[str]:
         """Of the operations."""
@@ -187,11 +197,13 @@ class Flow:
                 ignored,
                 weighed,
                 bool(given.get("scale_grad_by_freq")),
+                _floor(given),
+                tuple(given["pad"]) if "pad" in given else (),
             )
         )
 
     def _operand(self, tensor: Tensor) -> Operand:
-        return Operand(self._number(tensor), tuple(tensor.shape), tensor.dtype)
+        return Operand(self._number(tensor), tuple(tensor.shape), tensor.dtype, _covers(tensor))
 
     def _number(self, tensor: Tensor) -> int:
         if has_storage(tensor):
@@ -218,6 +230,34 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from _tensors(value)
+
+
+def _covers(tensor: Tensor) -> str:
+    if not has_storage(tensor):
+        return ""
+    entries, first = tensor.untyped_storage().nbytes() // tensor.element_size(), tensor.storage_offset()
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    if not first and tensor.numel() == entries and _dense(shape, strides):
+        return "all"
+    if len(shape) < 2 or first != math.prod(shape[2:]) or entries != shape[0] * (shape[1] + 1) * first:
+        return ""
+    rows = strides[0] == (shape[1] + 1) * first and strides[1] == first
+    return "all but first" if rows and _dense(shape[2:], strides[2:]) else ""
+
+
+def _dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether each place in memory is one entry's."""
+    following = 1
+    for stride, length in sorted((stride, length) for stride, length in zip(strides, shape, strict=True) if length > 1):
+        if stride != following:
+            return False
+        following *= length
+    return True
+
+
+def _floor(given: dict[str, Any]) -> float:
+    lowest = given.get("min")
+    return float(lowest) if isinstance(lowest, int | float) and given.get("max") is None else math.inf
 
 
 def _choosing(func: Any, name: str, tensors: list[Tensor]) -> tuple[int, ...]:

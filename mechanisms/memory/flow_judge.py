@@ -10,6 +10,7 @@ from functools import reduce
 import torch
 
 from retime.mechanisms.memory.flow import READS, Flow, Operand, Operation
+from retime.mechanisms.memory.flow_counts import Counted, counted_after, entries_of, entries_read
 from retime.mechanisms.memory.flow_labels import Divisor, Label, either
 
 __all__ = ["FlowVerdict", "judge_flow"]
@@ -96,7 +97,9 @@ class _Judge:
                 self._labels[number] = Label(computed=True)
             else:
                 grows = other is not None and place.shape != other.shape
-                self._labels[number] = Label(sampled=True, places=frozenset((place.name,)), grows=grows)
+                self._labels[number] = Label(
+                    sampled=True, places=frozenset((place.name,)), grows=grows, counted=entries_of(place)
+                )
 
     def verdict(self) -> FlowVerdict:
         """After all operations on the way to the loss."""
@@ -115,7 +118,7 @@ class _Judge:
         if operation.view or not operation.writes:
             return
         step = _Step(operation, part, inputs)
-        made = step.label()
+        made = replace(step.label(), counted=counted_after(operation, [label.counted for label in inputs]))
         for one, grown in zip(operation.writes, step.grown, strict=False):
             label = replace(made, grows=made.sampled and (grown or made.rows is not None))
             kept = self._labels.get(one.storage) if one.storage in step.storages else None
@@ -123,6 +126,8 @@ class _Judge:
 
     def _of(self, one: Operand, other: Operand) -> Label:
         label = self._labels.get(one.storage)
+        if label is not None:
+            label = replace(label, counted=entries_read(label.counted, one))
         if label is None:  # made before the step, or where nobody sees it
             grows = one.shape != other.shape
             return Label(sampled=grows, computed=one.storage not in self._whole.fresh, grows=grows)
@@ -162,7 +167,8 @@ class _Step:
         label = replace(label, classes=self._classes(label))
         if operation.chosen:
             chosen = reduce(Label.joined, (inputs[at] for at in operation.chosen))
-            return replace(self._mixing(label), rows=either(label.rows, replace(chosen, rows=None)))
+            chosen = replace(chosen, rows=None, counted=_rows_counted(name, chosen))
+            return replace(self._mixing(label), rows=either(label.rows, chosen))
         if name in _INTO_ROWS:
             label = replace(label, rows=inputs[0].rows)
         label = self._mixing(label)
@@ -220,7 +226,7 @@ class _Step:
         counted = [one for one in self.collapsed if not one.computed]
         computed = [one for one in self.collapsed if one.computed]
         if len(counted) == 1 and name == "div" and self.inputs[-1] is counted[0]:
-            label = label.divided(Divisor(counted[0].places, _ratio(self.part.divisor, self.operation.divisor)))
+            label = label.divided(self._divisor(counted[0]))
         elif counted:
             label = label.flagged(f"{name} is applied to a number that follows from all samples")
         if not computed:
@@ -233,6 +239,11 @@ class _Step:
             return label.flagged("the loss is divided by what follows from computed values of all samples", True)
         return label.flagged(f"{name} is applied to a value that is taken over all samples")
 
+    def _divisor(self, by: Label) -> Divisor:
+        ratio = _ratio(self.part.divisor, self.operation.divisor)
+        summed = by.counted if by.counted is not None and by.counted.summed else None
+        return Divisor(by.places, ratio, count=summed.exactly if summed else None)
+
 
 def _divided_by_classes(operation: Operation, label: Label, target: Label) -> Label:
     if operation.weighed:
@@ -241,7 +252,16 @@ def _divided_by_classes(operation: Operation, label: Label, target: Label) -> La
         return label
     if target.computed:
         return label.flagged("the loss is a mean over class numbers that follow from computed values", True)
-    return label.divided(Divisor(target.places, ignored=operation.ignored))
+    counted = target.counted and target.counted.other_than(operation.ignored)
+    count, some = (counted.count, counted.some) if counted else (None, False)
+    return label.divided(Divisor(target.places, ignored=operation.ignored, count=count, some=some))
+
+
+def _rows_counted(name: str, chosen: Label) -> Counted | None:
+    """How many rows lengths, or else truth values, choose."""
+    counted = chosen.counted
+    lengths = name == "_pack_padded_sequence"
+    return counted if counted is not None and lengths == (counted.count.comparison == "sum") else None
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from retime.mechanisms.memory.flow_counts import Counted
+from retime.mechanisms.memory.weights import Count
+
 __all__ = ["Divisor", "Label", "either"]
 
 
@@ -15,11 +18,15 @@ class Divisor:
     Attributes:
         ratio: its value in the part over that in the whole; NaN where it is not known.
         ignored: it counts class numbers that are not this one.
+        count: what it counts there, whatever the values are; None where it is something else.
+        some: the class numbers are some of those entries only.
     """
 
     places: frozenset[str]
     ratio: float = math.nan
     ignored: int | None = None
+    count: Count | None = None
+    some: bool = False
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,7 @@ class Label:
         reason: why what follows from them may not add up from parts; empty where it does.
         weights: the reason is a count that nobody can know before; someone who gives it can rule it out.
         divisors: that they contain.
+        counted: what they count in the batch.
     """
 
     sampled: bool = False
@@ -52,6 +60,7 @@ class Label:
     reason: str = ""
     weights: bool = False
     divisors: frozenset[Divisor] = frozenset()
+    counted: Counted | None = None
 
     def flagged(self, reason: str, weights: bool = False) -> Label:
         """The first reason stays, but one that somebody can rule out makes way for one that nobody can."""
@@ -75,6 +84,7 @@ class Label:
             worse.reason,
             worse.weights,
             self.divisors | other.divisors,
+            self.counted if self.counted == other.counted else None,
         )
 
     def divided(self, divisor: Divisor) -> Label:
@@ -85,7 +95,7 @@ class Label:
         """A mean over rows that were chosen so, of which a part has so much of the whole."""
         if rows.computed:
             return self.flagged("the loss is a mean over samples that are chosen by computed values", True)
-        return self.divided(Divisor(rows.places, ratio))
+        return self.divided(Divisor(rows.places, ratio, count=rows.counted.exactly if rows.counted else None))
 
     def settled(self, ratio: float = math.nan) -> Label:
         """After a mean over its rows."""

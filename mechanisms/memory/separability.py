@@ -148,7 +148,7 @@ class _Examiner:
             counts = self._counts(prober, flow.divisors)
             candidates = _possible(known, flow.divisors) or [
                 Weighting("mean"),
-                *_possible(counts, flow.divisors),
+                *_counting(flow.divisors),
                 *([] if flow.divisors else [Weighting("sum")]),
             ]
             if not broken and (second := self._second(known or counts)) is not None:
@@ -209,17 +209,19 @@ def _possible(known: Sequence[Weighting] | None, divisors: Set[Divisor]) -> list
     return [one for one in known or () if not isinstance(one.count, Count) or any(_is(one, by) for by in divisors)]
 
 
+def _counting(divisors: Set[Divisor]) -> list[Weighting]:
+    counts = {by.count for by in divisors if by.count is not None and not by.some}
+    return [Weighting("count", count) for count in sorted(counts, key=str)]
+
+
 def _is(weighting: Weighting, divisor: Divisor) -> bool:
-    count = weighting.count
-    return (
-        isinstance(count, Count)
-        and count.place in divisor.places
-        and (divisor.ignored is None or (count.comparison, count.value) == ("!=", divisor.ignored))
-    )
+    return weighting.count is not None and not divisor.some and weighting.count == divisor.count
 
 
 def _explains(weighting: Weighting, divisor: Divisor, whole: Any, part: Any) -> bool:
     """Whether the loss is divided by what is counted so."""
+    if divisor.some:  # a mean over samples, as long as nothing there is left out
+        return weighting.kind == "mean"
     if not _is(weighting, divisor) or weighting.count is None:
         return False
     if divisor.ignored is not None:
@@ -246,7 +248,8 @@ def _in_view_of(flow: FlowVerdict, found: Certificate, whole: Any, part: Any) ->
                 "and cannot be counted there. Give loss_weight(part), which counts it, or offload only"
             )
             return replace(found, weighting=None, reason=reason, alternatives=(), outputs={}, unclear=())
-    return replace(found, constants=any(divisor.ignored is None for divisor in flow.divisors))
+    complete = tuple(divisor.count for divisor in flow.divisors if divisor.some and divisor.count is not None)
+    return replace(found, constants=any(divisor.ignored is None for divisor in flow.divisors), complete=complete)
 
 
 def _concluded(

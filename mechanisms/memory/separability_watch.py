@@ -21,11 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from retime.mechanisms.memory.altered import Altered
 from retime.mechanisms.memory.flow import READS, Flow
 from retime.mechanisms.memory.split import tensors_of
+from retime.mechanisms.memory.weights import COMPARED, OPPOSITE
 
 __all__ = ["Compared", "NoDropout", "Watch", "cuda_generators"]
 
-_COMPARED = {"ne": "!=", "eq": "==", "gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-_OPPOSITE = {"!=": "==", "==": "!=", ">": "<=", ">=": "<", "<": ">=", "<=": ">"}
 _SEEDS = 2**31
 _DROPOUTS = {
     F.dropout,
@@ -138,11 +137,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._schema.name.removeprefix("aten::")
         if name in ("nll_loss_forward", "nll_loss2d_forward"):
             self._note(args[1], "!=", float(args[4]))
-        elif name in _COMPARED and isinstance(args[0], Tensor) and not args[0].is_floating_point():
+        elif name in COMPARED and isinstance(args[0], Tensor) and not args[0].is_floating_point():
             value = args[1]
             if not isinstance(value, Tensor) or value.dim() == 0:
-                self._note(args[0], _COMPARED[name], float(value))
-                self._note(args[0], _OPPOSITE[_COMPARED[name]], float(value))
+                self._note(args[0], COMPARED[name], float(value))
+                self._note(args[0], OPPOSITE[COMPARED[name]], float(value))
 
     def _note(self, tensor: Tensor, comparison: str, value: float) -> None:
         for place, entries in self._entries.items():
@@ -211,7 +210,7 @@ class Compared(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
-        if name in _COMPARED and not args[0].is_floating_point() and not isinstance(args[1], Tensor):
+        if name in COMPARED and not args[0].is_floating_point() and not isinstance(args[1], Tensor):
             self.constants.add((name, float(args[1])))
         return func(*args, **(kwargs or {}))
 

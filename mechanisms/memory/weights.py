@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from retime.mechanisms.memory.split import tensors_of
 
-__all__ = ["Count", "Weighting", "counts_of", "weights_of"]
+__all__ = ["COMPARED", "OPPOSITE", "Count", "Weighting", "compares", "counts_of", "weights_of"]
 
-_COMPARISONS: dict[str, Callable[[Tensor, float], Tensor]] = {
+_COMPARISONS: dict[str, Callable[[Any, float], Any]] = {
     "!=": operator.ne,
     "==": operator.eq,
     ">": operator.gt,
@@ -27,6 +27,9 @@ _COMPARISONS: dict[str, Callable[[Tensor, float], Tensor]] = {
     "<": operator.lt,
     "<=": operator.le,
 }
+OPPOSITE = {"!=": "==", "==": "!=", ">": "<=", ">=": "<", "<": ">=", "<=": ">"}
+COMPARED = {"ne": "!=", "eq": "==", "gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+"""Comparisons, by the names of the operations."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +70,31 @@ class Count:
         exact = not rows.is_floating_point()
         return rows.sum(1, dtype=torch.int64 if exact else None if rows.device.type == "mps" else torch.float64)
 
+    def all_in(self, part: Any) -> bool:
+        """Whether all entries that this part has compare so.
+
+        Raises:
+            LookupError: the part has no such tensor.
+        """
+        counted = int(self(part))
+        return counted == tensors_of(part)[self.place].numel()
+
+    def opposite(self) -> Count:
+        """All other entries."""
+        if self.value == 1 and self.comparison == "==":  # of truth values
+            return replace(self, value=0.0)
+        return replace(self, comparison=OPPOSITE[self.comparison])
+
     def __str__(self) -> str:
         where = f"{self.place}[:, 1:]" if self.skip_first else self.place
         if self.comparison == "sum":
             return f"sum({where})"
         return f"count({where} {self.comparison} {self.value:g})"
+
+
+def compares(one: float, comparison: str, other: float) -> bool:
+    """Whether two numbers compare so."""
+    return bool(_COMPARISONS[comparison](one, other))
 
 
 @dataclass(frozen=True)
