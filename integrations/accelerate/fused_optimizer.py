@@ -1,0 +1,90 @@
+"""Optimizer fusion for Accelerate (Jiang et al. 2021)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+from torch.optim import Optimizer
+
+from retime.integrations.accelerate.prepared import ONE_PROCESS_OR_DDP, prepared_optimizer, renew_captured_steps
+from retime.mechanisms.arguments import checked
+from retime.mechanisms.fusion.backward import BackwardFusion
+from retime.mechanisms.fusion.forward import ForwardFusion
+from retime.mechanisms.fusion.fuse import fuse_optimizer
+from retime.mechanisms.fusion.report import FusionReport, check_mode
+
+
+class FusedOptimizer:
+    """Fuse a prepared optimizer into the backward or the next forward pass (Jiang et al. 2021).
+
+    The loop stays as it is, ``with accelerator.accumulate(model):`` included: in backward mode only the backward pass
+    that synchronises gradients updates. Weights and optimizer state are bit-identical to the plain loop's.
+
+    :param mode: ``"backward"`` or ``"forward"``; only the latter goes with gradient-norm clipping and with fp16.
+    :param clip_value: backward only: clamp gradient elements to [-clip_value, clip_value] before the update.
+    :raises ValueError: fp16's GradScaler in backward mode, FSDP, DeepSpeed and other engines that own the optimizer,
+        and all that :func:`retime.fuse_optimizer` refuses.
+    """
+
+    @checked
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizer: Optimizer,
+        mode: str = "backward",
+        *,
+        bucket_bytes: int | str | None = None,
+        clip_value: float | None = None,
+    ) -> None:
+        self.mode = check_mode(mode)
+        if accelerator.distributed_type not in ONE_PROCESS_OR_DDP:
+            raise ValueError(
+                f"{accelerator.distributed_type} owns the optimizer's step: fuse the optimizer on one device or under "
+                "DistributedDataParallel"
+            )
+        if self.mode == "backward" and accelerator.scaler is not None:
+            raise ValueError(
+                "mixed_precision='fp16' scales gradients, and its GradScaler has to see all of them before the first "
+                "update: use mode='forward', or mixed_precision='bf16'"
+            )
+        self._accelerator = accelerator
+        self._optimizer = prepared_optimizer(optimizer, type(self).__name__)
+        self._fusion = fuse_optimizer(
+            model, self._optimizer.optimizer, self.mode, bucket_bytes=bucket_bytes, clip_value=clip_value
+        )
+        if isinstance(self._fusion, BackwardFusion):
+            self._fusion.wanted = lambda: bool(accelerator.sync_gradients)
+            self._refuse_norm_clipping()
+        renew_captured_steps(self._optimizer)
+
+    def _refuse_norm_clipping(self) -> None:
+        def clip_grad_norm_(*args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError(
+                "backward fusion cannot clip by global norm: updates run before all gradients exist. Use "
+                "mode='forward', or clip_value=... with mode='backward'"
+            )
+
+        self._accelerator.clip_grad_norm_ = clip_grad_norm_
+
+    def flush(self) -> None:
+        """Forward mode: run all pending updates now, for readers that hold an alias of a parameter's memory."""
+        if isinstance(self._fusion, ForwardFusion):
+            self._fusion.flush()
+
+    def abandon_step(self) -> None:
+        """After an exception inside ``backward()``: forget the half-done step, and go on with the next batch."""
+        if isinstance(self._fusion, BackwardFusion):
+            self._fusion.abandon_step()
+
+    def report(self) -> FusionReport:
+        """What was fused so far."""
+        return self._fusion.report()
+
+    def remove(self) -> None:
+        """Bring all parameters up to date and take everything off again."""
+        self._fusion.remove()
+        self._accelerator.__dict__.pop("clip_grad_norm_", None)
+        renew_captured_steps(self._optimizer)

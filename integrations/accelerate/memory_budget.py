@@ -1,0 +1,168 @@
+"""Training inside a byte budget for Accelerate (moDNN, Chen et al. 2018)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from retime.integrations.accelerate.kept_state import KeptState
+from retime.integrations.accelerate.prepared import ONE_PROCESS_OR_DDP, prepared_optimizer
+from retime.mechanisms.arguments import checked
+from retime.mechanisms.ddp.agreement import RankAgreement
+from retime.mechanisms.memory.budget import parse_budget
+from retime.mechanisms.memory.budget_report import BudgetReport
+from retime.mechanisms.memory.budgeted_ddp import SETTING_UP, BudgetedDataParallelStep
+from retime.mechanisms.memory.budgeted_step import BudgetedStep
+from retime.mechanisms.memory.host import check_host_text, parse_host
+from retime.mechanisms.memory.shape_changes import warn_of_dropped
+
+
+class MemoryBudget:
+    """Keep training inside a number of bytes (Chen et al. 2018, moDNN).
+
+    With a loop of your own, activations go to the host around each forward pass, bit-identical::
+
+        budget = MemoryBudget(accelerator, model, optimizer, "8GiB")
+        with accelerator.accumulate(model):
+            with budget.forward(step, batch):          # step(batch) computes the loss; used for planning only
+                loss = step(batch)
+            accelerator.backward(loss)
+
+    Given the step, :meth:`run` does forward and backward, in sub-batches too where their gradients add up::
+
+            output = budget.run(step, batch)
+            optimizer.step()
+
+    With several processes each plans for its own device: gradients are reduced once a step, with the last sub-batch,
+    and if one refuses its budget all raise the error, which ``find_executable_batch_size`` takes for out of memory.
+    Plans are kept in ``accelerator.save_state()``, in a file of their own: plain code takes the folder as it is, and a
+    folder without it is as good.
+
+    :param budget: of each process: bytes, ``"8GiB"`` or ``"90%"`` of its device's memory; processes on one CPU share
+        the percentage.
+    :param host: ``"memory"`` (for CUDA), ``"disk:FOLDER"`` (for a CPU); None chooses by device.
+    :param options: as for :class:`retime.mechanisms.memory.budgeted_step.BudgetedStep`: ``batchnorm``, ``split``,
+        ``loss_weight``, ``on_shape_change``, ``dry_run``, ``plan``, ``say``.
+    :raises ValueError: an engine other than DistributedDataParallel, or a budget that cannot be read.
+    """
+
+    @checked
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizer: Optimizer,
+        budget: int | str = "90%",
+        host: str | None = None,
+        **options: Any,
+    ) -> None:
+        if accelerator.distributed_type not in ONE_PROCESS_OR_DDP:
+            raise ValueError(
+                f"MemoryBudget runs on one device or under DistributedDataParallel, got {accelerator.distributed_type}"
+            )
+        if accelerator.num_processes > 1 and not isinstance(model, DistributedDataParallel):
+            raise TypeError(
+                "with several processes MemoryBudget takes the model that accelerator.prepare(...) returned, got "
+                f"{type(model).__name__}"
+            )
+        prepared = prepared_optimizer(optimizer, type(self).__name__)
+        check_host_text(host)
+        self._accelerator = accelerator
+        self._model, self._optimizers = model, [prepared.optimizer]
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+        self._budget_bytes = parse_budget(budget, accelerator.device, sharing=here)
+        self._host, self._options = host, options
+        self._whole: BudgetedStep | None = None
+        self._parts: BudgetedStep | None = None
+        self._kept: dict[str, Any] = {}
+        self._kept_state = KeptState(accelerator, type(self).__name__, self.state_dict, self.load_state_dict)
+
+    def run(self, step: Callable[[Any], Any], batch: Any) -> Any:
+        """Forward and backward pass; returns what ``step(batch)`` would have returned, detached.
+
+        :raises BudgetError: the budget is below the floor; before anything has run.
+        """
+        if self._parts is None:
+            self._parts = self._make(split_too=True)
+        return self._parts.run(step, batch, self._accelerator.backward)
+
+    @contextmanager
+    def forward(self, step: Callable[[Any], Any], batch: Any) -> Iterator[None]:
+        """Around a forward pass on ``batch``: what it saves is offloaded as planned.
+
+        :raises BudgetError: offloading alone does not keep the budget: use :meth:`run`.
+        """
+        if self._whole is None:
+            self._whole = self._make(split_too=False)
+        with self._whole.offloading(step, batch):
+            yield
+
+    def report(self) -> list[BudgetReport]:
+        """What was planned and done so far, for :meth:`run` and :meth:`forward`."""
+        return [one.report() for one in (self._parts, self._whole) if one is not None]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What ``accelerator.save_state()`` keeps: plans, so that they need not be searched for again."""
+        made = {"parts": self._parts, "whole": self._whole}
+        return self._kept | {name: one.state_dict() for name, one in made.items() if one is not None}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take up the plans of an earlier run with the same budget, model and optimizer."""
+        if not isinstance(state, dict):
+            warn_of_dropped(TypeError(f"they are a {type(state).__name__}, not a mapping"))
+            return
+        self._kept = dict(state)
+        for name, one in (("parts", self._parts), ("whole", self._whole)):
+            if one is not None and name in state:
+                one.load_state_dict(state[name])
+
+    def save_plan(self, path: str | os.PathLike[str]) -> None:
+        """Write the plans so far, of :meth:`run` if there are any, to a file for ``plan=`` in other runs.
+
+        :raises ValueError: nothing was planned yet.
+        """
+        made = self._parts or self._whole
+        if made is None:
+            raise ValueError(f"save_plan({str(path)!r}): nothing is planned before the first batch")
+        if self._accelerator.is_main_process:
+            made.save_plan(path)
+
+    def remove(self) -> None:
+        """Give back the host's space and take wrappers off."""
+        self._kept_state.remove()
+        for one in (self._parts, self._whole):
+            if one is not None:
+                one.remove()
+        self._parts = self._whole = None
+
+    def _say(self, text: str) -> None:
+        self._accelerator.print(f"retime: {text}")
+
+    def _make(self, split_too: bool) -> BudgetedStep:
+        model = self._model
+        options = {"gradients": "kept", "sub_batches": split_too, "say": self._say, **self._options}
+
+        def arguments() -> tuple[Any, ...]:
+            return self._optimizers, self._budget_bytes, parse_host(self._host, self._accelerator.device)
+
+        made: BudgetedStep
+        if isinstance(model, DistributedDataParallel):
+            agreement = RankAgreement()
+            made = agreement.each_makes(
+                lambda: BudgetedDataParallelStep(model, *arguments(), agreement=agreement, **options),
+                BudgetedStep.remove,
+                SETTING_UP,
+            )
+        else:
+            made = BudgetedStep(model, *arguments(), **options)
+        kept = self._kept.get("parts" if split_too else "whole")
+        if kept is not None:
+            made.load_state_dict(kept)
+        return made

@@ -1,0 +1,108 @@
+"""Out-of-order data parallel for Accelerate (Oh et al. 2022, section 5.1)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from retime.integrations.accelerate.kept_state import KeptState
+from retime.integrations.accelerate.prepared import prepared_optimizer, renew_captured_steps
+from retime.mechanisms.arguments import checked
+from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.out_of_order import data_parallel
+from retime.mechanisms.out_of_order.kept_k import read_kept_k
+from retime.mechanisms.out_of_order.report import OutOfOrderReport
+
+
+class OutOfOrderDataParallel:
+    """Hide gradient communication behind weight gradients and the next forward pass (Oh et al. 2022, section 5.1).
+
+    The loop stays as it is, accumulation, clipping and fp16 included; see
+    :class:`retime.mechanisms.out_of_order.OutOfOrderDataParallel` for what happens and for the arguments. Prepare the
+    model with ``Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)])``. The k
+    that ``"auto"`` found is kept by ``accelerator.save_state()``, in a file of its own: plain code takes the folder as
+    it is, and a folder without it is as good.
+
+    With one process there is none to hide: then this does nothing, with one ``NoEffectWarning``.
+
+    :raises ValueError: another engine than DistributedDataParallel, a communication hook of its own.
+    """
+
+    @checked
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizer: Optimizer,
+        k: data_parallel.K = "auto",
+        *,
+        max_memory: int | str | None = None,
+        cross_iteration: bool = True,
+        blocks: Iterable[str] | None = None,
+    ) -> None:
+        self._optimizer = prepared_optimizer(optimizer, type(self).__name__)
+        self._kept = KeptState(accelerator, type(self).__name__, self.state_dict, self.load_state_dict)
+        self._ooo: data_parallel.OutOfOrderDataParallel | None = None
+        if accelerator.num_processes < 2:
+            text = f"OutOfOrderDataParallel has no effect: {data_parallel.ALONE}"
+            warnings.warn(text, NoEffectWarning, stacklevel=3)
+            return
+        if not isinstance(model, DistributedDataParallel):
+            raise ValueError(
+                f"OutOfOrderDataParallel needs the DistributedDataParallel model that accelerator.prepare() makes with "
+                f"two processes or more, got {type(model).__name__} ({accelerator.distributed_type}, "
+                f"{accelerator.num_processes} processes)"
+            )
+        self._ooo = data_parallel.OutOfOrderDataParallel(
+            model,
+            [self._optimizer.optimizer] if cross_iteration else [],
+            k=k,
+            max_memory=max_memory,
+            cross_iteration=cross_iteration,
+            blocks=blocks,
+        )
+        renew_captured_steps(self._optimizer)
+
+    @property
+    def k(self) -> int:
+        """The number of blocks whose weight gradients run last at the moment."""
+        return 0 if self._ooo is None else self._ooo.k
+
+    @checked
+    def set_k(self, k: data_parallel.K) -> None:
+        """Use this k from the next step on; all ranks must be given the same."""
+        if self._ooo is not None:
+            self._ooo.set_k(k)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What ``accelerator.save_state()`` keeps: the k that was found, nothing while the search is under way."""
+        kept = None if self._ooo is None else self._ooo.kept_k()
+        return {} if kept is None else kept.state()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take up the k of an earlier run with as many processes, so that ``"auto"`` need not search again."""
+        kept = read_kept_k(state)
+        if kept is not None and self._ooo is not None:
+            self._ooo.use_kept_k(kept)
+
+    def flush(self) -> None:
+        """Wait for all gradients and run all pending updates now, for readers that bypass Python."""
+        if self._ooo is not None:
+            self._ooo.flush()
+
+    def report(self) -> OutOfOrderReport:
+        """What was re-ordered so far."""
+        return OutOfOrderReport() if self._ooo is None else self._ooo.report()
+
+    def remove(self) -> None:
+        """Bring all parameters up to date and take everything off again."""
+        self._kept.remove()
+        if self._ooo is not None:
+            self._ooo.remove()
+            renew_captured_steps(self._optimizer)

@@ -1,0 +1,30 @@
+"""What ``accelerator.prepare()`` has made: which engines the objects take, and the optimizer in its wrapper."""
+
+from __future__ import annotations
+
+from accelerate.optimizer import AcceleratedOptimizer, patch_optimizer_step
+from accelerate.utils import DistributedType
+from torch.optim import Optimizer
+
+ONE_PROCESS_OR_DDP = {
+    DistributedType.NO,
+    DistributedType.MULTI_GPU,
+    DistributedType.MULTI_CPU,
+}
+
+
+def prepared_optimizer(optimizer: Optimizer, name: str) -> AcceleratedOptimizer:
+    if not isinstance(optimizer, AcceleratedOptimizer):
+        raise TypeError(
+            f"apply {name} after accelerator.prepare(...): it takes the optimizer that prepare returned, got "
+            f"{type(optimizer).__name__}"
+        )
+    return optimizer
+
+
+def renew_captured_steps(optimizer: AcceleratedOptimizer) -> None:
+    """With a scaler, AcceleratedOptimizer holds the step methods that it found when it was made."""
+    if optimizer.scaler is not None:
+        step = optimizer.optimizer.step
+        optimizer._optimizer_original_step_method = step
+        optimizer._optimizer_patched_step_method = patch_optimizer_step(optimizer, step)
