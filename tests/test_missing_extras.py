@@ -6,6 +6,7 @@ import sys
 MISSING = """
 import importlib, sys
 for module, package, extra in (("retime.integrations.accelerate", "accelerate", "accelerate"),
+                               ("retime.integrations.accelerate.memory_budget", "accelerate", "accelerate"),
                                ("retime.recipes.__main__", "hydra", "recipes")):
     sys.modules[package] = None  # as if it were not installed
     try:

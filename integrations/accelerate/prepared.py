@@ -11,9 +11,19 @@ ONE_PROCESS_OR_DDP = {
     DistributedType.MULTI_GPU,
     DistributedType.MULTI_CPU,
 }
+"""Engines that leave gradients, and the optimizer's step, where the mechanisms can reach them."""
 
 
 def prepared_optimizer(optimizer: Optimizer, name: str) -> AcceleratedOptimizer:
+    """The optimizer, if ``prepare`` has wrapped it.
+
+    Args:
+        optimizer: what a user gave.
+        name: of the object that it was given to, for the error.
+
+    Raises:
+        TypeError: it is not wrapped.
+    """
     if not isinstance(optimizer, AcceleratedOptimizer):
         raise TypeError(
             f"apply {name} after accelerator.prepare(...): it takes the optimizer that prepare returned, got "

@@ -1,0 +1,12 @@
+"""``retime.integrations.accelerate`` shows its objects, each from a file of its own."""
+
+import pytest
+
+pytest.importorskip("accelerate", reason="needs the extra lightning-retime[accelerate]")
+from retime.integrations import accelerate as face
+
+
+def test_the_face_shows_the_objects_and_nothing_else() -> None:
+    assert face.__all__ == ["FusedOptimizer", "MemoryBudget", "OutOfOrderDataParallel"]
+    homes = {getattr(face, name).__module__.rpartition(".")[2] for name in face.__all__}
+    assert homes == {"fused_optimizer", "memory_budget", "out_of_order"}
