@@ -138,17 +138,22 @@ class Sums(Ignores):
         return F.cross_entropy(self.net(batch[0]), batch[1], reduction="sum" if self.ignored == 0 else "mean") / 300
 
 
-@pytest.mark.parametrize(
-    ("kind", "batches", "told"),
-    [
-        (Ignores, 3, "no longer give the batch's gradient"),
-        (Skips, 3, "no longer give the batch's gradient"),
-        (Sums, 2, "is not known"),
-    ],
-)
-def test_another_weighting_from_some_batch_on_is_told(kind: type[Net], batches: int, told: str) -> None:
-    with pytest.warns(NoEffectWarning, match=told):
-        fit(kind(), MemoryBudgetStrategy(SMALL), data=loader(batches))
+class Weighs(Ignores):
+    """No weights of classes at first."""
+
+    def loss(self, batch: Any) -> Tensor:
+        weight = torch.tensor([0.1, 1.0, 5.0, 0.5]) if self.ignored == 0 else None
+        return F.cross_entropy(self.net(batch[0]), batch[1], weight=weight)
+
+
+@pytest.mark.parametrize(("kind", "batches"), [(Ignores, 3), (Skips, 3), (Sums, 2), (Weighs, 2)])
+def test_another_weighting_from_some_batch_on_is_told_and_right_at_once(kind: type[Net], batches: int) -> None:
+    plain, ours = kind(), kind()
+    fit(plain, data=loader(batches))
+    with pytest.warns(NoEffectWarning, match=r"from this batch on .* no longer give the batch's gradient"):
+        done = fit(ours, MemoryBudgetStrategy(SMALL), data=loader(batches))
+    assert_close(plain, ours)
+    assert report_of(done).steps == batches
 
 
 def test_small_batches_of_few_classes_leave_nothing_open() -> None:

@@ -35,6 +35,7 @@ class Trained:
         self.net = nn.Sequential(*layers, nn.Linear(WIDTH, 4))
         self.extra: list[nn.Module] = []
         self.contrast = False
+        self.how: dict[str, Any] = {}
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
         self.budget: BudgetedStep | None = None
         if budget is not None:
@@ -45,7 +46,7 @@ class Trained:
         hidden = self.net[:-1](batch[0])
         for layer in self.extra:
             hidden = layer(hidden)
-        loss = F.cross_entropy(self.net[-1](hidden), batch[1])
+        loss = F.cross_entropy(self.net[-1](hidden), batch[1], **self.how)
         if self.contrast:
             away = F.normalize(hidden, dim=1)
             loss = loss + F.cross_entropy(away @ away.T / 0.1, torch.arange(len(away)))
@@ -95,14 +96,50 @@ def test_a_loss_that_is_no_sum_from_some_step_on_is_told_and_planned_anew(traine
     assert ours.budget.report().sub_batches > 1
     for one in (ours, plain):
         one.contrast = True
-    ours.step(second)  # nobody could know before
-    plain.net.load_state_dict(ours.net.state_dict())
-    with pytest.warns(NoEffectWarning, match="no longer give the batch's gradient: .* contrastive losses"):
-        loss = ours.step(third)
-    assert loss == pytest.approx(plain.step(third), rel=1e-6)
+    with pytest.warns(NoEffectWarning, match="from this batch on .* give the batch's gradient: .* contrastive losses"):
+        loss = ours.step(second)
+    assert loss == pytest.approx(plain.step(second), rel=1e-6)
+    assert ours.step(third) == pytest.approx(plain.step(third), rel=1e-5)
     report = ours.budget.report()
     assert report.plans == 2
     assert report.shapes[-1].choice.plan.sub_batch == SAMPLES
+
+
+SKEWED = torch.tensor([0.1, 1.0, 5.0, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "plans"),
+    [
+        ({}, {"reduction": "sum"}, 2),
+        ({"reduction": "sum"}, {}, 2),
+        ({}, {"ignore_index": 0}, 2),
+        ({"ignore_index": 1}, {"ignore_index": 2}, 1),  # other weights for the same plan
+        ({}, {"weight": SKEWED}, 2),
+        ({"ignore_index": 1}, {"weight": SKEWED, "ignore_index": 1}, 2),
+    ],
+)
+def test_a_loss_that_is_taken_otherwise_from_some_step_on_is_right_at_once(
+    trained: Any, before: dict[str, Any], after: dict[str, Any], plans: int
+) -> None:
+    ours, plain = trained(FITS_IN_PARTS), trained(None)
+    state = torch.get_rng_state()
+    for index, batch in enumerate(batches(4)):
+        for one in (ours, plain):
+            one.how = before if index < 2 else after
+            one.optimizer.param_groups[0]["lr"] = 0.01
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                one.step(batch)
+            texts = [str(warning.message) for warning in caught]
+            assert len(texts) == (one is ours and index == 2) * (plans - 1), texts
+            assert all("from this batch on" in text and "no longer give the batch's gradient" in text for text in texts)
+        for left, right in zip(ours.net.parameters(), plain.net.parameters(), strict=True):
+            assert torch.allclose(left, right, rtol=1e-4, atol=1e-6), index
+    assert torch.equal(state, torch.get_rng_state())
+    report = ours.budget.report()
+    assert (report.steps, report.plans) == (4, plans)
+    assert report.sub_batches > 4
 
 
 def test_another_way_that_is_as_separable_keeps_the_plan(trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:

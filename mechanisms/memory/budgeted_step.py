@@ -38,13 +38,14 @@ from retime.mechanisms.memory.given_plans import GivenPlans, write_plans
 from retime.mechanisms.memory.held_gradients import Buckets, Gradients, check_held
 from retime.mechanisms.memory.host import HostTier, check_host
 from retime.mechanisms.memory.kept_plans import OtherPlansError, plans_in, state_of
-from retime.mechanisms.memory.known_ways import KnownWays
+from retime.mechanisms.memory.known_ways import AnotherWay, KnownWays
 from retime.mechanisms.memory.made_bytes import TooMuchMade
 from retime.mechanisms.memory.offload import PlanMismatch
 from retime.mechanisms.memory.offloads import Offloads
 from retime.mechanisms.memory.replay import EVERYTHING
 from retime.mechanisms.memory.search import PlanChoice
 from retime.mechanisms.memory.separability_probe import loss_of
+from retime.mechanisms.memory.separability_state import random_state, set_random_state
 from retime.mechanisms.memory.shape_changes import (
     check_on_shape_change,
     warn_of_dropped,
@@ -206,7 +207,7 @@ class BudgetedStep:
         """Plan if need be, and run the forward pass of the first sub-batch; returns what the step returns for it."""
         try:
             return self.prepare(step, batch).forward(0)
-        except TooMuchMade:
+        except (TooMuchMade, AnotherWay):
             return self.prepare(step, batch).forward(0)
 
     def choose(self, step: Step, batch: Any) -> Way:
@@ -498,10 +499,21 @@ class BudgetedStep:
         with self._hooks(part, shape.choice), self._compiled.under(shape.plain):
             if shape.certificate is None:
                 return step(part)
+            random = random_state() if self.may_stop else None
             with ways.watched() as seen:
                 output = step(part)
                 seen.loss = loss_of(output)
+            if ways.new_at_once and random is not None and self._now is not None and len(self._now) > 1:
+                del output, seen  # there is to be room for what is done next
+                set_random_state(random)
+                self._uncount(self.drop())
+                ways.stopped = True
+                raise AnotherWay
             return output
+
+    def _uncount(self, parts: SubBatches | None) -> None:
+        self._report.steps -= 1
+        self._report.sub_batches -= 1 if parts is None else len(parts)
 
     def _first_forward(self, step: Step, batch: Any, shape: PlannedShape, ways: KnownWays) -> Any:
         """Of a batch that is trained to find out what its shape needs.
@@ -520,9 +532,7 @@ class BudgetedStep:
             with self._first.counted(key, batch, shape.samples) as found:
                 yield
         except TooMuchMade:
-            self.drop()
-            self._report.steps -= 1
-            self._report.sub_batches -= 1
+            self._uncount(self.drop())
             raise
         for known in found:
             self._keep(key, batch, known)
@@ -545,8 +555,8 @@ class BudgetedStep:
             return shape
         self._say("the step computes something else than the one that was planned for")
         again = self._planner.certify(step, batch, among=shape.certificate)
-        ways.accept()
-        warn_of_ways(again, ways)
+        stopped = ways.accept()
+        warn_of_ways(again, ways, stopped)
         return replace(shape, certificate=again) if again.separable else None
 
     def _forget(self, key: tuple[Any, ...]) -> None:

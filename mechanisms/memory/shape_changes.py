@@ -81,13 +81,19 @@ def warn_of_unexamined() -> None:
     )
 
 
-def warn_of_ways(certificate: Certificate, ways: KnownWays) -> None:
-    """After sub-batches that went another way than those before were examined."""
+def warn_of_ways(certificate: Certificate, ways: KnownWays, stopped: bool) -> None:
+    """After sub-batches that went another way than those before were examined.
+
+    Args:
+        stopped: nothing of that batch has gone backward.
+    """
     if not certificate.separable:
+        since, late = "the last batch", " That batch ran in sub-batches all the same;"
+        if stopped:
+            since, late = "this batch", " It runs anew;"
         warnings.warn(
-            "from the last batch on the step computes something else than the one that was planned for, and its "
-            f"sub-batches no longer give the batch's gradient: {certificate.reason}. That batch ran in sub-batches "
-            "all the same; from here on there is another plan",
+            f"from {since} on the step computes something else than the one that was planned for, and its sub-batches "
+            f"no longer give the batch's gradient: {certificate.reason}.{late} from here on there is another plan",
             NoEffectWarning,
             stacklevel=2,
         )

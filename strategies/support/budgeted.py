@@ -28,6 +28,7 @@ from retime.mechanisms.memory.first_steps import check_dry_run
 from retime.mechanisms.memory.given_plans import read_plans, write_plans
 from retime.mechanisms.memory.held_gradients import Gradients
 from retime.mechanisms.memory.host import check_host_text
+from retime.mechanisms.memory.known_ways import AnotherWay
 from retime.mechanisms.memory.made_bytes import TooMuchMade
 from retime.mechanisms.memory.separability_probe import loss_of
 from retime.mechanisms.memory.shape_changes import check_on_shape_change
@@ -160,8 +161,8 @@ class Budgeted(LightningOnly, Strategy):
             _see_no_loss(parts)
             log.publish(parts)
             return None
-        except TooMuchMade:
-            return self.training_step(*args, **kwargs)  # this time with a plan
+        except (TooMuchMade, AnotherWay):
+            return self.training_step(*args, **kwargs)  # this time with a plan, or after a look at the way
         if not module.trainer.fit_loop._skip_backward:
             return output
         del output  # no backward pass frees its graph
