@@ -66,6 +66,15 @@ def test_rows_by_their_numbers_are_as_they_were() -> None:
     assert certificate_of(lambda m, b: -m(b["x"]).log_softmax(1)[torch.arange(len(b["x"])), b["y"]].mean()).separable
 
 
+def test_sums_of_each_samples_own_rows_are_as_they_were() -> None:
+    def loss(m: Learner, b: dict[str, Tensor]) -> Tensor:
+        of = torch.repeat_interleave(torch.arange(len(b["x"])), 2)
+        own = torch.stack([b["x"], 2 * b["x"]], 1).flatten(0, 1)
+        return F.cross_entropy(torch.zeros(len(b["x"]), CLASSES).index_add(0, of, m(own)), b["y"])
+
+    assert certificate_of(loss).separable
+
+
 def _shares(m: Learner, b: dict[str, Tensor]) -> Tensor:
     return (m.each(b) / torch.bincount(b["name"], minlength=NAMES)[b["name"]]).sum()
 

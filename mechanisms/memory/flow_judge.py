@@ -28,6 +28,7 @@ _COUNTED_VALUES = {"bincount", "histc", "unique", "_unique", "_unique2", "unique
 _NUMBERED = {"arange", "linspace", "logspace", "range", "eye"}
 _CLASSES = {"argmax", "argmin", "topk", "sort"}
 _BY_POSITION = "it picks samples of the batch by their position"
+_POSITIONS = "it computes with the positions of samples of the batch"
 
 
 @dataclass(frozen=True)
@@ -158,9 +159,9 @@ class _Step:
         if operation.random and (grown or self.growing or self.collapsed):
             inputs.append(Label(sampled=grown, computed=True))
         if not inputs:
-            return Label(reason=_BY_POSITION) if grown and name in _NUMBERED else Label()
-        if name == "index" and operation.order < 0:  # rows by their numbers, in order
-            inputs = [inputs[0], *(one for one in inputs[1:] if one.sampled or not one.reason)]
+            return Label(reason=_POSITIONS) if grown and name in _NUMBERED else Label()
+        if name in _INTO_ROWS or (name == "index" and operation.order < 0):  # rows by their numbers
+            inputs = [inputs[0], *(replace(one, reason="") if one.reason == _POSITIONS else one for one in inputs[1:])]
         label = reduce(Label.joined, inputs)
         if not label.sampled:
             return label
