@@ -27,6 +27,7 @@ _COUNTED_VALUES = {"bincount", "histc", "unique", "_unique", "_unique2", "unique
 """What they give for one sample depends on how many others have the same value."""
 _NUMBERED = {"arange", "linspace", "logspace", "range", "eye"}
 _CLASSES = {"argmax", "argmin", "topk", "sort"}
+_MOST_SAMPLES = 1000  # of a probe, and more
 _BY_POSITION = "it picks samples of the batch by their position"
 _POSITIONS = "it computes with the positions of samples of the batch"
 
@@ -40,6 +41,7 @@ class FlowVerdict:
         weights: the reason is a count that nobody can know before; someone who gives it can rule it out.
         divisors: what the loss is divided by, if that is in the batch.
         read: positions among all reads of values of those that depend on samples.
+        means: it contains a mean over samples.
         other_operations: the runs cannot be compared, since they did not do the same.
     """
 
@@ -48,6 +50,7 @@ class FlowVerdict:
     divisors: frozenset[Divisor] = frozenset()
     read: tuple[int, ...] = ()
     other_operations: bool = False
+    means: bool = False
 
 
 def judge_flow(whole: Flow, part: Flow) -> FlowVerdict:
@@ -111,14 +114,16 @@ class _Judge:
         loss = loss.settled()
         if loss.sums and (loss.means or loss.divisors):
             loss = loss.flagged("the loss adds sums over samples to means over them")
-        return FlowVerdict(loss.reason, loss.weights, loss.divisors)
+        if loss.sums and loss.constant:
+            loss = loss.flagged("the loss adds what does not depend on samples to sums over them")
+        return FlowVerdict(loss.reason, loss.weights, loss.divisors, means=loss.means)
 
     def follow(self, operation: Operation, part: Operation) -> None:
         """The next operation, in both runs."""
         inputs = [self._of(one, other) for one, other in zip(operation.reads, part.reads, strict=False)]
         if operation.view or not operation.writes:
             return
-        step = _Step(operation, part, inputs)
+        step = _Step(operation, part, inputs, self._ratios)
         made = replace(step.label(), counted=counted_after(operation, [label.counted for label in inputs]))
         for one, grown in zip(operation.writes, step.grown, strict=False):
             label = replace(made, grows=made.sampled and (grown or made.rows is not None))
@@ -142,7 +147,8 @@ class _Judge:
 class _Step:
     """One operation, in both runs."""
 
-    def __init__(self, operation: Operation, part: Operation, inputs: list[Label]) -> None:
+    def __init__(self, operation: Operation, part: Operation, inputs: list[Label], ratios: set[Fraction]) -> None:
+        self._ratios = ratios
         self.operation, self.part, self.inputs = operation, part, inputs
         self.storages = {one.storage for one in operation.reads}
         self.grown = [one.shape != two.shape for one, two in zip(operation.writes, part.writes, strict=False)]
@@ -164,7 +170,7 @@ class _Step:
             inputs = [inputs[0], *(replace(one, reason="") if one.reason == _POSITIONS else one for one in inputs[1:])]
         label = reduce(Label.joined, inputs)
         if not label.sampled:
-            return label
+            return replace(label, scaled=label.scaled or (grown and self._factor() != 1))
         label = replace(label, classes=self._classes(label))
         if operation.chosen:
             chosen = reduce(Label.joined, (inputs[at] for at in operation.chosen))
@@ -182,16 +188,45 @@ class _Step:
                 return label.settled(_ratio(math.prod(self.part.reads[0].shape), math.prod(operation.reads[0].shape)))
             return replace(label, rows=None, cut=either(label.cut, label.rows), sums=True)
         if label.cut is not None and name in ("mul", "div") and operation.numbers:
-            label = label.by_chosen(label.cut, _ratio(self.part.numbers[0], operation.numbers[0]))
-        if name in ("mul", "div") and operation.numbers != self.part.numbers:
-            label = replace(label, sums=False, means=False)  # a number that follows from how many samples there are
+            return label.by_chosen(label.cut, _ratio(self.part.numbers[0], operation.numbers[0]))
+        if (factor := self._factor()) != 1:
+            label = label.shared(1 if 1 / factor in self._ratios else -1 if factor in self._ratios else 0, grown)
         if self.growing and not grown and label.rows is None:
-            averaged = name == "mean" or operation.reduction == 1
-            label = replace(label, sums=label.sums or not averaged, means=label.means or averaged)
+            label = self._taken_over_samples(label)
+        apart = [one for one in self.inputs if one.computed and not one.sampled]
+        if apart and not grown and not self.growing and (name in _ADDED or name in ("cat", "stack")):
+            label = replace(label, constant=True)
+        scaled = [one.scaled for one in self.inputs]
+        alike = sum(scaled) == 1 if name in _PRODUCTS else all(scaled) and (name in _COPIES or name in _ADDED)
+        if grown and any(scaled) and not alike:
+            label = label.flagged(f"{name} is applied to values that are divided by how many samples there are")
         linear = name in _COLLAPSES or name in _COPIES or operation.reduction
         if not grown and self.growing and label.rows is None and label.computed and not linear:
             label = label.flagged(f"{name} is taken over samples of the batch")
         return label
+
+    def _factor(self) -> Fraction:
+        """How much larger what it multiplies by is with more samples."""
+        one, two, name = self.operation, self.part, self.operation.name
+        if name not in ("mul", "div"):
+            return Fraction(1)
+        whole, part = one.numbers[:1], two.numbers[:1]
+        if not whole and name == "div" and not self.inputs[-1].sampled and not math.isnan(one.divisor):
+            whole, part = (one.divisor,), (two.divisor,)
+        if whole == part or not all(number and math.isfinite(number) for number in (*whole, *part)):
+            return Fraction(1)
+        factor = Fraction(whole[0] / part[0]).limit_denominator(_MOST_SAMPLES)
+        return factor if name == "mul" else 1 / factor
+
+    def _taken_over_samples(self, label: Label) -> Label:
+        operation = self.operation
+        if operation.target >= 0 and operation.reduction == 1 and label.divisors:
+            return label.flagged("a mean is taken over what is divided by samples") if label.scaled else label
+        averaged = operation.name == "mean" or operation.reduction == 1
+        if averaged and label.scaled:
+            return label.flagged("a mean is taken over values that are divided by how many samples there are")
+        mean = averaged or label.scaled
+        return replace(label, sums=label.sums or not mean, means=label.means or mean, scaled=False)
 
     def _classes(self, label: Label) -> bool:
         name = self.operation.name

@@ -42,6 +42,8 @@ class Label:
         cut: they are sums over such rows.
         classes: they are no less than 0.
         sums, means: they contain sums, or means, over samples that nothing is divided by.
+        constant: they contain what does not depend on samples, beside what was taken over them.
+        scaled: they are divided by how many samples there are, one by one.
         reason: why what follows from them may not add up from parts; empty where it does.
         weights: the reason is a count that nobody can know before; someone who gives it can rule it out.
         divisors: that they contain.
@@ -61,6 +63,8 @@ class Label:
     weights: bool = False
     divisors: frozenset[Divisor] = frozenset()
     counted: Counted | None = None
+    constant: bool = False
+    scaled: bool = False
 
     def flagged(self, reason: str, weights: bool = False) -> Label:
         """The first reason stays, but one that somebody can rule out makes way for one that nobody can."""
@@ -85,11 +89,29 @@ class Label:
             worse.weights,
             self.divisors | other.divisors,
             self.counted if self.counted == other.counted else None,
+            self.constant or other.constant,
+            self.scaled or other.scaled,
         )
 
     def divided(self, divisor: Divisor) -> Label:
         """The same, divided by more."""
         return replace(self, sums=False, means=False, divisors=self.divisors | {divisor})
+
+    def shared(self, growth: float, grown: bool) -> Label:
+        """Multiplied by a number that is so many times as large where there are more samples.
+
+        Args:
+            growth: 1 where it is divided by how many samples there are, -1 where it is multiplied by that.
+            grown: they are the values of samples.
+        """
+        if grown and growth == 1 and not self.scaled:
+            return replace(self, scaled=True)
+        if not grown and not self.constant and not self.divisors:
+            if growth == 1 and self.sums and not self.means:
+                return replace(self, sums=False, means=True)
+            if growth == -1 and self.means and not self.sums:
+                return replace(self, sums=True, means=False)
+        return self.flagged("it is multiplied or divided by a number that follows from how many samples there are")
 
     def by_chosen(self, rows: Label, ratio: float) -> Label:
         """A mean over rows that were chosen so, of which a part has so much of the whole."""

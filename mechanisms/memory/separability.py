@@ -248,6 +248,9 @@ def _in_view_of(flow: FlowVerdict, found: Certificate, whole: Any, part: Any) ->
                 "and cannot be counted there. Give loss_weight(part), which counts it, or offload only"
             )
             return replace(found, weighting=None, reason=reason, alternatives=(), outputs={}, unclear=())
+    if flow.means and not given and all(one.kind != "mean" for one in fitting):
+        reason = "the loss adds a mean over samples to a mean over something else. Offload only"
+        return replace(found, weighting=None, reason=reason, alternatives=(), outputs={}, unclear=())
     complete = tuple(divisor.count for divisor in flow.divisors if divisor.some and divisor.count is not None)
     return replace(found, constants=any(divisor.ignored is None for divisor in flow.divisors), complete=complete)
 
