@@ -45,18 +45,18 @@ import torch
 
 from retime.commands.plan_job import Job, job_of
 from retime.mechanisms.byte_sizes import show_bytes
-from retime.mechanisms.memory.budget import parse_budget
-from retime.mechanisms.memory.budget_report import PlannedShape
-from retime.mechanisms.memory.budgeted_step import BudgetedStep
-from retime.mechanisms.memory.data_parallel_memory import gloo_bytes
-from retime.mechanisms.memory.dry_part import dry_part
-from retime.mechanisms.memory.host import parse_host
-from retime.mechanisms.memory.replay import TrainingStep, profile_step
-from retime.mechanisms.memory.split import samples_in
-from retime.mechanisms.memory.storages import strided_bytes
-from retime.mechanisms.memory.task_graph import task_graph
-from retime.mechanisms.memory.time_limit import OutOfTime, TimeLimit
-from retime.mechanisms.memory.undisturbed import undisturbed
+from retime.mechanisms.memory.batches.dry_part import dry_part
+from retime.mechanisms.memory.batches.split import samples_in
+from retime.mechanisms.memory.data_parallel.bytes_held import gloo_bytes
+from retime.mechanisms.memory.dry_run.replay import TrainingStep, profile_step
+from retime.mechanisms.memory.dry_run.task_graph import task_graph
+from retime.mechanisms.memory.host.tier import parse_host
+from retime.mechanisms.memory.planning.budget import parse_budget
+from retime.mechanisms.memory.planning.report import PlannedShape
+from retime.mechanisms.memory.planning.time_limit import OutOfTime, TimeLimit
+from retime.mechanisms.memory.sandbox.undisturbed import undisturbed
+from retime.mechanisms.memory.step.budgeted_step import BudgetedStep
+from retime.mechanisms.storages import strided_bytes
 from retime.schedules.budget.errors import BudgetError
 from retime.schedules.modnn import lower_bound
 

@@ -17,12 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 from retime.mechanisms.arguments import checked
 from retime.mechanisms.ddp.agreement import RankAgreement
 from retime.mechanisms.ddp.reducers.host import HostReduction
-from retime.mechanisms.memory.budget import parse_budget
-from retime.mechanisms.memory.budget_report import BudgetReport
-from retime.mechanisms.memory.budgeted_ddp import SETTING_UP, BudgetedDataParallelStep
-from retime.mechanisms.memory.budgeted_step import BudgetedStep
-from retime.mechanisms.memory.host import parse_host
-from retime.mechanisms.memory.split import Split
+from retime.mechanisms.memory.batches.split import Split
+from retime.mechanisms.memory.data_parallel.budgeted_step import SETTING_UP, BudgetedDataParallelStep
+from retime.mechanisms.memory.host.tier import parse_host
+from retime.mechanisms.memory.planning.budget import parse_budget
+from retime.mechanisms.memory.planning.report import BudgetReport
+from retime.mechanisms.memory.step.budgeted_step import BudgetedStep
 from retime.strategies.support.budgeted import Budgeted
 from retime.strategies.support.ddp_arguments import MegaBytes, StartMethod, given
 from retime.strategies.support.reports_home import ReportsHome

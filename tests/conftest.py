@@ -13,7 +13,7 @@ import torch
 
 if TYPE_CHECKING:
     from contract.runs import Runs
-    from retime.mechanisms.memory.pool import MemoryPool
+    from retime.mechanisms.memory.pool.memory_pool import MemoryPool
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -63,7 +63,7 @@ def offloads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def pool() -> "Iterator[MemoryPool]":
     """The pool of CPU tensors, with nothing kept and no counts of earlier tests."""
-    from retime.mechanisms.memory.pool import MemoryPool
+    from retime.mechanisms.memory.pool.memory_pool import MemoryPool
 
     gc.collect()  # users and tensors that earlier tests left in cycles
     pool = MemoryPool()

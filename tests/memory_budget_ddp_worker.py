@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
 import memory_budget_support as support
-import retime.mechanisms.memory.step_planner as step_planner
+import retime.mechanisms.memory.planning.step_planner as step_planner
 from memory_budget_looks import Looks
 from memory_budget_support import (
     BATCH,
@@ -44,11 +44,11 @@ from memory_budget_support import (
 from retime.callbacks import MemoryTimeline
 from retime.mechanisms.ddp.reducers.host import HostReduction
 from retime.mechanisms.measure.memory_probe import MemoryProbe
-from retime.mechanisms.memory.alone import alone
-from retime.mechanisms.memory.budgeted_ddp import BudgetedDataParallelStep
-from retime.mechanisms.memory.costs import StepCosts
-from retime.mechanisms.memory.heap import trim_heap
-from retime.mechanisms.memory.host import parse_host
+from retime.mechanisms.memory.data_parallel.alone import alone
+from retime.mechanisms.memory.data_parallel.budgeted_step import BudgetedDataParallelStep
+from retime.mechanisms.memory.host.tier import parse_host
+from retime.mechanisms.memory.planning.costs import StepCosts
+from retime.mechanisms.memory.pool.heap import trim_heap
 from retime.recipes.modnn.budget_worker import resident_bytes
 from retime.schedules.budget.errors import BudgetError
 from retime.strategies import MemoryBudgetDDPStrategy

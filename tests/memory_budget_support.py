@@ -16,9 +16,9 @@ from lightning.pytorch.loggers.logger import Logger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import retime.mechanisms.memory.step_planner as step_planner
-from retime.mechanisms.memory.budget_report import BudgetReport
-from retime.mechanisms.memory.costs import StepCosts
+import retime.mechanisms.memory.planning.step_planner as step_planner
+from retime.mechanisms.memory.planning.costs import StepCosts
+from retime.mechanisms.memory.planning.report import BudgetReport
 from retime.strategies import MemoryBudgetStrategy
 
 FEATURES, CLASSES, BATCH = 16, 4, 256

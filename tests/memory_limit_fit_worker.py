@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from retime.mechanisms.measure.memory_probe import MemoryProbe, status_bytes
-from retime.mechanisms.memory.heap import give_back_freed_memory, trim_heap
+from retime.mechanisms.memory.pool.heap import give_back_freed_memory, trim_heap
 from retime.strategies import MemoryBudgetStrategy
 
 SAMPLES, WIDTH, DEPTH, CLASSES, BATCHES = 4096, 256, 12, 10, 5

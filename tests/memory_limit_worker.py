@@ -19,12 +19,12 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from retime.mechanisms.measure.memory_probe import MemoryProbe
-from retime.mechanisms.memory.calibrate import calibrate
-from retime.mechanisms.memory.costs import StepCosts
-from retime.mechanisms.memory.heap import give_back_freed_memory, trim_heap
-from retime.mechanisms.memory.host_disk import HostDisk
-from retime.mechanisms.memory.offload import OffloadSavedTensors
-from retime.mechanisms.memory.replay import EVERYTHING, TrainingStep, replay, take
+from retime.mechanisms.memory.dry_run.replay import EVERYTHING, TrainingStep, replay, take
+from retime.mechanisms.memory.host.disk import HostDisk
+from retime.mechanisms.memory.offload.saved_tensors import OffloadSavedTensors
+from retime.mechanisms.memory.planning.calibrate import calibrate
+from retime.mechanisms.memory.planning.costs import StepCosts
+from retime.mechanisms.memory.pool.heap import give_back_freed_memory, trim_heap
 from retime.schedules.budget import OffloadPlan
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from memory_budget_ddp_worker import RANK, SMALL, batches, check, fit, main, plan_with, report
 from memory_budget_support import OFFLOADS, SPLITS, Net, assert_close, assert_way, loader
 from retime.commands.plan import main as retime
-from retime.mechanisms.memory.given_plans import PlanFileError
+from retime.mechanisms.memory.planning.given_plans import PlanFileError
 from retime.schedules.budget.errors import BudgetError
 from retime.strategies import MemoryBudgetDDPStrategy
 

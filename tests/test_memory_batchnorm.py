@@ -11,12 +11,12 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memory_steps import classifier, convolutional, images
-from retime.mechanisms.memory.batchnorm import batch_statistics_layers, check_choice, ghost_momentum
-from retime.mechanisms.memory.batchnorm_exact import ChunkedOperators
-from retime.mechanisms.memory.certificate import Certificate
-from retime.mechanisms.memory.separability import certify
-from retime.mechanisms.memory.sub_batches import SubBatches
-from retime.mechanisms.memory.weights import Weighting
+from retime.mechanisms.memory.batches.batchnorm import batch_statistics_layers, check_choice, ghost_momentum
+from retime.mechanisms.memory.batches.batchnorm_exact import ChunkedOperators
+from retime.mechanisms.memory.batches.certificate import Certificate
+from retime.mechanisms.memory.batches.weights import Weighting
+from retime.mechanisms.memory.separability.certify import certify
+from retime.mechanisms.memory.step.sub_batches import SubBatches
 
 SAMPLES = 7
 

@@ -10,8 +10,8 @@ from torch import nn
 
 import memory_budget_support as support
 from memory_budget_support import BATCH, FEATURES, OFFLOADS, SMALL, use_costs
-from retime.mechanisms.memory.budgeted_step import BudgetedStep
-from retime.mechanisms.memory.host_memory import HostMemory
+from retime.mechanisms.memory.host.pinned import HostMemory
+from retime.mechanisms.memory.step.budgeted_step import BudgetedStep
 from retime.schedules.errors import ScheduleError
 
 pytestmark = support.IGNORED

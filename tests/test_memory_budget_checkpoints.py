@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Trainer
 
 import memory_budget_support as support
-import retime.mechanisms.memory.step_planner as step_planner
+import retime.mechanisms.memory.planning.step_planner as step_planner
 from memory_budget_support import SMALL, Net, assert_same, loader, report_of, trainer
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.strategies import MemoryBudgetStrategy

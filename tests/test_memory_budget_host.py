@@ -18,9 +18,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 import memory_budget_support as support
 from memory_budget_support import SMALL, Net, assert_close, fit, loader, report_of
-from retime.mechanisms.memory.host import HostError
-from retime.mechanisms.memory.host_disk import HostDisk
-from retime.mechanisms.memory.host_memory import HostMemory
+from retime.mechanisms.memory.host.disk import HostDisk
+from retime.mechanisms.memory.host.pinned import HostMemory
+from retime.mechanisms.memory.host.tier import HostError
 from retime.strategies import MemoryBudgetStrategy
 
 pytestmark = [
@@ -170,8 +170,8 @@ def test_nothing_is_left_after_an_exception(
 def test_nothing_is_left_after_kill_9(tmp_path: Path) -> None:
     program = f"""
 import time, torch
-from retime.mechanisms.memory.host_disk import HostDisk
-from retime.mechanisms.memory.offload import OffloadSavedTensors
+from retime.mechanisms.memory.host.disk import HostDisk
+from retime.mechanisms.memory.offload.saved_tensors import OffloadSavedTensors
 from retime.schedules.modnn import OffloadPlan
 host = HostDisk({str(tmp_path)!r})
 leaf = torch.ones(100_000, requires_grad=True)
@@ -222,8 +222,8 @@ sys.path.insert(0, TESTS)
 import torch
 from torch.utils.data import DataLoader
 import memory_budget_support as support
-import retime.mechanisms.memory.step_planner as step_planner
-from retime.mechanisms.memory.host import HostError
+import retime.mechanisms.memory.planning.step_planner as step_planner
+from retime.mechanisms.memory.host.tier import HostError
 from retime.strategies import MemoryBudgetStrategy
 from test_memory_budget_host import Adam, Batches
 step_planner.calibrate = step_planner.least_costs = lambda *_, **__: support.OFFLOADS

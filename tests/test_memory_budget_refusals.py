@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import memory_budget_support as support
 from memory_budget_support import SMALL, Net, assert_close, fit
-from retime.mechanisms.memory.host import HostError
+from retime.mechanisms.memory.host.tier import HostError
 from retime.schedules.budget.errors import BudgetError
 from retime.strategies import MemoryBudgetStrategy
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import memory_budget_support as support
-import retime.mechanisms.memory.budgeted_step as budgeted_step
+import retime.mechanisms.memory.step.budgeted_step as budgeted_step
 from memory_budget_support import CLASSES, FEATURES, Net, assert_close, assert_same, fit, report_of
-from retime.mechanisms.memory.budget_report import BudgetReport, PlannedShape
-from retime.mechanisms.memory.search import PlanChoice
+from retime.mechanisms.memory.planning.report import BudgetReport, PlannedShape
+from retime.mechanisms.memory.planning.search import PlanChoice
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.schedules.budget import OffloadPlan
 from retime.schedules.errors import ScheduleError

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import memory_budget_support as support
 from memory_budget_support import Net, assert_close, fit, loader, report_of
-from retime.mechanisms.memory.budgeted_step import BudgetedStep
-from retime.mechanisms.memory.host_memory import HostMemory
-from retime.mechanisms.memory.plan_after import plan_after
+from retime.mechanisms.memory.host.pinned import HostMemory
+from retime.mechanisms.memory.planning.plan_after import plan_after
+from retime.mechanisms.memory.step.budgeted_step import BudgetedStep
 from retime.schedules.budget.errors import BudgetError
 from retime.strategies import MemoryBudgetStrategy
 

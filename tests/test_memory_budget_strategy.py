@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import memory_budget_support as support
 from memory_budget_support import BATCH, SMALL, Net, assert_close, assert_same, assert_way, fit, loader, report_of
-from retime.mechanisms.memory.budgeted_step import NoLossError
+from retime.mechanisms.memory.step.budgeted_step import NoLossError
 from retime.schedules.errors import ScheduleError
 from retime.strategies import MemoryBudgetStrategy
 

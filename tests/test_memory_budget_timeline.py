@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 import memory_budget_support as support
 from memory_budget_support import SMALL, Net, fit, loader, report_of
 from retime.callbacks import MemoryTimeline
-from retime.mechanisms.memory.storages import tensors_in
+from retime.mechanisms.storages import tensors_in
 from retime.strategies import MemoryBudgetStrategy
 
 pytestmark = support.IGNORED

@@ -11,7 +11,7 @@ import torch
 
 import memory_budget_support as support
 from memory_budget_support import SMALL, Net, fit, report_of
-from retime.mechanisms.memory.undisturbed import undisturbed
+from retime.mechanisms.memory.sandbox.undisturbed import undisturbed
 from retime.strategies import MemoryBudgetStrategy
 
 pytestmark = support.IGNORED

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import retime.mechanisms.memory.step_planner as step_planner
+import retime.mechanisms.memory.planning.step_planner as step_planner
 from memory_budget_support import (
     CLASSES,
     FEATURES,
@@ -22,10 +22,10 @@ from memory_budget_support import (
     report_of,
     use_costs,
 )
-from retime.mechanisms.memory.certificate import Certificate
-from retime.mechanisms.memory.separability import certify
-from retime.mechanisms.memory.sub_batches import SubBatches
-from retime.mechanisms.memory.weights import Count, Weighting
+from retime.mechanisms.memory.batches.certificate import Certificate
+from retime.mechanisms.memory.batches.weights import Count, Weighting
+from retime.mechanisms.memory.separability.certify import certify
+from retime.mechanisms.memory.step.sub_batches import SubBatches
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.strategies import MemoryBudgetStrategy
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from memory_losses import ORDINARY, TRICKY, Learner, Loss, batch_of
-from retime.mechanisms.memory.certificate import Certificate, NotSeparableError, WeightsUnclearError
-from retime.mechanisms.memory.separability import certify
-from retime.mechanisms.memory.sub_batches import SubBatches
+from retime.mechanisms.memory.batches.certificate import Certificate, NotSeparableError, WeightsUnclearError
+from retime.mechanisms.memory.separability.certify import certify
+from retime.mechanisms.memory.step.sub_batches import SubBatches
 
 SEEDS = range(max(2, int(os.environ.get("RETIME_RANDOM", "0")) // (len(ORDINARY) + len(TRICKY))))
 BATCHES = 4

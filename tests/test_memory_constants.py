@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from retime.mechanisms.memory.replay import EVERYTHING, TrainingStep, profile_step, replay
+from retime.mechanisms.memory.dry_run.replay import EVERYTHING, TrainingStep, profile_step, replay
 from retime.schedules.budget import OffloadPlan
 
 SAMPLES, WIDTH = 8, 5

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from retime.mechanisms.memory.costs import StepCosts
-from retime.mechanisms.memory.floor import MemoryFloor, StepMemory
-from retime.mechanisms.memory.profile import LargestTask, Size
-from retime.mechanisms.memory.replay import TrainingStep
+from retime.mechanisms.memory.dry_run.profile import LargestTask, Size
+from retime.mechanisms.memory.dry_run.replay import TrainingStep
+from retime.mechanisms.memory.planning.costs import StepCosts
+from retime.mechanisms.memory.planning.floor import MemoryFloor, StepMemory
 from retime.schedules.budget import Phase
 
 SMALLER_PARTS = "smaller sub-batches, if allowed"

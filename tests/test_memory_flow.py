@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memory_losses import CLASSES, FEATURES, Learner
-from retime.mechanisms.memory.certificate import Certificate
-from retime.mechanisms.memory.separability import certify
+from retime.mechanisms.memory.batches.certificate import Certificate
+from retime.mechanisms.memory.separability.certify import certify
 
 SAMPLES, NAMES = 11, 1000
 Loss = Callable[[Learner, dict[str, Tensor]], Tensor]

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memory_losses import CLASSES, FEATURES, STEPS, Learner
-from retime.mechanisms.memory.certificate import Certificate, WeightsUnclearError, loss_weights
-from retime.mechanisms.memory.separability import certify
-from retime.mechanisms.memory.split import split_batch
+from retime.mechanisms.memory.batches.certificate import Certificate, WeightsUnclearError, loss_weights
+from retime.mechanisms.memory.batches.split import split_batch
+from retime.mechanisms.memory.separability.certify import certify
 
 SAMPLES, IGNORED = 11, -100
 Loss = Callable[[Learner, dict[str, Tensor]], Tensor]

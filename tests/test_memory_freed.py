@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from memory_budget_support import OFFLOADS, SPLITS, use_costs
-from retime.mechanisms.memory.budget_report import PlannedShape
-from retime.mechanisms.memory.budgeted_step import BudgetedStep
-from retime.mechanisms.memory.costs import StepCosts
-from retime.mechanisms.memory.freed_memory import FreedMemory
-from retime.mechanisms.memory.host import parse_host
-from retime.mechanisms.memory.pool import MemoryPool
-from retime.mechanisms.memory.search import PlanChoice
+from retime.mechanisms.memory.host.tier import parse_host
+from retime.mechanisms.memory.planning.costs import StepCosts
+from retime.mechanisms.memory.planning.report import PlannedShape
+from retime.mechanisms.memory.planning.search import PlanChoice
+from retime.mechanisms.memory.pool.freed_memory import FreedMemory
+from retime.mechanisms.memory.pool.memory_pool import MemoryPool
+from retime.mechanisms.memory.step.budgeted_step import BudgetedStep
 from retime.schedules.budget import OffloadPlan
 
 pytestmark = pytest.mark.filterwarnings("ignore:host='disk.*is a file system in memory")

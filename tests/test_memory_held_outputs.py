@@ -12,16 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memory_budget_support import SPLITS, use_costs
-from retime.mechanisms.memory.budgeted_step import BudgetedStep
-from retime.mechanisms.memory.certificate import Certificate
-from retime.mechanisms.memory.combine import WholeOutput
-from retime.mechanisms.memory.floor import StepMemory
-from retime.mechanisms.memory.host_null import HostNull
-from retime.mechanisms.memory.replay import TrainingStep, profile_step, replay
-from retime.mechanisms.memory.search import part_sizes
-from retime.mechanisms.memory.sub_batches import SubBatches
-from retime.mechanisms.memory.trace import Tracer
-from retime.mechanisms.memory.weights import Weighting
+from retime.mechanisms.memory.batches.certificate import Certificate
+from retime.mechanisms.memory.batches.combine import WholeOutput
+from retime.mechanisms.memory.batches.weights import Weighting
+from retime.mechanisms.memory.dry_run.replay import TrainingStep, profile_step, replay
+from retime.mechanisms.memory.dry_run.trace import Tracer
+from retime.mechanisms.memory.host.null import HostNull
+from retime.mechanisms.memory.planning.floor import StepMemory
+from retime.mechanisms.memory.planning.search import part_sizes
+from retime.mechanisms.memory.step.budgeted_step import BudgetedStep
+from retime.mechanisms.memory.step.sub_batches import SubBatches
 from retime.schedules.budget import BlockKind, OffloadPlan
 from retime.schedules.budget.errors import BudgetError
 

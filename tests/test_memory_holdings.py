@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import nn
 
-from retime.mechanisms.memory.holdings import Holdings, replaced
-from retime.mechanisms.memory.lazy_copy import LARGE_BYTES, lazy_copy
-from retime.mechanisms.memory.undisturbed import undisturbed
+from retime.mechanisms.memory.sandbox.holdings import Holdings, replaced
+from retime.mechanisms.memory.sandbox.lazy_copy import LARGE_BYTES, lazy_copy
+from retime.mechanisms.memory.sandbox.undisturbed import undisturbed
 
 
 class Pair(NamedTuple):

@@ -14,9 +14,9 @@ from torch import nn
 
 import memory_budget_support as support
 from memory_budget_support import BATCH, FEATURES, OFFLOADS, SMALL, SPLITS, use_costs
-from retime.mechanisms.memory.budgeted_step import BudgetedStep
-from retime.mechanisms.memory.host_memory import HostMemory
-from retime.mechanisms.memory.kept_plans import OtherPlansError, plans_in
+from retime.mechanisms.memory.host.pinned import HostMemory
+from retime.mechanisms.memory.planning.kept_plans import OtherPlansError, plans_in
+from retime.mechanisms.memory.step.budgeted_step import BudgetedStep
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.schedules.budget import OffloadPlan
 from retime.schedules.errors import ScheduleError

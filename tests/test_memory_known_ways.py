@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import retime.mechanisms.memory.step_planner as step_planner
+import retime.mechanisms.memory.planning.step_planner as step_planner
 from memory_budget_support import SPLITS, use_costs
-from retime.mechanisms.memory.budgeted_step import BudgetedStep
-from retime.mechanisms.memory.host import parse_host
+from retime.mechanisms.memory.host.tier import parse_host
+from retime.mechanisms.memory.step.budgeted_step import BudgetedStep
 from retime.mechanisms.no_effect import NoEffectWarning
 
 WIDTH, DEPTH, SAMPLES = 16, 24, 32

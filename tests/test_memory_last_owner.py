@@ -19,10 +19,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from retime.mechanisms.memory.host import HostTier
-from retime.mechanisms.memory.host_disk import HostDisk
-from retime.mechanisms.memory.host_memory import HostMemory
-from retime.mechanisms.memory.offload import OffloadSavedTensors
+from retime.mechanisms.memory.host.disk import HostDisk
+from retime.mechanisms.memory.host.pinned import HostMemory
+from retime.mechanisms.memory.host.tier import HostTier
+from retime.mechanisms.memory.offload.saved_tensors import OffloadSavedTensors
 from retime.schedules.budget import OffloadPlan
 
 

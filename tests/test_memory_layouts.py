@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from retime.mechanisms.memory.floor import StepMemory
-from retime.mechanisms.memory.layouts import layout_hint
-from retime.mechanisms.memory.replay import TrainingStep
+from retime.mechanisms.memory.dry_run.replay import TrainingStep
+from retime.mechanisms.memory.planning.floor import StepMemory
+from retime.mechanisms.memory.planning.layouts import layout_hint
 
 SAMPLES = 8
 
@@ -65,7 +65,7 @@ def test_nothing_is_measured(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def perf_counter() -> float:
         raise AssertionError("timed")
 
-    monkeypatch.setattr("retime.mechanisms.memory.layouts.time.perf_counter", perf_counter)
+    monkeypatch.setattr("retime.mechanisms.memory.planning.layouts.time.perf_counter", perf_counter)
     assert hint(model, budget=2000 if why == "no room" else 2**30) == ""
 
 

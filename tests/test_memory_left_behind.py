@@ -10,7 +10,7 @@ from torch import Tensor
 
 import memory_budget_support as support
 from memory_budget_support import Net, fit
-from retime.mechanisms.memory.dry_mode import LeftBehindError
+from retime.mechanisms.memory.sandbox.dry_mode import LeftBehindError
 from retime.strategies import MemoryBudgetStrategy
 
 pytestmark = support.IGNORED

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from retime.mechanisms.memory.calibrate import calibrate
-from retime.mechanisms.memory.host_disk import HostDisk
-from retime.mechanisms.memory.host_memory import HostMemory
-from retime.mechanisms.memory.replay import TrainingStep, profile_step
+from retime.mechanisms.memory.dry_run.replay import TrainingStep, profile_step
+from retime.mechanisms.memory.host.disk import HostDisk
+from retime.mechanisms.memory.host.pinned import HostMemory
+from retime.mechanisms.memory.planning.calibrate import calibrate
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's limits and /proc")
 WORKER = Path(__file__).with_name("memory_limit_worker.py")

@@ -12,17 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memory_budget_support import SPLITS, use_costs
-from retime.mechanisms.memory.budgeted_step import BudgetedStep
-from retime.mechanisms.memory.calibrate import calibrate
-from retime.mechanisms.memory.floor import StepMemory
-from retime.mechanisms.memory.host import HostError, HostNone
-from retime.mechanisms.memory.host_disk import HostDisk
-from retime.mechanisms.memory.host_memory import HostMemory
-from retime.mechanisms.memory.host_null import HostNull
-from retime.mechanisms.memory.offload import NoHooksError, OffloadSavedTensors, PlanMismatch
-from retime.mechanisms.memory.replay import EVERYTHING, TrainingStep
-from retime.mechanisms.memory.search import search_plan
-from retime.mechanisms.memory.trial import PlanTrial
+from retime.mechanisms.memory.dry_run.replay import EVERYTHING, TrainingStep
+from retime.mechanisms.memory.host.disk import HostDisk
+from retime.mechanisms.memory.host.null import HostNull
+from retime.mechanisms.memory.host.pinned import HostMemory
+from retime.mechanisms.memory.host.tier import HostError, HostNone
+from retime.mechanisms.memory.offload.saved_tensors import NoHooksError, OffloadSavedTensors, PlanMismatch
+from retime.mechanisms.memory.planning.calibrate import calibrate
+from retime.mechanisms.memory.planning.floor import StepMemory
+from retime.mechanisms.memory.planning.search import search_plan
+from retime.mechanisms.memory.planning.trial import PlanTrial
+from retime.mechanisms.memory.step.budgeted_step import BudgetedStep
 from retime.schedules.budget import OffloadPlan
 from retime.schedules.budget.errors import BudgetError
 

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from retime.mechanisms.memory.host import HostError
-from retime.mechanisms.memory.host_disk import HostDisk
-from retime.mechanisms.memory.host_memory import HostMemory, _MemoryCopy
-from retime.mechanisms.memory.offload import OffloadSavedTensors, PlanMismatch
-from retime.mechanisms.memory.offload_pass import ForwardPass
+from retime.mechanisms.memory.host.disk import HostDisk
+from retime.mechanisms.memory.host.pinned import HostMemory, _MemoryCopy
+from retime.mechanisms.memory.host.tier import HostError
+from retime.mechanisms.memory.offload.forward_pass import ForwardPass
+from retime.mechanisms.memory.offload.saved_tensors import OffloadSavedTensors, PlanMismatch
 from retime.schedules.budget import OffloadPlan
 
 ALL = frozenset(range(1000))
@@ -218,7 +218,7 @@ def test_a_backward_pass_through_a_part_holds_nothing_that_was_fetched_ahead(hos
         return load(self, into)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("retime.mechanisms.memory.host_memory._MemoryCopy.load", watched)
+        patch.setattr("retime.mechanisms.memory.host.pinned._MemoryCopy.load", watched)
         torch.autograd.grad(loss, edge, retain_graph=True)
     assert fetched
     assert all(one() is None for one in fetched)

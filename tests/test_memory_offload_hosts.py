@@ -17,11 +17,11 @@ import psutil
 import pytest
 import torch
 
-from retime.mechanisms.memory.host import HostError, parse_host
-from retime.mechanisms.memory.host_disk import HostDisk
-from retime.mechanisms.memory.host_extents import Extents
-from retime.mechanisms.memory.host_memory import HostMemory
-from retime.mechanisms.memory.host_null import HostNull
+from retime.mechanisms.memory.host.disk import HostDisk
+from retime.mechanisms.memory.host.extents import Extents
+from retime.mechanisms.memory.host.null import HostNull
+from retime.mechanisms.memory.host.pinned import HostMemory
+from retime.mechanisms.memory.host.tier import HostError, parse_host
 from retime.mechanisms.no_effect import NoEffectWarning
 
 
@@ -84,9 +84,9 @@ def test_a_full_disk_says_what_to_do_and_holds_nothing(tmp_path: Path, monkeypat
 def test_a_real_limit_on_the_file_is_an_error_of_the_forward_pass(tmp_path: Path) -> None:
     program = f"""
 import resource, torch
-from retime.mechanisms.memory.host import HostError
-from retime.mechanisms.memory.host_disk import HostDisk
-from retime.mechanisms.memory.offload import OffloadSavedTensors
+from retime.mechanisms.memory.host.tier import HostError
+from retime.mechanisms.memory.host.disk import HostDisk
+from retime.mechanisms.memory.offload.saved_tensors import OffloadSavedTensors
 from retime.schedules.modnn import OffloadPlan
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 host = HostDisk({str(tmp_path)!r})
@@ -178,7 +178,7 @@ def test_garbage_may_be_collected_on_the_thread_that_copies(tmp_path: Path, unde
     program = f"""
 import gc, os, threading, torch
 from concurrent.futures import wait
-from retime.mechanisms.memory.host_disk import HostDisk
+from retime.mechanisms.memory.host.disk import HostDisk
 class Cycle:
     pass
 gc.disable()

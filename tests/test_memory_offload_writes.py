@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from retime.mechanisms.memory.host import HostTier
-from retime.mechanisms.memory.host_disk import HostDisk
-from retime.mechanisms.memory.host_memory import HostMemory
-from retime.mechanisms.memory.offload import OffloadSavedTensors
+from retime.mechanisms.memory.host.disk import HostDisk
+from retime.mechanisms.memory.host.pinned import HostMemory
+from retime.mechanisms.memory.host.tier import HostTier
+from retime.mechanisms.memory.offload.saved_tensors import OffloadSavedTensors
 from retime.schedules.budget import OffloadPlan
 
 ALL = frozenset(range(1000))

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import memory_budget_support as support
-import retime.mechanisms.memory.first_steps as first_steps
+import retime.mechanisms.memory.step.first_steps as first_steps
 from memory_budget_support import BATCH, SMALL, Net, loader
-from retime.mechanisms.memory.budgeted_step import BudgetedStep
-from retime.mechanisms.memory.host_memory import HostMemory
-from retime.mechanisms.memory.replay import DryRun, TrainingStep, profile_step, take
-from retime.mechanisms.memory.separability_state import Untouched
-from retime.mechanisms.memory.trace import ValueReadError
+from retime.mechanisms.memory.dry_run.replay import DryRun, TrainingStep, profile_step, take
+from retime.mechanisms.memory.dry_run.trace import ValueReadError
+from retime.mechanisms.memory.host.pinned import HostMemory
+from retime.mechanisms.memory.sandbox.model_state import Untouched
+from retime.mechanisms.memory.step.budgeted_step import BudgetedStep
 from retime.schedules.budget import OffloadPlan
 
 PLAIN, TIGHT = 700_000, 170_000  # enough for the plain step, but not without a dry run; and not enough

@@ -16,8 +16,8 @@ from torch import nn
 
 import memory_budget_support as support
 from memory_budget_support import SMALL, Net, accelerate_loop, assert_close, fit, loader, report_of
-from retime.mechanisms.memory.given_plans import PlanFileError
-from retime.mechanisms.memory.trial import PlanTrial
+from retime.mechanisms.memory.planning.given_plans import PlanFileError
+from retime.mechanisms.memory.planning.trial import PlanTrial
 from retime.strategies import MemoryBudgetStrategy
 
 pytestmark = support.IGNORED

@@ -8,13 +8,12 @@ import threading
 import pytest
 import torch
 
-from retime.mechanisms.memory import freed_memory
-from retime.mechanisms.memory import pool as pool_module
-from retime.mechanisms.memory import pool_library as library_module
-from retime.mechanisms.memory.budgeted_step import BudgetedStep
-from retime.mechanisms.memory.freed_memory import FreedMemory
-from retime.mechanisms.memory.host import parse_host
-from retime.mechanisms.memory.pool import MemoryPool
+from retime.mechanisms.memory.host.tier import parse_host
+from retime.mechanisms.memory.pool.freed_memory import FreedMemory
+from retime.mechanisms.memory.pool.memory_pool import MemoryPool, freed_memory
+from retime.mechanisms.memory.pool.memory_pool import library as library_module
+from retime.mechanisms.memory.pool.memory_pool import memory_pool as pool_module
+from retime.mechanisms.memory.step.budgeted_step import BudgetedStep
 
 PAGE = os.sysconf("SC_PAGESIZE") if hasattr(os, "sysconf") else 4096
 BLOCK = 256 * PAGE

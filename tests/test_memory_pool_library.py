@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from retime.mechanisms.memory import own_folder
-from retime.mechanisms.memory import pool_library as library_module
-from retime.mechanisms.memory.own_folder import OwnFolder
-from retime.mechanisms.memory.pool_library import NoPoolError, pool_library
+from retime.mechanisms.memory.pool.library import NoPoolError, pool_library
+from retime.mechanisms.memory.pool.memory_pool import library as library_module
+from retime.mechanisms.memory.pool.memory_pool import own_folder
+from retime.mechanisms.memory.pool.own_folder import OwnFolder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the pool is for Linux")
 
@@ -161,7 +161,7 @@ def test_a_library_that_was_cut_short_is_built_again(
         pytest.skip("no C++ compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", f"{copies} {real._name}")
-    program = "from retime.mechanisms.memory.pool import MemoryPool; assert MemoryPool().install()"
+    program = "from retime.mechanisms.memory.pool.memory_pool import MemoryPool; assert MemoryPool().install()"
 
     def used() -> Path:
         subprocess.run([sys.executable, "-c", program], check=True)

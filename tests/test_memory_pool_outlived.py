@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from retime.mechanisms.memory.pool_library import NoPoolError, pool_library
+from retime.mechanisms.memory.pool.library import NoPoolError, pool_library
 
 _PROGRAM = """
 import torch
-from retime.mechanisms.memory.pool import MemoryPool
+from retime.mechanisms.memory.pool.memory_pool import MemoryPool
 pool = MemoryPool()
 assert pool.install()
 pool.limit(2**30)

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from retime.mechanisms.memory.costs import StepCosts
-from retime.mechanisms.memory.floor import StepMemory
-from retime.mechanisms.memory.profile import Size
-from retime.mechanisms.memory.replay import TrainingStep, replay
-from retime.mechanisms.memory.search import part_sizes, search_plan
+from retime.mechanisms.memory.dry_run.profile import Size
+from retime.mechanisms.memory.dry_run.replay import TrainingStep, replay
+from retime.mechanisms.memory.planning.costs import StepCosts
+from retime.mechanisms.memory.planning.floor import StepMemory
+from retime.mechanisms.memory.planning.search import part_sizes, search_plan
 from retime.schedules.budget import OffloadPlan
 from retime.schedules.budget.errors import BudgetError
 from retime.schedules.errors import ScheduleError

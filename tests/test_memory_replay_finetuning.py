@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from retime.mechanisms.memory.replay import Gradients, TrainingStep, profile_step
+from retime.mechanisms.memory.dry_run.replay import Gradients, TrainingStep, profile_step
 from retime.schedules.budget import BlockKind, Phase
 
 SAMPLES = 8

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from retime.mechanisms.memory.batchnorm import batch_statistics_layers
-from retime.mechanisms.memory.budgeted_step import BudgetedStep
-from retime.mechanisms.memory.host import parse_host
-from retime.mechanisms.memory.replay import DryRun, TrainingStep
-from retime.mechanisms.memory.separability import certify
-from retime.mechanisms.memory.separability_state import Untouched
+from retime.mechanisms.memory.batches.batchnorm import batch_statistics_layers
+from retime.mechanisms.memory.dry_run.replay import DryRun, TrainingStep
+from retime.mechanisms.memory.host.tier import parse_host
+from retime.mechanisms.memory.sandbox.model_state import Untouched
+from retime.mechanisms.memory.separability.certify import certify
+from retime.mechanisms.memory.step.budgeted_step import BudgetedStep
 from retime.schedules.budget import OffloadPlan
 from retime.schedules.budget.errors import BudgetError
 

@@ -18,10 +18,10 @@ from memory_steps import (
     language,
     tokens,
 )
-from retime.mechanisms.memory.certificate import WeightsUnclearError, loss_weights
-from retime.mechanisms.memory.separability import certify
-from retime.mechanisms.memory.separability_probe import sketch
-from retime.mechanisms.memory.split import split_batch
+from retime.mechanisms.memory.batches.certificate import WeightsUnclearError, loss_weights
+from retime.mechanisms.memory.batches.split import split_batch
+from retime.mechanisms.memory.separability.certify import certify
+from retime.mechanisms.memory.separability.probe import sketch
 
 
 @pytest.fixture(autouse=True)

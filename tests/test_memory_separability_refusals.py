@@ -15,9 +15,9 @@ from memory_steps import (
     convolutional,
     language,
 )
-from retime.mechanisms.memory.certificate import NotSeparableError, loss_weights
-from retime.mechanisms.memory.separability import certify
-from retime.mechanisms.memory.split import split_batch
+from retime.mechanisms.memory.batches.certificate import NotSeparableError, loss_weights
+from retime.mechanisms.memory.batches.split import split_batch
+from retime.mechanisms.memory.separability.certify import certify
 
 
 @pytest.fixture(autouse=True)

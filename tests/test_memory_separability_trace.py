@@ -13,8 +13,8 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from memory_steps import SEPARABLE, classifier, convolutional, images, language
-from retime.mechanisms.memory.separability import certify
-from retime.mechanisms.memory.separability_state import Untouched
+from retime.mechanisms.memory.sandbox.model_state import Untouched
+from retime.mechanisms.memory.separability.certify import certify
 
 
 def everything(model: nn.Module) -> dict[str, Any]:

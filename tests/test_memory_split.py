@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
 
-from retime.mechanisms.memory.equal_parts import balanced_parts
-from retime.mechanisms.memory.split import (
+from retime.mechanisms.memory.batches.equal_parts import balanced_parts
+from retime.mechanisms.memory.batches.split import (
     batch_size_of,
     part_of,
     replaced_tensors,
@@ -19,7 +19,7 @@ from retime.mechanisms.memory.split import (
     split_batch,
     tensors_of,
 )
-from retime.mechanisms.memory.storages import tensors_in
+from retime.mechanisms.storages import tensors_in
 
 Pair = namedtuple("Pair", "x y")
 

@@ -22,12 +22,12 @@ from memory_steps import (
     language,
     tokens,
 )
-from retime.mechanisms.memory.certificate import Certificate, NotSeparableError
-from retime.mechanisms.memory.combine import combined, combined_scalar
-from retime.mechanisms.memory.separability import certify
-from retime.mechanisms.memory.separability_probe import loss_of
-from retime.mechanisms.memory.sub_batches import SubBatches
-from retime.mechanisms.memory.weights import Weighting
+from retime.mechanisms.memory.batches.certificate import Certificate, NotSeparableError
+from retime.mechanisms.memory.batches.combine import combined, combined_scalar
+from retime.mechanisms.memory.batches.weights import Weighting
+from retime.mechanisms.memory.separability.certify import certify
+from retime.mechanisms.memory.separability.probe import loss_of
+from retime.mechanisms.memory.step.sub_batches import SubBatches
 
 STEPS = 10
 MEAN = Certificate(Weighting("mean"))

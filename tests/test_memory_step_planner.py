@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from memory_budget_support import OFFLOADS, SPLITS, Net, loader, norm, use_costs
-from retime.mechanisms.memory.budgeted_step import BudgetedStep
-from retime.mechanisms.memory.host_memory import HostMemory
+from retime.mechanisms.memory.host.pinned import HostMemory
+from retime.mechanisms.memory.step.budgeted_step import BudgetedStep
 from retime.schedules.budget.errors import BudgetError
 
 EXACT, GHOST = "batchnorm='exact' or batchnorm='ghost'", "batchnorm='ghost'"

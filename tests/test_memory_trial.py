@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from retime.mechanisms.memory.calibrate import calibrate
-from retime.mechanisms.memory.costs import StepCosts
-from retime.mechanisms.memory.floor import MemoryFloor, StepMemory
-from retime.mechanisms.memory.host_memory import HostMemory
-from retime.mechanisms.memory.profile import LargestTask
-from retime.mechanisms.memory.replay import TrainingStep
-from retime.mechanisms.memory.search import PlanChoice, part_sizes, search_plan
-from retime.mechanisms.memory.trial import PlanTrial
+from retime.mechanisms.memory.dry_run.profile import LargestTask
+from retime.mechanisms.memory.dry_run.replay import TrainingStep
+from retime.mechanisms.memory.host.pinned import HostMemory
+from retime.mechanisms.memory.planning.calibrate import calibrate
+from retime.mechanisms.memory.planning.costs import StepCosts
+from retime.mechanisms.memory.planning.floor import MemoryFloor, StepMemory
+from retime.mechanisms.memory.planning.search import PlanChoice, part_sizes, search_plan
+from retime.mechanisms.memory.planning.trial import PlanTrial
 from retime.schedules.budget import OffloadPlan
 from retime.schedules.budget.errors import BudgetError
 
@@ -168,7 +168,7 @@ def test_a_plan_with_no_room_for_its_trial_is_not_measured(monkeypatch: pytest.M
         def fail(*_: object, **__: object) -> None:
             raise RuntimeError(message)
 
-        monkeypatch.setattr("retime.mechanisms.memory.trial.DryRun.untraced", fail)
+        monkeypatch.setattr("retime.mechanisms.memory.planning.trial.DryRun.untraced", fail)
 
     untraced("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
     assert trial.step_ms(choice) is None

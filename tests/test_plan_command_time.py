@@ -15,10 +15,11 @@ import memory_budget_support as support
 from memory_budget_support import SPLITS, TINY, Net, use_costs
 from retime.commands import plan as plan_command
 from retime.commands.plan import main
-from retime.mechanisms.memory import planning_stages, time_limit
-from retime.mechanisms.memory.planning_stages import PlanningStages
-from retime.mechanisms.memory.time_limit import OutOfTime, TimeLimit
-from retime.mechanisms.memory.trial import PlanTrial
+from retime.mechanisms.memory.planning import stages as planning_stages
+from retime.mechanisms.memory.planning import time_limit
+from retime.mechanisms.memory.planning.stages import PlanningStages
+from retime.mechanisms.memory.planning.time_limit import OutOfTime, TimeLimit
+from retime.mechanisms.memory.planning.trial import PlanTrial
 from retime.schedules.budget import OffloadPlan
 
 pytestmark = support.IGNORED

@@ -16,12 +16,12 @@ from retime.integrations.accelerate.kept_state import KeptState
 from retime.integrations.accelerate.prepared import ONE_PROCESS_OR_DDP, prepared_optimizer
 from retime.mechanisms.arguments import checked
 from retime.mechanisms.ddp.agreement import RankAgreement
-from retime.mechanisms.memory.budget import parse_budget
-from retime.mechanisms.memory.budget_report import BudgetReport
-from retime.mechanisms.memory.budgeted_ddp import SETTING_UP, BudgetedDataParallelStep
-from retime.mechanisms.memory.budgeted_step import BudgetedStep
-from retime.mechanisms.memory.host import check_host_text, parse_host
-from retime.mechanisms.memory.shape_changes import warn_of_dropped
+from retime.mechanisms.memory.data_parallel.budgeted_step import SETTING_UP, BudgetedDataParallelStep
+from retime.mechanisms.memory.host.tier import check_host_text, parse_host
+from retime.mechanisms.memory.planning.budget import parse_budget
+from retime.mechanisms.memory.planning.report import BudgetReport
+from retime.mechanisms.memory.step.budgeted_step import BudgetedStep
+from retime.mechanisms.memory.step.shape_changes import warn_of_dropped
 
 
 class MemoryBudget:
@@ -48,7 +48,7 @@ class MemoryBudget:
     :param budget: of each process: bytes, ``"8GiB"`` or ``"90%"`` of its device's memory; processes on one CPU share
         the percentage.
     :param host: ``"memory"`` (for CUDA), ``"disk:FOLDER"`` (for a CPU); None chooses by device.
-    :param options: as for :class:`retime.mechanisms.memory.budgeted_step.BudgetedStep`: ``batchnorm``, ``split``,
+    :param options: as for :class:`retime.mechanisms.memory.step.budgeted_step.BudgetedStep`: ``batchnorm``, ``split``,
         ``loss_weight``, ``on_shape_change``, ``dry_run``, ``plan``, ``say``.
     :raises ValueError: an engine other than DistributedDataParallel, or a budget that cannot be read.
     """

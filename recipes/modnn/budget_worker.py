@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from retime.mechanisms.measure.memory_probe import MemoryProbe
-from retime.mechanisms.memory.budget_report import PlannedShape
-from retime.mechanisms.memory.budgeted_step import BudgetedStep
-from retime.mechanisms.memory.calibrate import calibrate
-from retime.mechanisms.memory.floor import StepMemory
-from retime.mechanisms.memory.freed_memory import FreedMemory
-from retime.mechanisms.memory.heap import give_back_freed_memory, trim_heap
-from retime.mechanisms.memory.host import parse_host
-from retime.mechanisms.memory.replay import TrainingStep
-from retime.mechanisms.memory.search import PlanChoice, search_plan
+from retime.mechanisms.memory.dry_run.replay import TrainingStep
+from retime.mechanisms.memory.host.tier import parse_host
+from retime.mechanisms.memory.planning.calibrate import calibrate
+from retime.mechanisms.memory.planning.floor import StepMemory
+from retime.mechanisms.memory.planning.report import PlannedShape
+from retime.mechanisms.memory.planning.search import PlanChoice, search_plan
+from retime.mechanisms.memory.pool.freed_memory import FreedMemory
+from retime.mechanisms.memory.pool.heap import give_back_freed_memory, trim_heap
+from retime.mechanisms.memory.step.budgeted_step import BudgetedStep
 from retime.recipes.core.build import build_model, build_optimizer, loss_of
 from retime.recipes.models import parameter_count
 from retime.recipes.modnn.processes import Answer

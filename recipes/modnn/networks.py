@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from retime.mechanisms.memory.profile import StepProfile
-from retime.mechanisms.memory.replay import TrainingStep, profile_step
-from retime.mechanisms.memory.task_graph import task_graph
+from retime.mechanisms.memory.dry_run.profile import StepProfile
+from retime.mechanisms.memory.dry_run.replay import TrainingStep, profile_step
+from retime.mechanisms.memory.dry_run.task_graph import task_graph
 from retime.recipes.core.build import build_model, build_optimizer, loss_of
 from retime.schedules.budget import STAYS, Block, BlockKind, GraphTask, TaskGraph
 

@@ -13,12 +13,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from retime.mechanisms.measure.memory_probe import MemoryProbe
-from retime.mechanisms.memory.budgeted_ddp import BudgetedDataParallelStep
-from retime.mechanisms.memory.data_parallel_memory import bucket_bytes
-from retime.mechanisms.memory.freed_memory import FreedMemory
-from retime.mechanisms.memory.heap import trim_heap
-from retime.mechanisms.memory.host import parse_host
-from retime.mechanisms.memory.offload import OffloadSavedTensors
+from retime.mechanisms.memory.data_parallel.budgeted_step import BudgetedDataParallelStep
+from retime.mechanisms.memory.data_parallel.bytes_held import bucket_bytes
+from retime.mechanisms.memory.host.tier import parse_host
+from retime.mechanisms.memory.offload.saved_tensors import OffloadSavedTensors
+from retime.mechanisms.memory.pool.freed_memory import FreedMemory
+from retime.mechanisms.memory.pool.heap import trim_heap
 from retime.recipes.core.build import CPU, build_model, build_optimizer, loss_of
 from retime.recipes.modnn.budget_worker import resident_bytes
 from retime.recipes.modnn.processes import Answer

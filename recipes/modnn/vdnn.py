@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from retime.mechanisms.memory.equal_parts import balanced_parts
-from retime.mechanisms.memory.host import HostTier
-from retime.mechanisms.memory.host_null import HostNull
-from retime.mechanisms.memory.offload import OffloadSavedTensors
-from retime.mechanisms.memory.storages import tensors_in
-from retime.mechanisms.memory.undisturbed import undisturbed
+from retime.mechanisms.memory.batches.equal_parts import balanced_parts
+from retime.mechanisms.memory.host.null import HostNull
+from retime.mechanisms.memory.host.tier import HostTier
+from retime.mechanisms.memory.offload.saved_tensors import OffloadSavedTensors
+from retime.mechanisms.memory.sandbox.undisturbed import undisturbed
+from retime.mechanisms.storages import tensors_in
 from retime.schedules.budget import OffloadPlan
 
 ALL, CONVOLUTIONS = "all", "conv"

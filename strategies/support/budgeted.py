@@ -20,20 +20,20 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
-from retime.mechanisms.memory.batchnorm import check_choice
-from retime.mechanisms.memory.budget import parse_budget
-from retime.mechanisms.memory.budget_report import BudgetReport, PlannedShape
-from retime.mechanisms.memory.budgeted_step import BudgetedStep, NoLossError, Way
-from retime.mechanisms.memory.first_steps import check_dry_run
-from retime.mechanisms.memory.given_plans import read_plans, write_plans
-from retime.mechanisms.memory.held_gradients import Gradients
-from retime.mechanisms.memory.host import check_host_text
-from retime.mechanisms.memory.known_ways import AnotherWay
-from retime.mechanisms.memory.made_bytes import TooMuchMade
-from retime.mechanisms.memory.separability_probe import loss_of
-from retime.mechanisms.memory.shape_changes import check_on_shape_change
-from retime.mechanisms.memory.split import Split, samples_in, split_batch
-from retime.mechanisms.memory.sub_batches import SubBatches
+from retime.mechanisms.memory.batches.batchnorm import check_choice
+from retime.mechanisms.memory.batches.split import Split, samples_in, split_batch
+from retime.mechanisms.memory.dry_run.gradients import Gradients
+from retime.mechanisms.memory.dry_run.made_bytes import TooMuchMade
+from retime.mechanisms.memory.host.tier import check_host_text
+from retime.mechanisms.memory.planning.budget import parse_budget
+from retime.mechanisms.memory.planning.given_plans import read_plans, write_plans
+from retime.mechanisms.memory.planning.report import BudgetReport, PlannedShape
+from retime.mechanisms.memory.separability.probe import loss_of
+from retime.mechanisms.memory.step.budgeted_step import BudgetedStep, NoLossError, Way
+from retime.mechanisms.memory.step.first_steps import check_dry_run
+from retime.mechanisms.memory.step.known_ways import AnotherWay
+from retime.mechanisms.memory.step.shape_changes import check_on_shape_change
+from retime.mechanisms.memory.step.sub_batches import SubBatches
 from retime.strategies.support.flavour import LightningOnly
 from retime.strategies.support.unseen import unseen
 from retime.strategies.support.whole_batch import LOGGED, PartLog, WholeBatchResults

@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_map
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import Running
 
-from retime.mechanisms.memory.combine import combined
-from retime.mechanisms.memory.saved import Kept
-from retime.mechanisms.memory.storages import tensors_in
-from retime.mechanisms.memory.sub_batches import SubBatches
-from retime.mechanisms.memory.undisturbed import undisturbed
+from retime.mechanisms.memory.batches.combine import combined
+from retime.mechanisms.memory.offload.saved import Kept
+from retime.mechanisms.memory.sandbox.undisturbed import undisturbed
+from retime.mechanisms.memory.step.sub_batches import SubBatches
+from retime.mechanisms.storages import tensors_in
 from retime.strategies.support.part_numbers import place_of, shares
 
 ARGUMENT = "argument of metric"

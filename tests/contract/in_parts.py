@@ -8,10 +8,10 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from retime.mechanisms.memory import sub_batches
-from retime.mechanisms.memory.budget_report import PlannedShape
-from retime.mechanisms.memory.search import PlanChoice
-from retime.mechanisms.memory.split import Split, part_of, samples_in, split_batch
+from retime.mechanisms.memory.batches.split import Split, part_of, samples_in, split_batch
+from retime.mechanisms.memory.planning.report import PlannedShape
+from retime.mechanisms.memory.planning.search import PlanChoice
+from retime.mechanisms.memory.step import sub_batches
 from retime.schedules.budget import OffloadPlan
 from retime.strategies import MemoryBudgetDDPStrategy, MemoryBudgetStrategy
 from retime.strategies.support.budgeted import Budgeted

@@ -32,8 +32,8 @@ from contract.traits import (
     UNUSED,
 )
 from retime.callbacks import FuseOptimizer
-from retime.mechanisms.memory.budget_report import PlannedShape
-from retime.mechanisms.memory.search import PlanChoice
+from retime.mechanisms.memory.planning.report import PlannedShape
+from retime.mechanisms.memory.planning.search import PlanChoice
 from retime.mechanisms.out_of_order import data_parallel
 from retime.mechanisms.weight_gradients import deferral
 from retime.schedules.budget import OffloadPlan

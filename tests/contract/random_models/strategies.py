@@ -12,7 +12,7 @@ from contract.random_models.spec import Spec
 from contract.random_models.training import Order, as_given
 from memory_budget_support import OFFLOADS, SPLITS
 from retime.callbacks import FuseOptimizer
-from retime.mechanisms.memory import step_planner
+from retime.mechanisms.memory.planning import step_planner
 from retime.schedules.budget import BudgetError
 from retime.strategies import FusedOptimizerStrategy, MemoryBudgetStrategy
 

@@ -1,0 +1,188 @@
+"""Budgeted steps under DistributedDataParallel (moDNN, section 6).
+
+Each rank plans for its own device and its own batches: nothing that a rank tries out goes through DDP's forward pass.
+How many parts a batch has may differ by rank, since only the last of them reduces gradients; before each batch the
+ranks tell one another in what way it runs, and whether one of them has failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from retime.mechanisms.ddp.agreement import RankAgreement
+from retime.mechanisms.memory.data_parallel.alone import CollectiveError, alone
+from retime.mechanisms.memory.data_parallel.bytes_held import NewBuckets, bucket_bytes, buckets_of, reduction_bytes
+from retime.mechanisms.memory.data_parallel.reduce_last import ReduceLast
+from retime.mechanisms.memory.host.tier import HostTier
+from retime.mechanisms.memory.planning.report import PlannedShape
+from retime.mechanisms.memory.planning.step_planner import Step
+from retime.mechanisms.memory.step.budgeted_step import BudgetedStep, NoLossError, Way
+from retime.mechanisms.memory.step.sub_batches import SubBatches
+
+__all__ = ["SETTING_UP", "BudgetedDataParallelStep"]
+
+SETTING_UP = "set up its memory budget"
+"""What ranks do that make a :class:`BudgetedDataParallelStep`, for errors."""
+_PLANNING = "plan its batch"
+
+
+class BudgetedDataParallelStep(BudgetedStep):
+    """A :class:`BudgetedStep` on each rank; all ranks call it for the same batches.
+
+    Gradients are reduced once a step, while the last sub-batch runs; the buckets that DDP keeps for that count.
+    :class:`~retime.mechanisms.ddp.reducers.host.HostReduction` sums those of CUDA devices in host memory.
+
+    Args:
+        model: the wrapped model; ``step`` calls it as ever.
+        optimizers, budget_bytes, host: of this rank; as for :class:`BudgetedStep`.
+        agreement: how the ranks talk; None makes one. It is closed by :meth:`remove`.
+        options: as for :class:`BudgetedStep`.
+
+    Raises:
+        ValueError: an optimizer that communicates, or SyncBatchNorm with a choice that takes parts of a batch.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        optimizers: Sequence[torch.optim.Optimizer],
+        budget_bytes: int | str,
+        host: HostTier,
+        *,
+        agreement: RankAgreement | None = None,
+        **options: Any,
+    ) -> None:
+        synced = _synced(model)
+        if synced and options.get("batchnorm", "offload") != "offload":
+            raise ValueError(
+                f"SyncBatchNorm takes its statistics over the batches of all ranks ({synced[0]}), so no part of one "
+                f"can stand alone: use batchnorm='offload', or BatchNorm with batchnorm={options['batchnorm']!r}"
+            )
+        if any(_communicates(optimizer) for optimizer in optimizers):
+            raise ValueError(
+                "ZeroRedundancyOptimizer's step communicates, so a rank cannot plan its memory alone: use the "
+                "optimizer itself"
+            )
+        holds: dict[str, Any] = {"buckets": buckets_of(model), "reduction_bytes": reduction_bytes(model)}
+        super().__init__(model.module, optimizers, budget_bytes, host, **holds, **options)
+        self.whole_because = _why_whole(model, synced)
+        self.may_stop = False  # the other ranks would wait for this one's gradients
+        self.hidden_bytes = self._planner.reduction_bytes + bucket_bytes(model)
+        self._new_buckets = NewBuckets(model)
+        self._wrapped = model
+        self._reduction = ReduceLast(model)
+        self._agreement = agreement or RankAgreement()
+        self._collective: CollectiveError | None = None
+        self._watched = False
+
+    def plan(self, step: Step, batch: Any) -> PlannedShape:
+        """What is decided on this rank; see :meth:`BudgetedStep.plan`."""
+        self._collective = None
+        return super().plan(self._guarded(step), batch)
+
+    def prepare(self, step: Step, batch: Any) -> SubBatches:
+        parts = super().prepare(self._guarded(step), batch)
+        self._reduction.begin(parts.weights)
+        return parts
+
+    def choose(self, step: Step, batch: Any) -> Way:
+        """In what way this batch runs: on this rank or, if they have a harder one, on another.
+
+        Raises:
+            BudgetError: a rank refuses its budget.
+            RuntimeError: a rank could not plan.
+        """
+        self._reduction.end()
+        self._make_room(batch)
+        no_loss: list[NoLossError] = []
+
+        def decide() -> Way:
+            try:
+                return super(BudgetedDataParallelStep, self).choose(step, batch)
+            except NoLossError as error:
+                no_loss.append(error)
+                return Way.PLAIN
+
+        way = Way(self._agreement.largest(decide, _PLANNING))
+        if no_loss:
+            raise no_loss[0]
+        if way is not Way.PLAIN and self.parts is None:
+            self.prepare(step, batch)
+        return way
+
+    def begin(self, step: Step, batch: Any) -> Any:
+        self.choose(step, batch)
+        return (self.parts or self.prepare(step, batch)).forward(0)
+
+    def ended(self) -> None:
+        self._reduction.end()  # a batch that failed must not keep later steps from reducing
+
+    def remove(self) -> None:
+        self._reduction.end()
+        self._agreement.close()
+        super().remove()
+
+    @contextmanager
+    def offloading(self, step: Step, batch: Any) -> Iterator[None]:
+        self._agreement.largest(lambda: bool(self.plan(step, batch).choice.plan.offload), _PLANNING)
+        with super().offloading(step, batch):
+            yield
+
+    def _make_room(self, batch: Any) -> None:
+        """Buckets that were made while the pool was there are the pool's."""
+        if self._new_buckets.since and self.hidden_bytes > self._planner.reduction_bytes:
+            self.hidden_bytes = self._planner.reduction_bytes
+            self._hold_plans(batch)
+
+    def _guarded(self, step: Step) -> Step:
+        return step if isinstance(step, _Guarded) else _Guarded(self, step)
+
+    def _run(self, step: Step, part: Any) -> Any:
+        if not self.planning:
+            with self._reduction.part(), self._new_buckets.watched():
+                return step(part)
+        if self._collective is not None:
+            raise self._collective
+        try:
+            with alone(self._wrapped, watch=not self._watched):
+                output = step(part)
+        except CollectiveError as error:  # dry runs take errors for their own, so it has to come again
+            self._collective = error
+            raise
+        self._watched = True
+        return output
+
+
+@dataclass(frozen=True)
+class _Guarded:
+    """A step that runs by itself while it is tried out, and reduces gradients with its last part otherwise."""
+
+    owner: BudgetedDataParallelStep
+    step: Step
+
+    def __call__(self, part: Any) -> Any:
+        return self.owner._run(self.step, part)
+
+
+def _communicates(optimizer: torch.optim.Optimizer) -> bool:
+    """By name: importing torch's distributed optimizers takes long, and warns."""
+    return any(known.__name__ == "ZeroRedundancyOptimizer" for known in type(optimizer).__mro__)
+
+
+def _synced(model: nn.Module) -> list[str]:
+    return [name for name, layer in model.named_modules() if isinstance(layer, nn.SyncBatchNorm)]
+
+
+def _why_whole(model: DistributedDataParallel, synced: list[str]) -> str:
+    if model.static_graph:
+        return "static_graph=True promises DDP that all backward passes are alike; leave it out, or offload only"
+    if synced:
+        return f"SyncBatchNorm takes its statistics over the whole batches of all ranks: {synced[0]}; offload only"
+    return ""

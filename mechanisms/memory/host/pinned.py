@@ -1,0 +1,226 @@
+"""The host tier of training on a CUDA device: pinned buffers, filled and read on a side stream.
+
+The order of events stands in for ``record_stream``: the compute stream waits for a copy before the memory it read, or
+filled, is handed to anybody else, so that the caching allocator can use it again at once and the peak is the same in
+every step. The host itself never waits.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from dataclasses import dataclass
+from functools import partial
+
+import psutil
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from retime.mechanisms.memory.host.left_behind import LeftBehind
+from retime.mechanisms.memory.host.tier import HostError
+
+
+class HostMemory:
+    """Storages of ``device`` in CPU memory, page-locked where the device is a CUDA device.
+
+    Buffers are kept by size and used again. All of them together are no more than the most that was reserved, or was
+    held at once since then: batches of ever new shapes ask for ever new sizes, so those that were used longest ago go.
+    :meth:`close` gives back the rest.
+    """
+
+    name = "memory"
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = torch.device(device)
+        self._cuda = self._device.type == "cuda"
+        self._stream = torch.cuda.Stream(self._device) if self._cuda else None  # type: ignore[no-untyped-call]
+        self._kept = _KeptBuffers()
+        self._left = LeftBehind()
+        self._lock = threading.RLock()
+        self._held = 0
+        self._reserved = 0
+        self._most = 0
+
+    def takes(self, device: torch.device) -> bool:
+        return device.type == self._device.type and (not self._cuda or device.index == self._stream_device())
+
+    def reserve(self, nbytes: int, storages: int) -> None:
+        with self._lock:
+            self._take_back()
+            available = psutil.virtual_memory().available
+            if nbytes > available + self._held:
+                self._give_up_kept()  # they may be of other sizes than those to come
+                available = psutil.virtual_memory().available
+            if nbytes > available + self._held:
+                raise self._full(f"{nbytes} bytes at once: {available} bytes of CPU memory are free")
+            self._reserved = max(self._reserved, nbytes)
+            self._most = max(self._reserved, self._held)  # what was held before, to measure, tells nothing about steps
+            self._kept.shrink(self._most - self._held)
+
+    def store(self, source: torch.UntypedStorage) -> _MemoryCopy:
+        nbytes = source.nbytes()
+        with self._lock:
+            self._take_back()
+            buffer = self._kept.take(nbytes)
+            if buffer is None:
+                self._kept.shrink(self._most - self._held - nbytes)
+                buffer = self._new(nbytes)
+            self._held += nbytes
+            self._most = max(self._most, self._held)
+            with _disable_current_modes():  # a storage may end in the middle of anything
+                copy = _MemoryCopy(self, source, buffer)
+            self._left.when_gone(copy, partial(self._release, copy.copied))
+            return copy
+
+    def bytes_held(self) -> int:
+        with self._lock:
+            self._take_back()
+            return self._held
+
+    def close(self) -> None:
+        with self._lock:
+            self._take_back()
+            self._give_up_kept()
+
+    def _new(self, nbytes: int) -> Tensor:
+        try:
+            with _disable_current_modes():
+                return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._cuda)
+        except RuntimeError as error:  # the C library, or CUDA, which locks the pages
+            raise self._full(f"{nbytes} more bytes beside {self._held} ({str(error).splitlines()[0]})") from error
+
+    def _take_back(self) -> None:
+        self._left.see_to()
+
+    def _release(self, copied: _Copied) -> None:
+        """The next copy into the buffer runs on the same stream as all that still read it, so it may go at once."""
+        with self._lock:
+            self._await(copied.event)
+            copied.storage, buffer, copied.buffer = None, copied.buffer, None
+            if buffer is not None:
+                self._held -= buffer.nbytes
+                self._kept.put(buffer)
+
+    def _give_up_kept(self) -> None:
+        self._kept.shrink(0)
+        if self._stream is not None:
+            self._stream.synchronize()
+            torch._C._host_emptyCache()  # torch keeps locked pages too
+
+    @staticmethod
+    def _full(what: str) -> HostError:
+        return HostError(
+            errno.ENOMEM,
+            f"host='memory' has no space for {what}. Free some, or raise the budget so that less is offloaded",
+        )
+
+    def _stream_device(self) -> int | None:
+        return self._stream.device.index if self._stream is not None else None
+
+    def _copy(self, into: Tensor, source: Tensor) -> torch.cuda.Event | None:
+        """``into <- source`` after all that the compute stream was given so far."""
+        if self._stream is None:
+            into.copy_(source)
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            into.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+        return event
+
+    def _await(self, event: torch.cuda.Event | None) -> bool:
+        if event is None or event.query():  # type: ignore[no-untyped-call]
+            return False
+        torch.cuda.current_stream(self._device).wait_event(event)
+        return True
+
+
+@dataclass(eq=False, slots=True)
+class _Copied:
+    """Held until the copy has ended: before that, the storage's memory must not go to anybody else."""
+
+    storage: torch.UntypedStorage | None
+    buffer: Tensor | None
+    event: torch.cuda.Event | None
+
+
+class _MemoryCopy:
+    def __init__(self, host: HostMemory, source: torch.UntypedStorage, buffer: Tensor) -> None:
+        self.nbytes = source.nbytes()
+        self.copied = _Copied(source, buffer, host._copy(buffer, _bytes_of(source)))
+        self._host = host
+
+    def settle(self) -> bool:
+        waited = self._host._await(self.copied.event)
+        self.copied.storage = None
+        return waited
+
+    def check(self) -> None:
+        pass
+
+    def load(self, into: torch.UntypedStorage) -> _MemoryLoading:
+        assert self.copied.buffer is not None, "the copy was freed"
+        host = self._host
+        back = _Copied(into, None, host._copy(_bytes_of(into), self.copied.buffer))
+        loading = _MemoryLoading(host, back)
+        with host._lock:
+            host._left.see_to()
+            host._left.when_gone(loading, partial(host._release, back))
+        return loading
+
+    def free(self) -> None:
+        self._host._release(self.copied)
+
+
+class _MemoryLoading:
+    def __init__(self, host: HostMemory, back: _Copied) -> None:
+        self._host = host
+        self._back = back
+
+    def wait(self) -> bool:
+        waited = self._host._await(self._back.event)
+        self._back.storage = None
+        return waited
+
+
+class _KeptBuffers:
+    """Buffers that nobody uses, by size.
+
+    Attributes:
+        nbytes: of all of them.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._of: dict[int, list[Tensor]] = {}  # the size that was used longest ago first
+
+    def put(self, buffer: Tensor) -> None:
+        self._of.setdefault(buffer.nbytes, []).append(buffer)
+        self.nbytes += buffer.nbytes
+
+    def take(self, nbytes: int) -> Tensor | None:
+        """One of exactly that size, if there is one."""
+        same = self._of.pop(nbytes, [])
+        if not same:
+            return None
+        buffer = same.pop()
+        if same:
+            self._of[nbytes] = same
+        self.nbytes -= nbytes
+        return buffer
+
+    def shrink(self, nbytes: int) -> None:
+        """Drop buffers until no more than so many bytes are left."""
+        while self._of and self.nbytes > nbytes:
+            size, same = next(iter(self._of.items()))
+            same.pop()
+            self.nbytes -= size
+            if not same:
+                del self._of[size]
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """The whole storage as a flat tensor ``(nbytes,)`` of uint8 that shares it."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

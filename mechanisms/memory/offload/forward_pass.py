@@ -1,0 +1,333 @@
+"""One forward pass under :class:`OffloadSavedTensors`, and the backward passes that read what it saved."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from retime.mechanisms.memory.host.last_owner import raise_interruption, watch, working
+from retime.mechanisms.memory.host.tier import HostCopy, HostError, HostTier
+from retime.mechanisms.memory.offload.saved import Kept, Moved, MovedStorage
+from retime.mechanisms.storages import has_storage, storage_key, storage_keys
+from retime.schedules.budget import OffloadPlan
+
+# A storage that several nodes saved is held between their uses while fewer than so many others came back after it.
+_HELD_STORAGES = 2
+
+
+@dataclass
+class OffloadCounts:
+    """Running totals of an :class:`OffloadReport`."""
+
+    passes: int = 0
+    storages: int = 0
+    bytes_out: int = 0
+    bytes_in: int = 0
+    bytes_skipped: int = 0
+    stalls: int = 0
+    prefetched: int = 0
+
+
+@runtime_checkable
+class SaveObserver(Protocol):
+    """Is told what a forward pass saves and what the backward pass uses."""
+
+    def inside(self) -> AbstractContextManager[None]:
+        """Held while a hook works: operations in it are not the model's."""
+
+    def saved(self, number: int, storage: torch.UntypedStorage) -> None:
+        """A tensor on the storage with this number was saved, for the first time or again."""
+
+    def used(self, number: int) -> None:
+        """A tensor on it is about to be used."""
+
+    def restored(self, number: int, storage: torch.UntypedStorage, device: torch.device) -> None:
+        """Its data comes back in another storage on ``device``."""
+
+
+class ForwardPass:
+    """Numbers what is saved, sends away what the plan names, and brings it back.
+
+    A storage goes when the model has let go of it, because it may be written into until then. One that is held until
+    the backward pass needs it never goes, so no plan could have gained by it.
+
+    Attributes:
+        sizes: bytes of each storage that was saved, by number.
+        tail: how many storages had been saved when one that moves was saved for the last time.
+    """
+
+    def __init__(
+        self,
+        plan: OffloadPlan,
+        host: HostTier,
+        keep: Iterable[Tensor],
+        in_flight_bytes: int,
+        counts: OffloadCounts,
+        observer: SaveObserver | None = None,
+    ) -> None:
+        self.sizes: list[int] = []
+        self.tail = 0
+        self._end_at: int | None = None
+        self._at_end: Callable[[], None] | None = None
+        self._thread = threading.get_ident()
+        self._plan = plan
+        self._host = host
+        self._keep = storage_keys(keep)
+        self._limit = in_flight_bytes
+        self._counts = counts
+        self._observer = observer
+        self._lock = threading.RLock()  # backward passes of several devices run in several threads
+        self._open = True
+        self._abandoned = False
+        self._saves = 0
+        # By storage key: the storage (keys are given out again), its number, its record.
+        self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, weakref.ref[MovedStorage] | None]] = {}
+        self._moved: list[weakref.ref[MovedStorage]] = []
+        self._order: list[weakref.ref[MovedStorage]] | None = None  # as the backward pass needs them
+        self._place: dict[int, int] = {}  # in that order, by last save
+        self._in_flight: deque[tuple[int, weakref.ref[HostCopy]]] = deque()  # bytes; a copy goes with its record
+        self._in_flight_bytes = 0
+        self._holding: deque[weakref.ref[MovedStorage]] = deque()
+        self._ahead: list[weakref.ref[MovedStorage]] = []
+        self._watched_backward = -1
+        self._failure: HostError | None = None
+
+    # ---- forward
+
+    def end_at(self, number: int, then: Callable[[], None]) -> None:
+        """Call ``then`` when the storage with this number is saved: none that moves will be saved any more."""
+        self._end_at, self._at_end = number, then
+
+    def pack(self, tensor: Tensor) -> Kept | Moved:
+        """Autograd saves a tensor."""
+        with working, self._lock, self._quiet():
+            self._raise_failure()
+            if not self._open or torch._C._current_graph_task_id() != -1 or not self._concerns(tensor):
+                return Kept(tensor)
+            storage = tensor.untyped_storage()
+            number, record = self._number(tensor, storage)
+            if self._observer is not None:
+                self._observer.saved(number, storage)
+            if record is None:
+                if number == self._end_at and self._at_end is not None and self._thread == threading.get_ident():
+                    self._at_end()
+                return Kept(tensor)
+            self.tail = len(self.sizes)
+            record.last_save = self._saves
+            record.saves += 1
+            self._saves += 1
+            return Moved(record, tensor)
+
+    def close(self) -> None:
+        """The forward pass has ended.
+
+        Raises:
+            HostError: a copy is known to have failed.
+        """
+        self._open = False
+        self._keep = set()
+        self._at_end = None
+        try:
+            self._raise_failure()
+            for _, reference in self._in_flight:
+                copy = reference()
+                if copy is not None:
+                    copy.check()
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """The forward pass failed: leave nothing behind on the host, whoever still holds the graph."""
+        self._open = False
+        self._abandoned = True
+        self._keep = set()
+        self._at_end = None
+        with working:
+            for reference in self._moved:
+                record = reference()
+                if record is not None:
+                    record.free()
+        self._in_flight.clear()
+        self._seen.clear()
+
+    def settle(self) -> None:
+        """A new pass begins: hold nothing for this one, and raise what failed too late to stop it.
+
+        Raises:
+            HostError: a copy out failed after the forward pass; the backward pass used the source.
+        """
+        self._drop_prefetched()
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        raise_interruption()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _concerns(self, tensor: Tensor) -> bool:
+        return (
+            has_storage(tensor)
+            and self._host.takes(tensor.device)
+            and tensor.untyped_storage().nbytes() > 0
+            and storage_key(tensor) not in self._keep
+        )
+
+    def _number(self, tensor: Tensor, storage: torch.UntypedStorage) -> tuple[int, MovedStorage | None]:
+        """The storage's number, and its record if it moves; both new unless it was saved before.
+
+        A record that nobody holds any more belonged to a node that has been freed since, of a logged value say. Then
+        there is a new one, under the same number: numbers must not depend on what moves.
+        """
+        key = storage_key(tensor)
+        seen = self._seen.get(key)
+        number = None
+        if seen is not None and seen[0]() is storage:
+            number, reference = seen[1:]
+            record = reference() if reference is not None else None
+            if record is not None:
+                self._counts.bytes_skipped += tensor.numel() * tensor.element_size()
+            if reference is None or record is not None:
+                return number, record
+        if number is None:
+            number = len(self.sizes)
+            self.sizes.append(storage.nbytes())
+        record = None
+        if number in self._plan.offload:
+            record = MovedStorage(number, tensor, self._send)
+            if watch(storage, record):
+                self._moved.append(weakref.ref(record))
+            else:
+                record = None
+        self._seen[key] = weakref.ref(storage), number, weakref.ref(record) if record is not None else None
+        return number, record
+
+    def _send(self, record: MovedStorage, storage: torch.UntypedStorage) -> None:
+        """Nobody else holds the storage: copy it, and hold it until that is done. It stays if it cannot be copied."""
+        if self._abandoned:
+            return
+        with self._lock, self._quiet():
+            try:
+                record.copy = self._host.store(storage)
+            except HostError as error:
+                self._failure = self._failure or error
+                return
+            self._in_flight.append((record.nbytes, weakref.ref(record.copy)))
+            self._in_flight_bytes += record.nbytes
+            self._counts.storages += 1
+            self._counts.bytes_out += record.nbytes
+            try:
+                self._settle_oldest()
+            except HostError as error:  # it holds the source on
+                self._failure = self._failure or error
+
+    def _settle_oldest(self) -> None:
+        while self._in_flight_bytes > self._limit:
+            nbytes, reference = self._in_flight.popleft()
+            self._in_flight_bytes -= nbytes
+            copy = reference()
+            if copy is not None:
+                self._counts.stalls += copy.settle()
+
+    # ---- backward
+
+    def unpack(self, packed: Kept | Moved) -> Tensor:
+        """Autograd needs a tensor it saved."""
+        if isinstance(packed, Kept):
+            return packed.get()
+        if self._abandoned:
+            raise RuntimeError("the forward pass that saved this tensor failed: run it again")
+        with working, self._lock, self._quiet():
+            raise_interruption()
+            packed.version.check()
+            record = packed.storage
+            backward = torch._C._current_graph_task_id()
+            self._watch(backward)
+            storage = record.present() or self._fetch(record)
+            self._counts.stalls += record.wait()
+            if self._observer is not None:
+                self._observer.used(record.number)
+            tensor = packed.window.on(storage, record.device)
+            if backward != -1:
+                self._book_use(record, backward)
+                if not self._open:
+                    self._prefetch(record, backward)
+            else:
+                record.held = None
+            return tensor
+
+    def _fetch(self, record: MovedStorage) -> torch.UntypedStorage:
+        storage = record.fetch()
+        self._counts.bytes_in += record.nbytes
+        if self._observer is not None:
+            self._observer.restored(record.number, storage, record.device)
+        return storage
+
+    def _book_use(self, record: MovedStorage, backward: int) -> None:
+        if record.used_in != backward:  # the graph was kept, or the backward pass before this one failed half-way
+            record.used_in, record.uses_left = backward, record.saves
+        record.uses_left -= 1
+        if record.uses_left <= 0:
+            record.done_in = backward
+            record.held = None
+            self._settle_late(record)
+        elif record.held is not None:
+            self._holding.append(weakref.ref(record))
+            while len(self._holding) > _HELD_STORAGES:
+                oldest = self._holding.popleft()()
+                if oldest is not None and oldest is not record:
+                    oldest.let_go()
+
+    def _settle_late(self, record: MovedStorage) -> None:
+        """Its copy may never have been waited for: the source goes now, or stays if the copy failed."""
+        if record.copy is None:
+            return
+        try:
+            record.copy.settle()
+        except HostError as error:
+            self._failure = self._failure or error
+
+    def _prefetch(self, record: MovedStorage, backward: int) -> None:
+        if self._order is None:
+            alive = [(moved.last_save, reference) for reference in self._moved if (moved := reference()) is not None]
+            self._order = [reference for _, reference in sorted(alive, key=lambda pair: -pair[0])]
+            self._place = {-last_save: index for index, last_save in enumerate(sorted(-save for save, _ in alive))}
+        wanted = self._plan.prefetch
+        for reference in islice(self._order, self._place.get(record.last_save, 0) + 1, None):
+            if wanted == 0:
+                return
+            ahead = reference()
+            if ahead is None or ahead.done_in == backward:
+                continue
+            wanted -= 1
+            if ahead.present() is None:
+                self._fetch(ahead)
+                self._counts.prefetched += 1
+                self._ahead.append(reference)
+
+    def _watch(self, backward: int) -> None:
+        """Ask autograd to tell when this backward pass ends: it may need less than was fetched ahead."""
+        if backward not in (-1, self._watched_backward):
+            self._watched_backward = backward
+            torch.autograd.Variable._execution_engine.queue_callback(self._drop_prefetched)
+
+    def _drop_prefetched(self) -> None:
+        for reference in (*self._ahead, *self._holding):
+            record = reference()
+            if record is not None:
+                record.let_go()
+        self._ahead.clear()
+        self._holding.clear()
+
+    def _quiet(self) -> AbstractContextManager[None]:
+        return self._observer.inside() if self._observer is not None else nullcontext()

@@ -1,0 +1,87 @@
+"""What a memory budget decided and did, to print and to keep in a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from retime.mechanisms.byte_sizes import show_bytes
+from retime.mechanisms.memory.batches.certificate import Certificate
+from retime.mechanisms.memory.offload.saved_tensors import OffloadReport
+from retime.mechanisms.memory.planning.costs import StepCosts
+from retime.mechanisms.memory.planning.search import PlanChoice
+
+_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class PlannedShape:
+    """What was decided for batches of one shape.
+
+    Attributes:
+        samples: of a batch.
+        choice: the plan, its predicted peak and times.
+        certificate: whether and how the batch may be split; None where it is not.
+        costs: what was measured; None where a dry run was enough.
+        note: why the prediction is not exact; empty if it is.
+        source: where the plan comes from, if it was not made now.
+    """
+
+    samples: int
+    choice: PlanChoice
+    certificate: Certificate | None = None
+    costs: StepCosts | None = None
+    note: str = ""
+    source: str = ""
+
+    @property
+    def plain(self) -> bool:
+        """Whether the plan asks for nothing: batches run as without a budget."""
+        return not self.choice.plan.offload and self.choice.plan.sub_batch >= self.samples
+
+    def held_bytes(self, budget_bytes: int) -> int:
+        """What tensors, and what they have freed, are to hold together at most."""
+        return self.choice.held_bytes(budget_bytes)
+
+    def __str__(self) -> str:
+        choice = self.choice
+        text = f"batch of {self.samples}: {choice.plan}; predicted peak {show_bytes(choice.peak_bytes)}"
+        if choice.out_bytes:
+            text += f", {show_bytes(choice.out_bytes + choice.in_bytes)} moved a step"
+        if choice.step_ms > choice.plain_ms > 0:
+            text += f", predicted {choice.step_ms / choice.plain_ms:.2f} x the unlimited step's time"
+        if self.certificate is not None:
+            text += f"; {self.certificate}"
+        return "; ".join(filter(None, (text, self.note, self.source)))
+
+
+@dataclass
+class BudgetReport:
+    """What was planned and done; sizes in bytes."""
+
+    budget_bytes: int
+    steps: int = 0
+    """Batches."""
+    sub_batches: int = 0
+    """Forward passes of those batches."""
+    plans: int = 0
+    """Plans that were made or taken from a checkpoint."""
+    shapes: list[PlannedShape] = field(default_factory=list)
+    """The last of them."""
+    offload: OffloadReport | None = None
+    replanned: dict[str, int] = field(default_factory=dict)
+    """Plans that were thrown away, by reason."""
+
+    def note(self, shape: PlannedShape, most: int) -> None:
+        """A plan was made; only the last ``most`` are kept."""
+        self.plans += 1
+        self.shapes.append(shape)
+        del self.shapes[:-most]
+
+    def __str__(self) -> str:
+        text = f"memory budget {show_bytes(self.budget_bytes)}: {self.steps} steps in {self.sub_batches} sub-batches"
+        if self.offload is not None and self.offload.storages:
+            moved = self.offload.bytes_out + self.offload.bytes_in
+            text += f"; {show_bytes(moved)} moved, {self.offload.stalls} waits"
+        text += "".join(f"; {shape}" for shape in self.shapes[-_SHOWN:])
+        text += f"; {self.plans - _SHOWN} plans before these" if self.plans > _SHOWN else ""
+        return text + "".join(f"; {count} replanned because {reason}" for reason, count in self.replanned.items())

@@ -1,0 +1,32 @@
+"""Dry runs call the user's step; what it leaves in the modules is taken away again, without copying any tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from retime.mechanisms.memory.sandbox.contents import Contents
+from retime.mechanisms.memory.sandbox.holdings import Holdings
+from retime.mechanisms.memory.sandbox.model_state import random_state, set_random_state
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """All attributes of all modules come back as they were, with what dicts, lists, sets and deques in them hold.
+
+    So do the attributes of objects in them, small NumPy arrays, random generators that they keep, and the global ones
+    of torch, Python and NumPy; see `Holdings` for what is looked into.
+
+    For steps that run on stand-ins of the tensors; a step that runs without must replace a tensor in an attribute (a
+    metric's state) and not write into it.
+    """
+    random = random_state()
+    contents = Contents()
+    contents.note_all(Holdings(model.modules()))
+    try:
+        yield
+    finally:
+        set_random_state(random)
+        contents.put_back()

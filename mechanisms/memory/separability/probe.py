@@ -1,0 +1,291 @@
+"""Runs of a step on a few samples and on parts of them, with gradients kept as sketches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+
+from retime.mechanisms.memory.batches.split import Split, map_leaves, replaced_tensors, samples_in
+from retime.mechanisms.memory.sandbox.model_state import Untouched, seed_all
+from retime.mechanisms.memory.separability.altered import ALTERATIONS, Altered
+from retime.mechanisms.memory.separability.flow import Flow
+from retime.mechanisms.memory.separability.flow_judge import FlowVerdict, judge_flow
+from retime.mechanisms.memory.separability.watch import NoDropout, Watch
+
+__all__ = ["Case", "Outcome", "Probe", "Prober", "Run", "loss_of", "scalars_of"]
+
+_SKETCH = 1024
+_BLOCK = 256 * _SKETCH
+
+
+@dataclass
+class Run:
+    """What one run of the step gave: sketches of gradients by parameter, scalars, and tensors it had changed."""
+
+    gradients: dict[str, Tensor]
+    loss: float
+    scalars: dict[str, float]
+    changed: dict[str, Tensor] = field(default_factory=dict)
+    flow: Flow = field(default_factory=Flow)
+
+    def same_as(self, other: Run) -> bool:
+        """Whether its loss came from the same operations, and it gave the same numbers bit by bit."""
+        towards = ([one.name for one in flow.towards_loss()] for flow in (self.flow, other.flow))
+        return (
+            next(towards) == next(towards)
+            and self.loss == other.loss
+            and self.gradients.keys() == other.gradients.keys()
+            and all(torch.equal(one, other.gradients[name]) for name, one in self.gradients.items())
+        )
+
+
+@dataclass
+class Case:
+    """The parts of a probed batch, run one after the other without a restart, as sub-batches will be."""
+
+    parts: list[Any]
+    samples: list[int]
+    runs: list[Run]
+
+
+@dataclass
+class Probe:
+    """One small batch, run whole and in parts of several sizes."""
+
+    full: Run
+    cases: list[Case] = field(default_factory=list)
+    tolerance: float = 1e-3
+
+    def flow(self) -> tuple[FlowVerdict, Any]:
+        """What the flow of values through the whole and through a part of it shows, and that part."""
+        runs = [(part, run) for case in self.cases for part, run in zip(case.parts, case.runs, strict=True)]
+        verdicts = ((judge_flow(self.full.flow, run.flow), part) for part, run in runs)
+        first = next(verdicts)
+        if not first[0].other_operations:
+            return first
+        return next((found for found in verdicts if not found[0].other_operations), first)
+
+    def changed_differently(self) -> list[str]:
+        """Parameters and buffers that are not the same after the parts as after the whole."""
+        found = []
+        for case in self.cases:
+            after: dict[str, Tensor] = {}
+            for run in case.runs:
+                after |= run.changed
+            for name in {**self.full.changed, **after}:
+                whole, parts = self.full.changed.get(name), after.get(name)
+                if whole is None or parts is None or not _alike(whole, parts, self.tolerance):
+                    found.append(name)
+        return found
+
+
+@dataclass
+class Outcome:
+    """The probes that ran to their end, and why one did not."""
+
+    probes: list[Probe]
+    failure: str = ""
+
+
+class Prober:
+    """Runs a step on copies of its model; collects what the step compares with, and its precision."""
+
+    def __init__(self, step: Callable[[Any], Any], scratch: Untouched, dtype: torch.dtype | None, split: Split) -> None:
+        self._step, self._scratch, self._dtype, self._split = step, scratch, dtype, split
+        self.compared: set[tuple[str, str, float]] = set()
+        self.epsilon = 0.0
+        self.random = False
+        self._reentrant = False
+
+    def probe(self, batch: Any, names: Sequence[int], pairs: int = 2) -> Outcome:
+        """Run the step on a small batch and on uneven parts of it.
+
+        Args:
+            names: a number for each sample, which seeds its random numbers.
+            pairs: in how many ways to cut the batch.
+
+        Raises:
+            ValueError: the loss needs no gradient.
+            Exception: whatever the step raises on the whole of it.
+        """
+        samples = samples_in(batch, self._split)
+        names = list(names)[:samples]
+        self._scratch.restart()
+        found = Probe(self._run(batch, names))
+        for sub_batch in dict.fromkeys((samples // 2 + 1, samples - 1)[:pairs]) if samples > 2 else (1,):
+            parts = list(self._split(batch, sub_batch))
+            case = Case(parts, [samples_in(part, self._split) for part in parts], [])
+            self._scratch.restart()
+            start = 0
+            for part, size in zip(parts, case.samples, strict=True):
+                try:
+                    case.runs.append(self._run(part, names[start : start + size]))
+                except Exception as error:
+                    if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
+                        raise
+                    return Outcome(
+                        [found],
+                        f"the step runs on {samples} samples but not on {size} of them "
+                        f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'})",
+                    )
+                start += size
+            found.cases.append(case)
+        return Outcome([found])
+
+    def depends_on_reads(self, batch: Any, names: Sequence[int], full: Run, read: Sequence[int]) -> bool:
+        """Whether the step computes something else, or cannot run, if it reads other values.
+
+        Args:
+            batch, names: as for :meth:`probe`.
+            full: what it gave on that batch.
+            read: positions among all reads of those that are altered.
+        """
+        for how in ALTERATIONS:
+            self._scratch.restart()
+            altered = Altered(set(read), max(read), how)
+            try:
+                run = self._run(batch, list(names), altered)
+            except Exception as error:
+                if altered.checked(error):
+                    continue
+                return True
+            if not run.same_as(full):
+                return True
+        return False
+
+    def _run(self, batch: Any, names: Sequence[int], altered: Altered | None = None) -> Run:
+        seed_all()  # for each part too: the noise of a sample depends on its name and on the draws before
+        batch = replaced_tensors(batch, self._copied)  # parts are views, and a step may write into its batch
+        parameters = self._scratch.parameters()
+        try:
+            output, gradients, watch = self._gradients(batch, names, parameters, altered)
+        except RuntimeError as error:
+            if self._reentrant or "checkpoint" not in str(error).lower():
+                raise
+            self._reentrant = True  # reentrant checkpoints cannot be asked for chosen gradients
+            self._scratch.restart()
+            output, gradients, watch = self._gradients(batch, names, self._scratch.parameters(), altered)
+        self.compared |= watch.compared
+        self.epsilon = max(self.epsilon, watch.epsilon)
+        sketches = {name: sketch(gradient) for name, gradient in gradients.items()}
+        watch.flow.release()
+        return Run(sketches, float(loss_of(output).detach()), scalars_of(output), self._scratch.changed(), watch.flow)
+
+    def _gradients(
+        self,
+        batch: Any,
+        names: Sequence[int],
+        parameters: list[tuple[str, Tensor, Tensor]],
+        altered: Altered | None,
+    ) -> tuple[Any, dict[str, Tensor], Watch]:
+        with torch.enable_grad(), Watch(names, batch, altered) as watch, NoDropout(watch) as dropout:
+            output = self._step(batch)
+            self.random |= watch.drawn or dropout.seen
+            loss = loss_of(output)
+            watch.flow.end(loss)
+            if not loss.requires_grad:
+                raise ValueError("the step's loss needs no gradient: return the loss undetached, and run no backward")
+            if self._reentrant:
+                return output, self._by_backward(loss, parameters), watch
+            # the originals too: a step may hold on to them outside of the model
+            targets = [*((name, made) for name, _, made in parameters), *((name, old) for name, old, _ in parameters)]
+            found = _backward(loss, tuple(tensor for _, tensor in targets))
+        gradients: dict[str, Tensor] = {}
+        for (name, _), gradient in zip(targets, found, strict=True):
+            if gradient is not None:
+                gradients[name if name not in gradients else f"{name} (the original)"] = gradient
+        return output, gradients, watch
+
+    def _by_backward(self, loss: Tensor, parameters: list[tuple[str, Tensor, Tensor]]) -> dict[str, Tensor]:
+        originals = [old for _, old, _ in parameters]
+        try:
+            for old in originals:
+                old.requires_grad_(False)
+            _backward(loss, ())
+        finally:
+            for old in originals:
+                old.requires_grad_(True)
+        gradients = {name: made.grad for name, _, made in parameters if made.grad is not None}
+        for _, _, made in parameters:
+            made.grad = None
+        return gradients
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._dtype if tensor.is_floating_point() else None, copy=True)
+
+
+def _backward(loss: Tensor, targets: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    """``torch.autograd.grad``, or without targets ``loss.backward()``, but the modes of Python stay on meanwhile.
+
+    The public functions hand themselves to a TorchFunctionMode, which is off while it handles them: layers that are
+    recomputed in the backward pass would have their dropout back.
+    """
+    arguments = ((loss,), (torch.ones_like(loss),), False, False, targets)
+    return tuple(_engine_run_backward(*arguments, allow_unreachable=True, accumulate_grad=not targets) or ())
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in what a step returns: the scalar itself, or its ``loss``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    loss = output
+    if isinstance(output, Mapping):
+        loss = output.get("loss")
+    elif not isinstance(output, Tensor):
+        loss = getattr(output, "loss", None)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ValueError(f"a step must return its loss, a scalar, or a mapping with 'loss'; it returned {type(output)}")
+    return loss.reshape(())
+
+
+def scalars_of(output: Any) -> dict[str, float]:
+    """The scalars in what a step returns, by place (``output['loss']``)."""
+    found: dict[str, float] = {}
+
+    def note(place: str, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.dim() == 0 and not leaf.is_complex():
+            found[place] = float(leaf.detach())
+        elif isinstance(leaf, int | float) and not isinstance(leaf, bool):
+            found[place] = float(leaf)
+        return leaf
+
+    map_leaves(output, note, "output")
+    return found
+
+
+def sketch(gradient: Tensor) -> Tensor:
+    """A gradient as at most 1024 float64 numbers on the CPU whose sum of squares is close to its own.
+
+    Entries are added up with signs drawn at random (a count sketch), so that the sketch of a sum is the sum of the
+    sketches. The same signs are drawn for all gradients of a size.
+    """
+    if gradient.is_sparse:
+        gradient = gradient.to_dense()
+    flat = gradient.detach().reshape(-1)
+    if flat.numel() <= _SKETCH:
+        return flat.to("cpu", torch.float64)
+    generator = torch.Generator().manual_seed(flat.numel())
+    signs = torch.randint(0, 2, (2 * _BLOCK,), generator=generator, dtype=torch.int8).mul_(2).sub_(1).to(flat.device)
+    total = torch.zeros(_SKETCH, dtype=torch.float64)
+    for block in torch.split(flat, _BLOCK):
+        start = int(torch.randint(0, _BLOCK, (), generator=generator))
+        signed = block * signs[start : start + block.numel()]
+        rows = F.pad(signed, (0, -signed.numel() % _SKETCH)).reshape(-1, _SKETCH)
+        total += rows.sum(0, dtype=torch.float64 if rows.device.type != "mps" else None).to("cpu", torch.float64)
+    return total
+
+
+def _alike(one: Tensor, two: Tensor, tolerance: float) -> bool:
+    if one.shape != two.shape or one.dtype != two.dtype:
+        return False
+    if not one.is_floating_point():
+        return torch.equal(one, two)
+    return torch.allclose(one, two, rtol=tolerance, atol=tolerance * float(one.abs().max() if one.numel() else 0))

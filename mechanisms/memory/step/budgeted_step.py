@@ -1,0 +1,583 @@
+"""Training steps that stay inside a byte budget: profile, plan and execution put together (moDNN, section 4.2).
+
+    step = BudgetedStep(model, [optimizer], 8 * 2**30, host=parse_host("memory", "cuda"))
+    for batch in loader:
+        optimizer.zero_grad()
+        output = step.run(lambda part: {"loss": criterion(model(part[0]), part[1])}, batch)   # forward and backward
+        optimizer.step()
+    print(step.report()); step.remove()
+
+The first batch of each shape is planned for: nothing if it fits, else nearly the fastest of all (sub-batch size,
+offloaded storages, prefetch distance) that fit: the one that moves the fewest bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from enum import IntEnum
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retime.mechanisms.arguments import checked
+from retime.mechanisms.byte_sizes import parse_bytes, show_bytes
+from retime.mechanisms.memory.batches.batch_shape import key_of, name_of, no_larger, sizes_of
+from retime.mechanisms.memory.batches.batchnorm import BatchNormChoice, check_choice
+from retime.mechanisms.memory.batches.batchnorm_exact import ChunkedOperators
+from retime.mechanisms.memory.batches.certificate import Certificate, NotSeparableError, WeightsUnclearError
+from retime.mechanisms.memory.batches.split import Split, samples_in, split_batch
+from retime.mechanisms.memory.dry_run.gradients import Buckets, Gradients, check_held
+from retime.mechanisms.memory.dry_run.made_bytes import TooMuchMade
+from retime.mechanisms.memory.dry_run.replay import EVERYTHING
+from retime.mechanisms.memory.host.tier import HostTier, check_host
+from retime.mechanisms.memory.offload.saved_tensors import PlanMismatch
+from retime.mechanisms.memory.planning.given_plans import GivenPlans, write_plans
+from retime.mechanisms.memory.planning.kept_plans import OtherPlansError, plans_in, state_of
+from retime.mechanisms.memory.planning.report import BudgetReport, PlannedShape
+from retime.mechanisms.memory.planning.search import PlanChoice
+from retime.mechanisms.memory.planning.step_planner import Step, StepPlanner
+from retime.mechanisms.memory.planning.time_limit import TimeLimit
+from retime.mechanisms.memory.pool.freed_memory import FreedMemory
+from retime.mechanisms.memory.sandbox.model_state import random_state, set_random_state
+from retime.mechanisms.memory.sandbox.uncompiled import CompiledCode
+from retime.mechanisms.memory.separability.probe import loss_of
+from retime.mechanisms.memory.step.first_steps import FirstSteps, check_dry_run, everything
+from retime.mechanisms.memory.step.known_ways import AnotherWay, KnownWays
+from retime.mechanisms.memory.step.offloads import Offloads
+from retime.mechanisms.memory.step.shape_changes import (
+    check_on_shape_change,
+    warn_of_dropped,
+    warn_of_mismatches,
+    warn_of_unexamined,
+    warn_of_ways,
+    warn_of_whole,
+    why_anew,
+)
+from retime.mechanisms.memory.step.sub_batches import SubBatches
+from retime.mechanisms.storages import strided_bytes, tensors_in
+from retime.schedules.budget import OffloadPlan
+from retime.schedules.errors import ScheduleError
+
+MOST_SHAPES = 128
+"""So many plans are kept, those used last."""
+CHUNKS = 8
+"""With ``batchnorm="exact"`` operators run in so many parts of the batch."""
+
+
+class Way(IntEnum):
+    """How a batch runs: as without a budget, at once but with storages offloaded, or in sub-batches."""
+
+    PLAIN = 0
+    WHOLE = 1
+    PARTS = 2
+
+
+class NoLossError(ValueError):
+    """A step gave no loss for this batch, so there is nothing to plan from or to go backward from."""
+
+
+class BudgetedStep:
+    """Runs the steps of one model inside a budget.
+
+    Offload-only plans give the plain step's numbers bit by bit, sub-batches give them up to rounding; whether
+    sub-batches may be used is found out by a probe on the first batch (:func:`certify`).
+
+    Args:
+        model: all that a step trains.
+        optimizers: those that update it; their states count.
+        budget_bytes: for parameters, buffers, gradients, optimizer states, the batch, activations and what operations
+            need for themselves. On a CPU: what the process may grow by over itself without the model.
+        host: where offloaded storages go; it is closed by :meth:`remove`.
+        batchnorm: what to do about layers with batch statistics: ``"offload"`` only, ``"ghost"`` statistics of each
+            sub-batch, or ``"exact"``: operators in chunks, see :class:`ChunkedOperators`.
+        split: a ``split_batch(batch, sub_batch)`` hook for batches that cannot be cut by their first dimension.
+        loss_weight: counts what the loss of a part is a mean over, where a probe cannot see it.
+        on_shape_change: ``"replan"`` for batches of another shape, or ``"error"``. Smaller batches of the same shape
+            else keep their plan.
+        sub_batches: False plans for whole batches only.
+        dry_run: ``"auto"`` calls the step more often than training does where a budget is not roomy, which is said
+            before; ``"off"`` never does: the first step of each shape runs with everything offloaded, and plans follow
+            from what it saved. Batches then stay whole.
+        gradients, buckets, reduction_bytes: what else holds memory, and when; see :class:`TrainingStep`.
+        plan: a file that :meth:`save_plan` or ``retime plan --save`` wrote: its plans are used, and no others.
+        say: is told what is being done, a line at a time.
+        limit: when planning is to end: with the best plan known by then, or with
+            :class:`~retime.mechanisms.memory.planning.time_limit.OutOfTime`.
+
+    Attributes:
+        planning: the step that runs at the moment is only tried out: nothing of it is to be kept.
+        may_stop: a first step that runs without a plan may be stopped in its forward pass, and runs again.
+        hidden_bytes: of tensors that nothing in Python holds; plans count them, and freed memory leaves room for them.
+
+    Raises:
+        TypeError: ``host`` is no host tier, or a number of bytes is no number.
+        ValueError: an unknown choice, or a number of bytes that cannot be read.
+        PlanFileError, OSError: ``plan`` cannot be used.
+    """
+
+    @checked
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        budget_bytes: int | str,
+        host: HostTier,
+        *,
+        batchnorm: str = "offload",
+        split: Split = split_batch,
+        loss_weight: Callable[[Any], Any] | None = None,
+        on_shape_change: str = "replan",
+        gradients: Gradients = "freed",
+        buckets: Buckets = "",
+        reduction_bytes: int | str = 0,
+        sub_batches: bool = True,
+        dry_run: str = "auto",
+        plan: str | os.PathLike[str] | None = None,
+        say: Callable[[str], None] = lambda text: None,
+        limit: TimeLimit | None = None,
+    ) -> None:
+        self.batchnorm: BatchNormChoice = check_choice(batchnorm)
+        check_on_shape_change(on_shape_change)
+        check_held(gradients, buckets)
+        check_host(host)
+        budget_bytes = parse_bytes("budget_bytes", budget_bytes)
+        reduction_bytes = parse_bytes("reduction_bytes", reduction_bytes, least=0)
+        self.model, self.optimizers, self.budget_bytes, self.host = model, list(optimizers), budget_bytes, host
+        self._split, self._on_shape_change, self._say = split, on_shape_change, say
+        self._planner = StepPlanner(
+            model,
+            self.optimizers,
+            budget_bytes,
+            host,
+            batchnorm=self.batchnorm,
+            split=split,
+            loss_weight=loss_weight,
+            gradients=gradients,
+            buckets=buckets,
+            reduction_bytes=reduction_bytes,
+            sub_batches=sub_batches,
+            say=say,
+            trying_out=self._trying_out,
+            limit=limit,
+        )
+        self._first = FirstSteps(model, self.optimizers, budget_bytes, check_dry_run(dry_run), say)
+        self._shapes: dict[tuple[Any, ...], PlannedShape] = {}
+        self._sizes: dict[tuple[Any, ...], tuple[int, ...]] = {}
+        self._ways: dict[tuple[Any, ...], KnownWays] = {}
+        self._offloads = Offloads(host)
+        self._chunks: ChunkedOperators | None = None
+        self._report = BudgetReport(budget_bytes)
+        self._now: SubBatches | None = None
+        self._now_plain = True
+        self._compiled = CompiledCode()
+        self._kept: dict[str, PlannedShape] = {}
+        self._given = None if plan is None else GivenPlans(plan, self._planner)
+        self.planning = False
+        self.may_stop = True
+        self.hidden_bytes = 0
+        self._freed = FreedMemory(next(model.parameters()).device)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def run(self, step: Step, batch: Any, backward: Callable[[Tensor], Any] | None = None) -> Any:
+        """Forward and backward pass of a batch; returns what the step would have returned for all of it, detached.
+
+        ``torch.compile`` what the step calls, not what calls this: it leaves out ``run`` and all that it calls.
+
+        Args:
+            step: computes on a batch and returns the loss, or a mapping or object with ``loss``.
+            batch: on the model's device.
+            backward: what to do with a loss; ``loss.backward()`` as default.
+
+        Raises:
+            BudgetError: the budget is below the floor; before the first step.
+            ScheduleError: a batch of another shape, with ``on_shape_change="error"``.
+        """
+        try:
+            return self.finish(loss_of(self.begin(step, batch)), backward)
+        finally:
+            self.ended()
+
+    def begin(self, step: Step, batch: Any) -> Any:
+        """Plan if need be, and run the forward pass of the first sub-batch; returns what the step returns for it."""
+        try:
+            return self.prepare(step, batch).forward(0)
+        except (TooMuchMade, AnotherWay):
+            return self.prepare(step, batch).forward(0)
+
+    def choose(self, step: Step, batch: Any) -> Way:
+        """Plan if need be; :attr:`parts` are ready unless the batch is to run plainly."""
+        self.drop()
+        shape = self._first_or_plan(step, batch)
+        if shape.plain and self.planned(batch) is not None:
+            return Way.PLAIN
+        return Way.PARTS if len(self.prepare(step, batch)) > 1 else Way.WHOLE
+
+    def prepare(self, step: Step, batch: Any) -> SubBatches:
+        """Plan if need be, and cut the batch; nothing of it runs yet."""
+        shape = self._first_or_plan(step, batch)
+        sub_batch = min(shape.choice.plan.sub_batch, samples_in(batch, self._split))
+        ways = self._ways.get(self._key(batch)) or KnownWays()
+        ways.begin()
+        self._now_plain = shape.plain
+        forward = self._first_forward if self.planned(batch) is None else self._forward
+        try:
+            self._now = SubBatches(
+                self.model,
+                lambda part: forward(step, part, shape, ways),
+                batch,
+                max(1, sub_batch),
+                shape.certificate or Certificate(None, "this batch is not to be split"),
+                split=self._split,
+                certify_again=lambda whole, known: self._planner.certify(step, whole, among=known),
+                ghost=self.batchnorm == "ghost",
+            )
+        except (NotSeparableError, WeightsUnclearError) as error:  # this batch told what those before did not
+            self._keep_whole(step, batch, str(error))
+            return self.prepare(step, batch)
+        if len(self._now) > 1 and self._now.certificate is not shape.certificate:  # this batch told more
+            self._shapes[self._key(batch)] = replace(shape, certificate=self._now.certificate)
+        self._report.steps += 1
+        self._report.sub_batches += len(self._now)
+        return self._now
+
+    @contextmanager
+    def offloading(self, step: Step, batch: Any) -> Iterator[None]:
+        """Around a forward pass of the caller's own, with ``sub_batches=False``; ``step`` is used for planning only.
+
+        Raises:
+            BudgetError, ScheduleError: see :meth:`run`.
+            ValueError: this object plans sub-batches, which need :meth:`run`.
+        """
+        if self._planner.sub_batches:
+            raise ValueError(
+                "offloading() runs batches whole: make the BudgetedStep with sub_batches=False, or use run()"
+            )
+        shape = self._first_or_plan(step, batch, may_stop=False)
+        self.count_plain()
+        first = self._finding_out(batch, shape) if self.planned(batch) is None else nullcontext()
+        with first, self._hooks(batch, shape.choice), self._compiled.under(shape.plain):
+            yield
+
+    def count_plain(self) -> None:
+        """A batch whose plan asks for nothing was run by the caller itself."""
+        self._report.steps += 1
+        self._report.sub_batches += 1
+
+    @property
+    def gradients(self) -> Gradients:
+        """Whether gradients of steps before are there; plans for other choices than the present one are kept beside."""
+        return self._planner.gradients
+
+    @gradients.setter
+    def gradients(self, choice: Gradients) -> None:
+        self._planner.gradients = choice
+
+    @property
+    def whole_because(self) -> str:
+        """Why batches must not be split, if the caller knows a reason; refusals quote it."""
+        return self._planner.whole_because
+
+    @whole_because.setter
+    def whole_because(self, reason: str) -> None:
+        self._planner.whole_because = reason
+
+    @property
+    def parts(self) -> SubBatches | None:
+        """The sub-batches of the batch that is under way."""
+        return self._now
+
+    def drop(self) -> SubBatches | None:
+        """Forget the batch that is under way: there is no loss to go backward from."""
+        now, self._now = self._now, None
+        return now
+
+    def finish(self, loss: Tensor, backward: Callable[[Tensor], Any] | None = None) -> Any:
+        """Backward pass of the first sub-batch from ``loss``, then all others; returns as :meth:`run`."""
+        now = self.drop()
+        if now is None:
+            raise RuntimeError("finish() without begin(): no batch is under way")
+        backward = backward or (lambda whole: whole.backward())  # type: ignore[no-untyped-call]
+        try:
+            first = now.weighted(0, loss)
+            del loss  # else its graph would live on through the other parts, even if it has no weight
+            with self._compiled.under(self._now_plain):
+                if first is not None:
+                    backward(first)
+                del first
+                return now.run(backward, start=1)
+        finally:
+            self.ended()
+
+    def ended(self) -> None:
+        """A batch is over, or has failed."""
+
+    def plan(self, step: Step, batch: Any) -> PlannedShape:
+        """What is decided for batches like this one; made now if there is nothing yet.
+
+        Raises:
+            BudgetError, ScheduleError: see :meth:`run`.
+        """
+        samples = samples_in(batch, self._split)
+        key = self._key(batch)
+        known = self._shapes.get(key)
+        if known is not None and samples <= known.samples and no_larger(sizes_of(batch), self._sizes[key]):
+            known = self._examined(step, batch, known)
+            if known is not None:
+                self._shapes.pop(key)
+                self._shapes[key] = known  # used last
+                return known
+        if self._shapes and self._on_shape_change == "error":
+            raise ScheduleError(why_anew(samples, any(other[-1] == key[-1] for other in self._shapes if other != key)))
+        return self._plan_anew(step, batch)
+
+    def _plan_anew(self, step: Step, batch: Any) -> PlannedShape:
+        samples, key = samples_in(batch, self._split), self._key(batch)
+        self._say(
+            f"planning a batch of {samples} samples for {show_bytes(self.budget_bytes)}: dry runs, a probe and trials "
+            "call the step more often than training does; dry_run='off' does without them"
+        )
+        self._hold(batch, self.budget_bytes)
+        with self._trying_out(), self._compiled.looked_for():
+            shape = self._made_or_taken(step, batch, samples)
+        if not shape.plain:
+            self._compiled.warn()
+        return self._keep(key, batch, shape)
+
+    def _keep_whole(self, step: Step, batch: Any, reason: str) -> None:
+        """Batches like this one are not split any more."""
+        warn_of_whole(reason)
+        before, self.whole_because = self.whole_because, reason
+        try:
+            self._plan_anew(step, batch)
+        finally:
+            self.whole_because = before
+
+    def planned(self, batch: Any) -> PlannedShape | None:
+        """What was decided for batches like this one; None if nothing was yet."""
+        known = self._shapes.get(self._key(batch))
+        holds = known is not None and samples_in(batch, self._split) <= known.samples
+        return known if holds and no_larger(sizes_of(batch), self._sizes[self._key(batch)]) else None
+
+    def report(self) -> BudgetReport:
+        """What was planned and done so far."""
+        self._report.offload = self._offloads.report()
+        return self._report
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plans by shape, and what they were made for, in plain types."""
+        return state_of(self._planner.made_for(), {name_of(key): shape for key, shape in self._shapes.items()})
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take up plans of an earlier run, if they were made for the same budget, choices, model and optimizers.
+
+        What is no such state is dropped with a :class:`NoEffectWarning`, and planned anew.
+        """
+        try:
+            self._kept = plans_in(state, self._planner.made_for())
+        except OtherPlansError:
+            return
+        except ScheduleError as error:
+            warn_of_dropped(error)
+
+    def save_plan(self, path: str | os.PathLike[str]) -> None:
+        """Write the plans of all shapes so far to a JSON file, for ``plan=`` in other runs.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        write_plans(path, self.state_dict())
+
+    def remove(self) -> None:
+        """Give back the host's space and take wrappers off."""
+        if any(ways.new for ways in self._ways.values()):
+            warn_of_unexamined()
+        self._now = None
+        self._offloads.forget_all()
+        self._unchunk()
+        self._freed.close()
+        self.host.close()
+
+    def _first_or_plan(self, step: Step, batch: Any, may_stop: bool = True) -> PlannedShape:
+        """As :meth:`plan`, or what the first step of a shape is to run under, which is trained to find out the rest."""
+        known = self.planned(batch) is not None or (self._shapes and self._on_shape_change == "error")
+        if known or self._given is not None:
+            return self.plan(step, batch)
+        key = self._key(batch)
+        found = self._first.planned(key, lambda: self._needed_bytes(batch))
+        if found is not None:
+            self._offloads.forget(everything(found.samples))
+            return self._keep(key, batch, found)
+        first = self._first.begin(key, batch, samples_in(batch, self._split), may_stop and self.may_stop)
+        if first is None:
+            return self.plan(step, batch)
+        self._hold(batch, self.budget_bytes)
+        return first
+
+    def _needed_bytes(self, batch: Any) -> int | None:
+        """What is there between steps, and the most that tensors held beside since the first step began."""
+        more = self._freed.peak_bytes()
+        return None if more is None else more + self.hidden_bytes + strided_bytes(self._there(batch))
+
+    def _keep(self, key: tuple[Any, ...], batch: Any, shape: PlannedShape) -> PlannedShape:
+        """From now on batches like this one run under this plan."""
+        plan = shape.choice.plan
+        if plan.offload:
+            self.host.reserve(shape.choice.out_bytes // -(-shape.samples // plan.sub_batch), len(plan.offload))
+        self._shapes.pop(key, None)
+        self._shapes[key], self._sizes[key], self._ways[key] = shape, sizes_of(batch), _ways_of(shape)
+        self._report.note(shape, MOST_SHAPES)
+        while len(self._shapes) > MOST_SHAPES:
+            self._forget(next(iter(self._shapes)))
+        self._hold_plans(batch)
+        self._say(str(shape))
+        return shape
+
+    def _made_or_taken(self, step: Step, batch: Any, samples: int) -> PlannedShape:
+        if self._given is None:
+            return self._kept_plan(step, batch, samples) or self._make_plan(step, batch, samples)
+        self._chunk(samples)
+        return self._given.plan(name_of(self._key(batch)), step, batch, samples, dry=self._first.dry_run != "off")
+
+    def _kept_plan(self, step: Step, batch: Any, samples: int) -> PlannedShape | None:
+        """An earlier run's plan, if there is one that still holds."""
+        kept = self._kept.get(name_of(self._key(batch)))
+        if kept is None or samples > kept.samples:
+            return None
+        chunked = self._chunks is not None
+        self._chunk(kept.samples)
+        found = self._planner.of_kept(kept, step, batch, samples)
+        if found is None and not chunked:
+            self._unchunk()
+        return found
+
+    def _make_plan(self, step: Step, batch: Any, samples: int) -> PlannedShape:
+        self._chunk(samples)
+        shape = self._planner.make(step, batch, samples)
+        return replace(shape, note="; ".join(filter(None, (shape.note, self._freed.note))))
+
+    def _chunk(self, samples: int) -> None:
+        if self.batchnorm == "exact" and self._chunks is None and samples > 1:
+            self._chunks = ChunkedOperators(self.model, max(1, samples // CHUNKS))
+
+    def _unchunk(self) -> None:
+        if self._chunks is not None:
+            self._chunks.remove()
+            self._chunks = None
+
+    def _key(self, batch: Any) -> tuple[Any, ...]:
+        return key_of(batch, self.model, self.gradients)
+
+    def _hold_plans(self, batch: Any) -> None:
+        if self._shapes:
+            self._hold(batch, max(shape.held_bytes(self.budget_bytes) for shape in self._shapes.values()))
+
+    def _hold(self, batch: Any, nbytes: int) -> None:
+        """Freed memory is kept for the next tensors as far as there is room for it in ``nbytes``."""
+        self._freed.hold(max(0, nbytes - self.hidden_bytes), self._there(batch))
+
+    def _there(self, batch: Any) -> list[Tensor]:
+        """What is there between steps."""
+        states = [tensors_in(list(optimizer.state.values())) for optimizer in self.optimizers]
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        return [*self.model.parameters(), *self.model.buffers(), *gradients, *chain(*states), *tensors_in(batch)]
+
+    @contextmanager
+    def _trying_out(self) -> Iterator[None]:
+        before, self.planning = self.planning, True
+        try:
+            yield
+        finally:
+            self.planning = before
+
+    def _forward(self, step: Step, part: Any, shape: PlannedShape, ways: KnownWays) -> Any:
+        with self._hooks(part, shape.choice), self._compiled.under(shape.plain):
+            if shape.certificate is None:
+                return step(part)
+            random = random_state() if self.may_stop else None
+            with ways.watched() as seen:
+                output = step(part)
+                seen.loss = loss_of(output)
+            if ways.new_at_once and random is not None and self._now is not None and len(self._now) > 1:
+                del output, seen  # there is to be room for what is done next
+                set_random_state(random)
+                self._uncount(self.drop())
+                ways.stopped = True
+                raise AnotherWay
+            return output
+
+    def _uncount(self, parts: SubBatches | None) -> None:
+        self._report.steps -= 1
+        self._report.sub_batches -= 1 if parts is None else len(parts)
+
+    def _first_forward(self, step: Step, batch: Any, shape: PlannedShape, ways: KnownWays) -> Any:
+        """Of a batch that is trained to find out what its shape needs.
+
+        Raises:
+            TooMuchMade: it has to be planned for; nothing has happened.
+        """
+        with self._finding_out(batch, shape):
+            return self._forward(step, batch, shape, ways)
+
+    @contextmanager
+    def _finding_out(self, batch: Any, shape: PlannedShape) -> Iterator[None]:
+        key = self._key(batch)
+        self._freed.forget_peak()
+        try:
+            with self._first.counted(key, batch, shape.samples) as found:
+                yield
+        except TooMuchMade:
+            self._uncount(self.drop())
+            raise
+        for known in found:
+            self._keep(key, batch, known)
+        if not found:
+            self._first.note(key, shape.samples, self._offloads.sizes(shape.choice.plan))
+
+    @contextmanager
+    def _hooks(self, part: Any, choice: PlanChoice) -> Iterator[None]:
+        if not choice.plan.offload:
+            yield
+            return
+        keep = [*self.model.parameters(), *self.model.buffers(), *tensors_in(part)]
+        with self._offloads.around(choice, keep, partial(self._mismatch, choice.plan)):
+            yield
+
+    def _examined(self, step: Step, batch: Any, shape: PlannedShape) -> PlannedShape | None:
+        """The same, if sub-batches that went another way than those before are as separable; else None: plan anew."""
+        ways = self._ways[self._key(batch)]
+        if not ways.new or shape.certificate is None or samples_in(batch, self._split) < 2:
+            return shape
+        self._say("the step computes something else than the one that was planned for")
+        again = self._planner.certify(step, batch, among=shape.certificate)
+        stopped = ways.accept()
+        warn_of_ways(again, ways, stopped)
+        return replace(shape, certificate=again) if again.separable else None
+
+    def _forget(self, key: tuple[Any, ...]) -> None:
+        """Drop a shape, and what its plan needs unless another shape has the same plan."""
+        plan = self._shapes.pop(key).choice.plan
+        del self._sizes[key], self._ways[key]
+        if all(other.choice.plan != plan for other in self._shapes.values()):
+            self._offloads.forget(plan)
+
+    def _mismatch(self, plan: OffloadPlan, mismatch: PlanMismatch) -> None:
+        if plan.offload == EVERYTHING:  # of a first step, which finds out what is saved
+            return
+        if self._on_shape_change == "error":
+            raise mismatch
+        reason = "a forward pass saved other storages than planned"
+        times = self._report.replanned[reason] = self._report.replanned.get(reason, 0) + 1
+        self._shapes = {key: shape for key, shape in self._shapes.items() if shape.choice.plan != plan}
+        self._kept = {name: kept for name, kept in self._kept.items() if kept.choice.plan != plan}
+        self._say(f"{mismatch}; the next batch of this shape is planned anew")
+        warn_of_mismatches(reason, times)
+
+
+def _ways_of(shape: PlannedShape) -> KnownWays:
+    return KnownWays(shape.certificate is not None and shape.certificate.constants)

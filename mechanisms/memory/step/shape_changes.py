@@ -1,0 +1,106 @@
+"""What is said when batches, or the way that they take through the model, change while training goes on."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Literal, get_args
+
+from retime.mechanisms.memory.batches.certificate import Certificate
+from retime.mechanisms.memory.step.known_ways import KnownWays
+from retime.mechanisms.no_effect import NoEffectWarning
+
+__all__ = [
+    "OnShapeChange",
+    "check_on_shape_change",
+    "warn_of_dropped",
+    "warn_of_mismatches",
+    "warn_of_unexamined",
+    "warn_of_ways",
+    "warn_of_whole",
+    "why_anew",
+]
+
+OnShapeChange = Literal["replan", "error"]
+_MANY_MISMATCHES = 3
+
+
+def check_on_shape_change(choice: str) -> None:
+    """Raise a ValueError for an unknown choice."""
+    if choice not in get_args(OnShapeChange):
+        raise ValueError(f"on_shape_change={choice!r}: use 'replan' or 'error'")
+
+
+def why_anew(samples: int, same_shape: bool) -> str:
+    """With ``on_shape_change="error"``: what is wrong about a batch."""
+    if same_shape:
+        return (
+            "layers were frozen, thawed or put into another mode, gradients now stay from batch to batch, or samples "
+            "are larger, so the plan no longer holds, and on_shape_change='error': use on_shape_change='replan'"
+        )
+    return (
+        f"a batch of {samples} samples has another shape than the one that was planned for, and "
+        "on_shape_change='error': bring all batches to one shape, or use on_shape_change='replan'"
+    )
+
+
+def warn_of_dropped(error: Exception) -> None:
+    """Plans that came with a checkpoint cannot be used."""
+    warnings.warn(
+        f"plans of an earlier run have no effect, and batches are planned for anew: {error}",
+        NoEffectWarning,
+        stacklevel=3,
+    )
+
+
+def warn_of_mismatches(reason: str, times: int) -> None:
+    """Once it has become many times."""
+    if times == _MANY_MISMATCHES:
+        warnings.warn(
+            f"{times} batches were planned anew because {reason}, which takes longer than a step: the model takes "
+            "another way from step to step (dropped layers, branches on values or on the step's number). Keep it "
+            "on one way, or give a budget that the plain step fits into",
+            NoEffectWarning,
+            stacklevel=2,
+        )
+
+
+def warn_of_whole(reason: str) -> None:
+    """Before a batch that showed more than those before, which ran in sub-batches."""
+    warnings.warn(
+        f"batches of this shape run whole from here on, with another plan: {reason}", NoEffectWarning, stacklevel=2
+    )
+
+
+def warn_of_unexamined() -> None:
+    """At the end, if no batch came after one that went another way, with which it could have been examined."""
+    warnings.warn(
+        "the last batch of its shape computed something else than the one that was planned for, and whether its "
+        "sub-batches gave its gradient is not known: examine it by training on, or compare with a run without a budget",
+        NoEffectWarning,
+        stacklevel=2,
+    )
+
+
+def warn_of_ways(certificate: Certificate, ways: KnownWays, stopped: bool) -> None:
+    """After sub-batches that went another way than those before were examined.
+
+    Args:
+        stopped: nothing of that batch has gone backward.
+    """
+    if not certificate.separable:
+        since, late = "the last batch", " That batch ran in sub-batches all the same;"
+        if stopped:
+            since, late = "this batch", " It runs anew;"
+        warnings.warn(
+            f"from {since} on the step computes something else than the one that was planned for, and its sub-batches "
+            f"no longer give the batch's gradient: {certificate.reason}.{late} from here on there is another plan",
+            NoEffectWarning,
+            stacklevel=2,
+        )
+    elif ways.many:
+        warnings.warn(
+            f"the step takes another way through the model from batch to batch. {ways.examined + 1} were examined, "
+            "and their sub-batches gave the batch's gradient; others are taken for alike from here on",
+            NoEffectWarning,
+            stacklevel=2,
+        )
