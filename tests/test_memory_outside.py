@@ -15,9 +15,9 @@ import memory_budget_support as support
 import retime.mechanisms.memory.step.first_steps as first_steps
 from memory_budget_support import BATCH, SMALL, Net, loader
 from retime.mechanisms.memory.dry_run.replay import DryRun, TrainingStep, profile_step, take
-from retime.mechanisms.memory.dry_run.trace import ValueReadError
 from retime.mechanisms.memory.host.pinned import HostMemory
 from retime.mechanisms.memory.sandbox.model_state import Untouched
+from retime.mechanisms.memory.sandbox.value_reads import ValueReadError
 from retime.mechanisms.memory.step.budgeted_step import BudgetedStep
 from retime.schedules.budget import OffloadPlan
 

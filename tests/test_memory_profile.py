@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from retime.mechanisms.memory.dry_run.profile import StepProfile
 from retime.mechanisms.memory.dry_run.replay import TrainingStep, profile_step, replay
 from retime.mechanisms.memory.dry_run.task_graph import task_graph
-from retime.mechanisms.memory.dry_run.trace import ValueReadError
+from retime.mechanisms.memory.sandbox.value_reads import ValueReadError
 from retime.schedules.budget import BlockKind, OffloadPlan, Phase
 from retime.schedules.errors import ScheduleError
 from retime.schedules.modnn.bounds import lower_bound

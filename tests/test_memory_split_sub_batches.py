@@ -24,9 +24,9 @@ from memory_steps import (
 )
 from retime.mechanisms.memory.batches.certificate import Certificate, NotSeparableError
 from retime.mechanisms.memory.batches.combine import combined, combined_scalar
+from retime.mechanisms.memory.batches.loss import loss_of
 from retime.mechanisms.memory.batches.weights import Weighting
 from retime.mechanisms.memory.separability.certify import certify
-from retime.mechanisms.memory.separability.probe import loss_of
 from retime.mechanisms.memory.step.sub_batches import SubBatches
 
 STEPS = 10

@@ -5,7 +5,6 @@ from retime.mechanisms.memory.data_parallel.budgeted_step import BudgetedDataPar
 from retime.mechanisms.memory.dry_run.profile import StepProfile
 from retime.mechanisms.memory.dry_run.replay import DryRun, TrainingStep, profile_step, replay
 from retime.mechanisms.memory.dry_run.task_graph import task_graph
-from retime.mechanisms.memory.dry_run.trace import ValueReadError
 from retime.mechanisms.memory.host.disk import HostDisk
 from retime.mechanisms.memory.host.null import HostNull
 from retime.mechanisms.memory.host.pinned import HostMemory
@@ -16,6 +15,7 @@ from retime.mechanisms.memory.planning.costs import StepCosts
 from retime.mechanisms.memory.planning.floor import MemoryFloor, StepMemory
 from retime.mechanisms.memory.planning.search import PlanChoice, part_sizes, search_plan
 from retime.mechanisms.memory.pool.heap import give_back_freed_memory, trim_heap
+from retime.mechanisms.memory.sandbox.value_reads import ValueReadError
 from retime.mechanisms.memory.separability.certify import certify
 from retime.mechanisms.memory.step.budgeted_step import BudgetedStep
 from retime.mechanisms.memory.step.sub_batches import SubBatches

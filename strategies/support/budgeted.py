@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from retime.mechanisms.memory.batches.batchnorm import check_choice
+from retime.mechanisms.memory.batches.loss import loss_of
 from retime.mechanisms.memory.batches.split import Split, samples_in, split_batch
 from retime.mechanisms.memory.dry_run.gradients import Gradients
 from retime.mechanisms.memory.dry_run.made_bytes import TooMuchMade
@@ -28,7 +29,6 @@ from retime.mechanisms.memory.host.tier import check_host_text
 from retime.mechanisms.memory.planning.budget import parse_budget
 from retime.mechanisms.memory.planning.given_plans import read_plans, write_plans
 from retime.mechanisms.memory.planning.report import BudgetReport, PlannedShape
-from retime.mechanisms.memory.separability.probe import loss_of
 from retime.mechanisms.memory.step.budgeted_step import BudgetedStep, NoLossError, Way
 from retime.mechanisms.memory.step.first_steps import check_dry_run
 from retime.mechanisms.memory.step.known_ways import AnotherWay

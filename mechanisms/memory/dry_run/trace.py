@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from retime.mechanisms.memory.sandbox.value_reads import ValueReadError
 from retime.mechanisms.storages import tensors_in
 from retime.schedules.budget import BlockKind, Phase
 
@@ -27,10 +28,6 @@ FOREVER = 2**62
 _CUDA_ROUNDING = 512
 # Nodes that accumulate into a leaf are all numbered 2**64 - 1; they run right after the node that they serve.
 _LEAF_SEQUENCE = 2**63
-
-
-class ValueReadError(RuntimeError):
-    """A step reads a tensor's value, or makes a tensor whose size depends on one: fake tensors have no values."""
 
 
 @dataclass

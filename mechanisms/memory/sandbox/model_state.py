@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from retime.mechanisms.memory.sandbox.contents import Contents
+from retime.mechanisms.memory.sandbox.generators import cuda_generators
 from retime.mechanisms.memory.sandbox.holdings import Holdings, replaced
 from retime.mechanisms.memory.sandbox.lazy_copy import lazy_copy
 from retime.mechanisms.memory.sandbox.outside import Outside
 from retime.mechanisms.memory.sandbox.uncompiled import uncompiled
-from retime.mechanisms.memory.separability.watch import cuda_generators
 
 __all__ = ["Untouched", "random_state", "set_random_state", "why_not_replaced"]
 

@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from retime.mechanisms.memory.dry_run.trace import ValueReadError
 from retime.mechanisms.memory.sandbox.onlooker import Onlooker
+from retime.mechanisms.memory.sandbox.value_reads import ValueReadError
 from retime.mechanisms.storages import Window, has_storage, storage_key, storage_keys
 
 __all__ = ["Outside"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
+from retime.mechanisms.memory.batches.loss import loss_of
 from retime.mechanisms.memory.batches.split import Split, map_leaves, replaced_tensors, samples_in
 from retime.mechanisms.memory.sandbox.model_state import Untouched, seed_all
 from retime.mechanisms.memory.separability.altered import ALTERATIONS, Altered
@@ -228,22 +229,6 @@ def _backward(loss: Tensor, targets: tuple[Tensor, ...]) -> tuple[Tensor | None,
     """
     arguments = ((loss,), (torch.ones_like(loss),), False, False, targets)
     return tuple(_engine_run_backward(*arguments, allow_unreachable=True, accumulate_grad=not targets) or ())
-
-
-def loss_of(output: Any) -> Tensor:
-    """The loss in what a step returns: the scalar itself, or its ``loss``.
-
-    Raises:
-        ValueError: there is none.
-    """
-    loss = output
-    if isinstance(output, Mapping):
-        loss = output.get("loss")
-    elif not isinstance(output, Tensor):
-        loss = getattr(output, "loss", None)
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise ValueError(f"a step must return its loss, a scalar, or a mapping with 'loss'; it returned {type(output)}")
-    return loss.reshape(())
 
 
 def scalars_of(output: Any) -> dict[str, float]:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from retime.mechanisms.memory.batches.split import tensors_of
 from retime.mechanisms.memory.batches.weights import COMPARED, OPPOSITE
+from retime.mechanisms.memory.sandbox.generators import cuda_generators
 from retime.mechanisms.memory.separability.altered import Altered
 from retime.mechanisms.memory.separability.flow import READS, Flow
 
@@ -254,8 +255,3 @@ def _seed(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     for generator in cuda_generators():
         generator.manual_seed(seed)
-
-
-def cuda_generators() -> list[torch.Generator]:
-    """One a device, once CUDA is in use; asking before would start it."""
-    return list(torch.cuda.default_generators) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]

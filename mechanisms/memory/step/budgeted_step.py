@@ -31,6 +31,7 @@ from retime.mechanisms.memory.batches.batch_shape import key_of, name_of, no_lar
 from retime.mechanisms.memory.batches.batchnorm import BatchNormChoice, check_choice
 from retime.mechanisms.memory.batches.batchnorm_exact import ChunkedOperators
 from retime.mechanisms.memory.batches.certificate import Certificate, NotSeparableError, WeightsUnclearError
+from retime.mechanisms.memory.batches.loss import loss_of
 from retime.mechanisms.memory.batches.split import Split, samples_in, split_batch
 from retime.mechanisms.memory.dry_run.gradients import Buckets, Gradients, check_held
 from retime.mechanisms.memory.dry_run.made_bytes import TooMuchMade
@@ -46,7 +47,6 @@ from retime.mechanisms.memory.planning.time_limit import TimeLimit
 from retime.mechanisms.memory.pool.freed_memory import FreedMemory
 from retime.mechanisms.memory.sandbox.model_state import random_state, set_random_state
 from retime.mechanisms.memory.sandbox.uncompiled import CompiledCode
-from retime.mechanisms.memory.separability.probe import loss_of
 from retime.mechanisms.memory.step.first_steps import FirstSteps, check_dry_run, everything
 from retime.mechanisms.memory.step.known_ways import AnotherWay, KnownWays
 from retime.mechanisms.memory.step.offloads import Offloads
