@@ -50,7 +50,7 @@ from retime.mechanisms.memory.batches.split import samples_in
 from retime.mechanisms.memory.data_parallel.bytes_held import gloo_bytes
 from retime.mechanisms.memory.dry_run.replay import TrainingStep, profile_step
 from retime.mechanisms.memory.dry_run.task_graph import task_graph
-from retime.mechanisms.memory.host.tier import parse_host
+from retime.mechanisms.memory.host.parse import parse_host
 from retime.mechanisms.memory.planning.budget import parse_budget
 from retime.mechanisms.memory.planning.report import PlannedShape
 from retime.mechanisms.memory.planning.time_limit import OutOfTime, TimeLimit

@@ -14,7 +14,7 @@ from lightning.pytorch.plugins import Precision
 
 from retime.mechanisms.arguments import checked
 from retime.mechanisms.memory.batches.split import Split
-from retime.mechanisms.memory.host.tier import parse_host
+from retime.mechanisms.memory.host.parse import parse_host
 from retime.mechanisms.memory.planning.budget import parse_budget
 from retime.mechanisms.memory.step.budgeted_step import BudgetedStep
 from retime.strategies.support.budgeted import CHECKPOINT_KEY, Budgeted

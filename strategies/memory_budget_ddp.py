@@ -19,7 +19,7 @@ from retime.mechanisms.ddp.agreement import RankAgreement
 from retime.mechanisms.ddp.reducers.host import HostReduction
 from retime.mechanisms.memory.batches.split import Split
 from retime.mechanisms.memory.data_parallel.budgeted_step import SETTING_UP, BudgetedDataParallelStep
-from retime.mechanisms.memory.host.tier import parse_host
+from retime.mechanisms.memory.host.parse import parse_host
 from retime.mechanisms.memory.planning.budget import parse_budget
 from retime.mechanisms.memory.planning.report import BudgetReport
 from retime.mechanisms.memory.step.budgeted_step import BudgetedStep

@@ -46,7 +46,7 @@ from retime.mechanisms.ddp.reducers.host import HostReduction
 from retime.mechanisms.measure.memory_probe import MemoryProbe
 from retime.mechanisms.memory.data_parallel.alone import alone
 from retime.mechanisms.memory.data_parallel.budgeted_step import BudgetedDataParallelStep
-from retime.mechanisms.memory.host.tier import parse_host
+from retime.mechanisms.memory.host.parse import parse_host
 from retime.mechanisms.memory.planning.costs import StepCosts
 from retime.mechanisms.memory.pool.heap import trim_heap
 from retime.recipes.modnn.budget_worker import resident_bytes

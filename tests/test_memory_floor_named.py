@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from retime.mechanisms.memory.dry_run.replay import TrainingStep, profile_step
-from retime.mechanisms.memory.host.tier import parse_host
+from retime.mechanisms.memory.host.parse import parse_host
 from retime.mechanisms.memory.step.budgeted_step import BudgetedStep
 from retime.schedules.budget.errors import BudgetError
 

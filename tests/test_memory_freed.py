@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from memory_budget_support import OFFLOADS, SPLITS, use_costs
-from retime.mechanisms.memory.host.tier import parse_host
+from retime.mechanisms.memory.host.parse import parse_host
 from retime.mechanisms.memory.planning.costs import StepCosts
 from retime.mechanisms.memory.planning.report import PlannedShape
 from retime.mechanisms.memory.planning.search import PlanChoice

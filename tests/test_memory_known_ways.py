@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import retime.mechanisms.memory.planning.step_planner as step_planner
 from memory_budget_support import SPLITS, use_costs
-from retime.mechanisms.memory.host.tier import parse_host
+from retime.mechanisms.memory.host.parse import parse_host
 from retime.mechanisms.memory.step.budgeted_step import BudgetedStep
 from retime.mechanisms.no_effect import NoEffectWarning
 

@@ -20,8 +20,9 @@ import torch
 from retime.mechanisms.memory.host.disk import HostDisk
 from retime.mechanisms.memory.host.extents import Extents
 from retime.mechanisms.memory.host.null import HostNull
+from retime.mechanisms.memory.host.parse import parse_host
 from retime.mechanisms.memory.host.pinned import HostMemory
-from retime.mechanisms.memory.host.tier import HostError, parse_host
+from retime.mechanisms.memory.host.tier import HostError
 from retime.mechanisms.no_effect import NoEffectWarning
 
 

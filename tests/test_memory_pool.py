@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from retime.mechanisms.memory.host.tier import parse_host
+from retime.mechanisms.memory.host.parse import parse_host
 from retime.mechanisms.memory.pool.freed_memory import FreedMemory
 from retime.mechanisms.memory.pool.memory_pool import MemoryPool, freed_memory
 from retime.mechanisms.memory.pool.memory_pool import library as library_module

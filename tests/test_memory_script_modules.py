@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from retime.mechanisms.memory.batches.batchnorm import batch_statistics_layers
 from retime.mechanisms.memory.dry_run.replay import DryRun, TrainingStep
-from retime.mechanisms.memory.host.tier import parse_host
+from retime.mechanisms.memory.host.parse import parse_host
 from retime.mechanisms.memory.sandbox.model_state import Untouched
 from retime.mechanisms.memory.separability.certify import certify
 from retime.mechanisms.memory.step.budgeted_step import BudgetedStep

@@ -17,7 +17,7 @@ from retime.integrations.accelerate.prepared import ONE_PROCESS_OR_DDP, prepared
 from retime.mechanisms.arguments import checked
 from retime.mechanisms.ddp.agreement import RankAgreement
 from retime.mechanisms.memory.data_parallel.budgeted_step import SETTING_UP, BudgetedDataParallelStep
-from retime.mechanisms.memory.host.tier import check_host_text, parse_host
+from retime.mechanisms.memory.host.parse import check_host_text, parse_host
 from retime.mechanisms.memory.planning.budget import parse_budget
 from retime.mechanisms.memory.planning.report import BudgetReport
 from retime.mechanisms.memory.step.budgeted_step import BudgetedStep

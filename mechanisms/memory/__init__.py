@@ -7,8 +7,9 @@ from retime.mechanisms.memory.dry_run.replay import DryRun, TrainingStep, profil
 from retime.mechanisms.memory.dry_run.task_graph import task_graph
 from retime.mechanisms.memory.host.disk import HostDisk
 from retime.mechanisms.memory.host.null import HostNull
+from retime.mechanisms.memory.host.parse import parse_host
 from retime.mechanisms.memory.host.pinned import HostMemory
-from retime.mechanisms.memory.host.tier import HostError, HostTier, parse_host
+from retime.mechanisms.memory.host.tier import HostError, HostTier
 from retime.mechanisms.memory.offload.saved_tensors import OffloadReport, OffloadSavedTensors, PlanMismatch
 from retime.mechanisms.memory.planning.calibrate import calibrate
 from retime.mechanisms.memory.planning.costs import StepCosts

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from retime.mechanisms.measure.memory_probe import MemoryProbe
 from retime.mechanisms.memory.dry_run.replay import TrainingStep
-from retime.mechanisms.memory.host.tier import parse_host
+from retime.mechanisms.memory.host.parse import parse_host
 from retime.mechanisms.memory.planning.calibrate import calibrate
 from retime.mechanisms.memory.planning.floor import StepMemory
 from retime.mechanisms.memory.planning.report import PlannedShape

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from retime.mechanisms.measure.memory_probe import MemoryProbe
 from retime.mechanisms.memory.data_parallel.budgeted_step import BudgetedDataParallelStep
 from retime.mechanisms.memory.data_parallel.bytes_held import bucket_bytes
-from retime.mechanisms.memory.host.tier import parse_host
+from retime.mechanisms.memory.host.parse import parse_host
 from retime.mechanisms.memory.offload.saved_tensors import OffloadSavedTensors
 from retime.mechanisms.memory.pool.freed_memory import FreedMemory
 from retime.mechanisms.memory.pool.heap import trim_heap

@@ -25,7 +25,7 @@ from retime.mechanisms.memory.batches.loss import loss_of
 from retime.mechanisms.memory.batches.split import Split, samples_in, split_batch
 from retime.mechanisms.memory.dry_run.gradients import Gradients
 from retime.mechanisms.memory.dry_run.made_bytes import TooMuchMade
-from retime.mechanisms.memory.host.tier import check_host_text
+from retime.mechanisms.memory.host.parse import check_host_text
 from retime.mechanisms.memory.planning.budget import parse_budget
 from retime.mechanisms.memory.planning.given_plans import read_plans, write_plans
 from retime.mechanisms.memory.planning.report import BudgetReport, PlannedShape
