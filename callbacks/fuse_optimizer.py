@@ -10,8 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from retime.mechanisms.arguments import checked
-from retime.mechanisms.fusion.data_parallel import ReductionHook, sparse_layer
-from retime.mechanisms.fusion.report import FusionReport
+from retime.mechanisms.fusion import FusionReport, ReductionHook, sparse_layer
 from retime.strategies.support.flavour import refuse_other_trainer
 from retime.strategies.support.stepping import FusedStepping
 

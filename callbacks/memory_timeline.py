@@ -13,13 +13,11 @@ from lightning.pytorch import LightningModule, Trainer
 from retime.callbacks.support.phases import PhaseCallback, PhaseObserver
 from retime.mechanisms.arguments import checked
 from retime.mechanisms.byte_sizes import show_bytes
-from retime.mechanisms.measure.memory_sampler import MemorySampler
-from retime.mechanisms.memory.batches.dry_part import dry_part
-from retime.mechanisms.memory.batches.split import samples_in, split_batch
-from retime.mechanisms.memory.data_parallel.bytes_held import buckets_of, reduction_bytes
-from retime.mechanisms.memory.dry_run.profile import StepProfile
-from retime.mechanisms.memory.dry_run.replay import TrainingStep, replay
-from retime.mechanisms.memory.sandbox.undisturbed import undisturbed
+from retime.mechanisms.measure import MemorySampler
+from retime.mechanisms.memory.batches import dry_part, samples_in, split_batch
+from retime.mechanisms.memory.data_parallel import buckets_of, reduction_bytes
+from retime.mechanisms.memory.dry_run import StepProfile, TrainingStep, replay
+from retime.mechanisms.memory.sandbox import undisturbed
 from retime.schedules.budget import OffloadPlan
 from retime.strategies.support.budgeted import Budgeted, gradients_in
 from retime.strategies.support.unseen import unseen

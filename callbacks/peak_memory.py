@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from retime.callbacks.support.phases import PhaseCallback, PhaseObserver
 from retime.mechanisms.arguments import checked
-from retime.mechanisms.measure.memory_probe import MemoryProbe
+from retime.mechanisms.measure import MemoryProbe
 
 __all__ = ["PeakMemory"]
 

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from retime.callbacks.support.phases import PhaseCallback, PhaseObserver
 from retime.mechanisms.arguments import checked
-from retime.mechanisms.measure.step_timer import PHASES, StepTimer, StepTiming
+from retime.mechanisms.measure import PHASES, StepTimer, StepTiming
 from retime.schedules.timeline import write_chrome_trace, write_png
 
 __all__ = ["StepTimeline"]

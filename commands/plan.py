@@ -45,19 +45,15 @@ import torch
 
 from retime.commands.plan_job import Job, job_of
 from retime.mechanisms.byte_sizes import show_bytes
-from retime.mechanisms.memory.batches.dry_part import dry_part
-from retime.mechanisms.memory.batches.split import samples_in
-from retime.mechanisms.memory.data_parallel.bytes_held import gloo_bytes
-from retime.mechanisms.memory.dry_run.replay import TrainingStep, profile_step
-from retime.mechanisms.memory.dry_run.task_graph import task_graph
-from retime.mechanisms.memory.host.parse import parse_host
-from retime.mechanisms.memory.planning.budget import parse_budget
-from retime.mechanisms.memory.planning.report import PlannedShape
-from retime.mechanisms.memory.planning.time_limit import OutOfTime, TimeLimit
-from retime.mechanisms.memory.sandbox.undisturbed import undisturbed
-from retime.mechanisms.memory.step.budgeted_step import BudgetedStep
+from retime.mechanisms.memory.batches import dry_part, samples_in
+from retime.mechanisms.memory.data_parallel import gloo_bytes
+from retime.mechanisms.memory.dry_run import TrainingStep, profile_step, task_graph
+from retime.mechanisms.memory.host import parse_host
+from retime.mechanisms.memory.planning import OutOfTime, PlannedShape, TimeLimit, parse_budget
+from retime.mechanisms.memory.sandbox import undisturbed
+from retime.mechanisms.memory.step import BudgetedStep
 from retime.mechanisms.storages import strided_bytes
-from retime.schedules.budget.errors import BudgetError
+from retime.schedules.budget import BudgetError
 from retime.schedules.modnn import lower_bound
 
 _OF_RECIPES = ("hydra", "omegaconf", "sklearn", "transformers", "matplotlib", "rich")

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from retime.mechanisms.memory.dry_run.gradients import Gradients
+from retime.mechanisms.memory.dry_run import Gradients
 
 _BLOCKS = ("model", "data", "optimizer", "batch_size")
 

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retime.mechanisms.scan import Solver, check_solver, scan_bidirectional, scan_layer
-from retime.mechanisms.scan.choice import keeps_torchs_own
+from retime.mechanisms.scan import Solver, check_solver, keeps_torchs_own, scan_bidirectional, scan_layer
 from retime.modules.inputs import Sequences, check_hidden, check_hidden_dtype, unpack
 
 PLAIN_FORWARD: dict[str, Any] = {

@@ -13,10 +13,10 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 
 from retime.mechanisms.arguments import checked
-from retime.mechanisms.memory.batches.split import Split
-from retime.mechanisms.memory.host.parse import parse_host
-from retime.mechanisms.memory.planning.budget import parse_budget
-from retime.mechanisms.memory.step.budgeted_step import BudgetedStep
+from retime.mechanisms.memory.batches import Split
+from retime.mechanisms.memory.host import parse_host
+from retime.mechanisms.memory.planning import parse_budget
+from retime.mechanisms.memory.step import BudgetedStep
 from retime.strategies.support.budgeted import CHECKPOINT_KEY, Budgeted
 from retime.strategies.support.one_device import OneDevice
 

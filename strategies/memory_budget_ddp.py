@@ -15,14 +15,13 @@ from lightning.pytorch.plugins import Precision
 from torch.nn.parallel import DistributedDataParallel
 
 from retime.mechanisms.arguments import checked
-from retime.mechanisms.ddp.agreement import RankAgreement
-from retime.mechanisms.ddp.reducers.host import HostReduction
-from retime.mechanisms.memory.batches.split import Split
-from retime.mechanisms.memory.data_parallel.budgeted_step import SETTING_UP, BudgetedDataParallelStep
-from retime.mechanisms.memory.host.parse import parse_host
-from retime.mechanisms.memory.planning.budget import parse_budget
-from retime.mechanisms.memory.planning.report import BudgetReport
-from retime.mechanisms.memory.step.budgeted_step import BudgetedStep
+from retime.mechanisms.ddp import RankAgreement
+from retime.mechanisms.ddp.reducers import HostReduction
+from retime.mechanisms.memory.batches import Split
+from retime.mechanisms.memory.data_parallel import SETTING_UP, BudgetedDataParallelStep
+from retime.mechanisms.memory.host import parse_host
+from retime.mechanisms.memory.planning import BudgetReport, parse_budget
+from retime.mechanisms.memory.step import BudgetedStep
 from retime.strategies.support.budgeted import Budgeted
 from retime.strategies.support.ddp_arguments import MegaBytes, StartMethod, given
 from retime.strategies.support.reports_home import ReportsHome

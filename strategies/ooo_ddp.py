@@ -19,13 +19,10 @@ from torch.optim import Optimizer
 
 from retime.mechanisms.arguments import checked
 from retime.mechanisms.byte_sizes import parse_bytes
-from retime.mechanisms.ddp.bucket_size import bucket_mb, measured_seconds_per_mb
-from retime.mechanisms.fusion.data_parallel import sparse_layer
-from retime.mechanisms.fusion.report import FusionReport
+from retime.mechanisms.ddp import bucket_mb, measured_seconds_per_mb
+from retime.mechanisms.fusion import FusionReport, sparse_layer
 from retime.mechanisms.no_effect import NoEffectWarning
-from retime.mechanisms.out_of_order.data_parallel import ALONE, K, OutOfOrderDataParallel
-from retime.mechanisms.out_of_order.kept_k import read_kept_k
-from retime.mechanisms.out_of_order.report import OutOfOrderReport
+from retime.mechanisms.out_of_order import ALONE, K, OutOfOrderDataParallel, OutOfOrderReport, read_kept_k
 from retime.strategies.support.ddp_arguments import MegaBytes, StartMethod, given
 from retime.strategies.support.flavour import LightningOnly
 from retime.strategies.support.reports_home import ReportsHome

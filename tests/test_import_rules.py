@@ -4,6 +4,7 @@ import ast
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,69 @@ def test_a_folder_imports_only_what_is_left_of_it(folder):
         package = ".".join(["retime", *path.relative_to(ROOT).parent.parts])
         found += [f"{path.relative_to(ROOT)}: {what}" for what in offences(folder, path.read_text("utf-8"), package)]
     assert not found, "\n".join(found)
+
+
+def past_faces(path: Path) -> list[str]:
+    """What a file imports from inside a package that it is not in, instead of from the package itself."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("retime."):
+            continue
+        inside = ROOT / Path(*str(node.module).split(".")[1:])
+        package = inside.parent
+        if inside.with_suffix(".py").is_file() and has_face(package) and not path.is_relative_to(package):
+            found.append(f"{path.relative_to(ROOT)}: import from {package.relative_to(ROOT)}, not {node.module}")
+    return found
+
+
+def has_face(package: Path) -> bool:
+    """Packages of mechanisms and schedules: others import only what their ``__init__`` names in ``__all__``."""
+    return (
+        package.relative_to(ROOT).parts[0] in {"mechanisms", "schedules"} and len(package.relative_to(ROOT).parts) > 1
+    )
+
+
+@pytest.mark.parametrize("folder", LEFT_OF)
+def test_packages_are_imported_through_their_faces(folder):
+    found = [what for path in files(folder) for what in past_faces(path)]
+    assert not found, "\n".join(found)
+
+
+def test_a_face_names_what_it_shows():
+    packages = [path.parent for top in ("mechanisms", "schedules") for path in (ROOT / top).rglob("__init__.py")]
+    faces = [package for package in packages if has_face(package)]
+    assert len(faces) > 10
+    for package in faces:
+        body = ast.parse((package / "__init__.py").read_text("utf-8")).body
+        named = {name for node in body if isinstance(node, ast.Assign) for name in ast.literal_eval(node.value)}
+        shown = {alias.name for node in body if isinstance(node, ast.ImportFrom) for alias in node.names}
+        assert named, package
+        assert named == shown, package
+
+
+def test_an_import_past_a_face_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
+    room = tmp_path / "mechanisms" / "memory"
+    room.mkdir(parents=True)
+    (room / "inner.py").touch()
+    (room / "other.py").write_text("from retime.mechanisms.memory.inner import x")
+    assert past_faces(room / "other.py") == []
+    outsider = tmp_path / "mechanisms" / "outsider.py"
+    outsider.write_text("from retime.mechanisms.memory.inner import x")
+    assert len(past_faces(outsider)) == 1
+    outsider.write_text("from retime.mechanisms.memory import x")
+    assert past_faces(outsider) == []
+
+
+def test_every_package_is_packaged():
+    """pyproject lists packages by hand: a folder that is missing there is missing in what is installed."""
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["packages"])
+    there = {
+        ".".join(["retime", *path.parent.relative_to(ROOT).parts])
+        for folder in LEFT_OF
+        for path in (ROOT / folder).rglob("__init__.py")
+    }
+    assert listed == there | {"retime"}
 
 
 @pytest.mark.parametrize(

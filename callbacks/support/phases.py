@@ -22,7 +22,7 @@ from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.strategies import Strategy
 
 from retime.mechanisms.arguments import AtLeast, checked
-from retime.mechanisms.measure.step_timer import OTHER
+from retime.mechanisms.measure import OTHER
 from retime.mechanisms.no_effect import NoEffectWarning
 
 _MISSING = object()

@@ -10,10 +10,7 @@ from torch.optim import Optimizer
 
 from retime.integrations.accelerate.prepared import ONE_PROCESS_OR_DDP, prepared_optimizer, renew_captured_steps
 from retime.mechanisms.arguments import checked
-from retime.mechanisms.fusion.backward import BackwardFusion
-from retime.mechanisms.fusion.forward import ForwardFusion
-from retime.mechanisms.fusion.fuse import fuse_optimizer
-from retime.mechanisms.fusion.report import FusionReport, check_mode
+from retime.mechanisms.fusion import BackwardFusion, ForwardFusion, FusionReport, check_mode, fuse_optimizer
 
 
 class FusedOptimizer:

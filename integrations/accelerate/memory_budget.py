@@ -15,13 +15,11 @@ from torch.optim import Optimizer
 from retime.integrations.accelerate.kept_state import KeptState
 from retime.integrations.accelerate.prepared import ONE_PROCESS_OR_DDP, prepared_optimizer
 from retime.mechanisms.arguments import checked
-from retime.mechanisms.ddp.agreement import RankAgreement
-from retime.mechanisms.memory.data_parallel.budgeted_step import SETTING_UP, BudgetedDataParallelStep
-from retime.mechanisms.memory.host.parse import check_host_text, parse_host
-from retime.mechanisms.memory.planning.budget import parse_budget
-from retime.mechanisms.memory.planning.report import BudgetReport
-from retime.mechanisms.memory.step.budgeted_step import BudgetedStep
-from retime.mechanisms.memory.step.shape_changes import warn_of_dropped
+from retime.mechanisms.ddp import RankAgreement
+from retime.mechanisms.memory.data_parallel import SETTING_UP, BudgetedDataParallelStep
+from retime.mechanisms.memory.host import check_host_text, parse_host
+from retime.mechanisms.memory.planning import BudgetReport, parse_budget
+from retime.mechanisms.memory.step import BudgetedStep, warn_of_dropped
 
 
 class MemoryBudget:

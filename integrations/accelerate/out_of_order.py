@@ -15,9 +15,7 @@ from retime.integrations.accelerate.kept_state import KeptState
 from retime.integrations.accelerate.prepared import prepared_optimizer, renew_captured_steps
 from retime.mechanisms.arguments import checked
 from retime.mechanisms.no_effect import NoEffectWarning
-from retime.mechanisms.out_of_order import data_parallel
-from retime.mechanisms.out_of_order.kept_k import read_kept_k
-from retime.mechanisms.out_of_order.report import OutOfOrderReport
+from retime.mechanisms.out_of_order import OutOfOrderReport, data_parallel, read_kept_k
 
 
 class OutOfOrderDataParallel:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from retime.schedules.budget.errors import BudgetError
+from retime.schedules.budget import BudgetError
 
 __all__ = ["RankAgreement"]
 

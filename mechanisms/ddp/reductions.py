@@ -11,8 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from retime.mechanisms.lazy_updates.lazy import PendingUpdate, can_wait, is_pending, pending_of
-from retime.mechanisms.lazy_updates.readers import has_alias
+from retime.mechanisms.lazy_updates import PendingUpdate, can_wait, has_alias, is_pending, pending_of
 
 
 class GradientWatch(PendingUpdate):

@@ -1,9 +1,23 @@
 """Optimizer fusion (Jiang et al. 2021): updates inside the backward pass, or just before the next forward pass."""
 
-from retime.mechanisms.fusion.backward import BackwardFusion
+from retime.mechanisms.fusion.backward import BackwardFusion, check_bucket_bytes, parameters_of
+from retime.mechanisms.fusion.data_parallel import DataParallelFusion, ReductionHook, average, sparse_layer
 from retime.mechanisms.fusion.forward import ForwardFusion
 from retime.mechanisms.fusion.fuse import fuse_optimizer
-from retime.mechanisms.fusion.report import FusionReport
-from retime.mechanisms.lazy_updates.per_parameter import declare_per_parameter
+from retime.mechanisms.fusion.report import FusionReport, check_mode
+from retime.mechanisms.lazy_updates import declare_per_parameter
 
-__all__ = ["BackwardFusion", "ForwardFusion", "FusionReport", "declare_per_parameter", "fuse_optimizer"]
+__all__ = [
+    "BackwardFusion",
+    "DataParallelFusion",
+    "ForwardFusion",
+    "FusionReport",
+    "ReductionHook",
+    "average",
+    "check_bucket_bytes",
+    "check_mode",
+    "declare_per_parameter",
+    "fuse_optimizer",
+    "parameters_of",
+    "sparse_layer",
+]

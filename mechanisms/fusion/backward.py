@@ -33,9 +33,7 @@ from retime.mechanisms.byte_sizes import parse_bytes
 from retime.mechanisms.fusion.consumed import ConsumedGradient
 from retime.mechanisms.fusion.report import FusionReport
 from retime.mechanisms.fusion.side_stream import SideStream
-from retime.mechanisms.lazy_updates.optimizer_window import OptimizerWindow, nbytes
-from retime.mechanisms.lazy_updates.readers import has_alias
-from retime.mechanisms.lazy_updates.replaced_method import ReplacedMethod
+from retime.mechanisms.lazy_updates import OptimizerWindow, ReplacedMethod, has_alias, nbytes
 from retime.mechanisms.no_effect import NoEffectWarning
 
 CPU_BUCKET_BYTES = 1 << 20

@@ -19,8 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from retime.mechanisms.fusion.backward import ALIASED, BackwardFusion, Followed
-from retime.mechanisms.lazy_updates.optimizer_window import OptimizerWindow, nbytes
-from retime.mechanisms.lazy_updates.readers import has_alias
+from retime.mechanisms.lazy_updates import OptimizerWindow, has_alias, nbytes
 
 _hook_of: "weakref.WeakKeyDictionary[DistributedDataParallel, ReductionHook]" = weakref.WeakKeyDictionary()
 """Beside the models, not in them: a copy of a model has no hook."""

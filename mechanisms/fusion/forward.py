@@ -19,12 +19,24 @@ from torch.optim import Optimizer
 from retime.mechanisms.arguments import checked
 from retime.mechanisms.fusion.backward import check_bucket_bytes, default_bucket_bytes, parameters_of
 from retime.mechanisms.fusion.report import FusionReport
-from retime.mechanisms.lazy_updates.lazy import PendingUpdate, can_wait, gradient_of, is_pending, settle_all
-from retime.mechanisms.lazy_updates.optimizer_window import OptimizerWindow, nbytes
-from retime.mechanisms.lazy_updates.per_parameter import is_torchs_zero_grad, why_not_per_parameter
-from retime.mechanisms.lazy_updates.readers import has_alias, settle_before_readers, unwatchable_parameters
-from retime.mechanisms.lazy_updates.replaced_method import ReplacedMethod
-from retime.mechanisms.lazy_updates.watched_state import WatchedState, unwatch, watch
+from retime.mechanisms.lazy_updates import (
+    OptimizerWindow,
+    PendingUpdate,
+    ReplacedMethod,
+    WatchedState,
+    can_wait,
+    gradient_of,
+    has_alias,
+    is_pending,
+    is_torchs_zero_grad,
+    nbytes,
+    settle_all,
+    settle_before_readers,
+    unwatch,
+    unwatchable_parameters,
+    watch,
+    why_not_per_parameter,
+)
 from retime.mechanisms.no_effect import NoEffectWarning
 
 NOTHING_CAN_WAIT = (

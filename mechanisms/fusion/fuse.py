@@ -14,7 +14,7 @@ from retime.mechanisms.fusion.backward import BackwardFusion, parameters_of
 from retime.mechanisms.fusion.data_parallel import DataParallelFusion, reduction_of
 from retime.mechanisms.fusion.forward import ForwardFusion
 from retime.mechanisms.fusion.report import check_mode
-from retime.mechanisms.lazy_updates.per_parameter import (
+from retime.mechanisms.lazy_updates import (
     is_fused_step,
     why_not_per_parameter,
     why_not_this_step,

@@ -1,0 +1,20 @@
+"""What measures training: step times, bytes of memory, energy."""
+
+from retime.mechanisms.measure.energy_meter import NoMeterError, Watch, find_meter
+from retime.mechanisms.measure.memory_probe import MemoryProbe, forget_peak, status_bytes
+from retime.mechanisms.measure.memory_sampler import MemorySampler
+from retime.mechanisms.measure.step_timer import OTHER, PHASES, StepTimer, StepTiming
+
+__all__ = [
+    "MemoryProbe",
+    "MemorySampler",
+    "NoMeterError",
+    "OTHER",
+    "PHASES",
+    "StepTimer",
+    "StepTiming",
+    "Watch",
+    "find_meter",
+    "forget_peak",
+    "status_bytes",
+]

@@ -22,17 +22,15 @@ from torch.optim import Optimizer
 
 from retime.mechanisms.arguments import AtLeast, checked
 from retime.mechanisms.byte_sizes import parse_bytes
-from retime.mechanisms.ddp.buckets import BucketMap, Region
-from retime.mechanisms.ddp.reductions import Reduction, Reductions, release, settle_gradients
-from retime.mechanisms.fusion.data_parallel import average, sparse_layer
+from retime.mechanisms.ddp import BucketMap, Reduction, Reductions, Region, release, settle_gradients
+from retime.mechanisms.fusion import average, sparse_layer
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.out_of_order.k_tuner import KTuner
 from retime.mechanisms.out_of_order.kept_k import KeptK
 from retime.mechanisms.out_of_order.memory import extra_bytes, largest_affordable_k, peak_bytes_so_far
 from retime.mechanisms.out_of_order.report import OutOfOrderReport
 from retime.mechanisms.out_of_order.updates import CrossIterationUpdates
-from retime.mechanisms.weight_gradients.deferral import WeightGradientDeferral
-from retime.mechanisms.weight_gradients.layers import Block
+from retime.mechanisms.weight_gradients import Block, WeightGradientDeferral
 
 SUPPORTED_BACKENDS = ("gloo", "nccl")
 SMALLEST_MESSAGE_BYTES = 1024 * 1024

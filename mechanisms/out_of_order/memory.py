@@ -4,7 +4,7 @@ import resource
 
 import torch
 
-from retime.mechanisms.weight_gradients.deferral import WeightGradientDeferral
+from retime.mechanisms.weight_gradients import WeightGradientDeferral
 from retime.schedules import largest_k, reverse_first_k, simulate, step_buffers
 
 

@@ -6,10 +6,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from retime.mechanisms.ddp.reductions import GradientWatch, Reduction
-from retime.mechanisms.fusion.backward import parameters_of
-from retime.mechanisms.fusion.forward import ForwardFusion
-from retime.mechanisms.lazy_updates.lazy import pending_of
+from retime.mechanisms.ddp import GradientWatch, Reduction
+from retime.mechanisms.fusion import ForwardFusion, parameters_of
+from retime.mechanisms.lazy_updates import pending_of
 
 
 class CrossIterationUpdates(ForwardFusion):

@@ -5,7 +5,7 @@ From "BPPSA: Scaling Back-propagation by Parallel Scan Algorithm".
 """
 
 from retime.mechanisms.scan.calibrate import calibrate
-from retime.mechanisms.scan.choice import choose_solver, set_cost_model
+from retime.mechanisms.scan.choice import choose_solver, keeps_torchs_own, set_cost_model
 from retime.mechanisms.scan.cost_model import CostModel
 from retime.mechanisms.scan.layer import scan_bidirectional, scan_layer
 from retime.mechanisms.scan.solver import Solver, check_solver, parse_solver
@@ -16,6 +16,7 @@ __all__ = [
     "calibrate",
     "check_solver",
     "choose_solver",
+    "keeps_torchs_own",
     "parse_solver",
     "scan_bidirectional",
     "scan_layer",

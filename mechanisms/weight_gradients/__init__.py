@@ -1,0 +1,9 @@
+"""Weight gradients that wait: layers cut out of the autograd graph (Oh et al. 2022, section 3)."""
+
+from retime.mechanisms.weight_gradients.deferral import WeightGradientDeferral
+from retime.mechanisms.weight_gradients.layers import Block
+
+__all__ = [
+    "Block",
+    "WeightGradientDeferral",
+]

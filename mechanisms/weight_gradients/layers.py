@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from retime.mechanisms.lazy_updates.readers import is_compiled
+from retime.mechanisms.lazy_updates import is_compiled
 
 SMALL_BYTES = 64 * 1024
 """Weight gradients up to this size are computed in order and handed on later: a pass of their own over the activations

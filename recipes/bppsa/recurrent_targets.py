@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from retime.mechanisms.scan.choice import choose_solver
+from retime.mechanisms.scan import choose_solver
 from retime.modules import convert
 from retime.recipes.bppsa.recurrent import BASELINE, OURS, Recurrent, label, ratio
 from retime.recipes.core import charts

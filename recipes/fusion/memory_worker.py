@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from retime.mechanisms.measure.memory_probe import MemoryProbe
+from retime.mechanisms.measure import MemoryProbe
 from retime.recipes.core.build import build_batches, build_model
 from retime.recipes.core.fresh import serve
 from retime.recipes.core.gradient_bytes import GradientBytes

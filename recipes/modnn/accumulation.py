@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from retime.schedules.budget import BlockKind, Phase, TaskGraph
-from retime.schedules.modnn import OffloadSchedule
-from retime.schedules.modnn.result import COMPUTE, Direction
+from retime.schedules.modnn import COMPUTE, Direction, OffloadSchedule
 
 
 @dataclass(frozen=True)

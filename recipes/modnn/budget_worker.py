@@ -16,22 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retime.mechanisms.measure.memory_probe import MemoryProbe
-from retime.mechanisms.memory.dry_run.replay import TrainingStep
-from retime.mechanisms.memory.host.parse import parse_host
-from retime.mechanisms.memory.planning.calibrate import calibrate
-from retime.mechanisms.memory.planning.floor import StepMemory
-from retime.mechanisms.memory.planning.report import PlannedShape
-from retime.mechanisms.memory.planning.search import PlanChoice, search_plan
-from retime.mechanisms.memory.pool.freed_memory import FreedMemory
-from retime.mechanisms.memory.pool.heap import give_back_freed_memory, trim_heap
-from retime.mechanisms.memory.step.budgeted_step import BudgetedStep
+from retime.mechanisms.measure import MemoryProbe
+from retime.mechanisms.memory.dry_run import TrainingStep
+from retime.mechanisms.memory.host import parse_host
+from retime.mechanisms.memory.planning import PlanChoice, PlannedShape, StepMemory, calibrate, search_plan
+from retime.mechanisms.memory.pool import FreedMemory, give_back_freed_memory, trim_heap
+from retime.mechanisms.memory.step import BudgetedStep
 from retime.recipes.core.build import build_model, build_optimizer, loss_of
 from retime.recipes.models import parameter_count
 from retime.recipes.modnn.processes import Answer
 from retime.recipes.modnn.vdnn import Vdnn
 from retime.recipes.modnn.vdnn_plus import VdnnPlus
-from retime.schedules.budget.errors import BudgetError
+from retime.schedules.budget import BudgetError
 
 _EVERYTHING = 2**60
 # The floor is asked for so often: another calibration may find a higher one.

@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
 
-from retime.mechanisms.memory.dry_run.profile import StepProfile
-from retime.mechanisms.memory.planning.floor import StepMemory
+from retime.mechanisms.memory.dry_run import StepProfile
+from retime.mechanisms.memory.planning import StepMemory
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, amount
 from retime.recipes.core.measure import spread

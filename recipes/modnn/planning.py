@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from retime.mechanisms.measure.memory_probe import MemoryProbe
-from retime.mechanisms.memory.dry_run.replay import TrainingStep
-from retime.mechanisms.memory.planning.floor import StepMemory
-from retime.mechanisms.memory.planning.search import PlanChoice, part_sizes, search_plan
-from retime.mechanisms.memory.pool.heap import give_back_freed_memory, trim_heap
+from retime.mechanisms.measure import MemoryProbe
+from retime.mechanisms.memory.dry_run import TrainingStep
+from retime.mechanisms.memory.planning import PlanChoice, StepMemory, part_sizes, search_plan
+from retime.mechanisms.memory.pool import give_back_freed_memory, trim_heap
 from retime.recipes.modnn.networks import network_of
 from retime.recipes.modnn.processes import Answer
 

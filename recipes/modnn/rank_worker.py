@@ -12,18 +12,15 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from retime.mechanisms.measure.memory_probe import MemoryProbe
-from retime.mechanisms.memory.data_parallel.budgeted_step import BudgetedDataParallelStep
-from retime.mechanisms.memory.data_parallel.bytes_held import bucket_bytes
-from retime.mechanisms.memory.host.parse import parse_host
-from retime.mechanisms.memory.offload.saved_tensors import OffloadSavedTensors
-from retime.mechanisms.memory.pool.freed_memory import FreedMemory
-from retime.mechanisms.memory.pool.heap import trim_heap
+from retime.mechanisms.measure import MemoryProbe
+from retime.mechanisms.memory.data_parallel import BudgetedDataParallelStep, bucket_bytes
+from retime.mechanisms.memory.host import parse_host
+from retime.mechanisms.memory.offload import OffloadSavedTensors
+from retime.mechanisms.memory.pool import FreedMemory, trim_heap
 from retime.recipes.core.build import CPU, build_model, build_optimizer, loss_of
 from retime.recipes.modnn.budget_worker import resident_bytes
 from retime.recipes.modnn.processes import Answer
-from retime.schedules.budget import OffloadPlan
-from retime.schedules.budget.errors import BudgetError
+from retime.schedules.budget import BudgetError, OffloadPlan
 
 ONE, WHOLE = "one process", "whole batches"
 ONCE, EACH = "reduced once a batch", "reduced after every sub-batch"

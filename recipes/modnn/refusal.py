@@ -10,7 +10,7 @@ from torch import nn
 
 from retime.recipes.modnn.budget_worker import Training
 from retime.recipes.modnn.processes import Answer
-from retime.schedules.budget.errors import BudgetError
+from retime.schedules.budget import BudgetError
 
 FLOOR, TASK, LAYER, HINT = "a floor that trains", "an operation", "a layer of the model", "what would help"
 _MESSAGE = re.compile(

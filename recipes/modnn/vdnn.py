@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from retime.mechanisms.memory.batches.equal_parts import balanced_parts
-from retime.mechanisms.memory.host.null import HostNull
-from retime.mechanisms.memory.host.tier import HostTier
-from retime.mechanisms.memory.offload.saved_tensors import OffloadSavedTensors
-from retime.mechanisms.memory.sandbox.undisturbed import undisturbed
+from retime.mechanisms.memory.batches import balanced_parts
+from retime.mechanisms.memory.host import HostNull, HostTier
+from retime.mechanisms.memory.offload import OffloadSavedTensors
+from retime.mechanisms.memory.sandbox import undisturbed
 from retime.mechanisms.storages import tensors_in
 from retime.schedules.budget import OffloadPlan
 

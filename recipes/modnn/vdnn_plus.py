@@ -8,16 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retime.mechanisms.memory.batches.batchnorm import batch_statistics_layers
-from retime.mechanisms.memory.dry_run.replay import TrainingStep
-from retime.mechanisms.memory.host.tier import HostTier
-from retime.mechanisms.memory.planning.calibrate import calibrate
-from retime.mechanisms.memory.planning.floor import StepMemory
-from retime.mechanisms.memory.planning.search import PlanChoice, part_sizes
-from retime.mechanisms.memory.pool.freed_memory import FreedMemory
+from retime.mechanisms.memory.batches import batch_statistics_layers
+from retime.mechanisms.memory.dry_run import TrainingStep
+from retime.mechanisms.memory.host import HostTier
+from retime.mechanisms.memory.planning import PlanChoice, StepMemory, calibrate, part_sizes
+from retime.mechanisms.memory.pool import FreedMemory
 from retime.mechanisms.storages import tensors_in
 from retime.recipes.modnn.vdnn import Vdnn
-from retime.schedules.budget.errors import BudgetError
+from retime.schedules.budget import BudgetError
 
 
 class VdnnPlus(Vdnn):

@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import Strategy
 from torch import nn
 
 from retime.callbacks import StepTimeline
-from retime.mechanisms.out_of_order.report import OutOfOrderReport
+from retime.mechanisms.out_of_order import OutOfOrderReport
 from retime.recipes.core.idle_clock import IdleClock
 from retime.recipes.core.trainer_loop import Batch, Run, Training, train
 from retime.recipes.ooo.variants import COMMUNICATION, COMPUTE, alone, variant

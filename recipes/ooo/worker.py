@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from retime.mechanisms.measure.memory_probe import MemoryProbe
+from retime.mechanisms.measure import MemoryProbe
 from retime.recipes.core.build import CPU, build_batches, build_model, build_optimizer
 from retime.recipes.core.measure import interleave
 from retime.recipes.core.trainer_loop import Batch

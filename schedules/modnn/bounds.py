@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from retime.schedules.budget.errors import BudgetError
-from retime.schedules.budget.graph import STAYS, Phase, TaskGraph
+from retime.schedules.budget import STAYS, BudgetError, Phase, TaskGraph
 from retime.schedules.modnn.sized import SizedGraph, size_graph
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from retime.schedules.budget.graph import Algorithm, Block, BlockKind, GraphTask, Phase, TaskGraph
+from retime.schedules.budget import Algorithm, Block, BlockKind, GraphTask, Phase, TaskGraph
 
 _FLOAT_BYTES = 4
 _LABEL_BYTES = 8

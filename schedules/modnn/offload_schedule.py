@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from retime.schedules.budget.graph import TaskGraph
+from retime.schedules.budget import TaskGraph
 from retime.schedules.errors import ScheduleError
 from retime.schedules.modnn.algorithm_choice import Choice, choose_algorithm
 from retime.schedules.modnn.bounds import require_floor

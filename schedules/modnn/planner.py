@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from retime.schedules.budget.errors import BudgetError
-from retime.schedules.budget.graph import GraphTask, TaskGraph
+from retime.schedules.budget import BudgetError, GraphTask, TaskGraph
 from retime.schedules.errors import ScheduleError
 from retime.schedules.modnn.bounds import alive_bytes, require_floor
 from retime.schedules.modnn.offload_schedule import Techniques, offload_schedule

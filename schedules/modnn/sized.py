@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from retime.schedules.budget.graph import STAYS, Algorithm, BlockKind, GraphTask, Phase, TaskGraph
+from retime.schedules.budget import STAYS, Algorithm, BlockKind, GraphTask, Phase, TaskGraph
 from retime.schedules.errors import ScheduleError
 
 NEVER = sys.maxsize

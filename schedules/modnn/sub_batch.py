@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from retime.schedules.budget.graph import Phase, TaskGraph
+from retime.schedules.budget import Phase, TaskGraph
 from retime.schedules.errors import ScheduleError
 from retime.schedules.modnn.bounds import require_floor
 from retime.schedules.modnn.sized import SizedGraph, size_graph

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from retime.schedules.budget.errors import BudgetError
-from retime.schedules.budget.graph import GraphTask, Phase, TaskGraph
+from retime.schedules.budget import BudgetError, GraphTask, Phase, TaskGraph
 from retime.schedules.errors import ScheduleError
 from retime.schedules.modnn.device import WORKSPACE, Device
 from retime.schedules.modnn.result import OffloadSchedule

@@ -20,20 +20,19 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
-from retime.mechanisms.memory.batches.batchnorm import check_choice
-from retime.mechanisms.memory.batches.loss import loss_of
-from retime.mechanisms.memory.batches.split import Split, samples_in, split_batch
-from retime.mechanisms.memory.dry_run.gradients import Gradients
-from retime.mechanisms.memory.dry_run.made_bytes import TooMuchMade
-from retime.mechanisms.memory.host.parse import check_host_text
-from retime.mechanisms.memory.planning.budget import parse_budget
-from retime.mechanisms.memory.planning.given_plans import read_plans, write_plans
-from retime.mechanisms.memory.planning.report import BudgetReport, PlannedShape
-from retime.mechanisms.memory.step.budgeted_step import BudgetedStep, NoLossError, Way
-from retime.mechanisms.memory.step.first_steps import check_dry_run
-from retime.mechanisms.memory.step.known_ways import AnotherWay
-from retime.mechanisms.memory.step.shape_changes import check_on_shape_change
-from retime.mechanisms.memory.step.sub_batches import SubBatches
+from retime.mechanisms.memory.batches import Split, check_choice, loss_of, samples_in, split_batch
+from retime.mechanisms.memory.dry_run import Gradients, TooMuchMade
+from retime.mechanisms.memory.host import check_host_text
+from retime.mechanisms.memory.planning import BudgetReport, PlannedShape, parse_budget, read_plans, write_plans
+from retime.mechanisms.memory.step import (
+    AnotherWay,
+    BudgetedStep,
+    NoLossError,
+    SubBatches,
+    Way,
+    check_dry_run,
+    check_on_shape_change,
+)
 from retime.strategies.support.flavour import LightningOnly
 from retime.strategies.support.unseen import unseen
 from retime.strategies.support.whole_batch import LOGGED, PartLog, WholeBatchResults

@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_map
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import Running
 
-from retime.mechanisms.memory.batches.combine import combined
-from retime.mechanisms.memory.offload.saved import Kept
-from retime.mechanisms.memory.sandbox.undisturbed import undisturbed
-from retime.mechanisms.memory.step.sub_batches import SubBatches
+from retime.mechanisms.memory.batches import combined
+from retime.mechanisms.memory.offload import Kept
+from retime.mechanisms.memory.sandbox import undisturbed
+from retime.mechanisms.memory.step import SubBatches
 from retime.mechanisms.storages import tensors_in
 from retime.strategies.support.part_numbers import place_of, shares
 

@@ -10,10 +10,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from retime.mechanisms.memory.batches.certificate import Certificate
-from retime.mechanisms.memory.batches.combine import combined_scalar
-from retime.mechanisms.memory.batches.weights import Weighting
-from retime.mechanisms.memory.step.sub_batches import SubBatches
+from retime.mechanisms.memory.batches import Certificate, Weighting, combined_scalar
+from retime.mechanisms.memory.step import SubBatches
 
 LOGGED = "logged"
 """Under this key a step returns what it logged, so that a certificate learns how each number adds up."""

@@ -20,15 +20,16 @@ from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 from torch.optim import Optimizer
 
-from retime.mechanisms.fusion.backward import BackwardFusion, check_bucket_bytes
-from retime.mechanisms.fusion.data_parallel import DataParallelFusion, ReductionHook
-from retime.mechanisms.fusion.forward import ForwardFusion
-from retime.mechanisms.fusion.report import FusionReport, check_mode
-from retime.mechanisms.lazy_updates.per_parameter import (
-    why_not_per_parameter,
-    why_not_this_step,
-    why_not_this_zero_grad,
+from retime.mechanisms.fusion import (
+    BackwardFusion,
+    DataParallelFusion,
+    ForwardFusion,
+    FusionReport,
+    ReductionHook,
+    check_bucket_bytes,
+    check_mode,
 )
+from retime.mechanisms.lazy_updates import why_not_per_parameter, why_not_this_step, why_not_this_zero_grad
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.strategies.support.budgeted import Budgeted
 

@@ -15,7 +15,7 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
-from retime.mechanisms.memory.step.sub_batches import SubBatches
+from retime.mechanisms.memory.step import SubBatches
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.strategies.support.part_metrics import ARGUMENT, PartMetrics
 from retime.strategies.support.part_numbers import LOGGED, LoggedCall, LoggedNumber, is_number, said

@@ -1,0 +1,69 @@
+"""A batch and its parts: cut, keyed, joined, and weighed so that gradients add up to the whole batch's."""
+
+from retime.mechanisms.memory.batches.batch_shape import key_of, name_of, no_larger, sizes_of
+from retime.mechanisms.memory.batches.batchnorm import (
+    BatchNormChoice,
+    batch_statistics_layers,
+    check_choice,
+    fix_statistics,
+    ghost_momentum,
+)
+from retime.mechanisms.memory.batches.batchnorm_exact import ChunkedOperators
+from retime.mechanisms.memory.batches.certificate import (
+    Certificate,
+    NotSeparableError,
+    WeightsUnclearError,
+    loss_weights,
+)
+from retime.mechanisms.memory.batches.combine import WholeOutput, combined, combined_scalar, has_entries
+from retime.mechanisms.memory.batches.dry_part import dry_part
+from retime.mechanisms.memory.batches.equal_parts import balanced_parts, part_lengths
+from retime.mechanisms.memory.batches.loss import loss_of
+from retime.mechanisms.memory.batches.split import (
+    Split,
+    map_leaves,
+    part_of,
+    replaced_tensors,
+    samples_in,
+    split_batch,
+    tensors_of,
+)
+from retime.mechanisms.memory.batches.weights import COMPARED, OPPOSITE, Count, Weighting, compares, counts_of
+
+__all__ = [
+    "BatchNormChoice",
+    "COMPARED",
+    "Certificate",
+    "ChunkedOperators",
+    "Count",
+    "NotSeparableError",
+    "OPPOSITE",
+    "Split",
+    "Weighting",
+    "WeightsUnclearError",
+    "WholeOutput",
+    "balanced_parts",
+    "batch_statistics_layers",
+    "check_choice",
+    "combined",
+    "combined_scalar",
+    "compares",
+    "counts_of",
+    "dry_part",
+    "fix_statistics",
+    "ghost_momentum",
+    "has_entries",
+    "key_of",
+    "loss_of",
+    "loss_weights",
+    "map_leaves",
+    "name_of",
+    "no_larger",
+    "part_lengths",
+    "part_of",
+    "replaced_tensors",
+    "samples_in",
+    "sizes_of",
+    "split_batch",
+    "tensors_of",
+]

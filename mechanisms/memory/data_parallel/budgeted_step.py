@@ -16,15 +16,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from retime.mechanisms.ddp.agreement import RankAgreement
+from retime.mechanisms.ddp import RankAgreement
 from retime.mechanisms.memory.data_parallel.alone import CollectiveError, alone
 from retime.mechanisms.memory.data_parallel.bytes_held import NewBuckets, bucket_bytes, buckets_of, reduction_bytes
 from retime.mechanisms.memory.data_parallel.reduce_last import ReduceLast
-from retime.mechanisms.memory.host.tier import HostTier
-from retime.mechanisms.memory.planning.report import PlannedShape
-from retime.mechanisms.memory.planning.step_planner import Step
-from retime.mechanisms.memory.step.budgeted_step import BudgetedStep, NoLossError, Way
-from retime.mechanisms.memory.step.sub_batches import SubBatches
+from retime.mechanisms.memory.host import HostTier
+from retime.mechanisms.memory.planning import PlannedShape, Step
+from retime.mechanisms.memory.step import BudgetedStep, NoLossError, SubBatches, Way
 
 __all__ = ["SETTING_UP", "BudgetedDataParallelStep"]
 

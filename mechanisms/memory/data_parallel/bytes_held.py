@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from retime.mechanisms.memory.pool.heap import trim_heap
+from retime.mechanisms.memory.pool import trim_heap
 from retime.mechanisms.storages import strided_bytes
 
 __all__ = ["NewBuckets", "bucket_bytes", "buckets_of", "gloo_bytes", "reduction_bytes"]

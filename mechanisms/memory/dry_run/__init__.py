@@ -1,0 +1,28 @@
+"""What a step needs, found without memory and without training: traces, profiles, replays under a plan."""
+
+from retime.mechanisms.memory.dry_run.gradients import Buckets, Gradients, check_held
+from retime.mechanisms.memory.dry_run.lifetimes import Lifetimes
+from retime.mechanisms.memory.dry_run.made_bytes import MadeBytes, TooMuchMade
+from retime.mechanisms.memory.dry_run.profile import LargestTask, Size, StepProfile
+from retime.mechanisms.memory.dry_run.replay import EVERYTHING, DryRun, TrainingStep, profile_step, replay
+from retime.mechanisms.memory.dry_run.task_graph import task_graph
+from retime.mechanisms.memory.dry_run.trace import Operation
+
+__all__ = [
+    "Buckets",
+    "DryRun",
+    "EVERYTHING",
+    "Gradients",
+    "LargestTask",
+    "Lifetimes",
+    "MadeBytes",
+    "Operation",
+    "Size",
+    "StepProfile",
+    "TooMuchMade",
+    "TrainingStep",
+    "check_held",
+    "profile_step",
+    "replay",
+    "task_graph",
+]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from retime.mechanisms.memory.sandbox.onlooker import Onlooker
+from retime.mechanisms.memory.sandbox import Onlooker
 
 __all__ = ["MadeBytes", "TooMuchMade"]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from retime.mechanisms.memory.batches.combine import has_entries
-from retime.mechanisms.memory.batches.split import tensors_of
+from retime.mechanisms.memory.batches import has_entries, tensors_of
 from retime.mechanisms.memory.dry_run.trace import Tracer
 from retime.mechanisms.storages import has_storage
 from retime.schedules.budget import BlockKind

@@ -29,24 +29,27 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map
 
 from retime.mechanisms.byte_sizes import parse_bytes
-from retime.mechanisms.measure.memory_probe import MemoryProbe
-from retime.mechanisms.memory.batches.equal_parts import part_lengths
-from retime.mechanisms.memory.batches.loss import loss_of
+from retime.mechanisms.measure import MemoryProbe
+from retime.mechanisms.memory.batches import loss_of, part_lengths
 from retime.mechanisms.memory.dry_run.gradients import Buckets, Gradients, check_held
 from retime.mechanisms.memory.dry_run.outputs import HeldOutputs
 from retime.mechanisms.memory.dry_run.profile import StepProfile
 from retime.mechanisms.memory.dry_run.trace import Meter, Tracer
-from retime.mechanisms.memory.host.null import HostNull
-from retime.mechanisms.memory.host.pinned import HostMemory
-from retime.mechanisms.memory.host.tier import HostTier
-from retime.mechanisms.memory.offload.saved_tensors import OffloadSavedTensors, PlanMismatch
-from retime.mechanisms.memory.sandbox.dry_mode import DryMode
-from retime.mechanisms.memory.sandbox.outside import Outside
-from retime.mechanisms.memory.sandbox.stand_ins import Replacement, aliases, copies, fake, stand_in_optimizer, stand_ins
-from retime.mechanisms.memory.sandbox.value_reads import ValueReadError
+from retime.mechanisms.memory.host import HostMemory, HostNull, HostTier
+from retime.mechanisms.memory.offload import OffloadSavedTensors, PlanMismatch
+from retime.mechanisms.memory.sandbox import (
+    DryMode,
+    Outside,
+    Replacement,
+    ValueReadError,
+    aliases,
+    copies,
+    fake,
+    stand_in_optimizer,
+    stand_ins,
+)
 from retime.mechanisms.storages import tensors_in
-from retime.schedules.budget import BlockKind, OffloadPlan, Phase
-from retime.schedules.budget.plan import MOST_SAVED
+from retime.schedules.budget import MOST_SAVED, BlockKind, OffloadPlan, Phase
 
 _WITHOUT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 

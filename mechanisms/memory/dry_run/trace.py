@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from retime.mechanisms.memory.sandbox.value_reads import ValueReadError
+from retime.mechanisms.memory.sandbox import ValueReadError
 from retime.mechanisms.storages import tensors_in
 from retime.schedules.budget import BlockKind, Phase
 

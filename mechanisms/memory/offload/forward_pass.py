@@ -14,8 +14,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from retime.mechanisms.memory.host.last_owner import raise_interruption, watch, working
-from retime.mechanisms.memory.host.tier import HostCopy, HostError, HostTier
+from retime.mechanisms.memory.host import HostCopy, HostError, HostTier, raise_interruption, watch, working
 from retime.mechanisms.memory.offload.saved import Kept, Moved, MovedStorage
 from retime.mechanisms.storages import has_storage, storage_key, storage_keys
 from retime.schedules.budget import OffloadPlan

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from retime.mechanisms.memory.host.last_owner import is_torchs_own
-from retime.mechanisms.memory.host.tier import HostCopy, Loading
+from retime.mechanisms.memory.host import HostCopy, Loading, is_torchs_own
 from retime.mechanisms.storages import Window
 
 

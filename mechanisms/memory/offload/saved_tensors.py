@@ -22,7 +22,7 @@ from torch import Tensor
 
 from retime.mechanisms.arguments import checked
 from retime.mechanisms.byte_sizes import parse_bytes
-from retime.mechanisms.memory.host.tier import HostNone, HostTier, check_host
+from retime.mechanisms.memory.host import HostNone, HostTier, check_host
 from retime.mechanisms.memory.offload.forward_pass import ForwardPass, OffloadCounts, SaveObserver
 from retime.schedules.budget import OffloadPlan
 from retime.schedules.errors import ScheduleError

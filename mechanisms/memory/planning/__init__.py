@@ -1,0 +1,37 @@
+"""From profile to plan: costs, floor, search, trial; and plans as files and reports."""
+
+from retime.mechanisms.memory.planning.budget import parse_budget
+from retime.mechanisms.memory.planning.calibrate import calibrate
+from retime.mechanisms.memory.planning.costs import StepCosts
+from retime.mechanisms.memory.planning.floor import MemoryFloor, StepMemory
+from retime.mechanisms.memory.planning.given_plans import GivenPlans, read_plans, write_plans
+from retime.mechanisms.memory.planning.kept_plans import OtherPlansError, plans_in, state_of
+from retime.mechanisms.memory.planning.plan_after import plan_after
+from retime.mechanisms.memory.planning.report import BudgetReport, PlannedShape
+from retime.mechanisms.memory.planning.search import PlanChoice, part_sizes, search_plan
+from retime.mechanisms.memory.planning.step_planner import Step, StepPlanner
+from retime.mechanisms.memory.planning.time_limit import OutOfTime, TimeLimit
+
+__all__ = [
+    "BudgetReport",
+    "GivenPlans",
+    "MemoryFloor",
+    "OtherPlansError",
+    "OutOfTime",
+    "PlanChoice",
+    "PlannedShape",
+    "Step",
+    "StepCosts",
+    "StepMemory",
+    "StepPlanner",
+    "TimeLimit",
+    "calibrate",
+    "parse_budget",
+    "part_sizes",
+    "plan_after",
+    "plans_in",
+    "read_plans",
+    "search_plan",
+    "state_of",
+    "write_plans",
+]

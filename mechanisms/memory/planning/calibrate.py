@@ -9,14 +9,13 @@ from functools import partial
 
 import torch
 
-from retime.mechanisms.memory.batches.batchnorm import batch_statistics_layers
-from retime.mechanisms.memory.dry_run.profile import Size, StepProfile
-from retime.mechanisms.memory.dry_run.replay import TrainingStep
-from retime.mechanisms.memory.host.tier import HostTier
+from retime.mechanisms.memory.batches import batch_statistics_layers
+from retime.mechanisms.memory.dry_run import Size, StepProfile, TrainingStep
+from retime.mechanisms.memory.host import HostTier
 from retime.mechanisms.memory.planning.costs import StepCosts
 from retime.mechanisms.memory.planning.counted_times import counted_copies, counted_ms
 from retime.mechanisms.memory.planning.scratch import all_of, line, measured, operations_between, spare_bytes
-from retime.mechanisms.memory.pool.memory_pool import within
+from retime.mechanisms.memory.pool import within
 from retime.schedules.budget import Phase
 
 # A copy of so many bytes is timed, or of a share of what the budget leaves: two tensors, and what is under way.

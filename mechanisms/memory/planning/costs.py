@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from retime.mechanisms.memory.dry_run.profile import Size
+from retime.mechanisms.memory.dry_run import Size
 from retime.schedules.budget import Phase
 from retime.schedules.errors import ScheduleError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from retime.mechanisms.memory.dry_run.profile import StepProfile
+from retime.mechanisms.memory.dry_run import StepProfile
 from retime.schedules.budget import BlockKind, Phase
 
 __all__ = ["counted_copies", "counted_ms"]

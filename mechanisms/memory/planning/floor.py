@@ -8,18 +8,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from typing import Any, TypeVar
 
-from retime.mechanisms.memory.batches.batch_shape import sizes_of
-from retime.mechanisms.memory.batches.batchnorm import batch_statistics_layers
-from retime.mechanisms.memory.batches.equal_parts import part_lengths
-from retime.mechanisms.memory.dry_run.lifetimes import Lifetimes
-from retime.mechanisms.memory.dry_run.profile import LargestTask, Size, StepProfile
-from retime.mechanisms.memory.dry_run.replay import EVERYTHING, DryRun, TrainingStep
-from retime.mechanisms.memory.host.tier import HostNone
-from retime.mechanisms.memory.offload.saved_tensors import NoHooksError
+from retime.mechanisms.memory.batches import batch_statistics_layers, part_lengths, sizes_of
+from retime.mechanisms.memory.dry_run import EVERYTHING, DryRun, LargestTask, Lifetimes, Size, StepProfile, TrainingStep
+from retime.mechanisms.memory.host import HostNone
+from retime.mechanisms.memory.offload import NoHooksError
 from retime.mechanisms.memory.planning.costs import StepCosts
 from retime.mechanisms.storages import has_storage, tensors_in
-from retime.schedules.budget import OffloadPlan, Phase
-from retime.schedules.budget.errors import BudgetError, sized
+from retime.schedules.budget import BudgetError, OffloadPlan, Phase, sized
 from retime.schedules.errors import ScheduleError
 
 # Samples of a real run, where the batch is to stay whole: one may be too few for batch statistics.

@@ -12,10 +12,9 @@ from dataclasses import replace
 
 from torch import nn
 
-from retime.mechanisms.memory.dry_run.profile import StepProfile
-from retime.mechanisms.memory.dry_run.replay import DryRun, TrainingStep
-from retime.mechanisms.memory.pool.memory_pool import within
-from retime.mechanisms.memory.sandbox.stand_ins import channels_last, copies
+from retime.mechanisms.memory.dry_run import DryRun, StepProfile, TrainingStep
+from retime.mechanisms.memory.pool import within
+from retime.mechanisms.memory.sandbox import channels_last, copies
 from retime.mechanisms.storages import strided_bytes
 
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from retime.mechanisms.memory.batches.batchnorm import batch_statistics_layers
-from retime.mechanisms.memory.dry_run.profile import StepProfile
-from retime.mechanisms.memory.dry_run.replay import TrainingStep
-from retime.mechanisms.memory.host.tier import HostTier
+from retime.mechanisms.memory.batches import batch_statistics_layers
+from retime.mechanisms.memory.dry_run import StepProfile, TrainingStep
+from retime.mechanisms.memory.host import HostTier
 from retime.mechanisms.memory.planning.costs import StepCosts
 from retime.mechanisms.memory.planning.scratch import line, measured, operations_between, spare_bytes
-from retime.mechanisms.memory.pool.memory_pool import within
+from retime.mechanisms.memory.pool import within
 
 __all__ = ["least_costs"]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from retime.mechanisms.memory.planning.search import PlanChoice
-from retime.schedules.budget import OffloadPlan
-from retime.schedules.budget.errors import BudgetError
+from retime.schedules.budget import BudgetError, OffloadPlan
 
 __all__ = ["plan_after"]
 

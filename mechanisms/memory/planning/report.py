@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from retime.mechanisms.byte_sizes import show_bytes
-from retime.mechanisms.memory.batches.certificate import Certificate
-from retime.mechanisms.memory.offload.saved_tensors import OffloadReport
+from retime.mechanisms.memory.batches import Certificate
+from retime.mechanisms.memory.offload import OffloadReport
 from retime.mechanisms.memory.planning.costs import StepCosts
 from retime.mechanisms.memory.planning.search import PlanChoice
 

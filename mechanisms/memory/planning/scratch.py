@@ -8,14 +8,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from retime.mechanisms.measure.memory_probe import MemoryProbe, forget_peak, status_bytes
-from retime.mechanisms.memory.dry_run.profile import Size, StepProfile
-from retime.mechanisms.memory.dry_run.replay import EVERYTHING, DryRun, TrainingStep
-from retime.mechanisms.memory.dry_run.trace import Operation
-from retime.mechanisms.memory.host.tier import HostNone, HostTier
-from retime.mechanisms.memory.offload.saved_tensors import NoHooksError
-from retime.mechanisms.memory.pool.heap import trim_heap
-from retime.mechanisms.memory.pool.memory_pool import MemoryPool
+from retime.mechanisms.measure import MemoryProbe, forget_peak, status_bytes
+from retime.mechanisms.memory.dry_run import EVERYTHING, DryRun, Operation, Size, StepProfile, TrainingStep
+from retime.mechanisms.memory.host import HostNone, HostTier
+from retime.mechanisms.memory.offload import NoHooksError
+from retime.mechanisms.memory.pool import MemoryPool, trim_heap
 from retime.schedules.budget import OffloadPlan, Phase
 
 # A process's resident size is counted in batches of pages on each core; less than this may be none at all.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from retime.mechanisms.memory.dry_run.replay import TrainingStep
+from retime.mechanisms.memory.dry_run import TrainingStep
 from retime.mechanisms.memory.planning.costs import StepCosts
 from retime.mechanisms.memory.planning.floor import MemoryFloor, StepMemory
 from retime.mechanisms.memory.planning.time_limit import OutOfTime

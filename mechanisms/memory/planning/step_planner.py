@@ -13,15 +13,10 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from retime.mechanisms.memory.batches.batchnorm import BatchNormChoice, batch_statistics_layers
-from retime.mechanisms.memory.batches.certificate import Certificate
-from retime.mechanisms.memory.batches.dry_part import dry_part
-from retime.mechanisms.memory.batches.split import Split
-from retime.mechanisms.memory.dry_run.gradients import Buckets, Gradients
-from retime.mechanisms.memory.dry_run.profile import LargestTask, StepProfile
-from retime.mechanisms.memory.dry_run.replay import TrainingStep
-from retime.mechanisms.memory.host.tier import HostTier
-from retime.mechanisms.memory.offload.saved_tensors import PlanMismatch
+from retime.mechanisms.memory.batches import BatchNormChoice, Certificate, Split, batch_statistics_layers, dry_part
+from retime.mechanisms.memory.dry_run import Buckets, Gradients, LargestTask, StepProfile, TrainingStep
+from retime.mechanisms.memory.host import HostTier
+from retime.mechanisms.memory.offload import PlanMismatch
 from retime.mechanisms.memory.planning.calibrate import calibrate
 from retime.mechanisms.memory.planning.costs import StepCosts
 from retime.mechanisms.memory.planning.floor import StepMemory
@@ -32,10 +27,10 @@ from retime.mechanisms.memory.planning.search import PlanChoice, examined, part_
 from retime.mechanisms.memory.planning.stages import PROBING, PlanningStages
 from retime.mechanisms.memory.planning.time_limit import OutOfTime, TimeLimit
 from retime.mechanisms.memory.planning.trial import PlanTrial
-from retime.mechanisms.memory.sandbox.undisturbed import undisturbed
-from retime.mechanisms.memory.separability.certify import certify
+from retime.mechanisms.memory.sandbox import undisturbed
+from retime.mechanisms.memory.separability import certify
 from retime.mechanisms.storages import strided_bytes
-from retime.schedules.budget.errors import BudgetError
+from retime.schedules.budget import BudgetError
 
 _SPACIOUS = 3
 """A plain step whose tensors fit into the budget so many times is not looked at any closer.

@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from retime.mechanisms.memory.dry_run.profile import StepProfile
-from retime.mechanisms.memory.dry_run.replay import DryRun, TrainingStep
-from retime.mechanisms.memory.host.tier import HostTier
+from retime.mechanisms.memory.dry_run import DryRun, StepProfile, TrainingStep
+from retime.mechanisms.memory.host import HostTier
 from retime.mechanisms.memory.planning.search import PlanChoice
-from retime.mechanisms.memory.pool.memory_pool import within
+from retime.mechanisms.memory.pool import within
 from retime.mechanisms.storages import strided_bytes
 from retime.schedules.budget import BlockKind
 

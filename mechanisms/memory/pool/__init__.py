@@ -1,0 +1,13 @@
+"""Where freed CPU memory goes: a pool that keeps it for the next tensors, and the heap behind it."""
+
+from retime.mechanisms.memory.pool.freed_memory import FreedMemory
+from retime.mechanisms.memory.pool.heap import give_back_freed_memory, trim_heap
+from retime.mechanisms.memory.pool.memory_pool import MemoryPool, within
+
+__all__ = [
+    "FreedMemory",
+    "MemoryPool",
+    "give_back_freed_memory",
+    "trim_heap",
+    "within",
+]

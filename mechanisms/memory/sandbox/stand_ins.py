@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from retime.mechanisms.memory.batches.split import replaced_tensors
+from retime.mechanisms.memory.batches import replaced_tensors
 from retime.mechanisms.memory.sandbox.contents import Contents
 from retime.mechanisms.memory.sandbox.holdings import Holdings, Slots, replaced
 from retime.mechanisms.memory.sandbox.lazy_copy import lazy_copy

@@ -1,0 +1,9 @@
+"""Whether a batch may be trained in parts: a probe of its gradients, and the flow of its operations."""
+
+from retime.mechanisms.memory.separability.certify import certify
+from retime.mechanisms.memory.separability.watch import Compared
+
+__all__ = [
+    "Compared",
+    "certify",
+]

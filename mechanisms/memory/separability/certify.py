@@ -15,11 +15,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from retime.mechanisms.memory.batches.batchnorm import batch_statistics_layers, fix_statistics
-from retime.mechanisms.memory.batches.certificate import Certificate
-from retime.mechanisms.memory.batches.split import Split, part_of, samples_in, split_batch, tensors_of
-from retime.mechanisms.memory.batches.weights import Count, Weighting, counts_of
-from retime.mechanisms.memory.sandbox.model_state import Untouched, why_not_replaced
+from retime.mechanisms.memory.batches import (
+    Certificate,
+    Count,
+    Split,
+    Weighting,
+    batch_statistics_layers,
+    counts_of,
+    fix_statistics,
+    part_of,
+    samples_in,
+    split_batch,
+    tensors_of,
+)
+from retime.mechanisms.memory.sandbox import Untouched, why_not_replaced
 from retime.mechanisms.memory.separability.flow_judge import FlowVerdict
 from retime.mechanisms.memory.separability.flow_labels import Divisor
 from retime.mechanisms.memory.separability.judge import Verdict, fitted_error, judge, scalar_weightings

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from retime.mechanisms.memory.batches.split import tensors_of
+from retime.mechanisms.memory.batches import tensors_of
 from retime.mechanisms.storages import has_storage, tensors_in
 
 __all__ = ["READS", "Flow", "Operand", "Operation", "Place"]

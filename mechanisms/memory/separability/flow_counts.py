@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from retime.mechanisms.memory.batches.weights import COMPARED, Count, compares
+from retime.mechanisms.memory.batches import COMPARED, Count, compares
 from retime.mechanisms.memory.separability.flow import Operand, Operation, Place
 
 __all__ = ["Counted", "counted_after", "entries_of", "entries_read"]

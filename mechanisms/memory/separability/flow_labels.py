@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from retime.mechanisms.memory.batches.weights import Count
+from retime.mechanisms.memory.batches import Count
 from retime.mechanisms.memory.separability.flow_counts import Counted
 
 __all__ = ["Divisor", "Label", "either"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from retime.mechanisms.memory.batches.weights import Weighting
+from retime.mechanisms.memory.batches import Weighting
 from retime.mechanisms.memory.separability.probe import Case, Probe, Run
 
 __all__ = ["Verdict", "fitted_error", "judge", "scalar_weightings"]

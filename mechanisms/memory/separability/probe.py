@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
-from retime.mechanisms.memory.batches.loss import loss_of
-from retime.mechanisms.memory.batches.split import Split, map_leaves, replaced_tensors, samples_in
-from retime.mechanisms.memory.sandbox.model_state import Untouched, seed_all
+from retime.mechanisms.memory.batches import Split, loss_of, map_leaves, replaced_tensors, samples_in
+from retime.mechanisms.memory.sandbox import Untouched, seed_all
 from retime.mechanisms.memory.separability.altered import ALTERATIONS, Altered
 from retime.mechanisms.memory.separability.flow import Flow
 from retime.mechanisms.memory.separability.flow_judge import FlowVerdict, judge_flow

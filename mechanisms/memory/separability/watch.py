@@ -18,9 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from retime.mechanisms.memory.batches.split import tensors_of
-from retime.mechanisms.memory.batches.weights import COMPARED, OPPOSITE
-from retime.mechanisms.memory.sandbox.generators import cuda_generators
+from retime.mechanisms.memory.batches import COMPARED, OPPOSITE, tensors_of
+from retime.mechanisms.memory.sandbox import cuda_generators
 from retime.mechanisms.memory.separability.altered import Altered
 from retime.mechanisms.memory.separability.flow import READS, Flow
 

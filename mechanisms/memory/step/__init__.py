@@ -1,0 +1,18 @@
+"""Training steps inside a byte budget: planning and execution put together."""
+
+from retime.mechanisms.memory.step.budgeted_step import BudgetedStep, NoLossError, Way
+from retime.mechanisms.memory.step.first_steps import check_dry_run
+from retime.mechanisms.memory.step.known_ways import AnotherWay
+from retime.mechanisms.memory.step.shape_changes import check_on_shape_change, warn_of_dropped
+from retime.mechanisms.memory.step.sub_batches import SubBatches
+
+__all__ = [
+    "AnotherWay",
+    "BudgetedStep",
+    "NoLossError",
+    "SubBatches",
+    "Way",
+    "check_dry_run",
+    "check_on_shape_change",
+    "warn_of_dropped",
+]

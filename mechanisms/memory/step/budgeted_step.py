@@ -27,26 +27,40 @@ from torch import Tensor, nn
 
 from retime.mechanisms.arguments import checked
 from retime.mechanisms.byte_sizes import parse_bytes, show_bytes
-from retime.mechanisms.memory.batches.batch_shape import key_of, name_of, no_larger, sizes_of
-from retime.mechanisms.memory.batches.batchnorm import BatchNormChoice, check_choice
-from retime.mechanisms.memory.batches.batchnorm_exact import ChunkedOperators
-from retime.mechanisms.memory.batches.certificate import Certificate, NotSeparableError, WeightsUnclearError
-from retime.mechanisms.memory.batches.loss import loss_of
-from retime.mechanisms.memory.batches.split import Split, samples_in, split_batch
-from retime.mechanisms.memory.dry_run.gradients import Buckets, Gradients, check_held
-from retime.mechanisms.memory.dry_run.made_bytes import TooMuchMade
-from retime.mechanisms.memory.dry_run.replay import EVERYTHING
-from retime.mechanisms.memory.host.tier import HostTier, check_host
-from retime.mechanisms.memory.offload.saved_tensors import PlanMismatch
-from retime.mechanisms.memory.planning.given_plans import GivenPlans, write_plans
-from retime.mechanisms.memory.planning.kept_plans import OtherPlansError, plans_in, state_of
-from retime.mechanisms.memory.planning.report import BudgetReport, PlannedShape
-from retime.mechanisms.memory.planning.search import PlanChoice
-from retime.mechanisms.memory.planning.step_planner import Step, StepPlanner
-from retime.mechanisms.memory.planning.time_limit import TimeLimit
-from retime.mechanisms.memory.pool.freed_memory import FreedMemory
-from retime.mechanisms.memory.sandbox.model_state import random_state, set_random_state
-from retime.mechanisms.memory.sandbox.uncompiled import CompiledCode
+from retime.mechanisms.memory.batches import (
+    BatchNormChoice,
+    Certificate,
+    ChunkedOperators,
+    NotSeparableError,
+    Split,
+    WeightsUnclearError,
+    check_choice,
+    key_of,
+    loss_of,
+    name_of,
+    no_larger,
+    samples_in,
+    sizes_of,
+    split_batch,
+)
+from retime.mechanisms.memory.dry_run import EVERYTHING, Buckets, Gradients, TooMuchMade, check_held
+from retime.mechanisms.memory.host import HostTier, check_host
+from retime.mechanisms.memory.offload import PlanMismatch
+from retime.mechanisms.memory.planning import (
+    BudgetReport,
+    GivenPlans,
+    OtherPlansError,
+    PlanChoice,
+    PlannedShape,
+    Step,
+    StepPlanner,
+    TimeLimit,
+    plans_in,
+    state_of,
+    write_plans,
+)
+from retime.mechanisms.memory.pool import FreedMemory
+from retime.mechanisms.memory.sandbox import CompiledCode, random_state, set_random_state
 from retime.mechanisms.memory.step.first_steps import FirstSteps, check_dry_run, everything
 from retime.mechanisms.memory.step.known_ways import AnotherWay, KnownWays
 from retime.mechanisms.memory.step.offloads import Offloads

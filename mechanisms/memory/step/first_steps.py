@@ -16,15 +16,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from retime.mechanisms.byte_sizes import show_bytes
-from retime.mechanisms.lazy_updates.readers import is_compiled
-from retime.mechanisms.memory.dry_run.made_bytes import MadeBytes, TooMuchMade
-from retime.mechanisms.memory.dry_run.replay import EVERYTHING
-from retime.mechanisms.memory.planning.plan_after import plan_after
-from retime.mechanisms.memory.planning.report import PlannedShape
-from retime.mechanisms.memory.planning.search import PlanChoice
-from retime.mechanisms.memory.sandbox.outside import Outside
-from retime.mechanisms.memory.sandbox.uncompiled import nothing_compiled
-from retime.mechanisms.memory.sandbox.undo import Undo, held_tensors
+from retime.mechanisms.lazy_updates import is_compiled
+from retime.mechanisms.memory.dry_run import EVERYTHING, MadeBytes, TooMuchMade
+from retime.mechanisms.memory.planning import PlanChoice, PlannedShape, plan_after
+from retime.mechanisms.memory.sandbox import Outside, Undo, held_tensors, nothing_compiled
 from retime.mechanisms.storages import strided_bytes
 from retime.schedules.budget import OffloadPlan
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from retime.mechanisms.memory.separability.watch import Compared
+from retime.mechanisms.memory.separability import Compared
 
 __all__ = ["AnotherWay", "KnownWays"]
 

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from retime.mechanisms.memory.host.tier import HostTier
-from retime.mechanisms.memory.offload.saved_tensors import OffloadReport, OffloadSavedTensors, PlanMismatch
-from retime.mechanisms.memory.planning.search import PlanChoice
+from retime.mechanisms.memory.host import HostTier
+from retime.mechanisms.memory.offload import OffloadReport, OffloadSavedTensors, PlanMismatch
+from retime.mechanisms.memory.planning import PlanChoice
 from retime.schedules.budget import OffloadPlan
 
 __all__ = ["Offloads"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Literal, get_args
 
-from retime.mechanisms.memory.batches.certificate import Certificate
+from retime.mechanisms.memory.batches import Certificate
 from retime.mechanisms.memory.step.known_ways import KnownWays
 from retime.mechanisms.no_effect import NoEffectWarning
 

@@ -17,14 +17,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from retime.mechanisms.memory.batches.batchnorm import ghost_momentum
-from retime.mechanisms.memory.batches.certificate import Certificate, WeightsUnclearError, loss_weights
-from retime.mechanisms.memory.batches.combine import WholeOutput
-from retime.mechanisms.memory.batches.equal_parts import balanced_parts
-from retime.mechanisms.memory.batches.loss import loss_of
-from retime.mechanisms.memory.batches.split import Split, samples_in, split_batch
-from retime.mechanisms.memory.batches.weights import Weighting
-from retime.mechanisms.memory.separability.certify import certify
+from retime.mechanisms.memory.batches import (
+    Certificate,
+    Split,
+    Weighting,
+    WeightsUnclearError,
+    WholeOutput,
+    balanced_parts,
+    ghost_momentum,
+    loss_of,
+    loss_weights,
+    samples_in,
+    split_batch,
+)
+from retime.mechanisms.memory.separability import certify
 
 __all__ = ["SubBatches"]
 
