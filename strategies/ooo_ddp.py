@@ -24,6 +24,7 @@ from retime.mechanisms.fusion import FusionReport, sparse_layer
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.out_of_order import ALONE, K, OutOfOrderDataParallel, OutOfOrderReport, read_kept_k
 from retime.strategies.support.ddp_arguments import MegaBytes, StartMethod, given
+from retime.strategies.support.ddp_hooks import hook_was_not_asked_for
 from retime.strategies.support.flavour import LightningOnly
 from retime.strategies.support.reports_home import ReportsHome
 from retime.strategies.support.stepping import FusedStepping
@@ -144,7 +145,13 @@ class OOODataParallelStrategy(LightningOnly, ReportsHome):
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING and self._cross_iteration and self._ooo is not None:
+        if trainer.state.fn != TrainerFn.FITTING or self._is_alone:
+            return
+        if self._ooo is None or self._ooo.model is not self.model:
+            raise RuntimeError(
+                hook_was_not_asked_for("training would be that of plain ddp", "use strategy='ddp' meanwhile")
+            )
+        if self._cross_iteration:
             self._stepping.start(trainer)
 
     def configure_ddp(self) -> None:

@@ -57,6 +57,10 @@ class ReductionHook:
             ) from error
         _hook_of[model] = self
 
+    def reduces(self, model: nn.Module | None) -> bool:
+        """Whether this hook is that model's."""
+        return model is not None and self._model() is model
+
     def _reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         parameters, buffer = bucket.parameters(), bucket.buffer()
         gradients = [_in_layout_of(p, g) for p, g in zip(parameters, bucket.gradients(), strict=True)]

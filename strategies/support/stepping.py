@@ -32,6 +32,7 @@ from retime.mechanisms.fusion import (
 from retime.mechanisms.lazy_updates import why_not_per_parameter, why_not_this_step, why_not_this_zero_grad
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.strategies.support.budgeted import Budgeted
+from retime.strategies.support.ddp_hooks import hook_was_not_asked_for
 
 _MODULE_READERS = (
     "backward",
@@ -76,7 +77,12 @@ class FusedStepping:
         return state
 
     def start(self, trainer: Trainer) -> None:
-        """Before the first step: say what will run the plain way, and fuse what can be."""
+        """Before the first step: say what will run the plain way, and fuse what can be.
+
+        Raises:
+            RuntimeError: gradients of several ranks would be used before they are reduced.
+        """
+        self._check_reduction(trainer)
         module = trainer.lightning_module
         self._modules = []
         for optimizer in trainer.strategy.optimizers:
@@ -88,6 +94,18 @@ class FusedStepping:
         rank_zero_info(
             f"retime: {self.mechanism} of {len(self._fusions)} of {len(trainer.strategy.optimizers)} optimizers"
         )
+
+    def _check_reduction(self, trainer: Trainer) -> None:
+        """Under DDP, gradients that the backward pass leaves are one rank's own: updates need the reduction hook."""
+        if not self.distributed or self.mode == "forward" or self.no_reduction is not None:
+            return
+        if self.reduction is None or not self.reduction.reduces(trainer.strategy.model):
+            raise RuntimeError(
+                hook_was_not_asked_for(
+                    f"{self.mechanism} would use gradients that no other rank has added to",
+                    "use Trainer(strategy='ddp', callbacks=[FuseOptimizer()]) meanwhile",
+                )
+            )
 
     def step(
         self,
@@ -227,7 +245,8 @@ class FusedStepping:
         """Bring all parameters up to date and leave no hook behind; counts stay for :meth:`report`."""
         for optimizer in list(self._fusions):
             self._drop(optimizer)
-        self._modules, self._owners, self.reduction = [], (), None
+        self._modules, self._owners = [], ()
+        self.reduction = self.no_reduction = None
 
     def _drop(self, optimizer: Optimizer) -> None:
         fusion = self._fusions.pop(optimizer)
