@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memory_losses import STEPS, Learner, batch_of
-from retime.mechanisms.memory.certificate import Certificate
+from retime.mechanisms.memory.batches.certificate import Certificate
 from retime.mechanisms.memory.separability import certify
 
 Loss = Callable[[Learner, dict[str, Tensor]], Tensor]
