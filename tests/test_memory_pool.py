@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from retime.mechanisms.memory.host.parse import parse_host
+from retime.mechanisms.memory.pool import freed_memory
 from retime.mechanisms.memory.pool import library as library_module
 from retime.mechanisms.memory.pool import memory_pool as pool_module
 from retime.mechanisms.memory.pool.freed_memory import FreedMemory
-from retime.mechanisms.memory.pool.memory_pool import MemoryPool, freed_memory
+from retime.mechanisms.memory.pool.memory_pool import MemoryPool
 from retime.mechanisms.memory.step.budgeted_step import BudgetedStep
 
 PAGE = os.sysconf("SC_PAGESIZE") if hasattr(os, "sysconf") else 4096
