@@ -109,6 +109,27 @@ def same_bits() -> None:
 
 
 @check
+def two_forward_passes_and_one_backward_pass() -> None:
+    found = []
+    for k in (None, 5):
+        model = wrapped()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        ooo = None if k is None else OutOfOrderDataParallel(model, optimizer, k=k)
+        generator = torch.Generator().manual_seed(RANK)
+        for _ in range(5):
+            pair = [model(torch.randn(6, 8, generator=generator)) for _ in range(2)]
+            (pair[0].square().mean() + pair[1].sin().mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if ooo is not None:
+            ooo.remove()
+            assert ooo.report().deferred_gradients
+            assert ooo.report().held_gradients
+        found.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert_same(*found)
+
+
+@check
 def search() -> None:
     plain, _ = loop(None, steps=60)
     ours, report = loop("auto", steps=60)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from retime.mechanisms.out_of_order import WeightGradientDeferral
-from retime.mechanisms.weight_gradients.deferral import USED_ELSEWHERE
+from retime.mechanisms.weight_gradients.guard import USED_ELSEWHERE
 
 WIDTH = 160
 

@@ -98,9 +98,9 @@ def difference(seed: int, operations: list[int] | None = None) -> str:
 @pytest.mark.filterwarnings("ignore::retime.NoEffectWarning")
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_as_plain_autograd(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("deferral", "layers"):
+    for module in ("layer_hooks", "layers"):
         monkeypatch.setattr(
-            f"retime.mechanisms.out_of_order.{module}.SMALL_BYTES", random.Random(seed).choice([0, 0, 200])
+            f"retime.mechanisms.weight_gradients.{module}.SMALL_BYTES", random.Random(seed).choice([0, 0, 200])
         )
     found = difference(seed)
     if found:

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from retime.mechanisms.out_of_order import WeightGradientDeferral
 from retime.mechanisms.weight_gradients.cut import SEVERAL_OUTPUTS
-from retime.mechanisms.weight_gradients.deferral import USED_ELSEWHERE
 from retime.mechanisms.weight_gradients.graph import SAVES_OUTPUT, USED_TWICE
+from retime.mechanisms.weight_gradients.guard import USED_ELSEWHERE
 from test_deferral_graphs import WIDTH, Around, Own, assert_same, pair, step
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's, in forward mode

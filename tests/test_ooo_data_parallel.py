@@ -19,6 +19,7 @@ IN_A_BARE_LOOP = [
     "uneven_inputs",
     "refusals",
     "memory_bound",
+    "two_forward_passes_and_one_backward_pass",
     "nothing_is_left_behind",
 ]
 

@@ -11,8 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from retime.mechanisms.out_of_order import WeightGradientDeferral
-from retime.mechanisms.weight_gradients.deferral import CHECKPOINTED, NOT_CALLED, SMALL, USED_ELSEWHERE
+from retime.mechanisms.weight_gradients.first_pass import NOT_CALLED
 from retime.mechanisms.weight_gradients.graph import ONE_KERNEL, USED_TWICE
+from retime.mechanisms.weight_gradients.guard import USED_ELSEWHERE
+from retime.mechanisms.weight_gradients.layer_hooks import CHECKPOINTED, SMALL
 
 WIDTH = 160
 """Wide enough that a square weight is not small."""

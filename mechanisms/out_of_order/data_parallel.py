@@ -91,10 +91,15 @@ class OutOfOrderDataParallel:
         self.max_memory = None if max_memory is None else parse_bytes("max_memory", max_memory)
         self._wanted: K = k
         self._report = OutOfOrderReport()
-        self._deferral = WeightGradientDeferral(model.module, blocks=blocks)
-        self._deferral.armed = False
-        self._deferral.on_block = self._on_block
-        self._deferral.on_finished = self._arrange_waits
+        self._defers = False
+        """Whether the forward pass under way, or the last one, defers: not without gradient synchronisation, say."""
+        self._deferral = WeightGradientDeferral(
+            model.module,
+            blocks=blocks,
+            defers=lambda: self._defers,
+            on_block=self._on_block,
+            on_finished=self._arrange_waits,
+        )
         self._map = BucketMap()
         self._divide = divide
         self._carrying: dict[Tensor, Reduction] = {}
@@ -162,7 +167,7 @@ class OutOfOrderDataParallel:
 
     def watch(self, loss: Any) -> None:
         """Look at the graph under the loss before its first backward pass; otherwise the model's output is taken."""
-        if self._deferral.is_watching and self._deferral.armed:
+        if self._deferral.is_watching and self._defers:
             self._deferral.watch(loss)
             if isinstance(self._wanted, int):
                 self._check_range(self._wanted)
@@ -225,7 +230,7 @@ class OutOfOrderDataParallel:
             deferral.forget()
             self._choose_k()
         even = not self.model._join_config.enable  # a rank that has joined early follows the wrapper's own order
-        deferral.armed = synchronised and even and self._no_order is None
+        self._defers = synchronised and even and self._no_order is None
 
     def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
         if not self.expects_loss:
@@ -336,13 +341,11 @@ class OutOfOrderDataParallel:
     def _is_ours(self, bucket: int) -> bool:
         """Whether this bucket's gradients leave in our order, not when the wrapper finds the bucket full."""
         plan = self._plan
-        return (
-            self._deferral.armed and plan is not None and plan.first_bucket is not None and bucket >= plan.first_bucket
-        )
+        return self._defers and plan is not None and plan.first_bucket is not None and bucket >= plan.first_bucket
 
     def _on_block(self, block: Block | None) -> None:
         plan = self._plan
-        if plan is None or not self._deferral.armed:
+        if plan is None or not self._defers:
             return
         if block is None:
             for region in plan.others:

@@ -29,7 +29,7 @@ DOUBLE_BACKWARD = (
 
 @dataclass(eq=False)
 class Call:
-    """One call of a layer, from its forward pre-hook to its weight gradient."""
+    """One call of a layer, from its forward pre-hook to its output gradient."""
 
     layer: Layer
     originals: list[Tensor]
@@ -44,9 +44,21 @@ class Call:
     leaves: tuple[Node, ...] = ()
     """Of the parameters that it read."""
     hidden: Tensor | None = None
-    gradient: Tensor | None = None
-    """What arrived at the output, once the output gradient is done."""
-    keep_graph: bool = False
+
+
+@dataclass(eq=False)
+class WeightGradient:
+    """The weight gradient of one call, which waits: its piece of graph and what arrived at the output."""
+
+    layer: Layer
+    outputs: list[GradientEdge]
+    leaves: tuple[Node, ...]
+    gradient: Tensor
+    keep_graph: bool
+    """Whether the backward pass that it belongs to keeps the graph."""
+
+
+OnOutputGradient = Callable[[WeightGradient], None]
 
 
 def enter(layer: Layer, since: int, args: Any, kwargs: Any, *, rename_inputs: bool) -> tuple[Call, Any, Any]:
@@ -98,22 +110,31 @@ def _memory(tensors: Iterable[Tensor]) -> set[int]:
         return {t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided}
 
 
-class Backward:
-    """What the cut nodes of one model share: the anchor that makes them run, and who takes note of them."""
+class Anchor:
+    """The leaf that makes the cut nodes of one model run in every backward pass that is for all leaves."""
 
-    def __init__(self, on_output_gradient: Callable[[Call], None]) -> None:
-        self.on_output_gradient = on_output_gradient
-        self.anchor = torch.zeros((), requires_grad=True)
-        self.anchor_node = get_gradient_edge(self.anchor).node
+    def __init__(self) -> None:
+        self._leaf = torch.zeros((), requires_grad=True)
+        self._node = get_gradient_edge(self._leaf).node
 
     def is_whole(self) -> bool:
         """Whether the running backward pass is for all leaves: ``grad(inputs=...)`` wants no weight gradient."""
-        return bool(torch._C._will_engine_execute_node(self.anchor_node))
+        return bool(torch._C._will_engine_execute_node(self._node))
 
-    def cut(self, call: Call, output: Any, found: Tensor) -> tuple[Node, Any]:
-        """Replace the output by one whose gradient goes round the layer's piece of graph; returns the node, too."""
+    def cut(self, call: Call, output: Any, found: Tensor, notify: OnOutputGradient) -> tuple[Node, Any]:
+        """Replace the output by one whose gradient goes round the layer's piece of graph.
+
+        Args:
+            call: one that :func:`leave` has seen.
+            output: what the layer returned.
+            found: the only tensor in it that needs a gradient.
+            notify: told of each weight gradient that waits from now on.
+
+        Returns:
+            The cut node, which lives as long as the graph and has the call as its ``call``, and the new output.
+        """
         call.hidden = found
-        replaced: Tensor = _Cut.apply(self, call, self.anchor, *call.originals)  # type: ignore[no-untyped-call]
+        replaced: Tensor = _Cut.apply(self, call, notify, self._leaf, *call.originals)  # type: ignore[no-untyped-call]
         call.originals = []
         node = replaced.grad_fn
         assert node is not None
@@ -124,9 +145,11 @@ class Backward:
 
 class _Cut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, backward: Backward, call: Call, anchor: Tensor, *inputs: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, anchor: Anchor, call: Call, notify: OnOutputGradient, leaf: Tensor, *inputs: Tensor
+    ) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.shared, ctx.call = backward, call
+        ctx.anchor, ctx.call, ctx.notify = anchor, call, notify
         hidden, call.hidden = call.hidden, None
         assert hidden is not None
         # .data and not detach(): views made in a Function must not be changed in place, as an in-place ReLU would
@@ -136,31 +159,31 @@ class _Cut(torch.autograd.Function):
     def backward(ctx: Any, arrived: Tensor | None) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         if arrived is None:
-            return (None,) * (3 + len(call.inputs))
+            return (None,) * (4 + len(call.inputs))
         if torch.is_grad_enabled():
             raise RuntimeError(DOUBLE_BACKWARD)
         inputs = []
         if call.inputs:
             inputs = list(torch.autograd.grad(call.outputs, call.inputs, arrived, retain_graph=True, allow_unused=True))
-        if ctx.shared.is_whole():
+        if ctx.anchor.is_whole():
             keep = bool(torch._C._autograd._get_current_graph_task_keep_graph())
-            work = Call(call.layer, [], [], call.since, outputs=call.outputs, leaves=call.leaves)
-            work.gradient, work.keep_graph = arrived, keep
+            waiting = WeightGradient(call.layer, call.outputs, call.leaves, arrived, keep)
             if not keep:  # the model's graph may live on; this piece goes with its weight gradient
                 call.outputs, call.leaves = [], ()
-            ctx.shared.on_output_gradient(work)
-        return (None, None, None, *inputs)
+            ctx.notify(waiting)
+        return (None, None, None, None, *inputs)
 
 
-def run_weight_gradient(calls: list[Call]) -> bool:
-    """Compute the weight gradients of one layer's calls; hooks on its parameters fire once.
+def run_weight_gradients(waiting: list[WeightGradient]) -> bool:
+    """Compute the weight gradients of one layer's calls in one backward pass; hooks on its parameters fire once.
 
-    Returns whether there was one: parameters may have been frozen since the forward pass.
+    Returns:
+        Whether there was one: parameters may have been frozen since the forward pass.
     """
-    leaves: Any = {leaf: None for call in calls for leaf in call.leaves}
+    leaves: Any = {leaf: None for one in waiting for leaf in one.leaves}
     wanted = [leaf.variable for leaf in leaves if leaf.variable.requires_grad]
     if wanted:
-        edges = [edge for call in calls for edge in call.outputs]
-        gradients: list[Any] = [call.gradient for call in calls]
-        torch.autograd.backward(edges, gradients, retain_graph=calls[0].keep_graph, inputs=wanted)
+        edges = [edge for one in waiting for edge in one.outputs]
+        gradients: list[Any] = [one.gradient for one in waiting]
+        torch.autograd.backward(edges, gradients, retain_graph=waiting[0].keep_graph, inputs=wanted)
     return bool(wanted)

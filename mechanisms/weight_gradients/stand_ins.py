@@ -15,13 +15,20 @@ from retime.mechanisms.weight_gradients.layers import Layer
 
 
 class StandIns:
-    """The stand-ins of one layer, from its first call in a forward pass until its gradients are handed on."""
+    """The stand-ins of one layer in one pass, from its first call until no backward pass can come any more.
+
+    Args:
+        layer: whose parameters they stand for.
+        on_gradient: called in the backward pass, behind each gradient that one of them gets.
+    """
 
     def __init__(self, layer: Layer, on_gradient: Callable[[], None]) -> None:
         self._on_gradient = on_gradient
         self._pairs: list[tuple[Tensor, Tensor]] = []
         """Parameters and their stand-ins."""
         self._now: dict[Tensor, Tensor] = {}
+        self._arrived: dict[int, dict[Tensor, Tensor]] = {}
+        """Of each backward pass that was not handed on yet: gradients by stand-in."""
         mine = set(layer.parameters)
         self._places = [
             (module, name, parameter)
@@ -40,9 +47,15 @@ class StandIns:
         tensor = self._now.get(parameter)
         if tensor is None or not tensor.is_set_to(parameter):  # somebody may have given it other memory
             tensor = self._now[parameter] = parameter.detach().requires_grad_()
-            tensor.register_post_accumulate_grad_hook(lambda _: self._on_gradient())  # type: ignore[no-untyped-call]
+            tensor.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
             self._pairs.append((parameter, tensor))
         return tensor
+
+    def _take(self, tensor: Tensor) -> None:
+        gradient, tensor.grad = tensor.grad, None
+        assert gradient is not None
+        self._arrived.setdefault(torch._C._current_graph_task_id(), {})[tensor] = gradient
+        self._on_gradient()
 
     def take_out(self) -> None:
         """Give the layer its parameters back."""
@@ -50,20 +63,36 @@ class StandIns:
             if parameter in self._now and module._parameters.get(name) is self._now[parameter]:
                 module._parameters[name] = parameter
 
+    def run_now(self) -> bool:
+        """Whether the running backward pass brings one of them a gradient."""
+        return any(torch._C._will_engine_execute_node(get_gradient_edge(s).node) for _, s in self._pairs)
+
     def is_torn(self) -> bool:
         """Whether the running backward pass brings a parameter gradients beside those of its stand-in."""
         runs = torch._C._will_engine_execute_node
         return any(runs(get_gradient_edge(s).node) and runs(get_gradient_edge(p).node) for p, s in self._pairs)
 
-    def hand_on(self, *, release: bool) -> int:
-        """Send the gradients to the parameters; returns how many there were."""
-        found = [(p, s.grad) for p, s in self._pairs if s.grad is not None and p.requires_grad]
+    @property
+    def backwards(self) -> list[int]:
+        """The backward passes whose gradients wait, by autograd's number of each."""
+        return list(self._arrived)
+
+    def hand_on(self, backward: int) -> bool:
+        """Send one backward pass's gradients to the parameters; returns whether there were any."""
+        arrived = self._arrived.pop(backward, {})
+        found = [(p, arrived[s]) for p, s in self._pairs if s in arrived and p.requires_grad]
         if found:
             parameters: list[Any] = [parameter for parameter, _ in found]
             torch.autograd.backward(parameters, [gradient for _, gradient in found], inputs=parameters)
+        return bool(found)
+
+    def drop(self, backward: int) -> None:
+        """Forget one backward pass's gradients."""
+        self._arrived.pop(backward, None)
+
+    def release(self) -> None:
+        """No backward pass comes any more. The graph may live on and with it the stand-ins: no alias must be left."""
         for _, tensor in self._pairs:
-            tensor.grad = None
-            if release:
-                # the model's graph may live on and with it the stand-in, which must not count as an alias
-                tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return len(found)
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self._pairs.clear()
+        self._now.clear()

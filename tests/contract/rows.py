@@ -35,7 +35,7 @@ from retime.callbacks import FuseOptimizer
 from retime.mechanisms.memory.planning.report import PlannedShape
 from retime.mechanisms.memory.planning.search import PlanChoice
 from retime.mechanisms.out_of_order import data_parallel
-from retime.mechanisms.weight_gradients import deferral
+from retime.mechanisms.weight_gradients import layer_hooks
 from retime.schedules.budget import OffloadPlan
 from retime.strategies import (
     FusedOptimizerDDPStrategy,
@@ -160,7 +160,7 @@ def _all_blocks(ddp: dict[str, Any]) -> OOODataParallelStrategy:
 
     Rows on several ranks have processes of their own, so the changes reach no other row.
     """
-    deferral.SMALL_BYTES = 0
+    layer_hooks.SMALL_BYTES = 0
     data_parallel.SMALLEST_MESSAGE_BYTES = 1
     data_parallel.OutOfOrderDataParallel._check_range = lambda self, k: None
     return OOODataParallelStrategy(k=99, **ddp)

@@ -19,7 +19,7 @@ from retime.mechanisms.memory.planning.report import PlannedShape
 from retime.mechanisms.memory.planning.search import PlanChoice
 from retime.mechanisms.memory.step import sub_batches
 from retime.mechanisms.out_of_order import WeightGradientDeferral
-from retime.mechanisms.weight_gradients import deferral
+from retime.mechanisms.weight_gradients import layer_hooks
 from retime.schedules.budget import OffloadPlan
 
 HOLDS = 2**30
@@ -77,7 +77,7 @@ class Deferral(Way):
         self._deferral = WeightGradientDeferral(model, k=(1, 2, 3, 99)[spec.seed % 4])
 
     def pass_(self, compute: Callable[[Any], Tensor], batch: Any, share: int, last: bool) -> Tensor:
-        with patch.object(deferral, "SMALL_BYTES", 0):
+        with patch.object(layer_hooks, "SMALL_BYTES", 0):
             loss = compute(batch)
             self._deferral.watch(loss)
             (loss / share).backward()
