@@ -32,9 +32,9 @@ from retime.mechanisms.arguments import Above, AtLeast, checked
 from retime.mechanisms.byte_sizes import parse_bytes
 from retime.mechanisms.fusion.consumed import ConsumedGradient
 from retime.mechanisms.fusion.report import FusionReport
-from retime.mechanisms.fusion.side_stream import SideStream
 from retime.mechanisms.lazy_updates import OptimizerWindow, ReplacedMethod, has_alias, nbytes
 from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.streams import SideStream
 
 CPU_BUCKET_BYTES = 1 << 20
 CUDA_BUCKET_BYTES = 8 << 20

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from retime.mechanisms.streams import Mark, SideStream
+
 __all__ = ["HostReduction", "reduce_on_host"]
 
 
@@ -50,7 +52,7 @@ class HostReduction:
         # One thread: all ranks reduce their buckets in the same order.
         self._thread: ThreadPoolExecutor | None = ThreadPoolExecutor(1, thread_name_prefix="retime-host-reduction")
         self._buffers: dict[int, Tensor] = {}
-        self._stream: torch.cuda.Stream | None = None
+        self._side = SideStream(next(iter(devices), "cpu"))
         self.bytes_out = 0
         model.register_comm_hook(self, reduce_on_host)
 
@@ -70,7 +72,7 @@ class HostReduction:
             buffer = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=values.is_cuda)
             self._buffers[index] = buffer
         self.bytes_out += values.nbytes
-        left = self._copy_out(buffer, values)
+        left = self._side.copy(buffer, values)
         done: Future[Tensor] = Future(devices=[values.device] if values.is_cuda else [])
         self._thread.submit(self._reduce, values, buffer, left, done)
         return done
@@ -85,36 +87,18 @@ class HostReduction:
         if dist.is_initialized():
             dist.destroy_process_group(self._group)
 
-    def _reduce(self, values: Tensor, buffer: Tensor, left: torch.cuda.Event | None, done: Future[Tensor]) -> None:
+    def _reduce(self, values: Tensor, buffer: Tensor, left: Mark, done: Future[Tensor]) -> None:
         try:
-            if left is not None:
+            if values.is_cuda:
                 torch.cuda.set_device(values.device)  # a new thread's is device 0
-                left.synchronize()
+            left.synchronize()
             buffer.div_(self._size)
             dist.all_reduce(buffer, group=self._group)
-            if self._stream is None:
-                values.copy_(buffer)
-                done.set_result(values)
-                return
-            with torch.cuda.stream(self._stream):  # whoever waits for the result waits for what this stream has
+            with self._side.after_itself():  # whoever waits for the result waits for what this stream has
                 values.copy_(buffer, non_blocking=True)
                 done.set_result(values)
         except Exception as error:  # then DistributedDataParallel cannot read the result, and says this in its error
             done.set_exception(error)  # type: ignore[arg-type]
-
-    def _copy_out(self, buffer: Tensor, values: Tensor) -> torch.cuda.Event | None:
-        """To the host, after all that the compute stream was given so far."""
-        if not values.is_cuda:
-            buffer.copy_(values)
-            return None
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(values.device)  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(torch.cuda.current_stream(values.device))
-        with torch.cuda.stream(self._stream):
-            buffer.copy_(values, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(self._stream)
-        return event
 
 
 def reduce_on_host(reduction: HostReduction, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]

@@ -1,8 +1,7 @@
 """The host tier of training on a CUDA device: pinned buffers, filled and read on a side stream.
 
-The order of events stands in for ``record_stream``: the compute stream waits for a copy before the memory it read, or
-filled, is handed to anybody else, so that the caching allocator can use it again at once and the peak is the same in
-every step. The host itself never waits.
+The compute stream waits for a copy before the memory it read, or filled, is handed to anybody else (``streams``), so
+that the caching allocator can use it again at once.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from retime.mechanisms.memory.host.left_behind import LeftBehind
 from retime.mechanisms.memory.host.tier import HostError
+from retime.mechanisms.streams import Mark, SideStream
 
 
 class HostMemory:
@@ -34,7 +34,9 @@ class HostMemory:
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)
         self._cuda = self._device.type == "cuda"
-        self._stream = torch.cuda.Stream(self._device) if self._cuda else None  # type: ignore[no-untyped-call]
+        if self._cuda and self._device.index is None:
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        self._side = SideStream(self._device)
         self._kept = _KeptBuffers()
         self._left = LeftBehind()
         self._lock = threading.RLock()
@@ -43,7 +45,7 @@ class HostMemory:
         self._most = 0
 
     def takes(self, device: torch.device) -> bool:
-        return device.type == self._device.type and (not self._cuda or device.index == self._stream_device())
+        return device.type == self._device.type and (not self._cuda or device.index == self._device.index)
 
     def reserve(self, nbytes: int, storages: int) -> None:
         with self._lock:
@@ -96,16 +98,16 @@ class HostMemory:
     def _release(self, copied: _Copied) -> None:
         """The next copy into the buffer runs on the same stream as all that still read it, so it may go at once."""
         with self._lock:
-            self._await(copied.event)
-            copied.storage, buffer, copied.buffer = None, copied.buffer, None
+            copied.mark.wait()
+            buffer, copied.buffer = copied.buffer, None
             if buffer is not None:
                 self._held -= buffer.nbytes
                 self._kept.put(buffer)
 
     def _give_up_kept(self) -> None:
         self._kept.shrink(0)
-        if self._stream is not None:
-            self._stream.synchronize()
+        if self._cuda:
+            self._side.synchronize()
             torch._C._host_emptyCache()  # torch keeps locked pages too
 
     @staticmethod
@@ -115,47 +117,23 @@ class HostMemory:
             f"host='memory' has no space for {what}. Free some, or raise the budget so that less is offloaded",
         )
 
-    def _stream_device(self) -> int | None:
-        return self._stream.device.index if self._stream is not None else None
-
-    def _copy(self, into: Tensor, source: Tensor) -> torch.cuda.Event | None:
-        """``into <- source`` after all that the compute stream was given so far."""
-        if self._stream is None:
-            into.copy_(source)
-            return None
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            into.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(self._stream)
-        return event
-
-    def _await(self, event: torch.cuda.Event | None) -> bool:
-        if event is None or event.query():  # type: ignore[no-untyped-call]
-            return False
-        torch.cuda.current_stream(self._device).wait_event(event)
-        return True
-
 
 @dataclass(eq=False, slots=True)
 class _Copied:
-    """Held until the copy has ended: before that, the storage's memory must not go to anybody else."""
+    """A copy that was given: its mark holds the storage, whose memory must not go to anybody else before the end."""
 
-    storage: torch.UntypedStorage | None
-    buffer: Tensor | None
-    event: torch.cuda.Event | None
+    mark: Mark
+    buffer: Tensor | None = None
 
 
 class _MemoryCopy:
     def __init__(self, host: HostMemory, source: torch.UntypedStorage, buffer: Tensor) -> None:
         self.nbytes = source.nbytes()
-        self.copied = _Copied(source, buffer, host._copy(buffer, _bytes_of(source)))
+        self.copied = _Copied(host._side.copy(buffer, _bytes_of(source), hold=[source]), buffer)
         self._host = host
 
     def settle(self) -> bool:
-        waited = self._host._await(self.copied.event)
-        self.copied.storage = None
-        return waited
+        return self.copied.mark.wait()
 
     def check(self) -> None:
         pass
@@ -163,8 +141,8 @@ class _MemoryCopy:
     def load(self, into: torch.UntypedStorage) -> _MemoryLoading:
         assert self.copied.buffer is not None, "the copy was freed"
         host = self._host
-        back = _Copied(into, None, host._copy(_bytes_of(into), self.copied.buffer))
-        loading = _MemoryLoading(host, back)
+        back = _Copied(host._side.copy(_bytes_of(into), self.copied.buffer, hold=[into]))
+        loading = _MemoryLoading(back)
         with host._lock:
             host._left.see_to()
             host._left.when_gone(loading, partial(host._release, back))
@@ -175,14 +153,11 @@ class _MemoryCopy:
 
 
 class _MemoryLoading:
-    def __init__(self, host: HostMemory, back: _Copied) -> None:
-        self._host = host
+    def __init__(self, back: _Copied) -> None:
         self._back = back
 
     def wait(self) -> bool:
-        waited = self._host._await(self._back.event)
-        self._back.storage = None
-        return waited
+        return self._back.mark.wait()
 
 
 class _KeptBuffers:
