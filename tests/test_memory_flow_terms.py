@@ -17,6 +17,7 @@ Loss = Callable[[Learner, dict[str, Tensor]], Tensor]
 def certificate_of(loss: Loss) -> Certificate:
     torch.manual_seed(3)
     model = Learner()
+    model.register_buffer("state", torch.zeros(()))
     return certify(lambda part: loss(model, part), batch_of(11, torch.Generator().manual_seed(3)), model)
 
 
@@ -54,6 +55,7 @@ ALIKE: dict[str, Loss] = {
     "sum by length beside a mean": lambda m, b: m.each(b).sum() / len(b["x"]) + squares(m, b).mean(),
     "shares beside a mean": lambda m, b: (m.each(b) / len(b["x"])).sum() + squares(m, b).mean(),
     "penalty beside a mean over tokens": lambda m, b: tokens(m, b) + m.share * m.head.weight.square().sum(),
+    "state that learns nothing, as a metric's": lambda m, b: (m.state + m.each(b).sum()) / len(b["x"]),
     "classes beside a mean": lambda m, b: F.cross_entropy(m(b["x"]), b["y"]) + squares(m, b).mean(),
 }
 

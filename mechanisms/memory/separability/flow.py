@@ -47,12 +47,14 @@ class Operand:
 
     Attributes:
         covers: of the entries in its storage ``"all"``, or ``"all but first"`` of each row, or else ``""``.
+        learns: a gradient flows through it.
     """
 
     storage: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     covers: str = ""
+    learns: bool = False
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,7 @@ class Flow:
         )
 
     def _operand(self, tensor: Tensor) -> Operand:
-        return Operand(self._number(tensor), tuple(tensor.shape), tensor.dtype, _covers(tensor))
+        return Operand(self._number(tensor), tuple(tensor.shape), tensor.dtype, _covers(tensor), tensor.requires_grad)
 
     def _number(self, tensor: Tensor) -> int:
         if has_storage(tensor):

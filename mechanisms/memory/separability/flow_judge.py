@@ -193,7 +193,8 @@ class _Step:
             label = label.shared(1 if 1 / factor in self._ratios else -1 if factor in self._ratios else 0, grown)
         if self.growing and not grown and label.rows is None:
             label = self._taken_over_samples(label)
-        apart = [one for one in self.inputs if one.computed and not one.sampled]
+        # what no gradient flows through, such as a metric's state, shifts the loss alone, which the probe compares
+        apart = any(read.learns and not one.sampled for read, one in zip(operation.reads, self.inputs, strict=False))
         if apart and not grown and not self.growing and (name in _ADDED or name in ("cat", "stack")):
             label = replace(label, constant=True)
         scaled = [one.scaled for one in self.inputs]
