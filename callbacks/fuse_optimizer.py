@@ -10,7 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from retime.mechanisms.arguments import checked
-from retime.mechanisms.fusion import FusionReport, ReductionHook, sparse_layer
+from retime.mechanisms.ddp import sparse_layer
+from retime.mechanisms.fusion import FusionReport, reduction_of
 from retime.strategies.support.flavour import refuse_other_trainer
 from retime.strategies.support.stepping import FusedStepping
 
@@ -53,7 +54,7 @@ class FuseOptimizer(Callback):
             if layer is not None:
                 stepping.no_reduction = f"DDP cannot reduce the sparse gradients of {layer!r} through a hook"
             else:
-                stepping.reduction, stepping.no_reduction = ReductionHook(strategy.model), None
+                stepping.reduction, stepping.no_reduction = reduction_of(strategy.model), None
         stepping.start(trainer)
         _restore(strategy)  # a copy of a Trainer that was made during its fit has the original's
         strategy.optimizer_step = _FusedStep(stepping, trainer, strategy.optimizer_step)  # type: ignore[method-assign]

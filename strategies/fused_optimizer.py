@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from retime.mechanisms.arguments import checked
-from retime.mechanisms.fusion import FusionReport, ReductionHook, sparse_layer
+from retime.mechanisms.ddp import sparse_layer
+from retime.mechanisms.fusion import FusionReport, ReductionHook
 from retime.strategies.support.ddp_arguments import MegaBytes, StartMethod, given
 from retime.strategies.support.flavour import LightningOnly
 from retime.strategies.support.one_device import OneDevice

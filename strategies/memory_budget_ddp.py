@@ -15,8 +15,7 @@ from lightning.pytorch.plugins import Precision
 from torch.nn.parallel import DistributedDataParallel
 
 from retime.mechanisms.arguments import checked
-from retime.mechanisms.ddp import RankAgreement
-from retime.mechanisms.ddp.reducers import HostReduction
+from retime.mechanisms.ddp import HostReduction, RankAgreement
 from retime.mechanisms.memory.batches import Split
 from retime.mechanisms.memory.data_parallel import SETTING_UP, BudgetedDataParallelStep
 from retime.mechanisms.memory.host import parse_host

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from retime.mechanisms.arguments import checked
 from retime.mechanisms.byte_sizes import parse_bytes
-from retime.mechanisms.ddp import bucket_mb, measured_seconds_per_mb
-from retime.mechanisms.fusion import FusionReport, sparse_layer
+from retime.mechanisms.ddp import bucket_mb, measured_seconds_per_mb, sparse_layer
+from retime.mechanisms.fusion import FusionReport
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.out_of_order import ALONE, K, OutOfOrderDataParallel, OutOfOrderReport, read_kept_k
 from retime.strategies.support.ddp_arguments import MegaBytes, StartMethod, given

@@ -42,7 +42,7 @@ from memory_budget_support import (
     norm,
 )
 from retime.callbacks import MemoryTimeline
-from retime.mechanisms.ddp.reducers.host import HostReduction
+from retime.mechanisms.ddp import HostReduction
 from retime.mechanisms.measure.memory_probe import MemoryProbe
 from retime.mechanisms.memory.data_parallel.alone import alone
 from retime.mechanisms.memory.data_parallel.budgeted_step import BudgetedDataParallelStep

@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import retime.mechanisms.ddp.reducers.host as host_reduction
-from retime.mechanisms.ddp.reducers.host import HostReduction
+from retime.mechanisms.ddp import HostReduction
 from retime.strategies import MemoryBudgetDDPStrategy
 
 

@@ -1,4 +1,4 @@
-"""Run a worker script as two gloo ranks and collect what they print."""
+"""Run a worker script as gloo ranks, two or more, and collect what they print."""
 
 import os
 import socket
@@ -10,6 +10,13 @@ from pathlib import Path
 
 def run_two_ranks(script: str, *arguments: str, timeout_s: float = 180) -> list[subprocess.CompletedProcess[str]]:
     """Start `tests/<script>` twice, with the variables torchrun sets; every process is gone afterwards."""
+    return run_ranks(2, script, *arguments, timeout_s=timeout_s)
+
+
+def run_ranks(
+    count: int, script: str, *arguments: str, timeout_s: float = 180
+) -> list[subprocess.CompletedProcess[str]]:
+    """Start `tests/<script>` so many times, with the variables torchrun sets; every process is gone afterwards."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -17,7 +24,7 @@ def run_two_ranks(script: str, *arguments: str, timeout_s: float = 180) -> list[
     common = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "WORLD_SIZE": "2",
+        "WORLD_SIZE": str(count),
         "GROUP_RANK": "0",
         "TORCHELASTIC_RUN_ID": "tests",
         "OMP_NUM_THREADS": "1",
@@ -26,7 +33,7 @@ def run_two_ranks(script: str, *arguments: str, timeout_s: float = 180) -> list[
     command = [sys.executable, str(tests / script), *arguments]
     with ExitStack() as ends:  # closes pipes, else they would be warned of in a later test
         ranks = []
-        for rank in range(2):
+        for rank in range(count):
             worker = subprocess.Popen(
                 command,
                 env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},

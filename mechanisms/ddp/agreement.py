@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from retime.mechanisms.ddp.own_group import close_group, own_group
 from retime.schedules.budget import BudgetError
 
 __all__ = ["RankAgreement"]
@@ -25,13 +26,12 @@ class RankAgreement:
 
     def __init__(self, timeout: timedelta | None = None) -> None:
         gloo = dist.get_backend() == "gloo"
-        self._group = None if gloo else dist.new_group(backend="gloo", timeout=timeout)
+        self._group = None if gloo else own_group(backend="gloo", timeout=timeout)
 
     def close(self) -> None:
         """Give back what was made for this; the ranks agree on nothing more."""
         group, self._group = self._group, None
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+        close_group(group)
 
     def largest(self, decide: Callable[[], int], doing: str) -> int:
         """The largest of the ranks' decisions.

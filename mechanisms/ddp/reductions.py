@@ -11,6 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from retime.mechanisms.ddp.mean import scale
+from retime.mechanisms.ddp.own_group import close_group, own_group
 from retime.mechanisms.lazy_updates import PendingUpdate, can_wait, has_alias, is_pending, pending_of
 
 
@@ -51,23 +53,15 @@ class Reductions:
     layers that the next forward pass needs first, have another, so that they do not queue behind the bulk either.
     """
 
-    def __init__(self, group: Any, *, is_view: bool, timeout: Any = None) -> None:
-        ranks = dist.get_process_group_ranks(group)
-        self._size = len(ranks)
-        self._is_view = is_view
-        local = len(ranks) != dist.get_world_size()
-        backend = dist.get_backend(group)
-        self._groups = [
-            dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=local) for _ in range(2)
-        ]
+    def __init__(self, group: Any, *, divide: bool, timeout: Any = None) -> None:
+        self._ranks = dist.get_world_size(group)
+        self._divide = divide
+        self._groups = [own_group(group, timeout=timeout) for _ in range(2)]
         self._on_their_way: list[Reduction] = []
 
     def start(self, parameters: Iterable[Tensor], values: Tensor, *, urgent: bool) -> None:
         """Begin to replace ``values``, the gradients of ``parameters``, by their mean over the ranks."""
-        if self._is_view:
-            values.div_(self._size)
-        else:  # as DistributedDataParallel does with gradients that are no views of its buckets
-            values.mul_(1.0 / self._size)
+        scale(values, self._ranks, divide=self._divide)
         work = dist.all_reduce(values, group=self._groups[urgent], async_op=True)
         self._on_their_way.append(Reduction(parameters, work))
 
@@ -80,7 +74,7 @@ class Reductions:
         """Give the process groups back."""
         groups, self._groups = self._groups, []
         for group in groups:
-            dist.destroy_process_group(group)
+            close_group(group)
 
 
 def settle_gradients(parameters: Iterable[Tensor]) -> None:

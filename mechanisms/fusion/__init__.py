@@ -1,7 +1,7 @@
 """Optimizer fusion (Jiang et al. 2021): updates inside the backward pass, or just before the next forward pass."""
 
 from retime.mechanisms.fusion.backward import BackwardFusion, check_bucket_bytes, parameters_of
-from retime.mechanisms.fusion.data_parallel import DataParallelFusion, ReductionHook, average, sparse_layer
+from retime.mechanisms.fusion.data_parallel import DataParallelFusion, ReductionHook, reduction_of
 from retime.mechanisms.fusion.forward import ForwardFusion
 from retime.mechanisms.fusion.fuse import fuse_optimizer
 from retime.mechanisms.fusion.report import FusionReport, check_mode
@@ -13,11 +13,10 @@ __all__ = [
     "ForwardFusion",
     "FusionReport",
     "ReductionHook",
-    "average",
     "check_bucket_bytes",
     "check_mode",
     "declare_per_parameter",
     "fuse_optimizer",
     "parameters_of",
-    "sparse_layer",
+    "reduction_of",
 ]

@@ -7,75 +7,79 @@ all three work, because only the backward pass that belongs to a step is armed.
 """
 
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from retime.mechanisms.ddp import at_end_of_backward, comm_hook_of, sparse_layer
 from retime.mechanisms.fusion.backward import ALIASED, BackwardFusion, Followed
 from retime.mechanisms.lazy_updates import OptimizerWindow, has_alias, nbytes
 
-_hook_of: "weakref.WeakKeyDictionary[DistributedDataParallel, ReductionHook]" = weakref.WeakKeyDictionary()
-"""Beside the models, not in them: a copy of a model has no hook."""
 CommunicationHook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
+USE_FORWARD = (
+    "under Lightning pass yours as FusedOptimizerDDPStrategy(ddp_comm_hook=...); in a bare loop fuse before "
+    "registering, or use mode='forward'"
+)
 
 
 class ReductionHook:
-    """DDP's communication hook, with room for something to do as soon as a bucket is reduced.
+    """Owns DDP's communication hook, with room for something to do as soon as a bucket is reduced.
 
     ``hook`` and ``state`` are the user's own communication hook, if any; without one, gradients are averaged with the
-    arithmetic DDP itself uses (a division where ``.grad`` is a view of the bucket, a multiplication by the rounded
-    reciprocal otherwise), so the bits are those of plain DDP.
+    arithmetic DDP itself uses, so the bits are those of plain DDP.
     """
 
     def __init__(
         self, model: DistributedDataParallel, hook: CommunicationHook | None = None, state: Any = None
     ) -> None:
-        self.listeners: list[DataParallelFusion] = []
-        # no strong reference to the process group: the last one to go may be a continuation, in a thread of the group,
-        # and a group cannot end in its own thread
-        self._model = weakref.ref(model)
+        self._listeners: list[DataParallelFusion] = []
+        self._slot = comm_hook_of(model)
         self._hook = hook
         self._state = state
-
-        def retime_reduction(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-            return self._reduce(bucket)
-
-        try:
-            model.register_comm_hook(None, retime_reduction)
-        except RuntimeError as error:
-            raise ValueError(
-                "backward fusion needs DDP's communication hook, and this model has one already: under Lightning pass "
-                "yours as FusedOptimizerDDPStrategy(ddp_comm_hook=...); in a bare loop fuse before registering, or use "
-                "mode='forward'"
-            ) from error
-        _hook_of[model] = self
+        self._take()
 
     def reduces(self, model: nn.Module | None) -> bool:
         """Whether this hook is that model's."""
-        return model is not None and self._model() is model
+        return model is not None and self._slot.is_of(model) and self._slot.owner is self
 
-    def _reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    def join(self, fusion: "DataParallelFusion") -> None:
+        """Let this fusion hear of reduced buckets.
+
+        Raises:
+            ValueError: something else has the model's communication hook by now.
+        """
+        self._take()
+        self._listeners.append(fusion)
+
+    def leave(self, fusion: "DataParallelFusion") -> None:
+        """Tell this fusion no more; with the last one the communication hook is given back, unless it is a user's."""
+        if fusion in self._listeners:
+            self._listeners.remove(fusion)
+        if not self._listeners and self._hook is None:
+            self._slot.give_back(self)
+
+    def _take(self) -> None:
+        self._slot.take(self, "backward fusion", USE_FORWARD)
+        if self._hook is None:
+            self._slot.mean()
+
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Start the all-reduce of a bucket, and let what is fused update behind it."""
         parameters, buffer = bucket.parameters(), bucket.buffer()
         gradients = [_in_layout_of(p, g) for p, g in zip(parameters, bucket.gradients(), strict=True)]
-        if self._hook is not None:
-            future = self._hook(self._state, bucket)
-        else:
-            model = self._model()
-            assert model is not None
-            future = average(buffer, is_view=_is_view(parameters[0], gradients[0]), group=model.process_group)
-        armed = [fusion for fusion in self.listeners if fusion.armed and fusion.wanted()]
+        own, slot = self._hook, self._slot
+        future = own(self._state, bucket) if own is not None else slot.reduce_as_ddp(bucket)
+        armed = [fusion for fusion in self._listeners if fusion.armed and fusion.wanted()]
         if not armed:
             return future
         if bucket.is_last():
             for fusion in armed:
-                _at_end_of_backward(fusion.guard_reduced)
+                at_end_of_backward(fusion.guard_reduced)
 
         def then(reduced: torch.futures.Future[Any]) -> Tensor:
             value = reduced.value()
@@ -89,17 +93,6 @@ class ReductionHook:
         return future.then(then)
 
 
-def average(buffer: Tensor, *, is_view: bool, group: Any) -> torch.futures.Future[Tensor]:
-    """Start the all-reduce that replaces ``buffer`` by its mean over the ranks."""
-    ranks = dist.get_world_size(group)
-    if is_view:
-        buffer.div_(ranks)
-    else:
-        buffer.mul_(1.0 / ranks)
-    future: torch.futures.Future[Any] = dist.all_reduce(buffer, group=group, async_op=True).get_future()
-    return future.then(lambda done: done.value()[0])
-
-
 def _in_layout_of(parameter: Tensor, gradient: Tensor) -> Tensor:
     """The bucket's slice as DDP lays it out: with the parameter's strides where these leave no gaps."""
     if parameter.is_contiguous() or torch.empty_like(parameter).stride() != parameter.stride():
@@ -107,27 +100,20 @@ def _in_layout_of(parameter: Tensor, gradient: Tensor) -> Tensor:
     return gradient.as_strided(parameter.shape, parameter.stride(), gradient.storage_offset())
 
 
-def _is_view(parameter: Tensor, gradient: Tensor) -> bool:
-    return parameter.grad is not None and parameter.grad.data_ptr() == gradient.data_ptr()
-
-
 def reduction_of(model: DistributedDataParallel) -> ReductionHook:
-    """The model's reduction hook, made when there is none; DDP takes one communication hook for life."""
+    """The hook through which fusions of this model hear of reduced buckets; made when there is none.
+
+    Raises:
+        ValueError: something else has the model's communication hook, or cannot go through one.
+    """
     layer = sparse_layer(model.module)
     if layer is not None:
         raise ValueError(
             f"DDP cannot reduce the sparse gradients of {layer!r} through a communication hook: use sparse=False, or "
             "mode='forward'"
         )
-    return _hook_of.get(model) or ReductionHook(model)
-
-
-def sparse_layer(model: nn.Module) -> str | None:
-    """Name of a layer with sparse gradients: DDP's communication hooks cannot carry them."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            return str(name)
-    return None
+    owner = comm_hook_of(model).owner
+    return owner if isinstance(owner, ReductionHook) else ReductionHook(model)
 
 
 class DataParallelFusion(BackwardFusion):
@@ -142,7 +128,7 @@ class DataParallelFusion(BackwardFusion):
         self._reduction = reduction
         self._lock = threading.Lock()
         self._hidden: dict[Followed, Tensor | None] = {}
-        reduction.listeners.append(self)
+        reduction.join(self)
 
     def on_gradient(self, followed: Followed) -> None:
         """Note that this rank used the parameter, in whichever micro-batch of the step.
@@ -199,15 +185,8 @@ class DataParallelFusion(BackwardFusion):
         followed.parameter.grad = self._hidden.pop(followed, None)
 
     def remove(self) -> None:
-        """Take all hooks off; the communication hook stays and does what DDP itself would."""
-        if self in self._reduction.listeners:
-            self._reduction.listeners.remove(self)
+        """Take all hooks off, and give the communication hook back if no other fusion of this model needs it."""
+        self._reduction.leave(self)
         for followed in list(self._hidden):
             self._show(followed)
         super().remove()
-
-
-def _at_end_of_backward(act: Callable[[], Any]) -> None:
-    """Run ``act`` after DDP's own end-of-backward callback, which is queued when this bucket's hook has returned."""
-    queue = torch.autograd.Variable._execution_engine.queue_callback
-    queue(lambda: queue(act))

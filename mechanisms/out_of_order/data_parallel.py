@@ -8,9 +8,8 @@ the next forward pass needs them first.
 
 import time
 import warnings
-import weakref
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import torch
@@ -22,8 +21,19 @@ from torch.optim import Optimizer
 
 from retime.mechanisms.arguments import AtLeast, checked
 from retime.mechanisms.byte_sizes import parse_bytes
-from retime.mechanisms.ddp import BucketMap, Reduction, Reductions, Region, release, settle_gradients
-from retime.mechanisms.fusion import average, sparse_layer
+from retime.mechanisms.ddp import (
+    BucketMap,
+    Reduction,
+    Reductions,
+    Region,
+    at_end_of_backward,
+    comm_hook_of,
+    release,
+    scale,
+    settle_gradients,
+    sparse_layer,
+)
+from retime.mechanisms.ddp.reducers import DeviceReducer
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.out_of_order.k_tuner import KTuner
 from retime.mechanisms.out_of_order.kept_k import KeptK
@@ -119,11 +129,12 @@ class OutOfOrderDataParallel:
             self._removed = True
             self._deferral.remove()
             return
-        self._reductions = Reductions(model.process_group, is_view=divide, timeout=timeout)
+        self._slot = comm_hook_of(model)
+        self._slot.take(self, "out-of-order data parallel", "remove yours, or use plain DistributedDataParallel")
+        self._reductions = Reductions(model.process_group, divide=divide, timeout=timeout)
         self._never_rebuilds = model.find_unused_parameters and not model.static_graph
         if self._never_rebuilds:
             self.keep_order(UNUSED)
-        _register(model, self)
         self._handles += [
             model.register_forward_pre_hook(self._before_forward),
             model.register_forward_hook(self._after_forward),
@@ -200,7 +211,7 @@ class OutOfOrderDataParallel:
         return report
 
     def remove(self) -> None:
-        """Bring all parameters up to date and take the hooks off; the communication hook then does as the wrapper.
+        """Bring all parameters up to date and take the hooks off; gradients are then reduced by the wrapper again.
 
         Raises:
             RuntimeError: a gradient never arrived because another rank failed; the hooks are off all the same.
@@ -219,6 +230,7 @@ class OutOfOrderDataParallel:
                 handle.remove()
             self._deferral.remove()
             self._reductions.close()
+            self._slot.give_back(self)
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
         deferral = self._deferral
@@ -319,10 +331,12 @@ class OutOfOrderDataParallel:
         if self._tuner is not None:
             self._tuner.discard()
 
-    def _reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Report a full bucket as done, and start its all-reduce unless it leaves in our own order."""
         buffer = bucket.buffer()
-        if self._removed or self.model._join_config.enable:
-            return average(buffer, is_view=self._divide, group=self.model.process_group)
+        if self.model._join_config.enable:
+            scale(buffer, dist.get_world_size(self.model.process_group), divide=self._divide)
+            return DeviceReducer(self.model.process_group).start(bucket.index(), buffer)
         ours = self._is_ours(bucket.index())
         final = self.model._has_rebuilt_buckets or self._never_rebuilds
         if not self._map.learn(bucket, final=final) and ours:
@@ -333,7 +347,7 @@ class OutOfOrderDataParallel:
         if not ours:
             self._reductions.start(bucket.parameters(), buffer, urgent=False)
         if bucket.is_last():
-            _at_end_of_backward(self._on_backward_done)
+            at_end_of_backward(self._on_backward_done)
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(buffer)
         return done
@@ -418,29 +432,3 @@ def _check_model(model: DistributedDataParallel) -> None:
     layer = sparse_layer(model.module)
     if layer is not None:
         raise ValueError(f"the sparse gradients of {layer!r} cannot go through a communication hook: use sparse=False")
-
-
-def _register(model: DistributedDataParallel, owner: OutOfOrderDataParallel) -> None:
-    # The reducer holds its hook where the garbage collector cannot look, so the hook must not hold the model. The model
-    # holds the owner instead, for as long as it lives.
-    reference = weakref.ref(owner)
-
-    def retime_out_of_order(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        living = reference()
-        assert living is not None
-        return living._reduce(bucket)
-
-    try:
-        model.register_comm_hook(None, retime_out_of_order)
-    except RuntimeError as error:
-        raise ValueError(
-            "out-of-order data parallel is a communication hook itself, and this model has one already: remove yours, "
-            "or use plain DistributedDataParallel"
-        ) from error
-    model.__dict__["_retime_out_of_order"] = owner
-
-
-def _at_end_of_backward(act: Callable[[], Any]) -> None:
-    """Run ``act`` after the wrapper's own end-of-backward callback, queued when this bucket's hook has returned."""
-    queue = torch.autograd.Variable._execution_engine.queue_callback
-    queue(lambda: queue(act))

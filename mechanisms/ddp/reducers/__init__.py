@@ -1,7 +1,11 @@
-"""Ways to sum a bucket's gradients over ranks."""
+"""Ways to sum gradients over ranks: where they are, or in host memory."""
 
-from retime.mechanisms.ddp.reducers.host import HostReduction
+from retime.mechanisms.ddp.reducers.device import DeviceReducer
+from retime.mechanisms.ddp.reducers.host import HostReducer
+from retime.mechanisms.ddp.reducers.reducer import Reducer
 
 __all__ = [
-    "HostReduction",
+    "DeviceReducer",
+    "HostReducer",
+    "Reducer",
 ]

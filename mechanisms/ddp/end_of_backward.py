@@ -1,0 +1,17 @@
+"""What runs when DistributedDataParallel has finished a backward pass."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["at_end_of_backward"]
+
+
+def at_end_of_backward(act: Callable[[], Any]) -> None:
+    """Run ``act`` after DDP's own end-of-backward callback; called by its communication hook, with the last bucket.
+
+    DDP queues its callback when the last bucket's hook has returned, so the queue is entered again from its end.
+    """
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue(lambda: queue(act))

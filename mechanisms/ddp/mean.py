@@ -1,0 +1,67 @@
+"""The ranks' mean, with the bits of DistributedDataParallel's own: it scales gradients first, and sums them then.
+
+It divides a gradient that was in its bucket before the backward pass. All others it multiplies by the rounded
+reciprocal while it copies them there. With 2, 4, 8, ... ranks both give the same bits; with others they do not.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["MeanOfBuckets", "scale"]
+
+
+def scale(values: Tensor, ranks: int, *, divide: bool) -> None:
+    """Divide ``values`` by the number of ranks in place, or multiply them by its rounded reciprocal."""
+    if divide:
+        values.div_(ranks)
+    else:
+        values.mul_(1.0 / ranks)
+
+
+class MeanOfBuckets:
+    """Scales a model's buckets as its DistributedDataParallel would.
+
+    By the time that a communication hook runs, all gradients are in their buckets. Where it matters which of them were
+    before, each parameter gets a hook that runs when its gradient has been accumulated, just before DDP moves it. These
+    hooks go with the model.
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._ranks = dist.get_world_size(model.process_group)
+        self._places: dict[int, int] = {}
+        exact = self._ranks & (self._ranks - 1) == 0
+        if exact or not model.gradient_as_bucket_view:
+            return
+        handles = [
+            parameter.register_post_accumulate_grad_hook(partial(_note, self._places))  # type: ignore[no-untyped-call]
+            for parameter in model.parameters()
+            if parameter.requires_grad
+        ]
+        weakref.finalize(model, _remove, handles)
+
+    def divide(self, bucket: GradBucket) -> None:
+        """Scale what a full bucket holds, in place."""
+        buffer = bucket.buffer()
+        if not self._places:
+            scale(buffer, self._ranks, divide=False)
+            return
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            scale(gradient, self._ranks, divide=self._places.get(id(parameter)) == gradient.data_ptr())
+
+
+def _note(places: dict[int, int], parameter: Tensor) -> None:
+    """Where a gradient is before DDP sees it; by identity, as the table must not hold what holds the hook."""
+    if parameter.grad is not None:
+        places[id(parameter)] = parameter.grad.data_ptr()
+
+
+def _remove(handles: list[object]) -> None:
+    for handle in handles:
+        handle.remove()  # type: ignore[attr-defined]
