@@ -10,8 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from retime.mechanisms.arguments import checked
+from retime.mechanisms.capabilities import Mechanism, refuse
 from retime.mechanisms.ddp import sparse_layer
 from retime.mechanisms.fusion import FusionReport, reduction_of
+from retime.strategies.support.beside import mechanisms_of
 from retime.strategies.support.flavour import refuse_other_trainer
 from retime.strategies.support.stepping import FusedStepping
 
@@ -37,14 +39,7 @@ class FuseOptimizer(Callback):
                 f"FuseOptimizer cannot be used with {type(strategy).__name__}, which shards or owns the optimizer: "
                 "use a single-device or DDP strategy"
             )
-        if hasattr(strategy, "_stepping"):
-            raise ValueError(f"{type(strategy).__name__} fuses the optimizer already: drop one of the two")
-        own_hook = isinstance(strategy, DDPStrategy) and strategy._ddp_comm_hook is not None
-        if own_hook and self._stepping.mode == "backward":
-            raise ValueError(
-                "backward fusion needs DDP's communication hook, and this strategy has one of its own: use "
-                "FusedOptimizerDDPStrategy(ddp_comm_hook=...), or FuseOptimizer('forward')"
-            )
+        refuse(Mechanism.fusion(self._stepping.mode), mechanisms_of(strategy))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy, stepping = trainer.strategy, self._stepping

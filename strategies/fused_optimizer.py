@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from retime.mechanisms.arguments import checked
+from retime.mechanisms.capabilities import Mechanism
 from retime.mechanisms.ddp import sparse_layer
 from retime.mechanisms.fusion import FusionReport, ReductionHook
 from retime.strategies.support.ddp_arguments import MegaBytes, StartMethod, given
@@ -29,6 +30,11 @@ class _Fused(LightningOnly, Strategy):
     """What both strategies do: hand every step to the stepping, and take everything off at the end."""
 
     _stepping: FusedStepping
+
+    @property
+    def mechanisms(self) -> tuple[Mechanism, ...]:
+        """What this strategy brings along."""
+        return (Mechanism.fusion(self._stepping.mode),)
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)

@@ -15,6 +15,7 @@ from lightning.pytorch.plugins import Precision
 from torch.nn.parallel import DistributedDataParallel
 
 from retime.mechanisms.arguments import checked
+from retime.mechanisms.capabilities import Mechanism, refuse
 from retime.mechanisms.ddp import HostReduction, RankAgreement
 from retime.mechanisms.memory.batches import Split
 from retime.mechanisms.memory.data_parallel import SETTING_UP, BudgetedDataParallelStep
@@ -89,7 +90,7 @@ class MemoryBudgetDDPStrategy(Budgeted, ReportsHome):
         **ddp_kwargs: Any,
     ) -> None:
         if reduce_on == "host" and ddp_comm_hook is not None:
-            raise ValueError("reduce_on='host' is a communication hook itself: leave out ddp_comm_hook, or reduce_on")
+            refuse(Mechanism.HOST_REDUCTION, [Mechanism.USERS_HOOK])
         super().__init__(
             budget,
             host,
@@ -122,6 +123,12 @@ class MemoryBudgetDDPStrategy(Budgeted, ReportsHome):
         )
         self._reduce_on = reduce_on
         self._reduction: HostReduction | None = None
+
+    @property
+    def mechanisms(self) -> tuple[Mechanism, ...]:
+        """What this strategy brings along; on a CPU DDP sums in host memory anyway."""
+        reduces = self._reduce_on == "host" and self.root_device.type == "cuda"
+        return (*super().mechanisms, Mechanism.HOST_REDUCTION) if reduces else super().mechanisms
 
     def _make_step(self, module: LightningModule, **options: Any) -> BudgetedStep:
         agreement = RankAgreement(self._timeout)

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from retime.mechanisms.arguments import checked
 from retime.mechanisms.byte_sizes import parse_bytes
+from retime.mechanisms.capabilities import Mechanism, refuse
 from retime.mechanisms.ddp import bucket_mb, measured_seconds_per_mb, sparse_layer
 from retime.mechanisms.fusion import FusionReport
 from retime.mechanisms.no_effect import NoEffectWarning
@@ -59,6 +60,7 @@ class OOODataParallelStrategy(LightningOnly, ReportsHome):
     """
 
     strategy_name = "ooo_ddp"
+    mechanisms = (Mechanism.OUT_OF_ORDER,)
 
     @checked
     def __init__(
@@ -87,10 +89,7 @@ class OOODataParallelStrategy(LightningOnly, ReportsHome):
         **ddp_kwargs: Any,
     ) -> None:
         if ddp_comm_hook is not None or ddp_comm_state is not None:
-            raise ValueError(
-                "ooo_ddp is a communication hook itself and cannot take another: leave out ddp_comm_hook, or use "
-                "strategy='ddp' or FusedOptimizerDDPStrategy(ddp_comm_hook=...)"
-            )
+            refuse(Mechanism.OUT_OF_ORDER, [Mechanism.USERS_HOOK])
         if max_memory is not None:
             max_memory = parse_bytes("max_memory", max_memory)
         self._divide = gradient_as_bucket_view

@@ -13,7 +13,8 @@ pytest.importorskip("accelerate", reason="needs the extra lightning-retime[accel
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
-from retime.integrations.accelerate import FusedOptimizer
+from retime.integrations.accelerate import FusedOptimizer, MemoryBudget
+from retime.mechanisms.capabilities import Mechanism
 
 
 @pytest.fixture(autouse=True)
@@ -137,6 +138,21 @@ def test_saved_state_resumes_in_a_plain_loop(mode: str, tmp_path: Any) -> None:
     plain = half(None, str(tmp_path / "None"), save=False)
     assert all(map(torch.equal, plain, half(None, str(tmp_path / mode), save=False)))
     assert all(map(torch.equal, plain, half(mode, str(tmp_path / mode), save=False)))
+
+
+def test_mechanisms_that_own_the_same_are_refused() -> None:
+    accelerator, model, optimizer, _, _ = prepared()
+    fused = FusedOptimizer(accelerator, model, optimizer, "forward")
+    with pytest.raises(ValueError, match="backward fusion cannot join forward fusion, which fuses the optimizer"):
+        FusedOptimizer(accelerator, model, optimizer, "backward")
+    budget = MemoryBudget(accelerator, model, optimizer, "1GiB")
+    fused.remove()
+    fused.remove()
+    FusedOptimizer(accelerator, model, optimizer, "backward").remove()
+    optimizer._retime_mechanisms.append(Mechanism.OUT_OF_ORDER)  # one process has none
+    with pytest.raises(ValueError, match="weight gradients that wait keep activations"):
+        MemoryBudget(accelerator, model, optimizer, "1GiB")
+    budget.remove()
 
 
 def test_bad_input() -> None:

@@ -8,8 +8,16 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
-from retime.integrations.accelerate.prepared import ONE_PROCESS_OR_DDP, prepared_optimizer, renew_captured_steps
+from retime.integrations.accelerate.prepared import (
+    ONE_PROCESS_OR_DDP,
+    note_gone,
+    note_there,
+    prepared_optimizer,
+    refuse_beside,
+    renew_captured_steps,
+)
 from retime.mechanisms.arguments import checked
+from retime.mechanisms.capabilities import Mechanism
 from retime.mechanisms.fusion import BackwardFusion, ForwardFusion, FusionReport, check_mode, fuse_optimizer
 
 
@@ -49,6 +57,8 @@ class FusedOptimizer:
             )
         self._accelerator = accelerator
         self._optimizer = prepared_optimizer(optimizer, type(self).__name__)
+        self._mechanism = Mechanism.fusion(self.mode)
+        refuse_beside(self._optimizer, self._mechanism)
         self._fusion = fuse_optimizer(
             model, self._optimizer.optimizer, self.mode, bucket_bytes=bucket_bytes, clip_value=clip_value
         )
@@ -56,6 +66,7 @@ class FusedOptimizer:
             self._fusion.wanted = lambda: bool(accelerator.sync_gradients)
             self._refuse_norm_clipping()
         renew_captured_steps(self._optimizer)
+        note_there(self._optimizer, self._mechanism)
 
     def _refuse_norm_clipping(self) -> None:
         def clip_grad_norm_(*args: Any, **kwargs: Any) -> Any:
@@ -83,5 +94,6 @@ class FusedOptimizer:
     def remove(self) -> None:
         """Bring all parameters up to date and take everything off again."""
         self._fusion.remove()
+        note_gone(self._optimizer, self._mechanism)
         self._accelerator.__dict__.pop("clip_grad_norm_", None)
         renew_captured_steps(self._optimizer)

@@ -13,8 +13,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from retime.integrations.accelerate.kept_state import KeptState
-from retime.integrations.accelerate.prepared import ONE_PROCESS_OR_DDP, prepared_optimizer
+from retime.integrations.accelerate.prepared import (
+    ONE_PROCESS_OR_DDP,
+    note_gone,
+    note_there,
+    prepared_optimizer,
+    refuse_beside,
+)
 from retime.mechanisms.arguments import checked
+from retime.mechanisms.capabilities import Mechanism
 from retime.mechanisms.ddp import RankAgreement
 from retime.mechanisms.memory.data_parallel import SETTING_UP, BudgetedDataParallelStep
 from retime.mechanisms.memory.host import check_host_text, parse_host
@@ -70,7 +77,8 @@ class MemoryBudget:
                 "with several processes MemoryBudget takes the model that accelerator.prepare(...) returned, got "
                 f"{type(model).__name__}"
             )
-        prepared = prepared_optimizer(optimizer, type(self).__name__)
+        self._prepared = prepared = prepared_optimizer(optimizer, type(self).__name__)
+        refuse_beside(prepared, Mechanism.MEMORY_BUDGET)
         check_host_text(host)
         self._accelerator = accelerator
         self._model, self._optimizers = model, [prepared.optimizer]
@@ -81,6 +89,7 @@ class MemoryBudget:
         self._parts: BudgetedStep | None = None
         self._kept: dict[str, Any] = {}
         self._kept_state = KeptState(accelerator, type(self).__name__, self.state_dict, self.load_state_dict)
+        note_there(prepared, Mechanism.MEMORY_BUDGET)
 
     def run(self, step: Callable[[Any], Any], batch: Any) -> Any:
         """Forward and backward pass; returns what ``step(batch)`` would have returned, detached.
@@ -135,6 +144,7 @@ class MemoryBudget:
     def remove(self) -> None:
         """Give back the host's space and take wrappers off."""
         self._kept_state.remove()
+        note_gone(self._prepared, Mechanism.MEMORY_BUDGET)
         for one in (self._parts, self._whole):
             if one is not None:
                 one.remove()

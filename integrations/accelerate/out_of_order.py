@@ -12,8 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from retime.integrations.accelerate.kept_state import KeptState
-from retime.integrations.accelerate.prepared import prepared_optimizer, renew_captured_steps
+from retime.integrations.accelerate.prepared import (
+    note_gone,
+    note_there,
+    prepared_optimizer,
+    refuse_beside,
+    renew_captured_steps,
+)
 from retime.mechanisms.arguments import checked
+from retime.mechanisms.capabilities import Mechanism
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.out_of_order import OutOfOrderReport, data_parallel, read_kept_k
 
@@ -57,6 +64,8 @@ class OutOfOrderDataParallel:
                 f"two processes or more, got {type(model).__name__} ({accelerator.distributed_type}, "
                 f"{accelerator.num_processes} processes)"
             )
+        if cross_iteration:  # else the optimizer's step is left alone
+            refuse_beside(self._optimizer, Mechanism.OUT_OF_ORDER)
         self._ooo = data_parallel.OutOfOrderDataParallel(
             model,
             [self._optimizer.optimizer] if cross_iteration else [],
@@ -66,6 +75,8 @@ class OutOfOrderDataParallel:
             blocks=blocks,
         )
         renew_captured_steps(self._optimizer)
+        if cross_iteration:
+            note_there(self._optimizer, Mechanism.OUT_OF_ORDER)
 
     @property
     def k(self) -> int:
@@ -103,4 +114,5 @@ class OutOfOrderDataParallel:
         self._kept.remove()
         if self._ooo is not None:
             self._ooo.remove()
+            note_gone(self._optimizer, Mechanism.OUT_OF_ORDER)
             renew_captured_steps(self._optimizer)

@@ -6,6 +6,8 @@ from accelerate.optimizer import AcceleratedOptimizer, patch_optimizer_step
 from accelerate.utils import DistributedType
 from torch.optim import Optimizer
 
+from retime.mechanisms.capabilities import Mechanism, refuse
+
 ONE_PROCESS_OR_DDP = {
     DistributedType.NO,
     DistributedType.MULTI_GPU,
@@ -30,6 +32,31 @@ def prepared_optimizer(optimizer: Optimizer, name: str) -> AcceleratedOptimizer:
             f"{type(optimizer).__name__}"
         )
     return optimizer
+
+
+def refuse_beside(optimizer: AcceleratedOptimizer, wanted: Mechanism) -> None:
+    """Raise for a mechanism that does not go with those which this optimizer has already.
+
+    Raises:
+        ValueError: with what to do.
+    """
+    refuse(wanted, (there for there in _there(optimizer) if there is not wanted))
+
+
+def note_there(optimizer: AcceleratedOptimizer, mechanism: Mechanism) -> None:
+    """From now on this optimizer has the mechanism."""
+    _there(optimizer).append(mechanism)
+
+
+def note_gone(optimizer: AcceleratedOptimizer, mechanism: Mechanism) -> None:
+    """It has been removed, perhaps for the second time."""
+    if mechanism in _there(optimizer):
+        _there(optimizer).remove(mechanism)
+
+
+def _there(optimizer: AcceleratedOptimizer) -> list[Mechanism]:
+    there: list[Mechanism] = optimizer.__dict__.setdefault("_retime_mechanisms", [])
+    return there
 
 
 def renew_captured_steps(optimizer: AcceleratedOptimizer) -> None:

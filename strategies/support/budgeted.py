@@ -20,6 +20,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
+from retime.mechanisms.capabilities import Mechanism
 from retime.mechanisms.memory.batches import Split, check_choice, loss_of, samples_in, split_batch
 from retime.mechanisms.memory.dry_run import Gradients, TooMuchMade
 from retime.mechanisms.memory.host import check_host_text
@@ -89,6 +90,11 @@ class Budgeted(LightningOnly, Strategy):
             kept = {"_plans": self._step.state_dict(), "_last_report": copy.deepcopy(self._step.report())}
             state |= kept | {"_step": None, "_log": None, "_results": None}
         return state
+
+    @property
+    def mechanisms(self) -> tuple[Mechanism, ...]:
+        """What this strategy brings along."""
+        return (Mechanism.MEMORY_BUDGET,)
 
     @abstractmethod
     def _make_step(self, module: LightningModule, **options: Any) -> BudgetedStep:

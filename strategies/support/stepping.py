@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 from torch.optim import Optimizer
 
+from retime.mechanisms.capabilities import Mechanism, why_aside
 from retime.mechanisms.fusion import (
     BackwardFusion,
     DataParallelFusion,
@@ -31,7 +32,7 @@ from retime.mechanisms.fusion import (
 )
 from retime.mechanisms.lazy_updates import why_not_per_parameter, why_not_this_step, why_not_this_zero_grad
 from retime.mechanisms.no_effect import NoEffectWarning
-from retime.strategies.support.budgeted import Budgeted
+from retime.strategies.support.beside import mechanisms_of
 from retime.strategies.support.ddp_hooks import hook_was_not_asked_for
 
 _MODULE_READERS = (
@@ -285,8 +286,9 @@ def _why_not_in_backward(trainer: Trainer, module: LightningModule) -> str | Non
             and trainer.current_epoch >= callback.swa_end
         ):
             return "StochasticWeightAveraging steps once more with the last gradients after its BatchNorm epoch"
-    if isinstance(trainer.strategy, Budgeted):
-        return "a memory budget may run several backward passes for one batch; use FuseOptimizer('forward')"
+    aside = why_aside(Mechanism.BACKWARD_FUSION, mechanisms_of(trainer.strategy))
+    if aside is not None:
+        return aside
     if getattr(trainer.strategy, "_model_averager", None) is not None:
         return "post-local SGD averages by gradient after the step"
     return None

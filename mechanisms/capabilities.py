@@ -1,0 +1,156 @@
+"""What each mechanism owns of a training step, and so which of them go together.
+
+Two that own the same thing are refused, with one sentence that says what to do. Whoever puts mechanisms together - a
+strategy, a callback, an object for Accelerate - asks here. CONTRIBUTING.md prints this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from itertools import combinations_with_replacement
+
+__all__ = ["Mechanism", "Owned", "Together", "printed_table", "refuse", "together", "why_aside", "why_not"]
+
+
+class Owned(Enum):
+    """A part of a step that only one mechanism can have in its hands."""
+
+    COMM_HOOK = "communication hook"
+    OPTIMIZER_STEP = "`optimizer.step`"
+    BACKWARD_PASSES = "number of backward passes"
+    SAVED_TENSORS = "saved-tensor hooks"
+
+
+class Together(Enum):
+    """What becomes of two mechanisms in one step."""
+
+    COMPOSE = "yes"
+    ASIDE = "steps aside"
+    """The first runs the plain way, and says so in one ``NoEffectWarning``."""
+    REFUSED = "no"
+
+
+@dataclass(frozen=True)
+class _Rights:
+    owns: frozenset[Owned]
+    one_pass: bool = False
+    """It counts on one backward pass a step."""
+    holds_activations: bool = False
+    """It keeps activations longer than the backward pass does."""
+
+
+class Mechanism(Enum):
+    """What can be put together, by its name in messages."""
+
+    BACKWARD_FUSION = "backward fusion"
+    FORWARD_FUSION = "forward fusion"
+    OUT_OF_ORDER = "out-of-order data parallel"
+    MEMORY_BUDGET = "a memory budget"
+    HOST_REDUCTION = "a reduction in host memory"
+    PARALLEL_SCAN = "a parallel scan"
+    USERS_HOOK = "a communication hook of one's own"
+
+    @classmethod
+    def fusion(cls, mode: str) -> Mechanism:
+        """Optimizer fusion in this mode."""
+        return cls.FORWARD_FUSION if mode == "forward" else cls.BACKWARD_FUSION
+
+    @property
+    def owns(self) -> frozenset[Owned]:
+        """What no other mechanism can have beside it."""
+        return _RIGHTS[self].owns
+
+
+_RIGHTS = {
+    Mechanism.BACKWARD_FUSION: _Rights(frozenset({Owned.COMM_HOOK, Owned.OPTIMIZER_STEP}), one_pass=True),
+    Mechanism.FORWARD_FUSION: _Rights(frozenset({Owned.OPTIMIZER_STEP})),
+    Mechanism.OUT_OF_ORDER: _Rights(frozenset({Owned.COMM_HOOK, Owned.OPTIMIZER_STEP}), holds_activations=True),
+    Mechanism.MEMORY_BUDGET: _Rights(frozenset({Owned.BACKWARD_PASSES, Owned.SAVED_TENSORS})),
+    Mechanism.HOST_REDUCTION: _Rights(frozenset({Owned.COMM_HOOK})),
+    Mechanism.PARALLEL_SCAN: _Rights(frozenset()),
+    Mechanism.USERS_HOOK: _Rights(frozenset({Owned.COMM_HOOK})),
+}
+_BECAUSE = {
+    Owned.OPTIMIZER_STEP: "{first} cannot join {second}, which fuses the optimizer already: drop one of the two",
+    Owned.COMM_HOOK: "{first} and {second} both need DDP's one communication hook: drop one of the two",
+    Owned.BACKWARD_PASSES: "{first} and {second} both divide batches into backward passes: drop one of the two",
+}
+_SENTENCES = {
+    frozenset({Mechanism.BACKWARD_FUSION, Mechanism.MEMORY_BUDGET}): (
+        "a memory budget may run several backward passes for one batch; use FuseOptimizer('forward')"
+    ),
+    frozenset({Mechanism.OUT_OF_ORDER, Mechanism.MEMORY_BUDGET}): (
+        "weight gradients that wait keep activations which a memory budget counts as freed: drop one of the two"
+    ),
+    frozenset({Mechanism.BACKWARD_FUSION, Mechanism.USERS_HOOK}): (
+        "backward fusion needs DDP's communication hook, and this strategy has one of its own: use "
+        "FusedOptimizerDDPStrategy(ddp_comm_hook=...), or FuseOptimizer('forward')"
+    ),
+    frozenset({Mechanism.OUT_OF_ORDER, Mechanism.USERS_HOOK}): (
+        "ooo_ddp is a communication hook itself and cannot take another: leave out ddp_comm_hook, or use "
+        "strategy='ddp' or FusedOptimizerDDPStrategy(ddp_comm_hook=...)"
+    ),
+    frozenset({Mechanism.HOST_REDUCTION, Mechanism.USERS_HOOK}): (
+        "reduce_on='host' is a communication hook itself: leave out ddp_comm_hook, or reduce_on"
+    ),
+}
+
+
+def together(first: Mechanism, second: Mechanism) -> Together:
+    """What becomes of these two in one step, whichever was there before."""
+    one, other = _RIGHTS[first], _RIGHTS[second]
+    if one.owns & other.owns:
+        return Together.REFUSED
+    if (one.holds_activations and Owned.SAVED_TENSORS in other.owns) or (
+        other.holds_activations and Owned.SAVED_TENSORS in one.owns
+    ):
+        return Together.REFUSED
+    if (one.one_pass and Owned.BACKWARD_PASSES in other.owns) or (other.one_pass and Owned.BACKWARD_PASSES in one.owns):
+        return Together.ASIDE
+    return Together.COMPOSE
+
+
+def why_not(first: Mechanism, second: Mechanism) -> str | None:
+    """One sentence for two that do not compose; None if they do."""
+    if together(first, second) is Together.COMPOSE:
+        return None
+    sentence = _SENTENCES.get(frozenset({first, second}))
+    if sentence is not None:
+        return sentence
+    shared = first.owns & second.owns
+    because = next(text for owned, text in _BECAUSE.items() if owned in shared)
+    return because.format(first=first.value, second=second.value)
+
+
+def refuse(wanted: Mechanism, there: Iterable[Mechanism]) -> None:
+    """Raise for a mechanism that cannot be put beside those that are there.
+
+    Raises:
+        ValueError: with the sentence of the first of them that it cannot.
+    """
+    for other in there:
+        if together(wanted, other) is Together.REFUSED:
+            raise ValueError(why_not(wanted, other))
+
+
+def why_aside(wanted: Mechanism, there: Iterable[Mechanism]) -> str | None:
+    """Why a mechanism lets steps run the plain way beside those that are there; None if it need not."""
+    reasons = (why_not(wanted, other) for other in there if together(wanted, other) is Together.ASIDE)
+    return next(reasons, None)
+
+
+def printed_table() -> str:
+    """The table in Markdown: what each owns, and each pair once."""
+    names = [one.value for one in Mechanism]
+    lines = [
+        "| | owns | " + " | ".join(names) + " |",
+        "|---" * (len(names) + 2) + "|",
+    ]
+    pairs = {pair: together(*pair).value for pair in combinations_with_replacement(Mechanism, 2)}
+    for one in Mechanism:
+        owned = ", ".join(part.value for part in Owned if part in one.owns) or "nothing"
+        cells = [pairs.get((one, other), "") for other in Mechanism]
+        lines.append(f"| {one.value} | {owned} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
