@@ -16,6 +16,7 @@ from retime.schedules.errors import ScheduleError
 from retime.schedules.fusion import backward_fusion, baseline, forward_fusion
 from retime.schedules.k_search import KSearch
 from retime.schedules.network import Cluster, Link, Transfer
+from retime.schedules.picture import picture
 from retime.schedules.reverse_first_k import (
     backward_to_forward,
     communicate_last,
@@ -55,6 +56,7 @@ __all__ = [
     "forward_fusion",
     "largest_k",
     "layer_buckets",
+    "picture",
     "reverse_first_k",
     "simulate",
     "simulate_data_parallel",

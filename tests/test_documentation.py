@@ -1,0 +1,184 @@
+"""The pages for users are true as far as a machine can tell: code runs, prints what stands below it, and links lead.
+
+A block of Python on a page runs by itself, with the names of :func:`names` at hand: what a reader has too, a model, an
+optimizer and data. Blocks marked ``python no-run`` need several ranks or a GPU; :data:`NOT_RUN` counts them. A block
+``text`` right behind a block of Python is what that prints.
+"""
+
+import contextlib
+import io
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning.pytorch
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from retime import NoEffectWarning
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    page
+    for pattern in ("*.md", "docs/**/*.md", "mechanisms/**/README.md", "results/README.md")
+    for page in ROOT.glob(pattern)
+    if page.name != "CHANGELOG.md"
+)
+NOT_RUN = {
+    "mechanisms/memory/README.md": 1,
+    "mechanisms/out_of_order/README.md": 3,
+}
+MOST_WORDS = 30
+BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```\n(?:\n?```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FILE = re.compile(r"`([\w.]+(?:/[\w.]+)*/[\w]+\.(?:py|cpp|md|yaml|json))`")
+
+
+class Block(NamedTuple):
+    page: Path
+    line: int
+    marks: str
+    code: str
+    printed: str | None
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks() -> list[Block]:
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for match in BLOCK.finditer(text):
+            found.append(Block(page, text.count("\n", 0, match.start()) + 1, match[1].strip(), match[2], match[3]))
+    return found
+
+
+BLOCKS = blocks()
+
+
+class Module(lightning.pytorch.LightningModule):
+    """A LightningModule as a reader has one."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        return nn.functional.cross_entropy(self.net(x), y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def names() -> dict[str, Any]:
+    """What a block may use without making it."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    x, y = torch.randn(12, 8), torch.randint(4, (12,))
+    loader = DataLoader(TensorDataset(x, y), batch_size=4)
+    return {
+        "torch": torch,
+        "nn": nn,
+        "net": net,
+        "optimizer": torch.optim.AdamW(net.parameters(), lr=1e-3),
+        "criterion": nn.CrossEntropyLoss(),
+        "loader": loader,
+        "module": Module(net),
+        "recurrent_module": Module(nn.Sequential(nn.Unflatten(1, (4, 2)), nn.GRU(2, 4), LastState())),
+        "sequences": torch.randn(20, 2, 3),
+        "images": torch.randn(2, 1, 8, 8),
+    }
+
+
+class LastState(nn.Module):
+    def forward(self, outputs: Any) -> Any:
+        return outputs[0][:, -1]
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder of its own, and a Trainer that ends soon."""
+
+    class Trainer(lightning.pytorch.Trainer):
+        def __init__(self, **options: Any) -> None:
+            quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+            short = {"max_epochs": 1, "accelerator": "cpu", "devices": 1, "logger": False}
+            super().__init__(**{**quiet, **short, **options})
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setattr(lightning.pytorch, "Trainer", Trainer)
+    yield
+    if "accelerate" in sys.modules:
+        from accelerate.state import AcceleratorState, GradientState, PartialState
+
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+        PartialState._reset_state()
+
+
+@pytest.mark.parametrize("block", [pytest.param(b, id=f"{name_of(b.page)}:{b.line}") for b in BLOCKS if not b.marks])
+@pytest.mark.usefixtures("workplace")
+def test_a_block_runs_and_prints_what_the_page_says(block: Block) -> None:
+    out = io.StringIO()
+    code = compile("\n" * block.line + block.code, str(block.page), "exec")
+    with warnings.catch_warnings(), contextlib.redirect_stdout(out):
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", NoEffectWarning)
+        exec(code, names())
+    if block.printed is not None:
+        assert out.getvalue().rstrip() == block.printed.rstrip()
+
+
+def test_blocks_that_do_not_run_are_counted() -> None:
+    assert {block.marks for block in BLOCKS} <= {"", "no-run"}
+    marked = [name_of(block.page) for block in BLOCKS if block.marks]
+    assert {page: marked.count(page) for page in marked} == NOT_RUN
+    for block in BLOCKS:
+        compile(block.code, str(block.page), "exec")
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, id=name_of(page)) for page in PAGES])
+def test_links_and_names_of_files_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for link in LINK.findall(text):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{name_of(page)} links to {link}, which is not there"
+        if anchor:
+            assert anchor in anchors(target), f"{name_of(page)} links to {link}: there is no such heading"
+    for file in FILE.findall(text):
+        assert (ROOT / file).exists() or (page.parent / file).exists(), f"{name_of(page)} names {file}"
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, id=name_of(page)) for page in PAGES])
+def test_tables_have_short_cells(page: Path) -> None:
+    for line in page.read_text(encoding="utf-8").splitlines():
+        if line.startswith("|"):
+            for cell in re.split(r"(?<!\\)\|", line):
+                assert len(cell.split()) <= MOST_WORDS, f"{name_of(page)}: {cell.strip()}"
+
+
+def test_mechanisms_have_cards() -> None:
+    rooms = [folder for folder in (ROOT / "mechanisms").iterdir() if (folder / "__init__.py").exists()]
+    assert [room.name for room in rooms if not (room / "README.md").exists()] == []
+    inside = [folder.name for folder in (ROOT / "mechanisms" / "memory").iterdir() if (folder / "__init__.py").exists()]
+    card = (ROOT / "mechanisms" / "memory" / "README.md").read_text(encoding="utf-8")
+    assert [name for name in inside if f"`{name}/`" not in card] == []
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
