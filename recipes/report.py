@@ -14,6 +14,7 @@ from retime.recipes.core.measure import speedup
 from retime.recipes.core.recipe import Recipe
 from retime.recipes.core.results import FILE, Point, Result, load
 from retime.recipes.core.tables import label_of
+from retime.recipes.results_index import PAGE, index
 
 LONGEST_LIST = 12
 """Facts with more values than this are told by their first and last."""
@@ -22,7 +23,8 @@ LONGEST_LIST = 12
 def rebuild(folder: Path, console: Console | None = None) -> list[Path]:
     """Write `result.csv`, `result.png` and `result.md` beside every `result.json` in or under `folder`.
 
-    Returns the `result.json` files found. Each report is shown on `console` if one is given.
+    A folder of several results gets `README.md` as well, which lists them. Returns the `result.json` files found. Each
+    report is shown on `console` if one is given.
 
     Raises:
         FileNotFoundError: there is no `result.json` there.
@@ -30,8 +32,8 @@ def rebuild(folder: Path, console: Console | None = None) -> list[Path]:
     found = sorted(folder.rglob(FILE))
     if not found:
         raise FileNotFoundError(f"no {FILE} in or under {folder}: run an experiment first, or name another folder")
-    for path in found:
-        result = load(path)
+    results = {path: load(path) for path in found}
+    for path, result in results.items():
         recipe: Recipe[Any] = get_class(result.recipe)()
         text = markdown(result, recipe)
         path.with_suffix(".csv").write_text(table_of_values(result), encoding="utf-8")
@@ -40,6 +42,8 @@ def rebuild(folder: Path, console: Console | None = None) -> list[Path]:
         if console is not None:
             recipe.show(result, console)
             console.print(f"{path.parent}/result.json, .csv, .md, .png", style="dim", soft_wrap=True, highlight=False)
+    if not (folder / FILE).exists():
+        (folder / PAGE).write_text(index(results, folder), encoding="utf-8")
     return found
 
 

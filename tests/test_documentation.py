@@ -52,12 +52,12 @@ def name_of(page: Path) -> str:
 
 
 def blocks() -> list[Block]:
-    found = []
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        for match in BLOCK.finditer(text):
-            found.append(Block(page, text.count("\n", 0, match.start()) + 1, match[1].strip(), match[2], match[3]))
-    return found
+    texts = {page: page.read_text(encoding="utf-8") for page in PAGES}
+    return [
+        Block(page, text.count("\n", 0, match.start()) + 1, match[1].strip(), match[2], match[3])
+        for page, text in texts.items()
+        for match in BLOCK.finditer(text)
+    ]
 
 
 BLOCKS = blocks()
@@ -180,5 +180,3 @@ def test_mechanisms_have_cards() -> None:
 def anchors(page: Path) -> set[str]:
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
