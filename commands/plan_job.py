@@ -12,9 +12,9 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from retime.mechanisms.memory.dry_run import Gradients
+from retime.mechanisms.torch_private import tree_map
 
 _BLOCKS = ("model", "data", "optimizer", "batch_size")
 

@@ -10,9 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
+
+from retime.mechanisms.torch_private import (
+    FakeTensor,
+    dispatch_mode_count,
+    is_functorch_wrapped,
+    neg_view,
+    storage_address,
+    tree_leaves,
+    without_dispatch_modes,
+)
 
 _LAYERS = 4  # of objects that hold objects
 _NO_TENSORS = (int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
@@ -22,7 +29,7 @@ _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 def storage_key(tensor: Tensor) -> int:
     """The same number for all tensors on one storage, as long as the storage lives."""
-    return int(tensor.untyped_storage()._cdata)
+    return int(storage_address(tensor.untyped_storage()))
 
 
 def has_storage(tensor: Tensor) -> bool:
@@ -32,7 +39,7 @@ def has_storage(tensor: Tensor) -> bool:
         and tensor.layout == torch.strided
         and not tensor.is_quantized
         and not tensor.is_nested
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not is_functorch_wrapped(tensor)
     )
 
 
@@ -101,14 +108,14 @@ class Window:
         Fake storages say that they are on the meta device, so the device is asked for. In a dry run too constants that
         nothing stands in for are real.
         """
-        real = storage.device.type != "meta" and torch._C._len_torch_dispatch_stack()
-        with torch.no_grad(), _disable_current_modes() if real else nullcontext():
+        real = storage.device.type != "meta" and dispatch_mode_count()
+        with torch.no_grad(), without_dispatch_modes() if real else nullcontext():
             tensor = torch.empty(0, dtype=self.dtype, device=device)
             with _uncached(tensor):
                 tensor.set_(storage, self.offset, self.size, self.stride)
             if self.conjugate:
                 tensor = tensor.conj()
-            return torch._neg_view(tensor) if self.negative else tensor
+            return neg_view(tensor) if self.negative else tensor
 
 
 @contextmanager

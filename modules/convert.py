@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from retime.mechanisms.arguments import checked
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.scan import Solver, check_solver
+from retime.mechanisms.torch_private import flat_weights
 from retime.modules.conversion_report import ConversionReport
 from retime.modules.obstacles import PLAIN, SCANS, obstacles
 from retime.modules.recurrent import ScanRecurrent
@@ -111,8 +112,8 @@ def _own_block(module: nn.RNNBase) -> bool:
 
     Weights inside a larger block belong to somebody who relies on their places, such as FSDP's or DeepSpeed's buffers.
     """
-    weights = [weight for weight in module._flat_weights if isinstance(weight, Tensor)]
-    if len(weights) < len(module._flat_weights) or not all(weight.is_cuda for weight in weights):
+    weights = [weight for weight in flat_weights(module) if isinstance(weight, Tensor)]
+    if len(weights) < len(flat_weights(module)) or not all(weight.is_cuda for weight in weights):
         return False
     blocks = {weight.untyped_storage().data_ptr() for weight in weights}
     size_bytes = sum(weight.numel() * weight.element_size() for weight in weights)

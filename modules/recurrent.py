@@ -11,6 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from retime.mechanisms.scan import Solver, check_solver, keeps_torchs_own, scan_bidirectional, scan_layer
+from retime.mechanisms.torch_private import (
+    FLAT_WEIGHTS,
+    FLAT_WEIGHTS_NAMES,
+    flat_weights,
+    flat_weights_names,
+    weight_names,
+)
 from retime.modules.inputs import Sequences, check_hidden, check_hidden_dtype, unpack
 
 PLAIN_FORWARD: dict[str, Any] = {
@@ -128,13 +135,13 @@ class ScanRecurrent(nn.RNNBase):
 
     def _weights(self, number: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Weights and biases of one layer and direction, read by name: parametrizations and functional_call apply."""
-        w_ih, w_hh, *biases = (getattr(self, name) for name in self._all_weights[number])
+        w_ih, w_hh, *biases = (getattr(self, name) for name in weight_names(self)[number])
         b_ih, b_hh = biases if biases else (None, None)
         return w_ih, w_hh, b_ih, b_hh
 
     def check_input(self, input: Tensor, batch_sizes: Tensor | None) -> None:
         """As torch.nn's, and refuse integers under autocast too."""
-        weight = getattr(self, self._all_weights[0][0])
+        weight = getattr(self, weight_names(self)[0][0])
         if not input.is_floating_point() or not (
             input.dtype == weight.dtype or torch.is_autocast_enabled(input.device.type)
         ):
@@ -156,10 +163,10 @@ class ScanRecurrent(nn.RNNBase):
         torch.nn makes one block of all layers, since it runs them in one call.
         """
         directions = 2 if self.bidirectional else 1
-        if len(self._flat_weights) != len(self._flat_weights_names):
+        if len(flat_weights(self)) != len(flat_weights_names(self)):
             return
         position = 0
-        for number, names in enumerate(self._all_weights):
+        for number, names in enumerate(weight_names(self)):
             part = SimpleNamespace(
                 mode=self.mode,
                 input_size=self.input_size if number < directions else directions * self.hidden_size,
@@ -169,8 +176,7 @@ class ScanRecurrent(nn.RNNBase):
                 batch_first=False,
                 bidirectional=False,
                 proj_size=0,
-                _flat_weights=self._flat_weights[position : position + len(names)],
-                _flat_weights_names=names,
+                **{FLAT_WEIGHTS: flat_weights(self)[position : position + len(names)], FLAT_WEIGHTS_NAMES: names},
             )
             nn.RNNBase.flatten_parameters(part)  # type: ignore[arg-type]
             position += len(names)

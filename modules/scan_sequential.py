@@ -17,6 +17,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from retime.mechanisms.arguments import AtLeast, checked
 from retime.mechanisms.jacobian import JacobianScan, LayerJacobian, UnknownJacobian, jacobian_of
 from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.torch_private import forward_hooks, forward_pre_hooks, has_backward_hooks
 
 
 @dataclass
@@ -245,5 +246,5 @@ def _leaves(model: nn.Sequential, prefix: str = "") -> Iterator[tuple[str, nn.Mo
 
 def _has_hooks(layer: nn.Module) -> bool:
     """Whether hooks may see or change what flows through; those that apply pruning masks to weights may stay."""
-    pre = [hook for hook in layer._forward_pre_hooks.values() if not isinstance(hook, BasePruningMethod)]
-    return bool(pre or layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks)
+    pre = [hook for hook in forward_pre_hooks(layer).values() if not isinstance(hook, BasePruningMethod)]
+    return bool(pre or forward_hooks(layer) or has_backward_hooks(layer))

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from retime.mechanisms.torch_private import queue_callback
 
 __all__ = ["at_end_of_backward"]
 
@@ -13,5 +13,5 @@ def at_end_of_backward(act: Callable[[], Any]) -> None:
 
     DDP queues its callback when the last bucket's hook has returned, so the queue is entered again from its end.
     """
-    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue = queue_callback
     queue(lambda: queue(act))

@@ -11,7 +11,6 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -50,7 +49,7 @@ class HostReduction:
         """Bytes sent to the host so far."""
         return self._reducer.bytes_out
 
-    def reduce(self, bucket: GradBucket) -> Future[Tensor]:
+    def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """Begin to replace a bucket's gradients by their mean over the ranks."""
         values = bucket.buffer()
         scale(values, self._ranks, divide=True)

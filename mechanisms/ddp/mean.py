@@ -11,7 +11,6 @@ from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["MeanOfBuckets", "scale"]
@@ -46,7 +45,7 @@ class MeanOfBuckets:
         ]
         weakref.finalize(model, _remove, handles)
 
-    def divide(self, bucket: GradBucket) -> None:
+    def divide(self, bucket: dist.GradBucket) -> None:
         """Scale what a full bucket holds, in place."""
         buffer = bucket.buffer()
         if not self._places:

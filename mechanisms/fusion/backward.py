@@ -35,6 +35,12 @@ from retime.mechanisms.fusion.report import FusionReport
 from retime.mechanisms.lazy_updates import OptimizerWindow, ReplacedMethod, has_alias, nbytes
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.streams import SideStream
+from retime.mechanisms.torch_private import (
+    foreach_clamp_max,
+    foreach_clamp_min,
+    post_accumulate_hooks,
+    version_of,
+)
 
 CPU_BUCKET_BYTES = 1 << 20
 CUDA_BUCKET_BYTES = 8 << 20
@@ -305,7 +311,7 @@ class BackwardFusion:
             self._alive_bytes -= followed.alive_bytes
             followed.alive_bytes = 0
             followed.used = True
-            followed.version = followed.parameter._version
+            followed.version = version_of(followed.parameter)
             if self.guard_at_once:
                 followed.put_guard()
             else:
@@ -336,7 +342,7 @@ class BackwardFusion:
                 "a gradient was cleared or replaced between backward() and optimizer.step(), but backward fusion has "
                 "updated its parameter already: use mode='forward'"
             )
-        if self.guard_at_once and any(followed.parameter._version != followed.version for followed in used):
+        if self.guard_at_once and any(version_of(followed.parameter) != followed.version for followed in used):
             raise RuntimeError(
                 "a parameter was changed in place between backward() and optimizer.step(), but backward fusion has "
                 "updated it already: change it before backward() or after step(), or use mode='forward'"
@@ -414,7 +420,7 @@ def _fuse_again(optimizer: Optimizer, options: dict[str, Any], completes: bool, 
 
 
 def _others_read(parameter: Tensor) -> bool:
-    hooks = parameter._post_accumulate_grad_hooks
+    hooks = post_accumulate_hooks(parameter)
     return hooks is not None and len(hooks) > 1
 
 
@@ -438,5 +444,5 @@ def clip_by_value(gradients: list[Tensor], clip_value: float) -> None:
     if not gradients:
         return
     with torch.no_grad():
-        torch._foreach_clamp_min_(gradients, -clip_value)
-        torch._foreach_clamp_max_(gradients, clip_value)
+        foreach_clamp_min(gradients, -clip_value)
+        foreach_clamp_max(gradients, clip_value)

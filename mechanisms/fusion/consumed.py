@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from retime.mechanisms.torch_private import FOREACH_ZERO, TO_COPY, disabled_torch_function, make_wrapper_subclass
+
 _MESSAGE = (
     "this gradient was consumed by backward fusion: the update already ran inside backward(). "
     "{reader} needs gradients after the backward pass: use mode='forward' (exact with global-norm clipping, GradScaler "
@@ -20,8 +22,8 @@ _MESSAGE = (
     "optimizer.step() followed an earlier one (use mode='forward')."
 )
 _aten = torch.ops.aten
-_ZEROING = (_aten.zero_.default, _aten._foreach_zero_.default)
-_MOVING = (_aten.detach.default, _aten.alias.default, _aten._to_copy.default, _aten.detach_.default)
+_ZEROING = (_aten.zero_.default, FOREACH_ZERO)
+_MOVING = (_aten.detach.default, _aten.alias.default, TO_COPY, _aten.detach_.default)
 
 
 class ConsumedGradient(Tensor):
@@ -33,7 +35,7 @@ class ConsumedGradient(Tensor):
 
     @staticmethod
     def __new__(cls, like: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Any:
-        made = torch.Tensor._make_wrapper_subclass(
+        made = make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=dtype or like.dtype, device=device or like.device
         )
         made.sparse_zeros = None
@@ -58,7 +60,7 @@ class ConsumedGradient(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ConsumedGradient(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.callback import callback_handler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -38,6 +37,12 @@ from retime.mechanisms.lazy_updates import (
     why_not_per_parameter,
 )
 from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.torch_private import (
+    calls_compiled,
+    compilation_callbacks,
+    version_of,
+    without_subclass_functions,
+)
 
 NOTHING_CAN_WAIT = (
     "all parameters are inside compiled or scripted modules, or share their memory with other tensors or arrays, where "
@@ -70,7 +75,7 @@ class ForwardFusion:
         if isinstance(model, DistributedDataParallel):
             # gradients may live in DDP's buckets, which the coming backward pass overwrites
             self._handles.append(model.register_forward_hook(_FlushAfter(self)))
-        callback_handler.register_start_callback(self._on_compilation)
+        compilation_callbacks.register_start_callback(self._on_compilation)
         self._handles.append(optimizer.register_state_dict_pre_hook(lambda _: self.flush()))
         self._handles.append(optimizer.register_load_state_dict_pre_hook(lambda *_: self.flush()))
         self._step = ReplacedMethod(optimizer, "step", self._deferred_step)
@@ -87,7 +92,7 @@ class ForwardFusion:
         set_to_none = args[0] if args else kwargs.get("set_to_none", True)
         if not set_to_none or not is_torchs_zero_grad(self._zero_grad.inner):
             self.flush()  # what is written into the gradients now, or read from them, comes after the updates
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclass_functions():
             self._zero_grad.inner(*args, **kwargs)
 
     def _deferred_step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -96,7 +101,7 @@ class ForwardFusion:
             with torch.enable_grad():
                 loss = closure()
         self.flush()  # parameters that no forward pass read
-        if any(module._compiled_call_impl is not None for module in self._modules):
+        if any(calls_compiled(module) for module in self._modules):
             assert self._model is not None
             self._unwatchable |= unwatchable_parameters(self._model)
         reason = why_not_per_parameter(self.optimizer)
@@ -197,7 +202,7 @@ class ForwardFusion:
             return
         self._removed = True
         self.flush()
-        callback_handler.remove_start_callback(self._on_compilation)
+        compilation_callbacks.remove_start_callback(self._on_compilation)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -236,14 +241,14 @@ class _Apply:
     ) -> None:
         self._window, self._bucket, self._state, self._wait = window, bucket, state, wait
         self._gradients: list[Any] = [parameter.grad for parameter in bucket]
-        self._versions = [gradient._version for gradient in self._gradients]
+        self._versions = [version_of(gradient) for gradient in self._gradients]
 
     def __call__(self) -> None:
         if self._wait is not None:
             self._wait()
         present = [p.grad for p in self._bucket]
         for parameter, gradient, version in zip(self._bucket, self._gradients, self._versions, strict=True):
-            if gradient._version != version:
+            if version_of(gradient) != version:
                 raise RuntimeError(
                     f"a gradient of shape {tuple(gradient.shape)} was changed in place between optimizer.step() and "
                     "the update, which forward fusion runs at the next read: call fusion.flush() after "

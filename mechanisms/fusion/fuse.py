@@ -20,6 +20,7 @@ from retime.mechanisms.lazy_updates import (
     why_not_this_step,
     why_not_this_zero_grad,
 )
+from retime.mechanisms.torch_private import has_backward_hooks
 
 
 @overload
@@ -120,7 +121,7 @@ def fuse_optimizer(
 def refuse_backward_hooks(model: nn.Module) -> None:
     """Raise ValueError if a module's backward hook could read weights that are updated already."""
     for name, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
+        if has_backward_hooks(module):
             raise ValueError(
                 f"the backward hook of {name or 'the model'} may read weights that are updated already by then: "
                 "use mode='forward', or remove the hook"

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from retime.mechanisms.torch_private import reads_of_hooks, without_subclass_functions, without_torch_functions
+
 _get, _set = "__get__", "__set__"
 _KEEPS_PENDING: frozenset[Any] = frozenset(
     [
@@ -29,8 +31,9 @@ _KEEPS_PENDING: frozenset[Any] = frozenset(
     + [
         getattr(getattr(Tensor, name), _get)
         for name in ("shape", "dtype", "device", "layout", "ndim", "is_leaf", "grad_fn", "is_cuda", "is_sparse",
-                     "is_meta", "is_quantized", "itemsize", "nbytes", "_backward_hooks", "_post_accumulate_grad_hooks")
+                     "is_meta", "is_quantized", "itemsize", "nbytes")
     ]
+    + list(reads_of_hooks)
     + [
         getattr(Tensor, name)
         for name in ("size", "dim", "numel", "nelement", "stride", "element_size", "is_contiguous",
@@ -68,7 +71,7 @@ class PendingUpdate:
             return
         self._unwatch()
         if self._is_usual():
-            with torch._C.DisableTorchFunction():
+            with without_torch_functions():
                 apply()
         else:
             with _surroundings_of_a_step(self.parameters[0].device.type, self._default_dtype):
@@ -101,7 +104,7 @@ def _surroundings_of_a_step(device_type: str, default_dtype: torch.dtype) -> Ite
     torch.set_default_dtype(default_dtype)  # new state takes it
     try:
         # state created in inference mode could never be updated in place again
-        with torch.inference_mode(False), torch.autocast(device_type, enabled=False), torch._C.DisableTorchFunction():
+        with torch.inference_mode(False), torch.autocast(device_type, enabled=False), without_torch_functions():
             yield
     finally:
         torch.set_default_dtype(before)
@@ -127,7 +130,7 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     """``parameter.grad`` without counting as a read, which would run what is pending."""
     if not is_pending(parameter):
         return parameter.grad
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_subclass_functions():
         return parameter.grad
 
 
@@ -156,7 +159,7 @@ class _Watching:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _KEEPS_PENDING:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_subclass_functions():
                 result = func(*args, **kwargs)
             if func != _READ_GRADIENT or result is None:
                 return result

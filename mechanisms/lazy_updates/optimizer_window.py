@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from retime.mechanisms.lazy_updates.per_parameter import raw_step
+from retime.mechanisms.torch_private import sparse_indices, sparse_values
 
 
 class OptimizerWindow:
@@ -80,5 +81,5 @@ def _copied(value: Any) -> Any:
 def nbytes(tensor: Tensor) -> int:
     """Bytes that ``tensor`` occupies (values and indices of a sparse one)."""
     if tensor.layout is torch.sparse_coo:
-        return nbytes(tensor._values()) + nbytes(tensor._indices())
+        return nbytes(sparse_values(tensor)) + nbytes(sparse_indices(tensor))
     return tensor.numel() * tensor.element_size()

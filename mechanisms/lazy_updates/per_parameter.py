@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim import optimizer as optimizer_module
 from torch.optim.lr_scheduler import LRScheduler
 
 from retime.mechanisms.lazy_updates.replaced_method import ReplacedMethod
+from retime.mechanisms.torch_private import INIT_GROUP, has_global_step_hooks, has_step_hooks
 
 _declared: set[type[Optimizer]] = set()
 _TORCHS_ZERO_GRAD = Optimizer.zero_grad
@@ -55,7 +55,7 @@ def why_not_per_parameter(optimizer: Optimizer) -> str | None:
     if isinstance(optimizer, torch.optim.LBFGS):
         return "LBFGS needs all parameters and gradients at once; choose a first-order optimizer to fuse"
     if kind not in _declared:
-        for method in ("step", "_init_group"):
+        for method in ("step", INIT_GROUP):
             function = inspect.unwrap(getattr(kind, method, _absent))
             if not function.__module__.startswith("torch.optim"):
                 return (
@@ -64,7 +64,7 @@ def why_not_per_parameter(optimizer: Optimizer) -> str | None:
                 )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{name}(differentiable=True) needs the graph of the whole step"
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or _global_step_hooks():
+    if has_step_hooks(optimizer) or has_global_step_hooks():
         return f"{name} has step hooks, which see all parameters between two steps; remove them to fuse"
     return None
 
@@ -101,10 +101,6 @@ def is_fused_step(step: object) -> bool:
     """Whether ``step`` is, or wraps, a method by which a fusion has taken over an optimizer."""
     replaced = getattr(step, "_retime_fused", None)
     return isinstance(replaced, ReplacedMethod) and replaced.active
-
-
-def _global_step_hooks() -> bool:
-    return bool(optimizer_module._global_optimizer_pre_hooks or optimizer_module._global_optimizer_post_hooks)
 
 
 def _absent() -> None: ...

@@ -7,6 +7,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from retime.mechanisms.lazy_updates.lazy import settle_all
+from retime.mechanisms.torch_private import (
+    has_compile_mark,
+    storage_address,
+    storage_use_count,
+    without_subclass_functions,
+)
 
 _PICKS_A_KERNEL_BY_CLASS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 """They ask ``has_torch_function`` of their weights and would choose another kernel while updates are pending."""
@@ -23,11 +29,7 @@ def unwatchable_parameters(model: nn.Module) -> set[Tensor]:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether the module's forward is compiled or scripted."""
-    # the last is the mark that Lightning leaves on a compiled LightningModule
-    marks = ("_compiled_call_impl", "_torchdynamo_orig_callable", "_compiler_ctx")
-    return any(getattr(module, mark, None) is not None for mark in marks) or isinstance(
-        module, torch.jit.ScriptModule | torch._dynamo.OptimizedModule
-    )
+    return has_compile_mark(module) or isinstance(module, torch.jit.ScriptModule)
 
 
 def has_alias(parameter: Tensor) -> bool:
@@ -35,9 +37,9 @@ def has_alias(parameter: Tensor) -> bool:
 
     A read through the alias could not be seen. The parameter and the handle used for counting hold the storage twice.
     """
-    with torch._C.DisableTorchFunctionSubclass():  # not a read
+    with without_subclass_functions():  # not a read
         storage = parameter.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) > 2 or (storage.device.type == "cpu" and storage.is_shared())
+    return storage_use_count(storage_address(storage)) > 2 or (storage.device.type == "cpu" and storage.is_shared())
 
 
 def settle_before_readers(model: nn.Module) -> list[RemovableHandle]:

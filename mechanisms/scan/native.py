@@ -1,8 +1,9 @@
 """The forward pass: torch's own kernels, one layer a call."""
 
-from torch import _VF, Tensor
+from torch import Tensor
 
 from retime.mechanisms.scan.cells import Weights
+from retime.mechanisms.torch_private import recurrent_kernels
 
 MODES = ("RNN_TANH", "RNN_RELU", "GRU", "LSTM")
 
@@ -19,7 +20,7 @@ def run_native(
     """
     flat = tuple(weight for weights in directions for weight in weights if weight is not None)
     hx = state if mode == "LSTM" else state[0]
-    kernel = getattr(_VF, mode.lower())
+    kernel = getattr(recurrent_kernels, mode.lower())
     has_biases, two_ways = directions[0].input_bias is not None, len(directions) == 2
     if batch_sizes is None:
         results = kernel(x, hx, flat, has_biases, 1, 0.0, True, two_ways, False)

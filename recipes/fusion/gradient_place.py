@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from retime.mechanisms.torch_private import fused_adamw
 from retime.recipes.core import charts
 from retime.recipes.core.build import build_batches, build_model
 from retime.recipes.core.claims import show
@@ -71,7 +72,7 @@ class LinearChain:
         steps = of(self._steps)
         for step in steps:
             step += 1
-        torch._fused_adamw_(
+        fused_adamw(
             *(of(self._weights), of(self._gradients), of(self._first), of(self._second), [], steps),
             lr=1e-3,
             beta1=0.9,

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 from retime.mechanisms.memory.batches import balanced_parts
 from retime.mechanisms.memory.host import HostNull, HostTier
 from retime.mechanisms.memory.offload import OffloadSavedTensors
 from retime.mechanisms.memory.sandbox import undisturbed
 from retime.mechanisms.storages import tensors_in
+from retime.mechanisms.torch_private import ConvBase, storage_address
 from retime.schedules.budget import OffloadPlan
 
 ALL, CONVOLUTIONS = "all", "conv"
@@ -105,12 +105,12 @@ class _ConvolutionInputs:
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
         def enter(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            self._input = inputs[0].untyped_storage()._cdata
+            self._input = storage_address(inputs[0].untyped_storage())
 
         def leave(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             self._input = 0
 
-        layers = [module for module in model.modules() if isinstance(module, _ConvNd)]
+        layers = [module for module in model.modules() if isinstance(module, ConvBase)]
         handles = [layer.register_forward_pre_hook(enter) for layer in layers]
         handles += [layer.register_forward_hook(leave) for layer in layers]
         try:
@@ -124,7 +124,7 @@ class _ConvolutionInputs:
 
     def saved(self, number: int, storage: torch.UntypedStorage) -> None:
         self.numbers.add(number)
-        if self._input == storage._cdata:
+        if self._input == storage_address(storage):
             self.read.add(number)
 
     def used(self, number: int) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from retime.mechanisms.memory.batches.split import tensors_of
 from retime.mechanisms.storages import tensors_in
+from retime.mechanisms.torch_private import post_accumulate_hooks, sparse_indices, sparse_values
 
 __all__ = ["key_of", "name_of", "no_larger", "sizes_of"]
 
@@ -23,7 +24,7 @@ def key_of(batch: Any, model: nn.Module, gradients: str) -> tuple[Any, ...]:
     """
     flags = [module.training for module in model.modules()]
     for parameter in model.parameters():
-        flags += [parameter.requires_grad, bool(getattr(parameter, "_post_accumulate_grad_hooks", None))]
+        flags += [parameter.requires_grad, bool(post_accumulate_hooks(parameter))]
     shapes = [(place, tuple(tensor.shape[1:]), tensor.dtype) for place, tensor in tensors_of(batch).items()]
     return gradients, crc32(bytes(flags)), tuple(shapes)
 
@@ -46,5 +47,5 @@ def no_larger(sizes: Sequence[int], planned: Sequence[int]) -> bool:
 
 def _bytes_of(tensor: Tensor) -> int:
     if tensor.layout == torch.sparse_coo:
-        return tensor._values().nbytes + tensor._indices().nbytes
+        return sparse_values(tensor).nbytes + sparse_indices(tensor).nbytes
     return tensor.nbytes

@@ -19,7 +19,8 @@ from typing import Literal, get_args
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from retime.mechanisms.torch_private import BatchNormBase, own_buffers
 
 __all__ = ["BatchNormChoice", "batch_statistics_layers", "check_choice", "fix_statistics", "ghost_momentum"]
 
@@ -49,10 +50,10 @@ def batch_statistics_layers(model: nn.Module) -> list[str]:
 def _takes_statistics(module: nn.Module) -> bool:
     if isinstance(module, torch.jit.ScriptModule):  # it has the methods of a BatchNorm, but is none
         return "BatchNorm" in module.original_name and module.training
-    return isinstance(module, _BatchNorm) and _is_live(module)
+    return isinstance(module, BatchNormBase) and _is_live(module)
 
 
-def _is_live(layer: _BatchNorm) -> bool:
+def _is_live(layer: BatchNormBase) -> bool:
     return layer.training or (layer.running_mean is None and layer.running_var is None)
 
 
@@ -60,11 +61,11 @@ def fix_statistics(model: nn.Module, layers: Sequence[str]) -> None:
     """Let layers normalise with running statistics, or with mean 0 and variance 1 where they keep none."""
     for name in layers:
         layer = model.get_submodule(name)
-        assert isinstance(layer, _BatchNorm)
+        assert isinstance(layer, BatchNormBase)
         if layer.running_mean is None:
             some = next(iter(model.parameters()), torch.zeros(()))
-            layer._buffers["running_mean"] = torch.zeros(layer.num_features, device=some.device, dtype=some.dtype)
-            layer._buffers["running_var"] = torch.ones(layer.num_features, device=some.device, dtype=some.dtype)
+            own_buffers(layer)["running_mean"] = torch.zeros(layer.num_features, device=some.device, dtype=some.dtype)
+            own_buffers(layer)["running_var"] = torch.ones(layer.num_features, device=some.device, dtype=some.dtype)
         layer.training = False
 
 
@@ -82,7 +83,7 @@ def ghost_momentum(model: nn.Module, parts: int) -> Iterator[None]:
     """
     if parts < 1:
         raise ValueError(f"parts={parts} must be 1 or more")
-    layers = [module for module in model.modules() if isinstance(module, _BatchNorm) and _is_live(module)]
+    layers = [module for module in model.modules() if isinstance(module, BatchNormBase) and _is_live(module)]
     momenta = [layer.momentum for layer in layers]
     try:
         for layer in layers:

@@ -36,7 +36,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+from retime.mechanisms.torch_private import ConvBase, ConvTransposeBase, conv_padding
 
 __all__ = ["ChunkReport", "ChunkedOperators"]
 
@@ -115,12 +116,12 @@ class ChunkedOperators:
     def _why_whole(self, module: nn.Module, value: Any) -> str | None:
         if not isinstance(value, Tensor):
             return "it has further arguments"
-        dimensions = len(module.kernel_size) + 2 if isinstance(module, _ConvNd) else 2
+        dimensions = len(module.kernel_size) + 2 if isinstance(module, ConvBase) else 2
         if value.dim() < dimensions:
             return "its input has no batch dimension"
         if len(value) <= self.sub_batch:
             return "the batch is no larger than a chunk"
-        if isinstance(module, _ConvNd) and isinstance(module.padding, str) and not _is_even(module):
+        if isinstance(module, ConvBase) and isinstance(module.padding, str) and not _is_even(module):
             return "padding='same' is uneven"
         return None
 
@@ -133,7 +134,7 @@ _KNOWN = {
 }  # fmt: skip
 
 
-def _is_even(module: _ConvNd) -> bool:
+def _is_even(module: ConvBase) -> bool:
     return module.padding == "valid" or all(
         dilation * (size - 1) % 2 == 0 for dilation, size in zip(module.dilation, module.kernel_size, strict=True)
     )
@@ -151,7 +152,7 @@ def _chunked(module: Any, value: Tensor, sub_batch: int) -> Tensor:
         if isinstance(module, nn.Linear):
             return _Chunks.apply(value, weight, bias, sub_batch, cast, _linear, _linear_backward)  # type: ignore[no-any-return,no-untyped-call]
         if module.padding_mode != "zeros":
-            value = F.pad(value, module._reversed_padding_repeated_twice, mode=module.padding_mode)
+            value = F.pad(value, conv_padding(module), mode=module.padding_mode)
         settings = _settings(module)
 
         def run(chunk: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -163,7 +164,7 @@ def _chunked(module: Any, value: Tensor, sub_batch: int) -> Tensor:
         return _Chunks.apply(value, weight, bias, sub_batch, cast, run, back)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def _settings(module: _ConvNd) -> tuple[Any, ...]:
+def _settings(module: ConvBase) -> tuple[Any, ...]:
     """Stride, padding, dilation, transposed, output padding, groups, as ``torch.convolution`` takes them."""
     if module.padding_mode != "zeros" or module.padding == "valid":
         padding: Any = [0] * len(module.kernel_size)
@@ -171,7 +172,7 @@ def _settings(module: _ConvNd) -> tuple[Any, ...]:
         padding = [d * (k - 1) // 2 for d, k in zip(module.dilation, module.kernel_size, strict=True)]
     else:
         padding = list(module.padding)
-    transposed = isinstance(module, _ConvTransposeNd)
+    transposed = isinstance(module, ConvTransposeBase)
     return (
         list(module.stride), padding, list(module.dilation), transposed, list(module.output_padding), module.groups,
     )  # fmt: skip

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils import _pytree as pytree
 
 from retime.mechanisms.storages import attributes_of
+from retime.mechanisms.torch_private import tree_flatten, tree_unflatten
 
 __all__ = [
     "Split",
@@ -175,7 +175,7 @@ def _children(value: Any, path: str) -> list[tuple[str, Any, Any]] | None:
         return [(f"{path}.{name}", name, child) for name, child in zip(value._fields, value, strict=True)]
     if isinstance(value, list | tuple):
         return [(f"{path}[{index}]", index, child) for index, child in enumerate(value)]
-    found, _ = pytree.tree_flatten(value)
+    found, _ = tree_flatten(value)
     if len(found) == 1 and found[0] is value:
         return None
     return [(f"{path}<{index}>", index, child) for index, child in enumerate(found)]
@@ -198,7 +198,7 @@ def _rebuild(value: Any, keys: list[Any], children: list[Any]) -> Any:
         return type(value)(*children)
     if isinstance(value, list | tuple):
         return type(value)(children)
-    return pytree.tree_unflatten(children, pytree.tree_flatten(value)[1])
+    return tree_unflatten(children, tree_flatten(value)[1])
 
 
 def _is_flat(value: Any) -> bool:

@@ -8,13 +8,11 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from retime.mechanisms.torch_private import COLLECTIVE_NAMESPACES, BatchNormBase, TorchDispatchMode
 
 __all__ = ["CollectiveError", "alone"]
-
-_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 
 
 class CollectiveError(RuntimeError):
@@ -37,7 +35,7 @@ def alone(model: DistributedDataParallel, *, watch: bool = True) -> Iterator[Non
     synced = [layer for layer in model.modules() if isinstance(layer, nn.SyncBatchNorm)]
     model.__dict__["forward"] = model.module.__call__
     for layer in synced:
-        layer.__dict__["forward"] = partial(_BatchNorm.forward, layer)
+        layer.__dict__["forward"] = partial(BatchNormBase.forward, layer)
     try:
         with _NoCollectives() if watch else nullcontext():  # type: ignore[no-untyped-call]
             yield
@@ -49,7 +47,7 @@ def alone(model: DistributedDataParallel, *, watch: bool = True) -> Iterator[Non
 
 class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in _COLLECTIVES:
+        if func.namespace in COLLECTIVE_NAMESPACES:
             raise CollectiveError(
                 f"the step calls {func.__name__.partition('.')[0].strip('_')} on all ranks, so one rank cannot plan "
                 "its memory alone: log with self.log(..., sync_dist=True) or a torchmetrics object, or move the "

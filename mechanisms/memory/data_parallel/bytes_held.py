@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from retime.mechanisms.memory.pool import trim_heap
 from retime.mechanisms.storages import strided_bytes
+from retime.mechanisms.torch_private import has_rebuilt_buckets
 
 __all__ = ["NewBuckets", "bucket_bytes", "buckets_of", "gloo_bytes", "reduction_bytes"]
 
@@ -72,7 +73,7 @@ class NewBuckets:
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._model = model
-        self._at_first = self.made = _rebuilt(model)
+        self._at_first = self.made = has_rebuilt_buckets(model)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -92,13 +93,9 @@ class NewBuckets:
         return self.made and not self._at_first
 
     def _look(self, module: nn.Module, inputs: object) -> None:
-        if not self.made and _rebuilt(self._model):
+        if not self.made and has_rebuilt_buckets(self._model):
             self.made = True
             trim_heap()
-
-
-def _rebuilt(model: DistributedDataParallel) -> bool:
-    return bool(getattr(model, "_has_rebuilt_buckets", False))
 
 
 def _sizes(total: int, cap: int) -> Iterator[int]:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from retime.mechanisms.memory.sandbox import Onlooker
+from retime.mechanisms.torch_private import storage_address, tree_leaves
 
 __all__ = ["MadeBytes", "TooMuchMade"]
 
@@ -55,4 +55,4 @@ def _storage(tensor: Tensor) -> tuple[int, int]:
         storage: torch.UntypedStorage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return id(tensor), tensor.numel() * tensor.element_size()
-    return storage._cdata, int(storage.nbytes())
+    return storage_address(storage), int(storage.nbytes())

@@ -19,14 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    UnsupportedFakeTensorException,
-)
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map
 
 from retime.mechanisms.byte_sizes import parse_bytes
 from retime.mechanisms.measure import MemoryProbe
@@ -49,6 +41,16 @@ from retime.mechanisms.memory.sandbox import (
     stand_ins,
 )
 from retime.mechanisms.storages import tensors_in
+from retime.mechanisms.torch_private import (
+    LOCAL_SCALAR_DENSE,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    TorchDispatchMode,
+    UnsupportedFakeTensorException,
+    tree_map,
+    without_dispatch_modes,
+)
 from retime.schedules.budget import MOST_SAVED, BlockKind, OffloadPlan, Phase
 
 _WITHOUT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
@@ -416,7 +418,7 @@ class DryRun:
         except (ValueReadError, *_WITHOUT_VALUES):
             if self._mode is None:
                 raise
-            with _disable_current_modes():
+            with without_dispatch_modes():
                 part = self.step.split(self.step.batch, first, last)
             return fake(self._mode).batch(part)
 
@@ -436,6 +438,6 @@ class _AnyValue(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+        if func is LOCAL_SCALAR_DENSE and isinstance(args[0], FakeTensor):
             return 0.5 if args[0].dtype.is_floating_point else 1  # no optimizer divides by 1 - 0.5
         return func(*args, **(kwargs or {}))

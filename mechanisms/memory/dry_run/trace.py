@@ -17,10 +17,20 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from retime.mechanisms.memory.sandbox import ValueReadError
 from retime.mechanisms.storages import tensors_in
+from retime.mechanisms.torch_private import (
+    LOCAL_SCALAR_DENSE,
+    TorchDispatchMode,
+    current_node,
+    next_sequence_number,
+    schema_of,
+    sequence_number,
+    sparse_indices,
+    sparse_values,
+    storage_address,
+)
 from retime.schedules.budget import BlockKind, Phase
 
 FOREVER = 2**62
@@ -172,19 +182,19 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def index_of(self, storage: torch.UntypedStorage) -> int | None:
         """The storage's index in the trace, if it was seen."""
-        found = self._live.get(storage._cdata)
+        found = self._live.get(storage_address(storage))
         return found[0] if found is not None else None
 
     def _see(self, tensor: Tensor, kind: BlockKind | None, born: int) -> tuple[int, ...]:
         """Indices of the storages behind a tensor; new ones are counted."""
-        parts = [tensor._values(), tensor._indices()] if tensor.layout == torch.sparse_coo else [tensor]
+        parts = [sparse_values(tensor), sparse_indices(tensor)] if tensor.layout == torch.sparse_coo else [tensor]
         found = []
         for part in parts:
             try:
                 storage = part.untyped_storage()
             except (NotImplementedError, RuntimeError):  # a subclass that wraps others, which come by themselves
                 continue
-            known = self._live.get(storage._cdata)
+            known = self._live.get(storage_address(storage))
             if known is None:
                 known = self._count(storage, part.device, kind or self._kind(), born)
             found.append(known[0])
@@ -198,8 +208,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             nbytes = -(-nbytes // _CUDA_ROUNDING) * _CUDA_ROUNDING
         index = len(self.trace.storages)
         self.trace.storages.append(TracedStorage(nbytes, kind, born))
-        entry = index, weakref.ref(storage, partial(self._gone, storage._cdata, index))
-        self._live[storage._cdata] = entry
+        entry = index, weakref.ref(storage, partial(self._gone, storage_address(storage), index))
+        self._live[storage_address(storage)] = entry
         self.current_bytes += nbytes
         if self.phase is Phase.UPDATE:
             self.trace.update_peak_bytes = max(self.trace.update_peak_bytes, self.current_bytes)
@@ -234,13 +244,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten._local_scalar_dense.default and self._reads_value(args[0]):
+        if func is LOCAL_SCALAR_DENSE and self._reads_value(args[0]):
             return 1.0 if args[0].dtype.is_floating_point else 1
         if func.namespace == "prim":  # a fake tensor is asked for its device
             return func(*args, **kwargs)
         if self._inside_hook:  # what comes back is told by restored(); buffers on the host do not count
             return func(*args, **kwargs)
-        if func is torch.ops.aten._local_scalar_dense.default:  # a dry run has none of these
+        if func is LOCAL_SCALAR_DENSE:  # a dry run has none of these
             return func(*args, **kwargs)
         layer = self._layer()
         known = len(self.trace.storages)
@@ -255,11 +265,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 reads.update(dict.fromkeys(self._see(tensor, BlockKind.WEIGHT, born=-1)))
             writes: dict[int, None] = {}
             # Operations on lists write into the first of them and return nothing.
-            changed = args[:1] if out is None and func._schema.is_mutable else ()
+            changed = args[:1] if out is None and schema_of(func).is_mutable else ()
             for tensor in _operands((out, changed)):
                 before = len(self.trace.storages)
                 for index in self._see(tensor, None, self.now):
-                    if index >= before or func._schema.is_mutable:
+                    if index >= before or schema_of(func).is_mutable:
                         writes[index] = None
         finally:
             self._running = False
@@ -314,16 +324,16 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Nodes of the graph are numbered as they are made: remember from which number on this layer makes them."""
         if self.phase is Phase.FORWARD:
             numbers, layers = self._marks
-            numbers.append(torch._C._autograd._get_sequence_nr())
+            numbers.append(next_sequence_number())
             layers.append(self._stack[-1] if self._stack else self._root)
 
     def _layer(self) -> str:
         if self._stack or self.phase is not Phase.BACKWARD:
             return self._stack[-1] if self._stack else self._root
-        node = torch._C._current_autograd_node()
+        node = current_node()
         numbers, layers = self._marks
         if node is not None and numbers:
-            sequence = node._sequence_nr()
+            sequence = sequence_number(node)
             if sequence < _LEAF_SEQUENCE:
                 place = bisect_right(numbers, sequence) - 1
                 self._last_backward_layer = layers[place] if place >= 0 else self._root

@@ -14,11 +14,11 @@ from functools import partial
 import psutil
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from retime.mechanisms.memory.host.left_behind import LeftBehind
 from retime.mechanisms.memory.host.tier import HostError
 from retime.mechanisms.streams import Mark, SideStream
+from retime.mechanisms.torch_private import empty_host_cache, without_dispatch_modes
 
 
 class HostMemory:
@@ -70,7 +70,7 @@ class HostMemory:
                 buffer = self._new(nbytes)
             self._held += nbytes
             self._most = max(self._most, self._held)
-            with _disable_current_modes():  # a storage may end in the middle of anything
+            with without_dispatch_modes():  # a storage may end in the middle of anything
                 copy = _MemoryCopy(self, source, buffer)
             self._left.when_gone(copy, partial(self._release, copy.copied))
             return copy
@@ -87,7 +87,7 @@ class HostMemory:
 
     def _new(self, nbytes: int) -> Tensor:
         try:
-            with _disable_current_modes():
+            with without_dispatch_modes():
                 return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._cuda)
         except RuntimeError as error:  # the C library, or CUDA, which locks the pages
             raise self._full(f"{nbytes} more bytes beside {self._held} ({str(error).splitlines()[0]})") from error
@@ -108,7 +108,7 @@ class HostMemory:
         self._kept.shrink(0)
         if self._cuda:
             self._side.synchronize()
-            torch._C._host_emptyCache()  # torch keeps locked pages too
+            empty_host_cache()  # torch keeps locked pages too
 
     @staticmethod
     def _full(what: str) -> HostError:

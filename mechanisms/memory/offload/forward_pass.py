@@ -17,6 +17,7 @@ from torch import Tensor
 from retime.mechanisms.memory.host import HostCopy, HostError, HostTier, raise_interruption, watch, working
 from retime.mechanisms.memory.offload.saved import Kept, Moved, MovedStorage
 from retime.mechanisms.storages import has_storage, storage_key, storage_keys
+from retime.mechanisms.torch_private import graph_task_id, queue_callback
 from retime.schedules.budget import OffloadPlan
 
 # A storage that several nodes saved is held between their uses while fewer than so many others came back after it.
@@ -110,7 +111,7 @@ class ForwardPass:
         """Autograd saves a tensor."""
         with working, self._lock, self._quiet():
             self._raise_failure()
-            if not self._open or torch._C._current_graph_task_id() != -1 or not self._concerns(tensor):
+            if not self._open or graph_task_id() != -1 or not self._concerns(tensor):
                 return Kept(tensor)
             storage = tensor.untyped_storage()
             number, record = self._number(tensor, storage)
@@ -250,7 +251,7 @@ class ForwardPass:
             raise_interruption()
             packed.version.check()
             record = packed.storage
-            backward = torch._C._current_graph_task_id()
+            backward = graph_task_id()
             self._watch(backward)
             storage = record.present() or self._fetch(record)
             self._counts.stalls += record.wait()
@@ -318,7 +319,7 @@ class ForwardPass:
         """Ask autograd to tell when this backward pass ends: it may need less than was fetched ahead."""
         if backward not in (-1, self._watched_backward):
             self._watched_backward = backward
-            torch.autograd.Variable._execution_engine.queue_callback(self._drop_prefetched)
+            queue_callback(self._drop_prefetched)
 
     def _drop_prefetched(self) -> None:
         for reference in (*self._ahead, *self._holding):

@@ -11,17 +11,17 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from retime.mechanisms.memory.host import HostCopy, Loading, is_torchs_own
 from retime.mechanisms.storages import Window
+from retime.mechanisms.torch_private import FakeTensor, version_of
 
 
 class VersionCheck:
     """Remembers a tensor's version, and keeps its counter but not its storage."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._saved_at = tensor._version
+        self._saved_at = version_of(tensor)
         self._what = f"{tensor.type()} {list(tensor.shape)}" if not isinstance(tensor, FakeTensor) else ""
         self._counter: Tensor | None = None
         if self._what:
@@ -35,10 +35,10 @@ class VersionCheck:
         Raises:
             RuntimeError: it was.
         """
-        if self._counter is not None and self._counter._version != self._saved_at:
+        if self._counter is not None and version_of(self._counter) != self._saved_at:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self._what}] is at version {self._counter._version}; expected version {self._saved_at} instead. "
+                f"[{self._what}] is at version {version_of(self._counter)}; expected version {self._saved_at} instead. "
                 "Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
                 "torch.autograd.set_detect_anomaly(True)."
             )
@@ -52,13 +52,13 @@ class Kept:
     def __init__(self, tensor: Tensor) -> None:
         # A saved output that kept its history would hold its own node, and the graph would never be freed.
         self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
-        self.version = tensor._version
+        self.version = version_of(tensor)
 
     def get(self) -> Tensor:
-        if self.tensor._version != self.version:
+        if version_of(self.tensor) != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {self.tensor._version}; expected "
+                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {version_of(self.tensor)}; expected "
                 f"version {self.version} instead."
             )
         return self.tensor

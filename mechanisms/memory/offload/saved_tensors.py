@@ -24,6 +24,7 @@ from retime.mechanisms.arguments import checked
 from retime.mechanisms.byte_sizes import parse_bytes
 from retime.mechanisms.memory.host import HostNone, HostTier, check_host
 from retime.mechanisms.memory.offload.forward_pass import ForwardPass, OffloadCounts, SaveObserver
+from retime.mechanisms.torch_private import next_sequence_number, top_saved_tensors_hooks
 from retime.schedules.budget import OffloadPlan
 from retime.schedules.errors import ScheduleError
 
@@ -161,7 +162,7 @@ class OffloadSavedTensors:
         if self._counts.passes % _WHOLE_PASSES == 0:
             self._tail, self._nodes, self._steady = None, None, True
         # With hooks around these, ours may not leave the rest of the pass to them.
-        nested = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        nested = top_saved_tensors_hooks(True) is not None
         self._pass = ForwardPass(
             self.plan, self.host, self.keep, int(self.in_flight_bytes), self._counts, observer=self.observer
         )
@@ -174,7 +175,7 @@ class OffloadSavedTensors:
             self._hooks.__enter__()
         self._entered = True
         self._counts.passes += 1
-        self._began = torch._C._autograd._get_sequence_nr()
+        self._began = next_sequence_number()
         return self
 
     def __exit__(
@@ -190,7 +191,7 @@ class OffloadSavedTensors:
                 raise NoHooksError from error
             return
         self._pass.close()
-        nodes = torch._C._autograd._get_sequence_nr() - self._began
+        nodes = next_sequence_number() - self._began
         self._steady &= self._nodes in (None, nodes)
         self._nodes = nodes
         if whole:

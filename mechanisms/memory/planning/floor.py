@@ -14,6 +14,7 @@ from retime.mechanisms.memory.host import HostNone
 from retime.mechanisms.memory.offload import NoHooksError
 from retime.mechanisms.memory.planning.costs import StepCosts
 from retime.mechanisms.storages import has_storage, tensors_in
+from retime.mechanisms.torch_private import storage_address
 from retime.schedules.budget import BudgetError, OffloadPlan, Phase, sized
 from retime.schedules.errors import ScheduleError
 
@@ -371,7 +372,9 @@ class StepMemory:
         tensors = tensors_in(self.step.batch)
         storages = [tensor.untyped_storage() for tensor in tensors if has_storage(tensor)]
         others = [tensor for tensor in tensors if not has_storage(tensor)]
-        return sum({storage._cdata: storage.nbytes() for storage in storages}.values()) + sum(sizes_of(others))
+        return sum({storage_address(storage): storage.nbytes() for storage in storages}.values()) + sum(
+            sizes_of(others)
+        )
 
 
 def _sentence(text: str) -> str:

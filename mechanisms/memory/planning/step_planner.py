@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
 from retime.mechanisms.memory.batches import BatchNormChoice, Certificate, Split, batch_statistics_layers, dry_part
 from retime.mechanisms.memory.dry_run import Buckets, Gradients, LargestTask, StepProfile, TrainingStep
@@ -30,6 +29,7 @@ from retime.mechanisms.memory.planning.trial import PlanTrial
 from retime.mechanisms.memory.sandbox import undisturbed
 from retime.mechanisms.memory.separability import certify
 from retime.mechanisms.storages import strided_bytes
+from retime.mechanisms.torch_private import ConvBase
 from retime.schedules.budget import BudgetError
 
 _SPACIOUS = 3
@@ -279,7 +279,7 @@ def _runs_in_chunks(model: nn.Module, task: LargestTask) -> bool:
     """Whether :class:`ChunkedOperators` would run this task on parts of the batch."""
     layer = dict(model.named_modules()).get(task.layer)
     return (
-        isinstance(layer, _ConvNd | nn.Linear)
+        isinstance(layer, ConvBase | nn.Linear)
         and type(layer).forward.__module__ in _IN_CHUNKS
         and task.name.partition(".")[0] in _PRODUCTS
     )

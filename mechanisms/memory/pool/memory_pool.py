@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from retime.mechanisms.memory.pool.library import NoPoolError, pool_library
+from retime.mechanisms.torch_private import storage_address
 
 _installed = 0
 
@@ -135,7 +136,7 @@ class MemoryPool:
     def bytes_elsewhere(self, tensors: Iterable[Tensor]) -> int:
         """Bytes of these tensors' CPU storages that are not the pool's."""
         strided = (tensor for tensor in tensors if tensor.layout == torch.strided)  # others have no storage to ask for
-        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in strided}
+        storages = {storage_address(tensor.untyped_storage()): tensor.untyped_storage() for tensor in strided}
         return sum(
             storage.nbytes()
             for storage in storages.values()

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch._subclasses.fake_tensor import FakeTensorMode
+from retime.mechanisms.torch_private import FakeTensorMode
 
 __all__ = ["DryMode", "LeftBehindError"]
 

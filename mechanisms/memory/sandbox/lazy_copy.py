@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from retime.mechanisms.storages import has_storage
+from retime.mechanisms.torch_private import lazy_clone
 
 __all__ = ["LARGE_BYTES", "lazy_copy"]
 
@@ -18,7 +18,7 @@ def lazy_copy(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if type(tensor) in (Tensor, nn.Parameter) and has_storage(tensor) and tensor.nbytes > LARGE_BYTES:
         try:
-            return torch._lazy_clone(tensor)
-        except (AttributeError, RuntimeError):  # memory that is not torch's own: NumPy's, say, or a file's
+            return lazy_clone(tensor)
+        except RuntimeError:  # memory that is not torch's own: NumPy's, say, or a file's
             pass
     return tensor.clone()

@@ -19,6 +19,7 @@ from retime.mechanisms.memory.sandbox.holdings import Holdings, replaced
 from retime.mechanisms.memory.sandbox.lazy_copy import lazy_copy
 from retime.mechanisms.memory.sandbox.outside import Outside
 from retime.mechanisms.memory.sandbox.uncompiled import uncompiled
+from retime.mechanisms.torch_private import tensor_hooks, version_of
 
 __all__ = ["Untouched", "random_state", "set_random_state", "why_not_replaced"]
 
@@ -110,7 +111,7 @@ class Untouched:
         for name, original in self._named:
             _, made, version = self._copies[id(original)]
             present = now.get(name, made)
-            if present is not made or made._version != version:
+            if present is not made or version_of(made) != version:
                 found[name] = present.detach().clone()
         return found
 
@@ -151,10 +152,10 @@ class Untouched:
             made.__dict__.update(tensor.__dict__)
         elif tensor.is_leaf and tensor.requires_grad:
             made.requires_grad_()
-        hooks = tensor._backward_hooks if tensor.is_leaf else None
+        hooks = tensor_hooks(tensor) if tensor.is_leaf else None
         for hook in (hooks or {}).values():
             made.register_hook(hook)  # type: ignore[no-untyped-call]
-        self._copies[id(tensor)] = (tensor, made, made._version)
+        self._copies[id(tensor)] = (tensor, made, version_of(made))
         return made
 
 

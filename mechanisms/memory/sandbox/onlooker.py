@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch.utils._python_dispatch import TorchDispatchMode
+from retime.mechanisms.torch_private import TorchDispatchMode
 
 __all__ = ["Onlooker"]
 

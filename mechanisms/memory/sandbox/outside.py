@@ -12,14 +12,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from retime.mechanisms.memory.sandbox.onlooker import Onlooker
 from retime.mechanisms.memory.sandbox.value_reads import ValueReadError
 from retime.mechanisms.storages import Window, has_storage, storage_key, storage_keys
+from retime.mechanisms.torch_private import (
+    FakeTensor,
+    OpOverload,
+    base_of,
+    schema_of,
+    tree_leaves,
+    without_dispatch_modes,
+)
 
 __all__ = ["Outside"]
 
@@ -77,7 +82,7 @@ class Outside:
 
     def put_back(self) -> None:
         """All is as it was; it stays noted, for other runs."""
-        with _disable_current_modes(), torch.no_grad():
+        with without_dispatch_modes(), torch.no_grad():
             for storage, value in self._stored.values():
                 if storage.nbytes() != value.nbytes():
                     storage.resize_(value.nbytes())
@@ -94,7 +99,7 @@ class Outside:
         """An operation is given this: note what is put back afterwards."""
         if isinstance(used, torch.Generator):
             if id(used) not in self._states:
-                with _disable_current_modes():
+                with without_dispatch_modes():
                     self._states[id(used)] = used, used.get_state()
         elif isinstance(used, Tensor) and has_storage(used) and not isinstance(used, FakeTensor):
             key = storage_key(used)
@@ -131,13 +136,13 @@ class Outside:
     def _keep(self, key: int, tensor: Tensor) -> None:
         if key not in self._stored:
             storage = tensor.untyped_storage()
-            with _disable_current_modes():
+            with without_dispatch_modes():
                 self._stored[key] = storage, storage.clone()  # type: ignore[no-untyped-call]
         self._note_binding(tensor)
 
     def _note_binding(self, tensor: Tensor) -> None:
-        if id(tensor) not in self._bound and tensor._base is None:
-            with _disable_current_modes():
+        if id(tensor) not in self._bound and base_of(tensor) is None:
+            with without_dispatch_modes():
                 self._bound[id(tensor)] = tensor, tensor.detach()
 
 
@@ -150,11 +155,11 @@ class _Watch(Onlooker):  # type: ignore[no-untyped-call]
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(func, torch._ops.OpOverload) or func is torch.ops.aten.detach.default:
+        if not isinstance(func, OpOverload) or func is torch.ops.aten.detach.default:
             return func(*args, **kwargs)
-        declared = func._schema.arguments
+        declared = schema_of(func).arguments
         named = [*zip(declared, args, strict=False), *((one, kwargs.get(one.name)) for one in declared[len(args) :])]
-        unsaid = "batch_norm" in func._schema.name  # its kernels do not say that they write into running statistics
+        unsaid = "batch_norm" in schema_of(func).name  # its kernels do not say that they write into running statistics
         for argument, value in named:
             written = unsaid or (argument.alias_info is not None and argument.alias_info.is_write)
             for leaf in tree_leaves(value):

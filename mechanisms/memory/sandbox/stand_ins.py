@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_map
 
 from retime.mechanisms.memory.batches import replaced_tensors
 from retime.mechanisms.memory.sandbox.contents import Contents
 from retime.mechanisms.memory.sandbox.holdings import Holdings, Slots, replaced
 from retime.mechanisms.memory.sandbox.lazy_copy import lazy_copy
 from retime.mechanisms.memory.sandbox.uncompiled import uncompiled
+from retime.mechanisms.torch_private import STEP_HOOKS, FakeTensor, FakeTensorMode, tree_map, version_of
 
 
 class Replacement:
@@ -212,13 +211,13 @@ def _gradients_put_aside(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def _values_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
-    before = [(tensor, lazy_copy(tensor), tensor._version) for tensor in tensors]
+    before = [(tensor, lazy_copy(tensor), version_of(tensor)) for tensor in tensors]
     try:
         yield
     finally:
         for tensor, value, version in before:
             # Kernels of BatchNorm do not say that they write into buffers, which are small.
-            if tensor._version != version or not isinstance(tensor, nn.Parameter):
+            if version_of(tensor) != version or not isinstance(tensor, nn.Parameter):
                 tensor.data.copy_(value)
 
 
@@ -237,7 +236,7 @@ def stand_in_optimizer(optimizer: torch.optim.Optimizer, replacement: Replacemen
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     twin.__dict__.pop("step", None)  # schedulers put a counting wrapper there, bound to the original
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+    for name in STEP_HOOKS:
         twin.__dict__[name] = OrderedDict()
     twin.param_groups = [
         {key: replacement.tree(value) for key, value in group.items()} for group in optimizer.param_groups

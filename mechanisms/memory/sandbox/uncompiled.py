@@ -12,16 +12,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._dynamo import eval_frame
 
 from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.torch_private import compiled_backends, stance_callback_replaced
 
 __all__ = ["CompiledCode", "nothing_compiled", "uncompiled"]
 
 
 def nothing_compiled() -> bool:
     """Whether this process has put nothing under ``torch.compile`` so far."""
-    return all(backend is None for backend in eval_frame.cached_backends.values())  # None: torch.compiler.disable's
+    return all(backend is None for backend in compiled_backends().values())  # None: torch.compiler.disable's
 
 
 @contextmanager
@@ -31,19 +31,17 @@ def uncompiled(met: Callable[[], object] = lambda: None) -> Iterator[None]:
     Args:
         met: called whenever something would have run compiled.
     """
-    chosen = eval_frame._callback_from_stance
 
-    def noting(callback: Any) -> Any:
-        if callback not in (None, False):  # torch.compiler.disable has these two
-            met()
-        return chosen(callback)
+    def noting(chosen: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def choose(callback: Any) -> Any:
+            if callback not in (None, False):  # torch.compiler.disable has these two
+                met()
+            return chosen(callback)
 
-    with torch.compiler.set_stance("force_eager"):
-        eval_frame._callback_from_stance = noting
-        try:
-            yield
-        finally:
-            eval_frame._callback_from_stance = chosen
+        return choose
+
+    with torch.compiler.set_stance("force_eager"), stance_callback_replaced(noting):
+        yield
 
 
 class CompiledCode:

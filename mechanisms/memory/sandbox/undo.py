@@ -11,6 +11,7 @@ from retime.mechanisms.memory.sandbox.contents import Contents
 from retime.mechanisms.memory.sandbox.holdings import Holdings, replaced
 from retime.mechanisms.memory.sandbox.model_state import random_state, set_random_state
 from retime.mechanisms.storages import tensors_in
+from retime.mechanisms.torch_private import version_of
 
 __all__ = ["Undo", "held_tensors"]
 
@@ -29,7 +30,7 @@ class Undo:
         self._contents = Contents()
         self._contents.note_all(holdings)
         self._values = [
-            (tensor, tensor._version, tensor.detach().clone())
+            (tensor, version_of(tensor), tensor.detach().clone())
             for tensor in _tensors_of(holdings, model, batch)
             if not tensor.is_inference()  # those cannot be written into
         ]
@@ -42,7 +43,7 @@ class Undo:
             for tensor, version, value in self._values:
                 # Batch norm's kernels write into running statistics without a new version.
                 unseen = tensor.layout == torch.strided and not torch.equal(tensor, value)
-                if tensor._version != version or unseen:
+                if version_of(tensor) != version or unseen:
                     tensor.copy_(value)
 
 

@@ -33,6 +33,7 @@ from retime.mechanisms.memory.separability.flow_judge import FlowVerdict
 from retime.mechanisms.memory.separability.flow_labels import Divisor
 from retime.mechanisms.memory.separability.judge import Verdict, fitted_error, judge, scalar_weightings
 from retime.mechanisms.memory.separability.probe import Probe, Prober
+from retime.mechanisms.torch_private import post_accumulate_hooks, tensor_hooks
 
 __all__ = ["certify"]
 
@@ -89,7 +90,7 @@ def certify(
     """
     if not 2 <= samples <= _LARGEST_PROBE:
         raise ValueError(f"samples={samples}: a probe takes 2 to {_LARGEST_PROBE}")
-    updating = [name for name, one in model.named_parameters() if getattr(one, "_post_accumulate_grad_hooks", None)]
+    updating = [name for name, one in model.named_parameters() if post_accumulate_hooks(one)]
     if updating:
         reason = (
             f"hooks that run when a gradient has been accumulated would run for each sub-batch: {_some(updating)}; "
@@ -171,7 +172,7 @@ class _Examiner:
         if broken:
             return Certificate(None, broken, samples=self._samples)
         notes = [_RANDOM] if prober.random or any(_drops(module) for module in self._model.modules()) else []
-        hooked = [name for name, parameter in self._model.named_parameters() if parameter._backward_hooks]
+        hooked = [name for name, parameter in self._model.named_parameters() if tensor_hooks(parameter)]
         if hooked:
             notes.append(f"gradient hooks run once for each sub-batch: {_some(hooked)}")
         concluded = _concluded(probes, candidates, prober.epsilon, self._samples, known is not None)

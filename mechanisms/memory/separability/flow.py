@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from retime.mechanisms.memory.batches import tensors_of
 from retime.mechanisms.storages import has_storage, tensors_in
+from retime.mechanisms.torch_private import schema_of, storage_address
 
 __all__ = ["READS", "Flow", "Operand", "Operation", "Place"]
 
@@ -173,10 +174,10 @@ class Flow:
         given = _named(func, args, kwargs)
         tensors = list(_tensors(given.values()))
         reads = tuple(map(self._operand, tensors))
-        name = str(func._schema.name).partition("::")[2]
-        mutable = func._schema.is_mutable
+        name = str(schema_of(func).name).partition("::")[2]
+        mutable = schema_of(func).is_mutable
         results = [result] if result is not None else []
-        written = [value for value, one in zip(args, func._schema.arguments, strict=False) if _written(one)]
+        written = [value for value, one in zip(args, schema_of(func).arguments, strict=False) if _written(one)]
         writes = tuple(map(self._operand, _tensors([*results, *written])))
         if name == "lift_fresh":
             self.fresh.update(one.storage for one in writes)
@@ -211,7 +212,7 @@ class Flow:
         if has_storage(tensor):
             storage = tensor.untyped_storage()
             self._held.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
-            return int(storage._cdata)
+            return int(storage_address(storage))
         self._held.append(tensor)
         return id(tensor)
 
@@ -221,8 +222,8 @@ def _written(argument: Any) -> bool:
 
 
 def _named(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    names = [argument.name for argument in func._schema.arguments]
-    defaults = {one.name: one.default_value for one in func._schema.arguments if one.has_default_value()}
+    names = [argument.name for argument in schema_of(func).arguments]
+    defaults = {one.name: one.default_value for one in schema_of(func).arguments if one.has_default_value()}
     return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
 
 

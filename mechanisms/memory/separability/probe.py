@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
 
 from retime.mechanisms.memory.batches import Split, loss_of, map_leaves, replaced_tensors, samples_in
 from retime.mechanisms.memory.sandbox import Untouched, seed_all
@@ -17,6 +16,7 @@ from retime.mechanisms.memory.separability.altered import ALTERATIONS, Altered
 from retime.mechanisms.memory.separability.flow import Flow
 from retime.mechanisms.memory.separability.flow_judge import FlowVerdict, judge_flow
 from retime.mechanisms.memory.separability.watch import NoDropout, Watch
+from retime.mechanisms.torch_private import run_backward
 
 __all__ = ["Case", "Outcome", "Probe", "Prober", "Run", "loss_of", "scalars_of"]
 
@@ -227,7 +227,7 @@ def _backward(loss: Tensor, targets: tuple[Tensor, ...]) -> tuple[Tensor | None,
     recomputed in the backward pass would have their dropout back.
     """
     arguments = ((loss,), (torch.ones_like(loss),), False, False, targets)
-    return tuple(_engine_run_backward(*arguments, allow_unreachable=True, accumulate_grad=not targets) or ())
+    return tuple(run_backward(*arguments, allow_unreachable=True, accumulate_grad=not targets) or ())
 
 
 def scalars_of(output: Any) -> dict[str, float]:

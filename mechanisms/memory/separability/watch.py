@@ -15,13 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from retime.mechanisms.memory.batches import COMPARED, OPPOSITE, tensors_of
 from retime.mechanisms.memory.sandbox import cuda_generators
 from retime.mechanisms.memory.separability.altered import Altered
 from retime.mechanisms.memory.separability.flow import READS, Flow
+from retime.mechanisms.torch_private import TorchDispatchMode, schema_of, tree_leaves
 
 __all__ = ["Compared", "NoDropout", "Watch", "cuda_generators"]
 
@@ -122,9 +121,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         random = _is_random(func, args, kwargs)
         result = self._draw(func, args, kwargs) if random else func(*args, **kwargs)
         self.flow.note(func, args, kwargs, result, random)
-        if func._schema.name.removeprefix("aten::") in READS:
+        if schema_of(func).name.removeprefix("aten::") in READS:
             return self.handed_out(result)
-        for leaf in pytree.tree_leaves(result):
+        for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 self.epsilon = max(self.epsilon, torch.finfo(leaf.dtype).eps)
         return result
@@ -134,7 +133,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.altered.instead_of(value) if self.altered is not None and self.flow.recording else value
 
     def _note_constants(self, func: Any, args: Any) -> None:
-        name = func._schema.name.removeprefix("aten::")
+        name = schema_of(func).name.removeprefix("aten::")
         if name in ("nll_loss_forward", "nll_loss2d_forward"):
             self._note(args[1], "!=", float(args[4]))
         elif name in COMPARED and isinstance(args[0], Tensor) and not args[0].is_floating_point():
@@ -176,7 +175,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             rows = [_rows(value, dimension, length, position * block, block) for value in args]
             named = {key: _rows(value, dimension, length, position * block, block) for key, value in kwargs.items()}
             results.append(func(*rows, **named))
-        if func._schema.name.endswith("_"):
+        if schema_of(func).name.endswith("_"):
             return args[0]
         if isinstance(results[0], Tensor):
             return torch.cat(results, dimension)
@@ -184,7 +183,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _batch_dimension(self, func: Any, args: Any) -> tuple[int, int] | None:
         """The dimension that runs over samples and its length; None where there is no telling."""
-        if not all(str(result.type) == "Tensor" for result in func._schema.returns):
+        if not all(str(result.type) == "Tensor" for result in schema_of(func).returns):
             return None
         shapes = [tuple(value.shape) if isinstance(value, Tensor) else _size(value) for value in args]
         shape = next((shape for shape in shapes if shape), None)
@@ -209,7 +208,7 @@ class Compared(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.constants: set[tuple[str, float]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.removeprefix("aten::")
+        name = schema_of(func).name.removeprefix("aten::")
         if name in COMPARED and not args[0].is_floating_point() and not isinstance(args[1], Tensor):
             self.constants.add((name, float(args[1])))
         return func(*args, **(kwargs or {}))
@@ -219,7 +218,7 @@ def _is_random(func: Any, args: Any, kwargs: Any) -> bool:
     """Attention and recurrent kernels count as random although they drop nothing here."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(schema_of(func).arguments):
         if argument.name in ("dropout_p", "dropout"):
             given = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
             return bool(given)

@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from retime.mechanisms.memory.separability import Compared
+from retime.mechanisms.torch_private import check_saved_values, loss_choices
 
 __all__ = ["AnotherWay", "KnownWays"]
 
 _ENOUGH = 3
-_CHOICES = ("_saved_reduction", "_saved_ignore_index")
 
 
 class AnotherWay(BaseException):  # no error: the caller begins the batch again, when this way has been examined
@@ -38,6 +38,7 @@ class KnownWays:
     def __init__(self, constants: bool = False) -> None:
         self.new = self.new_at_once = self.stopped = False
         self.examined = 0
+        check_saved_values()
         self._constants = constants
         self._known: set[int] = set()
         self._first = True
@@ -105,8 +106,7 @@ def _way_of(loss: Tensor | None) -> int:
         name = node.name()
         names.append(name)
         if "Loss" in name or "CrossEntropy" in name:
-            names += [getattr(node, choice, None) for choice in _CHOICES]
-            names.append(getattr(getattr(node, "_raw_saved_weight", None), "data", None) is not None)
+            names += loss_choices(node)
         for following, _ in node.next_functions:
             if following not in seen:
                 seen.add(following)

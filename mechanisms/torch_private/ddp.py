@@ -1,0 +1,38 @@
+"""Private names of ``DistributedDataParallel``: attributes that only a wrapped model has, so they are asked for in use.
+
+All of them are known from torch 2.11 to 2.13 (2.11 is the oldest that is supported).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from retime.mechanisms.torch_private.missing import needed_by, read_private
+
+__all__ = ["COLLECTIVE_NAMESPACES", "has_rebuilt_buckets", "joins_uneven_inputs"]
+
+with needed_by("memory budgets under DDP, which refuse collectives that a training step calls itself,"):
+    torch.ops._c10d_functional.all_reduce  # noqa: B018
+COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
+"""Of the operations that ranks run together, as a mode of the dispatcher meets them."""
+
+
+def has_rebuilt_buckets(model: DistributedDataParallel) -> bool:
+    """Whether DDP has put its buckets in the order in which gradients arrived, which it does after one step.
+
+    Raises:
+        PrivateNameError: this torch's DDP has no such attribute.
+    """
+    feature = "out-of-order data parallel and memory budgets under DDP, to know when gradient buckets are final,"
+    return bool(read_private(model, "_has_rebuilt_buckets", feature))
+
+
+def joins_uneven_inputs(model: DistributedDataParallel) -> bool:
+    """Whether the model is inside of its ``join()`` context: ranks may run out of batches before others.
+
+    Raises:
+        PrivateNameError: this torch's DDP has no such attribute.
+    """
+    feature = "out-of-order data parallel, to keep DDP's own order where ranks join early,"
+    return bool(read_private(read_private(model, "_join_config", feature), "enable", feature))
