@@ -1,0 +1,28 @@
+"""Canaries: tests that say which feature breaks when a private name of another library no longer does what we need."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+
+def canary(*names: str, breaks: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test of accessors; its failure names the feature.
+
+    Args:
+        names: of the accessors, as the package shows them.
+        breaks: the feature that would break.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def tell(*args: Any, **kwargs: Any) -> None:
+            try:
+                test(*args, **kwargs)
+            except Exception as error:
+                pytest.fail(f"{breaks} breaks: {', '.join(names)} is not what it was ({type(error).__name__}: {error})")
+
+        return tell
+
+    return decorate
