@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -331,7 +330,7 @@ class OutOfOrderDataParallel:
         if self._tuner is not None:
             self._tuner.discard()
 
-    def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Report a full bucket as done, and start its all-reduce unless it leaves in our own order."""
         buffer = bucket.buffer()
         if self.model._join_config.enable:

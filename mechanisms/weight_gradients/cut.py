@@ -14,8 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.utils import _pytree as pytree
 
+from retime.mechanisms.torch_private import (
+    keeps_graph,
+    storage_address,
+    tree_leaves,
+    tree_map,
+    version_of,
+    will_execute,
+    without_subclass_functions,
+)
 from retime.mechanisms.weight_gradients.layers import Layer
 
 CHANGES_INPUT = "it changes its input in place"
@@ -77,17 +85,17 @@ def enter(layer: Layer, since: int, args: Any, kwargs: Any, *, rename_inputs: bo
         renamed = known[id(value)] = torch.ops.aten.alias.default(value) if rename_inputs else value
         call.originals.append(value)
         call.inputs.append(get_gradient_edge(renamed))
-        call.versions.append(value._version)
+        call.versions.append(version_of(value))
         return renamed
 
     if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
         return call, (rename(args[0]),), kwargs
-    return call, pytree.tree_map(rename, args), pytree.tree_map(rename, kwargs)
+    return call, tree_map(rename, args), tree_map(rename, kwargs)
 
 
 def leave(call: Call, output: Any) -> list[Tensor]:
     """The outputs of the layer that need a gradient; notes where the call's piece of graph ends."""
-    leaves = [output] if isinstance(output, Tensor) else pytree.tree_leaves(output)
+    leaves = [output] if isinstance(output, Tensor) else tree_leaves(output)
     found = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
     call.outputs = [get_gradient_edge(tensor) for tensor in found]
     return found
@@ -95,19 +103,19 @@ def leave(call: Call, output: Any) -> list[Tensor]:
 
 def why_whole(call: Call, output: Any, found: list[Tensor]) -> str | None:
     """Why the model must get this call's outputs as they are; None: a single one can be replaced."""
-    if any(tensor._version != version for tensor, version in zip(call.originals, call.versions, strict=True)):
+    if any(version_of(tensor) != version for tensor, version in zip(call.originals, call.versions, strict=True)):
         return CHANGES_INPUT
     if len(found) > 1:
         return SEVERAL_OUTPUTS
-    others = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf is not found[0]]
+    others = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf is not found[0]]
     if _memory(found) & (call.memory | _memory(others) | _memory(call.layer.parameters)):
         return SHARES_MEMORY
     return None
 
 
 def _memory(tensors: Iterable[Tensor]) -> set[int]:
-    with torch._C.DisableTorchFunctionSubclass():  # parameters may wait for updates, and this is no read of them
-        return {t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided}
+    with without_subclass_functions():  # parameters may wait for updates, and this is no read of them
+        return {storage_address(t.untyped_storage()) for t in tensors if t.layout is torch.strided}
 
 
 class Anchor:
@@ -119,7 +127,7 @@ class Anchor:
 
     def is_whole(self) -> bool:
         """Whether the running backward pass is for all leaves: ``grad(inputs=...)`` wants no weight gradient."""
-        return bool(torch._C._will_engine_execute_node(self._node))
+        return bool(will_execute(self._node))
 
     def cut(self, call: Call, output: Any, found: Tensor, notify: OnOutputGradient) -> tuple[Node, Any]:
         """Replace the output by one whose gradient goes round the layer's piece of graph.
@@ -140,7 +148,7 @@ class Anchor:
         assert node is not None
         if isinstance(output, Tensor):
             return node, replaced
-        return node, pytree.tree_map(lambda value: replaced if value is found else value, output)
+        return node, tree_map(lambda value: replaced if value is found else value, output)
 
 
 class _Cut(torch.autograd.Function):
@@ -166,7 +174,7 @@ class _Cut(torch.autograd.Function):
         if call.inputs:
             inputs = list(torch.autograd.grad(call.outputs, call.inputs, arrived, retain_graph=True, allow_unused=True))
         if ctx.anchor.is_whole():
-            keep = bool(torch._C._autograd._get_current_graph_task_keep_graph())
+            keep = bool(keeps_graph())
             waiting = WeightGradient(call.layer, call.outputs, call.leaves, arrived, keep)
             if not keep:  # the model's graph may live on; this piece goes with its weight gradient
                 call.outputs, call.leaves = [], ()

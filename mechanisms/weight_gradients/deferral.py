@@ -7,10 +7,10 @@ finished where it ends. What cannot wait stays in order and is listed in ``kept`
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
-import torch
 from torch import nn
 
 from retime.mechanisms.arguments import AtLeast, checked
+from retime.mechanisms.torch_private import queue_callback
 from retime.mechanisms.weight_gradients.layers import Block, Layer, group_into_blocks
 from retime.mechanisms.weight_gradients.passes import UNNAMED, WaitingPass, current_backward
 from retime.mechanisms.weight_gradients.split_backward import SplitBackward
@@ -162,4 +162,4 @@ class WeightGradientDeferral:
     def _finish_behind(self, one: WaitingPass) -> None:
         """A weight gradient waits: finish where its backward pass ends. What waits of another one failed."""
         one.forget_waiting(but=current_backward())
-        torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        queue_callback(self.finish)

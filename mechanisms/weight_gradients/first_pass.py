@@ -6,12 +6,11 @@ Its backward pass runs as ever. Passes after something has been frozen or thawed
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from retime.mechanisms.torch_private import next_sequence_number, tree_leaves, without_subclass_functions
 from retime.mechanisms.weight_gradients.cut import Call
-from retime.mechanisms.weight_gradients.graph import Span, read_elsewhere, sequence_number
+from retime.mechanisms.weight_gradients.graph import Span, read_elsewhere
 from retime.mechanisms.weight_gradients.guard import USED_ELSEWHERE, roots_of
 from retime.mechanisms.weight_gradients.layers import Layer
 
@@ -52,8 +51,8 @@ class FirstPass:
 
     def begin(self, args: Any, kwargs: Any, *, any_waits: bool) -> None:
         """The model is about to run; ``any_waits`` says whether any layer's weight gradient would wait."""
-        with torch._C.DisableTorchFunctionSubclass():  # parameters may wait for updates, and this is no read of them
-            given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        with without_subclass_functions():  # parameters may wait for updates, and this is no read of them
+            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             self._state = tuple(tensor.requires_grad for tensor in (*self._parameters, *given))
         if not self.is_watching:
             self._spans.clear()
@@ -67,7 +66,7 @@ class FirstPass:
     def note_call(self, call: Call, found: list[Tensor]) -> None:
         """A layer has run; ``found`` are its outputs that need a gradient."""
         outputs = frozenset(edge.node for edge in call.outputs)
-        self._spans.append(Span(call.since, sequence_number(), outputs, frozenset(call.layer.parameters)))
+        self._spans.append(Span(call.since, next_sequence_number(), outputs, frozenset(call.layer.parameters)))
         if self.is_watching:
             layer = call.layer
             waits = found if layer.held is None else layer.trainable()

@@ -5,10 +5,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
+
+from retime.mechanisms.torch_private import saves_any, sequence_number
 
 _VIEWS = frozenset(
     f"{name}Backward0"
@@ -72,7 +73,7 @@ def look_into(output: GradientEdge, inputs: Sequence[GradientEdge], parameters: 
                     return Piece(FOREIGN)
                 reaches[node] = (False, True)
                 leaves.append(node)
-            elif node._sequence_nr() < since:
+            elif sequence_number(node) < since:
                 return Piece(FOREIGN)
             else:
                 for edge in edges:
@@ -115,7 +116,7 @@ def read_elsewhere(roots: Iterable[Tensor], spans: Iterable[Span]) -> set[Tensor
     begins = [span.since for span in ordered]
 
     def span_of(node: Node) -> Span | None:
-        number = node._sequence_nr()
+        number = sequence_number(node)
         place = bisect_right(begins, number) - 1
         return ordered[place] if place >= 0 and number < ordered[place].until else None
 
@@ -142,11 +143,6 @@ def read_elsewhere(roots: Iterable[Tensor], spans: Iterable[Span]) -> set[Tensor
     return found
 
 
-def sequence_number() -> int:
-    """The number that the next node of this thread gets."""
-    return int(torch._C._autograd._get_sequence_nr())
-
-
 def _is_one_kernel(node: Any) -> bool:
     """A custom autograd.Function, or a recurrent kernel, computes all of its gradients whatever is asked of it."""
     name = node.name()
@@ -156,4 +152,4 @@ def _is_one_kernel(node: Any) -> bool:
 def _saves_its_output(node: Any) -> bool:
     while node.name() in _VIEWS:
         node = node.next_functions[0][0]
-    return any(hasattr(node, f"_raw_saved_{name}") for name in ("result", "result0", "output", "out"))
+    return saves_any(node, ("result", "result0", "output", "out"))

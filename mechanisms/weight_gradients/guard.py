@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from retime.mechanisms.torch_private import keeps_graph, tree_leaves, will_execute
 from retime.mechanisms.weight_gradients.cut import DOUBLE_BACKWARD, Anchor
 from retime.mechanisms.weight_gradients.passes import Forward, WaitingPass, current_backward
 
@@ -51,8 +51,7 @@ class Guard:
             raise RuntimeError(f"{DOUBLE_BACKWARD}. No gradient has been set")
         self._check_pass(forward.of)
         cut = {call.layer for call in calls}
-        runs = torch._C._will_engine_execute_node
-        torn = {call.layer for call in calls if any(runs(leaf) for leaf in call.leaves)}
+        torn = {call.layer for call in calls if any(will_execute(leaf) for leaf in call.leaves)}
         torn |= {la for la, one in stand_ins.items() if one.is_torn() or (la in cut and one.run_now())}
         for layer in torn:
             layer.kept = USED_ELSEWHERE
@@ -63,7 +62,7 @@ class Guard:
                 "step, so out-of-order backprop would add them up in two goes. No gradient has been set: run this step "
                 "again, now in order; or use k=0, or a k below this layer"
             )
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
+        if not keeps_graph():
             forward.is_over = True
 
     def _check_pass(self, one: WaitingPass) -> None:
@@ -80,4 +79,4 @@ class Guard:
 
 def roots_of(output: Any) -> list[Tensor]:
     """What a model returns and computed; a hook on a leaf would stay."""
-    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
+
+from retime.mechanisms.torch_private import forward_ad_level, graph_task_id, in_function_transform
 
 
 class Hook:
@@ -28,8 +29,4 @@ class Hook:
 
 def is_special() -> bool:
     """Inside a backward pass (checkpointing recomputes there) or a function transform."""
-    return (
-        torch._C._current_graph_task_id() != -1
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-    )
+    return graph_task_id() != -1 or in_function_transform() or forward_ad_level() >= 0

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.torch_private import next_sequence_number, top_saved_tensors_hooks
 from retime.mechanisms.weight_gradients.cut import Anchor, Call, enter, leave, why_whole
 from retime.mechanisms.weight_gradients.first_pass import FirstPass
-from retime.mechanisms.weight_gradients.graph import USED_TWICE, Piece, look_into, sequence_number
+from retime.mechanisms.weight_gradients.graph import USED_TWICE, Piece, look_into
 from retime.mechanisms.weight_gradients.guard import Guard
 from retime.mechanisms.weight_gradients.hooks import Hook, is_special
 from retime.mechanisms.weight_gradients.layers import COMPILED, SMALL_BYTES, Layer
@@ -119,14 +120,14 @@ class LayerHooks:
         if self._first_pass.is_on:
             self._first_pass.note_layer(layer)
             if layer.kept is None:
-                self._open[-1], *_ = enter(layer, sequence_number(), args, kwargs, rename_inputs=False)
+                self._open[-1], *_ = enter(layer, next_sequence_number(), args, kwargs, rename_inputs=False)
             return None
         if layer not in self._chosen() or layer.kept is not None or not layer.trainable():
             return None
         if layer.held is not None:
             self._passes.current.stand_ins_of(layer).put_in()
             return None
-        call, args, kwargs = enter(layer, sequence_number(), args, kwargs, rename_inputs=True)
+        call, args, kwargs = enter(layer, next_sequence_number(), args, kwargs, rename_inputs=True)
         self._open[-1] = call
         return args, kwargs
 
@@ -169,7 +170,7 @@ class LayerHooks:
 def _piece_of(call: Call, output: Any, found: list[Tensor]) -> Piece:
     layer = call.layer
     reason = why_whole(call, output, found)
-    if reason is None and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if reason is None and top_saved_tensors_hooks(True) is not None:
         reason = CHECKPOINTED
     if reason is None and layer.size_bytes <= SMALL_BYTES and call.inputs:
         reason = SMALL

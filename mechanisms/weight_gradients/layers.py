@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from retime.mechanisms.lazy_updates import is_compiled
+from retime.mechanisms.torch_private import has_backward_hooks, tensor_hooks
 
 SMALL_BYTES = 64 * 1024
 """Weight gradients up to this size are computed in order and handed on later: a pass of their own over the activations
@@ -73,9 +74,9 @@ def find_layers(model: nn.Module) -> list[Layer]:
             layer.kept = "its kernel computes all gradients at once, from a list of weights of its own"
         elif any(owners[p] > 1 for p in parameters):
             layer.kept = "its parameters are tied to another module's"
-        elif any(m._backward_hooks or m._backward_pre_hooks for m in module.modules()):
+        elif any(has_backward_hooks(m) for m in module.modules()):
             layer.kept = "it has backward hooks"
-        elif any(p._backward_hooks for p in parameters):
+        elif any(tensor_hooks(p) for p in parameters):
             layer.kept = "its parameters have gradient hooks"
         layers.append(layer)
     return layers

@@ -5,9 +5,9 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
 from torch.autograd.graph import Node
 
+from retime.mechanisms.torch_private import graph_task_id, keeps_graph, will_execute
 from retime.mechanisms.weight_gradients.cut import Call, WeightGradient, run_weight_gradients
 from retime.mechanisms.weight_gradients.layers import Layer
 from retime.mechanisms.weight_gradients.stand_ins import StandIns
@@ -18,7 +18,7 @@ UNNAMED: Hashable = None
 
 def current_backward() -> int:
     """Autograd's number of the backward pass that is running; later ones have higher numbers."""
-    return int(torch._C._current_graph_task_id())
+    return int(graph_task_id())
 
 
 class Forward:
@@ -42,7 +42,7 @@ class Forward:
     def running_cuts(self) -> list[Call]:
         """The calls whose cut nodes the running backward pass comes to."""
         nodes = [node for reference in self._cuts if (node := reference()) is not None]
-        return [node.call for node in nodes if torch._C._will_engine_execute_node(node)]  # type: ignore[attr-defined]
+        return [node.call for node in nodes if will_execute(node)]  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class WaitingPass:
         backward = current_backward()
         if backward != self._noted:
             self._noted = backward
-            self._keeps_graph = bool(torch._C._autograd._get_current_graph_task_keep_graph())
+            self._keeps_graph = bool(keeps_graph())
             self._on_backward(self)
 
     def expect(self, forward: Forward) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from retime.mechanisms.torch_private import check_saved_values
 from retime.mechanisms.weight_gradients.cut import Anchor
 from retime.mechanisms.weight_gradients.first_pass import FirstPass
 from retime.mechanisms.weight_gradients.guard import Guard
@@ -54,6 +55,7 @@ class SplitBackward:
         on_backward: Callable[[WaitingPass], None] = lambda one: None,
         on_order: Callable[[list[Layer]], None] = lambda order: None,
     ) -> None:
+        check_saved_values()
         self.layers = find_layers(model)
         self.deferred_gradients = self.held_gradients = 0
         self.passes = PassesInFlight(on_backward)

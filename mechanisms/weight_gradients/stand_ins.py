@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from retime.mechanisms.torch_private import graph_task_id, own_parameters, will_execute
 from retime.mechanisms.weight_gradients.layers import Layer
 
 
@@ -33,7 +34,7 @@ class StandIns:
         self._places = [
             (module, name, parameter)
             for module in layer.module.modules()
-            for name, parameter in module._parameters.items()
+            for name, parameter in own_parameters(module).items()
             if parameter is not None and parameter in mine
         ]
 
@@ -41,7 +42,7 @@ class StandIns:
         """Let the layer's code find the stand-ins; a frozen parameter needs none."""
         for module, name, parameter in self._places:
             if parameter.requires_grad:
-                module._parameters[name] = self._of(parameter)  # type: ignore[assignment]
+                own_parameters(module)[name] = self._of(parameter)  # type: ignore[assignment]
 
     def _of(self, parameter: Tensor) -> Tensor:
         tensor = self._now.get(parameter)
@@ -54,23 +55,24 @@ class StandIns:
     def _take(self, tensor: Tensor) -> None:
         gradient, tensor.grad = tensor.grad, None
         assert gradient is not None
-        self._arrived.setdefault(torch._C._current_graph_task_id(), {})[tensor] = gradient
+        self._arrived.setdefault(graph_task_id(), {})[tensor] = gradient
         self._on_gradient()
 
     def take_out(self) -> None:
         """Give the layer its parameters back."""
         for module, name, parameter in self._places:
-            if parameter in self._now and module._parameters.get(name) is self._now[parameter]:
-                module._parameters[name] = parameter
+            if parameter in self._now and own_parameters(module).get(name) is self._now[parameter]:
+                own_parameters(module)[name] = parameter
 
     def run_now(self) -> bool:
         """Whether the running backward pass brings one of them a gradient."""
-        return any(torch._C._will_engine_execute_node(get_gradient_edge(s).node) for _, s in self._pairs)
+        return any(will_execute(get_gradient_edge(s).node) for _, s in self._pairs)
 
     def is_torn(self) -> bool:
         """Whether the running backward pass brings a parameter gradients beside those of its stand-in."""
-        runs = torch._C._will_engine_execute_node
-        return any(runs(get_gradient_edge(s).node) and runs(get_gradient_edge(p).node) for p, s in self._pairs)
+        return any(
+            will_execute(get_gradient_edge(s).node) and will_execute(get_gradient_edge(p).node) for p, s in self._pairs
+        )
 
     @property
     def backwards(self) -> list[int]:
