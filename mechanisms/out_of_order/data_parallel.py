@@ -39,6 +39,7 @@ from retime.mechanisms.out_of_order.kept_k import KeptK
 from retime.mechanisms.out_of_order.memory import extra_bytes, largest_affordable_k, peak_bytes_so_far
 from retime.mechanisms.out_of_order.report import OutOfOrderReport
 from retime.mechanisms.out_of_order.updates import CrossIterationUpdates
+from retime.mechanisms.torch_private import has_rebuilt_buckets, joins_uneven_inputs
 from retime.mechanisms.weight_gradients import Block, WeightGradientDeferral
 
 SUPPORTED_BACKENDS = ("gloo", "nccl")
@@ -240,7 +241,7 @@ class OutOfOrderDataParallel:
         if synchronised:
             deferral.forget()
             self._choose_k()
-        even = not self.model._join_config.enable  # a rank that has joined early follows the wrapper's own order
+        even = not joins_uneven_inputs(self.model)  # a rank that has joined early follows the wrapper's own order
         self._defers = synchronised and even and self._no_order is None
 
     def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
@@ -333,11 +334,11 @@ class OutOfOrderDataParallel:
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Report a full bucket as done, and start its all-reduce unless it leaves in our own order."""
         buffer = bucket.buffer()
-        if self.model._join_config.enable:
+        if joins_uneven_inputs(self.model):
             scale(buffer, dist.get_world_size(self.model.process_group), divide=self._divide)
             return DeviceReducer(self.model.process_group).start(bucket.index(), buffer)
         ours = self._is_ours(bucket.index())
-        final = self.model._has_rebuilt_buckets or self._never_rebuilds
+        final = has_rebuilt_buckets(self.model) or self._never_rebuilds
         if not self._map.learn(bucket, final=final) and ours:
             raise RuntimeError(
                 "DistributedDataParallel built its buckets anew in the middle of training, and gradients were sent "
