@@ -13,5 +13,4 @@ def at_end_of_backward(act: Callable[[], Any]) -> None:
 
     DDP queues its callback when the last bucket's hook has returned, so the queue is entered again from its end.
     """
-    queue = queue_callback
-    queue(lambda: queue(act))
+    queue_callback(lambda: queue_callback(act))

@@ -1,6 +1,6 @@
 """Private names of ``torch.optim`` and its kernels.
 
-All of them are known from torch 2.11 to 2.13 (2.11 is the oldest that is supported).
+All of them were seen to do this in torch 2.11, 2.13 and 2.14 (2.11 is the oldest that is supported).
 """
 
 from __future__ import annotations
