@@ -31,6 +31,19 @@ def test_with_a_step_function(splits: None, accumulate: int) -> None:
     assert_close(plain, ours)
 
 
+def test_the_report_prints_as_text() -> None:
+    accelerator = Accelerator(cpu=True)
+    module = Net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    budget = MemoryBudget(accelerator, *accelerator.prepare(module, optimizer), "1GiB")
+    assert "nothing is planned" in str(budget.report())
+    for kind in ("_parts", "_whole"):
+        setattr(budget, kind, budget._make(split_too=kind == "_parts"))
+    assert str(budget.report()).splitlines() == ["memory budget 1 GiB: 0 steps in 0 sub-batches"] * 2
+    assert [report.steps for report in budget.report()] == [0, 0]
+    budget.remove()
+
+
 def test_a_budget_below_the_floor(offloads: None) -> None:
     with pytest.raises(BudgetError, match="below this step's floor"):
         accelerate_loop("forward", budget=TINY)  # sub-batches would fit

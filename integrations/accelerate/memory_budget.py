@@ -29,6 +29,13 @@ from retime.mechanisms.memory.planning import BudgetReport, parse_budget
 from retime.mechanisms.memory.step import BudgetedStep, warn_of_dropped
 
 
+class BudgetReports(list[BudgetReport]):
+    """The reports of :meth:`MemoryBudget.run` and :meth:`MemoryBudget.forward`; as text a line each."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self)) or "memory budget: nothing is planned before the first batch"
+
+
 class MemoryBudget:
     """Keep training inside a number of bytes (Chen et al. 2018, moDNN).
 
@@ -111,9 +118,9 @@ class MemoryBudget:
         with self._whole.offloading(step, batch):
             yield
 
-    def report(self) -> list[BudgetReport]:
-        """What was planned and done so far, for :meth:`run` and :meth:`forward`."""
-        return [one.report() for one in (self._parts, self._whole) if one is not None]
+    def report(self) -> BudgetReports:
+        """What was planned and done so far, for :meth:`run` and :meth:`forward`: a list that prints as text."""
+        return BudgetReports(one.report() for one in (self._parts, self._whole) if one is not None)
 
     def state_dict(self) -> dict[str, Any]:
         """What ``accelerator.save_state()`` keeps: plans, so that they need not be searched for again."""
