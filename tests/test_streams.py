@@ -154,7 +154,7 @@ def test_the_compute_stream_waits_whatever_thread_asks(cuda: Cuda) -> None:
     assert cuda.log[1:] == ["compute waits for an event of side", "other waits for an event of side"]
 
 
-def test_without_cuda_work_runs_at_once_and_nothing_is_held() -> None:
+def test_without_cuda_work_runs_at_once_and_nobody_waits() -> None:
     side = SideStream("cpu")
     held = Held()
     seen = weakref.ref(held)
@@ -162,10 +162,14 @@ def test_without_cuda_work_runs_at_once_and_nothing_is_held() -> None:
         pass
     del held
     assert seen() is None
-    into = torch.zeros(2)
-    mark = side.copy(into, torch.ones(2))
+    into, held = torch.zeros(2), Held()
+    seen = weakref.ref(held)
+    mark = side.copy(into, torch.ones(2), hold=[held])
+    del held
     assert into.tolist() == [1.0, 1.0]
+    assert seen() is not None
     assert not mark.wait()
+    assert seen() is None
     mark.synchronize()
     with side.after_itself():
         side.join()

@@ -34,7 +34,8 @@ class HostMemory:
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)
         self._cuda = self._device.type == "cuda"
-        if self._cuda and self._device.index is None:
+        index: int | None = self._device.index
+        if self._cuda and index is None:
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._side = SideStream(self._device)
         self._kept = _KeptBuffers()
