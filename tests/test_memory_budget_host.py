@@ -172,7 +172,7 @@ def test_nothing_is_left_after_kill_9(tmp_path: Path) -> None:
 import time, torch
 from retime.mechanisms.memory.host.disk import HostDisk
 from retime.mechanisms.memory.offload.saved_tensors import OffloadSavedTensors
-from retime.schedules.modnn import OffloadPlan
+from retime.schedules.budget import OffloadPlan
 host = HostDisk({str(tmp_path)!r})
 leaf = torch.ones(100_000, requires_grad=True)
 with OffloadSavedTensors(OffloadPlan(1, frozenset(range(3)), 0, 3), host, [leaf]):

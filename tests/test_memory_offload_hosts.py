@@ -88,7 +88,7 @@ import resource, torch
 from retime.mechanisms.memory.host.tier import HostError
 from retime.mechanisms.memory.host.disk import HostDisk
 from retime.mechanisms.memory.offload.saved_tensors import OffloadSavedTensors
-from retime.schedules.modnn import OffloadPlan
+from retime.schedules.budget import OffloadPlan
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 host = HostDisk({str(tmp_path)!r})
 leaf = torch.ones(10_000, requires_grad=True)
