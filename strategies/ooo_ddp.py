@@ -23,7 +23,7 @@ from retime.mechanisms.capabilities import Mechanism, refuse
 from retime.mechanisms.ddp import bucket_mb, measured_seconds_per_mb, sparse_layer
 from retime.mechanisms.fusion import FusionReport
 from retime.mechanisms.no_effect import NoEffectWarning
-from retime.mechanisms.out_of_order import ALONE, K, OutOfOrderDataParallel, OutOfOrderReport, read_kept_k
+from retime.mechanisms.out_of_order import ALONE, K, KeptK, OutOfOrderDataParallel, OutOfOrderReport, read_kept_k
 from retime.strategies.support.ddp_arguments import MegaBytes, StartMethod, given
 from retime.strategies.support.ddp_hooks import hook_was_not_asked_for
 from retime.strategies.support.flavour import LightningOnly
@@ -117,7 +117,7 @@ class OOODataParallelStrategy(LightningOnly, ReportsHome):
         self._block_names = list(blocks) if blocks is not None else None
         self._ooo: OutOfOrderDataParallel | None = None
         self._last_report = OutOfOrderReport()
-        self._known_k: tuple[int, int] | None = None
+        self._known_k: KeptK | None = None
         self._was_searching = False
         self._stepping = FusedStepping("forward")
         self._stepping.distributed = True
@@ -193,9 +193,9 @@ class OOODataParallelStrategy(LightningOnly, ReportsHome):
             blocks=self._block_names,
             divide=self._divide,
             timeout=self._timeout,
+            expects_loss=True,
+            known_k=self._known_k,
         )
-        self._ooo.expects_loss = True
-        self._ooo.known_k = self._known_k
         assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
             self._ooo.keep_order(MANUAL)
@@ -254,7 +254,7 @@ class OOODataParallelStrategy(LightningOnly, ReportsHome):
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         kept = read_kept_k(checkpoint[CHECKPOINT_KEY]) if CHECKPOINT_KEY in checkpoint else None
         if kept is not None and kept.world_size == self.world_size:
-            self._known_k = (kept.k, kept.blocks)
+            self._known_k = kept
             self._ddp_kwargs.setdefault("bucket_cap_mb", kept.bucket_cap_mb)
             if self._ooo is not None:
                 self._ooo.use_kept_k(kept)

@@ -157,7 +157,7 @@ def gradients_leave_in_forward_order() -> None:
         start(parameters, values, urgent=urgent)
 
     ooo._reductions.start = noting  # type: ignore[method-assign]
-    import retime.mechanisms.out_of_order.data_parallel as module
+    import retime.mechanisms.out_of_order.send_plan as module
 
     module.SMALLEST_MESSAGE_BYTES = 1
     for _ in range(4):
@@ -462,7 +462,8 @@ def accelerate_loop() -> None:
     assert_same(plain, ours)
     assert ooo.report().deferred_gradients
     assert ooo.report().fused_updates
-    assert ooo._ooo.known_k == (2, 5)
+    known = ooo._ooo._choice.known_k
+    assert (known.k, known.blocks) == (2, 5)
 
 
 @check

@@ -34,7 +34,7 @@ from contract.traits import (
 from retime.callbacks import FuseOptimizer
 from retime.mechanisms.memory.planning.report import PlannedShape
 from retime.mechanisms.memory.planning.search import PlanChoice
-from retime.mechanisms.out_of_order import data_parallel
+from retime.mechanisms.out_of_order import k_choice, send_plan
 from retime.mechanisms.weight_gradients import layer_hooks
 from retime.schedules.budget import OffloadPlan
 from retime.strategies import (
@@ -161,8 +161,8 @@ def _all_blocks(ddp: dict[str, Any]) -> OOODataParallelStrategy:
     Rows on several ranks have processes of their own, so the changes reach no other row.
     """
     layer_hooks.SMALL_BYTES = 0
-    data_parallel.SMALLEST_MESSAGE_BYTES = 1
-    data_parallel.OutOfOrderDataParallel._check_range = lambda self, k: None
+    send_plan.SMALLEST_MESSAGE_BYTES = 1
+    k_choice.KChoice.check_range = lambda self, k=None: None
     return OOODataParallelStrategy(k=99, **ddp)
 
 
