@@ -22,7 +22,7 @@ from retime.integrations.accelerate.prepared import (
 from retime.mechanisms.arguments import checked
 from retime.mechanisms.capabilities import Mechanism
 from retime.mechanisms.no_effect import NoEffectWarning
-from retime.mechanisms.out_of_order import OutOfOrderReport, data_parallel, read_kept_k
+from retime.mechanisms.out_of_order import ALONE, K, OutOfOrderReport, data_parallel, read_kept_k
 
 
 class OutOfOrderDataParallel:
@@ -45,7 +45,7 @@ class OutOfOrderDataParallel:
         accelerator: Accelerator,
         model: nn.Module,
         optimizer: Optimizer,
-        k: data_parallel.K = "auto",
+        k: K = "auto",
         *,
         max_memory: int | str | None = None,
         cross_iteration: bool = True,
@@ -55,7 +55,7 @@ class OutOfOrderDataParallel:
         self._kept = KeptState(accelerator, type(self).__name__, self.state_dict, self.load_state_dict)
         self._ooo: data_parallel.OutOfOrderDataParallel | None = None
         if accelerator.num_processes < 2:
-            text = f"OutOfOrderDataParallel has no effect: {data_parallel.ALONE}"
+            text = f"OutOfOrderDataParallel has no effect: {ALONE}"
             warnings.warn(text, NoEffectWarning, stacklevel=3)
             return
         if not isinstance(model, DistributedDataParallel):
@@ -84,7 +84,7 @@ class OutOfOrderDataParallel:
         return 0 if self._ooo is None else self._ooo.k
 
     @checked
-    def set_k(self, k: data_parallel.K) -> None:
+    def set_k(self, k: K) -> None:
         """Use this k from the next step on; all ranks must be given the same."""
         if self._ooo is not None:
             self._ooo.set_k(k)

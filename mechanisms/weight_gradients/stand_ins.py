@@ -42,7 +42,7 @@ class StandIns:
         """Let the layer's code find the stand-ins; a frozen parameter needs none."""
         for module, name, parameter in self._places:
             if parameter.requires_grad:
-                own_parameters(module)[name] = self._of(parameter)  # type: ignore[assignment]
+                own_parameters(module)[name] = self._of(parameter)
 
     def _of(self, parameter: Tensor) -> Tensor:
         tensor = self._now.get(parameter)
