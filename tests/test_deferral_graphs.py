@@ -7,57 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from deferral_pairs import WIDTH, Around, Own, assert_same, pair, step
 from retime.mechanisms.out_of_order import WeightGradientDeferral
 from retime.mechanisms.weight_gradients.guard import USED_ELSEWHERE
-
-WIDTH = 160
-
-
-class Own(nn.Module):
-    """A layer with one weight; ``use(x, weight)`` is its forward pass."""
-
-    def __init__(self, use: Callable[[Tensor, Tensor], Any]) -> None:
-        super().__init__()
-        self.use = use
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.use(x, self.weight)
-
-
-class Around(nn.Module):
-    """A layer between two others; ``use(layer, x)`` calls it."""
-
-    def __init__(self, layer: nn.Module, use: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.first, self.layer, self.last, self.use = nn.Linear(8, WIDTH), layer, nn.Linear(WIDTH, 4), use
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.use(self.layer, self.first(x)))
-
-
-def pair(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module, WeightGradientDeferral]:
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(make())
-    deferral = WeightGradientDeferral(models[1], k=99)
-    return models[0], models[1], deferral
-
-
-def step(model: nn.Module, deferral: WeightGradientDeferral | None = None) -> list[Tensor | None]:
-    model.zero_grad()
-    loss = model(torch.randn(4, 8, generator=torch.Generator().manual_seed(1))).square().mean()
-    if deferral is not None:
-        deferral.watch(loss)
-    loss.backward()
-    return [parameter.grad for parameter in model.parameters()]
-
-
-def assert_same(model: nn.Module, plain: nn.Module, deferral: WeightGradientDeferral) -> None:
-    for mine, theirs in zip(step(model, deferral), step(plain), strict=True):
-        assert (mine is None) == (theirs is None)
-        assert mine is None or theirs is None or torch.equal(mine, theirs)
 
 
 def in_place(layer: nn.Module, x: Tensor) -> Tensor:

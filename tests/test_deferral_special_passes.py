@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from deferral_pairs import WIDTH, Around, Own, assert_same, pair, step
 from retime.mechanisms.out_of_order import WeightGradientDeferral
 from retime.mechanisms.weight_gradients.cut import SEVERAL_OUTPUTS
 from retime.mechanisms.weight_gradients.graph import SAVES_OUTPUT, USED_TWICE
 from retime.mechanisms.weight_gradients.guard import USED_ELSEWHERE
-from test_deferral_graphs import WIDTH, Around, Own, assert_same, pair, step
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's, in forward mode
 

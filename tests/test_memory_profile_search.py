@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from profiled_steps import MODELS, SAMPLES, step_of
 from retime.mechanisms.memory.dry_run.profile import Size
 from retime.mechanisms.memory.dry_run.replay import TrainingStep, replay
 from retime.mechanisms.memory.planning.costs import StepCosts
@@ -20,7 +21,6 @@ from retime.mechanisms.memory.planning.search import part_sizes, search_plan
 from retime.schedules.budget import OffloadPlan
 from retime.schedules.budget.errors import BudgetError
 from retime.schedules.errors import ScheduleError
-from test_memory_profile import MODELS, SAMPLES, step_of
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -105,7 +105,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[
 
 
 def test_a_small_budget(capsys: pytest.CaptureFixture[str]) -> None:
-    status, said, _ = run(capsys, "test_plan_command:lightning_model", "--budget", "120000")
+    status, said, _ = run(capsys, f"{__name__}:lightning_model", "--budget", "120000")
     assert status == 0
     assert said["plan"].startswith("sub-batch 86")
     assert said["predicted peak"].endswith("KiB")
@@ -118,7 +118,7 @@ def test_a_small_budget(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_large_budget_and_a_batch_size(capsys: pytest.CaptureFixture[str]) -> None:
-    reference = ("test_plan_command:plain_model", "--optimizer", "torch.optim.AdamW", "--batch", "32")
+    reference = (f"{__name__}:plain_model", "--optimizer", "torch.optim.AdamW", "--batch", "32")
     status, said, _ = run(capsys, *reference, "--budget", "1GiB")
     assert status == 0
     assert said["slowdown"] == "none: the step fits"
@@ -127,7 +127,7 @@ def test_a_large_budget_and_a_batch_size(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_budget_below_the_floor(capsys: pytest.CaptureFixture[str]) -> None:
-    status, said, _ = run(capsys, "test_plan_command:plain_model", "--budget", "2000")
+    status, said, _ = run(capsys, f"{__name__}:plain_model", "--budget", "2000")
     assert status == 1
     assert "below this step's floor" in said["refused"]
     assert "largest task" in said["floor"]
@@ -140,7 +140,7 @@ def test_the_same_floor_is_printed_with_a_plan_and_with_a_refusal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
     use_costs(monkeypatch, replace(SPLITS, spare_bytes=1000))
-    reference = f"test_plan_command:{model}"
+    reference = f"{__name__}:{model}"
     refused, fits = (run(capsys, reference, "--budget", budget)[1]["floor"] for budget in ("2000", "1GiB"))
     floor = bytes_in(refused)
     tight = run(capsys, reference, "--budget", str(floor))
@@ -155,14 +155,14 @@ def test_a_floor_that_cannot_be_found_does_not_take_the_plan_away(
         raise RuntimeError("not with so few samples")
 
     monkeypatch.setattr(support.step_planner, "least_costs", fail)
-    status, said, _ = run(capsys, "test_plan_command:plain_model", "--budget", "1GiB")
+    status, said, _ = run(capsys, f"{__name__}:plain_model", "--budget", "1GiB")
     assert status == 0
     assert said["floor"] == "not known: not with so few samples"
 
 
 def test_gradients_that_stay_and_buckets_count(capsys: pytest.CaptureFixture[str]) -> None:
     def peak(*more: str) -> float:
-        return kib(run(capsys, "test_plan_command:plain_model", "--budget", "1GiB", *more)[1]["predicted peak"])
+        return kib(run(capsys, f"{__name__}:plain_model", "--budget", "1GiB", *more)[1]["predicted peak"])
 
     trained = sum(parameter.nbytes for parameter in Net().parameters()) / 1024
     alone = "--ddp", "--ranks", "1"
@@ -175,7 +175,7 @@ def test_gradients_that_stay_and_buckets_count(capsys: pytest.CaptureFixture[str
 
 
 def test_what_takes_long_is_said_first(capsys: pytest.CaptureFixture[str]) -> None:
-    _, said, told = run(capsys, "test_plan_command:lightning_model", "--budget", str(TINY))
+    _, said, told = run(capsys, f"{__name__}:lightning_model", "--budget", str(TINY))
     lines = [line.removeprefix("retime: ") for line in told.splitlines() if line.startswith("retime: ")]
     words = [
         "planning a batch",
@@ -219,7 +219,7 @@ def write(file: Path, **blocks: str) -> str:
 
 def here(name: str, **arguments: Any) -> str:
     more = "".join(f", {key}: {value}" for key, value in arguments.items())
-    return f"{{_target_: test_plan_command.{name}{more}}}"
+    return f"{{_target_: {__name__}.{name}{more}}}"
 
 
 def test_defaults_groups_and_overrides(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_an_experiment_of_the_recipes(capsys: pytest.CaptureFixture[str]) -> Non
     import retime.conf
 
     config = str(Path(retime.conf.__file__).parent / "experiment" / "fusion_fig3.yaml")
-    overrides = ("batch_size=4", "data.image_size=32", "model._target_=test_plan_command.tiny")
+    overrides = ("batch_size=4", "data.image_size=32", f"model._target_={__name__}.tiny")
     status, said, errors = run(capsys, "--config", config, "--budget", "1GiB", *overrides)
     assert status == 0, errors
     assert "batch of 4 " in said["budget"]
@@ -306,7 +306,7 @@ def test_a_config_that_is_no_yaml(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 def test_an_unknown_option_is_none_of_the_overrides(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["plan", "test_plan_command:plain_model", "--bugdet", "1GiB"])
+        main(["plan", f"{__name__}:plain_model", "--bugdet", "1GiB"])
     assert "unrecognized arguments: --bugdet" in capsys.readouterr().err
 
 
@@ -314,24 +314,24 @@ def test_an_unknown_option_is_none_of_the_overrides(capsys: pytest.CaptureFixtur
     ("arguments", "pattern"),
     [
         ((), "names no model"),
-        (("test_plan_command:plain_model", "model.width=3"), "give --config FILE"),
+        ((f"{__name__}:plain_model", "model.width=3"), "give --config FILE"),
         (("--config", "mine.yml"), "mine.yml"),
-        (("test_plan_command:plain_model", "--accumulate", "0"), "1 batch or more"),
-        (("test_plan_command:plain_model", "--gradient-as-bucket-view"), "give --ddp too"),
-        (("test_plan_command:plain_model", "--ranks", "3"), "--ranks is about DDP: give --ddp too"),
-        (("test_plan_command:plain_model", "--ddp", "--ranks", "0"), "--ranks 0: give 1 or more"),
-        (("test_plan_command:plain_model", "--ddp", "--bucket-cap-mb", "0"), "--bucket-cap-mb 0: give MiB above 0"),
+        ((f"{__name__}:plain_model", "--accumulate", "0"), "1 batch or more"),
+        ((f"{__name__}:plain_model", "--gradient-as-bucket-view"), "give --ddp too"),
+        ((f"{__name__}:plain_model", "--ranks", "3"), "--ranks is about DDP: give --ddp too"),
+        ((f"{__name__}:plain_model", "--ddp", "--ranks", "0"), "--ranks 0: give 1 or more"),
+        ((f"{__name__}:plain_model", "--ddp", "--bucket-cap-mb", "0"), "--bucket-cap-mb 0: give MiB above 0"),
         (("nothing",), "names no model"),
         (("no_such_module:f",), "No module named"),
-        (("test_plan_command:nothing",), "no attribute"),
-        (("test_plan_command:wrong",), "return (model, batch)"),
-        (("test_plan_command:plain_model", "--budget", "lots"), "cannot be read"),
+        ((f"{__name__}:nothing",), "no attribute"),
+        ((f"{__name__}:wrong",), "return (model, batch)"),
+        ((f"{__name__}:plain_model", "--budget", "lots"), "cannot be read"),
         (("--config", "missing.yaml"), "missing.yaml"),
-        (("test_plan_command:plain_model", "--host", "tape"), "host='tape' names no place"),
-        (("test_plan_command:plain_model", "--host", "disk:/no/such/folder"), "/no/such/folder"),
-        (("test_plan_command:plain_model", "--device", "abacus"), "--device abacus: "),
-        (("test_plan_command:plain_model", "--device", "cuda:99"), "--device cuda:99: torch sees"),
-        (("test_plan_command:fails",), "ZeroDivisionError"),
+        ((f"{__name__}:plain_model", "--host", "tape"), "host='tape' names no place"),
+        ((f"{__name__}:plain_model", "--host", "disk:/no/such/folder"), "/no/such/folder"),
+        ((f"{__name__}:plain_model", "--device", "abacus"), "--device abacus: "),
+        ((f"{__name__}:plain_model", "--device", "cuda:99"), "--device cuda:99: torch sees"),
+        ((f"{__name__}:fails",), "ZeroDivisionError"),
     ],
 )
 def test_bad_arguments(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], pattern: str) -> None:
@@ -349,9 +349,9 @@ def test_without_the_recipes_extra(capsys: pytest.CaptureFixture[str], monkeypat
     for parts in (*(parts for parts in loaded if parts[0] in ("hydra", "omegaconf")), ["hydra"], ["omegaconf"]):
         monkeypatch.setitem(sys.modules, ".".join(parts), None)
     anew = importlib.import_module("retime.commands.plan")
-    assert anew.main(["plan", "test_plan_command:lightning_model", "--budget", "1GiB"]) == 0
+    assert anew.main(["plan", f"{__name__}:lightning_model", "--budget", "1GiB"]) == 0
     capsys.readouterr()
-    assert anew.main(["plan", "test_plan_command:plain_model", "--budget", "1GiB"]) == 2
+    assert anew.main(["plan", f"{__name__}:plain_model", "--budget", "1GiB"]) == 2
     assert 'pip install "lightning-retime[recipes]"' in capsys.readouterr().err
 
 

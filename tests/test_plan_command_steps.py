@@ -50,7 +50,7 @@ def language() -> Any:
 
 @pytest.mark.parametrize("name", ["by_position", "language"])
 def test_is_planned(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    arguments = ["plan", f"test_plan_command_steps:{name}", "--budget", "1GiB", "--optimizer", "torch.optim.SGD"]
+    arguments = ["plan", f"{__name__}:{name}", "--budget", "1GiB", "--optimizer", "torch.optim.SGD"]
     status = main(arguments)
     told = capsys.readouterr()
     assert status == 0, told.err

@@ -62,7 +62,7 @@ def lightning_model() -> Any:
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, str], str]:
-    status = main(["plan", "test_plan_command_time:lightning_model", *arguments])
+    status = main(["plan", f"{__name__}:lightning_model", *arguments])
     out, errors = capsys.readouterr()
     return status, {line[:15].strip(): line[16:] for line in out.splitlines()}, errors
 
