@@ -38,7 +38,7 @@ def _no_address_left() -> Iterator[None]:
 @pytest.fixture(params=["offload", "sub-batches"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How a memory budget is kept: what the costs make the cheaper way."""
-    from memory_budget_support import WAYS, use_costs
+    from support.memory_budget import WAYS, use_costs
 
     use_costs(monkeypatch, WAYS[request.param])
     return str(request.param)
@@ -47,7 +47,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture
 def splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sub-batches are the cheaper way to keep a memory budget."""
-    from memory_budget_support import SPLITS, use_costs
+    from support.memory_budget import SPLITS, use_costs
 
     use_costs(monkeypatch, SPLITS)
 
@@ -55,7 +55,7 @@ def splits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def offloads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Offloading is the cheaper way to keep a memory budget."""
-    from memory_budget_support import OFFLOADS, use_costs
+    from support.memory_budget import OFFLOADS, use_costs
 
     use_costs(monkeypatch, OFFLOADS)
 

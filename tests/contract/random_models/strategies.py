@@ -10,11 +10,11 @@ from contract.random_models.fits import Fit, train_fit
 from contract.random_models.mechanisms import UPDATED_TWICE, Mechanism, double, in_backward
 from contract.random_models.spec import Spec
 from contract.random_models.training import Order, as_given
-from memory_budget_support import OFFLOADS, SPLITS
 from retime.callbacks import FuseOptimizer
 from retime.mechanisms.memory.planning import step_planner
 from retime.schedules.budget import BudgetError
 from retime.strategies import FusedOptimizerStrategy, MemoryBudgetStrategy
+from support.memory_budget import OFFLOADS, SPLITS
 
 
 def _fused(trainer: Trainer) -> bool:

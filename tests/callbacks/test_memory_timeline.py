@@ -1,0 +1,93 @@
+"""MemoryTimeline and the sampler below it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from retime.callbacks import MemoryTimeline
+from retime.mechanisms.measure.memory_sampler import MemorySampler
+from retime.strategies import MemoryBudgetStrategy
+from support import memory_budget as support
+from support.memory_budget import SMALL, Net, assert_close, fit, loader
+
+pytestmark = support.IGNORED
+MIB = 2**20
+
+
+@pytest.mark.usefixtures("pool")  # or the tensor could come from what other tests have freed
+def test_sampler_sees_what_is_held() -> None:
+    sampler = MemorySampler()
+    sampler.start()
+    sampler.switch("forward")
+    held = torch.ones(64 * MIB, dtype=torch.uint8)
+    sampler.switch("backward")
+    del held
+    sampler.switch("update")
+    sampler.stop()
+    sampler.stop()
+    at = {phase: ms for ms, phase in sampler.phases}
+    during = [size for ms, size in sampler.samples if at["backward"] <= ms <= at["update"]]
+    assert max(during) > sampler.samples[0][1] + 48 * MIB
+    assert [ms for ms, _ in sampler.samples] == sorted(ms for ms, _ in sampler.samples)
+
+
+def test_sampler_refuses_to_start_twice() -> None:
+    sampler = MemorySampler()
+    sampler.start()
+    with pytest.raises(RuntimeError, match="called twice"):
+        sampler.start()
+    sampler.stop()
+
+
+@pytest.mark.usefixtures("pool")  # as under a memory budget; the C library keeps holes that no tensor fills
+def test_prediction_is_near_the_measurement(tmp_path: Path) -> None:
+    timeline = MemoryTimeline(dirpath=tmp_path)
+    fit(Net(width=512), data=loader(2, batch=4096), callbacks=[timeline])
+    (step,) = timeline.steps
+    assert step.step == 1
+    numbers = step.metrics()
+    assert numbers["predicted_peak_bytes"] > 75 * MIB
+    assert numbers["measured_peak_bytes"] == pytest.approx(numbers["predicted_peak_bytes"], rel=0.25)
+    assert [path.name for path in timeline.files] == ["epoch-0-step-1.png"]
+    assert timeline.files[0].read_bytes()[:4] == b"\x89PNG"
+
+
+def test_prediction_under_a_budget_is_the_plans(splits: None) -> None:
+    timeline, module, plain = MemoryTimeline(png=False), Net(), Net()
+    logger = support.Notes()
+    fit(plain)
+    done = fit(module, MemoryBudgetStrategy(SMALL), callbacks=[timeline], logger=logger)
+    (step,) = timeline.steps
+    choice = support.report_of(done).shapes[0].choice
+    assert step.plan == str(choice.plan)
+    assert step.metrics()["predicted_peak_bytes"] == choice.peak_bytes
+    assert_close(plain, module)
+    rows = [line for line in logger.lines if "memory/predicted_peak_bytes" in line]
+    assert [row["memory/predicted_peak_bytes"] for row in rows] == [choice.peak_bytes]
+    assert timeline.report()["predicted_peak_bytes"] == choice.peak_bytes
+
+
+class Reads(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss.item())
+        return loss
+
+
+def test_a_step_that_reads_values_is_measured_all_the_same() -> None:
+    timeline, plain, module = MemoryTimeline(png=False, every_n_steps=1), Reads(), Reads()
+    fit(plain)
+    fit(module, callbacks=[timeline], accumulate_grad_batches=1)
+    assert_close(plain, module, 0)
+    assert len(timeline.steps) == 2
+    assert all("reads the value" in step.note and not step.predicted for step in timeline.steps)
+
+
+@pytest.mark.parametrize(("value", "error"), [(0, ValueError), ("2", TypeError)])
+def test_arguments_are_checked(value: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=rf"MemoryTimeline\(every_n_steps={value!r}\): give"):
+        MemoryTimeline(every_n_steps=value)

@@ -1,0 +1,360 @@
+"""`retime plan`: what is printed, and the exit status."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import nn
+
+from retime.commands.plan import main
+from support import memory_budget as support
+from support.memory_budget import BATCH, SPLITS, TINY, Net, norm, use_costs
+
+pytestmark = support.IGNORED
+
+
+def plain_model(batch_size: int = 256) -> Any:
+    net = Net().net
+    return net, (torch.randn(batch_size, support.FEATURES), torch.zeros(batch_size, dtype=torch.long))
+
+
+def lightning_model() -> Any:
+    return Net(), next(iter(support.loader()))
+
+
+def normed_model() -> Any:
+    return Net(norm), next(iter(support.loader()))
+
+
+class Doubled(Net):
+    """Its training step needs more than the cross-entropy of its outputs does."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) + self.loss(batch)
+
+
+class Bare(Net):
+    """Leaves its optimizer to the config."""
+
+    configure_optimizers = Net.__mro__[1].configure_optimizers
+
+
+class Batches(LightningDataModule):
+    def __init__(self, batch_size: int = 48) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> Any:
+        return support.loader(batch=self.batch_size)
+
+
+def samples() -> Any:
+    return support.loader().dataset
+
+
+def tiny() -> nn.Module:
+    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 1000))
+
+
+def wrong() -> Any:
+    return nn.Linear(2, 2)
+
+
+class Fails(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError("not this step's fault")
+
+
+def fails() -> Any:
+    return Fails(), (torch.ones(4, 2), torch.zeros(4, dtype=torch.long))
+
+
+@pytest.fixture(autouse=True)
+def _costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_costs(monkeypatch, SPLITS)
+
+
+def bytes_in(line: str) -> int:
+    found = re.match(r"(\d+) bytes \(", line)
+    assert found, line
+    return int(found[1])
+
+
+def kib(line: str) -> float:
+    number, unit = line.split()
+    assert unit == "KiB"
+    return float(number)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, str], str]:
+    status = main(["plan", *arguments])
+    out, errors = capsys.readouterr()
+    return status, {line[:15].strip(): line[16:] for line in out.splitlines()}, errors
+
+
+def test_a_small_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    status, said, _ = run(capsys, f"{__name__}:lightning_model", "--budget", "120000")
+    assert status == 0
+    assert said["plan"].startswith("sub-batch 86")
+    assert said["predicted peak"].endswith("KiB")
+    assert said["slowdown"].endswith("x the unlimited step's time")
+    assert said["floor"].endswith("1 sample at a time")
+    assert said["Eq. 6"].endswith("one sample")
+    assert "the paper's bound" in said["Eq. 7"]
+    assert "separable" in said["sub-batches"]
+    assert str(BATCH) in said["budget"]
+
+
+def test_a_large_budget_and_a_batch_size(capsys: pytest.CaptureFixture[str]) -> None:
+    reference = (f"{__name__}:plain_model", "--optimizer", "torch.optim.AdamW", "--batch", "32")
+    status, said, _ = run(capsys, *reference, "--budget", "1GiB")
+    assert status == 0
+    assert said["slowdown"] == "none: the step fits"
+    assert "batch of 32" in said["budget"]
+    assert said["floor"].endswith("1 sample at a time")
+
+
+def test_a_budget_below_the_floor(capsys: pytest.CaptureFixture[str]) -> None:
+    status, said, _ = run(capsys, f"{__name__}:plain_model", "--budget", "2000")
+    assert status == 1
+    assert "below this step's floor" in said["refused"]
+    assert "largest task" in said["floor"]
+    assert said["Eq. 6"].endswith("one sample")
+    assert "the paper's bound" in said["Eq. 7"]
+
+
+@pytest.mark.parametrize("model", ["plain_model", "normed_model"])
+def test_the_same_floor_is_printed_with_a_plan_and_with_a_refusal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    use_costs(monkeypatch, replace(SPLITS, spare_bytes=1000))
+    reference = f"{__name__}:{model}"
+    refused, fits = (run(capsys, reference, "--budget", budget)[1]["floor"] for budget in ("2000", "1GiB"))
+    floor = bytes_in(refused)
+    tight = run(capsys, reference, "--budget", str(floor))
+    assert tight[0] == 0
+    assert refused == fits == tight[1]["floor"]
+
+
+def test_a_floor_that_cannot_be_found_does_not_take_the_plan_away(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("not with so few samples")
+
+    monkeypatch.setattr(support.step_planner, "least_costs", fail)
+    status, said, _ = run(capsys, f"{__name__}:plain_model", "--budget", "1GiB")
+    assert status == 0
+    assert said["floor"] == "not known: not with so few samples"
+
+
+def test_gradients_that_stay_and_buckets_count(capsys: pytest.CaptureFixture[str]) -> None:
+    def peak(*more: str) -> float:
+        return kib(run(capsys, f"{__name__}:plain_model", "--budget", "1GiB", *more)[1]["predicted peak"])
+
+    trained = sum(parameter.nbytes for parameter in Net().parameters()) / 1024
+    alone = "--ddp", "--ranks", "1"
+    kept, bucket = peak("--accumulate", "4"), peak(*alone, "--gradient-as-bucket-view")
+    assert peak() < kept
+    assert kept == pytest.approx(bucket, rel=0.01)
+    assert peak("--accumulate", "4", *alone) == pytest.approx(kept + trained, rel=0.01)
+    assert peak("--accumulate", "4", "--ddp") == pytest.approx(kept + 2 * trained, rel=0.02), "four pieces of a fourth"
+    assert peak("--ddp", "--bucket-cap-mb", "0.001") < peak("--ddp")
+
+
+def test_what_takes_long_is_said_first(capsys: pytest.CaptureFixture[str]) -> None:
+    _, said, told = run(capsys, f"{__name__}:lightning_model", "--budget", str(TINY))
+    lines = [line.removeprefix("retime: ") for line in told.splitlines() if line.startswith("retime: ")]
+    words = [
+        "planning a batch",
+        "finding out whether",
+        "measuring on a few samples what",
+        "measuring on a few samples how",
+        "searching among plans",
+        "trying plan 1: ",
+        "trying plan 2: ",
+    ]
+    assert [next(line for line in lines if line.startswith(word)) for word in words] == lines[: len(words)]
+    assert said["plan"] in lines[-1]
+
+
+def test_an_experiment(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "batch_size: 64\n"
+        "model: {_target_: retime.recipes.fusion.demo.residual_mlp, depth: 2, width: 64}\n"
+        "data: {_target_: retime.recipes.data.digits}\n"
+        "optimizer: {_target_: torch.optim.SGD, lr: 0.1}\n"
+    )
+    status, said, errors = run(capsys, "--config", str(file), "--budget", "1GiB")
+    assert status == 0, errors
+    assert "batch of 64" in said["budget"]
+
+
+BLOCKS = {
+    "model": "{_target_: retime.recipes.fusion.demo.residual_mlp, depth: 2, width: 64}",
+    "data": "{_target_: retime.recipes.data.digits}",
+    "optimizer": "{_target_: torch.optim.SGD, lr: 0.1}",
+    "batch_size": "64",
+}
+
+
+def write(file: Path, **blocks: str) -> str:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(f"{key}: {value}\n" for key, value in blocks.items() if value))
+    return str(file)
+
+
+def here(name: str, **arguments: Any) -> str:
+    more = "".join(f", {key}: {value}" for key, value in arguments.items())
+    return f"{{_target_: {__name__}.{name}{more}}}"
+
+
+def test_defaults_groups_and_overrides(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for name, width in (("small", 16), ("large", 256)):
+        write(
+            tmp_path / "model" / f"{name}.yaml",
+            _target_="retime.recipes.fusion.demo.residual_mlp",
+            depth="2",
+            width=str(width),
+        )
+    config = write(tmp_path / "mine.yaml", defaults="[{model: small}, _self_]", **BLOCKS | {"model": ""})
+
+    def floor(*overrides: str) -> int:
+        status, said, errors = run(capsys, "--config", config, *overrides[:1], "--budget", "1GiB", *overrides[1:])
+        assert status == 0, errors
+        return bytes_in(said["floor"])
+
+    assert floor() < floor("model.width=32") < floor("model=large")
+    assert floor("model.width=32", "model.depth=4") > floor("model.width=32")
+
+
+def test_an_experiment_of_the_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+    import retime.conf
+
+    config = str(Path(retime.conf.__file__).parent / "experiment" / "fusion_fig3.yaml")
+    overrides = ("batch_size=4", "data.image_size=32", f"model._target_={__name__}.tiny")
+    status, said, errors = run(capsys, "--config", config, "--budget", "1GiB", *overrides)
+    assert status == 0, errors
+    assert "batch of 4 " in said["budget"]
+
+
+def test_a_lightning_module_in_a_config_is_planned_by_its_own_step(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def peak(model: str, **blocks: str) -> str:
+        config = write(tmp_path / "mine.yaml", **BLOCKS | {"data": here("samples"), "model": here(model)} | blocks)
+        status, said, errors = run(capsys, "--config", config, "--budget", "1GiB")
+        assert status == 0, errors
+        return said["predicted peak"]
+
+    adam = "{_target_: torch.optim.Adam}"
+    assert kib(peak("Doubled")) > 1.5 * kib(peak("Net"))
+    assert peak("Net", optimizer=adam) == peak("Net", optimizer=""), "its own optimizer is used"
+    assert kib(peak("Bare", optimizer=adam, batch_size="8")) > kib(peak("Net", batch_size="8")), (
+        "it has none of its own"
+    )
+
+
+def test_a_data_module_in_a_config_brings_its_batches(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = write(tmp_path / "mine.yaml", model=here("Net"), data=here("Batches"))
+    assert "batch of 48" in run(capsys, "--config", config, "--budget", "1GiB")[1]["budget"]
+    assert "batch of 24" in run(capsys, "--config", config, "--budget", "1GiB", "--batch", "24")[1]["budget"]
+
+
+@pytest.mark.parametrize(
+    ("left_out", "overrides", "pattern"),
+    [
+        ("model", (), "has no model"),
+        ("batch_size", (), "has no batch_size"),
+        ("optimizer", (), "has no optimizer"),
+        ("", ("modl.width=3",), "Could not override 'modl.width'"),
+        ("", ("package:function",), "package:function"),
+        ("", ("~model.widht",), "Could not delete"),
+        ("", ("~batch_size=65",), "Could not delete from config"),
+        ("", ("batch_size=[",), "override_grammar"),
+        ("", ("model.widht=3",), "append to your config use +model.widht=3"),
+    ],
+)
+def test_bad_configs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, left_out: str, overrides: tuple[str, ...], pattern: str
+) -> None:
+    config = write(tmp_path / "mine.yaml", **BLOCKS | {left_out: ""})
+    status, _, errors = run(capsys, "--config", config, "--budget", "1GiB", *overrides)
+    assert status == 2
+    assert errors.startswith("retime plan: ")
+    assert pattern in errors
+
+
+def test_a_config_that_is_no_yaml(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    status, _, errors = run(capsys, "--config", write(tmp_path / "mine.yaml", model="{depth: ???}"))
+    assert status == 2
+    assert errors.startswith("retime plan: --config ")
+
+
+def test_an_unknown_option_is_none_of_the_overrides(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", f"{__name__}:plain_model", "--bugdet", "1GiB"])
+    assert "unrecognized arguments: --bugdet" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "pattern"),
+    [
+        ((), "names no model"),
+        ((f"{__name__}:plain_model", "model.width=3"), "give --config FILE"),
+        (("--config", "mine.yml"), "mine.yml"),
+        ((f"{__name__}:plain_model", "--accumulate", "0"), "1 batch or more"),
+        ((f"{__name__}:plain_model", "--gradient-as-bucket-view"), "give --ddp too"),
+        ((f"{__name__}:plain_model", "--ranks", "3"), "--ranks is about DDP: give --ddp too"),
+        ((f"{__name__}:plain_model", "--ddp", "--ranks", "0"), "--ranks 0: give 1 or more"),
+        ((f"{__name__}:plain_model", "--ddp", "--bucket-cap-mb", "0"), "--bucket-cap-mb 0: give MiB above 0"),
+        (("nothing",), "names no model"),
+        (("no_such_module:f",), "No module named"),
+        ((f"{__name__}:nothing",), "no attribute"),
+        ((f"{__name__}:wrong",), "return (model, batch)"),
+        ((f"{__name__}:plain_model", "--budget", "lots"), "cannot be read"),
+        (("--config", "missing.yaml"), "missing.yaml"),
+        ((f"{__name__}:plain_model", "--host", "tape"), "host='tape' names no place"),
+        ((f"{__name__}:plain_model", "--host", "disk:/no/such/folder"), "/no/such/folder"),
+        ((f"{__name__}:plain_model", "--device", "abacus"), "--device abacus: "),
+        ((f"{__name__}:plain_model", "--device", "cuda:99"), "--device cuda:99: torch sees"),
+        ((f"{__name__}:fails",), "ZeroDivisionError"),
+    ],
+)
+def test_bad_arguments(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], pattern: str) -> None:
+    status, _, errors = run(capsys, *arguments)
+    assert status == 2
+    assert pattern in errors
+
+
+def test_without_the_recipes_extra(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipes load anew, and find no hydra."""
+    loaded = [name.split(".") for name in sys.modules]
+    for package, *inner in (parts for parts in loaded if parts[:2] == ["retime", "recipes"] and len(parts) > 2):
+        monkeypatch.delitem(sys.modules, ".".join([package, *inner]))
+        monkeypatch.delattr(f"retime.recipes.{inner[1]}", raising=False)
+    for parts in (*(parts for parts in loaded if parts[0] in ("hydra", "omegaconf")), ["hydra"], ["omegaconf"]):
+        monkeypatch.setitem(sys.modules, ".".join(parts), None)
+    anew = importlib.import_module("retime.commands.plan")
+    assert anew.main(["plan", f"{__name__}:lightning_model", "--budget", "1GiB"]) == 0
+    capsys.readouterr()
+    assert anew.main(["plan", f"{__name__}:plain_model", "--budget", "1GiB"]) == 2
+    assert 'pip install "lightning-retime[recipes]"' in capsys.readouterr().err
+
+
+def test_another_missing_module_is_no_matter_of_the_extra(capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, errors = run(capsys, "no_such_module:f")
+    assert "lightning-retime[recipes]" not in errors

@@ -1,0 +1,101 @@
+"""Folders of `accelerator.save_state()` are plain ones: plans lie in a file of their own beside the others."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("accelerate", reason="needs the extra lightning-retime[accelerate]")
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+from retime import NoEffectWarning
+from retime.integrations.accelerate import MemoryBudget
+from retime.integrations.accelerate.kept_state import KeptState
+from support.memory_budget import SMALL, accelerate_loop, loader
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerate() -> Iterator[None]:
+    yield
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    PartialState._reset_state()
+
+
+def plain() -> Accelerator:
+    """Code that knows nothing of retime, with one object of its own in the checkpoint."""
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(cpu=True)
+    net = nn.Linear(2, 2)
+    accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    accelerator.register_for_checkpointing(torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1)], lr=1.0), 1))
+    return accelerator
+
+
+def budgeted() -> tuple[Accelerator, MemoryBudget]:
+    accelerator = plain()
+    return accelerator, MemoryBudget(accelerator, accelerator._models[0], accelerator._optimizers[0], SMALL)
+
+
+def test_a_plain_folder_is_loaded_under_a_budget(tmp_path: Path) -> None:
+    plain().save_state(str(tmp_path))
+    accelerator, _ = budgeted()
+    accelerator.load_state(str(tmp_path))
+
+
+def test_a_folder_saved_under_a_budget_is_loaded_by_plain_code(tmp_path: Path) -> None:
+    accelerator, _ = budgeted()
+    accelerator.save_state(str(tmp_path))
+    plain().load_state(str(tmp_path))
+
+
+def test_plans_lie_beside(offloads: None, tmp_path: Path) -> None:
+    accelerate_loop("run", data=loader(1), folder=tmp_path)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert "retime_MemoryBudget_0.json" in names
+    assert not any(name.startswith("custom_checkpoint") for name in names)
+    (tmp_path / "retime_MemoryBudget_0.json").unlink()
+    _, (report,), _ = accelerate_loop("run", data=loader(1), folder=tmp_path)  # its absence is fine
+    assert report.shapes[0].note == ""
+
+
+def kept(accelerator: Accelerator, name: str = "Mine", state: Any = None) -> tuple[KeptState, list[Any]]:
+    loaded: list[Any] = []
+    return KeptState(accelerator, name, lambda: state or {}, loaded.append), loaded
+
+
+def test_each_object_has_a_file_of_its_own(tmp_path: Path) -> None:
+    accelerator = plain()
+    _, first = kept(accelerator, state={"a": 1})
+    _, second = kept(accelerator, state={"a": 2})
+    other, third = kept(accelerator, "Other", {"a": 3})
+    accelerator.save_state(str(tmp_path))
+    other.remove()
+    accelerator.load_state(str(tmp_path))
+    assert (first, second, third) == ([{"a": 1}], [{"a": 2}], [])
+
+
+def test_nothing_to_keep_leaves_no_file(tmp_path: Path) -> None:
+    accelerator = plain()
+    _, loaded = kept(accelerator)
+    (tmp_path / "retime_Mine_0.json").write_text(json.dumps({"of": "before"}))
+    accelerator.save_state(str(tmp_path))
+    accelerator.load_state(str(tmp_path))
+    assert not loaded
+    assert not list(tmp_path.glob("retime*"))
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100_000])
+def test_a_file_that_cannot_be_read_is_dropped_with_a_warning(content: bytes, tmp_path: Path) -> None:
+    plain().save_state(str(tmp_path))
+    (tmp_path / "retime_Mine_0.json").write_bytes(content)
+    accelerator = plain()
+    _, loaded = kept(accelerator)
+    with pytest.warns(NoEffectWarning, match=r"retime_Mine_0\.json has no effect, it cannot be read"):
+        accelerator.load_state(str(tmp_path))
+    assert not loaded

@@ -1,0 +1,63 @@
+"""MemoryBudget for Accelerate: the same weights as the plain loop's, within a budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from retime.integrations.accelerate import MemoryBudget
+from retime.schedules.budget.errors import BudgetError
+from support.memory_budget import SMALL, TINY, Net, accelerate_loop, assert_close, loader
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_around_forward_passes(splits: None, accumulate: int) -> None:
+    # sub-batches would be faster, but a loop of one's own cannot have them
+    plain, *_ = accelerate_loop("plain", accumulate, data=loader(5))
+    ours, (report,), _ = accelerate_loop("forward", accumulate, data=loader(5))
+    assert report.offload.storages > 0
+    assert report.sub_batches == report.steps == 5
+    assert_close(plain, ours, 0)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_with_a_step_function(splits: None, accumulate: int) -> None:
+    plain, *_ = accelerate_loop("plain", accumulate, data=loader(5))
+    ours, (report,), _ = accelerate_loop("run", accumulate, data=loader(5))
+    assert report.sub_batches > report.steps == 5
+    assert_close(plain, ours)
+
+
+def test_the_report_prints_as_text() -> None:
+    accelerator = Accelerator(cpu=True)
+    module = Net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    budget = MemoryBudget(accelerator, *accelerator.prepare(module, optimizer), "1GiB")
+    assert "nothing is planned" in str(budget.report())
+    for kind in ("_parts", "_whole"):
+        setattr(budget, kind, budget._make(split_too=kind == "_parts"))
+    assert str(budget.report()).splitlines() == ["memory budget 1 GiB: 0 steps in 0 sub-batches"] * 2
+    assert [report.steps for report in budget.report()] == [0, 0]
+    budget.remove()
+
+
+def test_a_budget_below_the_floor(offloads: None) -> None:
+    with pytest.raises(BudgetError, match="below this step's floor"):
+        accelerate_loop("forward", budget=TINY)  # sub-batches would fit
+
+
+def test_needs_the_prepared_optimizer() -> None:
+    module = Net()
+    with pytest.raises(TypeError, match=r"apply MemoryBudget after accelerator\.prepare"):
+        MemoryBudget(Accelerator(cpu=True), module, torch.optim.SGD(module.parameters(), lr=0.1), SMALL)
+
+
+def test_plans_are_kept_with_the_state(offloads: None, tmp_path: Path) -> None:
+    sources = []
+    for _ in range(2):
+        _, (report,), _ = accelerate_loop("run", data=loader(1), folder=tmp_path)
+        sources.append(report.shapes[0].source)
+    assert sources == ["", "plan of an earlier run"]

@@ -1,0 +1,423 @@
+"""Backward fusion: uses are counted, gradients are freed and guarded, nothing is left behind."""
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from retime import NoEffectWarning, fuse_optimizer
+from retime.mechanisms.fusion import BackwardFusion
+from retime.mechanisms.fusion.consumed import ConsumedGradient
+from support.fusion import adamw, assert_same, batches, network, train
+
+
+def test_updates_run_inside_backward_and_gradients_are_gone() -> None:
+    model = network()
+    optimizer = adamw(model.parameters())
+    fusion = fuse_optimizer(model, optimizer, bucket_bytes=1)
+    first, second = batches(2)
+    model(first).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = [p.detach().clone() for p in model.parameters()]
+    model(second).sum().backward()
+    assert not any(torch.equal(b, p) for b, p in zip(before, model.parameters(), strict=True))
+    assert all(isinstance(p.grad, ConsumedGradient) for p in model.parameters())
+    after = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()
+    assert all(torch.equal(a, p) for a, p in zip(after, model.parameters(), strict=True))
+    fusion.remove()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_gradient_memory_stays_within_a_bucket_and_a_layer() -> None:
+    layer = (16 * 16 + 16) * 4
+    ours = train("backward", model=network(depth=12), bucket_bytes=layer, steps=3)
+    first_step = 12 * layer  # all gradients live while uses are counted
+    assert ours.report.peak_gradient_bytes == first_step
+    model = network(depth=12)
+    optimizer = adamw(model.parameters())
+    fusion = fuse_optimizer(model, optimizer, bucket_bytes=layer)
+    for i, x in enumerate(batches(3)):
+        if i == 1:
+            fusion.report().peak_gradient_bytes = 0
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert 0 < fusion.report().peak_gradient_bytes <= fusion.report().largest_bucket_bytes + layer
+    fusion.remove()
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_known_backward_passes_need_no_counting(passes: int) -> None:
+    layer = (16 * 16 + 16) * 4
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        if passes == 2:
+            model(x * 2).square().mean().backward()
+        return model(x).square().mean()  # type: ignore[no-any-return]
+
+    ours = train("backward", model=network(depth=12), loss=loss, bucket_bytes=layer, backward_passes=passes)
+    assert_same(train(None, model=network(depth=12), loss=loss), ours)
+    assert ours.report.late_updates == 0
+    if passes == 1:
+        assert ours.report.peak_gradient_bytes <= 2 * layer
+
+
+def test_several_kernels_a_bucket_not_one_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    real = torch._fused_adamw_
+    monkeypatch.setattr(torch, "_fused_adamw_", lambda p, *a, **k: (calls.append(len(p)), real(p, *a, **k)))
+    everything = sum(p.numel() * 4 for p in network().parameters())
+    train("backward", lambda p: torch.optim.AdamW(p, fused=True), steps=2, bucket_bytes=everything // 2)
+    assert sum(calls) == 16
+    assert len(calls) == 3  # the first step's one, then two buckets
+
+
+@pytest.mark.parametrize("micro_batches", [2, 3])
+def test_several_backward_passes_a_step_are_learnt(micro_batches: int) -> None:
+    def loop(mode: str | None) -> Any:
+        model = network()
+        optimizer = adamw(model.parameters())
+        fusion = fuse_optimizer(model, optimizer, mode) if mode else None
+        data = batches(4 * micro_batches + 1)
+        for start in range(0, len(data), micro_batches):  # the last window is short
+            for x in data[start : start + micro_batches]:
+                model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        report = fusion.report() if fusion else None
+        if fusion:
+            fusion.remove()
+        return model.state_dict(), report
+
+    (plain, _), (ours, report) = loop(None), loop("backward")
+    assert all(torch.equal(plain[k], ours[k]) for k in plain)
+    assert report.fused_updates == 8 * 3
+
+
+def test_more_backward_passes_than_before_raise_until_marked() -> None:
+    model = network()
+    optimizer = adamw(model.parameters())
+    fusion = fuse_optimizer(model, optimizer, bucket_bytes=1)
+    x, y, z = batches(3)
+    model(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model(y).sum().backward()
+    with pytest.raises(RuntimeError, match="accumulate"):
+        model(z).sum().backward()
+    fusion.abandon_step()
+    optimizer.zero_grad()
+    with fusion.accumulate():
+        model(y).sum().backward()
+    assert all(type(p.grad) is Tensor for p in model.parameters())
+    model(z).sum().backward()
+    assert all(isinstance(p.grad, ConsumedGradient) for p in model.parameters())
+    optimizer.step()
+    fusion.remove()
+
+
+def _checkpointed(reentrant: bool) -> Any:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        blocks = list(model)  # type: ignore[call-overload]
+        x = x.clone().requires_grad_()
+        for block in [blocks[0], blocks[1], blocks[0], *blocks[2:]]:  # the first block is used twice
+            x = checkpoint(block, x, use_reentrant=reentrant)
+        return blocks[0](x).square().mean()  # and a third time, outside
+
+    return loss
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("mode", ["backward", "forward"])
+def test_checkpointing_with_shared_layers(mode: str, reentrant: bool) -> None:
+    ours = train(mode, loss=_checkpointed(reentrant), bucket_bytes=1)
+    assert_same(train(None, loss=_checkpointed(reentrant)), ours)
+    assert ours.report.fused_updates >= 40
+
+
+class Tied(nn.Module):
+    """One matrix as embedding and as output projection, and a layer that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(16, 16)
+        self.last = nn.Linear(16, 16, bias=False)
+        self.last.weight = self.first.weight
+        self.unused = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x))) + x @ self.first.weight  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("mode", ["backward", "forward"])
+def test_tied_and_unused_parameters(mode: str) -> None:
+    ours = train(mode, model=Tied())
+    assert_same(train(None, model=Tied()), ours)
+    assert len(ours.state["state"]) == 2  # the unused layer has no state, as in the plain loop
+
+
+class LateReader(nn.Module):
+    """Backward needs the old weight after its gradient is complete (section B.2)."""
+
+    def __init__(self, alias: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(16, 16) / 4)
+        self.alias = alias
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        old = self.weight.data if self.alias else self.weight.detach()
+        return torch.tanh(torch.tanh(x) @ old) @ self.weight
+
+
+@pytest.mark.parametrize("alias", [True, False], ids=["data", "detach"])
+def test_old_value_that_is_still_needed_is_kept(alias: bool) -> None:
+    with pytest.warns(NoEffectWarning, match="share memory with another tensor"):
+        ours = train("backward", model=LateReader(alias), bucket_bytes=1)
+    assert_same(train(None, model=LateReader(alias)), ours)
+
+
+def _one_step() -> tuple[nn.Module, torch.optim.Optimizer, BackwardFusion]:
+    """A fused loop right after its second backward()."""
+    model = network()
+    optimizer = adamw(model.parameters())
+    fusion = fuse_optimizer(model, optimizer, bucket_bytes=1, backward_passes=1)
+    model(batches(1)[0]).sum().backward()
+    return model, optimizer, fusion
+
+
+def test_changes_between_backward_and_step_are_refused() -> None:
+    _, optimizer, fusion = _one_step()
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(RuntimeError, match="learning rate or another hyper-parameter was changed"):
+        optimizer.step()
+    fusion.remove()
+    model, optimizer, fusion = _one_step()
+    with torch.no_grad():
+        next(model.parameters()).mul_(0.9)
+    with pytest.raises(RuntimeError, match="changed in place between"):
+        optimizer.step()
+    fusion.remove()
+    model, optimizer, fusion = _one_step()
+    next(model.parameters()).grad = None
+    with pytest.raises(RuntimeError, match="cleared or replaced between"):
+        optimizer.step()
+    fusion.remove()
+
+
+def test_autocast_around_backward_does_not_touch_the_update() -> None:
+    def loop(mode: str | None) -> Any:
+        model = network()
+        optimizer = torch.optim.Adafactor(model.parameters(), lr=0.01)  # its update multiplies matrices
+        fusion = fuse_optimizer(model, optimizer, mode) if mode else None
+        for x in batches(4):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if fusion:
+            fusion.remove()
+        return model.state_dict()
+
+    plain, ours = loop(None), loop("backward")
+    assert all(torch.equal(plain[k], ours[k]) for k in plain)
+
+
+def test_module_backward_hooks_are_refused() -> None:
+    model = network()
+    model[1].register_full_backward_hook(lambda *_: None)  # type: ignore[index]
+    with pytest.raises(ValueError, match="backward hook of 1 may read"):
+        fuse_optimizer(model, adamw(model.parameters()))
+
+
+def test_fusing_again_below_a_scheduler() -> None:
+    model = network()
+    optimizer = adamw(model.parameters())
+    fusion = fuse_optimizer(model, optimizer)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    fusion.remove()
+    fuse_optimizer(model, optimizer).remove()
+
+
+def test_reading_a_used_gradient_raises_and_says_what_to_do() -> None:
+    model = network()
+    optimizer = adamw(model.parameters())
+    fusion = fuse_optimizer(model, optimizer, bucket_bytes=1)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    for i, x in enumerate(batches(2)):
+        model(x).sum().backward()
+        if i == 1:
+            for read in (
+                lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+                lambda: torch.stack([p.grad.norm() for p in model.parameters()]),  # type: ignore[union-attr]
+                lambda: scaler.unscale_(optimizer),
+            ):
+                with pytest.raises(RuntimeError, match=r"consumed by backward fusion.*mode='forward'"):
+                    read()
+        optimizer.step()
+        if i == 0:
+            optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="never cleared"):
+        model(x).sum().backward()
+    fusion.remove()
+
+
+def test_zero_grad_may_keep_zeros_instead_of_none() -> None:
+    def zeros(model: nn.Module, optimizer: torch.optim.Optimizer, i: int) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+    def loop(mode: str | None) -> Any:
+        model = network()
+        optimizer = adamw(model.parameters())
+        fusion = fuse_optimizer(model, optimizer, mode) if mode else None
+        for x in batches(5):
+            optimizer.zero_grad(set_to_none=False)
+            model(x).square().mean().backward()
+            optimizer.step()
+        if fusion:
+            assert fusion.report().fused_updates > 0
+            fusion.remove()
+        return model.state_dict()
+
+    for mode in ("backward", "forward"):
+        plain, ours = loop(None), loop(mode)
+        assert all(torch.equal(plain[k], ours[k]) for k in plain)
+
+
+def test_guards_move_with_the_model() -> None:
+    model = network()
+    optimizer = adamw(model.parameters())
+    fusion = fuse_optimizer(model, optimizer, bucket_bytes=1)
+    for x in batches(2):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+    model.to(torch.float64)
+    assert all(p.grad is None or p.grad.dtype == torch.float64 for p in model.parameters())
+    fusion.remove()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph")  # torch says it once a process
+def test_create_graph_is_refused() -> None:
+    model = network()
+    optimizer = adamw(model.parameters())
+    fusion = fuse_optimizer(model, optimizer)
+    with pytest.raises(RuntimeError, match="create_graph"):
+        model(batches(1)[0]).square().sum().backward(create_graph=True)
+    fusion.remove()
+
+
+@pytest.mark.parametrize("mode", ["backward", "forward"])
+def test_closure_style_step(mode: str) -> None:
+    def loop(mode: str | None) -> Any:
+        model = network()
+        optimizer = adamw(model.parameters())
+        fusion = fuse_optimizer(model, optimizer, mode) if mode else None
+        for x in batches(4):
+
+            def closure(x: Tensor = x) -> Tensor:
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                return loss
+
+            assert optimizer.step(closure) is not None
+        if fusion:
+            assert fusion.report().fused_updates > 0
+            fusion.remove()
+        return model.state_dict()
+
+    plain, ours = loop(None), loop(mode)
+    assert all(torch.equal(plain[k], ours[k]) for k in plain)
+
+
+def test_clip_value_folds_into_the_update() -> None:
+    def loop(ours: bool) -> Any:
+        model = network()
+        optimizer = adamw(model.parameters())
+        fusion = fuse_optimizer(model, optimizer, clip_value=1e-3) if ours else None
+        for x in batches(4):
+            model(x).square().mean().backward()
+            if not ours:
+                nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+        if fusion:
+            fusion.remove()
+        return model.state_dict()
+
+    plain, ours = loop(False), loop(True)
+    assert all(torch.equal(plain[k], ours[k]) for k in plain)
+
+
+def test_other_peoples_gradient_hooks_see_the_gradient() -> None:
+    seen: list[int] = []
+    model = network()
+    optimizer = adamw(model.parameters())
+    fusion = fuse_optimizer(model, optimizer, bucket_bytes=1)
+    next(model.parameters()).register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.numel()))
+    for i, x in enumerate(batches(3)):
+        told = pytest.warns(NoEffectWarning, match="hooks of others") if i == 1 else contextlib.nullcontext()
+        with told:
+            model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert seen == [256] * 3
+    assert list(fusion.report().held_back.values()) == [1]
+    assert fusion.report().late_updates == 8 + 2  # the first step, then the watched parameter
+    fusion.remove()
+
+
+def test_remove_leaves_nothing_behind() -> None:
+    model = network()
+    optimizer = adamw(model.parameters())
+    attributes = set(optimizer.__dict__)
+    for mode in ("backward", "forward"):
+        fusion = fuse_optimizer(model, optimizer, mode)
+        with pytest.raises(ValueError, match="fused already"):
+            fuse_optimizer(model, optimizer, mode)
+        model(batches(1)[0]).sum().backward()
+        optimizer.step()
+        fusion.remove()
+        fusion.remove()
+        assert set(optimizer.__dict__) == attributes
+        assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+        assert not any(m._forward_pre_hooks for m in model.modules())
+        assert {type(p) for p in model.parameters()} == {nn.Parameter}
+        assert optimizer.step.__func__ is type(optimizer).step
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"mode": "sideways"}, "unknown fusion mode 'sideways'"),
+        ({"bucket_bytes": 0}, "bucket_bytes=0"),
+        ({"clip_value": -1.0}, "clip_value=-1.0"),
+        ({"backward_passes": 0}, "backward_passes=0"),
+        ({"mode": "forward", "clip_value": 1.0}, "clip_grad_value_"),
+        ({"mode": "forward", "side_stream": True}, "side_stream"),
+    ],
+)
+def test_bad_arguments_say_what_to_change(change: dict[str, Any], text: str) -> None:
+    model = network()
+    with pytest.raises(ValueError, match=text):
+        fuse_optimizer(model, adamw(model.parameters()), **change)
+
+
+def test_optimizer_of_another_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="holds no parameter of the model"):
+        fuse_optimizer(network(), adamw(network().parameters()))
+
+
+def test_meta_parameters_are_refused() -> None:
+    model = network().to("meta")
+    with pytest.raises(ValueError, match="meta device"):
+        fuse_optimizer(model, adamw(model.parameters()))

@@ -1,0 +1,124 @@
+"""Out-of-order data parallel on two gloo ranks: same bits, order of sending, the search, refusals, a dying rank."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from retime.mechanisms.ddp.bucket_size import bucket_mb
+from retime.mechanisms.out_of_order.k_tuner import MOST_STEPS, KTuner
+from support.paths import PYTHONPATH, SUPPORT
+from support.two_ranks import run_two_ranks
+
+IN_A_BARE_LOOP = [
+    "same_bits",
+    "search",
+    "gradients_leave_in_forward_order",
+    "ranks_that_differ",
+    "k_changes_while_training",
+    "uneven_inputs",
+    "refusals",
+    "memory_bound",
+    "two_forward_passes_and_one_backward_pass",
+    "nothing_is_left_behind",
+]
+
+
+IN_A_TRAINER = [
+    "k_is_kept_in_the_checkpoint",
+    "bucket_size_is_fixed_where_a_measurement_must_not_matter",
+    "callback_sets_k",
+    "accelerate_loop",
+]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[subprocess.CompletedProcess[str]]:
+    """One pair of processes for all checks: starting one takes longer than most of them."""
+    return run_two_ranks("ooo_ddp_worker.py", ",".join(IN_A_BARE_LOOP))
+
+
+@pytest.mark.parametrize("name", IN_A_BARE_LOOP)
+def test_in_a_bare_loop(name: str, ranks: list[subprocess.CompletedProcess[str]]) -> None:
+    for number, rank in enumerate(ranks):
+        assert f"rank {number}: {name} done" in rank.stdout, rank.stderr
+
+
+@pytest.mark.parametrize("name", IN_A_TRAINER)
+def test_in_a_trainer(name: str, tmp_path: Path) -> None:
+    for number, rank in enumerate(run_two_ranks("ooo_ddp_worker.py", name, str(tmp_path))):
+        assert f"rank {number}: {name} done" in rank.stdout, rank.stderr
+
+
+def test_memory_of_the_process_stays_below_max_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # freed tensors leave the process at once, on glibc
+    name = "measured_peak_stays_below_the_bound"
+    for number, rank in enumerate(run_two_ranks("ooo_ddp_worker.py", name)):
+        assert f"rank {number}: {name} done" in rank.stdout, rank.stderr
+
+
+@pytest.mark.parametrize("start", ["spawn", "fork"])
+def test_names_that_start_their_own_processes(start: str, tmp_path: Path) -> None:
+    script = SUPPORT / "ooo_ddp_launcher.py"
+    done = subprocess.run(
+        [sys.executable, str(script), start, str(tmp_path)],
+        env={**os.environ, **PYTHONPATH},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "steps: 8, blocks: 3, updates: True" in done.stdout, done.stderr[-3000:]
+    assert "brought home: 8 steps" in done.stdout
+
+
+def test_a_rank_that_dies_ends_the_other_with_an_error(tmp_path: Path) -> None:
+    first, second = run_two_ranks("ooo_ddp_worker.py", "rank_dies_in_backward", str(tmp_path), timeout_s=60)
+    assert second.returncode == 9
+    assert first.returncode not in (0, None)
+    assert "Error" in first.stderr
+
+
+def drive(tuner: KTuner, seconds_of: dict[int, float], blocks_carry: float = 0.0) -> int:
+    """Steps until the search ends; a step after a change of k takes longer by what the former k left."""
+    now, steps, k, debt = 0.0, 0, tuner.k, 0.0
+    tuner.tick(now)
+    while not tuner.is_done:
+        now += seconds_of[k] + debt
+        debt = 0.0
+        steps += 1
+        if tuner.tick(now):
+            k, debt = tuner.k, blocks_carry
+    return steps
+
+
+@pytest.mark.parametrize(("gbit", "size"), [(100, 25), (9.2, 16), (1.92, 4), (0.8, 1), (0.01, 1)])
+def test_bucket_size_follows_the_network(gbit: float, size: int) -> None:
+    assert bucket_mb(8 * 2**20 / (gbit * 1e9)) == size
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 5, 12, 40, 100])
+def test_search_ends_at_the_best_k_within_its_steps(blocks: int) -> None:
+    best = blocks // 3
+    tuner = KTuner(blocks, blocks, lambda seconds: seconds)
+    steps = drive(tuner, {k: 1.0 + 0.02 * abs(k - best) for k in range(blocks + 1)}, blocks_carry=0.5)
+    assert steps <= MOST_STEPS
+    assert abs(tuner.k - best) <= (0 if blocks < 60 else 2)
+
+
+def test_of_k_that_take_equally_long_the_one_with_least_memory_is_chosen() -> None:
+    tuner = KTuner(6, 6, lambda seconds: seconds)
+    drive(tuner, {0: 1.2, 1: 1.1, 2: 1.005, 3: 1.0, 4: 0.999, 5: 1.0, 6: 1.0})
+    assert tuner.k == 2
+
+
+def test_search_does_not_count_a_step_that_was_interrupted() -> None:
+    tuner = KTuner(2, 2, lambda seconds: seconds)
+    tuner.tick(0.0)
+    tuner.tick(1.0)
+    tuner.discard()
+    tuner.tick(100.0)
+    tuner.tick(101.0)
+    tuner.tick(102.0)
+    assert tuner.measured == {0: 1.0}

@@ -1,0 +1,122 @@
+"""The layer's doors: what it saves, autocast, half precision, bad input, and when it stays out of the way."""
+
+import pytest
+import torch
+
+from retime.mechanisms.scan import scan_layer
+from support.scan import MODES, gradients, make_case, worst_error
+
+
+def saved_bytes(outputs: list[torch.Tensor], weights: set[int]) -> int:
+    node = outputs[0].grad_fn
+    assert node is not None
+    kept = {part.data_ptr(): part.nbytes for part in node.saved_tensors if part is not None}
+    return sum(size for pointer, size in kept.items() if pointer not in weights)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_saves_input_first_states_and_output_only(mode: str) -> None:
+    case = make_case(mode, 50, 2, 6)
+    case.state = tuple(part.detach() for part in case.state)
+    outputs = case.scan("chunk")
+    expected = case.x.nbytes + outputs[0].nbytes + sum(part.nbytes for part in case.state)
+    assert saved_bytes(outputs, {weight.data_ptr() for weight in case.net.parameters()}) == expected
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_is_saved_without_gradients(mode: str) -> None:
+    case = make_case(mode)
+    with torch.no_grad():
+        assert case.scan("chunk")[0].grad_fn is None
+    case.x.requires_grad_(False)
+    for tensor in (*case.state, *case.net.parameters()):
+        tensor.requires_grad_(False)
+    assert not case.scan("chunk")[0].requires_grad
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_outputs_are_ordinary_tensors(mode: str) -> None:
+    """Forward passes may run in inference mode; what they give can be saved, changed and trained on."""
+    case = make_case(mode, 20, 2, 3)
+    outputs = case.scan("chunk")
+    assert not any(part.is_inference() for part in outputs)
+    sum(part.square().sum() for part in outputs).backward()
+    with torch.no_grad():
+        outputs[0].mul_(2)
+    assert case.x.grad is not None
+
+
+def test_autograd_is_a_solver() -> None:
+    case = make_case("GRU")
+    assert "ScanFunction" not in case.scan("autograd")[0].grad_fn.name()
+    assert worst_error(gradients(case.scan("autograd"), case.leaves), gradients(case.native(), case.leaves)) == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_autocast(mode: str) -> None:
+    case = make_case(mode, 20, 2, 6, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        native, scan = case.native(), case.scan("chunk")
+    assert [part.dtype for part in scan] == [part.dtype for part in native]
+    assert all(torch.equal(a, b) for a, b in zip(scan, native, strict=True))
+    found = gradients(scan, case.leaves)
+    assert all(part.dtype == torch.float32 for part in found)
+    assert worst_error(found, gradients(case.native(), case.leaves)) < 0.05
+
+
+def test_backward_inside_autocast_stays_in_float32() -> None:
+    case = make_case("GRU", 20, 2, 6, dtype=torch.float32)
+    outputs = case.scan("chunk")
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients(outputs, case.leaves)
+    assert worst_error(found, gradients(case.native(), case.leaves)) < 1e-5
+
+
+def test_bfloat16_layers() -> None:
+    case = make_case("GRU", 20, 2, 6, dtype=torch.bfloat16)
+    scan = case.scan("chunk")
+    assert torch.equal(scan[0], case.native()[0])
+    found = gradients(scan, case.leaves)
+    assert all(part.dtype == torch.bfloat16 for part in found)
+    assert worst_error(found, gradients(case.native(), case.leaves)) < 0.1
+
+
+def test_functional_transforms() -> None:
+    case = make_case("GRU", 5)
+    weights = tuple(weight.detach() for weight in case.net.parameters())
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return scan_layer("GRU", x, case.state[0][0].detach(), *weights, solver="chunk")[0].square().sum()
+
+    (expected,) = torch.autograd.grad(case.native()[0].square().sum(), case.x)
+    torch.testing.assert_close(torch.func.grad(loss)(case.x.detach()), expected)
+
+
+def test_bad_input_says_what_to_change() -> None:
+    case = make_case("GRU")
+    w_ih, w_hh, b_ih, b_hh = case.net.parameters()
+    with pytest.raises(ValueError, match="use one of RNN_TANH"):
+        scan_layer("gru", case.x, case.state[0][0], w_ih, w_hh, b_ih, b_hh)
+    with pytest.raises(ValueError, match="give both, or neither"):
+        scan_layer("GRU", case.x, case.state[0][0], w_ih, w_hh, b_ih, None)
+    with pytest.raises(ValueError, match="unknown solver"):
+        scan_layer("GRU", case.x, case.state[0][0], w_ih, w_hh, b_ih, b_hh, solver="fast")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_sequences(mode: str) -> None:
+    case = make_case(mode, 20, 0, 3)
+    found = torch.autograd.grad(case.scan("chunk")[0].sum(), case.leaves, allow_unused=True)
+    expected = torch.autograd.grad(case.native()[0].sum(), case.leaves, allow_unused=True)
+    assert all((a is None) == (b is None) for a, b in zip(found, expected, strict=True))
+    assert all(a is None or torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch.func itself
+def test_forward_mode_derivatives_need_torchs_own_pass() -> None:
+    case = make_case("GRU", 20)
+    x = case.x.detach()
+    with pytest.raises(RuntimeError, match=r"forward-mode.*solver='autograd'"):
+        torch.func.jvp(lambda part: case.scan_of(part, "chunk")[0], (x,), (x,))
+    _, along = torch.func.jvp(lambda part: case.scan_of(part, "autograd")[0], (x,), (x,))
+    assert along.shape == (20, 2, 3)

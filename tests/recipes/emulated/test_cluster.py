@@ -1,0 +1,217 @@
+"""Emulated clusters: namespaces come up, links keep their rate, nothing stays behind however it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from retime.recipes.emulated import (
+    ClusterUnavailable,
+    RankError,
+    emulated_network,
+    loopback,
+    parse_rate,
+    rate_text,
+    requirements,
+    run_ranks,
+    unavailable,
+)
+from retime.recipes.emulated.namespaces import existing, new_prefix, remove_stale, temporary_folder
+from retime.recipes.emulated.requirements import call
+from support.paths import PYTHONPATH
+
+PLAIN, GLOO = "support.emulated_plain_worker", "support.emulated_gloo_worker"
+
+
+@pytest.fixture
+def root() -> None:
+    """Skips where no cluster can be emulated."""
+    reason = unavailable()
+    if reason:
+        pytest.skip(reason)
+
+
+@contextmanager
+def leaves_nothing() -> Iterator[None]:
+    """The machine's own devices and our namespaces are the same afterwards."""
+    before = call("ip", "-brief", "link"), own_namespaces()
+    yield
+    assert (call("ip", "-brief", "link"), own_namespaces()) == before
+
+
+def folders_of(pid: int) -> list[Path]:
+    return list(Path(tempfile.gettempdir()).glob(f"retime-{pid}-*"))
+
+
+def own_namespaces(pid: int | None = None) -> list[str]:
+    return [name for name in existing() if name.startswith(f"retime-{pid or os.getpid()}-")]
+
+
+@pytest.mark.parametrize(("text", "bits"), [("2gbit", 2e9), ("500mbit", 5e8), ("2500 kbit", 2.5e6), ("1.5Gbit", 1.5e9)])
+def test_rates_are_spelled_as_tc_does(text: str, bits: float) -> None:
+    assert parse_rate(text) == bits
+
+
+@pytest.mark.parametrize("text", ["fast", "2", "-1gbit", "2gbps", "0mbit", "500gbit"])
+def test_wrong_rates_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=f"rate={text}|rate='{text}'"):
+        parse_rate(text)
+
+
+def test_a_rate_in_words() -> None:
+    assert [rate_text(bits) for bits in (2e9, 1.8666e9, 2.5e8, 5e4)] == ["2gbit", "1.87gbit", "250mbit", "50kbit"]
+
+
+@pytest.mark.parametrize("hosts", [0, 65])
+def test_hosts_out_of_range_are_refused(hosts: int) -> None:
+    with pytest.raises(ValueError, match=f"hosts={hosts} is out of range: choose from 1 to 64"):
+        loopback(hosts)
+
+
+def test_without_root_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    requirements.unavailable.cache_clear()
+    try:
+        with (
+            pytest.raises(ClusterUnavailable, match=r"needs? root: run with sudo.*hardware=cpu"),
+            emulated_network(2, 1e9),
+        ):
+            pass
+    finally:
+        requirements.unavailable.cache_clear()
+
+
+def test_without_tc_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(requirements.shutil, "which", lambda tool: None if tool == "tc" else tool)
+    requirements.unavailable.cache_clear()
+    try:
+        reason = unavailable()
+        assert reason is not None
+        assert "`tc` is missing: install iproute2" in reason or "need Linux" in reason
+    finally:
+        requirements.unavailable.cache_clear()
+
+
+def test_loopback_has_no_rate() -> None:
+    with pytest.raises(ValueError, match="choose hardware=emulated"):
+        loopback(2).shape(1e9)
+
+
+def test_plain_ranks_answer_on_loopback() -> None:
+    heard: list[str] = []
+    answers = run_ranks(loopback(3), PLAIN, {"do": "answer"}, environment=PYTHONPATH, progress=heard.append)
+    assert [answer["rank"] for answer in answers] == [0, 1, 2]
+    assert heard == ["rank 0 runs"]
+
+
+def test_an_exception_on_one_rank_ends_all_and_is_shown() -> None:
+    with pytest.raises(RankError, match=r"(?s)rank . of 2 died \(exit status 1\).*--- rank 1:.*rank 1 has had enough"):
+        run_ranks(loopback(2), GLOO, {"do": "fail", "mib": 1}, environment=PYTHONPATH, timeout_s=60)
+
+
+def test_ranks_without_an_answer_and_late_ranks_are_errors() -> None:
+    with pytest.raises(RankError, match="rank 0 of 2 ended without an answer"):
+        run_ranks(loopback(2), PLAIN, {"do": "nothing"}, environment=PYTHONPATH)
+    with pytest.raises(RankError, match="took longer than 1 s: use smaller sizes"):
+        run_ranks(loopback(2), PLAIN, {"do": "sleep"}, environment=PYTHONPATH, timeout_s=1)
+
+
+@pytest.mark.network
+@pytest.mark.usefixtures("root")
+def test_networks_of_one_process_have_their_own_names_and_leave_nothing() -> None:
+    with leaves_nothing():
+        with emulated_network(2, 1e9) as one, emulated_network(3, None) as other:
+            assert one.prefix != other.prefix
+            assert len(own_namespaces()) == 2 + (3 + 1)  # two hosts share a cable, three need a switch
+            shaping = call("tc", "-n", f"{one.prefix}-h1", "qdisc", "show", "dev", "eth0")
+            assert "tbf" in shaping
+            assert "rate 1Gbit" in shaping
+            assert "tbf" not in call("tc", "-n", f"{other.prefix}-h1", "qdisc", "show", "dev", "eth0")
+            other.shape(5e8)
+            assert "rate 500Mbit" in call("tc", "-n", f"{other.prefix}-switch", "qdisc", "show", "dev", "port0")
+            other.shape(None)
+            assert "tbf" not in call("tc", "-n", f"{other.prefix}-switch", "qdisc", "show", "dev", "port0")
+        with pytest.raises(KeyError, match="mine"), emulated_network(2, 1e9):
+            raise KeyError("mine")
+
+
+@pytest.mark.network
+@pytest.mark.usefixtures("root")
+def test_links_keep_their_rate() -> None:
+    """A broad band: other processes share this machine's cores."""
+    with leaves_nothing(), emulated_network(2, 200e6) as network:
+        answers = run_ranks(network, GLOO, {"do": "measure", "mib": 1}, environment=PYTHONPATH, timeout_s=60)
+    for answer in answers:
+        assert 80e6 < answer["gloo_bits"] < 260e6
+        assert 80e6 < answer["tcp_bits"] < 260e6
+        assert (answer["cores"], answer["threads"]) == (1, 1)
+
+
+@pytest.mark.network
+@pytest.mark.usefixtures("root")
+def test_a_killed_rank_ends_the_others() -> None:
+    with leaves_nothing(), emulated_network(2, 1e9) as network:
+        with pytest.raises(RankError, match=r"(?s)rank 1 of 2 died \(by SIGKILL\).*--- rank 1:.*rank 1 says goodbye"):
+            run_ranks(network, PLAIN, {"do": "die"}, environment=PYTHONPATH, timeout_s=60)
+        for number in range(2):
+            assert call("ip", "netns", "pids", f"{network.prefix}-h{number}") == ""
+
+
+@pytest.mark.network
+@pytest.mark.usefixtures("root")
+def test_killed_parents_leave_nothing() -> None:
+    """After SIGKILL nobody can clean up at once: the next start does. Three at once, as each takes seconds to start."""
+    parents = {number: start_parent() for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)}
+    try:
+        for number, parent in parents.items():
+            assert parent.stdout is not None
+            with parent.stdout as lines:
+                prefix = lines.readline().strip()
+                assert len(own_namespaces(parent.pid)) == 2
+                ranks = [pid for host in range(2) for pid in call("ip", "netns", "pids", f"{prefix}-h{host}").split()]
+                assert len(ranks) == 2
+                parent.send_signal(number)
+                assert parent.wait(timeout=30) != 0
+            if number == signal.SIGKILL:
+                assert len(own_namespaces(parent.pid)) == 2
+                assert set(remove_stale()) >= {f"{prefix}-{part}" for part in ("h0", "h1")}
+                assert folders_of(parent.pid)
+                with temporary_folder():
+                    pass
+            assert folders_of(parent.pid) == []
+            assert own_namespaces(parent.pid) == []
+            assert not [pid for pid in ranks if runs(pid)]
+    finally:
+        for parent in parents.values():
+            parent.kill()  # only after a failure is one still there
+            parent.wait()
+
+
+@pytest.mark.network
+@pytest.mark.usefixtures("root")
+def test_namespaces_of_a_living_process_are_no_stale_ones() -> None:
+    with emulated_network(1, None) as network:
+        assert not [name for name in remove_stale() if name.startswith(str(network.prefix))]
+        assert len(own_namespaces()) == 2
+    assert new_prefix() != new_prefix()
+
+
+def start_parent() -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "support.emulated_parent"]
+    environment = {**os.environ, **PYTHONPATH}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+
+
+def runs(pid: str) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

@@ -1,0 +1,75 @@
+"""Gradients that are accumulated over batches, when batches run in parts or plans have to change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.data import DataLoader
+
+from retime.strategies import MemoryBudgetStrategy
+from support import memory_budget as support
+from support.memory_budget import BATCH, CLASSES, FEATURES, SMALL, Net, assert_close, fit, report_of
+
+pytestmark = support.IGNORED
+
+
+class Skips(Net):
+    """A mean over the samples that count; notes how many graphs are still there when a part begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.saved: list[StorageWeakRef] = []
+        self.graphs: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.graphs.append(sum(not saved.expired() for saved in self.saved))
+        output = self.net(batch[0]).tanh()  # tanh saves it
+        self.saved.append(StorageWeakRef(output.untyped_storage()))
+        return F.cross_entropy(output + 0, batch[1], ignore_index=-100)
+
+
+def late() -> DataLoader[Any]:
+    """After the batch that is probed only the last samples count: a first part has nothing to learn from."""
+    torch.manual_seed(0)
+    batches = []
+    for ignored in (slice(1, None, 3), slice(0, -40), slice(0, -20)):
+        labels = torch.randint(CLASSES, (BATCH,))
+        labels[ignored] = -100
+        batches.append((torch.randn(BATCH, FEATURES), labels))
+    return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_a_first_part_without_a_loss(splits: None, accumulated: int) -> None:
+    plain, ours = Skips(), Skips()
+    fit(plain, data=late(), accumulate_grad_batches=accumulated)
+    done = fit(ours, MemoryBudgetStrategy(SMALL), data=late(), accumulate_grad_batches=accumulated)
+    assert report_of(done).sub_batches > report_of(done).steps == 3
+    assert_close(plain, ours)
+    assert not any(ours.graphs)
+
+
+class AccumulatesLater(Callback):
+    """Lightning's own GradientAccumulationScheduler can be asked before the fit; this one cannot."""
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.accumulate_grad_batches = [1, 3, 1][trainer.current_epoch]
+
+
+def test_accumulation_that_begins_later(offloads: None) -> None:
+    """From then on gradients are there all the time, which takes another plan; the first one holds again afterwards."""
+    plain, ours = Net(), Net()
+    fit(plain, callbacks=[AccumulatesLater()], max_epochs=3)
+    done = fit(ours, MemoryBudgetStrategy(SMALL), callbacks=[AccumulatesLater()], max_epochs=3)
+    assert_close(plain, ours, 0)
+    found = [shape.choice for shape in report_of(done).shapes]
+    always = fit(Net(), MemoryBudgetStrategy(SMALL), accumulate_grad_batches=3)
+    (expected,) = (shape.choice for shape in report_of(always).shapes)
+    assert len(found) == 2
+    assert (found[1].plan, found[1].peak_bytes) == (expected.plan, expected.peak_bytes)
+    assert (found[0].plan, found[0].peak_bytes) != (expected.plan, expected.peak_bytes)

@@ -1,0 +1,49 @@
+"""The memory budget on two gloo ranks: the same weights as DDP's, one reduction a step, one refusal for all ranks."""
+
+import subprocess
+
+import pytest
+from lightning.pytorch.strategies import StrategyRegistry
+
+import retime
+from support.two_ranks import run_two_ranks
+
+CHECKS = [
+    "offload_keeps_the_bits",
+    "sub_batches_add_up",
+    "ranks_that_plan_differently",
+    "gradients_are_reduced_once_a_step",
+    "gradients_are_summed_in_host_memory",
+    "buffers_are_sent_as_ever",
+    "epochs_without_a_backward_pass",
+    "a_last_part_without_a_loss",
+    "a_layer_that_values_choose_keeps_batches_whole",
+    "batch_norm_offloads_only",
+    "planning_communicates_nothing",
+    "synchronised_batch_norm_is_tried_out_alone",
+    "groups_are_given_back",
+    "ranks_reduce_again_after_a_batch_that_failed",
+    "timelines_count_buckets",
+    "peaks_with_buckets_stay_inside",
+    "accelerate_loops",
+    "a_rank_that_refuses_its_budget",
+    "what_cannot_be_planned_is_refused",
+]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[subprocess.CompletedProcess[str]]:
+    """One pair of processes for all checks: starting one takes longer than most of them."""
+    return run_two_ranks("memory_budget_ddp_worker.py", ",".join(CHECKS), timeout_s=270)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_two_ranks(name: str, ranks: list[subprocess.CompletedProcess[str]]) -> None:
+    for number, rank in enumerate(ranks):
+        assert f"rank {number}: {name} done" in rank.stdout, rank.stderr
+
+
+def test_names_are_registered() -> None:
+    assert retime.MemoryBudgetDDPStrategy.strategy_name == "memory_budget_ddp"
+    for name in ("memory_budget_ddp", "memory_budget_ddp_spawn", "memory_budget_ddp_fork"):
+        assert StrategyRegistry[name]["description"]

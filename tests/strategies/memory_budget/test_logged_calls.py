@@ -1,0 +1,314 @@
+"""Names logged twice, by some parts only, or with a batch_size of the user's, come out as under the plain strategy."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback, Trainer
+from torchmetrics import MaxMetric, MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.wrappers import Running
+
+from retime.mechanisms.no_effect import NoEffectWarning
+from retime.strategies import MemoryBudgetStrategy
+from support import memory_budget as support
+from support.memory_budget import CLASSES, SMALL, Net, assert_way, fit, loader, report_of
+
+pytestmark = support.IGNORED
+
+MARK = 3.5
+
+
+class Seen(Callback):
+    """What callbacks and loggers see after each batch, and at the end of each epoch."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self._note(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
+        self._note(trainer)
+
+    def _note(self, trainer: Trainer) -> None:
+        kinds = {"callback": trainer.callback_metrics, "logged": trainer.logged_metrics}
+        self.rows.append({f"{kind} {name}": float(value) for kind, row in kinds.items() for name, value in row.items()})
+
+
+def rows_of(make: Any, strategy: Any, marked: Iterable[int]) -> tuple[list[dict[str, float]], Any]:
+    data = loader(3, extra=19)
+    inputs = data.dataset.tensors[0]  # type: ignore[attr-defined]
+    for position in marked:
+        inputs[position :: support.BATCH, 0] = MARK
+    seen, logger = Seen(), support.Notes()
+    done = fit(make(), strategy, data=data, logger=logger, callbacks=[seen], max_epochs=2)
+    return [*seen.rows, *logger.lines, {k: float(v) for k, v in done.callback_metrics.items()}], done
+
+
+def compare(make: Any, way: str, marked: Iterable[int] = ()) -> list[str]:
+    """Everything logged is the same as under the plain strategy; returns what was warned of.
+
+    Args:
+        marked: samples of each batch whose first input is ``MARK``. Parts begin at 0, 86 and 171.
+    """
+    plain, _ = rows_of(make, "auto", marked)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", NoEffectWarning)
+        ours, done = rows_of(make, MemoryBudgetStrategy(SMALL), marked)
+    assert_way(report_of(done), way)
+    assert report_of(done).replanned == {}
+    assert [set(row) for row in ours] == [set(row) for row in plain]
+    for left, right in zip(plain, ours, strict=True):
+        assert right == pytest.approx(left, rel=2e-5, abs=1e-6, nan_ok=True)
+    return [str(one.message) for one in caught if issubclass(one.category, NoEffectWarning)]
+
+
+class LogsTwice(Net):
+    """The last value counts for the step, both for the epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        for factor in (1.0, 2.0):
+            self.log("default", factor * loss)
+            self.log("both", factor * loss, on_step=True, on_epoch=True)
+            self.log("epoch", factor * loss, on_step=False, on_epoch=True)
+            self.log("sized", factor * loss, on_step=True, on_epoch=True, batch_size=len(batch[0]))
+            for reduce_fx in ("sum", "max", "min"):
+                self.log(reduce_fx, factor * loss, on_step=True, on_epoch=True, reduce_fx=reduce_fx)
+            self.log_dict({"number": factor, "other": loss + factor}, on_step=True, on_epoch=True)
+        return loss
+
+
+def test_a_name_logged_twice(way: str) -> None:
+    assert compare(LogsTwice, way) == []
+
+
+class ChangesItLater(Net):
+    """A tensor is logged as it is then."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        total = loss.detach().clone()
+        self.log("total", total, on_step=True, on_epoch=True)
+        total += 5
+        self.log("total_after", total.reshape(1), on_step=True, on_epoch=True)
+        return loss
+
+
+def test_a_tensor_that_changes_after_it_is_logged(way: str) -> None:
+    assert compare(ChangesItLater, way) == []
+
+
+class Sized(Net):
+    """Gives sizes of many kinds."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch[0])
+        each = F.cross_entropy(logits, batch[1], reduction="none")
+        loss = each.mean()
+        valid = batch[1] > 1
+        count = int(valid.sum())
+        few = batch[1] == 9  # none has this class
+        both = {"on_step": True, "on_epoch": True}
+        self.log("samples", loss, **both, batch_size=len(each))
+        self.log("other_count", loss, **both, batch_size=count)
+        self.log("tokens", each[valid].mean(), **both, batch_size=count)
+        self.log("tensor", each[valid].mean(), **both, batch_size=valid.sum())
+        self.log("no_tokens", loss, on_step=True, on_epoch=True, batch_size=1 + int(few.sum()))
+        self.log("setting", loss, **both, batch_size=256)
+        self.log("one", loss, False, True, False, True, batch_size=1)
+        self.log("hits", (logits.argmax(1) == batch[1]).sum().float(), **both, reduce_fx="sum", batch_size=len(each))
+        self.log("number_of_hits", (logits.argmax(1) == batch[1]).sum().float(), **both, batch_size=len(each))
+        self.log("largest", loss, **both, reduce_fx=max, batch_size=count)
+        self.log_dict({"a": each[valid].mean(), "b": each[valid].sum()}, **both, batch_size=count)
+        return loss
+
+
+def test_a_batch_size_of_the_users(way: str) -> None:
+    assert compare(Sized, way) == []
+
+
+class Extremes(Net):
+    """The largest of all samples is the largest of the parts' largest, which no weighted sum gives."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch[0])
+        self.log("max", logits.detach().max(), on_step=True, on_epoch=True, reduce_fx="max")
+        self.log("min", logits.detach().min(), on_step=True, on_epoch=True, reduce_fx=torch.min)
+        return F.cross_entropy(logits, batch[1])
+
+
+def test_extremes(way: str) -> None:
+    said = compare(Extremes, way)
+    assert len(said) == (2 if way == "sub-batches" else 0)
+    for message, name in zip(said, ("maximum", "minimum"), strict=False):
+        assert f"is the {name} over sub-batches" in message
+
+
+class Masked(Net):
+    """Logs means over marked samples, where there are any."""
+
+    sized = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        each = F.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
+        mask = batch[0][:, 0] == MARK
+        if mask.any():
+            size = {"batch_size": int(mask.sum())} if self.sized else {}
+            self.log("masked", each.detach()[mask].mean(), on_step=True, on_epoch=True, **size)
+            self.log("masked", 2 * each.detach()[mask].mean(), on_step=True, on_epoch=True, **size)
+        return each.mean()
+
+
+class MaskedBySize(Masked):
+    """As it should be logged."""
+
+    sized = True
+
+
+IN_TWO = [*range(0, 80, 2), *range(250, 256, 2)]
+
+
+@pytest.mark.parametrize("marked", [[0, 3], [100], [0, 1, 3, 100, 110], IN_TWO], ids=["0", "1", "0 and 1", "0 and 2"])
+def test_what_some_parts_log_is_weighed_by_its_batch_size(way: str, marked: list[int]) -> None:
+    said = compare(MaskedBySize, way, marked)
+    if way == "offload" or marked is IN_TWO:  # a certificate has seen how these add up
+        assert said == []
+        return
+    assert len(said) == 2  # a call
+    assert all("the logged value 'masked" in message and "weighed by the batch_size" in message for message in said)
+
+
+@pytest.mark.parametrize("marked", [[0, 3], [100]])
+def test_what_one_part_logs_is_the_batchs(way: str, marked: list[int]) -> None:
+    said = compare(Masked, way, marked)
+    assert len(said) == (2 if way == "sub-batches" else 0)
+    if said and marked == [100]:  # not among the samples that are examined
+        assert any("'masked' was logged by some sub-batches only, and is the mean over those" in one for one in said)
+
+
+class Counts(Net):
+    """Numbers that are sums, where there is anything to add."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        each = F.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
+        mask = batch[0][:, 0] == MARK
+        if mask.any():
+            self.log("marked", mask.sum().float(), on_step=True, on_epoch=True, reduce_fx="sum")
+        return each.mean()
+
+
+def test_a_sum_that_some_parts_log(way: str) -> None:
+    said = compare(Counts, way, [100, 101, 200])
+    assert len(said) == (1 if way == "sub-batches" else 0)
+    assert all("is the sum over those" in message for message in said)
+
+
+class RareHits(Net):
+    """Counts what is not among the samples that are examined; nothing tells such a count from a mean."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        count = (batch[0][:, 0] == MARK).sum().float()
+        self.log("sum", count, on_step=True, on_epoch=True, reduce_fx="sum")
+        self.log("mean", count / len(batch[0]), on_step=True, on_epoch=True)
+        self.log("zero", (batch[0][:, 0] == MARK + 1).sum().float(), on_step=True)
+        self.log("setting", float(batch_idx), on_step=True)
+        return self.loss(batch)
+
+
+def test_what_was_0_when_it_was_examined_is_said(way: str) -> None:
+    said = compare(RareHits, way, [100, 101, 200])
+    if way == "offload":
+        assert said == []
+        return
+    assert ["'mean' is the mean over" in one or "'sum' is the sum over" in one for one in said] == [True, True]
+    assert all("it was 0 in all samples that were examined" in one for one in said)
+
+
+class WarmsUp(Net):
+    """Its loss is a sum, and a factor that it logs is 0 when it is examined."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("factor", 0.5 * batch_idx, on_step=True, on_epoch=True)
+        return 1e-3 * F.cross_entropy(self.net(batch[0]), batch[1], reduction="sum")
+
+
+def test_a_factor_that_was_0_when_it_was_examined(way: str) -> None:
+    assert compare(WarmsUp, way) == []
+
+
+class MeasuredSometimes(Net):
+    """Metrics that see marked samples only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy, self.value = MulticlassAccuracy(CLASSES), MulticlassAccuracy(CLASSES)
+        self.mean, self.largest = MeanMetric(), MaxMetric()
+        self.recent = Running(MeanMetric(), window=2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
+        mask = batch[0][:, 0] == MARK
+        if mask.any():
+            guess, target = logits.detach().argmax(1)[mask], batch[1][mask]
+            some = F.cross_entropy(logits.detach()[mask], target)
+            both = {"on_step": True, "on_epoch": True}
+            self.accuracy(guess, target)
+            self.log("accuracy", self.accuracy, **both)
+            self.log("value", self.value(guess, target), **both, batch_size=len(target))
+            for metric, name in ((self.mean, "mean"), (self.largest, "largest"), (self.recent, "recent")):
+                metric(some)
+                self.log(name, metric, **both)
+        return loss
+
+
+def test_metrics_that_see_some_parts_only(way: str) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="You are trying to `self.log")
+        said = compare(MeasuredSometimes, way, [100, 101, 102, 103])
+    assert len(said) == (3 if way == "sub-batches" else 0)  # the numbers that metrics are given
+    assert all("a number that training_step gives to a metric" in message for message in said)
+
+
+class SizesThatDoNotAddUp(Net):
+    """The largest label's number is neither a sum over parts nor the same for all."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        size = 1 + int(batch[0][:, 1].abs().max() * 100)
+        self.log("step", loss, batch_size=size)
+        self.log("epoch", loss, on_step=False, on_epoch=True, batch_size=size)
+        return loss
+
+
+def test_a_batch_size_that_does_not_add_up_is_said(splits: None) -> None:
+    with pytest.warns(NoEffectWarning, match="'epoch' has the sum of the sub-batches' batch_size as its") as caught:
+        fit(SizesThatDoNotAddUp(), MemoryBudgetStrategy(SMALL))
+    assert len([one for one in caught if issubclass(one.category, NoEffectWarning)]) == 1
+
+
+class Undetached(Net):
+    """Logs reductions with their graphs, which take no part in the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = self.net(batch[0])
+        self.log("norm", output.norm())
+        self.log("squares", output.square().mean())
+        return F.cross_entropy(output, batch[1])
+
+
+def test_logged_graphs_of_their_own_change_no_plan(offloads: None) -> None:
+    rows = {}
+    for name, strategy in {"plain": "auto", "ours": MemoryBudgetStrategy(SMALL)}.items():
+        rows[name], done = rows_of(Undetached, strategy, ())
+    assert rows["ours"] == rows["plain"]
+    report = report_of(done)
+    assert (report.plans, report.replanned) == (1, {})
+    assert report.offload.storages > 0

@@ -1,0 +1,173 @@
+"""What is logged under a memory budget equals what the plain strategy logs, metrics included."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torchmetrics import MaxMetric, MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, MulticlassPrecision
+from torchmetrics.regression import MeanSquaredError, R2Score
+from torchmetrics.wrappers import ClasswiseWrapper, Running
+
+from retime.mechanisms.no_effect import NoEffectWarning
+from retime.strategies import MemoryBudgetStrategy
+from support import memory_budget as support
+from support.memory_budget import CLASSES, SMALL, Net, assert_close, assert_same, assert_way, fit, loader, report_of
+
+pytestmark = support.IGNORED
+
+
+class Logs(Net):
+    """Logs numbers in many ways."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
+        self.log("both", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("sum", (logits.argmax(1) == batch[1]).sum().float(), on_step=True, on_epoch=True, reduce_fx="sum")
+        self.log("epoch", loss.detach().square() * 0 + logits.detach().mean(), on_step=False, on_epoch=True)
+        self.log("constant", 3.0, True, False)
+        self.log_dict({"a": loss, "b": logits.detach().sum()}, on_step=True, on_epoch=True)
+        return loss
+
+
+class Measured(Net):
+    """Logs torchmetrics objects; ``large`` makes their arguments too big to be kept for a batch."""
+
+    def __init__(self, large: bool = False) -> None:
+        super().__init__()
+        self.large = large
+        self.f1 = MulticlassF1Score(CLASSES)
+        self.logged_value = MulticlassPrecision(CLASSES)
+        self.updated = MulticlassAccuracy(CLASSES)
+        self.mean = MeanMetric()
+        self.largest = MaxMetric()
+        self.recent = Running(MeanMetric(), window=2)
+        self.each = ClasswiseWrapper(MulticlassAccuracy(CLASSES, average=None))
+        self.some = MetricCollection([MulticlassAccuracy(CLASSES), MulticlassF1Score(CLASSES)], prefix="some_")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
+        guess = logits.softmax(1)
+        if self.large:
+            guess, target = guess.repeat_interleave(6, 0), batch[1].repeat_interleave(6, 0)
+        else:
+            guess, target = guess.argmax(1), batch[1]
+        self.f1(guess, target)
+        self.log("f1", self.f1, on_step=True, on_epoch=True)
+        self.log("precision", self.logged_value(guess, target), on_step=True)
+        self.updated.update(guess, target)
+        self.log("accuracy", self.updated, on_step=False, on_epoch=True)
+        self.mean(loss)
+        self.log("mean", self.mean, on_step=True, on_epoch=True)
+        self.largest(loss)
+        self.log("largest", self.largest, on_step=True, on_epoch=True)
+        self.recent(loss)
+        self.log("recent", self.recent, on_step=True, on_epoch=True)
+        self.log_dict(self.each(guess, target), on_step=True)
+        self.some(guess, target)
+        self.log_dict(self.some, on_step=True, on_epoch=True)
+        return loss
+
+
+def assert_same_lines(make: Any, way: str, budget: int = SMALL, **options: Any) -> None:
+    """Every row of the logger has the same names and numbers; so have the weights."""
+    rows = []
+    metrics = []
+    modules = [make(), make()]
+    for module, strategy in zip(modules, ("auto", MemoryBudgetStrategy(budget)), strict=True):
+        logger = support.Notes()
+        done = fit(module, strategy, data=loader(3, extra=19), logger=logger, max_epochs=2, **options)
+        rows.append(logger.lines)
+        metrics.append(dict(done.callback_metrics))
+    report = report_of(done)
+    assert_way(report, way)
+    assert (len(report.shapes), report.replanned) == (1, {})  # real steps save what the dry run said
+    assert_same(*modules, way)
+    plain, ours = rows
+    assert [set(row) for row in ours] == [set(row) for row in plain]
+    for left, right in zip(plain, ours, strict=True):
+        assert right == pytest.approx(left, rel=2e-5, abs=1e-6)
+    assert {name: float(value) for name, value in metrics[1].items()} == pytest.approx(
+        {name: float(value) for name, value in metrics[0].items()}, rel=2e-5, abs=1e-6
+    )
+
+
+def test_numbers(way: str) -> None:
+    assert_same_lines(Logs, way)
+
+
+def test_numbers_while_accumulating(way: str) -> None:
+    assert_same_lines(Logs, way, accumulate_grad_batches=2)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_metrics(way: str, large: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="You are trying to `self.log")
+        assert_same_lines(lambda: Measured(large), way)
+
+
+class LearnsFromMetrics(Net):
+    """Its loss is a metric's value; a correlation of few samples has none."""
+
+    def __init__(self, large: bool) -> None:
+        super().__init__()
+        self.large = large
+        self.error = MeanSquaredError()
+        self.r2 = R2Score()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        guess = self.net(batch[0])
+        target = F.one_hot(batch[1], CLASSES).float()
+        if self.large:
+            guess, target = guess.repeat(1, 6), target.repeat(1, 6)
+        loss = self.error(guess, target)
+        self.log("r2", self.r2(guess[:, 0], target[:, 0]), on_step=True)
+        self.log("error", self.error, on_step=True, on_epoch=True)
+        return loss
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_metric_as_the_loss(way: str, large: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="You are trying to `self.log")
+        assert_same_lines(lambda: LearnsFromMetrics(large), way, budget=SMALL + 40_000 * large)
+
+
+class Nonlinear(Net):
+    """Logs a number of the batch that no sum of its parts' numbers gives."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch[0])
+        self.log("spread", logits.detach().std(), on_step=True)
+        return F.cross_entropy(logits, batch[1])
+
+
+def test_numbers_that_do_not_add_up_are_named_once(splits: None) -> None:
+    with pytest.warns(NoEffectWarning, match="the logged value 'spread' is the mean over sub-batches") as caught:
+        fit(Nonlinear(), MemoryBudgetStrategy(SMALL))
+    assert sum("spread" in str(one.message) for one in caught) == 1
+
+
+def test_they_are_named_before_the_first_step(splits: None) -> None:
+    """Whoever makes errors of warnings, or stops a run that warns, has trained nothing."""
+    module, seen = Nonlinear(), support.Steps()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NoEffectWarning)
+        with pytest.raises(NoEffectWarning, match="'spread'"):
+            fit(module, MemoryBudgetStrategy(SMALL), callbacks=[seen])
+    assert seen.steps == 0
+    assert_close(Nonlinear(), module, 0)
+
+
+def test_the_metrics_are_left_as_they_were_made(splits: None) -> None:
+    module = Measured()
+    fit(module, MemoryBudgetStrategy(SMALL))
+    assert "forward" not in module.f1.__dict__
+    assert torch.equal(module.f1(torch.arange(4), torch.arange(4)), torch.tensor(1.0))

@@ -1,0 +1,90 @@
+"""What a memory budget refuses, and what it says then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from retime.mechanisms.memory.host.tier import HostError
+from retime.schedules.budget.errors import BudgetError
+from retime.strategies import MemoryBudgetStrategy
+from support import memory_budget as support
+from support.memory_budget import SMALL, Net, assert_close, fit
+
+pytestmark = support.IGNORED
+
+
+def test_a_refused_budget_trains_nothing(splits: None) -> None:
+    module, seen = Net(), support.Steps()
+    with pytest.raises(BudgetError, match=r"at least \d+ bytes.* are needed at task") as caught:
+        fit(module, MemoryBudgetStrategy(2_000), callbacks=[seen])
+    assert caught.value.layer
+    assert seen.steps == 0
+    assert_close(Net(), module, 0)
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+class Manual(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Iterates(Net):
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        return self.loss(next(dataloader_iter)[0])
+
+
+@pytest.mark.parametrize(
+    ("module", "pattern"), [(Manual, "needs automatic optimization"), (Iterates, r"training_step\(batch, batch_idx\)")]
+)
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
+def test_steps_that_cannot_be_planned(module: type[Net], pattern: str) -> None:
+    with pytest.raises(ValueError, match=pattern):
+        fit(module(), MemoryBudgetStrategy(SMALL))
+
+
+def test_several_devices() -> None:
+    with pytest.raises(ValueError, match="use devices=1"):
+        fit(Net(), MemoryBudgetStrategy(SMALL), devices=2)
+
+
+def test_a_missing_host_folder(tmp_path: Path) -> None:
+    with pytest.raises(HostError, match="missing"):
+        fit(Net(), MemoryBudgetStrategy(SMALL, host=f"disk:{tmp_path / 'missing'}"))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "pattern"),
+    [
+        ({"budget": "lots"}, ValueError, "cannot be read"),
+        ({"budget": "0"}, ValueError, "above 0"),
+        ({"budget": -5}, ValueError, "above 0"),
+        ({"budget": "900TiB"}, ValueError, "give at most that"),
+        ({"budget": "120%"}, ValueError, "at most 100%"),
+        ({"budget": 1.5}, TypeError, "give a whole number or a text"),
+        ({"budget": True}, TypeError, "give a whole number or a text"),
+        ({"budget": None}, TypeError, "give a whole number or a text"),
+        ({"batchnorm": "maybe"}, ValueError, "'offload', 'ghost' or 'exact'"),
+        ({"on_shape_change": "panic"}, ValueError, "'replan' or 'error'"),
+        ({"host": "tape"}, ValueError, "use 'memory' or 'disk:FOLDER'"),
+        ({"host": "memory"}, ValueError, "frees nothing when the model trains on the CPU"),
+    ],
+)
+def test_arguments_are_checked(options: dict[str, Any], error: type[Exception], pattern: str) -> None:
+    with pytest.raises(error, match=pattern):
+        fit(Net(), MemoryBudgetStrategy(**{"budget": SMALL} | options))
+
+
+def test_the_reason_is_given_when_a_batch_cannot_be_split(splits: None) -> None:
+    class Strange(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch["pair"])
+
+    batch = {"pair": (torch.randn(8, 16), torch.zeros(8).long()), "odd": torch.zeros(3)}
+    with pytest.raises(ValueError, match="split_batch"):
+        fit(Strange(), MemoryBudgetStrategy(SMALL), data=DataLoader([batch], batch_size=None))  # type: ignore[arg-type]

@@ -1,0 +1,221 @@
+"""MemoryBudgetStrategy under small budgets: the same training as the plain strategy's, or a refusal."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import nn
+from torch.utils.data import DataLoader
+
+from retime.mechanisms.memory.step.budgeted_step import NoLossError
+from retime.schedules.errors import ScheduleError
+from retime.strategies import MemoryBudgetStrategy
+from support import memory_budget as support
+from support.memory_budget import BATCH, SMALL, Net, assert_close, assert_same, assert_way, fit, loader, report_of
+
+pytestmark = support.IGNORED
+
+
+def compare(make: Any, way: str, data: Any = None, **options: Any) -> tuple[Trainer, Trainer]:
+    """Fit both ways, see that the plan is of the kind the test is about, and compare the weights."""
+    plain, ours = make(), make()
+    one = fit(plain, data=data, **options)
+    two = fit(ours, MemoryBudgetStrategy(SMALL), data=data, **options)
+    assert_way(report_of(two), way)
+    assert_same(plain, ours, way)
+    assert all(shape.choice.peak_bytes <= SMALL for shape in report_of(two).shapes)
+    return one, two
+
+
+def test_ten_steps(way: str) -> None:
+    compare(Net, way, data=loader(10))
+
+
+def test_really_calibrated() -> None:
+    plain, ours = Net(width=256, depth=4), Net(width=256, depth=4)
+    data = loader(2, batch=2048)
+    fit(plain, data=data)
+    done = fit(ours, MemoryBudgetStrategy("16MiB"), data=data)
+    assert report_of(done).shapes[0].costs is not None
+    assert_close(plain, ours)
+
+
+def test_short_last_batch_and_short_last_window(way: str) -> None:
+    compare(Net, way, data=loader(4, extra=17), accumulate_grad_batches=2)
+
+
+def test_clipping_by_norm(way: str) -> None:
+    compare(Net, way, gradient_clip_val=0.01, gradient_clip_algorithm="norm")
+
+
+@pytest.mark.parametrize("kind", ["bf16", "scaler"])
+def test_mixed_precision(way: str, kind: str) -> None:
+    def options() -> dict[str, Any]:
+        if kind == "bf16":
+            return {"precision": "bf16-mixed"}
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
+        return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)], "gradient_clip_val": 0.1}
+
+    plain, ours = Net(), Net()
+    one, two = fit(plain, **options()), fit(ours, MemoryBudgetStrategy(SMALL), **options())
+    assert_way(report_of(two), way)
+    assert one.precision_plugin.state_dict() == two.precision_plugin.state_dict()
+    # half precision has 8 or 11 bits, and parts of a batch add up in another order
+    assert_same(plain, ours, way, 5e-3)
+
+
+class Scheduled(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=1e-3)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def test_schedulers_and_adam(way: str) -> None:
+    plain, ours = Scheduled(), Scheduled()
+    one, two = fit(plain), fit(ours, MemoryBudgetStrategy(SMALL))
+    assert one.lr_scheduler_configs[0].scheduler.state_dict() == two.lr_scheduler_configs[0].scheduler.state_dict()
+    assert_same(plain, ours, way, 1e-3)  # Adam divides by gradients that may be tiny
+
+
+class Counts(Callback):
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.losses: list[float] = []
+        self.outputs: list[Any] = []
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        self.seen.append("zero_grad")
+
+    def on_before_backward(self, *_: Any) -> None:
+        self.seen.append("before_backward")
+
+    def on_after_backward(self, *_: Any) -> None:
+        self.seen.append("after_backward")
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
+        self.seen.append("before_step")
+        self.losses.append(float(sum(p.grad.square().sum() for p in module.parameters())))
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, *_: Any) -> None:
+        self.seen.append("batch_end")
+        self.outputs.append(outputs)
+
+
+class Returns(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch[0])
+        loss = nn.functional.cross_entropy(logits, batch[1])
+        return {"loss": loss, "logits": logits.detach(), "hits": (logits.argmax(1) == batch[1]).sum(), "tag": "a"}
+
+
+def test_callbacks_see_one_batch(way: str) -> None:
+    plain, ours = Counts(), Counts()
+    fit(Returns(), callbacks=[plain])
+    fit(Returns(), MemoryBudgetStrategy(SMALL), callbacks=[ours])
+    assert ours.seen == plain.seen
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-4)
+    for left, right in zip(plain.outputs, ours.outputs, strict=True):
+        assert left.keys() == right.keys()
+        assert torch.allclose(left["loss"], right["loss"])
+        assert torch.allclose(left["logits"], right["logits"], atol=1e-5)
+        assert int(left["hits"]) == int(right["hits"])
+        assert right["tag"] == "a"
+        assert not right["loss"].requires_grad
+
+
+def test_another_shape_is_planned_for_or_refused(splits: None) -> None:
+    torch.manual_seed(3)
+    batches = [(torch.randn(size, 16), torch.randint(4, (size,))) for size in (BATCH, BATCH, 2 * BATCH)]
+    data = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+    plain, ours = Net(), Net()
+    fit(plain, data=data)
+    done = fit(ours, MemoryBudgetStrategy(SMALL), data=data)
+    assert [shape.samples for shape in report_of(done).shapes] == [BATCH, 2 * BATCH]
+    assert_close(plain, ours)
+    with pytest.raises(ScheduleError, match="on_shape_change='error': bring all batches to one shape"):
+        fit(Net(), MemoryBudgetStrategy(SMALL, on_shape_change="error"), data=data)
+
+
+class Busy(Net):
+    """Leaves traces wherever a step can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: list[Any] = []
+        self.calls = 0
+        self.draws: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.calls += 1
+        self.history.append(batch_idx)
+        self.draws += [random.random(), float(np.random.rand()), float(torch.rand(()))]
+        if loss.item() > 1e9:
+            raise RuntimeError("never")
+        self.logger.experiment.note(batch_idx)
+        return loss
+
+
+def test_planning_leaves_no_trace(way: str) -> None:
+    runs = []
+    for strategy in ("auto", MemoryBudgetStrategy(SMALL)):
+        module, logger = Busy(), support.Notes()
+        random.seed(7)
+        np.random.seed(7)
+        done = fit(module, strategy, logger=logger)
+        runs.append((module, logger, done))
+    (plain, _, _), (ours, heard, done) = runs
+    parts = report_of(done).sub_batches
+    assert ours.calls == parts  # the real ones: nothing of the dry runs is left
+    assert ours.history == [index for index in range(3) for _ in range(parts // 3)]
+    assert heard.noted == ours.history
+    assert ours.draws[:3] == plain.draws[:3]
+    assert_same(plain, ours, way)
+    assert "reads" in report_of(done).shapes[0].note
+
+
+class Skips(Net):
+    """Returns None for some batches, and logs all the same."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return None if batch_idx in (1, 3) else loss
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_skipped_batches(way: str, accumulated: int) -> None:
+    one, two = compare(Skips, way, data=loader(6, extra=9), accumulate_grad_batches=accumulated)
+    assert {name: float(value) for name, value in two.callback_metrics.items()} == pytest.approx(
+        {name: float(value) for name, value in one.callback_metrics.items()}, rel=1e-5
+    )
+
+
+class SkipsParts(Net):
+    def __init__(self, skip: int) -> None:
+        super().__init__()
+        self.skip = skip
+        self.parts = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.parts += batch_idx == 1
+        return None if batch_idx == 1 and self.parts == self.skip else self.loss(batch)
+
+
+@pytest.mark.parametrize(
+    ("skip", "words"), [(1, "part 1 of 3 .* and part 2 gave one"), (3, "a part of a batch gave no")]
+)
+def test_a_batch_that_is_skipped_in_parts_is_refused(splits: None, skip: int, words: str) -> None:
+    plain, ours = Net(), SkipsParts(skip)
+    fit(plain, limit_train_batches=1)
+    with pytest.raises(NoLossError, match=f"{words}.*decide by batch_idx"):
+        fit(ours, MemoryBudgetStrategy(SMALL))
+    assert_close(plain, ours)

@@ -1,0 +1,186 @@
+"""Fits whose losses look like a mean over samples at first: weights are the plain fit's, or it is told."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import retime.mechanisms.memory.planning.step_planner as step_planner
+from retime.mechanisms.memory.batches.certificate import Certificate
+from retime.mechanisms.memory.batches.weights import Count, Weighting
+from retime.mechanisms.memory.separability.certify import certify
+from retime.mechanisms.memory.step.sub_batches import SubBatches
+from retime.mechanisms.no_effect import NoEffectWarning
+from retime.strategies import MemoryBudgetStrategy
+from support.memory_budget import (
+    CLASSES,
+    FEATURES,
+    IGNORED,
+    SMALL,
+    SPLITS,
+    WIDTH,
+    Net,
+    assert_close,
+    fit,
+    loader,
+    report_of,
+    use_costs,
+)
+
+pytestmark = IGNORED
+
+
+@pytest.fixture(autouse=True)
+def _planned_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_costs(monkeypatch, SPLITS)
+
+
+class Weighted(Net):
+    """Classes weigh the same until the second batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("class_weights", torch.ones(CLASSES))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.class_weights.copy_(torch.linspace(0.2, 3, CLASSES))
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1], weight=self.class_weights)
+
+
+class Hard(Net):
+    """A mean over the samples that are learned worst: all of them, at first."""
+
+    least = 0.0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.least = 1.2 if batch_idx else 0.0
+
+    def loss(self, batch: Any) -> Tensor:
+        each = F.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
+        hard = (each > self.least).float()
+        return (each * hard).sum() / hard.sum().clamp(min=1)
+
+
+class Branches(Net):
+    """The batch's values choose one of two layers of the same kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other, self.least = torch.nn.Linear(FEATURES, WIDTH), -9.0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.least = 0.0 if batch_idx else -9.0
+
+    def loss(self, batch: Any) -> Tensor:
+        first = self.net[0] if batch[0].mean() > self.least else self.other
+        return F.cross_entropy(self.net[1:](first(batch[0])), batch[1])
+
+
+@pytest.mark.parametrize("kind", [Weighted, Hard, Branches])
+def test_batches_stay_whole_where_parts_could_differ(kind: type[Net]) -> None:
+    plain, ours = kind(), kind()
+    fit(plain, data=loader(3))
+    done = fit(ours, MemoryBudgetStrategy(SMALL), data=loader(3))
+    report = report_of(done)
+    assert report.sub_batches == report.steps
+    assert_close(plain, ours, 0)
+
+
+class Logs(Net):
+    """Reads values, which decide nothing."""
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        self.log("loss", loss.item())
+        assert loss.item() < 1e6
+        return loss
+
+
+def test_values_that_are_logged_keep_no_batch_whole() -> None:
+    plain, ours = Logs(), Logs()
+    fit(plain)
+    done = fit(ours, MemoryBudgetStrategy(SMALL))
+    report = report_of(done)
+    assert report.sub_batches > report.steps
+    assert_close(plain, ours)
+
+
+class Ignores(Net):
+    """From the second batch on a class is ignored."""
+
+    ignored = -100
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.ignored = 0 if batch_idx else -100
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1], ignore_index=self.ignored)
+
+
+class Skips(Ignores):
+    """The same, by a comparison of its own."""
+
+    def loss(self, batch: Any) -> Tensor:
+        there = batch[1] != self.ignored
+        each = F.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
+        return (each * there).sum() / there.sum()
+
+
+class Sums(Ignores):
+    """A mean at first, and then a sum."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1], reduction="sum" if self.ignored == 0 else "mean") / 300
+
+
+class Weighs(Ignores):
+    """No weights of classes at first."""
+
+    def loss(self, batch: Any) -> Tensor:
+        weight = torch.tensor([0.1, 1.0, 5.0, 0.5]) if self.ignored == 0 else None
+        return F.cross_entropy(self.net(batch[0]), batch[1], weight=weight)
+
+
+@pytest.mark.parametrize(("kind", "batches"), [(Ignores, 3), (Skips, 3), (Sums, 2), (Weighs, 2)])
+def test_another_weighting_from_some_batch_on_is_told_and_right_at_once(kind: type[Net], batches: int) -> None:
+    plain, ours = kind(), kind()
+    fit(plain, data=loader(batches))
+    with pytest.warns(NoEffectWarning, match=r"from this batch on .* no longer give the batch's gradient"):
+        done = fit(ours, MemoryBudgetStrategy(SMALL), data=loader(batches))
+    assert_close(plain, ours)
+    assert report_of(done).steps == batches
+
+
+def test_small_batches_of_few_classes_leave_nothing_open() -> None:
+    generator = torch.Generator().manual_seed(0)
+    net = torch.nn.Linear(FEATURES, 10)
+    certificate = None
+    for number in range(40):
+        samples, classes = 4 + number % 2, (3, 10)[number // 2 % 2]
+        inputs = torch.randn(samples, FEATURES, generator=generator)
+        batch = inputs, torch.randint(classes, (samples,), generator=generator)
+        if number % 8 == 0:
+            certificate = certify(lambda part: F.cross_entropy(net(part[0]), part[1]), batch, net)
+        assert certificate is not None
+        parts = SubBatches(net, lambda part: F.cross_entropy(net(part[0]), part[1]), batch, 2, certificate)
+        assert parts.certificate is certificate
+        assert parts.weights == pytest.approx([size / samples for size in parts.samples])
+
+
+def test_a_batch_whose_weights_stay_open_runs_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    labels = Weighting("count", Count("batch[1]", "sum"))
+    monkeypatch.setattr(
+        step_planner, "certify", lambda *_, **__: Certificate(Weighting("mean"), alternatives=(labels,), samples=2)
+    )
+    plain, ours = Net(), Net()
+    fit(plain)
+    with pytest.warns(NoEffectWarning, match=r"run whole from here on.*mean over samples or a mean over sum\(batch"):
+        done = fit(ours, MemoryBudgetStrategy(SMALL))
+    report = report_of(done)
+    assert report.sub_batches == report.steps
+    assert_close(plain, ours, 0)

@@ -1,0 +1,140 @@
+"""Deep copies and pickles of whatever a fit holds, during it and after it: as with plain training."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import retime
+from support.fusion import adamw, batches, network
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*LeafSpec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*Checkpoint directory"),
+]
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda thing: pickle.loads(pickle.dumps(thing)),
+}
+
+
+class Net(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(4, 4)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(1)
+        return DataLoader(torch.randn(24, 4, generator=generator), batch_size=4)
+
+
+class CopiesAll(Callback):
+    """In the middle of the fit."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        if trainer.global_step == 3:
+            copy_all(trainer, pl_module)
+
+
+def copy_all(trainer: Trainer, module: LightningModule) -> None:
+    things = (module, trainer.optimizers, trainer.strategy, trainer.callbacks, trainer)  # type: ignore[attr-defined]
+    for copied in COPIES.values():
+        models = [copied(thing) for thing in things]
+        assert torch.equal(models[0].net.weight, module.net.weight)
+        state = models[1][0].state_dict()["state"]
+        assert torch.equal(
+            state[0]["momentum_buffer"], trainer.optimizers[0].state_dict()["state"][0]["momentum_buffer"]
+        )
+
+
+def fit(strategy: Any, root: Path, *callbacks: Callback) -> Net:
+    module = Net()
+    trainer = Trainer(
+        strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_progress_bar=True,
+        enable_model_summary=False, default_root_dir=root, callbacks=[CopiesAll(), *callbacks],
+    )  # fmt: skip
+    trainer.fit(module)
+    copy_all(trainer, module)
+    return module
+
+
+WAYS: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "fused_optimizer": lambda: ("fused_optimizer",),
+    "fused_optimizer_forward": lambda: ("fused_optimizer_forward",),
+    "callback backward": lambda: ("auto", retime.FuseOptimizer("backward")),
+    "callback forward": lambda: ("auto", retime.FuseOptimizer("forward")),
+    "memory_budget": lambda: (retime.MemoryBudgetStrategy("64MiB"),),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_fit_can_be_copied_and_is_not_changed_by_it(name: str, tmp_path: Path) -> None:
+    strategy, *callbacks = WAYS[name]()
+    plain, ours = fit("auto", tmp_path), fit(strategy, tmp_path, *callbacks)
+    assert torch.equal(plain.net.weight, ours.net.weight)
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("mode", ["backward", "forward"])
+def test_a_copied_loop_trains_on_as_the_original(mode: str, copied: Callable[[Any], Any]) -> None:
+    def loop(mode: str | None) -> list[dict[str, Tensor]]:
+        model = network()
+        optimizer = adamw(model.parameters())
+        fusion = retime.fuse_optimizer(model, optimizer, mode) if mode else None
+        everything, twin = (model, optimizer, fusion), None
+        for i, x in enumerate(batches(8)):
+            if i == 3:
+                twin = copied(everything)
+            for model, optimizer, _ in [everything, *([twin] if twin else [])]:
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert twin is not None
+        if fusion:
+            assert twin[2].report().fused_updates > 3 * len(list(model.parameters()))
+            assert twin[2].optimizer is twin[1]
+        return [model.state_dict() for model, _, _ in (everything, twin)]
+
+    plain, ours = loop(None), loop(mode)
+    for expected, found in zip(plain, ours, strict=True):
+        assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_a_copied_trainer_fits_by_itself(tmp_path: Path) -> None:
+    """Not with the original's fusions, which a callback would leave in the strategy."""
+
+    class KeepsATwin(Callback):
+        twin: Any = None
+
+        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+            if trainer.global_step == 3:
+                KeepsATwin.twin = copy.deepcopy(trainer)
+
+    def twin_of(*callbacks: Callback) -> Net:
+        trainer = Trainer(
+            accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_progress_bar=False,
+            enable_checkpointing=False, enable_model_summary=False, callbacks=[KeepsATwin(), *callbacks],
+        )  # fmt: skip
+        trainer.fit(Net())
+        twin = KeepsATwin.twin
+        twin.fit_loop.max_epochs = 2
+        twin.fit(Net())
+        module: Net = twin.lightning_module
+        return module
+
+    plain, ours = twin_of(), twin_of(retime.FuseOptimizer("backward"))
+    assert torch.equal(plain.net.weight, ours.net.weight)

@@ -1,0 +1,33 @@
+"""``trainer.strategy.report()`` after a fit in processes that have ended."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+import retime
+from support.paths import PYTHONPATH, SUPPORT
+
+
+def test_rank_zeros_report_comes_home(tmp_path: Path) -> None:
+    names = ("fused_optimizer_ddp_fork", "memory_budget_ddp_fork")
+    script = SUPPORT / "reports_home_worker.py"
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path), *names],
+        env={**os.environ, **PYTHONPATH},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert "fused_optimizer_ddp_fork: FusionReport of 4 steps" in done.stdout, done.stderr[-3000:]
+    assert "memory_budget_ddp_fork: BudgetReport of 4 steps" in done.stdout, done.stderr[-3000:]
+
+
+def test_every_strategy_of_several_processes_has_names_that_start_them() -> None:
+    for name in ("fused_optimizer_ddp", "ooo_ddp", "memory_budget_ddp"):
+        for start in ("popen", "spawn", "fork"):
+            full = name if start == "popen" else f"{name}_{start}"
+            assert isinstance(StrategyRegistry.get(full), retime.strategies.support.reports_home.ReportsHome)
+            assert StrategyRegistry[full]["init_params"]["start_method"] == start
