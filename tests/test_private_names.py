@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from private_canaries import canary
 from retime.mechanisms import torch_private
+from support.private_canaries import canary
 
 
 def test_a_name_that_is_gone_raises_with_the_feature():

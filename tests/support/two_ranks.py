@@ -16,7 +16,7 @@ def run_two_ranks(script: str, *arguments: str, timeout_s: float = 180) -> list[
 def run_ranks(
     count: int, script: str, *arguments: str, timeout_s: float = 180
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Start `tests/support/<script>` so many times, with the variables torchrun sets; every process is gone afterwards."""
+    """Start `tests/support/<script>` so many times, with torchrun's variables; every process is gone afterwards."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

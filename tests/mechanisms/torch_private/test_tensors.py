@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from private_canaries import canary
 from retime.mechanisms import torch_private
+from support.private_canaries import canary
 
 
 @canary("version_of", breaks="seeing writes into tensors (fusion's guards, offloading)")

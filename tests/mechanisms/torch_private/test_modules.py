@@ -12,8 +12,8 @@ from torch.nn.modules import module as module_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as optimizer_hooks
 
-from private_canaries import canary
 from retime.mechanisms import torch_private
+from support.private_canaries import canary
 
 
 @canary("BatchNormBase", breaks="the memory budget's care for BatchNorm")

@@ -1,4 +1,4 @@
-"""One of three ranks of tests/test_ddp_mean.py: plain DistributedDataParallel against what takes its hook's place."""
+"""One of three ranks of ddp/test_mean.py: plain DistributedDataParallel against what takes its hook's place."""
 
 import gc
 import os

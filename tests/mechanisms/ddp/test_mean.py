@@ -3,7 +3,7 @@
 import torch
 
 from retime.mechanisms.ddp import scale
-from two_ranks import run_ranks
+from support.two_ranks import run_ranks
 
 
 def test_two_ways_to_scale() -> None:

@@ -83,7 +83,7 @@ def test_what_two_own_both_cannot_have() -> None:
 
 
 def test_contributing_prints_the_table() -> None:
-    text = Path(__file__).resolve().parent.parent.joinpath("CONTRIBUTING.md").read_text("utf-8")
+    text = Path(__file__).resolve().parents[2].joinpath("CONTRIBUTING.md").read_text("utf-8")
     assert f"\n\n{printed_table()}\n\n" in text
 
 

@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
-from private_canaries import canary
 from retime.mechanisms import torch_private
+from support.private_canaries import canary
 
 
 def _in_backward(act, **options):
