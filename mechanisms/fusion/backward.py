@@ -138,12 +138,10 @@ class BackwardFusion:
 
     ``armed`` says whether gradients are consumed as they come (a bare loop leaves it on; an adapter switches it on for
     the one backward pass that belongs to a step). ``clip_value`` clamps every gradient element to
-    [-clip_value, clip_value] first, as ``torch.nn.utils.clip_grad_value_`` does.
+    [-clip_value, clip_value] first, as ``torch.nn.utils.clip_grad_value_`` does. ``guard_at_once`` says whether reads
+    of a consumed gradient raise from the moment it is used up: an adapter that knows all readers up to the end of the
+    step turns it off and calls :meth:`end_step`, which puts the guards then.
     """
-
-    guard_at_once = True
-    """Whether reads of a consumed gradient raise from the moment it is used up. An adapter that knows all readers up to
-    the end of the step turns it off and calls :meth:`end_step`, which puts the guards then."""
 
     @checked
     def __init__(
@@ -155,8 +153,10 @@ class BackwardFusion:
         side_stream: bool = False,
         backward_passes: Annotated[int, AtLeast(1)] | None = None,
         armed: bool = True,
+        guard_at_once: bool = True,
     ) -> None:
         self.optimizer = optimizer
+        self._guard_at_once = guard_at_once
         self.backward_passes = backward_passes
         self.armed = armed
         self.wanted: Callable[[], bool] = _always
@@ -183,6 +183,7 @@ class BackwardFusion:
             "side_stream": self._side is not None,
             "backward_passes": self.backward_passes,
             "armed": self.armed,
+            "guard_at_once": self._guard_at_once,
         }
         return _fuse_again, (self.optimizer, options, self._own_step is not None, self._report)
 
@@ -312,7 +313,7 @@ class BackwardFusion:
             followed.alive_bytes = 0
             followed.used = True
             followed.version = version_of(followed.parameter)
-            if self.guard_at_once:
+            if self._guard_at_once:
                 followed.put_guard()
             else:
                 followed.parameter.grad = None
@@ -337,12 +338,12 @@ class BackwardFusion:
         if self._side is not None:
             self._side.join()
         used = self._used()
-        if self.guard_at_once and any(followed.parameter.grad is not followed.guard for followed in used):
+        if self._guard_at_once and any(followed.parameter.grad is not followed.guard for followed in used):
             raise RuntimeError(
                 "a gradient was cleared or replaced between backward() and optimizer.step(), but backward fusion has "
                 "updated its parameter already: use mode='forward'"
             )
-        if self.guard_at_once and any(version_of(followed.parameter) != followed.version for followed in used):
+        if self._guard_at_once and any(version_of(followed.parameter) != followed.version for followed in used):
             raise RuntimeError(
                 "a parameter was changed in place between backward() and optimizer.step(), but backward fusion has "
                 "updated it already: change it before backward() or after step(), or use mode='forward'"

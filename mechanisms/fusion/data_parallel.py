@@ -178,7 +178,7 @@ class DataParallelFusion(BackwardFusion):
     def guard_reduced(self) -> None:
         """From the end of backward to the step, a read of a used gradient raises: clipping it would change nothing."""
         self._hidden = {followed: followed.parameter.grad for followed in self._used()}
-        if self.guard_at_once:
+        if self._guard_at_once:
             for followed in self._hidden:
                 followed.put_guard()
 

@@ -46,6 +46,9 @@ _MODULE_READERS = (
 _CALLBACK_READERS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 _USE_FORWARD = "use mode='forward' (strategy='fused_optimizer_forward')"
 
+IN_A_TRAINER: dict[str, Any] = {"armed": False, "guard_at_once": False}
+"""Of backward fusions: which backward pass belongs to a step, and who reads gradients until its end, is known here."""
+
 
 class FusedStepping:
     """Fuses the optimizers of one Trainer; the strategy calls :meth:`start`, :meth:`step` and :meth:`stop`."""
@@ -187,11 +190,9 @@ class FusedStepping:
         elif self.mode == "forward":
             fusion = ForwardFusion(optimizer, trainer.lightning_module, **self._options)
         elif self.reduction is not None:
-            fusion = DataParallelFusion(optimizer, self.reduction, armed=False, **self._options)
+            fusion = DataParallelFusion(optimizer, self.reduction, **IN_A_TRAINER, **self._options)
         else:
-            fusion = BackwardFusion(optimizer, armed=False, side_stream=self._side_stream, **self._options)
-        if isinstance(fusion, BackwardFusion):
-            fusion.guard_at_once = False  # all readers up to the end of the step are known here
+            fusion = BackwardFusion(optimizer, side_stream=self._side_stream, **IN_A_TRAINER, **self._options)
         self._fusions[optimizer] = fusion
         return fusion
 
