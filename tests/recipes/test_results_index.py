@@ -6,7 +6,7 @@ from retime.recipes import report
 from retime.recipes.core.results import FILE, Point, Result, Row, load
 from retime.recipes.results_index import index
 
-RESULTS = Path(__file__).parents[1] / "results"
+RESULTS = Path(__file__).parents[2] / "results"
 
 
 def made_up(commit: str | None, batch: int, seconds: float = 90.0) -> Point:
