@@ -21,6 +21,7 @@ from retime.mechanisms.ddp import sparse_layer
 from retime.mechanisms.fusion import FusionReport, ReductionHook
 from retime.strategies.support.ddp_arguments import MegaBytes, StartMethod, given
 from retime.strategies.support.flavour import LightningOnly
+from retime.strategies.support.lightning_private import user_comm_hook
 from retime.strategies.support.one_device import OneDevice
 from retime.strategies.support.reports_home import ReportsHome
 from retime.strategies.support.stepping import FusedStepping
@@ -172,20 +173,18 @@ class FusedOptimizerDDPStrategy(_Fused, ReportsHome):
     def take_report(self, report: FusionReport) -> None:
         self._stepping.take_report(report)
 
-    def _register_ddp_hooks(self) -> None:
+    def register_hooks(self) -> None:
         model = self.model
         assert isinstance(model, DistributedDataParallel)
         if self._stepping.mode == "forward":
-            super()._register_ddp_hooks()
+            super().register_hooks()
             return
         layer, self._stepping.no_reduction = sparse_layer(model.module), None
         if layer is not None:
             self._stepping.no_reduction = f"DDP cannot reduce the sparse gradients of {layer!r} through a hook"
-            super()._register_ddp_hooks()
+            super().register_hooks()
             return
         hook, state = None, None
         if self.root_device.type == "cuda":  # on other devices Lightning's DDPStrategy ignores the user's hook too
-            hook, state = self._ddp_comm_hook, self._ddp_comm_state
-            if hook is not None and self._ddp_comm_wrapper is not None:
-                hook = self._ddp_comm_wrapper(hook)
+            hook, state = user_comm_hook(self)
         self._stepping.reduction = ReductionHook(model, hook, state)

@@ -24,6 +24,7 @@ from retime.mechanisms.memory.planning import BudgetReport, parse_budget
 from retime.mechanisms.memory.step import BudgetedStep
 from retime.strategies.support.budgeted import Budgeted
 from retime.strategies.support.ddp_arguments import MegaBytes, StartMethod, given
+from retime.strategies.support.lightning_private import timeout_of
 from retime.strategies.support.reports_home import ReportsHome
 
 
@@ -131,11 +132,11 @@ class MemoryBudgetDDPStrategy(Budgeted, ReportsHome):
         return (*super().mechanisms, Mechanism.HOST_REDUCTION) if reduces else super().mechanisms
 
     def _make_step(self, module: LightningModule, **options: Any) -> BudgetedStep:
-        agreement = RankAgreement(self._timeout)
+        agreement = RankAgreement(timeout_of(self))
         self._end_reduction()
         if self._reduce_on == "host" and self.root_device.type == "cuda":
             assert isinstance(self.model, DistributedDataParallel)
-            self._reduction = HostReduction(self.model, self._timeout)
+            self._reduction = HostReduction(self.model, timeout_of(self))
 
         def make() -> BudgetedStep:
             model = self.model

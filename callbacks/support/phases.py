@@ -24,6 +24,7 @@ from lightning.pytorch.strategies import Strategy
 from retime.mechanisms.arguments import AtLeast, checked
 from retime.mechanisms.measure import OTHER
 from retime.mechanisms.no_effect import NoEffectWarning
+from retime.strategies.support.lightning_private import logged_step
 
 _MISSING = object()
 
@@ -266,7 +267,7 @@ class PhaseCallback(Callback):
         if not self._publishes:
             return
         # The loggers' x axis: the built-in monitors read it here too, so that the rows line up.
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        step = logged_step(trainer)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
         # Where there is no logger the numbers are still at hand; float64, as bytes do not fit into float32.

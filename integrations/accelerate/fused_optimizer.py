@@ -8,13 +8,13 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
+from retime.integrations.accelerate.accelerate_private import renew_captured_steps
 from retime.integrations.accelerate.prepared import (
     ONE_PROCESS_OR_DDP,
     note_gone,
     note_there,
     prepared_optimizer,
     refuse_beside,
-    renew_captured_steps,
 )
 from retime.mechanisms.arguments import checked
 from retime.mechanisms.capabilities import Mechanism

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accelerate.optimizer import AcceleratedOptimizer, patch_optimizer_step
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch.optim import Optimizer
 
@@ -57,11 +57,3 @@ def note_gone(optimizer: AcceleratedOptimizer, mechanism: Mechanism) -> None:
 def _there(optimizer: AcceleratedOptimizer) -> list[Mechanism]:
     there: list[Mechanism] = optimizer.__dict__.setdefault("_retime_mechanisms", [])
     return there
-
-
-def renew_captured_steps(optimizer: AcceleratedOptimizer) -> None:
-    """With a scaler, AcceleratedOptimizer holds the step methods that it found when it was made."""
-    if optimizer.scaler is not None:
-        step = optimizer.optimizer.step
-        optimizer._optimizer_original_step_method = step
-        optimizer._optimizer_patched_step_method = patch_optimizer_step(optimizer, step)

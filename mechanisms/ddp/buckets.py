@@ -3,8 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch.distributed as dist
 from torch import Tensor
+
+from retime.mechanisms.torch_private import GradBucket
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class BucketMap:
         self.is_steady = False
         """Whether all buckets are known and will stay as they are."""
 
-    def learn(self, bucket: dist.GradBucket, *, final: bool) -> bool:
+    def learn(self, bucket: GradBucket, *, final: bool) -> bool:
         """Note one bucket of a backward pass; returns whether it is as it was.
 
         :param final: whether the reducer will not build its buckets anew.

@@ -13,12 +13,12 @@ import weakref
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from retime.mechanisms.ddp.mean import MeanOfBuckets
 from retime.mechanisms.ddp.reducers import DeviceReducer
+from retime.mechanisms.torch_private import GradBucket
 
 __all__ = ["CommHook", "HookOwner", "comm_hook_of", "sparse_layer"]
 
@@ -28,7 +28,7 @@ _IN_MODEL = "_retime_comm_hook"
 class HookOwner(Protocol):
     """What reduces a model's gradients."""
 
-    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Begin to reduce a bucket that is full; the future's value takes the place of its buffer."""
 
 
@@ -101,13 +101,13 @@ class CommHook:
             self._mean = MeanOfBuckets(model)
         return self._mean
 
-    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """By the owner or, without one, as DDP does."""
         if self._owner is not None:
             return self._owner.reduce(bucket)
         return self.reduce_as_ddp(bucket)
 
-    def reduce_as_ddp(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def reduce_as_ddp(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """What DDP does without a hook: divide by the number of ranks, then sum."""
         model = self._model()
         assert model is not None
@@ -143,7 +143,7 @@ def _refusal(name: str, holder: str, instead: str) -> str:
     return f"{name} needs DDP's communication hook, and this model has one already ({holder}): {instead}"
 
 
-def _hand_on(model: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _hand_on(model: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     living = model() if isinstance(model, weakref.ref) else None
     assert living is not None
     return comm_hook_of(living).reduce(bucket)

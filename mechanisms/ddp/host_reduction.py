@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from retime.mechanisms.ddp.comm_hook import comm_hook_of
 from retime.mechanisms.ddp.mean import scale
 from retime.mechanisms.ddp.reducers import HostReducer
+from retime.mechanisms.torch_private import GradBucket
 
 __all__ = ["HostReduction"]
 
@@ -49,7 +50,7 @@ class HostReduction:
         """Bytes sent to the host so far."""
         return self._reducer.bytes_out
 
-    def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
+    def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """Begin to replace a bucket's gradients by their mean over the ranks."""
         values = bucket.buffer()
         scale(values, self._ranks, divide=True)

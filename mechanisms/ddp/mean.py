@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from retime.mechanisms.torch_private import GradBucket
+
 __all__ = ["MeanOfBuckets", "scale"]
 
 
@@ -45,7 +47,7 @@ class MeanOfBuckets:
         ]
         weakref.finalize(model, _remove, handles)
 
-    def divide(self, bucket: dist.GradBucket) -> None:
+    def divide(self, bucket: GradBucket) -> None:
         """Scale what a full bucket holds, in place."""
         buffer = bucket.buffer()
         if not self._places:

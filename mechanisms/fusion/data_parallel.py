@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -19,9 +18,9 @@ from torch.optim import Optimizer
 from retime.mechanisms.ddp import at_end_of_backward, comm_hook_of, sparse_layer
 from retime.mechanisms.fusion.backward import ALIASED, BackwardFusion, Followed
 from retime.mechanisms.lazy_updates import OptimizerWindow, has_alias, nbytes
-from retime.mechanisms.torch_private import version_of
+from retime.mechanisms.torch_private import GradBucket, version_of
 
-CommunicationHook = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
+CommunicationHook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 USE_FORWARD = (
     "under Lightning pass yours as FusedOptimizerDDPStrategy(ddp_comm_hook=...); in a bare loop fuse before "
     "registering, or use mode='forward'"
@@ -69,7 +68,7 @@ class ReductionHook:
         if self._hook is None:
             self._slot.mean()
 
-    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Start the all-reduce of a bucket, and let what is fused update behind it."""
         parameters, buffer = bucket.parameters(), bucket.buffer()
         gradients = [_in_layout_of(p, g) for p, g in zip(parameters, bucket.gradients(), strict=True)]

@@ -37,7 +37,7 @@ from retime.mechanisms.out_of_order.memory import extra_bytes
 from retime.mechanisms.out_of_order.report import OutOfOrderReport
 from retime.mechanisms.out_of_order.send_plan import SendPlan
 from retime.mechanisms.out_of_order.updates import CrossIterationUpdates
-from retime.mechanisms.torch_private import has_rebuilt_buckets, joins_uneven_inputs
+from retime.mechanisms.torch_private import GradBucket, has_rebuilt_buckets, joins_uneven_inputs
 from retime.mechanisms.weight_gradients import Block, WeightGradientDeferral
 
 SUPPORTED_BACKENDS = ("gloo", "nccl")
@@ -263,7 +263,7 @@ class OutOfOrderDataParallel:
             self._deferral.k = k
             self._plan = SendPlan(self._map, self._deferral.blocks[:k])
 
-    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Report a full bucket as done, and start its all-reduce unless it leaves in our own order."""
         buffer = bucket.buffer()
         if joins_uneven_inputs(self.model):

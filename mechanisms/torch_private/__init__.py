@@ -11,7 +11,12 @@ from retime.mechanisms.torch_private.compiling import (
     has_compile_mark,
     stance_callback_replaced,
 )
-from retime.mechanisms.torch_private.ddp import COLLECTIVE_NAMESPACES, has_rebuilt_buckets, joins_uneven_inputs
+from retime.mechanisms.torch_private.ddp import (
+    COLLECTIVE_NAMESPACES,
+    GradBucket,
+    has_rebuilt_buckets,
+    joins_uneven_inputs,
+)
 from retime.mechanisms.torch_private.dispatch import (
     FOREACH_ZERO,
     LOCAL_SCALAR_DENSE,
@@ -100,6 +105,7 @@ from retime.mechanisms.torch_private.tensors import (
 
 __all__ = [
     "COLLECTIVE_NAMESPACES",
+    "GradBucket",
     "BatchNormBase",
     "ConvBase",
     "ConvTransposeBase",

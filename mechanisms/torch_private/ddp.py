@@ -10,7 +10,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from retime.mechanisms.torch_private.missing import needed_by, read_private
 
-__all__ = ["COLLECTIVE_NAMESPACES", "has_rebuilt_buckets", "joins_uneven_inputs"]
+__all__ = ["COLLECTIVE_NAMESPACES", "GradBucket", "has_rebuilt_buckets", "joins_uneven_inputs"]
+
+with needed_by("fusion, out-of-order data parallel and memory budgets under DDP, which reduce its buckets,"):
+    from torch._C._distributed_c10d import GradBucket
+"""What a communication hook of DDP gets: gradients of one bucket, flat, and its number. Its public name has no type."""
 
 with needed_by("memory budgets under DDP, which refuse collectives that a training step calls itself,"):
     torch.ops._c10d_functional.all_reduce  # noqa: B018

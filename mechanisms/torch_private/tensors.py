@@ -48,11 +48,9 @@ post_accumulate_hooks: Callable[[Tensor], dict[int, Callable[..., Any]] | None] 
 )
 """What ``register_post_accumulate_grad_hook`` was given, or None."""
 
+_form: Any = Tensor  # whose descriptors have no types
 with needed_by("forward fusion, whose updates need not run when somebody asks for a parameter's hooks,"):
-    reads_of_hooks: tuple[Any, ...] = (
-        Tensor._backward_hooks.__get__,  # type: ignore[union-attr]
-        Tensor._post_accumulate_grad_hooks.__get__,  # type: ignore[misc,union-attr]
-    )
+    reads_of_hooks: tuple[Any, ...] = (_form._backward_hooks.__get__, _form._post_accumulate_grad_hooks.__get__)
 """The torch functions that look at a tensor's hooks."""
 
 with needed_by("backward fusion, for gradients that have a form and no memory,"):

@@ -35,6 +35,7 @@ from retime.mechanisms.memory.step import (
     check_on_shape_change,
 )
 from retime.strategies.support.flavour import LightningOnly
+from retime.strategies.support.lightning_private import skips_backward
 from retime.strategies.support.unseen import unseen
 from retime.strategies.support.whole_batch import LOGGED, PartLog, WholeBatchResults
 
@@ -146,7 +147,7 @@ class Budgeted(LightningOnly, Strategy):
                 raise NoLossError(f"a part of a batch gave no loss: {error}. {_SKIPPING}") from error
             return {"loss": loss, "output": output, LOGGED: logged}
 
-        if not module.trainer.fit_loop._skip_backward:
+        if not skips_backward(module.trainer):
             budgeted.gradients = gradients_in(module.trainer)  # callbacks may change what is accumulated
         try:
             way = budgeted.choose(step, batch)
@@ -168,7 +169,7 @@ class Budgeted(LightningOnly, Strategy):
             return None
         except (TooMuchMade, AnotherWay):
             return self.training_step(*args, **kwargs)  # this time with a plan, or after a look at the way
-        if not module.trainer.fit_loop._skip_backward:
+        if not skips_backward(module.trainer):
             return output
         del output  # no backward pass frees its graph
         return self._without_backward(parts)

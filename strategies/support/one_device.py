@@ -10,6 +10,8 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
+from retime.strategies.support.lightning_private import given_device
+
 
 class OneDevice(SingleDeviceStrategy):
     """Takes its device from the Trainer, unless it is given one, and refuses several.
@@ -29,13 +31,13 @@ class OneDevice(SingleDeviceStrategy):
     ) -> None:
         chosen: Any = accelerator  # the Trainer takes names too, which Lightning's annotations do not say
         super().__init__("cpu" if device is None else device, chosen, checkpoint_io, precision_plugin)
-        self.parallel_devices: list[torch.device] | None = None if device is None else [self._root_device]
+        self.parallel_devices: list[torch.device] | None = None if device is None else [given_device(self)]
 
     @property
     def root_device(self) -> torch.device:
         devices = self.parallel_devices
         if not devices:
-            return self._root_device
+            return given_device(self)
         if len(devices) > 1:
             raise ValueError(
                 f"strategy={self.strategy_name!r} runs on one device, got devices={len(devices)}: use devices=1"

@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import Running
 
@@ -21,6 +20,8 @@ from retime.mechanisms.memory.offload import Kept
 from retime.mechanisms.memory.sandbox import undisturbed
 from retime.mechanisms.memory.step import SubBatches
 from retime.mechanisms.storages import tensors_in
+from retime.mechanisms.torch_private import tree_map
+from retime.strategies.support.lightning_private import show_as_step_value, sync_on_forward
 from retime.strategies.support.part_numbers import place_of, shares
 
 ARGUMENT = "argument of metric"
@@ -243,7 +244,8 @@ def _empty(unit: Unit) -> Unit:
     made = copy.deepcopy(unit)
     for metric in made.modules():
         if isinstance(metric, Metric):
-            metric.sync_on_compute = metric._to_sync = metric.dist_sync_on_step = False
+            metric.sync_on_compute = metric.dist_sync_on_step = False
+            sync_on_forward(metric, False)
     made.reset()
     return made
 
@@ -252,7 +254,7 @@ def _computed(unit: Unit, total: Unit) -> Any:
     """The batch's value; over all ranks where the metric's ``forward`` gives that, with one exchange."""
     for asked, made in zip(unit.modules(), total.modules(), strict=True):
         if isinstance(asked, Metric) and isinstance(made, Metric):
-            made._to_sync = asked.dist_sync_on_step
+            sync_on_forward(made, asked.dist_sync_on_step)
     return total.compute()
 
 
@@ -291,7 +293,7 @@ def _show(unit: Unit, total: Unit) -> None:
     """Lightning logs a metric's last ``forward`` as the step's value."""
     if isinstance(unit, Metric):
         assert isinstance(total, Metric)
-        unit._forward_cache = total.compute()
+        show_as_step_value(unit, total.compute())
         return
     assert isinstance(total, MetricCollection)
     for name, child in unit.items(keep_base=True, copy_state=False):

@@ -7,13 +7,13 @@ from abc import abstractmethod
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+
+from retime.strategies.support.lightning_private import Launcher, MomentsOfDDP, ProcessLauncher, start_method_of
 
 _KEY = "retime_report"
 
 
-class ReportsHome(DDPStrategy):
+class ReportsHome(MomentsOfDDP):
     """``ddp`` whose ``report()`` tells of the fit after spawned and forked processes have ended, too."""
 
     @abstractmethod
@@ -24,13 +24,13 @@ class ReportsHome(DDPStrategy):
     def take_report(self, report: Any) -> None:
         """Let :meth:`report` return rank 0's report from now on, until the next fit."""
 
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
-        if isinstance(self._launcher, _MultiProcessingLauncher):
-            self._launcher = _ReportingLauncher(self, start_method=self._start_method)  # type: ignore[arg-type]
+    def choose_launcher(self, launcher: Launcher | None) -> Launcher | None:
+        if isinstance(launcher, ProcessLauncher):
+            return _ReportingLauncher(self, start_method=start_method_of(self))  # type: ignore[arg-type]
+        return launcher
 
 
-class _ReportingLauncher(_MultiProcessingLauncher):
+class _ReportingLauncher(ProcessLauncher):
     """Lightning's launcher, with one more thing among its results."""
 
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:

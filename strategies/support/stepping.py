@@ -17,7 +17,6 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch.nn.modules import module as global_hooks
 from torch.optim import Optimizer
 
 from retime.mechanisms.capabilities import Mechanism, why_aside
@@ -32,8 +31,10 @@ from retime.mechanisms.fusion import (
 )
 from retime.mechanisms.lazy_updates import why_not_per_parameter, why_not_this_step, why_not_this_zero_grad
 from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.torch_private import has_backward_hooks, has_global_backward_hooks
 from retime.strategies.support.beside import mechanisms_of
 from retime.strategies.support.ddp_hooks import hook_was_not_asked_for
+from retime.strategies.support.lightning_private import averages_models, has_batch_norm
 
 _MODULE_READERS = (
     "backward",
@@ -218,10 +219,10 @@ class FusedStepping:
 
     def _why_not_beside_hooks(self, owner: LightningModule) -> str | None:
         self._modules = self._modules or list(owner.named_modules())
-        if global_hooks._global_backward_hooks or global_hooks._global_backward_pre_hooks:
+        if has_global_backward_hooks():
             return f"a global module backward hook may read weights updated already; {_USE_FORWARD}"
         for name, module in self._modules:
-            if module._backward_hooks or module._backward_pre_hooks:
+            if has_backward_hooks(module):
                 return f"the backward hook of {name or 'the module'} may read weights updated already; {_USE_FORWARD}"
         return None
 
@@ -283,14 +284,14 @@ def _why_not_in_backward(trainer: Trainer, module: LightningModule) -> str | Non
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if (
             isinstance(callback, StochasticWeightAveraging)
-            and callback._model_contains_batch_norm
+            and has_batch_norm(callback)
             and trainer.current_epoch >= callback.swa_end
         ):
             return "StochasticWeightAveraging steps once more with the last gradients after its BatchNorm epoch"
     aside = why_aside(Mechanism.BACKWARD_FUSION, mechanisms_of(trainer.strategy))
     if aside is not None:
         return aside
-    if getattr(trainer.strategy, "_model_averager", None) is not None:
+    if averages_models(trainer.strategy):
         return "post-local SGD averages by gradient after the step"
     return None
 

@@ -17,6 +17,7 @@ from torchmetrics import Metric, MetricCollection
 
 from retime.mechanisms.memory.step import SubBatches
 from retime.mechanisms.no_effect import NoEffectWarning
+from retime.strategies.support.lightning_private import logging_as
 from retime.strategies.support.part_metrics import ARGUMENT, PartMetrics
 from retime.strategies.support.part_numbers import LOGGED, LoggedCall, LoggedNumber, is_number, said
 
@@ -100,15 +101,14 @@ class PartLog:
     def publish(self, parts: SubBatches) -> None:
         """Log what ``training_step`` would have logged for the whole batch, in its order."""
         module, calls, collections = self._module, self._calls, self._collections
-        before, module._current_fx_name = module._current_fx_name, "training_step"
         try:
-            self._metrics.publish(parts)
-            for call in calls.values():
-                module.log(call.number.name, self._value(call, parts), **call.options, batch_size=call.size(parts))
-            for collection, options in collections:
-                module.log_dict(collection, **options)
+            with logging_as(module, "training_step"):
+                self._metrics.publish(parts)
+                for call in calls.values():
+                    module.log(call.number.name, self._value(call, parts), **call.options, batch_size=call.size(parts))
+                for collection, options in collections:
+                    module.log_dict(collection, **options)
         finally:
-            module._current_fx_name = before
             self.clear()
 
     def _value(self, call: LoggedCall, parts: SubBatches) -> Any:

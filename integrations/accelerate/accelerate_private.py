@@ -1,0 +1,23 @@
+"""The private names of Accelerate that retime uses, known in accelerate 1.10 to 1.15; no other file may use one."""
+
+from __future__ import annotations
+
+from accelerate.optimizer import AcceleratedOptimizer, patch_optimizer_step
+
+from retime.mechanisms.torch_private import write_private
+
+__all__ = ["renew_captured_steps"]
+
+
+def renew_captured_steps(optimizer: AcceleratedOptimizer) -> None:
+    """Let a prepared optimizer call the step that its optimizer has now.
+
+    With a scaler, AcceleratedOptimizer holds the step methods that it found when it was made.
+
+    Raises:
+        PrivateNameError: it holds them by other names.
+    """
+    if optimizer.scaler is not None:
+        step, feature = optimizer.optimizer.step, "fusion under Accelerate with a gradient scaler"
+        write_private(optimizer, "_optimizer_original_step_method", step, feature)
+        write_private(optimizer, "_optimizer_patched_step_method", patch_optimizer_step(optimizer, step), feature)

@@ -1,0 +1,147 @@
+"""Every private name of Lightning and torchmetrics that retime uses: one accessor each, and no other file may use one.
+
+All of them are known in lightning 2.6 and torchmetrics 1.9. A name that is gone raises
+:class:`~retime.mechanisms.torch_private.PrivateNameError` with the feature that needs it, at import or at first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from torchmetrics import Metric
+
+from retime.mechanisms.torch_private import needed_by, read_private, write_private
+
+__all__ = [
+    "Launcher",
+    "MomentsOfDDP",
+    "ProcessLauncher",
+    "averages_models",
+    "ddp_options",
+    "given_device",
+    "has_batch_norm",
+    "logged_step",
+    "logging_as",
+    "show_as_step_value",
+    "skips_backward",
+    "start_method_of",
+    "sync_on_forward",
+    "timeout_of",
+    "user_comm_hook",
+]
+
+with needed_by("the reports of strategies that start processes of their own (..._spawn, ..._fork)"):
+    from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
+    from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as ProcessLauncher
+
+    DDPStrategy._configure_launcher  # noqa: B018
+"""The launcher that starts processes and brings their results home."""
+
+with needed_by("ooo_ddp and fused_optimizer_ddp, whose reductions are DDP's communication hook,"):
+    DDPStrategy._register_ddp_hooks  # noqa: B018
+
+
+class MomentsOfDDP(DDPStrategy):
+    """``ddp`` with names for two moments at which Lightning calls private methods."""
+
+    def register_hooks(self) -> None:
+        """The model is wrapped, and DDP takes a communication hook now; Lightning gives it the user's."""
+        super()._register_ddp_hooks()
+
+    def choose_launcher(self, launcher: Launcher | None) -> Launcher | None:
+        """What launches the fit, given what Lightning would take."""
+        return launcher
+
+    def _register_ddp_hooks(self) -> None:
+        self.register_hooks()
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        self._launcher = self.choose_launcher(read_private(self, "_launcher", "reports of spawned processes"))
+
+
+def start_method_of(strategy: DDPStrategy) -> Any:
+    """How ``ddp_spawn`` and ``ddp_fork`` start processes; for the reports that come home from them."""
+    return read_private(strategy, "_start_method", "the reports of strategies that start processes of their own")
+
+
+def user_comm_hook(strategy: DDPStrategy) -> tuple[Any, Any]:
+    """The communication hook that a ``ddp`` strategy was given, in its wrapper, and its state; for backward fusion."""
+    feature = "backward fusion beside a communication hook of the user's"
+    hook, state, wrapper = (
+        read_private(strategy, name, feature) for name in ("_ddp_comm_hook", "_ddp_comm_state", "_ddp_comm_wrapper")
+    )
+    return (wrapper(hook) if hook is not None and wrapper is not None else hook), state
+
+
+def ddp_options(strategy: DDPStrategy) -> dict[str, Any]:
+    """The keyword arguments for ``DistributedDataParallel``, the dictionary itself; for ooo_ddp's bucket size."""
+    options: dict[str, Any] = read_private(strategy, "_ddp_kwargs", "ooo_ddp, which chooses the size of DDP's buckets,")
+    return options
+
+
+def timeout_of(strategy: DDPStrategy) -> timedelta | None:
+    """Of collectives; for the process groups of ooo_ddp's and memory_budget_ddp's own."""
+    timeout: timedelta | None = read_private(
+        strategy, "_timeout", "ooo_ddp and memory_budget_ddp, whose own process groups have the strategy's timeout,"
+    )
+    return timeout
+
+
+def given_device(strategy: SingleDeviceStrategy) -> torch.device:
+    """The device that a single-device strategy was made for; for the strategies that take the Trainer's choice."""
+    device: torch.device = read_private(strategy, "_root_device", "the strategies for one device")
+    return device
+
+
+def skips_backward(trainer: Trainer) -> bool:
+    """Whether a callback takes the backward pass away (SWA's BatchNorm epoch); for memory budgets."""
+    feature = "memory budgets in StochasticWeightAveraging's BatchNorm epoch"
+    return bool(read_private(trainer.fit_loop, "_skip_backward", feature))
+
+
+def logged_step(trainer: Trainer) -> int:
+    """The loggers' x axis, as Lightning's monitors use it; for StepTimeline, PeakMemory and MemoryTimeline."""
+    feature = "the place of StepTimeline's and PeakMemory's numbers on the loggers' x axis"
+    return int(read_private(trainer.fit_loop.epoch_loop, "_batches_that_stepped", feature))
+
+
+def has_batch_norm(callback: StochasticWeightAveraging) -> bool:
+    """Whether SWA runs an epoch for BatchNorm, and steps once more after it; for backward fusion."""
+    return bool(read_private(callback, "_model_contains_batch_norm", "fusion beside StochasticWeightAveraging"))
+
+
+def averages_models(strategy: Strategy) -> bool:
+    """Whether ``ddp`` averages weights after the step (post-local SGD); for fusion."""
+    if not isinstance(strategy, DDPStrategy):
+        return False
+    return read_private(strategy, "_model_averager", "fusion beside post-local SGD") is not None
+
+
+@contextmanager
+def logging_as(module: LightningModule, hook: str) -> Iterator[None]:
+    """``module.log`` inside logs as it does in that hook; for memory budgets, which log after their sub-batches."""
+    name, feature = "_current_fx_name", "the logged values of memory budgets"
+    before = read_private(module, name, feature)
+    write_private(module, name, hook, feature)
+    try:
+        yield
+    finally:
+        write_private(module, name, before, feature)
+
+
+def sync_on_forward(metric: Metric, sync: bool) -> None:
+    """Let ``metric.compute()`` add up over ranks, or not; for metrics under memory budgets (torchmetrics)."""
+    write_private(metric, "_to_sync", sync, "metrics over ranks under memory budgets")
+
+
+def show_as_step_value(metric: Metric, value: Any) -> None:
+    """Make ``value`` what Lightning logs as the metric's value of this step; for memory budgets (torchmetrics)."""
+    write_private(metric, "_forward_cache", value, "the step's value of metrics under memory budgets")

@@ -1,0 +1,231 @@
+"""Canaries of the private names of Lightning, torchmetrics and Accelerate: see ``private_canaries``."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.compile import from_compiled
+from torch import nn
+from torchmetrics import MeanMetric
+
+from private_canaries import canary
+from retime.integrations.accelerate.accelerate_private import renew_captured_steps
+from retime.mechanisms import torch_private
+from retime.strategies.support import lightning_private
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+]
+
+
+def fit(*callbacks: Callback, model: BoringModel | None = None, steps: int = 3) -> Trainer:
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=steps,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=list(callbacks),
+    )
+    trainer.fit(model or BoringModel())
+    return trainer
+
+
+@canary("MomentsOfDDP", breaks="the reductions of ooo_ddp and fused_optimizer_ddp, and reports of spawned processes")
+def test_ddp_strategies_are_called_at_their_moments(monkeypatch):
+    called = []
+    monkeypatch.setattr(DDPStrategy, "_register_ddp_hooks", lambda self: called.append("lightning's hook"))
+
+    class Strategy(lightning_private.MomentsOfDDP):
+        def register_hooks(self):
+            called.append("ours")
+            super().register_hooks()
+
+        def choose_launcher(self, launcher):
+            called.append(type(launcher).__name__)
+            return launcher
+
+    strategy = Strategy(start_method="spawn")
+    Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, enable_progress_bar=False)
+    assert called == [lightning_private.ProcessLauncher.__name__]
+    strategy._register_ddp_hooks()
+    assert called[1:] == ["ours", "lightning's hook"]
+
+
+@canary("ProcessLauncher", "Launcher", "start_method_of", breaks="reports of fits in spawned processes")
+def test_reports_come_home_by_the_launcher():
+    assert lightning_private.start_method_of(DDPStrategy(start_method="fork")) == "fork"
+    assert issubclass(lightning_private.ProcessLauncher, lightning_private.Launcher)
+    for method in ("get_extra_results", "update_main_process_results"):
+        assert callable(getattr(lightning_private.ProcessLauncher, method))
+
+
+@canary("user_comm_hook", breaks="backward fusion beside a user's communication hook")
+def test_backward_fusion_finds_the_users_hook():
+    def hook(state, bucket):
+        return bucket
+
+    def wrapper(inner):
+        return inner, "wrapped"
+
+    assert lightning_private.user_comm_hook(DDPStrategy()) == (None, None)
+    assert lightning_private.user_comm_hook(DDPStrategy(ddp_comm_hook=hook, ddp_comm_state=1)) == (hook, 1)
+    wrapped = DDPStrategy(ddp_comm_hook=hook, ddp_comm_wrapper=wrapper)
+    assert lightning_private.user_comm_hook(wrapped) == ((hook, "wrapped"), None)
+
+
+@canary("ddp_options", breaks="ooo_ddp's choice of bucket sizes")
+def test_ooo_ddp_chooses_bucket_sizes(monkeypatch):
+    given = {}
+
+    def wrap(**options):
+        given.update(options)
+        return options["module"]
+
+    monkeypatch.setattr("lightning.pytorch.strategies.ddp.DistributedDataParallel", wrap)
+    strategy = DDPStrategy(accelerator="cpu")
+    lightning_private.ddp_options(strategy)["bucket_cap_mb"] = 3
+    monkeypatch.setattr(DDPStrategy, "determine_ddp_device_ids", lambda self: None)
+    strategy._setup_model(nn.Linear(1, 1))
+    assert given["bucket_cap_mb"] == 3
+
+
+@canary("timeout_of", breaks="the timeout of ooo_ddp's and memory_budget_ddp's own process groups")
+def test_own_groups_have_the_strategys_timeout():
+    assert lightning_private.timeout_of(DDPStrategy(timeout=timedelta(seconds=7))) == timedelta(seconds=7)
+
+
+@canary("given_device", breaks="the strategies for one device")
+def test_one_device_strategies_know_the_device():
+    assert lightning_private.given_device(SingleDeviceStrategy("cpu")) == torch.device("cpu")
+
+
+@canary("skips_backward", "has_batch_norm", breaks="fusion and memory budgets beside StochasticWeightAveraging")
+def test_swa_is_seen():
+    seen = []
+
+    class Look(Callback):
+        def on_train_batch_start(self, trainer, *_):
+            seen.append(lightning_private.skips_backward(trainer))
+
+    class Model(BoringModel):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(32)
+
+        def forward(self, x):
+            return self.layer(self.norm(x))
+
+        def train_dataloader(self):
+            return torch.utils.data.DataLoader(RandomDataset(32, 4), batch_size=2)
+
+    swa = StochasticWeightAveraging(1e-3, swa_epoch_start=1)
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        limit_train_batches=1,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[swa, Look()],
+    )
+    trainer.fit(Model())
+    assert lightning_private.has_batch_norm(swa)
+    assert seen[0] is False
+    assert seen[-1] is True
+
+
+@canary("logged_step", breaks="the place of StepTimeline's numbers on the loggers' x axis")
+def test_timelines_count_steps_as_loggers_do():
+    assert lightning_private.logged_step(fit(steps=3)) == 3
+
+
+@canary("averages_models", breaks="fusion beside post-local SGD")
+def test_post_local_sgd_is_seen():
+    strategy = DDPStrategy()
+    assert not lightning_private.averages_models(strategy)
+    assert not lightning_private.averages_models(SingleDeviceStrategy("cpu"))
+    strategy._model_averager = object()
+    assert lightning_private.averages_models(strategy)
+
+
+@canary("logging_as", breaks="the logged values of memory budgets")
+def test_memory_budgets_log_after_their_parts():
+    class Model(BoringModel):
+        def on_train_batch_end(self, *_):
+            with lightning_private.logging_as(self, "training_step"):
+                self.log("inside", 1.0)  # on_step=True is training_step's default, and not this hook's
+            self.log("outside", 1.0, on_step=False, on_epoch=True)
+
+    trainer = fit(model=Model())
+    assert trainer.callback_metrics["inside"] == 1
+
+
+@canary("sync_on_forward", breaks="metrics over ranks under memory budgets")
+def test_metrics_are_added_over_ranks_on_demand():
+    synced = []
+
+    class Metric(MeanMetric):
+        def sync(self, *args, should_sync=True, **kwargs):
+            synced.append(should_sync)
+
+    metric = Metric()
+    metric.update(1.0)
+    for sync in (False, True):
+        lightning_private.sync_on_forward(metric, sync)
+        metric._computed = None
+        metric.compute()
+    assert synced == [False, True]
+
+
+@canary("show_as_step_value", breaks="the step's value of metrics under memory budgets")
+def test_metrics_show_the_batchs_value():
+    class Model(BoringModel):
+        def __init__(self):
+            super().__init__()
+            self.metric = MeanMetric()
+
+        def training_step(self, batch, batch_idx):
+            self.metric(5.0)
+            lightning_private.show_as_step_value(self.metric, torch.tensor(7.0))
+            self.log("metric", self.metric, on_step=True, on_epoch=False)
+            return super().training_step(batch, batch_idx)
+
+    assert fit(model=Model()).callback_metrics["metric"] == 7
+
+
+@canary("has_compile_mark", breaks="forward fusion of LightningModules that are compiled")
+def test_forward_fusion_sees_compiled_lightning_modules():
+    model = BoringModel()
+    assert not torch_private.has_compile_mark(model)
+    assert torch_private.has_compile_mark(from_compiled(torch.compile(model, backend="eager")))
+
+
+@canary("renew_captured_steps", breaks="fusion under Accelerate with a gradient scaler")
+def test_accelerates_optimizer_calls_the_new_step(monkeypatch):
+    Accelerator(cpu=True)
+    called = []
+    inner = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    optimizer = AcceleratedOptimizer(inner, device_placement=False, scaler=torch.amp.GradScaler("cpu", enabled=False))
+    inner.step = lambda *_: called.append("ours")
+    renew_captured_steps(optimizer)
+    optimizer.step()
+    assert called == ["ours"]
+
+
+def test_a_private_attribute_that_is_gone_names_the_feature():
+    strategy = DDPStrategy()
+    del strategy._ddp_kwargs
+    with pytest.raises(torch_private.PrivateNameError, match="'_ddp_kwargs', which ooo_ddp"):
+        lightning_private.ddp_options(strategy)
