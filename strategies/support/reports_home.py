@@ -26,7 +26,7 @@ class ReportsHome(MomentsOfDDP):
 
     def choose_launcher(self, launcher: Launcher | None) -> Launcher | None:
         if isinstance(launcher, ProcessLauncher):
-            return _ReportingLauncher(self, start_method=start_method_of(self))  # type: ignore[arg-type]
+            return _ReportingLauncher(self, start_method=start_method_of(self))
         return launcher
 
 
