@@ -27,6 +27,7 @@ from retime.mechanisms.out_of_order import ALONE, K, KeptK, OutOfOrderDataParall
 from retime.strategies.support.ddp_arguments import MegaBytes, StartMethod, given
 from retime.strategies.support.ddp_hooks import hook_was_not_asked_for
 from retime.strategies.support.flavour import LightningOnly
+from retime.strategies.support.lightning_private import ddp_options, timeout_of
 from retime.strategies.support.reports_home import ReportsHome
 from retime.strategies.support.stepping import FusedStepping
 
@@ -154,8 +155,8 @@ class OOODataParallelStrategy(LightningOnly, ReportsHome):
             self._stepping.start(trainer)
 
     def configure_ddp(self) -> None:
-        if "bucket_cap_mb" not in self._ddp_kwargs and not self._is_alone:
-            self._ddp_kwargs["bucket_cap_mb"] = self._choose_bucket_size()
+        if "bucket_cap_mb" not in ddp_options(self) and not self._is_alone:
+            ddp_options(self)["bucket_cap_mb"] = self._choose_bucket_size()
         super().configure_ddp()
 
     def _choose_bucket_size(self) -> int:
@@ -172,10 +173,10 @@ class OOODataParallelStrategy(LightningOnly, ReportsHome):
     def _is_alone(self) -> bool:
         return self.world_size < 2
 
-    def _register_ddp_hooks(self) -> None:
+    def register_hooks(self) -> None:
         if self._is_alone:
             warnings.warn(f"strategy={self.strategy_name!r} has no effect: {ALONE}", NoEffectWarning, stacklevel=2)
-            super()._register_ddp_hooks()
+            super().register_hooks()
             return
         model = self.model
         assert isinstance(model, DistributedDataParallel)
@@ -192,7 +193,7 @@ class OOODataParallelStrategy(LightningOnly, ReportsHome):
             cross_iteration=self._cross_iteration,
             blocks=self._block_names,
             divide=self._divide,
-            timeout=self._timeout,
+            timeout=timeout_of(self),
             expects_loss=True,
             known_k=self._known_k,
         )
@@ -255,7 +256,7 @@ class OOODataParallelStrategy(LightningOnly, ReportsHome):
         kept = read_kept_k(checkpoint[CHECKPOINT_KEY]) if CHECKPOINT_KEY in checkpoint else None
         if kept is not None and kept.world_size == self.world_size:
             self._known_k = kept
-            self._ddp_kwargs.setdefault("bucket_cap_mb", kept.bucket_cap_mb)
+            ddp_options(self).setdefault("bucket_cap_mb", kept.bucket_cap_mb)
             if self._ooo is not None:
                 self._ooo.use_kept_k(kept)
         return checkpoint
