@@ -284,13 +284,21 @@ def wrapped(tmp_path) -> Iterator[DistributedDataParallel]:
         dist.destroy_process_group()
 
 
-@canary("has_rebuilt_buckets", breaks="knowing when DDP's buckets are final (ooo_ddp, memory_budget_ddp)")
+@canary("has_rebuilt_buckets", "GradBucket", breaks="knowing when DDP's buckets are final (ooo_ddp, memory_budget_ddp)")
 def test_out_of_order_knows_when_buckets_are_final(wrapped):
-    seen = []
+    seen, buckets = [], []
+
+    def hook(_: object, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buckets.append(bucket)
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
+
+    wrapped.register_comm_hook(None, hook)
     for _ in range(3):
         wrapped(torch.ones(1, 2)).sum().backward()
         seen.append(torch_private.has_rebuilt_buckets(wrapped))
     assert seen == [False, True, True]
+    assert isinstance(buckets[0], torch_private.GradBucket)
+    assert buckets[0].buffer().numel() == 6
 
 
 @canary("joins_uneven_inputs", breaks="ooo_ddp inside of DDP's join()")
