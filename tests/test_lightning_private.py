@@ -14,10 +14,10 @@ from lightning.pytorch.utilities.compile import from_compiled
 from torch import nn
 from torchmetrics import MeanMetric
 
-from private_canaries import canary
 from retime.integrations.accelerate.accelerate_private import renew_captured_steps
 from retime.mechanisms import torch_private
 from retime.strategies.support import lightning_private
+from support.private_canaries import canary
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
