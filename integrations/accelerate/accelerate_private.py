@@ -1,4 +1,4 @@
-"""The private names of Accelerate that retime uses, known in accelerate 1.10 to 1.15; no other file may use one."""
+"""The private names of Accelerate that retime uses, seen in accelerate 1.15; no other file may use one."""
 
 from __future__ import annotations
 

@@ -16,10 +16,10 @@ from retime.recipes.bppsa import convolutional_claims as claims
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison
 from retime.recipes.core.measure import PhaseClock, interleave, spread
+from retime.recipes.core.of_points import hardware_line, ratio
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import ConvolutionalSettings
-from retime.recipes.fusion.step_times import hardware_line, ratio
 
 VALUES, ALL = "values", "pattern and values"
 AUTOGRAD, NUMERICAL = "autograd, all columns", "finite differences, all columns"

@@ -29,12 +29,12 @@ from retime.recipes.core import charts
 from retime.recipes.core.build import build
 from retime.recipes.core.claims import Comparison, amount
 from retime.recipes.core.measure import interleave, middle_step
+from retime.recipes.core.of_points import hardware_line
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result
 from retime.recipes.core.schema import RecurrentSettings
 from retime.recipes.core.tables import label_of
 from retime.recipes.data import ArrayData
-from retime.recipes.fusion.step_times import hardware_line
 
 MOST_POINTS = 500
 """A stored curve has at most so many points, each the mean of a window of steps."""

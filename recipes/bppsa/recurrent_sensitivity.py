@@ -23,11 +23,11 @@ from retime.recipes.bppsa.recurrent import (
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Claim, Comparison, show
 from retime.recipes.core.measure import spread
+from retime.recipes.core.of_points import hardware_line
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result
 from retime.recipes.core.schema import RecurrentSettings
 from retime.recipes.core.tables import label_of
-from retime.recipes.fusion.step_times import hardware_line
 
 
 class Scaling(Recurrent):

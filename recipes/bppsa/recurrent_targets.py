@@ -20,10 +20,10 @@ from retime.recipes.bppsa.recurrent import BASELINE, OURS, Recurrent, label, rat
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, Target
 from retime.recipes.core.measure import PhaseClock, Spread, interleave, middle_step, speedup, spread
+from retime.recipes.core.of_points import hardware_line
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import RecurrentSettings
-from retime.recipes.fusion.step_times import hardware_line
 from retime.recipes.models.recurrent import CELLS
 
 LEAST_OF_GRID = 0.95

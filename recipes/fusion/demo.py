@@ -16,11 +16,11 @@ from retime.recipes.core import charts
 from retime.recipes.core.build import build, build_model
 from retime.recipes.core.claims import amount, show
 from retime.recipes.core.measure import interleave, spread
+from retime.recipes.core.of_points import hardware_line, ratio
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import FusionSettings
 from retime.recipes.core.trainer_loop import Batch, Training, train
-from retime.recipes.fusion.step_times import hardware_line, ratio
 from retime.recipes.fusion.trainer import trainer_run
 from retime.recipes.models import parameter_count
 

@@ -12,6 +12,7 @@ import numpy as np
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Claim, Comparison, amount
 from retime.recipes.core.measure import Spread, speedup, spread
+from retime.recipes.core.of_points import hardware_line, ratio
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result
 from retime.recipes.core.schema import FusionSettings
@@ -22,11 +23,9 @@ from retime.recipes.fusion.step_times import (
     OURS,
     StepTimes,
     difference,
-    hardware_line,
     label,
     like_the_paper,
     measured,
-    ratio,
     strongest_peer,
 )
 from retime.recipes.fusion.variants import PHASES

@@ -18,10 +18,10 @@ from retime.recipes.core import charts
 from retime.recipes.core.build import build_batches, build_model
 from retime.recipes.core.claims import show
 from retime.recipes.core.measure import PhaseClock, interleave, middle_step, speedup
+from retime.recipes.core.of_points import hardware_line
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import FusionSettings
-from retime.recipes.fusion.step_times import hardware_line
 from retime.recipes.fusion.variants import VARIANTS, BareLoop
 
 AFTER, OWN, ROTATING, SAME = "after the backward pass", "at once, a place each", "at once, 3 places", "at once, 1 place"

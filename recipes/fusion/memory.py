@@ -14,10 +14,11 @@ from retime.recipes.core import charts
 from retime.recipes.core.claims import amount
 from retime.recipes.core.fresh import run_fresh
 from retime.recipes.core.measure import spread
+from retime.recipes.core.of_points import hardware_line
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Result, Row
 from retime.recipes.core.schema import FusionSettings
-from retime.recipes.fusion.step_times import hardware_line, label
+from retime.recipes.fusion.step_times import label
 from retime.recipes.fusion.variants import choose_variants
 
 MIB = 2**20

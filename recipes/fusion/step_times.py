@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from retime.recipes.core.build import KernelUnavailable, build_batches, build_model
-from retime.recipes.core.measure import Spread, interleave, speedup, spread
+from retime.recipes.core.measure import Spread, interleave, spread
 from retime.recipes.core.recipe import Measured, Recipe, Tick
-from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.results import Point, Row
 from retime.recipes.core.schema import FusionSettings
 from retime.recipes.fusion.variants import PHASES, VARIANTS, BareLoop, choose_variants, kernel_flags
 from retime.recipes.models import parameter_count, parameters_per_layer
@@ -80,13 +80,6 @@ def strongest_peer(point: Point) -> str | None:
     return min(peers, key=lambda name: spread(point.values(name, "step")).median, default=None)
 
 
-def ratio(point: Point, reference: str | None, variant: str) -> Spread | None:
-    """How many times faster `variant` steps than `reference`; None if one of them was not measured."""
-    if reference is None or not point.has(reference, "step") or not point.has(variant, "step"):
-        return None
-    return speedup(point.values(reference, "step"), point.values(variant, "step"))
-
-
 def like_the_paper(point: Point, mode: str) -> str:
     """The variant that stands for the paper's `mode`-fusion: the baseline's kernel if it was measured apart."""
     name = f"retime_{mode}_default"
@@ -108,11 +101,3 @@ def difference(point: Point, one: tuple[str, str], other: tuple[str, str]) -> Sp
 def label(variant: str) -> str:
     """A variant's name for people."""
     return VARIANTS[variant].label if variant in VARIANTS else variant
-
-
-def hardware_line(result: Result) -> str:
-    """Short name of the machine of the first point, for a chart's title."""
-    hardware = result.points[0].hardware
-    cores = result.points[0].settings.get("hardware", {}).get("cores")
-    name = hardware.get("accelerator", hardware.get("processor", "unknown machine"))
-    return f"{name}, {cores} core{'s' if cores != 1 else ''}" if cores else name

@@ -18,12 +18,13 @@ from retime.recipes.core.build import build_batches, build_model
 from retime.recipes.core.claims import Comparison, Target, show
 from retime.recipes.core.fresh import run_fresh
 from retime.recipes.core.measure import Spread, interleave, spread
+from retime.recipes.core.of_points import hardware_line, ratio
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import FusionSettings
 from retime.recipes.core.trainer_loop import Batch, Run, Training, train
 from retime.recipes.fusion.claims import PAPER
-from retime.recipes.fusion.step_times import StepTimes, hardware_line, label, ratio, strongest_peer
+from retime.recipes.fusion.step_times import StepTimes, label, strongest_peer
 from retime.recipes.fusion.variants import VARIANTS
 from retime.recipes.models import parameter_count
 
