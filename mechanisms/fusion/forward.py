@@ -75,7 +75,7 @@ class ForwardFusion:
         if isinstance(model, DistributedDataParallel):
             # gradients may live in DDP's buckets, which the coming backward pass overwrites
             self._handles.append(model.register_forward_hook(_FlushAfter(self)))
-        compilation_callbacks.register_start_callback(self._on_compilation)
+        self._hear_of_compilations()
         self._handles.append(optimizer.register_state_dict_pre_hook(lambda _: self.flush()))
         self._handles.append(optimizer.register_load_state_dict_pre_hook(lambda *_: self.flush()))
         self._step = ReplacedMethod(optimizer, "step", self._deferred_step)
@@ -108,6 +108,7 @@ class ForwardFusion:
         if reason is not None:
             return self._plain_step(reason, loss)
         self._settle_others()
+        self._hear_of_compilations()
         stepped = [p for p in parameters_of(self.optimizer) if gradient_of(p) is not None]
         deferred = [p for p in stepped if self._can_defer(p)]
         if stepped and not deferred:
@@ -121,6 +122,11 @@ class ForwardFusion:
         self._report.steps += 1
         self._report.fused_updates += len(deferred)
         return loss
+
+    def _hear_of_compilations(self) -> None:
+        """Compiled code reads parameters unseen; ``torch._dynamo.reset()`` forgets whom to tell."""
+        if self._on_compilation not in compilation_callbacks.start_callbacks:
+            compilation_callbacks.register_start_callback(self._on_compilation)
 
     def _settle_others(self) -> None:
         """Another optimizer's updates of the same parameters come first."""
@@ -202,7 +208,8 @@ class ForwardFusion:
             return
         self._removed = True
         self.flush()
-        compilation_callbacks.remove_start_callback(self._on_compilation)
+        if self._on_compilation in compilation_callbacks.start_callbacks:
+            compilation_callbacks.remove_start_callback(self._on_compilation)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

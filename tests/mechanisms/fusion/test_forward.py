@@ -402,3 +402,34 @@ def test_compiling_after_fusing(compile_late: Callable[[nn.Module], Callable[[Te
     plain, ours = loop(None), loop("forward")
     assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
     torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.filterwarnings("ignore::FutureWarning:torch")
+def test_compiling_after_dynamo_was_reset() -> None:
+    def loop(mode: str | None) -> list[Tensor]:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        fusion = fuse_optimizer(model, optimizer, mode) if mode else None
+        losses = []
+        run: Callable[[Tensor], Tensor] = lambda x: model(x).square().mean()  # noqa: E731
+        for i, x in enumerate(batches(5)):
+            if i == 1:
+                torch._dynamo.reset()  # forgets whom to tell of compilations
+            if i == 2:
+                run = torch.compile(lambda x: model(x).square().mean(), backend="aot_eager")
+            loss = run(x)
+            losses.append(loss.detach())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if fusion:
+            torch._dynamo.reset()
+            fusion.remove()
+        return losses
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NoEffectWarning)
+        plain, ours = loop(None), loop("forward")
+    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+    torch._dynamo.reset()
