@@ -1,6 +1,5 @@
 """``solver="auto"``: the cost model behind it, how it is fitted, and how a user overrides it."""
 
-import dataclasses
 import math
 
 import pytest
@@ -90,4 +89,4 @@ def test_calibrate_measures_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
     model = calibrate(cells=("RNN", "LSTM"), repeats=1)
     assert set(model.coefficients) == {f"{cell} {way}" for cell in ("RNN", "LSTM") for way in WAYS}
     assert all(value >= 0 for row in model.coefficients.values() for value in row)
-    assert dataclasses.is_dataclass(model)
+    assert all(any(value > 0 for value in row) for row in model.coefficients.values())  # no way takes no time at all

@@ -69,7 +69,7 @@ def test_gradients_that_stay_are_planned_for() -> None:
     step.gradients = "kept"
     kept = step.plan(lambda part: model(part).mean(), batch)
     assert kept.choice.plan.offload >= freed.choice.plan.offload
-    assert kept.choice.tensor_bytes > freed.choice.tensor_bytes or kept.choice.plan != freed.choice.plan
+    assert kept.choice.tensor_bytes > freed.choice.tensor_bytes
     step.gradients = "freed"
     assert step.plan(lambda part: model(part).mean(), batch) is freed
     step.remove()
