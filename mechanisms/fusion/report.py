@@ -51,6 +51,25 @@ class FusionReport:
             text += f"; plain steps: {reasons}"
         return text
 
+    def followed_by(self, later: "FusionReport") -> "FusionReport":
+        """One report of two times in which the same parameters were fused: counts add up, sizes and peaks do not."""
+        plain = self.plain_steps | later.plain_steps
+        return FusionReport(
+            self.mode,
+            parameters=max(self.parameters, later.parameters),
+            steps=self.steps + later.steps,
+            fused_updates=self.fused_updates + later.fused_updates,
+            late_updates=self.late_updates + later.late_updates,
+            buckets=self.buckets + later.buckets,
+            largest_bucket_bytes=max(self.largest_bucket_bytes, later.largest_bucket_bytes),
+            peak_gradient_bytes=max(self.peak_gradient_bytes, later.peak_gradient_bytes),
+            held_back={
+                reason: max(self.held_back.get(reason, 0), later.held_back.get(reason, 0))
+                for reason in self.held_back | later.held_back
+            },
+            plain_steps={one: self.plain_steps.get(one, 0) + later.plain_steps.get(one, 0) for one in plain},
+        )
+
     def note_plain(self, reason: str) -> None:
         """Count one step that ran the plain way."""
         self.plain_steps[reason] = self.plain_steps.get(reason, 0) + 1

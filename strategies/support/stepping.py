@@ -68,6 +68,9 @@ class FusedStepping:
         self._side_stream = side_stream
         self._fusions: dict[Optimizer, BackwardFusion | ForwardFusion] = {}
         self._plain = FusionReport(mode=self.mode)
+        """Of fits that have ended, and steps that ran the plain way."""
+        self._dropped: dict[Optimizer, FusionReport] = {}
+        """Of this fit's fusions that have ended: their optimizers may be fused again."""
         self._warned: set[str] = set()
         self._modules: list[tuple[str, nn.Module]] = []
         self._owners: tuple[LightningModule | Callback, ...] = ()
@@ -76,7 +79,7 @@ class FusedStepping:
     def __getstate__(self) -> dict[str, Any]:
         """A copy, made in the middle of a fit too, has the counts; it fuses the copied optimizers by itself."""
         self.flush()
-        state = self.__dict__ | {"_fusions": {}, "_plain": self.report(), "_modules": [], "_owners": ()}
+        state = self.__dict__ | {"_fusions": {}, "_plain": self.report(), "_dropped": {}, "_modules": [], "_owners": ()}
         if self.reduction is not None:
             state |= {"reduction": None, "no_reduction": "a copy of DDP's model has no reduction hook before a fit"}
         return state
@@ -248,13 +251,19 @@ class FusedStepping:
         """Bring all parameters up to date and leave no hook behind; counts stay for :meth:`report`."""
         for optimizer in list(self._fusions):
             self._drop(optimizer)
+        self._plain = self.report()
+        self._dropped.clear()
         self._modules, self._owners = [], ()
         self.reduction = self.no_reduction = None
 
     def _drop(self, optimizer: Optimizer) -> None:
         fusion = self._fusions.pop(optimizer)
         fusion.remove()
-        self._plain = _sum([self._plain, fusion.report()])
+        self._dropped[optimizer] = self._report_of(optimizer, fusion)
+
+    def _report_of(self, optimizer: Optimizer, fusion: BackwardFusion | ForwardFusion) -> FusionReport:
+        before = self._dropped.get(optimizer)
+        return fusion.report() if before is None else before.followed_by(fusion.report())
 
     def take_report(self, report: FusionReport) -> None:
         """Go on from the counts of a fit that another process has run."""
@@ -262,7 +271,8 @@ class FusedStepping:
 
     def report(self) -> FusionReport:
         """What was fused, over all optimizers."""
-        return _sum([self._plain, *(fusion.report() for fusion in self._fusions.values())])
+        now = self._dropped | {one: self._report_of(one, fusion) for one, fusion in self._fusions.items()}
+        return self._plain.followed_by(_sum(now.values()) if now else FusionReport(mode=self.mode))
 
 
 def _why_not_in_backward(trainer: Trainer, module: LightningModule) -> str | None:
@@ -305,13 +315,16 @@ def _gradient_reader(owners: tuple[LightningModule | Callback, ...]) -> str | No
 
 
 def _sum(reports: Iterable[FusionReport]) -> FusionReport:
-    first, *others = reports
-    total = dataclasses.replace(first, plain_steps=dict(first.plain_steps), held_back=dict(first.held_back))
+    """Of several optimizers, whose gradients are alive at the same time."""
+    total, *others = reports
     for report in others:
-        for name in ("parameters", "steps", "fused_updates", "late_updates", "buckets", "peak_gradient_bytes"):
-            setattr(total, name, getattr(total, name) + getattr(report, name))
-        total.largest_bucket_bytes = max(total.largest_bucket_bytes, report.largest_bucket_bytes)
-        for sums, counts in ((total.plain_steps, report.plain_steps), (total.held_back, report.held_back)):
-            for reason, count in counts.items():
-                sums[reason] = sums.get(reason, 0) + count
+        total = dataclasses.replace(
+            total.followed_by(report),
+            parameters=total.parameters + report.parameters,
+            peak_gradient_bytes=total.peak_gradient_bytes + report.peak_gradient_bytes,
+            held_back={
+                reason: total.held_back.get(reason, 0) + report.held_back.get(reason, 0)
+                for reason in total.held_back | report.held_back
+            },
+        )
     return total

@@ -118,6 +118,20 @@ def test_nothing_is_left_after_the_fit() -> None:
         assert mine.step.__wrapped__.__qualname__ == theirs.step.__wrapped__.__qualname__  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("strategy", ["fused_optimizer", "fused_optimizer_forward"])
+def test_a_second_fit_adds_steps_and_no_parameters(strategy: str) -> None:
+    chosen = trainer(strategy=strategy)
+    model = BoringModel()
+    chosen.fit(model)
+    once = chosen.strategy.report()  # type: ignore[attr-defined]
+    chosen.fit_loop.epoch_loop.max_steps = 4
+    chosen.fit(model)
+    twice = chosen.strategy.report()  # type: ignore[attr-defined]
+    assert (once.steps, twice.steps) == (2, 4)
+    assert once.parameters == twice.parameters == 2
+    assert twice.peak_gradient_bytes == once.peak_gradient_bytes
+
+
 PYTORCH_LIGHTNING = """
 import warnings; warnings.simplefilter("ignore")
 import pytorch_lightning, retime
