@@ -76,6 +76,12 @@ class FusedOptimizer:
             )
 
         self._accelerator.clip_grad_norm_ = clip_grad_norm_
+        self._guards().append(self)
+
+    def _guards(self) -> list[Any]:
+        """The fusions of this accelerator's optimizers that global-norm clipping must not meet."""
+        guards: list[Any] = self._accelerator.__dict__.setdefault("_retime_norm_guards", [])
+        return guards
 
     def flush(self) -> None:
         """Forward mode: run all pending updates now, for readers that hold an alias of a parameter's memory."""
@@ -95,5 +101,8 @@ class FusedOptimizer:
         """Bring all parameters up to date and take everything off again."""
         self._fusion.remove()
         note_gone(self._optimizer, self._mechanism)
-        self._accelerator.__dict__.pop("clip_grad_norm_", None)
+        if self in self._guards():
+            self._guards().remove(self)
+            if not self._guards():
+                self._accelerator.__dict__.pop("clip_grad_norm_", None)
         renew_captured_steps(self._optimizer)

@@ -164,3 +164,16 @@ def test_bad_input() -> None:
     accelerator.state.distributed_type = "FSDP"
     with pytest.raises(ValueError, match="owns the optimizer's step"):
         FusedOptimizer(accelerator, model, optimizer)
+
+
+def test_removing_one_of_two_fusions_leaves_the_others_guard() -> None:
+    accelerator, model, optimizer, *_ = prepared()
+    other = network()
+    other, second = accelerator.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    fusions = [FusedOptimizer(accelerator, model, optimizer), FusedOptimizer(accelerator, other, second)]
+    fusions[0].remove()
+    fusions[0].remove()
+    with pytest.raises(RuntimeError, match="global norm"):
+        accelerator.clip_grad_norm_(other.parameters(), 1.0)
+    fusions[1].remove()
+    accelerator.clip_grad_norm_(other.parameters(), 1.0)
