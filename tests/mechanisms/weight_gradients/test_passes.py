@@ -318,3 +318,14 @@ def test_stand_ins_share_no_memory_once_no_backward_pass_can_come() -> None:
         loss.backward()
         counts.append(has_alias(model[1].weight))  # type: ignore[index]
     assert counts == [True, False]
+
+
+def test_stand_ins_share_no_memory_where_nothing_was_cut() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())  # small: its weight gradient is handed on
+    deferral = WeightGradientDeferral(model, k=1)
+    for number in range(3):
+        loss = model(micro_batch(number).requires_grad_()).square().mean()
+        deferral.watch(loss)
+        loss.backward()  # the graph lives on in the loss
+        assert not has_alias(model[0].weight)  # type: ignore[arg-type]
+    assert deferral.held_gradients > 0
