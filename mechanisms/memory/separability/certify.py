@@ -272,7 +272,7 @@ def _concluded(
     verdicts = [(weighting, judge(weighting, probes, epsilon)) for weighting in candidates]
     fitting = [(weighting, verdict) for weighting, verdict in verdicts if verdict.fits]
     best = min((verdict for _, verdict in verdicts), key=lambda verdict: verdict.error)
-    changed = sorted({name for probe in probes for name in probe.changed_differently()})
+    changed = sorted({name for probe in probes for name in probe.changed_differently(best.tolerance)})
     if changed:
         layers = tuple(dict.fromkeys(name.rpartition(".")[0] for name in changed))
         reason = (

@@ -60,7 +60,6 @@ class Probe:
 
     full: Run
     cases: list[Case] = field(default_factory=list)
-    tolerance: float = 1e-3
 
     def flow(self) -> tuple[FlowVerdict, Any]:
         """What the flow of values through the whole and through a part of it shows, and that part."""
@@ -71,8 +70,12 @@ class Probe:
             return first
         return next((found for found in verdicts if not found[0].other_operations), first)
 
-    def changed_differently(self) -> list[str]:
-        """Parameters and buffers that are not the same after the parts as after the whole."""
+    def changed_differently(self, tolerance: float) -> list[str]:
+        """Parameters and buffers that are not the same after the parts as after the whole, but for rounding.
+
+        Args:
+            tolerance: relative; a power iteration, of spectral norm for one, changes little when it has converged.
+        """
         found = []
         for case in self.cases:
             after: dict[str, Tensor] = {}
@@ -80,7 +83,7 @@ class Probe:
                 after |= run.changed
             for name in {**self.full.changed, **after}:
                 whole, parts = self.full.changed.get(name), after.get(name)
-                if whole is None or parts is None or not _alike(whole, parts, self.tolerance):
+                if whole is None or parts is None or not _alike(whole, parts, tolerance):
                     found.append(name)
         return found
 

@@ -227,6 +227,18 @@ def test_power_iterations_that_go_on_from_part_to_part_are_found() -> None:
     assert not certify(lambda x: model(x).square().mean(), torch.randn(6, 16), model).separable
 
 
+def test_power_iterations_are_found_where_they_have_nearly_converged() -> None:
+    torch.manual_seed(0)
+    model = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 8))
+    change = 1.0
+    while change > 3e-4:
+        before = model.parametrizations.weight[0]._u.clone()
+        model(torch.zeros(1, 16))
+        change = float((model.parametrizations.weight[0]._u - before).abs().max())
+
+    assert not certify(lambda x: model(x).sum(), torch.randn(6, 16), model).separable
+
+
 @pytest.mark.parametrize("samples", [1, 9])
 def test_a_probe_takes_two_to_eight_samples(samples: int) -> None:
     with pytest.raises(ValueError, match="2 to 8"):
