@@ -1,6 +1,5 @@
 """What a scenario may do: build a Trainer with the row's strategy, fit, and keep what should be equal."""
 
-import logging
 import random
 import re
 import warnings
@@ -19,6 +18,7 @@ from contract.models import BATCH, FEATURES
 from contract.record import Record, snapshot
 from contract.rows import Row
 from retime.mechanisms.no_effect import NoEffectWarning
+from support.quiet import only_errors_logged
 
 KNOWN_WARNINGS = {
     "does not have many workers": "the data is tiny, worker processes would only cost time",
@@ -194,23 +194,9 @@ def run(row: Row, scenario: Scenario, folder: Path, world_size: int = 1) -> Reco
     random.seed(0)
     torch.manual_seed(0)
     bench = Bench(row, scenario, folder, world_size)
-    with _only_known_warnings(bench.record), _only_errors_logged():
+    with _only_known_warnings(bench.record), only_errors_logged():
         scenario.drive(bench)
     return bench.record
-
-
-@contextmanager
-def _only_errors_logged() -> Iterator[None]:
-    """Otherwise each Trainer prints five lines."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """Random models in a Trainer: the same spec as a LightningModule, and a fit under any strategy."""
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +23,7 @@ from contract.random_models.training import (
     make_schedule,
 )
 from contract.record import snapshot
+from support.quiet import only_errors_logged
 
 
 class Module(LightningModule):
@@ -114,8 +114,10 @@ class Fit(Way):
 
     def fit(self, spec: Spec, order: Order = as_given, strategy: Any = None) -> dict[str, Any]:
         """Train; returns what is left behind."""
-        for name in ("lightning.pytorch", "lightning.fabric"):
-            logging.getLogger(name).setLevel(logging.ERROR)
+        with only_errors_logged():
+            return self._fit(spec, order, strategy)
+
+    def _fit(self, spec: Spec, order: Order, strategy: Any) -> dict[str, Any]:
         training = spec.training
         module = (Module if training.to_none else ZeroingModule)(spec)
         self.model = module.net
