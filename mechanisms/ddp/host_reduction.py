@@ -42,7 +42,11 @@ class HostReduction:
         self._slot = comm_hook_of(model)
         self._slot.take(self, "a reduction in host memory", "use reduce_on='device', or leave out the other hook")
         self._ranks = dist.get_world_size(model.process_group)
-        self._reducer = HostReducer(next(iter(devices), "cpu"), model.process_group, timeout)
+        try:
+            self._reducer = HostReducer(next(iter(devices), "cpu"), model.process_group, timeout)
+        except BaseException:  # another rank that has died, say: buckets must not come here
+            self._slot.give_back(self)
+            raise
         self._closed = False
 
     @property

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from retime.mechanisms.ddp import HostReduction, comm_hook_of
+from retime.mechanisms.ddp import HostReduction, comm_hook_of, host_reduction
 from retime.mechanisms.ddp.reducers import DeviceReducer, HostReducer, Reducer
 from retime.mechanisms.fusion import fuse_optimizer
 from retime.mechanisms.out_of_order import OutOfOrderDataParallel, data_parallel
@@ -129,3 +129,16 @@ def test_reducers_sum(make: Any) -> None:
     for _ in range(2):
         assert torch.equal(reducer.start(0, values).wait(), torch.arange(4.0))
     reducer.close()
+
+
+def test_a_reduction_that_cannot_be_made_leaves_the_slot_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("no group")
+
+    model, plain = wrapped(), wrapped()
+    with monkeypatch.context() as patch:
+        patch.setattr(host_reduction, "HostReducer", fails)
+        with pytest.raises(RuntimeError, match="no group"):
+            HostReduction(model)
+    assert comm_hook_of(model).owner is None
+    assert all(torch.equal(*both) for both in zip(gradients(model), gradients(plain), strict=True))
