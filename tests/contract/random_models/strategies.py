@@ -47,9 +47,9 @@ class _Tight(Fit):
             patch.object(step_planner, "calibrate", lambda *_, **__: costs),
             patch.object(step_planner.PlanTrial, "step_ms", lambda *_: None),
         ):
-            return self._fit(spec, order)
+            return self._in_little(spec, order)
 
-    def _fit(self, spec: Spec, order: Order) -> dict[str, Any]:
+    def _in_little(self, spec: Spec, order: Order) -> dict[str, Any]:
         try:
             return super().fit(spec, order, MemoryBudgetStrategy(budget=1))
         except BudgetError as refused:
