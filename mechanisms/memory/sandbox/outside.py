@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,12 +23,12 @@ from retime.mechanisms.torch_private import (
     OpOverload,
     base_of,
     schema_of,
-    tree_leaves,
     without_dispatch_modes,
 )
 
 __all__ = ["Outside"]
 
+_USED = (Tensor, torch.Generator)
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -128,10 +129,9 @@ class Outside:
 
     def made(self, out: object, given: object) -> None:
         """An operation returned this: storages that none of its arguments has are new."""
-        new, old = (
-            storage_keys(leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)) for tree in (out, given)
-        )
-        self._mine |= new - old
+        new = storage_keys(_leaves(out, Tensor)) - self._mine
+        if new:
+            self._mine |= new - storage_keys(_leaves(given, Tensor))
 
     def _keep(self, key: int, tensor: Tensor) -> None:
         if key not in self._stored:
@@ -146,6 +146,27 @@ class Outside:
                 self._bound[id(tensor)] = tensor, tensor.detach()
 
 
+@cache
+def _declared(func: OpOverload) -> tuple[tuple[str, bool], ...]:
+    """An operator's arguments: their names, and whether it writes into them."""
+    schema = schema_of(func)
+    unsaid = "batch_norm" in schema.name  # its kernels do not say that they write into running statistics
+    return tuple(
+        (one.name, unsaid or (one.alias_info is not None and one.alias_info.is_write)) for one in schema.arguments
+    )
+
+
+def _leaves(value: object, kind: Any) -> Iterator[Any]:
+    """What of this kind an operator is given or returns, alone or in lists; every operator call comes by here."""
+    if isinstance(value, kind):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _leaves(one, kind)
+    elif isinstance(value, dict):
+        yield from _leaves(tuple(value.values()), kind)
+
+
 class _Watch(Onlooker):  # type: ignore[no-untyped-call]
     def __init__(self, outside: Outside) -> None:
         super().__init__()
@@ -157,12 +178,10 @@ class _Watch(Onlooker):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload) or func is torch.ops.aten.detach.default:
             return func(*args, **kwargs)
-        declared = schema_of(func).arguments
-        named = [*zip(declared, args, strict=False), *((one, kwargs.get(one.name)) for one in declared[len(args) :])]
-        unsaid = "batch_norm" in schema_of(func).name  # its kernels do not say that they write into running statistics
-        for argument, value in named:
-            written = unsaid or (argument.alias_info is not None and argument.alias_info.is_write)
-            for leaf in tree_leaves(value):
+        declared = _declared(func)
+        named = [*zip(declared, args, strict=False), *((one, kwargs.get(one[0])) for one in declared[len(args) :])]
+        for (_, written), value in named:
+            for leaf in _leaves(value, _USED):
                 self._outside.about_to_use(leaf, written)
         out = func(*args, **kwargs)
         self._outside.made(out, () if func is torch.ops.aten.lift_fresh.default else (args, kwargs))  # torch.tensor()
