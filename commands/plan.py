@@ -34,14 +34,16 @@ that none is known (2).
 
 import argparse
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from retime.commands.plan_job import Job, job_of
 from retime.mechanisms.byte_sizes import show_bytes
@@ -76,8 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _check_device(options.device)
         sharing = _check_ranks(options)
-        job = job_of(options, words)
+        _check_outcome(options)
         budget = parse_budget(options.budget, options.device, sharing)
+        job = job_of(options, words)
+        if not job.optimizers:
+            _progress("no optimizer is known, so its states are not counted: give --optimizer")
         limit = TimeLimit(options.seconds)
         with limit.alarmed():
             ask = partial(_planned, job, options.host, options.batchnorm, _data_parallel(options, job), limit)
@@ -90,12 +95,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     except ModuleNotFoundError as error:
         extra = (error.name or "").partition(".")[0] in _OF_RECIPES
-        print(f"retime plan: {error}{_INSTALL if extra else ''}", file=sys.stderr)
-    except (ValueError, TypeError, OSError, ImportError, AttributeError) as error:
-        print(f"retime plan: {error}", file=sys.stderr)
-    except Exception:  # the user's own step, most likely: where it happened is what they need
+        _say_error(error, _INSTALL if extra else ": is the folder right, and the environment?")
+    except (ValueError, TypeError, OSError, ImportError, AttributeError, MisconfigurationException) as error:
+        _say_error(error)
+    except Exception as error:  # the user's own step, most likely: how it came about is what they need
         traceback.print_exc()
+        _say_error(error)
     return 2
+
+
+def _say_error(error: Exception, more: str = "") -> None:
+    """One line: what was wrong, and where if that was in code of the user's."""
+    text = " ".join(str(error).split())
+    place = _users_place(error)
+    print(f"retime plan: {f'{place}: {type(error).__name__}: ' if place else ''}{text}{more}", file=sys.stderr)
+
+
+def _users_place(error: Exception) -> str:
+    """The innermost line that belongs neither to this package nor to an installed one; "" if there is none."""
+    found = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__"))
+        installed = "site-packages" in file or file.startswith(("<", *sysconfig.get_paths().values()))
+        if not installed and not module.startswith("retime."):
+            found = f"{file}, line {line}, in {frame.f_code.co_name}"
+    return found
 
 
 def plan(
@@ -237,8 +261,15 @@ def _parsed(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[s
     return options, [*options.words, *more]
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"retime plan: {message}; `retime plan --help` lists what there is\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="retime", description="Re-order one training step.")
+    parser = _Parser(prog="retime", description="Re-order one training step.")
     command = parser.add_subparsers(required=True, metavar="plan").add_parser(
         "plan", help="what a byte budget does to a training step, without training", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -299,11 +330,21 @@ def _data_parallel(options: argparse.Namespace, job: Job) -> dict[str, Any]:
     return {"buckets": "gradients" if options.gradient_as_bucket_view else "beside", "reduction_bytes": sums}
 
 
+def _check_outcome(options: argparse.Namespace) -> None:
+    """Before minutes of planning, what would show after them."""
+    if options.seconds is not None and not options.seconds >= 0:
+        raise ValueError(f"--seconds {options.seconds:g}: give 0 or more")
+    if options.save is not None and not options.save.absolute().parent.is_dir():
+        raise ValueError(f"--save {options.save}: there is no folder {options.save.parent}; make it first")
+
+
 def _check_device(name: str) -> None:
     try:
         device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"--device {name}: {error}") from None
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device {name}: give cpu, cuda or cuda:<number>")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"--device {name}: torch sees {torch.cuda.device_count()} CUDA devices here; use cpu")
 

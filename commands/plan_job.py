@@ -1,9 +1,11 @@
 """What `retime plan` plans: a model, a batch, its loss and its optimizers, from a function's name or a config."""
 
 import argparse
+import contextlib
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,9 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
+from torch.utils.data import DataLoader
 
+from retime.commands.plan_reference import called
 from retime.mechanisms.memory.dry_run import Gradients
 from retime.mechanisms.torch_private import tree_map
 
@@ -47,7 +51,13 @@ def job_of(options: argparse.Namespace, words: Sequence[str]) -> Job:
     """
     if options.accumulate < 1:
         raise ValueError(f"--accumulate {options.accumulate}: a step takes gradients of 1 batch or more")
+    if options.batch is not None and options.batch < 1:
+        raise ValueError(f"--batch {options.batch}: give 1 or more")
     job = _from_config(options, words) if options.config else _from_reference(options, words)
+    is_lightning = isinstance(job.model, LightningModule)
+    if options.optimizer and is_lightning and is_overridden("configure_optimizers", job.model):
+        kind = type(job.model).__name__
+        raise ValueError(f"--optimizer {options.optimizer}: {kind} has a configure_optimizers, so drop --optimizer")
     if options.accumulate > 1:
         job.gradients = "kept"
     return job
@@ -57,17 +67,17 @@ def _from_reference(options: argparse.Namespace, words: Sequence[str]) -> Job:
     if len(words) != 1 or ":" not in words[0]:
         raise ValueError(f"{' '.join(words)!r} names no model: write package.module:function, or give --config FILE")
     (reference,) = words
-    module, _, name = reference.partition(":")
-    function = getattr(importlib.import_module(module), name)
-    takes = "batch_size" in inspect.signature(function).parameters
-    made = function(**({"batch_size": options.batch} if takes and options.batch else {}))
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-        raise ValueError(f"{reference} returned a {type(made).__name__}: return (model, batch)")
-    model, batch = made
+    model, batch = called(reference, options.batch)
+    if next(model.parameters(), None) is None:
+        raise ValueError(f"{reference} returned a {type(model).__name__} without parameters: nothing of it is trained")
     model = model.to(options.device).train()
-    batch = _on(options.device, _first_batch(batch) if isinstance(batch, LightningDataModule) else batch)
+    if isinstance(batch, LightningDataModule):
+        batch = _first_batch(batch)
+    elif isinstance(batch, DataLoader):
+        batch = next(iter(batch))
+    batch = _on(options.device, batch)
     if isinstance(model, LightningModule):
-        return _lightning_job(model, batch, None)
+        return _lightning_job(model, batch, _optimizer_block(options))
     return _supervised_job(model, batch, _optimizer_block(options))
 
 
@@ -161,13 +171,33 @@ def _on(device: torch.device | str, batch: Any) -> Any:
 
 
 def _optimizer_block(options: argparse.Namespace) -> dict[str, Any] | None:
-    return {"_target_": options.optimizer, "lr": 0.01} if options.optimizer else None
+    """What `--optimizer` names, with a learning rate, which every optimizer takes and no plan depends on.
+
+    Raises:
+        ValueError: it names no optimizer.
+    """
+    if not options.optimizer:
+        return None
+    module, _, name = options.optimizer.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name) if module else None
+    except (ImportError, AttributeError):
+        found = None
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise ValueError(f"--optimizer {options.optimizer}: there is no such class; write one as torch.optim.AdamW")
+    return {"_target_": options.optimizer, "lr": 0.01}
 
 
 def _supervised_job(model: nn.Module, batch: Any, optimizer: dict[str, Any] | None) -> Job:
     from retime.recipes.core import build
 
     optimizers = [build.build_optimizer(optimizer, model.parameters(), {})] if optimizer else []
+    if not isinstance(batch, Mapping) and not (isinstance(batch, list | tuple) and len(batch) > 1):
+        size = f" of {len(batch)}" if isinstance(batch, list | tuple) else ""
+        raise ValueError(
+            f"the batch is a {type(batch).__name__}{size}: for a plain nn.Module give (inputs, targets), or a dict of "
+            "what its forward takes; a LightningModule takes any batch"
+        )
     if isinstance(batch, Mapping):  # as models of transformers take it, which return their loss
         return Job(model, batch, lambda part: model(**part), optimizers)
     return Job(model, batch, lambda part: build.loss_of(model(part[0]), part[1]), optimizers)
@@ -175,17 +205,35 @@ def _supervised_job(model: nn.Module, batch: Any, optimizer: dict[str, Any] | No
 
 def _lightning_job(model: LightningModule, batch: Any, optimizer: dict[str, Any] | None) -> Job:
     """By its own training step, with its own optimizers where it makes some; gradients as the Trainer has them."""
-    model.trainer = _StandIn(
-        accelerator="cpu", logger=False, barebones=True, max_steps=_StandIn.estimated_stepping_batches
-    )
-    if is_overridden("configure_optimizers", model) or not optimizer:
+    if not is_overridden("training_step", model):
+        raise ValueError(f"{type(model).__name__} has no training_step: write one, or return a plain nn.Module")
+    with _quiet():
+        model.trainer = _StandIn(
+            accelerator="cpu", logger=False, barebones=True, max_steps=_StandIn.estimated_stepping_batches
+        )
+    optimizers: list[torch.optim.Optimizer] = []
+    if is_overridden("configure_optimizers", model):
         optimizers = _optimizers_of(model)
-    else:
+    elif optimizer:
         from retime.recipes.core import build
 
         optimizers = [build.build_optimizer(optimizer, model.parameters(), {})]
     kept = is_overridden("optimizer_zero_grad", model)  # it may leave zeros
     return Job(model, batch, _training_step(model), optimizers, "kept" if kept else "freed after forward")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """A Trainer tells what it leaves out and which devices it found; no training follows here."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.WARNING)
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _training_step(model: LightningModule) -> Callable[[Any], Any]:

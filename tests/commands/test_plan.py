@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from torch import nn
 
 from retime.commands.plan import main
@@ -75,6 +75,43 @@ class Fails(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         raise ZeroDivisionError("not this step's fault")
+
+
+def needs_a_path(path: str) -> Any:
+    return lightning_model()
+
+
+def unparametrised() -> Any:
+    return nn.ReLU(), (torch.ones(4, 2), torch.zeros(4, dtype=torch.long))
+
+
+def no_targets() -> Any:
+    return Net().net, (torch.ones(4, support.FEATURES),)
+
+
+class Stepless(Net):
+    training_step = LightningModule.training_step
+
+
+def stepless() -> Any:
+    return Stepless(), next(iter(support.loader()))
+
+
+class Unpacks(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        one, two, _ = batch
+        return self.loss((one, two))
+
+
+def unpacks() -> Any:
+    return Unpacks(), next(iter(support.loader()))
+
+
+def no_optimizer() -> Any:
+    return Bare(), support.loader()
+
+
+a_module = nn.Linear(2, 2)
 
 
 def fails() -> Any:
@@ -332,12 +369,52 @@ def test_an_unknown_option_is_none_of_the_overrides(capsys: pytest.CaptureFixtur
         ((f"{__name__}:plain_model", "--device", "abacus"), "--device abacus: "),
         ((f"{__name__}:plain_model", "--device", "cuda:99"), "--device cuda:99: torch sees"),
         ((f"{__name__}:fails",), "ZeroDivisionError"),
+        (("mine.py:f",), "'mine.py:f' names a file: write mine:f"),
+        ((":f",), "names no model"),
+        ((f"{__name__}:nothing",), "its functions are plain_model, "),
+        ((f"{__name__}:BATCH",), "is a int: write package.module:function"),
+        ((f"{__name__}:a_module",), "is a Linear: write package.module:function"),
+        ((f"{__name__}:Net",), "is a class of modules: write"),
+        ((f"{__name__}:needs_a_path",), "needs path: give each a default"),
+        ((f"{__name__}:unparametrised",), "returned a ReLU without parameters"),
+        ((f"{__name__}:no_targets",), "a tuple of 1: for a plain nn.Module give (inputs, targets)"),
+        ((f"{__name__}:stepless",), "Stepless has no training_step"),
+        ((f"{__name__}:plain_model", "--batch", "0"), "--batch 0: give 1 or more"),
+        ((f"{__name__}:lightning_model", "--batch", "8"), "lightning_model takes no batch_size"),
+        ((f"{__name__}:lightning_model", "--optimizer", "torch.optim.Adam"), "Net has a configure_optimizers"),
+        ((f"{__name__}:plain_model", "--optimizer", "Adam"), "--optimizer Adam: there is no such class"),
+        ((f"{__name__}:plain_model", "--optimizer", "torch.nn.Linear"), "Linear: there is no such class"),
+        ((f"{__name__}:plain_model", "--device", "meta"), "--device meta: give cpu, cuda"),
+        ((f"{__name__}:plain_model", "--seconds", "-1"), "--seconds -1: give 0 or more"),
+        ((f"{__name__}:plain_model", "--save", "/no/such/plan.json"), "there is no folder /no/such"),
     ],
 )
 def test_bad_arguments(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], pattern: str) -> None:
     status, _, errors = run(capsys, *arguments)
     assert status == 2
-    assert pattern in errors
+    (line,) = [line for line in errors.splitlines() if line.startswith("retime plan: ")]
+    assert pattern in line
+    assert line == errors.splitlines()[-1]
+
+
+def test_an_error_of_the_users_own_step_says_where(capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, errors = run(capsys, f"{__name__}:unpacks")
+    last = errors.splitlines()[-1]
+    assert re.search(r"test_plan\.py, line \d+, in training_step: ValueError: not enough values to unpack", last)
+    assert "Traceback" not in errors
+
+
+def test_a_loader_is_taken_for_its_first_batch_and_a_lacking_optimizer_is_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status, said, errors = run(capsys, f"{__name__}:no_optimizer", "--budget", "1GiB")
+    assert status == 0, errors
+    assert "batch of 256" in said["budget"]
+    assert "its states are not counted: give --optimizer" in errors
+    _, adam, errors = run(capsys, f"{__name__}:no_optimizer", "--budget", "1GiB", "--optimizer", "torch.optim.Adam")
+    assert "not counted" not in errors
+    assert kib(adam["predicted peak"]) > kib(said["predicted peak"])
+    assert "barebones" not in errors
 
 
 def test_without_the_recipes_extra(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

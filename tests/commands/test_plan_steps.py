@@ -48,10 +48,9 @@ def language() -> Any:
     return Language(), {"input_ids": ids, "labels": ids}
 
 
-@pytest.mark.parametrize("name", ["by_position", "language"])
-def test_is_planned(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    arguments = ["plan", f"{__name__}:{name}", "--budget", "1GiB", "--optimizer", "torch.optim.SGD"]
-    status = main(arguments)
+@pytest.mark.parametrize(("name", "more"), [("by_position", ()), ("language", ("--optimizer", "torch.optim.SGD"))])
+def test_is_planned(capsys: pytest.CaptureFixture[str], name: str, more: tuple[str, ...]) -> None:
+    status = main(["plan", f"{__name__}:{name}", "--budget", "1GiB", *more])
     told = capsys.readouterr()
     assert status == 0, told.err
     assert "offload none" in told.out
