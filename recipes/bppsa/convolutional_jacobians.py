@@ -16,7 +16,7 @@ from retime.recipes.bppsa import convolutional_claims as claims
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison
 from retime.recipes.core.measure import PhaseClock, interleave, spread
-from retime.recipes.core.of_points import hardware_line, ratio
+from retime.recipes.core.of_points import ratio, titled
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import ConvolutionalSettings
@@ -102,7 +102,7 @@ class Generation(Recipe[ConvolutionalSettings]):
         ]
 
     def draw(self, result: Result, path: Path) -> None:
-        drawing, axes = charts.figure(f"{result.title}\n{hardware_line(result)}")
+        drawing, axes = charts.figure(titled(result))
         names = [VALUES, ALL, NUMERICAL, AUTOGRAD]
         for index, name in enumerate(names):
             places = [position + 0.2 * (index - 1.5) for position in range(len(result.points))]

@@ -29,7 +29,7 @@ from retime.recipes.core import charts
 from retime.recipes.core.build import build
 from retime.recipes.core.claims import Comparison, amount
 from retime.recipes.core.measure import interleave, middle_step
-from retime.recipes.core.of_points import hardware_line
+from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result
 from retime.recipes.core.schema import RecurrentSettings
@@ -135,7 +135,7 @@ class Curves(Recurrent):
 
     def draw(self, result: Result, path: Path) -> None:
         points = result.points
-        title = f"{result.title}\n{hardware_line(result)}"
+        title = titled(result)
         drawing = Figure(figsize=(11, 4.4 * len(points)), layout="constrained")
         drawing.suptitle(title, fontsize=11)
         for point, (clock, step) in zip(points, drawing.subplots(len(points), 2, squeeze=False), strict=True):
@@ -147,7 +147,7 @@ class Curves(Recurrent):
                 step.plot(numbers, losses, color=colour, label=label(name), linewidth=width)
             clock.set_xlabel("seconds of training steps")
             step.set_xlabel("training steps")
-            clock.set_ylabel("training loss" + (f" ({label_of(point.at)})" if point.at else ""))
+            clock.set_ylabel("training loss (nats)" + (f", {label_of(point.at)}" if point.at else ""))
             for axes in (clock, step):
                 axes.grid(alpha=0.25)
                 axes.spines[["top", "right"]].set_visible(False)

@@ -23,7 +23,7 @@ from retime.recipes.bppsa.recurrent import (
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Claim, Comparison, show
 from retime.recipes.core.measure import spread
-from retime.recipes.core.of_points import hardware_line
+from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result
 from retime.recipes.core.schema import RecurrentSettings
@@ -65,7 +65,7 @@ class Scaling(Recurrent):
         ]
         rows = [row for row in rows if row[0]] or [(result.points, length_of, "time steps T")]
         drawing = Figure(figsize=(14, 4.4 * len(rows)), layout="constrained")
-        drawing.suptitle(f"{result.title}\n{hardware_line(result)}", fontsize=11)
+        drawing.suptitle(titled(result), fontsize=11)
         for (points, where, text), panels in zip(rows, drawing.subplots(len(rows), 3, squeeze=False), strict=True):
             latency, speed, breakdown = panels
             for axes in panels:
@@ -112,7 +112,7 @@ class Instruments(Recurrent):
         return [*bounds(result), worst_difference(result), overhead, EPOCHS]
 
     def draw(self, result: Result, path: Path) -> None:
-        drawing, axes = charts.figure(f"{result.title}\n{hardware_line(result)}", width=11)
+        drawing, axes = charts.figure(titled(result), width=11)
         draw_breakdown(axes, result.points, [f"{p.at['features']}, B={p.at['B']}" for p in result.points])
         charts.save(drawing, path)
 

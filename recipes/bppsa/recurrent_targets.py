@@ -20,7 +20,7 @@ from retime.recipes.bppsa.recurrent import BASELINE, OURS, Recurrent, label, rat
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, Target
 from retime.recipes.core.measure import PhaseClock, Spread, interleave, middle_step, speedup, spread
-from retime.recipes.core.of_points import hardware_line
+from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import RecurrentSettings
@@ -169,7 +169,7 @@ class Targets(Recurrent):
     def draw(self, result: Result, path: Path) -> None:
         speeds = [point for point in result.points if not is_grid(point)]
         grids = [point for point in result.points if is_grid(point)]
-        drawing, (cases, shapes) = charts.panels(f"{result.title}\n{hardware_line(result)}", 2, width=13)
+        drawing, (cases, shapes) = charts.panels(titled(result), 2, width=13)
         for index, phase in enumerate(("backward", "step")):
             known = [(place, ratio(point, OURS, phase)) for place, point in enumerate(speeds)]
             places = [place + 0.25 * (index - 0.5) for place, value in known if value]

@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from retime.recipes.core.measure import Spread
 
@@ -75,7 +75,7 @@ def stacked_bars(
             total = totals[label]
             error = [[max(0.0, total.median - total.low)], [max(0.0, total.high - total.median)]]
             axes.errorbar(end, label, xerr=error, color="black", capsize=3, linewidth=1)
-            edge = max(end, total.high)
+            edge = end + error[1][0]
             axes.annotate(
                 f"{total.median:.4g}", (edge + 0.015 * reach, label), va="center", fontsize=9, annotation_clip=False
             )
@@ -132,9 +132,26 @@ def colour_key(label: str, colour: str) -> Patch:
     return Patch(color=colour, label=label)
 
 
+def legend_beside(axes: Any) -> None:
+    """The legend to the right of the chart, where it covers nothing."""
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+
+
+def legend_below(drawing: Any, axes: Any, columns: int, **options: Any) -> None:
+    """The legend of one of the charts, below all of them; `options` go to matplotlib's `legend`."""
+    handles, labels = axes.get_legend_handles_labels()
+    drawing.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=columns, **options)
+
+
 def even_line(axes: Any, label: str) -> None:
     """The horizontal line at ratio 1."""
     axes.axhline(1.0, color=GREY, linewidth=1, linestyle="--", label=label)
+
+
+def whole_ticks(axes: Any, label: str) -> None:
+    """A horizontal axis of things that are counted: no halves of them."""
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel(label)
 
 
 def plain_numbers(axis: Any) -> None:

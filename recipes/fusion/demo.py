@@ -16,7 +16,7 @@ from retime.recipes.core import charts
 from retime.recipes.core.build import build, build_model
 from retime.recipes.core.claims import amount, show
 from retime.recipes.core.measure import interleave, spread
-from retime.recipes.core.of_points import hardware_line, ratio
+from retime.recipes.core.of_points import ratio, titled
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import FusionSettings
@@ -146,7 +146,7 @@ class Demo(Recipe[FusionSettings]):
     def draw(self, result: Result, path: Path) -> None:
         (point,) = result.points
         names = point.variants("step")
-        title = f"{result.title}\n{hardware_line(result)}"
+        title = titled(result)
         drawing, (speed, memory, loss) = charts.panels(title, 3, height=4.2, width_ratios=[1, 1, 1.4])
         ticks = [HEADINGS.get(name, name).replace("strategy=", "").replace("\n", ",\n") for name in names]
         for axes, quantity, title in (
@@ -167,7 +167,8 @@ class Demo(Recipe[FusionSettings]):
         loss.set_xlabel("step")
         loss.set_title("training loss", fontsize=10)
         loss.set_yscale("log")
-        loss.legend(fontsize=7)
+        loss.set_ylabel("nats")
+        loss.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
         charts.save(drawing, path)
 
     def _medians(self, point: Point, names: list[str], quantity: str) -> list[float]:

@@ -12,7 +12,7 @@ import numpy as np
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Claim, Comparison, amount
 from retime.recipes.core.measure import Spread, speedup, spread
-from retime.recipes.core.of_points import hardware_line, ratio
+from retime.recipes.core.of_points import hardware_line, ratio, titled
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result
 from retime.recipes.core.schema import FusionSettings
@@ -110,7 +110,7 @@ class SavedTime(BatchSizes):
     """Figure 4: milliseconds saved, which should not depend on the batch size."""
 
     def draw(self, result: Result, path: Path) -> None:
-        title = f"{result.title}\n{hardware_line(result)}"
+        title = titled(result)
         drawing, axes = charts.figure(title)
         for points in by_model(result).values():
             fit = fitted(points)
@@ -126,7 +126,7 @@ class SavedTime(BatchSizes):
         batch_axis(axes, result)
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
         axes.set_ylabel("saved per step against\nthe default optimizer (ms)")
-        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+        charts.legend_beside(axes)
         charts.save(drawing, path)
 
 
@@ -135,7 +135,7 @@ class Speedup(BatchSizes):
 
     def draw(self, result: Result, path: Path) -> None:
         groups = by_model(result)
-        drawing, panels = charts.panels(f"{result.title}\n{hardware_line(result)}", 2, sharey=True)
+        drawing, panels = charts.panels(titled(result), 2, sharey=True)
         for axes, mode in zip(panels, ("forward", "backward"), strict=True):
             for index, (model, points) in enumerate(groups.items()):
                 name = like_the_paper(points[0], mode)
@@ -173,7 +173,7 @@ class Models(StepTimes):
         def where(point: Point) -> float:
             return float(point.facts["parameters per layer"])
 
-        drawing, axes = charts.figure(f"{result.title}\n{hardware_line(result)}", width=8.5)
+        drawing, axes = charts.figure(titled(result), width=8.5)
         draw_speedups(axes, result, where, "model")
         axes.set_xscale("log")
         axes.margins(x=0.15)
@@ -199,7 +199,7 @@ class Optimizers(StepTimes):
         def where(point: Point) -> float:
             return 100 * optimizer_share(point).median
 
-        drawing, axes = charts.figure(f"{result.title}\n{hardware_line(result)}", width=8.5)
+        drawing, axes = charts.figure(titled(result), width=8.5)
         draw_speedups(axes, result, where, "optimizer")
         axes.margins(x=0.1)
         axes.set_xlabel("optimizer's share of the default step (%)")
@@ -243,7 +243,7 @@ class Machines(Breakdown):
             places = [number + (index - 0.5) * 0.36 for number in range(len(rows))]
             heights = [row.get(f"{mode}-fusion", 0.0) for _, row in rows]
             bars = axes.bar(places, heights, 0.34, color=charts.COLOURS[index], label=f"{mode}-fusion")
-            axes.bar_label(bars, fmt="%.2f", fontsize=8)
+            axes.bar_label(bars, fmt="%.2f", fontsize=8, label_type="center", color="white")  # clear of the line at 1
         axes.set_xticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
         charts.even_line(axes, "no gain")
         axes.set_ylabel("speedup of a step (x)")

@@ -18,7 +18,7 @@ from retime.recipes.core import charts
 from retime.recipes.core.build import build_batches, build_model
 from retime.recipes.core.claims import show
 from retime.recipes.core.measure import PhaseClock, interleave, middle_step, speedup
-from retime.recipes.core.of_points import hardware_line
+from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import FusionSettings
@@ -135,7 +135,7 @@ class GradientPlace(Recipe[FusionSettings]):
         return lines
 
     def draw(self, result: Result, path: Path) -> None:
-        drawing, axes = charts.figure(f"{result.title}\n{hardware_line(result)}", width=9)
+        drawing, axes = charts.figure(titled(result), width=9)
         for index, name in enumerate((OWN, ROTATING, SAME)):
             values = [speedup(point.values(AFTER, "step"), point.values(name, "step")) for point in result.points]
             places = [place + (index - 1) * 0.2 for place in range(len(values))]
@@ -144,7 +144,7 @@ class GradientPlace(Recipe[FusionSettings]):
         axes.set_xticks(range(len(result.points)), [f"batch {point.at['batch_size']}" for point in result.points])
         axes.set_xlim(-0.6, len(result.points) - 0.4)
         axes.set_ylabel("steps per second against\nupdates after the backward pass (x)")
-        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+        charts.legend_beside(axes)
         charts.save(drawing, path)
 
 

@@ -14,7 +14,7 @@ from retime.recipes.core import charts
 from retime.recipes.core.claims import amount
 from retime.recipes.core.fresh import run_fresh
 from retime.recipes.core.measure import spread
-from retime.recipes.core.of_points import hardware_line
+from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Result, Row
 from retime.recipes.core.schema import FusionSettings
@@ -77,7 +77,7 @@ class PeakMemory(Recipe[FusionSettings]):
 
     def draw(self, result: Result, path: Path) -> None:
         points = sorted(result.points, key=lambda point: int(point.facts["parameters"]))
-        drawing, panels = charts.panels(f"{result.title}\n{hardware_line(result)}", 2, sharey=True)
+        drawing, panels = charts.panels(titled(result), 2, sharey=True)
         for axes, quantity in zip(panels, (LATER, FIRST), strict=True):
             for index, name in enumerate(points[0].variants(quantity)):
                 known = [point for point in points if point.has(name, quantity)]

@@ -18,7 +18,7 @@ from retime.recipes.core.build import build_batches, build_model
 from retime.recipes.core.claims import Comparison, Target, show
 from retime.recipes.core.fresh import run_fresh
 from retime.recipes.core.measure import Spread, interleave, spread
-from retime.recipes.core.of_points import hardware_line, ratio
+from retime.recipes.core.of_points import ratio, titled
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import FusionSettings
@@ -145,7 +145,7 @@ class Targets(StepTimes):
         return lines
 
     def draw(self, result: Result, path: Path) -> None:
-        drawing, axes = charts.figure(f"{result.title}\n{hardware_line(result)}", width=9)
+        drawing, axes = charts.figure(titled(result), width=9)
         names = [n for n in result.points[0].variants("step") if VARIANTS[n].ours]
         cases = [point.at["case"] for point in result.points]
         for index, name in enumerate(names):
@@ -162,7 +162,7 @@ class Targets(StepTimes):
         axes.set_xticks(range(len(cases)), cases)
         axes.set_xlim(-0.6, len(cases) - 0.4)
         axes.set_ylabel("steps per second against\nthe plain strategy (x)")
-        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+        charts.legend_beside(axes)
         charts.save(drawing, path)
 
 
@@ -221,19 +221,19 @@ class Distributed(StepTimes):
 
     def draw(self, result: Result, path: Path) -> None:
         points = sorted(result.points, key=lambda point: int(point.at["devices"]))
-        drawing, axes = charts.figure(f"{result.title}\n{hardware_line(result)}")
+        drawing, axes = charts.figure(titled(result))
         names = points[0].variants("step")
         for index, name in enumerate(names):
             values = [spread(point.values(name, "step")) for point in points]
             places = [number + (index - (len(names) - 1) / 2) * 0.19 for number in range(len(points))]
             heights = [value.median for value in values]
             bars = axes.bar(places, heights, 0.17, color=charts.COLOURS[index], label=label(name))
-            axes.bar_label(bars, fmt="%.1f", fontsize=8, padding=3)
+            axes.bar_label(bars, fmt="%.1f", fontsize=8, label_type="center", color="white")  # clear of the whiskers
             reach = [[v.median - v.low for v in values], [v.high - v.median for v in values]]
             axes.errorbar(places, heights, yerr=reach, fmt="none", color="black", capsize=2, linewidth=1)
         axes.set_xticks(range(len(points)), [ranks(point) for point in points])
         axes.set_ylabel("one training step (ms)")
-        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+        charts.legend_beside(axes)
         charts.save(drawing, path)
 
 

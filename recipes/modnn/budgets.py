@@ -12,6 +12,7 @@ from typing import Any
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison
 from retime.recipes.core.measure import speedup, spread
+from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result
 from retime.recipes.core.schema import MemorySettings
@@ -100,7 +101,7 @@ class Budgets(NetworkRecipe):
         return [*lines, *(line for point in result.points for line in plans_and_failures(point, point.at["network"]))]
 
     def draw(self, result: Result, path: Path) -> None:
-        drawing, panels = charts.panels(result.title, 2, width=12.0)
+        drawing, panels = charts.panels(titled(result), 2, width=12.0, height=5.6)
         for index, point in enumerate(result.points):
             network, names = point.at["network"], budgets_of(point)
             if not names:
@@ -135,8 +136,8 @@ class Budgets(NetworkRecipe):
         charts.even_line(panels[1], "budget")
         panels[0].set_ylabel("step time over unlimited")
         panels[1].set_ylabel("peak over budget")
-        panels[0].legend(fontsize=8)
-        panels[1].legend(fontsize=8)
+        for axes in panels:
+            axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, frameon=False)
         charts.save(drawing, path)
 
 

@@ -9,6 +9,7 @@ from retime.mechanisms.measure import NoMeterError, Watch, find_meter
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison
 from retime.recipes.core.measure import Spread, spread
+from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import MemorySettings
@@ -86,7 +87,7 @@ class Power(NetworkRecipe):
             ]
             charts.save(charts.only_text(result.title, reasons or ["nothing was measured"]), path)
             return
-        drawing, panels = charts.panels(result.title, len(quantities), width=5.0 * len(quantities))
+        drawing, panels = charts.panels(titled(result), len(quantities), width=5.0 * len(quantities))
         for axes, quantity in zip(panels, quantities, strict=True):
             for index, point in enumerate(result.points):
                 places = _places(point, quantity)

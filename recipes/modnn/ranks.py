@@ -10,6 +10,7 @@ from typing import Any
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, amount
 from retime.recipes.core.measure import Spread, interleave, speedup, spread
+from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import MemorySettings
@@ -130,7 +131,7 @@ class Ranks(NetworkRecipe):
             reasons = [f"{_name(point)}: {point.facts[REFUSED]}" for point in result.points]
             charts.save(charts.only_text(result.title, reasons or ["nothing was measured"]), path)
             return
-        drawing, (speeds, peaks) = charts.panels(result.title, 2, width=12.0)
+        drawing, (speeds, peaks) = charts.panels(titled(result), 2, width=12.0)
         for index, way in enumerate(WAYS):
             values = [speedup(point.values(ONE, STEP), point.values(way, STEP)) for point in trained]
             charts.points_with_spread(speeds, _beside(values, index - 1), values, way, index)

@@ -11,6 +11,7 @@ from typing import Any
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, Target, amount
 from retime.recipes.core.measure import spread
+from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result
 from retime.recipes.core.schema import MemorySettings
@@ -128,7 +129,7 @@ class Targets(Recipe[MemorySettings]):
         return lines
 
     def draw(self, result: Result, path: Path) -> None:
-        drawing, (peaks, times) = charts.panels(result.title, 2, width=14.0, height=5.0)
+        drawing, (peaks, times) = charts.panels(titled(result), 2, width=14.0, height=5.0)
         drawn = [point for point in result.points if point.facts["kind"] in ("training", "random")]
         networks = sorted({point.at["network"] for point in drawn if "network" in point.at})
         cases = sorted({point.at["case"] for point in drawn})

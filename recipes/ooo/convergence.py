@@ -6,6 +6,7 @@ from typing import Any
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, Target
 from retime.recipes.core.measure import spread
+from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import OutOfOrderSettings
@@ -72,10 +73,10 @@ class Convergence(OnRanks):
 
     def draw(self, result: Result, path: Path) -> None:
         if len(result.points) == 1:
-            drawing, axes = charts.figure(result.title)
+            drawing, axes = charts.figure(titled(result))
             panels = [axes]
         else:
-            drawing, panels = charts.panels(result.title, len(result.points))
+            drawing, panels = charts.panels(titled(result), len(result.points))
         for axes, point in zip(panels, result.points, strict=True):
             for index, name in enumerate(point.variants("loss")):
                 # the curves cover each other, so each is drawn thinner than the one before

@@ -12,6 +12,7 @@ from typing import Any
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Claim, Comparison
 from retime.recipes.core.measure import Spread, spread
+from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result
 from retime.recipes.core.schema import OutOfOrderSettings
@@ -91,10 +92,10 @@ class Hosts(OnRanks):
     def draw(self, result: Result, path: Path) -> None:
         kinds = [kind for kind in (REAL, EMULATED) if any(point.at["compute"] == kind for point in result.points)]
         if len(kinds) == 1:
-            drawing, axes = charts.figure(result.title)
+            drawing, axes = charts.figure(titled(result))
             panels = [axes]
         else:
-            drawing, panels = charts.panels(result.title, len(kinds), sharey=True)
+            drawing, panels = charts.panels(titled(result), len(kinds), sharey=True)
         for axes, kind in zip(panels, kinds, strict=True):
             points = sorted((point for point in result.points if point.at["compute"] == kind), key=_order)
             names = dict.fromkeys(

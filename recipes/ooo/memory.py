@@ -6,6 +6,7 @@ from typing import Any
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Claim, Comparison
 from retime.recipes.core.measure import Spread, spread
+from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result
 from retime.recipes.core.schema import OutOfOrderSettings
@@ -61,7 +62,7 @@ class Memory(OnRanks):
         ]
 
     def draw(self, result: Result, path: Path) -> None:
-        drawing, axes = charts.figure(result.title)
+        drawing, axes = charts.figure(titled(result))
         names = result.points[0].variants(PEAK)
         for index, name in enumerate(names):
             known = [(place, point) for place, point in enumerate(result.points) if point.has(name, PEAK)]
@@ -70,8 +71,8 @@ class Memory(OnRanks):
             charts.points_with_spread(axes, [place + shift for place, _ in known], values, label(name), index)
         axes.set_xticks(range(len(result.points)), [point.at["case"] for point in result.points])
         axes.set_ylabel("peak memory of a fit (MiB), one rank")
-        axes.set_ylim(bottom=0)
-        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+        axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
+        charts.legend_beside(axes)
         charts.save(drawing, path)
 
 

@@ -177,9 +177,9 @@ class Scaling(SimulatedRecipe):
                         axes.plot([number], [claim.value], "*", color=colour, markersize=13, markeredgecolor="black")
             charts.even_line(axes, "BytePS")
             axes.set_title(f"{cluster}: {SETTINGS[cluster].gpu.name}", fontsize=10)
-            axes.set_xlabel("GPUs")
+            charts.whole_ticks(axes, "GPUs")
         panels[0].set_ylabel("throughput of reverse first-k over BytePS (x)")
-        panels[0].legend(fontsize=8, title="stars: the paper", title_fontsize=8)
+        charts.legend_below(drawing, panels[0], 7, title="stars: the paper", title_fontsize=8)
         charts.save(drawing, path)
         _draw_throughput(points, clusters, result, path.with_name("throughput.png"))
 
@@ -261,7 +261,7 @@ def _draw_throughput(points: list[Point], clusters: list[str], result: Result, p
                 label = f"{point.at['model']}, {HEADINGS[system]}"
                 axes.plot(devices, images, "o" + style, color=charts.COLOURS[index], label=label, markersize=3)
         axes.set_title(f"{cluster}: {SETTINGS[cluster].gpu.name}", fontsize=10)
-        axes.set_xlabel("GPUs")
+        charts.whole_ticks(axes, "GPUs")
     panels[0].set_ylabel("images/s")
-    panels[0].legend(fontsize=6)
+    charts.legend_below(drawing, panels[0], 2)
     charts.save(drawing, path)

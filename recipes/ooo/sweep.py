@@ -8,6 +8,7 @@ from typing import Any
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, Target
 from retime.recipes.core.measure import Spread, spread
+from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result
 from retime.recipes.core.schema import OutOfOrderSettings
@@ -63,7 +64,7 @@ class Sweep(OnRanks):
     def draw(self, result: Result, path: Path) -> None:
         (point,) = result.points
         samples = 1e3 * point.facts["cluster"]["batch_size"] * point.facts["cluster"]["hosts"]
-        drawing, axes = charts.figure(f"{result.title}, {_links(point)}", width=9)
+        drawing, axes = charts.figure(titled(result, _links(point)), width=9)
         names = fixed(point)
         speeds = [_throughput(point.values(name, "step"), samples) for name in names.values()]
         if names:
@@ -87,7 +88,7 @@ class Sweep(OnRanks):
                 axes.annotate(str(number), (k, samples / ms), textcoords="offset points", xytext=(4, 5), fontsize=8)
         axes.set_xlabel("k: layers whose weight gradients are computed last")
         axes.set_ylabel("samples per second, all hosts")
-        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+        charts.legend_beside(axes)
         charts.save(drawing, path)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, Target
 from retime.recipes.core.measure import spread
+from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result
 from retime.recipes.core.schema import OutOfOrderSettings
@@ -89,7 +90,7 @@ class Targets(OnRanks):
 
     def draw(self, result: Result, path: Path) -> None:
         points = [point for point in result.points if point.has("ddp", "step") and not _is_identity(point)]
-        drawing, (speeds, parts) = charts.panels(result.title, 2, width=16, height=1.5 + 1.2 * max(3, len(points)))
+        drawing, (speeds, parts) = charts.panels(titled(result), 2, width=16, height=1.5 + 1.2 * max(3, len(points)))
         _draw_speeds(speeds, points)
         _draw_parts(parts, points)
         charts.save(drawing, path)
