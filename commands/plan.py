@@ -293,8 +293,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--device", default="cpu")
     command.add_argument("--host", help="where activations go: 'memory' or 'disk:FOLDER'")
     command.add_argument(
-        "--batchnorm", default="offload", choices=["offload", "ghost", "exact"],
-        help="in train mode: batches whole (default), statistics of sub-batches, or convolutions in chunks",
+        "--batchnorm", default="offload", choices=["offload", "ghost"],
+        help="in train mode: batches whole (default), or statistics of sub-batches",
     )  # fmt: skip
     return parser
 

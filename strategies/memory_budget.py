@@ -47,10 +47,8 @@ class MemoryBudgetStrategy(Budgeted, OneDevice):
         the batch, activations and what operations need. On a CPU: what training may add to the process.
     :param host: where activations go: ``"memory"`` (for CUDA), ``"disk:FOLDER"`` (for a CPU); None: memory for CUDA,
         the folder for temporary files for a CPU.
-    :param batchnorm: layers with batch statistics keep a batch whole (``"offload"``), take ``"ghost"`` statistics of
-        each sub-batch (other numbers: a choice of yours), or run ``"exact"``: the batch stays whole and convolutions
-        and linear layers run in 8 chunks of it. That saves what one of these needs for itself, and no activations: it
-        helps where everything is offloaded already and such a layer is still the largest task.
+    :param batchnorm: layers with batch statistics keep a batch whole (``"offload"``), or take ``"ghost"`` statistics
+        of each sub-batch (other numbers: a choice of yours).
     :param on_shape_change: ``"replan"`` for batches of another shape, or ``"error"``.
     :param split_batch: ``split_batch(batch, sub_batch) -> parts``, for batches that cannot be cut by their first
         dimension.

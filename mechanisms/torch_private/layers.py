@@ -17,11 +17,9 @@ from retime.mechanisms.torch_private.missing import attribute, needed_by
 __all__ = [
     "BatchNormBase",
     "ConvBase",
-    "ConvTransposeBase",
     "FLAT_WEIGHTS",
     "FLAT_WEIGHTS_NAMES",
     "own_buffers",
-    "conv_padding",
     "flat_weights",
     "flat_weights_names",
     "forward_hooks",
@@ -37,12 +35,11 @@ with needed_by("the memory budget, which keeps batches whole that BatchNorm coun
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 """The base of all BatchNorm layers."""
 
-with needed_by("the memory budget, to find convolutions,"):
+with needed_by("vDNN, the memory budget's peer, to find convolutions,"):
     from torch.nn.modules.conv import _ConvNd as ConvBase
-    from torch.nn.modules.conv import _ConvTransposeNd as ConvTransposeBase
-"""The bases of all convolutions, and of the transposed ones."""
+"""The base of all convolutions."""
 
-_plain, _convolution, _recurrent = nn.Module(), nn.Conv1d(1, 1, 1, device="meta"), nn.RNN(1, 1, device="meta")
+_plain, _recurrent = nn.Module(), nn.RNN(1, 1, device="meta")
 
 _READERS = "fusion and out-of-order weight gradients, which must see hooks that read weights or gradients,"
 _backward_hooks = attribute(_plain, "_backward_hooks", _READERS)
@@ -80,11 +77,6 @@ own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attribute(
     _plain, "_buffers", "the memory budget's batchnorm='ghost', to give a layer statistics for a dry run,"
 )
 """A module's own buffers by name, the dictionary itself."""
-
-conv_padding: Callable[[nn.Module], list[int]] = attribute(
-    _convolution, "_reversed_padding_repeated_twice", "the memory budget's batchnorm='exact', to pad by other modes,"
-)
-"""A convolution's padding as ``F.pad`` takes it."""
 
 _CONVERSION = "converted recurrent layers (ScanRNN, ScanGRU, ScanLSTM)"
 FLAT_WEIGHTS, FLAT_WEIGHTS_NAMES = "_flat_weights", "_flat_weights_names"

@@ -8,7 +8,6 @@ from retime.mechanisms.memory.batches.batchnorm import (
     fix_statistics,
     ghost_momentum,
 )
-from retime.mechanisms.memory.batches.batchnorm_exact import ChunkedOperators
 from retime.mechanisms.memory.batches.certificate import (
     Certificate,
     NotSeparableError,
@@ -34,7 +33,6 @@ __all__ = [
     "BatchNormChoice",
     "COMPARED",
     "Certificate",
-    "ChunkedOperators",
     "Count",
     "NotSeparableError",
     "OPPOSITE",

@@ -1,13 +1,11 @@
 """BatchNorm under sub-batches: which layers need the whole batch, and what may be done about it.
 
 A BatchNorm layer in train mode normalises with the mean and variance of the batch, so a sub-batch through it gives
-other numbers. Three ways are left:
+other numbers. Two ways are left:
 
 - ``"offload"`` (the default): no sub-batches while such a layer is there.
 - ``"ghost"``: each sub-batch is normalised by its own statistics, as in ghost batch normalisation (Hoffer, Hubara and
   Soudry 2017). Other numbers than the plain step's: a choice of the user's.
-- ``"exact"``: the step runs on the whole batch, and only the operators between the BatchNorm layers run in chunks; see
-  :mod:`retime.mechanisms.memory.batches.batchnorm_exact`.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from retime.mechanisms.torch_private import BatchNormBase, own_buffers
 
 __all__ = ["BatchNormChoice", "batch_statistics_layers", "check_choice", "fix_statistics", "ghost_momentum"]
 
-BatchNormChoice = Literal["offload", "ghost", "exact"]
+BatchNormChoice = Literal["offload", "ghost"]
 
 
 def check_choice(choice: str) -> BatchNormChoice:
@@ -36,7 +34,7 @@ def check_choice(choice: str) -> BatchNormChoice:
     for known in get_args(BatchNormChoice):
         if choice == known:
             return known  # type: ignore[no-any-return]
-    raise ValueError(f"batchnorm={choice!r}: use 'offload', 'ghost' or 'exact'")
+    raise ValueError(f"batchnorm={choice!r}: use 'offload' or 'ghost'")
 
 
 def batch_statistics_layers(model: nn.Module) -> list[str]:

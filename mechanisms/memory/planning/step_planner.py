@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from retime.mechanisms.memory.batches import BatchNormChoice, Certificate, Split, batch_statistics_layers, dry_part
-from retime.mechanisms.memory.dry_run import Buckets, Gradients, LargestTask, StepProfile, TrainingStep
+from retime.mechanisms.memory.dry_run import Buckets, Gradients, StepProfile, TrainingStep
 from retime.mechanisms.memory.host import HostTier
 from retime.mechanisms.memory.offload import PlanMismatch
 from retime.mechanisms.memory.planning.calibrate import calibrate
@@ -29,7 +29,6 @@ from retime.mechanisms.memory.planning.trial import PlanTrial
 from retime.mechanisms.memory.sandbox import undisturbed
 from retime.mechanisms.memory.separability import certify
 from retime.mechanisms.storages import strided_bytes
-from retime.mechanisms.torch_private import ConvBase
 from retime.schedules.budget import BudgetError
 
 _SPACIOUS = 3
@@ -47,10 +46,6 @@ _HINTED = 4
 _ONLY_OFFLOAD = re.compile(r"[;,.](?: or)? offload only(?:, or )?", re.IGNORECASE)
 """Advice in a certificate that is none where offloading alone does not keep the budget."""
 
-
-_IN_CHUNKS = ("torch.nn.modules.conv", "torch.nn.modules.linear")
-_PRODUCTS = ("convolution", "convolution_backward", "addmm", "mm", "_to_copy")
-"""Operations of the layers that ``batchnorm="exact"`` runs in chunks, and casts of what they are given."""
 
 CUT_SHORT = "the best plan that was known when the time was over: trials were cut short"
 """Note of such a plan."""
@@ -108,13 +103,13 @@ class StepPlanner:
                 choice = search_plan(dry, self.budget_bytes, memory=memory)
                 return PlannedShape(samples, choice, note=_note(memory))
         probed = self._probe_samples(plain, samples)
-        probes = self.sub_batches and samples > 1 and self.batchnorm != "exact" and not self.whole_because
+        probes = self.sub_batches and samples > 1 and not self.whole_because
         timed = not torch.are_deterministic_algorithms_enabled()
         stages = PlanningStages(
             self._say, self._limit, time.monotonic() - began_s, samples, probed=probed if probes else 0, timed=timed
         )
         certificate = None
-        if self.sub_batches and samples > 1 and self.batchnorm != "exact":
+        if self.sub_batches and samples > 1:
             with self._limit.stoppable():
                 certificate = self._certify(step, batch, None, probed, plain, stages.probe)
         separable = certificate is not None and certificate.separable
@@ -131,7 +126,7 @@ class StepPlanner:
                 try:
                     memory.require(self.budget_bytes)
                 except BudgetError:
-                    fewer = self._fewer(certificate, memory.floor.task)
+                    fewer = self._fewer(certificate)
                     raise memory.floor.refusal(self.budget_bytes, fewer) from None
                 stages.costs()
                 memory.costs = calibrate(dry, self.host, plain=plain, budget_bytes=self.budget_bytes, timed=timed)
@@ -254,32 +249,19 @@ class StepPlanner:
 
         return step_ms
 
-    def _fewer(self, certificate: Certificate | None, largest: LargestTask) -> str:
+    def _fewer(self, certificate: Certificate | None) -> str:
         """What keeps fewer samples than a batch has from running at once, and what can be done; empty if nothing."""
         if not self.sub_batches:
             return "Batches are only offloaded here: run(), which may split them, or a smaller batch would help"
-        if self.batchnorm == "exact":
-            return "batchnorm='exact' keeps batches whole: batchnorm='ghost' or a smaller batch would help"
         if certificate is None or certificate.separable:
             return ""
         problem, *advice = _ONLY_OFFLOAD.split(certificate.reason, maxsplit=1)
         because = f"Sub-batches would lower it, but {problem}"
         if not certificate.layers or list(certificate.layers) != batch_statistics_layers(self.model):
             return "; ".join(filter(None, (because, *advice))) + ". A smaller batch would help"
-        exact = "batchnorm='exact' or " if _runs_in_chunks(self.model, largest) else ""
-        return f"{because}; choose {exact}batchnorm='ghost', or a smaller batch"
+        return f"{because}; choose batchnorm='ghost', or a smaller batch"
 
 
 def _note(memory: StepMemory, *more: str) -> str:
     unknown = [f"what {name} keeps for itself is not counted" for name in memory.not_run]
     return "; ".join(filter(None, (memory.note, *unknown, *more)))
-
-
-def _runs_in_chunks(model: nn.Module, task: LargestTask) -> bool:
-    """Whether :class:`ChunkedOperators` would run this task on parts of the batch."""
-    layer = dict(model.named_modules()).get(task.layer)
-    return (
-        isinstance(layer, ConvBase | nn.Linear)
-        and type(layer).forward.__module__ in _IN_CHUNKS
-        and task.name.partition(".")[0] in _PRODUCTS
-    )

@@ -40,7 +40,7 @@ __all__ = ["certify"]
 _LARGEST_PROBE = 8
 _ENOUGH_FOR_BATCHNORM = 3
 _BATCHNORM = "BatchNorm in train mode takes its statistics over the whole batch"
-_BATCHNORM_FIX = "offload only, or choose batchnorm='exact' or batchnorm='ghost'"
+_BATCHNORM_FIX = "offload only, or choose batchnorm='ghost'"
 _SAME_COUNT = 1e-4
 _READ = (
     "the step reads values that depend on the batch (item(), float(), bool(), tolist() or the like), and computes "

@@ -30,7 +30,6 @@ from retime.mechanisms.byte_sizes import parse_bytes, show_bytes
 from retime.mechanisms.memory.batches import (
     BatchNormChoice,
     Certificate,
-    ChunkedOperators,
     NotSeparableError,
     Split,
     WeightsUnclearError,
@@ -80,8 +79,6 @@ from retime.schedules.errors import ScheduleError
 
 MOST_SHAPES = 128
 """So many plans are kept, those used last."""
-CHUNKS = 8
-"""With ``batchnorm="exact"`` operators run in so many parts of the batch."""
 
 
 class Way(IntEnum):
@@ -108,8 +105,8 @@ class BudgetedStep:
         budget_bytes: for parameters, buffers, gradients, optimizer states, the batch, activations and what operations
             need for themselves. On a CPU: what the process may grow by over itself without the model.
         host: where offloaded storages go; it is closed by :meth:`remove`.
-        batchnorm: what to do about layers with batch statistics: ``"offload"`` only, ``"ghost"`` statistics of each
-            sub-batch, or ``"exact"``: operators in chunks, see :class:`ChunkedOperators`.
+        batchnorm: what to do about layers with batch statistics: ``"offload"`` only, or ``"ghost"`` statistics of
+            each sub-batch.
         split: a ``split_batch(batch, sub_batch)`` hook for batches that cannot be cut by their first dimension.
         loss_weight: counts what the loss of a part is a mean over, where a probe cannot see it.
         on_shape_change: ``"replan"`` for batches of another shape, or ``"error"``. Smaller batches of the same shape
@@ -185,7 +182,6 @@ class BudgetedStep:
         self._sizes: dict[tuple[Any, ...], tuple[int, ...]] = {}
         self._ways: dict[tuple[Any, ...], KnownWays] = {}
         self._offloads = Offloads(host)
-        self._chunks: ChunkedOperators | None = None
         self._report = BudgetReport(budget_bytes)
         self._now: SubBatches | None = None
         self._now_plain = True
@@ -413,7 +409,6 @@ class BudgetedStep:
             warn_of_unexamined()
         self._now = None
         self._offloads.forget_all()
-        self._unchunk()
         self._freed.close()
         self.host.close()
 
@@ -455,7 +450,6 @@ class BudgetedStep:
     def _made_or_taken(self, step: Step, batch: Any, samples: int) -> PlannedShape:
         if self._given is None:
             return self._kept_plan(step, batch, samples) or self._make_plan(step, batch, samples)
-        self._chunk(samples)
         return self._given.plan(name_of(self._key(batch)), step, batch, samples, dry=self._first.dry_run != "off")
 
     def _kept_plan(self, step: Step, batch: Any, samples: int) -> PlannedShape | None:
@@ -463,26 +457,11 @@ class BudgetedStep:
         kept = self._kept.get(name_of(self._key(batch)))
         if kept is None or samples > kept.samples:
             return None
-        chunked = self._chunks is not None
-        self._chunk(kept.samples)
-        found = self._planner.of_kept(kept, step, batch, samples)
-        if found is None and not chunked:
-            self._unchunk()
-        return found
+        return self._planner.of_kept(kept, step, batch, samples)
 
     def _make_plan(self, step: Step, batch: Any, samples: int) -> PlannedShape:
-        self._chunk(samples)
         shape = self._planner.make(step, batch, samples)
         return replace(shape, note="; ".join(filter(None, (shape.note, self._freed.note))))
-
-    def _chunk(self, samples: int) -> None:
-        if self.batchnorm == "exact" and self._chunks is None and samples > 1:
-            self._chunks = ChunkedOperators(self.model, max(1, samples // CHUNKS))
-
-    def _unchunk(self) -> None:
-        if self._chunks is not None:
-            self._chunks.remove()
-            self._chunks = None
 
     def _key(self, batch: Any) -> tuple[Any, ...]:
         return key_of(batch, self.model, self.gradients)

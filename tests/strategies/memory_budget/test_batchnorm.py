@@ -1,4 +1,4 @@
-"""BatchNorm under a memory budget: the whole batch, chunks of operators, or statistics of sub-batches."""
+"""BatchNorm under a memory budget: the whole batch, or statistics of sub-batches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_batch_norm_offloads_only(splits: None) -> None:
 def test_batch_norm_below_its_floor_is_refused_by_name(splits: None) -> None:
     with pytest.raises(BudgetError, match=r"BatchNorm in train mode takes its statistics .*: net\.2, net\.5") as caught:
         fit(Net(norm), MemoryBudgetStrategy(TINY))
-    assert "batchnorm='exact' or batchnorm='ghost'" in str(caught.value)
+    assert "choose batchnorm='ghost', or a smaller batch" in str(caught.value)
 
 
 def test_ghost_batch_norm_runs_below_that(splits: None) -> None:
@@ -35,14 +35,6 @@ def test_ghost_batch_norm_runs_below_that(splits: None) -> None:
     done = fit(ours, MemoryBudgetStrategy(TINY, batchnorm="ghost"))
     assert report_of(done).sub_batches > 3
     assert all(torch.isfinite(value).all() for value in ours.state_dict().values())
-
-
-def test_exact_batch_norm_equals_the_plain_step(splits: None) -> None:
-    plain, ours = Net(norm), Net(norm)
-    fit(plain)
-    done = fit(ours, MemoryBudgetStrategy(SMALL, batchnorm="exact"))
-    assert report_of(done).sub_batches == 3
-    assert_close(plain, ours, 1e-4)
 
 
 class Sizes(Net):

@@ -13,8 +13,6 @@ from retime.mechanisms.memory.step.budgeted_step import BudgetedStep
 from retime.schedules.budget.errors import BudgetError
 from support.memory_budget import OFFLOADS, SPLITS, Net, loader, norm, use_costs
 
-EXACT, GHOST = "batchnorm='exact' or batchnorm='ghost'", "batchnorm='ghost'"
-
 
 @pytest.fixture(autouse=True)
 def _costs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,31 +36,10 @@ def images(*more: nn.Module, width: int = 8) -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(nn.Conv2d(3, width, 3), *more, nn.AdaptiveAvgPool2d(1)), torch.randn(16, 3, 32, 32)
 
 
-def test_exact_is_advised_only_where_the_largest_task_runs_in_chunks() -> None:
-    wide = nn.Conv2d(8, 64, 3)
-    norm_last = refusal(*images(wide, nn.BatchNorm2d(64), nn.Conv2d(64, 8, 3)))
-    assert "task 'native_batch_norm_backward" in norm_last
-    assert f"choose {GHOST}" in norm_last
-    assert "exact" not in norm_last
-    convolution = refusal(*images(nn.BatchNorm2d(8), wide))
-    assert "task 'convolution" in convolution
-    assert f"choose {EXACT}" in convolution
-
-
-class Own(nn.Conv2d):
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return super().forward(value)
-
-
-def test_layers_that_are_not_wrapped_do_not_run_in_chunks() -> None:
-    said = refusal(*images(nn.BatchNorm2d(8), Own(8, 64, 3)))
-    assert "task 'convolution" in said
-    assert f"choose {GHOST}" in said
-
-
-def test_exact_keeps_batches_whole() -> None:
-    said = refusal(*images(nn.BatchNorm2d(8)), batchnorm="exact")
-    assert "batchnorm='exact' keeps batches whole: batchnorm='ghost' or a smaller batch would help" in said
+def test_ghost_statistics_are_advised() -> None:
+    said = refusal(*images(nn.BatchNorm2d(8), nn.Conv2d(8, 64, 3)))
+    assert "Sub-batches would lower it, but BatchNorm in train mode" in said
+    assert "choose batchnorm='ghost', or a smaller batch" in said
 
 
 def test_ghost_says_what_the_fewest_samples_need() -> None:

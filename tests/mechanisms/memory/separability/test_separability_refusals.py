@@ -33,7 +33,7 @@ def test_batch_norm_is_named() -> None:
     assert not certificate.separable
     assert certificate.layers == ("1",)
     assert "BatchNorm in train mode takes its statistics over the whole batch: 1;" in certificate.reason
-    assert "batchnorm='exact' or batchnorm='ghost'" in certificate.reason
+    assert "offload only, or choose batchnorm='ghost'" in certificate.reason
     with pytest.raises(NotSeparableError, match="BatchNorm"):
         loss_weights(certificate, split_batch(case.batch, 4))
 
