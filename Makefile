@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# All tests, a process a core (at most four: each takes about 1 GB). PYTEST_ARGS of your own replace this: one process.
+PYTEST_ARGS ?= --numprocesses logical --maxprocesses 4 --dist loadfile
 
 .PHONY: demo test check clean
 

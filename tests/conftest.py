@@ -1,4 +1,5 @@
-"""Shared by all tests: one thread a process, the memory budget's ways, and the contract table's runs.
+"""Shared by all tests: one thread a process, shares for several processes, the memory budget's ways, and the contract
+table's runs.
 
 What needs torch's or Lightning's more expensive parts is imported in the fixtures, for tests of plain Python.
 """
@@ -14,6 +15,23 @@ import torch
 if TYPE_CHECKING:
     from contract.runs import Runs
     from retime.mechanisms.memory.pool.memory_pool import MemoryPool
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # one of several processes
+        from support.processes import longest_first
+
+        longest_first(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """For `--dist loadfile`: shares of tests."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from support.processes import Shares
+
+    return Shares(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)
