@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from contract.record import Record
+from contract.record import Record, Refusal
 
 WORLD_SIZE = 2
 START_S = 90
@@ -22,7 +22,7 @@ SCENARIO_S = 30
 GRACE_S = 5
 """How long the second rank may take to notice that the first has failed."""
 PAIRS = 6
-"""A failed or refused scenario ends its pair of processes; so many pairs are started before the rest is given up."""
+"""A failed scenario ends its pair of processes; so many pairs are started before the rest is given up."""
 
 
 class RankError(AssertionError):
@@ -51,6 +51,9 @@ class RankRuns:
         results = self._results.get(scenario, [f"not run: {PAIRS} pairs of processes had failed before it"])
         if all(isinstance(result, Record) for result in results):
             return results
+        refused = [isinstance(result, Refusal) for result in results]
+        if any(refused) and not all(refused):
+            raise RankError(f"only rank {refused.index(True)} ended with the error that all ranks must end with")
         texts = [f"rank {rank}:\n{result}" for rank, result in enumerate(results) if not isinstance(result, Record)]
         raise RankError("\n".join(texts))
 
@@ -119,9 +122,13 @@ class RankRuns:
                 break
         for name in scenarios:
             paths = self._paths(name)
-            if not all(path.exists() for path in paths) or any(isinstance(self._read(path), str) for path in paths):
+            if not all(path.exists() for path in paths) or any(self._ended_by(path) for path in paths):
                 return name
         return None
+
+    def _ended_by(self, path: Path) -> bool:
+        result = self._read(path)
+        return isinstance(result, str) and not isinstance(result, Refusal)
 
     def _done(self, scenarios: list[str]) -> int:
         return sum(path.exists() for name in scenarios for path in self._paths(name))

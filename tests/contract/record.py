@@ -25,6 +25,12 @@ class Record:
     """Texts of the NoEffectWarnings that were shown."""
 
 
+class Refusal(str):
+    """The error of a run that its row has to refuse: as text, from a rank."""
+
+    __slots__ = ()
+
+
 def snapshot(value: Any, folder: Path | None = None) -> Any:
     """Copy `value` into plain containers and fresh tensors; `folder` is cut out of strings (each run has its own)."""
     if isinstance(value, Tensor):

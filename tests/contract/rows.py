@@ -46,6 +46,9 @@ from retime.strategies import (
 )
 from retime.strategies.support.budgeted import Budgeted
 
+REFUSALS = (RuntimeError, ValueError)
+"""What a strategy refuses a run with."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -89,6 +92,11 @@ class Row:
     def refusal(self, traits: frozenset[str]) -> str | None:
         """The pattern of the error that a scenario with these traits must end with."""
         return next((pattern for trait, pattern in self.refused.items() if trait in traits), None)
+
+    def refuses(self, traits: frozenset[str], error: BaseException) -> bool:
+        """Whether a scenario with these traits must end with this error."""
+        pattern = self.refusal(traits)
+        return pattern is not None and isinstance(error, REFUSALS) and bool(re.search(pattern, str(error)))
 
     def tolerance_in(self, scenario: str) -> float:
         """How close a scenario's numbers must come to the plain row's."""

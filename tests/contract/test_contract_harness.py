@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from contract import broken
 from contract.bench import run
 from contract.ranks import RankError, RankRuns
-from contract.record import Record, assert_same_run, differences, snapshot
+from contract.record import Record, Refusal, assert_same_run, differences, snapshot
 from contract.rows import PLAIN, Row
 from contract.scenarios import SCENARIOS
 
@@ -68,6 +68,29 @@ def test_catches_ranks_that_differ_fail_or_hang(tmp_path: Path) -> None:
             ours.records("optimizer_momentum")
     finally:
         ours.stop()
+
+
+def test_catches_a_refusal_on_one_rank_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = {"all": [Refusal("is sparse"), Refusal("is sparse")], "one": [Record(), Refusal("is sparse")]}
+    monkeypatch.setattr(RankRuns, "_run_all", lambda _, results: results.update(ranks))
+    ours = RankRuns("a_row", [*ranks], tmp_path)
+    with pytest.raises(RankError, match="is sparse"):
+        ours.records("all")
+    with pytest.raises(RankError, match=r"^only rank 1 ended with the error"):
+        ours.records("one")
+
+
+@pytest.mark.parametrize(
+    ("traits", "error", "refuses"),
+    [
+        (frozenset({"sparse"}), ValueError("it is sparse"), True),
+        (frozenset({"sparse"}), ValueError("something else"), False),
+        (frozenset({"sparse"}), TypeError("it is sparse"), False),
+        (frozenset(), ValueError("it is sparse"), False),
+    ],
+)
+def test_only_the_error_of_a_trait_is_its_refusal(traits: frozenset[str], error: Exception, refuses: bool) -> None:
+    assert Row("a_row", lambda _: "auto", refused={"sparse": "is sparse"}).refuses(traits, error) is refuses
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch
 
 from contract.bench import run
 from contract.broken import FAILS_ON_ONE_RANK
+from contract.record import Refusal
 from contract.rows import PLAIN, STRATEGIES
 from contract.scenarios import SCENARIOS
 
@@ -27,9 +28,13 @@ def main(row: str, folder: Path, scenarios: list[str]) -> int:
         path = folder / f"{name}.{rank}.pt"
         try:
             result = run(ROWS[row], SCENARIOS[name], folder / name, world_size)
-        except BaseException:
+        except BaseException as error:
+            text = traceback.format_exc()
+            if ROWS[row].refuses(SCENARIOS[name].traits, error):  # as all ranks do, at the same place
+                _write(Refusal(text), path)
+                continue
             # The ranks' collectives no longer match after an error, so this pair of processes is of no more use.
-            _write(traceback.format_exc(), path)
+            _write(text, path)
             return 1
         _write(result, path)
     return 0
