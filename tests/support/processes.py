@@ -4,7 +4,12 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 TABLE = "tests/contract/test_contract.py"
-LONGEST = (f"{TABLE} on several ranks",)
+LONGEST = (
+    f"{TABLE} on several ranks",
+    "tests/contract/test_random_models.py",
+    TABLE,
+    "tests/test_documentation.py",
+)
 """What takes longest begins first, so that no process works on alone at the end. The rest keeps its order."""
 
 
