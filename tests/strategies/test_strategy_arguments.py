@@ -69,6 +69,24 @@ def test_from_a_command_line(strategy: type[Strategy]) -> None:
     assert isinstance(from_command_line(strategy, given), strategy)
 
 
+@pytest.mark.parametrize("strategy", [*DDP, *ONE])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Lightning calls methods that jsonargparse renamed
+def test_the_cli_reads_every_argument(strategy: type[Strategy], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jsonargparse", reason="LightningCLI needs jsonargparse")
+    from lightning.pytorch.cli import LightningCLI
+    from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+
+    path = f"{strategy.__module__}.{strategy.__qualname__}"
+    parameters = inspect.signature(strategy).parameters
+    given = {name: parameters[name].default for name in names(strategy)}
+    trainer = {"strategy": {"class_path": path, "init_args": given}, "logger": False, "accelerator": "cpu"}
+    monkeypatch.setattr("sys.argv", ["train.py"])  # it warns of others beside args
+    options: dict[str, Any] = {"run": False, "save_config_callback": None, "seed_everything_default": False}
+    cli = LightningCLI(BoringModel, BoringDataModule, args={"trainer": trainer}, **options)
+    assert isinstance(cli.trainer.strategy, strategy)
+    assert names(strategy) <= vars(cli.config.trainer.strategy.init_args).keys()
+
+
 @pytest.mark.parametrize("strategy", [*DDP, *ONE, DDPStrategy, SingleDeviceStrategy])
 @pytest.mark.parametrize("accelerator", ["cpu", CPUAccelerator(), None])
 def test_accelerators_are_taken_by_name_as_lightnings_own_take_them(strategy: Any, accelerator: Any) -> None:
