@@ -36,8 +36,10 @@ from retime.mechanisms.memory.step import (
 )
 from retime.strategies.support.flavour import LightningOnly
 from retime.strategies.support.lightning_private import skips_backward
+from retime.strategies.support.logged_numbers import LOGGED
+from retime.strategies.support.part_log import PartLog
 from retime.strategies.support.unseen import unseen
-from retime.strategies.support.whole_batch import LOGGED, PartLog, WholeBatchResults
+from retime.strategies.support.whole_batch import WholeBatchResults
 
 _SKIPPING = (
     "Under a memory budget training_step runs once a sub-batch: return None for all parts of a batch or for none "

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
+
+from retime.mechanisms.replaced_attributes import replaced_attributes
 
 
 @contextmanager
 def unseen(trainer: Trainer) -> Iterator[None]:
     """While open, the module's ``log`` and the Trainer's loggers take nothing."""
-    module, loggers = trainer.lightning_module, trainer.loggers
-    own = module.__dict__
+    loggers = trainer.loggers
     trainer.loggers = [DummyLogger() for _ in loggers]
-    own["log"] = own["log_dict"] = lambda *_, **__: None
     try:
-        yield
+        with replaced_attributes(trainer.lightning_module, log=_nothing, log_dict=_nothing):
+            yield
     finally:
         trainer.loggers = loggers
-        for name in ("log", "log_dict"):
-            own.pop(name, None)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass

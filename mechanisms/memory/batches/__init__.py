@@ -10,6 +10,7 @@ from retime.mechanisms.memory.batches.batchnorm import (
 )
 from retime.mechanisms.memory.batches.certificate import (
     Certificate,
+    Example,
     NotSeparableError,
     WeightsUnclearError,
     loss_weights,
@@ -27,13 +28,22 @@ from retime.mechanisms.memory.batches.split import (
     split_batch,
     tensors_of,
 )
-from retime.mechanisms.memory.batches.weights import COMPARED, OPPOSITE, Count, Weighting, compares, counts_of
+from retime.mechanisms.memory.batches.weights import (
+    COMPARED,
+    OPPOSITE,
+    Count,
+    Weighting,
+    compares,
+    counts_of,
+    normalised,
+)
 
 __all__ = [
     "BatchNormChoice",
     "COMPARED",
     "Certificate",
     "Count",
+    "Example",
     "NotSeparableError",
     "OPPOSITE",
     "Split",
@@ -57,6 +67,7 @@ __all__ = [
     "map_leaves",
     "name_of",
     "no_larger",
+    "normalised",
     "part_lengths",
     "part_of",
     "replaced_tensors",

@@ -9,7 +9,7 @@ from typing import Any
 from retime.mechanisms.memory.batches.split import batch_size_of
 from retime.mechanisms.memory.batches.weights import Count, Weighting, weights_of
 
-__all__ = ["Certificate", "NotSeparableError", "WeightsUnclearError", "loss_weights"]
+__all__ = ["Certificate", "Example", "NotSeparableError", "WeightsUnclearError", "loss_weights"]
 
 _SAME = 1e-9  # counts are exact in float64, and weights are at most 1
 
@@ -20,6 +20,23 @@ class NotSeparableError(RuntimeError):
 
 class WeightsUnclearError(RuntimeError):
     """Two ways to weigh sub-batches, equal on the batch that was probed, differ on this one: certify again with it."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """The scalars that a probed step returned, by place, for a small batch and for its parts.
+
+    Attributes:
+        whole: of the batch.
+        parts: of each part.
+        samples: of each part.
+        weights: of each part's loss.
+    """
+
+    whole: Mapping[str, float]
+    parts: tuple[Mapping[str, float], ...]
+    samples: tuple[int, ...]
+    weights: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -37,6 +54,7 @@ class Certificate:
             :func:`loss_weights` compares them on every batch.
         outputs: how each scalar that the step returns, by place (``output['loss']``), adds up from parts.
         unclear: places of the scalars for which no way to add them up was found.
+        examples: the scalars themselves, for callers that combine several of them.
         notes: what else a user should know.
         constants: the weights follow from what entries of the batch are compared with.
         complete: counts that have to count all entries there are, since the loss is a mean over some of those.
@@ -51,6 +69,7 @@ class Certificate:
     alternatives: tuple[Weighting, ...] = ()
     outputs: Mapping[str, Weighting] = field(default_factory=dict)
     unclear: tuple[str, ...] = ()
+    examples: tuple[Example, ...] = ()
     notes: tuple[str, ...] = ()
     constants: bool = False
     complete: tuple[Count, ...] = ()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from retime.mechanisms.memory.batches.split import tensors_of
 
-__all__ = ["COMPARED", "OPPOSITE", "Count", "Weighting", "compares", "counts_of", "weights_of"]
+__all__ = ["COMPARED", "OPPOSITE", "Count", "Weighting", "compares", "counts_of", "normalised", "weights_of"]
 
 _COMPARISONS: dict[str, Callable[[Any, float], Any]] = {
     "!=": operator.ne,

@@ -18,6 +18,7 @@ from torch import nn
 from retime.mechanisms.memory.batches import (
     Certificate,
     Count,
+    Example,
     Split,
     Weighting,
     batch_statistics_layers,
@@ -32,7 +33,7 @@ from retime.mechanisms.memory.sandbox import Untouched, why_not_replaced
 from retime.mechanisms.memory.separability.flow_judge import FlowVerdict
 from retime.mechanisms.memory.separability.flow_labels import Divisor
 from retime.mechanisms.memory.separability.judge import Verdict, fitted_error, judge, scalar_weightings
-from retime.mechanisms.memory.separability.probe import Probe, Prober
+from retime.mechanisms.memory.separability.probe import Case, Probe, Prober
 from retime.mechanisms.torch_private import post_accumulate_hooks, tensor_hooks
 
 __all__ = ["certify"]
@@ -284,8 +285,15 @@ def _concluded(
         others = tuple(other for other, _ in fitting[1:] if other.kind != "sum")
         outputs = scalar_weightings(probes, [weighting, Weighting("mean"), Weighting("sum")], verdict.tolerance)
         unclear = tuple(place for place in probes[0].full.scalars if place not in outputs)
-        return Certificate(weighting, "", (), verdict.error, verdict.tolerance, samples, others, outputs, unclear)
+        examples = tuple(_example(probe, case, weighting) for probe in probes for case in probe.cases)
+        found = Certificate(weighting, "", (), verdict.error, verdict.tolerance, samples, others, outputs, unclear)
+        return replace(found, examples=examples)
     return Certificate(None, _why_not(probes, best, known, samples), best.layers, best.error, best.tolerance, samples)
+
+
+def _example(probe: Probe, case: Case, weighting: Weighting) -> Example:
+    weights = weighting.of(case.parts, case.samples)
+    return Example(probe.full.scalars, tuple(run.scalars for run in case.runs), tuple(case.samples), tuple(weights))
 
 
 def _why_not(probes: list[Probe], best: Verdict, known: bool, samples: int) -> str:
