@@ -13,9 +13,9 @@ from retime.mechanisms.arguments import checked
 from retime.mechanisms.capabilities import Mechanism, refuse
 from retime.mechanisms.ddp import sparse_layer
 from retime.mechanisms.fusion import FusionReport, reduction_of
-from retime.strategies.support.beside import mechanisms_of
-from retime.strategies.support.flavour import refuse_other_trainer
+from retime.strategies.support.lightning_package import refuse_other_trainer
 from retime.strategies.support.stepping import FusedStepping
+from retime.strategies.support.strategy_mechanisms import mechanisms_of
 
 
 class FuseOptimizer(Callback):

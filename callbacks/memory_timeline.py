@@ -20,7 +20,7 @@ from retime.mechanisms.memory.dry_run import StepProfile, TrainingStep, replay
 from retime.mechanisms.memory.sandbox import undisturbed
 from retime.schedules.budget import OffloadPlan
 from retime.strategies.support.budgeted import Budgeted, gradients_in
-from retime.strategies.support.unseen import unseen
+from retime.strategies.support.muted_logging import muted_logging
 
 __all__ = ["MemoryTimeline", "StepBytes"]
 
@@ -169,7 +169,7 @@ class MemoryTimeline(PhaseCallback):
 def _dry_run(trainer: Trainer, batch: Any, batch_idx: int) -> tuple[str, StepProfile | None, str]:
     """The plan that the batch ran under, as text; the dry run under it; why there is none."""
     module, strategy = trainer.lightning_module, trainer.strategy
-    with unseen(trainer):
+    with muted_logging(trainer):
         try:
             budgeted = strategy if isinstance(strategy, Budgeted) else None
             split = split_batch if budgeted is None else budgeted.split

@@ -20,10 +20,10 @@ from retime.mechanisms.capabilities import Mechanism
 from retime.mechanisms.ddp import sparse_layer
 from retime.mechanisms.fusion import FusionReport, ReductionHook
 from retime.strategies.support.ddp_arguments import MegaBytes, StartMethod, given
-from retime.strategies.support.flavour import LightningOnly
+from retime.strategies.support.lightning_package import LightningOnly
 from retime.strategies.support.lightning_private import user_comm_hook
-from retime.strategies.support.one_device import OneDevice
-from retime.strategies.support.reports_home import ReportsHome
+from retime.strategies.support.reporting_launcher import ReportsAcrossProcesses
+from retime.strategies.support.single_device import SingleDevice
 from retime.strategies.support.stepping import FusedStepping
 
 
@@ -73,7 +73,7 @@ class _Fused(LightningOnly, Strategy):
         self._stepping.flush()
 
 
-class FusedOptimizerStrategy(_Fused, OneDevice):
+class FusedOptimizerStrategy(_Fused, SingleDevice):
     """One device, with the optimizer fused into the backward or the next forward pass.
 
     Weights, optimizer state, logged values and ``global_step`` are bit-identical to the plain strategy's. Steps that
@@ -107,7 +107,7 @@ class FusedOptimizerStrategy(_Fused, OneDevice):
         self._stepping = FusedStepping(mode, bucket_bytes, side_stream)
 
 
-class FusedOptimizerDDPStrategy(_Fused, ReportsHome):
+class FusedOptimizerDDPStrategy(_Fused, ReportsAcrossProcesses):
     """DistributedDataParallel, with each bucket's update right after its all-reduce (backward mode).
 
     Works with ``no_sync``, accumulation and a communication hook of the user's own. Bit-identical to ``ddp``.

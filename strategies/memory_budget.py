@@ -18,12 +18,12 @@ from retime.mechanisms.memory.host import parse_host
 from retime.mechanisms.memory.planning import parse_budget
 from retime.mechanisms.memory.step import BudgetedStep
 from retime.strategies.support.budgeted import CHECKPOINT_KEY, Budgeted
-from retime.strategies.support.one_device import OneDevice
+from retime.strategies.support.single_device import SingleDevice
 
 __all__ = ["CHECKPOINT_KEY", "MemoryBudgetStrategy"]
 
 
-class MemoryBudgetStrategy(Budgeted, OneDevice):
+class MemoryBudgetStrategy(Budgeted, SingleDevice):
     """One device, and no more of its memory than a number of bytes.
 
     A budget that is many times what a step needs asks for nothing: the first step is trained and counted, and all run

@@ -25,10 +25,10 @@ from retime.mechanisms.memory.step import BudgetedStep
 from retime.strategies.support.budgeted import Budgeted
 from retime.strategies.support.ddp_arguments import MegaBytes, StartMethod, given
 from retime.strategies.support.lightning_private import timeout_of
-from retime.strategies.support.reports_home import ReportsHome
+from retime.strategies.support.reporting_launcher import ReportsAcrossProcesses
 
 
-class MemoryBudgetDDPStrategy(Budgeted, ReportsHome):
+class MemoryBudgetDDPStrategy(Budgeted, ReportsAcrossProcesses):
     """``ddp`` in which no rank uses more of its device's memory than a number of bytes.
 
     Each rank plans by itself for the batches that it gets, as under :class:`MemoryBudgetStrategy`; DDP's gradient

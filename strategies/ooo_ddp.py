@@ -26,9 +26,9 @@ from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.out_of_order import ALONE, K, KeptK, OutOfOrderDataParallel, OutOfOrderReport, read_kept_k
 from retime.strategies.support.ddp_arguments import MegaBytes, StartMethod, given
 from retime.strategies.support.ddp_hooks import hook_was_not_asked_for
-from retime.strategies.support.flavour import LightningOnly
+from retime.strategies.support.lightning_package import LightningOnly
 from retime.strategies.support.lightning_private import ddp_options, timeout_of
-from retime.strategies.support.reports_home import ReportsHome
+from retime.strategies.support.reporting_launcher import ReportsAcrossProcesses
 from retime.strategies.support.stepping import FusedStepping
 
 CHECKPOINT_KEY = "retime_ooo_ddp"
@@ -37,7 +37,7 @@ FIXED_BUCKET_MB = 4
 MANUAL = "manual optimization decides by itself which gradients it wants; the order of its backward passes stays"
 
 
-class OOODataParallelStrategy(LightningOnly, ReportsHome):
+class OOODataParallelStrategy(LightningOnly, ReportsAcrossProcesses):
     """``ddp`` that hides gradient communication behind weight gradients and behind the next forward pass.
 
     The weight gradients of the first k blocks run last, in forward order, each block's gradients leave at once, and

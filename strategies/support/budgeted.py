@@ -34,12 +34,12 @@ from retime.mechanisms.memory.step import (
     check_dry_run,
     check_on_shape_change,
 )
-from retime.strategies.support.flavour import LightningOnly
+from retime.strategies.support.lightning_package import LightningOnly
 from retime.strategies.support.lightning_private import skips_backward
 from retime.strategies.support.logged_numbers import LOGGED
+from retime.strategies.support.muted_logging import muted_logging
 from retime.strategies.support.part_log import PartLog
-from retime.strategies.support.unseen import unseen
-from retime.strategies.support.whole_batch import WholeBatchResults
+from retime.strategies.support.whole_batch_results import WholeBatchResults
 
 _SKIPPING = (
     "Under a memory budget training_step runs once a sub-batch: return None for all parts of a batch or for none "
@@ -139,7 +139,7 @@ class Budgeted(LightningOnly, Strategy):
             dry = budgeted.planning
             with ExitStack() as around:
                 if dry:
-                    around.enter_context(unseen(module.trainer))
+                    around.enter_context(muted_logging(module.trainer))
                 whole = way is Way.WHOLE and not dry
                 logged = around.enter_context(log.collecting(samples_in(part, self.split), dry=dry, whole=whole))
                 output = plain(part, *rest, **kwargs)

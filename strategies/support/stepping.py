@@ -32,9 +32,9 @@ from retime.mechanisms.fusion import (
 from retime.mechanisms.lazy_updates import why_not_per_parameter, why_not_this_step, why_not_this_zero_grad
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.torch_private import has_backward_hooks, has_global_backward_hooks
-from retime.strategies.support.beside import mechanisms_of
 from retime.strategies.support.ddp_hooks import hook_was_not_asked_for
 from retime.strategies.support.lightning_private import averages_models, has_batch_norm
+from retime.strategies.support.strategy_mechanisms import mechanisms_of
 
 _MODULE_READERS = (
     "backward",

@@ -28,7 +28,7 @@ from retime.mechanisms.capabilities import (
     why_aside,
     why_not,
 )
-from retime.strategies.support.beside import mechanisms_of
+from retime.strategies.support.strategy_mechanisms import mechanisms_of
 
 BACKWARD, FORWARD, OOO, BUDGET, HOST, SCAN, USERS = Mechanism
 DECISIONS = {

@@ -1,4 +1,4 @@
-"""Steps that are only tried out: nobody hears of them."""
+"""Steps that are only tried out log nothing."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from retime.mechanisms.replaced_attributes import replaced_attributes
 
 
 @contextmanager
-def unseen(trainer: Trainer) -> Iterator[None]:
+def muted_logging(trainer: Trainer) -> Iterator[None]:
     """While open, the module's ``log`` and the Trainer's loggers take nothing."""
     loggers = trainer.loggers
     trainer.loggers = [DummyLogger() for _ in loggers]
     try:
-        with replaced_attributes(trainer.lightning_module, log=_nothing, log_dict=_nothing):
+        with replaced_attributes(trainer.lightning_module, log=_log_nothing, log_dict=_log_nothing):
             yield
     finally:
         trainer.loggers = loggers
 
 
-def _nothing(*_: Any, **__: Any) -> None:
+def _log_nothing(*_: Any, **__: Any) -> None:
     pass

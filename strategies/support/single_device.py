@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from retime.strategies.support.lightning_private import given_device
 
 
-class OneDevice(SingleDeviceStrategy):
+class SingleDevice(SingleDeviceStrategy):
     """Takes its device from the Trainer, unless it is given one, and refuses several.
 
     Lightning's own needs a ``device`` from the start, so its registry can only make it for a CPU.

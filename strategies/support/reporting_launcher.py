@@ -1,4 +1,4 @@
-"""Reports of fits that run in processes of their own: rank 0's comes home with the weights."""
+"""Reports of fits that run in processes of their own: rank 0 returns its report with the weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from retime.strategies.support.lightning_private import Launcher, MomentsOfDDP, 
 _KEY = "retime_report"
 
 
-class ReportsHome(MomentsOfDDP):
+class ReportsAcrossProcesses(MomentsOfDDP):
     """``ddp`` whose ``report()`` tells of the fit after spawned and forked processes have ended, too."""
 
     @abstractmethod
@@ -35,12 +35,12 @@ class _ReportingLauncher(ProcessLauncher):
 
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
         strategy = trainer.strategy
-        assert isinstance(strategy, ReportsHome)
+        assert isinstance(strategy, ReportsAcrossProcesses)
         # as bytes: Lightning would look for tensors inside of it, to move them to the CPU
         return super().get_extra_results(trainer) | {_KEY: pickle.dumps(strategy.report())}
 
     def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
         super().update_main_process_results(trainer, extra)
         strategy = trainer.strategy
-        assert isinstance(strategy, ReportsHome)
+        assert isinstance(strategy, ReportsAcrossProcesses)
         strategy.take_report(pickle.loads(extra[_KEY]))

@@ -13,7 +13,7 @@ from support.paths import PYTHONPATH, SUPPORT
 
 def test_rank_zeros_report_comes_home(tmp_path: Path) -> None:
     names = ("fused_optimizer_ddp_fork", "memory_budget_ddp_fork")
-    script = SUPPORT / "reports_home_worker.py"
+    script = SUPPORT / "reporting_launcher_worker.py"
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path), *names],
         env={**os.environ, **PYTHONPATH},
@@ -29,5 +29,7 @@ def test_every_strategy_of_several_processes_has_names_that_start_them() -> None
     for name in ("fused_optimizer_ddp", "ooo_ddp", "memory_budget_ddp"):
         for start in ("popen", "spawn", "fork"):
             full = name if start == "popen" else f"{name}_{start}"
-            assert isinstance(StrategyRegistry.get(full), retime.strategies.support.reports_home.ReportsHome)
+            assert isinstance(
+                StrategyRegistry.get(full), retime.strategies.support.reporting_launcher.ReportsAcrossProcesses
+            )
             assert StrategyRegistry[full]["init_params"]["start_method"] == start
