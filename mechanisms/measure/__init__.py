@@ -3,7 +3,7 @@
 from retime.mechanisms.measure.energy_meter import NoMeterError, Watch, find_meter
 from retime.mechanisms.measure.memory_probe import MemoryProbe, forget_peak, status_bytes
 from retime.mechanisms.measure.memory_sampler import MemorySampler
-from retime.mechanisms.measure.step_timer import OTHER, PHASES, StepTimer, StepTiming
+from retime.mechanisms.measure.step_timer import OTHER, PHASES, StepTimer, StepTiming, clock_of
 
 __all__ = [
     "MemoryProbe",
@@ -14,6 +14,7 @@ __all__ = [
     "StepTimer",
     "StepTiming",
     "Watch",
+    "clock_of",
     "find_meter",
     "forget_peak",
     "status_bytes",

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from retime.schedules.timeline import Span
 
-__all__ = ["OTHER", "PHASES", "StepTimer", "StepTiming"]
+__all__ = ["OTHER", "PHASES", "Clock", "StepTimer", "StepTiming", "clock_of"]
 
 PHASES = ("forward", "backward", "update")
 OTHER = "other"
@@ -69,14 +69,21 @@ class StepTiming:
         return numbers
 
 
-class _Clock(Protocol):
+class Clock(Protocol):
+    """Marks points in time; made by :func:`clock_of`."""
+
     name: str
 
     def mark(self, reuse: Any = None) -> Any:
         """A point in time; ``reuse`` moves an earlier mark to now and is cheaper where marks are objects."""
 
     def offsets_ms(self, marks: list[Any]) -> list[float]:
-        """Milliseconds from the first mark to each."""
+        """Milliseconds from the first mark to each; on CUDA this waits for the device."""
+
+
+def clock_of(device: torch.device | str) -> Clock:
+    """CUDA events in the current stream for CUDA devices, the host's clock for all others."""
+    return _CudaClock() if torch.device(device).type == "cuda" else _HostClock()
 
 
 class _HostClock:
@@ -137,7 +144,7 @@ class StepTimer:
     """
 
     def __init__(self, device: torch.device | str = "cpu", *, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        self._clock: _Clock = _CudaClock() if torch.device(device).type == "cuda" else _HostClock()
+        self._clock = clock_of(device)
         self._watched = None if parameters is None else [p for p in parameters if p.requires_grad]
         self._batches: list[list[_Stretch]] = []
         self._running = False

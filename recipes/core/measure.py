@@ -6,7 +6,6 @@ ratio is formed inside each round, and its spread is the spread of those per-rou
 """
 
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +14,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+
+from retime.mechanisms.measure import clock_of
 
 T = TypeVar("T")
 
@@ -95,7 +96,7 @@ class PhaseClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._clock = clock_of(device)
         self._marks: list[list[Any]] = []
 
     def start(self) -> None:
@@ -103,20 +104,12 @@ class PhaseClock:
         self.mark()
 
     def mark(self) -> None:
-        if self._cuda:
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record()
-            self._marks[-1].append(event)
-        else:
-            self._marks[-1].append(time.perf_counter() * 1e3)
+        self._marks[-1].append(self._clock.mark())
 
     def steps_ms(self) -> list[list[float]]:
         """The phases of each step since the last call."""
         steps, self._marks = self._marks, []
-        if self._cuda:
-            torch.cuda.synchronize()
-            return [[a.elapsed_time(b) for a, b in pairwise(marks)] for marks in steps]
-        return [[b - a for a, b in pairwise(marks)] for marks in steps]
+        return [[after - before for before, after in pairwise(self._clock.offsets_ms(marks))] for marks in steps]
 
 
 def middle_step(steps: Sequence[Sequence[float]]) -> list[float]:

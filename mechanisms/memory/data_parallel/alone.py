@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from retime.mechanisms.replaced_attributes import replaced_attributes
 from retime.mechanisms.torch_private import COLLECTIVE_NAMESPACES, BatchNormBase, TorchDispatchMode
 
 __all__ = ["CollectiveError", "alone"]
@@ -33,16 +34,13 @@ def alone(model: DistributedDataParallel, *, watch: bool = True) -> Iterator[Non
         CollectiveError: there is one.
     """
     synced = [layer for layer in model.modules() if isinstance(layer, nn.SyncBatchNorm)]
-    model.__dict__["forward"] = model.module.__call__
-    for layer in synced:
-        layer.__dict__["forward"] = partial(BatchNormBase.forward, layer)
-    try:
-        with _NoCollectives() if watch else nullcontext():  # type: ignore[no-untyped-call]
-            yield
-    finally:
-        del model.__dict__["forward"]
+    with ExitStack() as around:
+        around.enter_context(replaced_attributes(model, forward=model.module.__call__))
         for layer in synced:
-            del layer.__dict__["forward"]
+            around.enter_context(replaced_attributes(layer, forward=partial(BatchNormBase.forward, layer)))
+        if watch:
+            around.enter_context(_NoCollectives())  # type: ignore[no-untyped-call]
+        yield
 
 
 class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
