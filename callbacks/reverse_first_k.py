@@ -16,9 +16,10 @@ class ReverseFirstK(Callback):
     The best k depends on the network's speed and on the batch, which may change while a job runs: a busier cluster, a
     batch-size schedule, unfrozen layers.
 
-    :param k: a number of blocks, or ``"auto"``: measure during the first steps.
-    :param search_every_n_epochs: with ``k="auto"``, search again at the start of every n-th epoch; None: once.
-    :param log: log ``"reverse_first_k"`` with the Trainer's loggers at the end of every epoch.
+    Args:
+        k: a number of blocks, or ``"auto"``: measure during the first steps.
+        search_every_n_epochs: with ``k="auto"``, search again at the start of every n-th epoch; None: once.
+        log: log ``"reverse_first_k"`` with the Trainer's loggers at the end of every epoch.
     """
 
     @checked

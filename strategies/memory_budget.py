@@ -43,27 +43,28 @@ class MemoryBudgetStrategy(Budgeted, SingleDevice):
     counter in it counts sub-batches, a print prints each. A number of the whole batch that it logs or returns and that
     is no sum of the parts' (a standard deviation, a maximum) is named in a warning before the first step.
 
-    :param budget: bytes, ``"8GiB"``, or ``"90%"`` of the device's memory, for parameters, gradients, optimizer states,
-        the batch, activations and what operations need. On a CPU: what training may add to the process.
-    :param host: where activations go: ``"memory"`` (for CUDA), ``"disk:FOLDER"`` (for a CPU); None: memory for CUDA,
-        the folder for temporary files for a CPU.
-    :param batchnorm: layers with batch statistics keep a batch whole (``"offload"``), or take ``"ghost"`` statistics
-        of each sub-batch (other numbers: a choice of yours).
-    :param on_shape_change: ``"replan"`` for batches of another shape, or ``"error"``.
-    :param split_batch: ``split_batch(batch, sub_batch) -> parts``, for batches that cannot be cut by their first
-        dimension.
-    :param loss_weight: ``loss_weight(part)`` counts what a part's loss is a mean over, where a probe cannot see it.
-    :param dry_run: what is tried out calls ``training_step`` more often than training does, which shows where it
-        changes what is neither tensor nor module: an environment, a replay buffer. A budget that is easily enough needs
-        nothing of that: the first step of each shape is trained while it is counted. ``"auto"`` tries out where it is
-        not, and says so before; ``"off"`` never does: the first step of each shape runs with everything offloaded, and
-        what it saved and held decides what stays on the device from then on. Batches then stay whole, and a budget that
-        is too small for that ends training after the first step.
-    :param plan: a file that :meth:`save_plan` or ``retime plan --save`` wrote. Its plans are used, and where they do
-        not fit the model, the batch or the budget, an error says so before the first step. Without it plans are chosen
-        by measured times, so that two runs may choose differently; with deterministic algorithms, as under
-        ``Trainer(deterministic=True)``, by counted bytes and operations, so that all runs choose the same.
-    :param device: the one device; None: the one the Trainer chose.
+    Args:
+        budget: bytes, ``"8GiB"``, or ``"90%"`` of the device's memory, for parameters, gradients, optimizer states, the
+            batch, activations and what operations need. On a CPU: what training may add to the process.
+        host: where activations go: ``"memory"`` (for CUDA), ``"disk:FOLDER"`` (for a CPU); None: memory for CUDA, the
+            folder for temporary files for a CPU.
+        batchnorm: layers with batch statistics keep a batch whole (``"offload"``), or take ``"ghost"`` statistics of
+            each sub-batch (other numbers: a choice of yours).
+        on_shape_change: ``"replan"`` for batches of another shape, or ``"error"``.
+        split_batch: ``split_batch(batch, sub_batch) -> parts``, for batches that cannot be cut by their first
+            dimension.
+        loss_weight: ``loss_weight(part)`` counts what a part's loss is a mean over, where a probe cannot see it.
+        dry_run: what is tried out calls ``training_step`` more often than training does, which shows where it changes
+            what is neither tensor nor module: an environment, a replay buffer. A budget that is easily enough needs
+            nothing of that: the first step of each shape is trained while it is counted. ``"auto"`` tries out where it
+            is not, and says so before; ``"off"`` never does: the first step of each shape runs with everything
+            offloaded, and what it saved and held decides what stays on the device from then on. Batches then stay
+            whole, and a budget that is too small for that ends training after the first step.
+        plan: a file that :meth:`save_plan` or ``retime plan --save`` wrote. Its plans are used, and where they do not
+            fit the model, the batch or the budget, an error says so before the first step. Without it plans are chosen
+            by measured times, so that two runs may choose differently; with deterministic algorithms, as under
+            ``Trainer(deterministic=True)``, by counted bytes and operations, so that all runs choose the same.
+        device: the one device; None: the one the Trainer chose.
 
     All other arguments are :class:`lightning.pytorch.strategies.SingleDeviceStrategy`'s.
     """

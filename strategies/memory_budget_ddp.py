@@ -48,10 +48,11 @@ class MemoryBudgetDDPStrategy(Budgeted, ReportsAcrossProcesses):
     backward pass goes on (the paper's section 6.2). On a CPU they are summed there anyway. What a communication hook of
     yours allocates is not counted.
 
-    :param budget: of each rank: bytes, ``"8GiB"``, or ``"90%"`` of its device; on a CPU the ranks of a machine share
-        the percentage.
-    :param reduce_on: ``"device"`` or ``"host"``; the latter takes the place of ``ddp_comm_hook``.
-    :param host: this and the next six are :class:`MemoryBudgetStrategy`'s.
+    Args:
+        budget: of each rank: bytes, ``"8GiB"``, or ``"90%"`` of its device; on a CPU the ranks of a machine share the
+            percentage.
+        reduce_on: ``"device"`` or ``"host"``; the latter takes the place of ``ddp_comm_hook``.
+        host: this and the next six are :class:`MemoryBudgetStrategy`'s.
 
     All other arguments are those of :class:`lightning.pytorch.strategies.DDPStrategy` and of the
     ``DistributedDataParallel`` that it makes, whose further ones are taken too.
