@@ -5,10 +5,13 @@ from xdist.scheduler import LoadScopeScheduling
 
 TABLE = "tests/contract/test_contract.py"
 LONGEST = (
-    f"{TABLE} on several ranks",
     "tests/contract/test_random_models.py",
-    TABLE,
+    f"{TABLE} on several ranks",
+    "tests/mechanisms/out_of_order/test_data_parallel.py",
+    "tests/mechanisms/memory/step/test_known_ways.py",
+    "tests/mechanisms/memory/step/test_limit.py",
     "tests/test_documentation.py",
+    TABLE,
 )
 """What takes longest begins first, so that no process works on alone at the end. The rest keeps its order."""
 
