@@ -76,6 +76,7 @@ class HostDisk:
         self._extents = Extents()
         self._left = LeftBehind()
         self._lock = threading.RLock()
+        self._capacity_bytes = capacity_bytes
         self._reserved = 0
         self._held = 0
         self._closed = False
@@ -92,7 +93,10 @@ class HostDisk:
     def reserve(self, nbytes: int, storages: int) -> None:
         with self._lock:
             self._check_open()
-            self._reserve(nbytes + storages * self._extents.rounded(1))
+            nbytes += storages * self._extents.rounded(1)
+            self._left.see_to()
+            self._shrink(max(nbytes, self._capacity_bytes, self._extents.trimmed()))
+            self._reserve(nbytes)
 
     def store(self, source: torch.UntypedStorage) -> _DiskCopy:
         nbytes = source.nbytes()
@@ -130,6 +134,12 @@ class HostDisk:
     def _check_open(self) -> None:
         if self._closed:
             raise HostError(errno.EBADF, f"host={self.name!r} was closed: make a new one")
+
+    def _shrink(self, nbytes: int) -> None:
+        """Make the file no longer than that."""
+        if nbytes < self._reserved:
+            os.ftruncate(self._file.fileno(), nbytes)
+            self._reserved = nbytes
 
     def _reserve(self, nbytes: int) -> None:
         """Make the file at least that long, with blocks behind it."""

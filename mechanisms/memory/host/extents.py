@@ -13,7 +13,7 @@ class Extents:
     be given back at any moment by any thread, also by a finaliser in the middle of :meth:`take`.
 
     Attributes:
-        end: one past the highest byte that was ever handed out.
+        end: one past the highest byte that was handed out, since it was last :meth:`trimmed`.
     """
 
     def __init__(self, alignment: int = 4096) -> None:
@@ -28,8 +28,6 @@ class Extents:
 
     def take(self, nbytes: int) -> int:
         """Offset of a place for ``nbytes``; raises :attr:`end` where none is free."""
-        while self._returned:
-            insort(self._free, self._returned.popleft())
         self._merge()
         wanted = self.rounded(nbytes)
         place = next((index for index, (_, size) in enumerate(self._free) if size == wanted), None)
@@ -50,7 +48,16 @@ class Extents:
         """The place may be handed out again."""
         self._returned.append((offset, self.rounded(nbytes)))
 
+    def trimmed(self) -> int:
+        """:attr:`end`, once it is no further than the last place that is in use."""
+        self._merge()
+        if self._free and sum(self._free[-1]) == self.end:
+            self.end, _ = self._free.pop()
+        return self.end
+
     def _merge(self) -> None:
+        while self._returned:
+            insort(self._free, self._returned.popleft())
         merged: list[tuple[int, int]] = []
         for offset, size in self._free:
             if merged and sum(merged[-1]) == offset:

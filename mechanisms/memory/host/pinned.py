@@ -24,7 +24,7 @@ from retime.mechanisms.torch_private import empty_host_cache, without_dispatch_m
 class HostMemory:
     """Storages of ``device`` in CPU memory, page-locked where the device is a CUDA device.
 
-    Buffers are kept by size and used again. All of them together are no more than the most that was reserved, or was
+    Buffers are kept by size and used again. All of them together are no more than what was reserved last, or was
     held at once since then: batches of ever new shapes ask for ever new sizes, so those that were used longest ago go.
     :meth:`close` gives back the rest.
     """
@@ -42,7 +42,6 @@ class HostMemory:
         self._left = LeftBehind()
         self._lock = threading.RLock()
         self._held = 0
-        self._reserved = 0
         self._most = 0
 
     def takes(self, device: torch.device) -> bool:
@@ -57,8 +56,7 @@ class HostMemory:
                 available = psutil.virtual_memory().available
             if nbytes > available + self._held:
                 raise self._full(f"{nbytes} bytes at once: {available} bytes of CPU memory are free")
-            self._reserved = max(self._reserved, nbytes)
-            self._most = max(self._reserved, self._held)  # what was held before, to measure, tells nothing about steps
+            self._most = max(nbytes, self._held)  # what was held before, to measure, tells nothing about steps
             self._kept.shrink(self._most - self._held)
 
     def store(self, source: torch.UntypedStorage) -> _MemoryCopy:

@@ -67,6 +67,8 @@ class HostTier(Protocol):
     def reserve(self, nbytes: int, storages: int) -> None:
         """Have space for so many bytes in so many storages at once, so that a full host shows before a step begins.
 
+        What was reserved before is given up as far as it is more than that, and nothing is held there.
+
         Raises:
             HostError: there is no such space.
         """

@@ -169,6 +169,11 @@ class ForwardPass:
         self._drop_prefetched()
         self._raise_failure()
 
+    @property
+    def ended(self) -> bool:
+        """Nothing that moved is waited for any more: the graph that saved it has gone."""
+        return not self._open and all(reference() is None for reference in self._moved)
+
     def _raise_failure(self) -> None:
         raise_interruption()
         failure, self._failure = self._failure, None

@@ -213,6 +213,11 @@ class OffloadSavedTensors:
         """Bytes of each storage that the last pass saved, by number, as far as it was watched."""
         return [] if self._pass is None else self._pass.sizes
 
+    @property
+    def ended(self) -> bool:
+        """No forward pass is under way, and nothing that the last one moved is waited for any more."""
+        return self._pass is None or self._pass.ended
+
     def report(self) -> OffloadReport:
         """What was moved so far."""
         counts = self._counts

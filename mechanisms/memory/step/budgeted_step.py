@@ -234,6 +234,7 @@ class BudgetedStep:
         sub_batch = min(shape.choice.plan.sub_batch, samples_in(batch, self._split))
         ways = self._ways.get(self._key(batch)) or KnownWays()
         ways.begin()
+        self._offloads.keep_only(self._plans(shape))
         self._now_plain = shape.plain
         forward = self._first_forward if self.planned(batch) is None else self._forward
         try:
@@ -270,6 +271,7 @@ class BudgetedStep:
             )
         shape = self._first_or_plan(step, batch, may_stop=False)
         self.count_plain()
+        self._offloads.keep_only(self._plans(shape))
         first = self._finding_out(batch, shape) if self.planned(batch) is None else nullcontext()
         with first, self._hooks(batch, shape.choice), self._compiled.under(shape.plain):
             yield
@@ -435,10 +437,8 @@ class BudgetedStep:
 
     def _keep(self, key: tuple[Any, ...], batch: Any, shape: PlannedShape) -> PlannedShape:
         """From now on batches like this one run under this plan."""
-        plan = shape.choice.plan
-        if plan.offload:
-            self.host.reserve(shape.choice.out_bytes // -(-shape.samples // plan.sub_batch), len(plan.offload))
         self._shapes.pop(key, None)
+        self._reserve([*self._shapes.values(), shape])
         self._shapes[key], self._sizes[key], self._ways[key] = shape, sizes_of(batch), _ways_of(shape)
         self._report.note(shape, MOST_SHAPES)
         while len(self._shapes) > MOST_SHAPES:
@@ -446,6 +446,13 @@ class BudgetedStep:
         self._hold_plans(batch)
         self._say(str(shape))
         return shape
+
+    def _reserve(self, shapes: Sequence[PlannedShape]) -> None:
+        """Have the space on the host that the plans of these need, one at a time."""
+        away = [shape for shape in shapes if shape.choice.plan.offload]
+        if away:
+            nbytes = max(shape.choice.out_bytes // -(-shape.samples // shape.choice.plan.sub_batch) for shape in away)
+            self.host.reserve(nbytes, max(len(shape.choice.plan.offload) for shape in away))
 
     def _made_or_taken(self, step: Step, batch: Any, samples: int) -> PlannedShape:
         if self._given is None:
@@ -552,12 +559,12 @@ class BudgetedStep:
         warn_of_ways(again, ways, stopped)
         return replace(shape, certificate=again) if again.separable else None
 
+    def _plans(self, *more: PlannedShape) -> set[OffloadPlan]:
+        return {shape.choice.plan for shape in (*self._shapes.values(), *more)}
+
     def _forget(self, key: tuple[Any, ...]) -> None:
-        """Drop a shape, and what its plan needs unless another shape has the same plan."""
-        plan = self._shapes.pop(key).choice.plan
-        del self._sizes[key], self._ways[key]
-        if all(other.choice.plan != plan for other in self._shapes.values()):
-            self._offloads.forget(plan)
+        """Drop a shape; what its plan needs goes when the next batch begins."""
+        del self._shapes[key], self._sizes[key], self._ways[key]
 
     def _mismatch(self, plan: OffloadPlan, mismatch: PlanMismatch) -> None:
         if plan.offload == EVERYTHING:  # of a first step, which finds out what is saved

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -33,7 +33,7 @@ class Offloads:
             offload = self._of[choice.plan] = OffloadSavedTensors(
                 choice.plan, self._host, in_flight_bytes=choice.in_flight_bytes, on_mismatch=on_mismatch
             )
-        offload.keep = keep
+        offload.keep, offload.in_flight_bytes = keep, choice.in_flight_bytes
         try:
             with offload:
                 yield
@@ -49,6 +49,11 @@ class Offloads:
         offload = self._of.pop(plan, None)
         if offload is not None:
             self._gone = OffloadReport.total([offload.report(), *filter(None, [self._gone])])
+
+    def keep_only(self, plans: Container[OffloadPlan]) -> None:
+        """Forget all other plans, but not before their last backward pass has ended: then at a later call."""
+        for plan in [plan for plan, offload in self._of.items() if plan not in plans and offload.ended]:
+            self.forget(plan)
 
     def forget_all(self) -> None:
         """No plan is used any more."""
