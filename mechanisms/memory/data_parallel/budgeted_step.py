@@ -22,7 +22,7 @@ from retime.mechanisms.memory.data_parallel.bytes_held import NewBuckets, bucket
 from retime.mechanisms.memory.data_parallel.reduce_last import ReduceLast
 from retime.mechanisms.memory.host import HostTier
 from retime.mechanisms.memory.planning import PlannedShape, Step
-from retime.mechanisms.memory.step import BudgetedStep, NoLossError, SubBatches, Way
+from retime.mechanisms.memory.step import BatchRecord, BudgetedStep, NoLossError, SubBatches, Way
 
 __all__ = ["SETTING_UP", "BudgetedDataParallelStep"]
 
@@ -68,11 +68,19 @@ class BudgetedDataParallelStep(BudgetedStep):
                 "ZeroRedundancyOptimizer's step communicates, so a rank cannot plan its memory alone: use the "
                 "optimizer itself"
             )
-        holds: dict[str, Any] = {"buckets": buckets_of(model), "reduction_bytes": reduction_bytes(model)}
-        super().__init__(model.module, optimizers, budget_bytes, host, **holds, **options)
-        self.whole_because = _why_whole(model, synced)
-        self.may_stop = False  # the other ranks would wait for this one's gradients
-        self.hidden_bytes = self._planner.reduction_bytes + bucket_bytes(model)
+        reduction = reduction_bytes(model)
+        super().__init__(
+            model.module,
+            optimizers,
+            budget_bytes,
+            host,
+            buckets=buckets_of(model),
+            reduction_bytes=reduction,
+            hidden_bytes=reduction + bucket_bytes(model),
+            whole_because=_why_whole(model, synced),
+            may_stop=False,  # the other ranks would wait for this one's gradients
+            **options,
+        )
         self._new_buckets = NewBuckets(model)
         self._wrapped = model
         self._reduction = ReduceLast(model)
@@ -80,13 +88,13 @@ class BudgetedDataParallelStep(BudgetedStep):
         self._collective: CollectiveError | None = None
         self._watched = False
 
-    def plan(self, step: Step, batch: Any) -> PlannedShape:
-        """What is decided on this rank; see :meth:`BudgetedStep.plan`."""
+    def _plan(self, step: Step, record: BatchRecord) -> PlannedShape:
+        """What is decided on this rank."""
         self._collective = None
-        return super().plan(self._guarded(step), batch)
+        return super()._plan(self._guarded(step), record)
 
-    def prepare(self, step: Step, batch: Any) -> SubBatches:
-        parts = super().prepare(self._guarded(step), batch)
+    def _prepare(self, step: Step, record: BatchRecord) -> SubBatches:
+        parts = super()._prepare(self._guarded(step), record)
         self._reduction.begin(parts.weights)
         return parts
 
@@ -135,9 +143,9 @@ class BudgetedDataParallelStep(BudgetedStep):
 
     def _make_room(self, batch: Any) -> None:
         """Buckets that were made while the pool was there are the pool's."""
-        if self._new_buckets.since and self.hidden_bytes > self._planner.reduction_bytes:
-            self.hidden_bytes = self._planner.reduction_bytes
-            self._hold_plans(batch)
+        if self._new_buckets.since and self._memory.hidden_bytes > self._planner.reduction_bytes:
+            self._memory.hidden_bytes = self._planner.reduction_bytes
+            self._limit_freed(batch)
 
     def _guarded(self, step: Step) -> Step:
         return step if isinstance(step, _Guarded) else _Guarded(self, step)

@@ -1,5 +1,6 @@
 """Training steps inside a byte budget: planning and execution put together."""
 
+from retime.mechanisms.memory.step.batch_record import BatchRecord
 from retime.mechanisms.memory.step.budgeted_step import BudgetedStep, NoLossError, Way
 from retime.mechanisms.memory.step.first_steps import check_dry_run
 from retime.mechanisms.memory.step.known_ways import AnotherWay
@@ -8,6 +9,7 @@ from retime.mechanisms.memory.step.sub_batches import SubBatches
 
 __all__ = [
     "AnotherWay",
+    "BatchRecord",
     "BudgetedStep",
     "NoLossError",
     "SubBatches",

@@ -19,7 +19,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from enum import IntEnum
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -34,12 +33,7 @@ from retime.mechanisms.memory.batches import (
     Split,
     WeightsUnclearError,
     check_choice,
-    key_of,
     loss_of,
-    name_of,
-    no_larger,
-    samples_in,
-    sizes_of,
     split_batch,
 )
 from retime.mechanisms.memory.dry_run import EVERYTHING, Buckets, Gradients, TooMuchMade, check_held
@@ -54,15 +48,15 @@ from retime.mechanisms.memory.planning import (
     Step,
     StepPlanner,
     TimeLimit,
-    plans_in,
-    state_of,
     write_plans,
 )
-from retime.mechanisms.memory.pool import FreedMemory
 from retime.mechanisms.memory.sandbox import CompiledCode, random_state, set_random_state
+from retime.mechanisms.memory.step.batch_record import BatchRecord
 from retime.mechanisms.memory.step.first_steps import FirstSteps, check_dry_run, everything
+from retime.mechanisms.memory.step.held_memory import HeldMemory
 from retime.mechanisms.memory.step.known_ways import AnotherWay, KnownWays
 from retime.mechanisms.memory.step.offloads import Offloads
+from retime.mechanisms.memory.step.plan_book import MOST_PLANS, PlanBook
 from retime.mechanisms.memory.step.shape_changes import (
     check_on_shape_change,
     warn_of_dropped,
@@ -73,12 +67,9 @@ from retime.mechanisms.memory.step.shape_changes import (
     why_anew,
 )
 from retime.mechanisms.memory.step.sub_batches import SubBatches
-from retime.mechanisms.storages import strided_bytes, tensors_in
+from retime.mechanisms.storages import tensors_in
 from retime.schedules.budget import OffloadPlan
 from retime.schedules.errors import ScheduleError
-
-MOST_SHAPES = 128
-"""So many plans are kept, those used last."""
 
 
 class Way(IntEnum):
@@ -116,6 +107,9 @@ class BudgetedStep:
             before; ``"off"`` never does: the first step of each shape runs with everything offloaded, and plans follow
             from what it saved. Batches then stay whole.
         gradients, buckets, reduction_bytes: what else holds memory, and when; see :class:`TrainingStep`.
+        hidden_bytes: of tensors that nothing in Python holds; plans count them, and freed memory leaves room for them.
+        may_stop: a first step that runs without a plan may be stopped in its forward pass, and runs again.
+        whole_because: why batches must not be split, if the caller knows a reason; refusals quote it.
         plan: a file that :meth:`save_plan` or ``retime plan --save`` wrote: its plans are used, and no others.
         say: is told what is being done, a line at a time.
         limit: when planning is to end: with the best plan known by then, or with
@@ -123,8 +117,8 @@ class BudgetedStep:
 
     Attributes:
         planning: the step that runs at the moment is only tried out: nothing of it is to be kept.
-        may_stop: a first step that runs without a plan may be stopped in its forward pass, and runs again.
-        hidden_bytes: of tensors that nothing in Python holds; plans count them, and freed memory leaves room for them.
+        gradients: whether those of steps before are there; plans for other choices than the present one are kept.
+        may_stop: as given.
 
     Raises:
         TypeError: ``host`` is no host tier, or a number of bytes is no number.
@@ -147,6 +141,9 @@ class BudgetedStep:
         gradients: Gradients = "freed",
         buckets: Buckets = "",
         reduction_bytes: int | str = 0,
+        hidden_bytes: int = 0,
+        may_stop: bool = True,
+        whole_because: str = "",
         sub_batches: bool = True,
         dry_run: str = "auto",
         plan: str | os.PathLike[str] | None = None,
@@ -178,20 +175,17 @@ class BudgetedStep:
             limit=limit,
         )
         self._first = FirstSteps(model, self.optimizers, budget_bytes, check_dry_run(dry_run), say)
-        self._shapes: dict[tuple[Any, ...], PlannedShape] = {}
-        self._sizes: dict[tuple[Any, ...], tuple[int, ...]] = {}
-        self._ways: dict[tuple[Any, ...], KnownWays] = {}
+        self._planner.whole_because = whole_because
+        self._plans = PlanBook()
         self._offloads = Offloads(host)
         self._report = BudgetReport(budget_bytes)
         self._now: SubBatches | None = None
         self._now_plain = True
         self._compiled = CompiledCode()
-        self._kept: dict[str, PlannedShape] = {}
         self._given = None if plan is None else GivenPlans(plan, self._planner)
+        self._memory = HeldMemory(model, self.optimizers, hidden_bytes)
         self.planning = False
-        self.may_stop = True
-        self.hidden_bytes = 0
-        self._freed = FreedMemory(next(model.parameters()).device)
+        self.may_stop = may_stop
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self, step: Step, batch: Any, backward: Callable[[Tensor], Any] | None = None) -> Any:
@@ -223,25 +217,35 @@ class BudgetedStep:
     def choose(self, step: Step, batch: Any) -> Way:
         """Plan if need be; :attr:`parts` are ready unless the batch is to run plainly."""
         self.drop()
-        shape = self._first_or_plan(step, batch)
-        if shape.plain and self.planned(batch) is not None:
+        record = self._record(batch)
+        shape = self._first_or_plan(step, record)
+        if shape.plain and self._plans.find(record) is not None:
             return Way.PLAIN
-        return Way.PARTS if len(self.prepare(step, batch)) > 1 else Way.WHOLE
+        return Way.PARTS if len(self._prepare(step, record)) > 1 else Way.WHOLE
 
     def prepare(self, step: Step, batch: Any) -> SubBatches:
         """Plan if need be, and cut the batch; nothing of it runs yet."""
-        shape = self._first_or_plan(step, batch)
-        sub_batch = min(shape.choice.plan.sub_batch, samples_in(batch, self._split))
-        ways = self._ways.get(self._key(batch)) or KnownWays()
-        ways.begin()
-        self._offloads.keep_only(self._plans(shape))
+        return self._prepare(step, self._record(batch))
+
+    def _prepare(self, step: Step, record: BatchRecord) -> SubBatches:
+        shape = self._first_or_plan(step, record)
+        sub_batch = min(shape.choice.plan.sub_batch, record.samples)
+        paths = self._plans.paths(record)
+        paths.begin()
+        self._offloads.keep_only({known.choice.plan for known in (*self._plans.shapes(), shape)})
         self._now_plain = shape.plain
-        forward = self._first_forward if self.planned(batch) is None else self._forward
+        first = self._plans.find(record) is None
+        around = partial(self._finding_out, record, shape) if first else nullcontext
+
+        def forward(part: Any) -> Any:
+            with around():
+                return self._forward(step, part, shape, paths)
+
         try:
             self._now = SubBatches(
                 self.model,
-                lambda part: forward(step, part, shape, ways),
-                batch,
+                forward,
+                record.batch,
                 max(1, sub_batch),
                 shape.certificate or Certificate(None, "this batch is not to be split"),
                 split=self._split,
@@ -249,10 +253,10 @@ class BudgetedStep:
                 ghost=self.batchnorm == "ghost",
             )
         except (NotSeparableError, WeightsUnclearError) as error:  # this batch told what those before did not
-            self._keep_whole(step, batch, str(error))
-            return self.prepare(step, batch)
+            self._keep_whole(step, record, str(error))
+            return self._prepare(step, record)
         if len(self._now) > 1 and self._now.certificate is not shape.certificate:  # this batch told more
-            self._shapes[self._key(batch)] = replace(shape, certificate=self._now.certificate)
+            self._plans.recertify(record, self._now.certificate)
         self._report.steps += 1
         self._report.sub_batches += len(self._now)
         return self._now
@@ -269,10 +273,11 @@ class BudgetedStep:
             raise ValueError(
                 "offloading() runs batches whole: make the BudgetedStep with sub_batches=False, or use run()"
             )
-        shape = self._first_or_plan(step, batch, may_stop=False)
+        record = self._record(batch)
+        shape = self._first_or_plan(step, record, may_stop=False)
         self.count_plain()
-        self._offloads.keep_only(self._plans(shape))
-        first = self._finding_out(batch, shape) if self.planned(batch) is None else nullcontext()
+        self._offloads.keep_only({known.choice.plan for known in (*self._plans.shapes(), shape)})
+        first = self._finding_out(record, shape) if self._plans.find(record) is None else nullcontext()
         with first, self._hooks(batch, shape.choice), self._compiled.under(shape.plain):
             yield
 
@@ -289,15 +294,6 @@ class BudgetedStep:
     @gradients.setter
     def gradients(self, choice: Gradients) -> None:
         self._planner.gradients = choice
-
-    @property
-    def whole_because(self) -> str:
-        """Why batches must not be split, if the caller knows a reason; refusals quote it."""
-        return self._planner.whole_because
-
-    @whole_because.setter
-    def whole_because(self, reason: str) -> None:
-        self._planner.whole_because = reason
 
     @property
     def parts(self) -> SubBatches | None:
@@ -335,46 +331,46 @@ class BudgetedStep:
         Raises:
             BudgetError, ScheduleError: see :meth:`run`.
         """
-        samples = samples_in(batch, self._split)
-        key = self._key(batch)
-        known = self._shapes.get(key)
-        if known is not None and samples <= known.samples and no_larger(sizes_of(batch), self._sizes[key]):
-            known = self._examined(step, batch, known)
-            if known is not None:
-                self._shapes.pop(key)
-                self._shapes[key] = known  # used last
-                return known
-        if self._shapes and self._on_shape_change == "error":
-            raise ScheduleError(why_anew(samples, any(other[-1] == key[-1] for other in self._shapes if other != key)))
-        return self._plan_anew(step, batch)
-
-    def _plan_anew(self, step: Step, batch: Any) -> PlannedShape:
-        samples, key = samples_in(batch, self._split), self._key(batch)
-        self._say(
-            f"planning a batch of {samples} samples for {show_bytes(self.budget_bytes)}: dry runs, a probe and trials "
-            "call the step more often than training does; dry_run='off' does without them"
-        )
-        self._hold(batch, self.budget_bytes)
-        with self._trying_out(), self._compiled.looked_for():
-            shape = self._made_or_taken(step, batch, samples)
-        if not shape.plain:
-            self._compiled.warn()
-        return self._keep(key, batch, shape)
-
-    def _keep_whole(self, step: Step, batch: Any, reason: str) -> None:
-        """Batches like this one are not split any more."""
-        warn_of_whole(reason)
-        before, self.whole_because = self.whole_because, reason
-        try:
-            self._plan_anew(step, batch)
-        finally:
-            self.whole_because = before
+        return self._plan(step, self._record(batch))
 
     def planned(self, batch: Any) -> PlannedShape | None:
         """What was decided for batches like this one; None if nothing was yet."""
-        known = self._shapes.get(self._key(batch))
-        holds = known is not None and samples_in(batch, self._split) <= known.samples
-        return known if holds and no_larger(sizes_of(batch), self._sizes[self._key(batch)]) else None
+        return self._plans.find(self._record(batch))
+
+    def _record(self, batch: Any) -> BatchRecord:
+        return BatchRecord.of(batch, self.model, self.gradients, self._split)
+
+    def _plan(self, step: Step, record: BatchRecord) -> PlannedShape:
+        known = self._plans.find(record)
+        if known is not None:
+            known = self._examined(step, record, known)
+            if known is not None:
+                self._plans.use(record)
+                return known
+        if self._plans and self._on_shape_change == "error":
+            raise ScheduleError(why_anew(record.samples, self._plans.same_shape(record)))
+        return self._plan_anew(step, record)
+
+    def _plan_anew(self, step: Step, record: BatchRecord) -> PlannedShape:
+        self._say(
+            f"planning a batch of {record.samples} samples for {show_bytes(self.budget_bytes)}: dry runs, a probe and "
+            "trials call the step more often than training does; dry_run='off' does without them"
+        )
+        self._memory.limit(record.batch, self.budget_bytes)
+        with self._trying_out(), self._compiled.looked_for():
+            shape = self._made_or_taken(step, record)
+        if not shape.plain:
+            self._compiled.warn()
+        return self._keep(record, shape)
+
+    def _keep_whole(self, step: Step, record: BatchRecord, reason: str) -> None:
+        """Batches like this one are not split any more."""
+        warn_of_whole(reason)
+        before, self._planner.whole_because = self._planner.whole_because, reason
+        try:
+            self._plan_anew(step, record)
+        finally:
+            self._planner.whole_because = before
 
     def report(self) -> BudgetReport:
         """What was planned and done so far."""
@@ -383,7 +379,7 @@ class BudgetedStep:
 
     def state_dict(self) -> dict[str, Any]:
         """Plans by shape, and what they were made for, in plain types."""
-        return state_of(self._planner.made_for(), {name_of(key): shape for key, shape in self._shapes.items()})
+        return self._plans.state(self._planner.made_for())
 
     def load_state_dict(self, state: Any) -> None:
         """Take up plans of an earlier run, if they were made for the same budget, choices, model and optimizers.
@@ -391,7 +387,7 @@ class BudgetedStep:
         What is no such state is dropped with a :class:`NoEffectWarning`, and planned anew.
         """
         try:
-            self._kept = plans_in(state, self._planner.made_for())
+            self._plans.load(state, self._planner.made_for())
         except OtherPlansError:
             return
         except ScheduleError as error:
@@ -407,43 +403,34 @@ class BudgetedStep:
 
     def remove(self) -> None:
         """Give back the host's space and take wrappers off."""
-        if any(ways.new for ways in self._ways.values()):
+        if self._plans.unexamined():
             warn_of_unexamined()
         self._now = None
         self._offloads.forget_all()
-        self._freed.close()
+        self._memory.freed.close()
         self.host.close()
 
-    def _first_or_plan(self, step: Step, batch: Any, may_stop: bool = True) -> PlannedShape:
+    def _first_or_plan(self, step: Step, record: BatchRecord, may_stop: bool = True) -> PlannedShape:
         """As :meth:`plan`, or what the first step of a shape is to run under, which is trained to find out the rest."""
-        known = self.planned(batch) is not None or (self._shapes and self._on_shape_change == "error")
+        known = self._plans.find(record) is not None or (self._plans and self._on_shape_change == "error")
         if known or self._given is not None:
-            return self.plan(step, batch)
-        key = self._key(batch)
-        found = self._first.planned(key, lambda: self._needed_bytes(batch))
+            return self._plan(step, record)
+        found = self._first.planned(record.key, lambda: self._memory.needed_bytes(record.batch))
         if found is not None:
             self._offloads.forget(everything(found.samples))
-            return self._keep(key, batch, found)
-        first = self._first.begin(key, batch, samples_in(batch, self._split), may_stop and self.may_stop)
+            return self._keep(record, found)
+        first = self._first.begin(record.key, record.batch, record.samples, may_stop and self.may_stop)
         if first is None:
-            return self.plan(step, batch)
-        self._hold(batch, self.budget_bytes)
+            return self._plan(step, record)
+        self._memory.limit(record.batch, self.budget_bytes)
         return first
 
-    def _needed_bytes(self, batch: Any) -> int | None:
-        """What is there between steps, and the most that tensors held beside since the first step began."""
-        more = self._freed.peak_bytes()
-        return None if more is None else more + self.hidden_bytes + strided_bytes(self._there(batch))
-
-    def _keep(self, key: tuple[Any, ...], batch: Any, shape: PlannedShape) -> PlannedShape:
+    def _keep(self, record: BatchRecord, shape: PlannedShape) -> PlannedShape:
         """From now on batches like this one run under this plan."""
-        self._shapes.pop(key, None)
-        self._reserve([*self._shapes.values(), shape])
-        self._shapes[key], self._sizes[key], self._ways[key] = shape, sizes_of(batch), _ways_of(shape)
-        self._report.note(shape, MOST_SHAPES)
-        while len(self._shapes) > MOST_SHAPES:
-            self._forget(next(iter(self._shapes)))
-        self._hold_plans(batch)
+        self._reserve([*self._plans.shapes(but=record), shape])
+        self._plans.add(record, shape)
+        self._report.note(shape, MOST_PLANS)
+        self._limit_freed(record.batch)
         self._say(str(shape))
         return shape
 
@@ -454,38 +441,22 @@ class BudgetedStep:
             nbytes = max(shape.choice.out_bytes // -(-shape.samples // shape.choice.plan.sub_batch) for shape in away)
             self.host.reserve(nbytes, max(len(shape.choice.plan.offload) for shape in away))
 
-    def _made_or_taken(self, step: Step, batch: Any, samples: int) -> PlannedShape:
-        if self._given is None:
-            return self._kept_plan(step, batch, samples) or self._make_plan(step, batch, samples)
-        return self._given.plan(name_of(self._key(batch)), step, batch, samples, dry=self._first.dry_run != "off")
-
-    def _kept_plan(self, step: Step, batch: Any, samples: int) -> PlannedShape | None:
-        """An earlier run's plan, if there is one that still holds."""
-        kept = self._kept.get(name_of(self._key(batch)))
-        if kept is None or samples > kept.samples:
-            return None
-        return self._planner.of_kept(kept, step, batch, samples)
+    def _made_or_taken(self, step: Step, record: BatchRecord) -> PlannedShape:
+        batch, samples = record.batch, record.samples
+        if self._given is not None:
+            return self._given.plan(record.name, step, batch, samples, dry=self._first.dry_run != "off")
+        earlier = self._plans.earlier(record)
+        taken = None if earlier is None else self._planner.of_kept(earlier, step, batch, samples)
+        return taken or self._make_plan(step, batch, samples)
 
     def _make_plan(self, step: Step, batch: Any, samples: int) -> PlannedShape:
         shape = self._planner.make(step, batch, samples)
-        return replace(shape, note="; ".join(filter(None, (shape.note, self._freed.note))))
+        return replace(shape, note="; ".join(filter(None, (shape.note, self._memory.freed.note))))
 
-    def _key(self, batch: Any) -> tuple[Any, ...]:
-        return key_of(batch, self.model, self.gradients)
-
-    def _hold_plans(self, batch: Any) -> None:
-        if self._shapes:
-            self._hold(batch, max(shape.held_bytes(self.budget_bytes) for shape in self._shapes.values()))
-
-    def _hold(self, batch: Any, nbytes: int) -> None:
-        """Freed memory is kept for the next tensors as far as there is room for it in ``nbytes``."""
-        self._freed.hold(max(0, nbytes - self.hidden_bytes), self._there(batch))
-
-    def _there(self, batch: Any) -> list[Tensor]:
-        """What is there between steps."""
-        states = [tensors_in(list(optimizer.state.values())) for optimizer in self.optimizers]
-        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        return [*self.model.parameters(), *self.model.buffers(), *gradients, *chain(*states), *tensors_in(batch)]
+    def _limit_freed(self, batch: Any) -> None:
+        """What freed memory may hold together with tensors: as much as the largest plan."""
+        if self._plans:
+            self._memory.limit(batch, max(shape.held_bytes(self.budget_bytes) for shape in self._plans.shapes()))
 
     @contextmanager
     def _trying_out(self) -> Iterator[None]:
@@ -495,19 +466,19 @@ class BudgetedStep:
         finally:
             self.planning = before
 
-    def _forward(self, step: Step, part: Any, shape: PlannedShape, ways: KnownWays) -> Any:
+    def _forward(self, step: Step, part: Any, shape: PlannedShape, paths: KnownWays) -> Any:
         with self._hooks(part, shape.choice), self._compiled.under(shape.plain):
             if shape.certificate is None:
                 return step(part)
             random = random_state() if self.may_stop else None
-            with ways.watched() as seen:
+            with paths.watched() as seen:
                 output = step(part)
                 seen.loss = loss_of(output)
-            if ways.new_at_once and random is not None and self._now is not None and len(self._now) > 1:
+            if paths.new_at_once and random is not None and self._now is not None and len(self._now) > 1:
                 del output, seen  # there is to be room for what is done next
                 set_random_state(random)
                 self._uncount(self.drop())
-                ways.stopped = True
+                paths.stopped = True
                 raise AnotherWay
             return output
 
@@ -515,29 +486,24 @@ class BudgetedStep:
         self._report.steps -= 1
         self._report.sub_batches -= 1 if parts is None else len(parts)
 
-    def _first_forward(self, step: Step, batch: Any, shape: PlannedShape, ways: KnownWays) -> Any:
-        """Of a batch that is trained to find out what its shape needs.
+    @contextmanager
+    def _finding_out(self, record: BatchRecord, shape: PlannedShape) -> Iterator[None]:
+        """Around the forward pass of a batch that is trained to find out what its shape needs.
 
         Raises:
             TooMuchMade: it has to be planned for; nothing has happened.
         """
-        with self._finding_out(batch, shape):
-            return self._forward(step, batch, shape, ways)
-
-    @contextmanager
-    def _finding_out(self, batch: Any, shape: PlannedShape) -> Iterator[None]:
-        key = self._key(batch)
-        self._freed.forget_peak()
+        self._memory.freed.forget_peak()
         try:
-            with self._first.counted(key, batch, shape.samples) as found:
+            with self._first.counted(record.key, record.batch, shape.samples) as found:
                 yield
         except TooMuchMade:
             self._uncount(self.drop())
             raise
         for known in found:
-            self._keep(key, batch, known)
+            self._keep(record, known)
         if not found:
-            self._first.note(key, shape.samples, self._offloads.sizes(shape.choice.plan))
+            self._first.note(record.key, shape.samples, self._offloads.sizes(shape.choice.plan))
 
     @contextmanager
     def _hooks(self, part: Any, choice: PlanChoice) -> Iterator[None]:
@@ -548,23 +514,16 @@ class BudgetedStep:
         with self._offloads.around(choice, keep, partial(self._mismatch, choice.plan)):
             yield
 
-    def _examined(self, step: Step, batch: Any, shape: PlannedShape) -> PlannedShape | None:
-        """The same, if sub-batches that went another way than those before are as separable; else None: plan anew."""
-        ways = self._ways[self._key(batch)]
-        if not ways.new or shape.certificate is None or samples_in(batch, self._split) < 2:
+    def _examined(self, step: Step, record: BatchRecord, shape: PlannedShape) -> PlannedShape | None:
+        """The same, if sub-batches that took another path than those before are as separable; else None: plan anew."""
+        paths = self._plans.paths(record)
+        if not paths.new or shape.certificate is None or record.samples < 2:
             return shape
         self._say("the step computes something else than the one that was planned for")
-        again = self._planner.certify(step, batch, among=shape.certificate)
-        stopped = ways.accept()
-        warn_of_ways(again, ways, stopped)
-        return replace(shape, certificate=again) if again.separable else None
-
-    def _plans(self, *more: PlannedShape) -> set[OffloadPlan]:
-        return {shape.choice.plan for shape in (*self._shapes.values(), *more)}
-
-    def _forget(self, key: tuple[Any, ...]) -> None:
-        """Drop a shape; what its plan needs goes when the next batch begins."""
-        del self._shapes[key], self._sizes[key], self._ways[key]
+        again = self._planner.certify(step, record.batch, among=shape.certificate)
+        stopped = paths.accept()
+        warn_of_ways(again, paths, stopped)
+        return self._plans.recertify(record, again) if again.separable else None
 
     def _mismatch(self, plan: OffloadPlan, mismatch: PlanMismatch) -> None:
         if plan.offload == EVERYTHING:  # of a first step, which finds out what is saved
@@ -573,11 +532,6 @@ class BudgetedStep:
             raise mismatch
         reason = "a forward pass saved other storages than planned"
         times = self._report.replanned[reason] = self._report.replanned.get(reason, 0) + 1
-        self._shapes = {key: shape for key, shape in self._shapes.items() if shape.choice.plan != plan}
-        self._kept = {name: kept for name, kept in self._kept.items() if kept.choice.plan != plan}
+        self._plans.drop(plan)
         self._say(f"{mismatch}; the next batch of this shape is planned anew")
         warn_of_mismatches(reason, times)
-
-
-def _ways_of(shape: PlannedShape) -> KnownWays:
-    return KnownWays(shape.certificate is not None and shape.certificate.constants)

@@ -20,8 +20,7 @@ def _costs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refusal(model: nn.Module, batch: Any, whole_because: str = "", **options: Any) -> str:
-    step = BudgetedStep(model, [], 30_000, HostMemory("cpu"), **options)
-    step.whole_because = whole_because
+    step = BudgetedStep(model, [], 30_000, HostMemory("cpu"), whole_because=whole_because, **options)
     try:
         with pytest.raises(BudgetError) as caught:
             step.plan(lambda part: model(part).square().mean(), batch)

@@ -120,7 +120,7 @@ def test_the_largest_plan_counts(pool: MemoryPool, training: Make) -> None:
 
 def test_room_is_left_for_tensors_that_nothing_holds(pool: MemoryPool, training: Make) -> None:
     ours, batch = training(AMPLE), torch.randn(BATCH, WIDTH)
-    ours.step.hidden_bytes = 256 * KIB
+    ours.step._memory.hidden_bytes = 256 * KIB
     shape = ours.step.plan(ours.loss, batch)
     assert_holds(pool, shape.held_bytes(AMPLE) - 256 * KIB - ours.elsewhere(pool, batch))
 

@@ -40,8 +40,8 @@ class Offloading(BudgetedStep):
     """Offloads all that the model of this test saves, which no search has to find."""
 
     def __init__(self, model: Shrinking, host: Any) -> None:
-        super().__init__(model, [torch.optim.SGD(model.parameters(), 0.1)], "1GiB", host, sub_batches=False)
-        self.may_stop = False
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        super().__init__(model, [optimizer], "1GiB", host, sub_batches=False, may_stop=False)
 
     def _make_plan(self, step: Any, batch: Any, samples: int) -> PlannedShape:
         storages = self.model.used  # type: ignore[union-attr]
@@ -102,12 +102,12 @@ def test_what_is_in_flight_stays_until_its_backward_pass() -> None:
         first = model(batch)
     longer = torch.randn(SAMPLES, 2, WIDTH)
     step.report().replanned.clear()
-    step._shapes.clear()  # as a mismatch does
+    step._plans._entries.clear()  # as a mismatch does
     with step.offloading(model, longer):
         second = model(longer)
     assert len(step._offloads) == 1, "both have the same plan"
     model.used = 3
-    step._shapes.clear()
+    step._plans._entries.clear()
     third = torch.randn(SAMPLES, 3, WIDTH)
     with step.offloading(model, third):
         loss = model(third)
