@@ -53,16 +53,16 @@ from retime.mechanisms.memory.planning import (
 from retime.mechanisms.memory.sandbox import CompiledCode, random_state, set_random_state
 from retime.mechanisms.memory.step.batch_record import BatchRecord
 from retime.mechanisms.memory.step.first_steps import FirstSteps, check_dry_run, everything
+from retime.mechanisms.memory.step.graph_paths import AnotherPath, GraphPaths
 from retime.mechanisms.memory.step.held_memory import HeldMemory
-from retime.mechanisms.memory.step.known_ways import AnotherWay, KnownWays
 from retime.mechanisms.memory.step.offloads import Offloads
 from retime.mechanisms.memory.step.plan_book import MOST_PLANS, PlanBook
 from retime.mechanisms.memory.step.shape_changes import (
     check_on_shape_change,
     warn_of_dropped,
     warn_of_mismatches,
+    warn_of_paths,
     warn_of_unexamined,
-    warn_of_ways,
     warn_of_whole,
     why_anew,
 )
@@ -211,7 +211,7 @@ class BudgetedStep:
         """Plan if need be, and run the forward pass of the first sub-batch; returns what the step returns for it."""
         try:
             return self.prepare(step, batch).forward(0)
-        except (TooMuchMade, AnotherWay):
+        except (TooMuchMade, AnotherPath):
             return self.prepare(step, batch).forward(0)
 
     def choose(self, step: Step, batch: Any) -> Way:
@@ -466,7 +466,7 @@ class BudgetedStep:
         finally:
             self.planning = before
 
-    def _forward(self, step: Step, part: Any, shape: PlannedShape, paths: KnownWays) -> Any:
+    def _forward(self, step: Step, part: Any, shape: PlannedShape, paths: GraphPaths) -> Any:
         with self._hooks(part, shape.choice), self._compiled.under(shape.plain):
             if shape.certificate is None:
                 return step(part)
@@ -479,7 +479,7 @@ class BudgetedStep:
                 set_random_state(random)
                 self._uncount(self.drop())
                 paths.stopped = True
-                raise AnotherWay
+                raise AnotherPath
             return output
 
     def _uncount(self, parts: SubBatches | None) -> None:
@@ -522,7 +522,7 @@ class BudgetedStep:
         self._say("the step computes something else than the one that was planned for")
         again = self._planner.certify(step, record.batch, among=shape.certificate)
         stopped = paths.accept()
-        warn_of_ways(again, paths, stopped)
+        warn_of_paths(again, paths, stopped)
         return self._plans.recertify(record, again) if again.separable else None
 
     def _mismatch(self, plan: OffloadPlan, mismatch: PlanMismatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from retime.mechanisms.memory.batches import Certificate, name_of
 from retime.mechanisms.memory.planning import PlannedShape, plans_in, state_of
 from retime.mechanisms.memory.step.batch_record import BatchRecord, Key
-from retime.mechanisms.memory.step.known_ways import KnownWays
+from retime.mechanisms.memory.step.graph_paths import GraphPaths
 from retime.schedules.budget import OffloadPlan
 
 __all__ = ["MOST_PLANS", "PlanBook"]
@@ -22,7 +22,7 @@ MOST_PLANS = 128
 class _Entry:
     shape: PlannedShape
     sizes: tuple[int, ...]
-    paths: KnownWays
+    paths: GraphPaths
 
 
 class PlanBook:
@@ -44,17 +44,17 @@ class PlanBook:
         entry = self._entries.get(record.key)
         return entry.shape if entry is not None and record.fits(entry.shape.samples, entry.sizes) else None
 
-    def paths(self, record: BatchRecord) -> KnownWays:
+    def paths(self, record: BatchRecord) -> GraphPaths:
         """The graph paths that were seen under the plan of this key; new ones where there is no plan."""
         entry = self._entries.get(record.key)
-        return KnownWays() if entry is None else entry.paths
+        return GraphPaths() if entry is None else entry.paths
 
     def add(self, record: BatchRecord, shape: PlannedShape) -> None:
         """Batches like this one run under this plan from now on; what was known of its key goes."""
         self._entries.pop(record.key, None)
         self._unexamined.discard(record.key)
         constants = shape.certificate is not None and shape.certificate.constants
-        self._entries[record.key] = _Entry(shape, record.sizes, KnownWays(constants))
+        self._entries[record.key] = _Entry(shape, record.sizes, GraphPaths(constants))
         while len(self._entries) > MOST_PLANS:
             del self._entries[next(iter(self._entries))]
 

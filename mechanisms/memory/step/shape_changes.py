@@ -1,4 +1,4 @@
-"""What is said when batches, or the way that they take through the model, change while training goes on."""
+"""What is said when batches, or the path that they take through the model, change while training goes on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import warnings
 from typing import Literal, get_args
 
 from retime.mechanisms.memory.batches import Certificate
-from retime.mechanisms.memory.step.known_ways import KnownWays
+from retime.mechanisms.memory.step.graph_paths import GraphPaths
 from retime.mechanisms.no_effect import NoEffectWarning
 
 __all__ = [
@@ -14,8 +14,8 @@ __all__ = [
     "check_on_shape_change",
     "warn_of_dropped",
     "warn_of_mismatches",
+    "warn_of_paths",
     "warn_of_unexamined",
-    "warn_of_ways",
     "warn_of_whole",
     "why_anew",
 ]
@@ -57,8 +57,8 @@ def warn_of_mismatches(reason: str, times: int) -> None:
     if times == _MANY_MISMATCHES:
         warnings.warn(
             f"{times} batches were planned anew because {reason}, which takes longer than a step: the model takes "
-            "another way from step to step (dropped layers, branches on values or on the step's number). Keep it "
-            "on one way, or give a budget that the plain step fits into",
+            "another path from step to step (dropped layers, branches on values or on the step's number). Keep it "
+            "on one path, or give a budget that the plain step fits into",
             NoEffectWarning,
             stacklevel=2,
         )
@@ -72,7 +72,7 @@ def warn_of_whole(reason: str) -> None:
 
 
 def warn_of_unexamined() -> None:
-    """At the end, if no batch came after one that went another way, with which it could have been examined."""
+    """At the end, if no batch came after one that took another path, with which it could have been examined."""
     warnings.warn(
         "the last batch of its shape computed something else than the one that was planned for, and whether its "
         "sub-batches gave its gradient is not known: examine it by training on, or compare with a run without a budget",
@@ -81,8 +81,8 @@ def warn_of_unexamined() -> None:
     )
 
 
-def warn_of_ways(certificate: Certificate, ways: KnownWays, stopped: bool) -> None:
-    """After sub-batches that went another way than those before were examined.
+def warn_of_paths(certificate: Certificate, paths: GraphPaths, stopped: bool) -> None:
+    """After sub-batches that took another path than those before were examined.
 
     Args:
         stopped: nothing of that batch has gone backward.
@@ -97,9 +97,9 @@ def warn_of_ways(certificate: Certificate, ways: KnownWays, stopped: bool) -> No
             NoEffectWarning,
             stacklevel=2,
         )
-    elif ways.many:
+    elif paths.many:
         warnings.warn(
-            f"the step takes another way through the model from batch to batch. {ways.examined + 1} were examined, "
+            f"the step takes another path through the model from batch to batch. {paths.examined + 1} were examined, "
             "and their sub-batches gave the batch's gradient; others are taken for alike from here on",
             NoEffectWarning,
             stacklevel=2,

@@ -142,7 +142,7 @@ def test_a_loss_that_is_taken_otherwise_from_some_step_on_is_right_at_once(
     assert report.sub_batches > 4
 
 
-def test_another_way_that_is_as_separable_keeps_the_plan(trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_path_that_is_as_separable_keeps_the_plan(trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     examined = []
     real = step_planner.certify
     monkeypatch.setattr(step_planner, "certify", lambda *a, **o: examined.append(1) or real(*a, **o))
@@ -153,13 +153,13 @@ def test_another_way_that_is_as_separable_keeps_the_plan(trained: Any, monkeypat
             for one in (ours, plain):
                 one.extra = [nn.Tanh()] if index >= 2 else []
                 one.step(batch)
-    assert len(examined) == 2, "for the plan, and once for the other way"
+    assert len(examined) == 2, "for the plan, and once for the other path"
     assert ours.budget.report().plans == 1
     for left, right in zip(ours.net.parameters(), plain.net.parameters(), strict=True):
         assert torch.allclose(left, right, rtol=1e-4, atol=1e-6)
 
 
-def test_ways_that_change_with_every_batch_are_warned_of_once(trained: Any) -> None:
+def test_paths_that_change_with_every_batch_are_warned_of_once(trained: Any) -> None:
     ours = trained(FITS_IN_PARTS)
 
     def train() -> None:
@@ -167,7 +167,7 @@ def test_ways_that_change_with_every_batch_are_warned_of_once(trained: Any) -> N
             ours.extra = [nn.Tanh()] * index
             ours.step(batch)
 
-    with pytest.warns(NoEffectWarning, match="another way through the model from batch to batch. 4 were") as caught:
+    with pytest.warns(NoEffectWarning, match="another path through the model from batch to batch. 4 were") as caught:
         train()
     assert len(caught) == 1
 

@@ -11,25 +11,25 @@ from torch import Tensor
 from retime.mechanisms.memory.separability import Compared
 from retime.mechanisms.torch_private import check_saved_values, loss_choices
 
-__all__ = ["AnotherWay", "KnownWays"]
+__all__ = ["AnotherPath", "GraphPaths"]
 
 _ENOUGH = 3
 
 
-class AnotherWay(BaseException):  # no error: the caller begins the batch again, when this way has been examined
-    """The first sub-batch of a batch went a way that nobody has examined."""
+class AnotherPath(BaseException):  # no error: the caller begins the batch again, when this path has been examined
+    """The first sub-batch of a batch took a path that nobody has examined."""
 
 
-class KnownWays:
-    """The ways through the model that were examined, known by the graph that a forward pass makes.
+class GraphPaths:
+    """The paths through the model that were examined, known by the graph that a forward pass makes.
 
     Those of the first batch are the ones that the certificate was given for.
 
     Args:
-        constants: what entries of the batch are compared with is a part of a way too.
+        constants: what entries of the batch are compared with is a part of a path too.
 
     Attributes:
-        new: a pass has gone another way since.
+        new: a pass has taken another path since.
         new_at_once: the first pass of the batch that is under way has: nothing of it has gone backward yet.
         stopped: so the batch was stopped, and begins again.
         examined: how often a new one turned out to be as separable as those before.
@@ -46,7 +46,7 @@ class KnownWays:
 
     @property
     def many(self) -> bool:
-        """The step takes another way from batch to batch: examining each would take longer than training."""
+        """The step takes another path from batch to batch: examining each would take longer than training."""
         return self.examined >= _ENOUGH
 
     def begin(self) -> None:
@@ -55,7 +55,7 @@ class KnownWays:
         self._passes, self.new_at_once = 0, False
 
     def accept(self) -> bool:
-        """The new ways were examined; returns :attr:`stopped`."""
+        """The new paths were examined; returns :attr:`stopped`."""
         stopped, self.stopped = self.stopped, False
         self.new = False
         self.examined += 1
@@ -68,12 +68,12 @@ class KnownWays:
         if self._constants:
             with Compared() as compared:
                 yield seen
-            way = hash((_way_of(seen.loss), frozenset(compared.constants)))
+            path = hash((_path_of(seen.loss), frozenset(compared.constants)))
         else:
             yield seen
-            way = _way_of(seen.loss)
-        if way not in self._known:
-            self._known.add(way)
+            path = _path_of(seen.loss)
+        if path not in self._known:
+            self._known.add(path)
             new = not self._first and not self.many
             self.new |= new
             self.new_at_once = new and not self._passes
@@ -90,7 +90,7 @@ class Watched:
     loss: Tensor | None = None
 
 
-def _way_of(loss: Tensor | None) -> int:
+def _path_of(loss: Tensor | None) -> int:
     """A number for the graph behind a loss: its operations in order, how losses are reduced and what they ignore.
 
     And whether they weigh classes: only that, as any weights keep a batch whole. The saved tensor is not unpacked,
