@@ -96,7 +96,7 @@ class StepPlanner:
         """
         dry = self._dry(step, batch, samples)
         began_s = time.monotonic()
-        with self._limit.stoppable(), undisturbed(self.model):
+        with self._limit.stoppable(), undisturbed(self.model, step):
             memory = StepMemory(dry, (samples,))
             plain = memory.plain
             if plain is not None and _SPACIOUS * plain.peak_bytes <= self.budget_bytes:
@@ -113,7 +113,7 @@ class StepPlanner:
             with self._limit.stoppable():
                 certificate = self._certify(step, batch, None, probed, plain, stages.probe)
         separable = certificate is not None and certificate.separable
-        with undisturbed(self.model):
+        with undisturbed(self.model, step):
             trial = PlanTrial(dry, self.host, plain, self.budget_bytes)
             with self._limit.stoppable():
                 smallest = 3 if self.batchnorm == "ghost" else 1  # then equal parts have 2, and with them a variance
@@ -148,7 +148,7 @@ class StepPlanner:
         beside tensors was measured in that run, and is added.
         """
         choice = shape.choice
-        with undisturbed(self.model):
+        with undisturbed(self.model, step):
             memory = StepMemory(self._dry(step, batch, samples), (samples, choice.plan.sub_batch))
             plain = memory.plain
             if plain is None:
@@ -190,7 +190,7 @@ class StepPlanner:
         if self.whole_because:
             return Certificate(None, self.whole_because)
         begin()
-        with self._trying_out(), undisturbed(self.model):
+        with self._trying_out(), undisturbed(self.model, step):
             return certify(
                 step,
                 batch,

@@ -1,5 +1,6 @@
 """Runs a step without leaving a trace: stand-ins, copies, and everything put back."""
 
+from retime.mechanisms.memory.sandbox.bound_names import BoundNames
 from retime.mechanisms.memory.sandbox.dry_mode import DryMode
 from retime.mechanisms.memory.sandbox.generators import cuda_generators
 from retime.mechanisms.memory.sandbox.model_state import (
@@ -26,6 +27,7 @@ from retime.mechanisms.memory.sandbox.undo import Undo, held_tensors
 from retime.mechanisms.memory.sandbox.value_reads import ValueReadError
 
 __all__ = [
+    "BoundNames",
     "CompiledCode",
     "DryMode",
     "Onlooker",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from retime.mechanisms.memory.sandbox.bound_names import BoundNames
 from retime.mechanisms.memory.sandbox.contents import Contents
 from retime.mechanisms.memory.sandbox.generators import cuda_generators
 from retime.mechanisms.memory.sandbox.holdings import Holdings, replaced
@@ -50,6 +51,7 @@ class Untouched:
         prepare: changes the modules' attributes after each restart; they come back as all others do.
         read_only: copies of parameters share their memory, where ``dtype`` is None: for steps that are known not to
             write into them.
+        step: what will run: names outside of the model that it binds anew are bound as they were again, too.
 
     Raises:
         ValueError: a lazy module has no weights yet, or a module's tensors cannot be replaced.
@@ -62,6 +64,7 @@ class Untouched:
         prepare: Callable[[], None] | None = None,
         *,
         read_only: bool = False,
+        step: Callable[[Any], Any] | None = None,
     ) -> None:
         lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
         if lazy:
@@ -72,6 +75,7 @@ class Untouched:
         self._dtype, self._prepare = dtype, prepare
         self._read_only = read_only and dtype is None
         self._contents = Contents()
+        self._names = None if step is None else BoundNames(step, model)
         self._copies: dict[int, tuple[Tensor, Tensor, int]] = {}
         self._named = [*model.named_parameters(), *model.named_buffers()]
         self._registered = {id(tensor) for _, tensor in self._named}
@@ -115,6 +119,21 @@ class Untouched:
                 found[name] = present.detach().clone()
         return found
 
+    def numbers(self) -> dict[tuple[int, str], float]:
+        """What modules' attributes, and names that the step binds, are now if they are numbers."""
+        found = {} if self._names is None else self._names.numbers()
+        for module in self._model.modules():
+            found |= {(id(module), name): value for name, value in vars(module).items() if type(value) in (int, float)}
+        return found
+
+    def bind(self, key: tuple[int, str], value: float) -> None:
+        """Another number there, until the next restart."""
+        module = next((one for one in self._model.modules() if id(one) == key[0]), None)
+        if module is not None:
+            module.__dict__[key[1]] = value
+        elif self._names is not None:
+            self._names.bind(key, value)
+
     def _model_parameters(self) -> list[tuple[str, Tensor]]:
         return [(name, tensor) for name, tensor in self._named if isinstance(tensor, nn.Parameter)]
 
@@ -133,6 +152,8 @@ class Untouched:
 
     def _put_back(self) -> None:
         self._contents.put_back()
+        if self._names is not None:
+            self._names.put_back()
         self._outside.put_back()
         self._copies.clear()
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
+from retime.mechanisms.memory.sandbox.bound_names import BoundNames
 from retime.mechanisms.memory.sandbox.contents import Contents
 from retime.mechanisms.memory.sandbox.holdings import Holdings
 from retime.mechanisms.memory.sandbox.model_state import random_state, set_random_state
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
+def undisturbed(model: nn.Module, step: Callable[[Any], Any] | None = None) -> Iterator[None]:
     """All attributes of all modules come back as they were, with what dicts, lists, sets and deques in them hold.
 
     So do the attributes of objects in them, small NumPy arrays, random generators that they keep, and the global ones
@@ -21,8 +23,12 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
     For steps that run on stand-ins of the tensors; a step that runs without must replace a tensor in an attribute (a
     metric's state) and not write into it.
+
+    Args:
+        step: what will run: names outside of the model that it binds anew are bound as they were again, too.
     """
     random = random_state()
+    names = None if step is None else BoundNames(step, model)
     contents = Contents()
     contents.note_all(Holdings(model.modules()))
     try:
@@ -30,3 +36,5 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     finally:
         set_random_state(random)
         contents.put_back()
+        if names is not None:
+            names.put_back()

@@ -30,6 +30,8 @@ from retime.mechanisms.memory.batches import (
     tensors_of,
 )
 from retime.mechanisms.memory.sandbox import Untouched, why_not_replaced
+from retime.mechanisms.memory.separability.by_size import unlike
+from retime.mechanisms.memory.separability.dry_flow import dry_flows
 from retime.mechanisms.memory.separability.flow_judge import FlowVerdict
 from retime.mechanisms.memory.separability.flow_labels import Divisor
 from retime.mechanisms.memory.separability.judge import Verdict, fitted_error, judge, scalar_weightings
@@ -43,9 +45,13 @@ _ENOUGH_FOR_BATCHNORM = 3
 _BATCHNORM = "BatchNorm in train mode takes its statistics over the whole batch"
 _BATCHNORM_FIX = "offload only, or choose batchnorm='ghost'"
 _SAME_COUNT = 1e-4
+_SIZES = 3
 _READ = (
     "the step reads values that depend on the batch (item(), float(), bool(), tolist() or the like), and computes "
     "something else where they are others"
+)
+_COUNTS = (
+    "each call of the step changes {}, which has a part in what it computes, and sub-batches would change it more often"
 )
 _RANDOM = "dropout masks and other random numbers are drawn anew for each sub-batch, so they are not the plain step's"
 
@@ -112,7 +118,9 @@ def certify(
     unsure = found.weighting is None and (ghost or not layers)
     if unsure and all(p.device.type != "mps" for p in model.parameters()):
         found = examiner.examine_precisely(known) or found
-    if found.weighting is None and layers and not ghost:
+    if found.separable:
+        return examiner.in_larger_batches(found)
+    if layers and not ghost:
         reason = f"{_BATCHNORM}: {_some(layers)}; {_BATCHNORM_FIX}"
         return replace(found, reason=reason, layers=tuple(layers))
     return found
@@ -142,6 +150,7 @@ class _Examiner:
         self._read_only = read_only
         self._step, self._batch, self._model = step, batch, model
         self._samples, self._total, self._split, self._ghosts = samples, total, split, ghosts
+        self._reads: list[Any] = []
 
     def examine_precisely(self, known: list[Weighting] | None) -> Certificate | None:
         """In float64; None where the step does not run in it."""
@@ -152,7 +161,7 @@ class _Examiner:
 
     def examine(self, dtype: torch.dtype | None, known: list[Weighting] | None) -> Certificate:
         fix = partial(fix_statistics, self._model, self._ghosts)
-        with Untouched(self._model, dtype, fix, read_only=self._read_only) as scratch:
+        with Untouched(self._model, dtype, fix, read_only=self._read_only, step=self._step) as scratch:
             prober = Prober(self._step, scratch, dtype, self._split)
             first = prober.probe(self._first(), range(self._samples))
             probes, broken = first.probes, first.failure
@@ -170,15 +179,59 @@ class _Examiner:
                 names = range(self._samples)
                 if prober.depends_on_reads(self._first(), names, probes[0].full, flow.read):
                     flow = replace(flow, reason=_READ, weights=False)
-        if broken:
-            return Certificate(None, broken, samples=self._samples)
+            if broken:
+                return Certificate(None, broken, samples=self._samples)
+            self._reads = prober.reads or []
+            concluded = _concluded(probes, candidates, prober.epsilon, self._samples, known is not None)
+            concluded = _in_view_of(flow, concluded, self._first(), part)
+            if concluded.separable:
+                counters = prober.depends_on_counters(self._first(), range(self._samples), probes[0].full)
+                if counters:
+                    reason = f"{_COUNTS.format(counters)}. Offload only"
+                    concluded = Certificate(None, reason, samples=self._samples)
+            if concluded.separable and prober.zeros:
+                concluded = self._with_all_terms(prober, concluded)
         notes = [_RANDOM] if prober.random or any(_drops(module) for module in self._model.modules()) else []
         hooked = [name for name, parameter in self._model.named_parameters() if tensor_hooks(parameter)]
         if hooked:
             notes.append(f"gradient hooks run once for each sub-batch: {_some(hooked)}")
-        concluded = _concluded(probes, candidates, prober.epsilon, self._samples, known is not None)
-        concluded = _in_view_of(flow, concluded, self._first(), part)
         return replace(concluded, notes=tuple(notes)) if concluded.separable else concluded
+
+    def in_larger_batches(self, found: Certificate) -> Certificate:
+        """The same, if the step does with the whole batch what it does with the samples that were probed."""
+        sizes = sorted({*range(2, self._samples + 1), self._total})[-_SIZES:]
+        if len(sizes) == 1:
+            return found
+        batches = [self._batch if size == self._total else self._split(self._batch, size)[0] for size in sizes]
+        try:
+            flows = dry_flows(self._step, self._model, batches, self._reads)
+        except Exception as error:  # whatever a step says to tensors without values
+            text = str(error).splitlines()[0] if str(error) else "no message"
+            note = (
+                f"batches of more than {self._samples} samples were taken to do the same as that many, as the step "
+                f"does not run without values ({type(error).__name__}: {text})"
+            )
+            return replace(found, notes=(*found.notes, note))
+        if reason := unlike(flows, sizes):
+            reason = (
+                f"the step does something else with more samples than with fewer: with "
+                f"{', '.join(map(str, sizes))} samples {reason}. Offload only"
+            )
+            return Certificate(None, reason, samples=self._samples)
+        return found
+
+    def _with_all_terms(self, prober: Prober, found: Certificate) -> Certificate:
+        """The same, if its weights hold too where terms that count for nothing yet count."""
+        lifted = prober.lifted(self._first(), range(self._samples))
+        if lifted.failure:
+            return Certificate(None, lifted.failure, samples=self._samples)
+        fitting = [one for one in (found.weighting, *found.alternatives) if one is not None]
+        again = _concluded(lifted.probes, fitting, prober.epsilon, self._samples, True)
+        if again.weighting is None:
+            reason = f"the loss has a term that is multiplied by 0 now, and where it is not, {again.reason}"
+            return replace(again, reason=reason)
+        others = tuple(one for one in again.alternatives if one in found.alternatives)
+        return replace(found, weighting=again.weighting, alternatives=others)
 
     def _first(self) -> Any:
         if self._total == self._samples:

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from retime.mechanisms.memory.batches import tensors_of
 from retime.mechanisms.storages import has_storage, tensors_in
-from retime.mechanisms.torch_private import schema_of, storage_address
+from retime.mechanisms.torch_private import DataDependentOutputException, FakeTensor, schema_of, storage_address
 
 __all__ = ["READS", "Flow", "Operand", "Operation", "Place"]
 
@@ -70,7 +70,8 @@ class Operation:
         chosen: positions among ``reads`` of what chooses how many rows there are in what it writes.
         along: the dimensions of its first operand that it runs along, where that matters.
         numbers: those among its operands.
-        divisor: what it divides by, if that is one number in a tensor; NaN otherwise.
+        divisor: what it divides or multiplies by, if that is one number in a tensor; NaN otherwise.
+        scale: position among ``reads`` of that number; -1: there is none.
         order: position among ``reads`` of numbers by which it takes or writes rows in another order; -1: none.
         reduction: of a loss: 0 none, 1 a mean, 2 a sum.
         target: position among ``reads`` of a loss's class numbers; -1: there are none.
@@ -79,6 +80,8 @@ class Operation:
         counting: its gradient counts how often each class is in the batch.
         floor: the number below which it gives nothing, if all others stay as they are; infinite otherwise.
         pad: how many entries it adds at each end.
+        constants: all numbers that it is given, those in lists too.
+        pointwise: what it gives for an entry depends on that entry alone.
     """
 
     name: str
@@ -90,6 +93,7 @@ class Operation:
     along: tuple[int, ...] = ()
     numbers: tuple[float, ...] = ()
     divisor: float = math.nan
+    scale: int = -1
     order: int = -1
     reduction: int = 0
     target: int = -1
@@ -98,6 +102,8 @@ class Operation:
     counting: bool = False
     floor: float = math.inf
     pad: tuple[int, ...] = ()
+    constants: tuple[float, ...] = ()
+    pointwise: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,7 +145,7 @@ class Flow:
         for position, tensor in enumerate(tensors_in(batch)):
             name = named.get(id(tensor), f"tensor {position} of the batch")
             total = complex(tensor.detach().sum(dtype=None if tensor.is_floating_point() else torch.float32))
-            self.places[self._number(tensor)] = Place(name, tuple(tensor.shape), total, tensor.dtype)
+            self.places[self.number_of(tensor)] = Place(name, tuple(tensor.shape), total, tensor.dtype)
 
     def names(self) -> list[str]:
         """Of the operations."""
@@ -159,9 +165,17 @@ class Flow:
         if self.recording:
             self.operations.append(Operation("read", (self._operand(tensor),), ()))
 
+    def drawn(self, tensor: Tensor) -> Tensor:
+        """The same values, as if entries had been left out at random."""
+        made = tensor.clone()
+        if self.recording:
+            found = (self._operand(made),)
+            self.operations.append(Operation("dropout", found, found, random=True))
+        return made
+
     def end(self, loss: Tensor) -> None:
         """The forward pass is over."""
-        self.loss, self.recording = self._number(loss), False
+        self.loss, self.recording = self.number_of(loss), False
 
     def release(self) -> None:
         """Numbers of storages are given out anew from now on."""
@@ -183,6 +197,7 @@ class Flow:
             self.fresh.update(one.storage for one in writes)
         numbers_read = {one.storage for one in reads}
         reduction, target, ignored, weighed = _loss(name, given, tensors)
+        scale = _scale(name.removesuffix("_"), tensors)
         self.operations.append(
             Operation(
                 name.removesuffix("_") if mutable else name,
@@ -193,7 +208,8 @@ class Flow:
                 _choosing(func, name, tensors),
                 _along(name, given, reads),
                 tuple(value for key, value in given.items() if isinstance(value, int | float) and key != "alpha"),
-                _divisor(name, tensors),
+                _number(tensors[scale]) if scale >= 0 else math.nan,
+                scale,
                 _order(name, given, tensors),
                 reduction,
                 target,
@@ -202,13 +218,16 @@ class Flow:
                 bool(given.get("scale_grad_by_freq")),
                 _floor(given),
                 tuple(given["pad"]) if "pad" in given else (),
+                tuple(_numbers(given.values())),
+                torch.Tag.pointwise in func.tags,
             )
         )
 
     def _operand(self, tensor: Tensor) -> Operand:
-        return Operand(self._number(tensor), tuple(tensor.shape), tensor.dtype, _covers(tensor), tensor.requires_grad)
+        return Operand(self.number_of(tensor), tuple(tensor.shape), tensor.dtype, _covers(tensor), tensor.requires_grad)
 
-    def _number(self, tensor: Tensor) -> int:
+    def number_of(self, tensor: Tensor) -> int:
+        """Of its storage; no other gets it before :meth:`release`."""
         if has_storage(tensor):
             storage = tensor.untyped_storage()
             self._held.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
@@ -274,10 +293,29 @@ def _choosing(func: Any, name: str, tensors: list[Tensor]) -> tuple[int, ...]:
     return tuple(range(len(tensors))) if torch.Tag.dynamic_output_shape in func.tags else ()
 
 
-def _divisor(name: str, tensors: list[Tensor]) -> float:
-    if name.removesuffix("_") != "div" or len(tensors) < 2 or tensors[1].numel() != 1 or tensors[1].is_complex():
+def _scale(name: str, tensors: list[Tensor]) -> int:
+    """Which operand is a number that others are divided or multiplied by; see :class:`Operation`."""
+    if name not in ("mul", "div") or len(tensors) < 2:
+        return -1
+    places = (1,) if name == "div" else (1, 0)
+    found = (at for at in places if tensors[at].numel() == 1 and not tensors[at].is_complex())
+    return next((at for at in found if name == "div" or not tensors[at].requires_grad), -1)
+
+
+def _number(tensor: Tensor) -> float:
+    """NaN where it has no value."""
+    try:
+        return float(tensor.detach())
+    except DataDependentOutputException:
         return math.nan
-    return float(tensors[1].detach())
+
+
+def _numbers(values: Iterable[Any]) -> Iterator[float]:
+    for value in values:
+        if isinstance(value, int | float):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _numbers(value)
 
 
 def _order(name: str, given: dict[str, Any], tensors: list[Tensor]) -> int:
@@ -285,6 +323,8 @@ def _order(name: str, given: dict[str, Any], tensors: list[Tensor]) -> int:
     rows = given.get(chooser)
     rows = rows[0] if isinstance(rows, list | tuple) else rows
     if not isinstance(rows, Tensor) or rows.dtype in (torch.bool, torch.uint8):
+        return -1
+    if isinstance(rows, FakeTensor):
         return -1
     if rows.dim() and bool((rows.movedim(0, -1) == torch.arange(len(rows), device=rows.device)).all()):
         return -1

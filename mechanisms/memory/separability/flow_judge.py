@@ -212,7 +212,7 @@ class _Step:
         if name not in ("mul", "div"):
             return Fraction(1)
         whole, part = one.numbers[:1], two.numbers[:1]
-        if not whole and name == "div" and not self.inputs[-1].sampled and not math.isnan(one.divisor):
+        if not whole and one.scale >= 0 and not self.inputs[one.scale].sampled and not math.isnan(one.divisor):
             whole, part = (one.divisor,), (two.divisor,)
         if whole == part or not all(number and math.isfinite(number) for number in (*whole, *part)):
             return Fraction(1)

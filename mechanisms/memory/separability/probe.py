@@ -22,17 +22,24 @@ __all__ = ["Case", "Outcome", "Probe", "Prober", "Run", "loss_of", "scalars_of"]
 
 _SKETCH = 1024
 _BLOCK = 256 * _SKETCH
+_LATER = (25199, 25200, 25201)
+"""Late calls of a step: a multiple of whatever it may do something at, and those beside, as it may count first."""
 
 
 @dataclass
 class Run:
-    """What one run of the step gave: sketches of gradients by parameter, scalars, and tensors it had changed."""
+    """What one run of the step gave: sketches of gradients by parameter, scalars, and tensors it had changed.
+
+    Attributes:
+        counters: numbers in attributes and in names outside of the model that it changed.
+    """
 
     gradients: dict[str, Tensor]
     loss: float
     scalars: dict[str, float]
     changed: dict[str, Tensor] = field(default_factory=dict)
     flow: Flow = field(default_factory=Flow)
+    counters: list[tuple[int, str]] = field(default_factory=list)
 
     def same_as(self, other: Run) -> bool:
         """Whether its loss came from the same operations, and it gave the same numbers bit by bit."""
@@ -97,14 +104,37 @@ class Outcome:
 
 
 class Prober:
-    """Runs a step on copies of its model; collects what the step compares with, and its precision."""
+    """Runs a step on copies of its model.
+
+    Attributes:
+        compared: comparisons with constants, of all runs; see :class:`Watch`.
+        epsilon: of the coarsest type.
+        random: random numbers were drawn.
+        zeros: terms of the loss are multiplied by 0.
+        reads: the values that the first run read.
+    """
 
     def __init__(self, step: Callable[[Any], Any], scratch: Untouched, dtype: torch.dtype | None, split: Split) -> None:
         self._step, self._scratch, self._dtype, self._split = step, scratch, dtype, split
         self.compared: set[tuple[str, str, float]] = set()
         self.epsilon = 0.0
-        self.random = False
-        self._reentrant = False
+        self.random = self.zeros = False
+        self.reads: list[Any] | None = None
+        self._reentrant = self._lifted = False
+
+    def lifted(self, batch: Any, names: Sequence[int]) -> Outcome:
+        """As :meth:`probe`, but terms of the loss that are multiplied by 0 are multiplied by another number.
+
+        Returns:
+            Why the step does not run so, if it does not.
+        """
+        self._lifted = True
+        try:
+            return self.probe(batch, names)
+        except Exception as error:  # whatever a step says to other numbers than its own
+            return Outcome([], f"a term of its loss is multiplied by 0, and it fails where that is another ({error})")
+        finally:
+            self._lifted = False
 
     def probe(self, batch: Any, names: Sequence[int], pairs: int = 2) -> Outcome:
         """Run the step on a small batch and on uneven parts of it.
@@ -162,7 +192,22 @@ class Prober:
                 return True
         return False
 
+    def depends_on_counters(self, batch: Any, names: Sequence[int], full: Run) -> str:
+        """Which numbers that each call of the step changes have a part in what it computes; empty if none has."""
+        for value in _LATER if full.counters else ():
+            self._scratch.restart()
+            for key in full.counters:
+                self._scratch.bind(key, value)
+            try:
+                same = self._run(batch, list(names)).same_as(full)
+            except Exception:  # whatever a step says to having been called so often
+                same = False
+            if not same:
+                return ", ".join(dict.fromkeys(name for _, name in full.counters))
+        return ""
+
     def _run(self, batch: Any, names: Sequence[int], altered: Altered | None = None) -> Run:
+        before = self._scratch.numbers()
         seed_all()  # for each part too: the noise of a sample depends on its name and on the draws before
         batch = replaced_tensors(batch, self._copied)  # parts are views, and a step may write into its batch
         parameters = self._scratch.parameters()
@@ -176,9 +221,14 @@ class Prober:
             output, gradients, watch = self._gradients(batch, names, self._scratch.parameters(), altered)
         self.compared |= watch.compared
         self.epsilon = max(self.epsilon, watch.epsilon)
+        self.zeros |= watch.zeros.found
+        self.reads = watch.reads if self.reads is None else self.reads
         sketches = {name: sketch(gradient) for name, gradient in gradients.items()}
         watch.flow.release()
-        return Run(sketches, float(loss_of(output).detach()), scalars_of(output), self._scratch.changed(), watch.flow)
+        after = self._scratch.numbers()
+        counters = [key for key in after if after[key] != before.get(key)]
+        loss, scalars = float(loss_of(output).detach()), scalars_of(output)
+        return Run(sketches, loss, scalars, self._scratch.changed(), watch.flow, counters)
 
     def _gradients(
         self,
@@ -187,7 +237,7 @@ class Prober:
         parameters: list[tuple[str, Tensor, Tensor]],
         altered: Altered | None,
     ) -> tuple[Any, dict[str, Tensor], Watch]:
-        with torch.enable_grad(), Watch(names, batch, altered) as watch, NoDropout(watch) as dropout:
+        with torch.enable_grad(), Watch(names, batch, altered, self._lifted) as watch, NoDropout(watch) as dropout:
             output = self._step(batch)
             self.random |= watch.drawn or dropout.seen
             loss = loss_of(output)

@@ -20,9 +20,11 @@ from retime.mechanisms.memory.batches import COMPARED, OPPOSITE, tensors_of
 from retime.mechanisms.memory.sandbox import cuda_generators
 from retime.mechanisms.memory.separability.altered import Altered
 from retime.mechanisms.memory.separability.flow import READS, Flow
+from retime.mechanisms.memory.separability.zero_weights import ZeroWeights
+from retime.mechanisms.storages import tensors_in
 from retime.mechanisms.torch_private import TorchDispatchMode, schema_of, tree_leaves
 
-__all__ = ["Compared", "NoDropout", "Watch", "cuda_generators"]
+__all__ = ["Compared", "NoDropout", "Watch", "cuda_generators", "is_random"]
 
 _SEEDS = 2**31
 _DROPOUTS = {
@@ -71,8 +73,10 @@ class NoDropout(TorchFunctionMode):
     def _handled(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func in _DROPOUTS:
             training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
-            self.seen |= bool(training and kwargs.get("p", args[1] if len(args) > 1 else 0.5))
-            return args[0] if args else kwargs["input"]
+            drops = bool(training and kwargs.get("p", args[1] if len(args) > 1 else 0.5))
+            self.seen |= drops
+            given = args[0] if args else kwargs["input"]
+            return self.dropped(given) if drops else given
         if func is F.scaled_dot_product_attention:
             self.seen |= bool(kwargs.pop("dropout_p", 0) or args[_ATTENTION_DROPOUT:][:1] not in ((), (0.0,)))
             head, tail = args[:_ATTENTION_DROPOUT], args[_ATTENTION_DROPOUT + 1 :]
@@ -82,10 +86,20 @@ class NoDropout(TorchFunctionMode):
             self.seen |= bool(bound.arguments["dropout_p"] and bound.arguments.get("training", True))
             bound.arguments["dropout_p"] = 0.0
             return func(*bound.args, **bound.kwargs)
-        if func in _READ_WHOLE and self._watch is not None:
-            self._watch.flow.read(args[0])
-            return self._watch.handed_out(func(*args, **kwargs))
+        if func in _READ_WHOLE:
+            return self.read_whole(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def dropped(self, given: Tensor) -> Tensor:
+        """What comes out of dropout."""
+        return given if self._watch is None else self._watch.flow.drawn(given)
+
+    def read_whole(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """All values of a tensor are handed to Python."""
+        if self._watch is None:
+            return func(*args, **kwargs)
+        self._watch.flow.read(args[0])
+        return self._watch.handed_out(func(*args, **kwargs))
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -94,6 +108,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         names: the samples' numbers in the batch that is probed; they seed their random numbers.
         batch: what the step is run on.
+        lifted: numbers 0 that terms of the loss are multiplied by are others.
 
     Attributes:
         compared: comparisons of integers with constants, and their opposites, with the place in the batch that the
@@ -103,13 +118,20 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         drawn: whether it drew random numbers.
         flow: the operations of its forward pass.
         altered: what the reads of values in the forward pass gave instead, if anything else is asked for.
+        zeros: numbers 0 that terms of the loss are multiplied by.
+        reads: the values that the forward pass read.
     """
 
-    def __init__(self, names: Sequence[int], batch: Any = None, altered: Altered | None = None) -> None:
+    def __init__(
+        self, names: Sequence[int], batch: Any = None, altered: Altered | None = None, lifted: bool = False
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names = list(names)
         self.flow, self.altered = Flow(), altered
         self.flow.begin(batch)
+        self.zeros = ZeroWeights(lifted, self.flow.number_of)
+        self.zeros.derive(tensors_in(batch))
+        self.reads: list[Any] = []
         self.compared: set[tuple[str, str, float]] = set()
         self._entries = {place: _entries(tensor) for place, tensor in tensors_of(batch).items()}
         self.epsilon = 0.0
@@ -118,9 +140,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         self._note_constants(func, args)
-        random = _is_random(func, args, kwargs)
+        args, kwargs = self.zeros.instead_of(func, args, kwargs)
+        random = is_random(func, args, kwargs)
         result = self._draw(func, args, kwargs) if random else func(*args, **kwargs)
         self.flow.note(func, args, kwargs, result, random)
+        self.zeros.note(args, kwargs, result)
         if schema_of(func).name.removeprefix("aten::") in READS:
             return self.handed_out(result)
         for leaf in tree_leaves(result):
@@ -130,7 +154,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def handed_out(self, value: Any) -> Any:
         """What Python gets that reads this value."""
-        return self.altered.instead_of(value) if self.altered is not None and self.flow.recording else value
+        if not self.flow.recording:
+            return value
+        self.reads.append(value)
+        return self.altered.instead_of(value) if self.altered is not None else value
 
     def _note_constants(self, func: Any, args: Any) -> None:
         name = schema_of(func).name.removeprefix("aten::")
@@ -214,7 +241,7 @@ class Compared(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _is_random(func: Any, args: Any, kwargs: Any) -> bool:
+def is_random(func: Any, args: Any, kwargs: Any) -> bool:
     """Attention and recurrent kernels count as random although they drop nothing here."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False

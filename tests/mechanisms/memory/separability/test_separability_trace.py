@@ -216,7 +216,8 @@ def test_the_number_of_samples_that_a_probe_computes_on() -> None:
     sizes: list[int] = []
 
     def step(batch: tuple[Tensor, Tensor]) -> Tensor:
-        sizes.append(len(batch[0]))
+        if type(batch[0]) is Tensor:  # others have no values, and take no time
+            sizes.append(len(batch[0]))
         return case.step(batch)
 
     certify(step, case.batch, case.model, samples=5)

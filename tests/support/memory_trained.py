@@ -1,0 +1,87 @@
+"""Trains a small step plainly and under a budget that splits each batch as far as its certificate lets it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retime.mechanisms.memory import BudgetedStep, HostMemory
+from retime.mechanisms.memory.planning.report import PlannedShape
+from retime.mechanisms.memory.planning.search import PlanChoice
+from retime.schedules.budget import OffloadPlan
+
+__all__ = ["Trained", "trained"]
+
+_HOLDS = 2**30
+_SUB_BATCH = 3
+
+
+class Trained:
+    """What training gave.
+
+    Attributes:
+        weights: afterwards.
+        split: whether batches ran in sub-batches.
+        reason: why they did not.
+    """
+
+    def __init__(self, weights: Tensor, split: bool = False, reason: str = "") -> None:
+        self.weights, self.split, self.reason = weights, split, reason
+
+    def differs_from(self, other: Trained) -> float:
+        """The largest relative difference of weights."""
+        return float(((self.weights - other.weights).abs() / (1e-3 + other.weights.abs())).max())
+
+
+def trained(
+    step_of: Callable[[nn.Module], Callable[[Any], Any]],
+    model: nn.Module,
+    batches: Sequence[Any],
+    budgeted: bool,
+    change: Callable[[nn.Module, int], None] = lambda model, step: None,
+) -> Trained:
+    """One optimizer step a batch; the model given is left alone.
+
+    Args:
+        step_of: makes the training step of a model.
+        change: what is done to the model before each batch but the first.
+    """
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = step_of(model)
+    budget = BudgetedStep(model, [optimizer], _HOLDS, HostMemory("cpu")) if budgeted else None
+    reasons: list[str] = []
+    if budget is not None:
+        budget._make_plan = lambda step, batch, samples: _plan(budget, reasons, step, batch, samples)
+        budget.may_stop = False  # else the first step would show that nothing need be planned
+        budget._first._roomy = lambda key, batch: False
+    for number, batch in enumerate(batches):
+        if number:
+            change(model, number)
+        optimizer.zero_grad()
+        torch.manual_seed(number)
+        if budget is None:
+            output = step(batch)
+            (output["loss"] if isinstance(output, dict) else output).backward()
+        else:
+            budget.run(step, batch)
+        optimizer.step()
+    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    if budget is None:
+        return Trained(weights)
+    report = budget.report()
+    budget.remove()
+    return Trained(weights, report.sub_batches > report.steps, "; ".join(reasons))
+
+
+def _plan(budget: BudgetedStep, reasons: list[str], step: Any, batch: Any, samples: int) -> PlannedShape:
+    certificate = budget._planner.certify(step, batch)
+    if not certificate.separable:
+        reasons.append(certificate.reason)
+    plan = OffloadPlan(_SUB_BATCH if certificate.separable else samples)
+    choice = PlanChoice(plan, 0, 0, 1, 1, 0, 0, tensor_bytes=_HOLDS)
+    return PlannedShape(samples, choice, certificate if certificate.separable else None)
