@@ -6,6 +6,7 @@ values are still in the caches. All gradients exist at ``step()``, so whatever n
 clipping, GradScaler, gradient logging) is exact.
 """
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -157,12 +158,10 @@ class ForwardFusion:
         rest = [{**group, "params": [p for p in group["params"] if id(p) not in later]} for group in groups]
         self._report.late_updates += sum(gradient_of(p) is not None for group in rest for p in group["params"])
         self.optimizer.param_groups = [group for group in rest if group["params"]]
-        state = watch(self.optimizer, self.flush)
-        state.updating = True
         try:
-            self._step.inner()
+            with watch(self.optimizer, self.flush).update_runs():
+                self._step.inner()
         finally:
-            state.updating = False
             self.optimizer.param_groups = groups
 
     def _buckets(self, parameters: list[Tensor]) -> list[list[Tensor]]:
@@ -194,9 +193,10 @@ class ForwardFusion:
         made after the fusion, replaying a CUDA graph, the state of one parameter (``optimizer.state[p]``) that was kept
         from before the step.
         """
-        pending, self._pending = self._pending, []
-        for update in pending:
+        for update in list(self._pending):
             update.settle()
+            with contextlib.suppress(ValueError):  # another thread flushed too
+                self._pending.remove(update)
 
     def report(self) -> FusionReport:
         """What was deferred so far."""
@@ -253,6 +253,10 @@ class _Apply:
     def __call__(self) -> None:
         if self._wait is not None:
             self._wait()
+        with self._state.update_runs():  # the window is shared by all buckets of a step
+            self._update()
+
+    def _update(self) -> None:
         present = [p.grad for p in self._bucket]
         for parameter, gradient, version in zip(self._bucket, self._gradients, self._versions, strict=True):
             if version_of(gradient) != version:
@@ -262,10 +266,8 @@ class _Apply:
                     "optimizer.step(), or optimizer.zero_grad() before the next backward()"
                 )
             parameter.grad = gradient
-        self._state.updating = True
         try:
             self._window.update(self._bucket)
         finally:
-            self._state.updating = False
             for parameter, gradient in zip(self._bucket, present, strict=True):
                 parameter.grad = gradient

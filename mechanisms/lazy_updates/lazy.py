@@ -4,7 +4,8 @@ Forward fusion (Jiang et al. 2021, algorithm 2) runs an update just before the n
 Hooks on modules would miss direct reads (``layer.weight``, a tied embedding, an EMA that kept a list of parameters). So
 the parameter itself watches: while an update is pending its class is :class:`PendingParameter`, whose
 ``__torch_function__`` runs the update when any torch function reads it, then hands back the plain class. Up-to-date
-parameters cost nothing.
+parameters cost nothing. While the update runs, the parameter goes on watching: a read in another thread waits for its
+end, and the update's own reads go past the watch.
 
 What torch functions cannot see are reads that bypass Python: an alias made earlier (``p.data``, a view, an array),
 compiled or scripted code, a C extension that takes the tensor directly, a replayed CUDA graph. ``readers.py`` finds
@@ -13,13 +14,19 @@ call ``flush()``.
 """
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from retime.mechanisms.torch_private import reads_of_hooks, without_subclass_functions, without_torch_functions
+from retime.mechanisms.torch_private import (
+    foreach_classes,
+    reads_of_hooks,
+    without_subclass_functions,
+    without_torch_functions,
+)
 
 _get, _set = "__get__", "__set__"
 _KEEPS_PENDING: frozenset[Any] = frozenset(
@@ -46,10 +53,12 @@ _READ_GRADIENT = getattr(Tensor.grad, _get)
 
 
 class PendingUpdate:
-    """One bucket of parameters whose update has not run yet.
+    """One bucket of parameters whose update has not run yet, or runs.
 
-    ``apply`` brings exactly these parameters up to date; whoever builds the update may make it wait first, for instance
-    for the all-reduce of this bucket.
+    Args:
+        parameters: each of a class that :func:`can_wait`, or pending already.
+        apply: brings exactly these parameters up to date. Whoever builds the update may make it wait first, for
+            instance for the all-reduce of this bucket.
     """
 
     def __init__(self, parameters: list[Tensor], apply: Callable[[], None]) -> None:
@@ -60,16 +69,32 @@ class PendingUpdate:
         self.parameters = parameters
         self._default_dtype = torch.get_default_dtype()
         self._apply: Callable[[], None] | None = apply
+        self._turn = threading.RLock()
+        """Of the thread that settles; it may enter again, as the update reads parameters."""
+        self._runs = False
         for parameter in parameters:
             parameter._retime_pending = self  # type: ignore[attr-defined]
             parameter.__class__ = _pending_class[type(parameter)]
 
-    def settle(self) -> None:
-        """Run the update if it has not run yet."""
-        apply, self._apply = self._apply, None
-        if apply is None:
-            return
-        self._unwatch()
+    def settle(self) -> bool:
+        """Run the update if it has not run yet; another thread that runs it is waited for.
+
+        Returns:
+            Whether it has run; False: this is called inside of the update itself.
+        """
+        with self._turn:
+            apply, self._apply = self._apply, None
+            if apply is None:
+                return not self._runs
+            self._runs = True
+            try:
+                self._run(apply)
+            finally:
+                self._runs = False
+                self._unwatch()
+            return True
+
+    def _run(self, apply: Callable[[], None]) -> None:
         if self._is_usual():
             with without_torch_functions():
                 apply()
@@ -79,9 +104,10 @@ class PendingUpdate:
 
     def release(self) -> None:
         """Take the watch off without running the update, for somebody who takes it over."""
-        if self._apply is not None:
-            self._apply = None
-            self._unwatch()
+        with self._turn:
+            if self._apply is not None:
+                self._apply = None
+                self._unwatch()
 
     def _unwatch(self) -> None:
         for parameter in self.parameters:
@@ -122,7 +148,8 @@ def is_pending(parameter: Tensor) -> bool:
 
 def pending_of(parameter: Tensor) -> PendingUpdate | None:
     """What waits for the next read of this parameter, if anything."""
-    found: PendingUpdate | None = parameter._retime_pending if is_pending(parameter) else None  # type: ignore[attr-defined]
+    # another thread may settle it between two looks
+    found: PendingUpdate | None = getattr(parameter, "_retime_pending", None) if is_pending(parameter) else None
     return found
 
 
@@ -137,19 +164,28 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
 def settle_all(parameters: Iterable[Tensor]) -> None:
     """Bring all of these up to date."""
     for parameter in parameters:
-        if is_pending(parameter):
-            parameter._retime_pending.settle()  # type: ignore[attr-defined]
+        _settled(parameter)
 
 
-def _settle_arguments(values: Iterable[Any]) -> None:
+def _settled(parameter: Tensor) -> bool:
+    """Bring one up to date; returns whether it is now: not inside of its own update."""
+    while (pending := pending_of(parameter)) is not None:
+        if not pending.settle():
+            return False
+    return True
+
+
+def _settle_arguments(values: Iterable[Any]) -> bool:
+    """Bring all parameters in there up to date; returns whether they are now."""
+    settled = True
     for value in values:
         if isinstance(value, Tensor):
-            if is_pending(value):
-                value._retime_pending.settle()  # type: ignore[attr-defined]
+            settled &= _settled(value)
         elif isinstance(value, list | tuple):
-            _settle_arguments(value)
+            settled &= _settle_arguments(value)
         elif isinstance(value, dict):
-            _settle_arguments(value.values())
+            settled &= _settle_arguments(value.values())
+    return settled
 
 
 class _Watching:
@@ -164,18 +200,31 @@ class _Watching:
             if func != _READ_GRADIENT or result is None:
                 return result
             # the gradient itself may be changed now, through .data even unseen, and the update still needs it
-        _settle_arguments(args)
-        if kwargs:
-            _settle_arguments(kwargs.values())
-        return func(*args, **kwargs)
+        if _settle_arguments((args, kwargs)):
+            return func(*args, **kwargs)
+        with without_subclass_functions():  # the update reads what it brings up to date
+            return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        self._retime_pending.settle()  # type: ignore[attr-defined]
-        return self.__deepcopy__(memo)  # the class is the plain one again
+        with _in_plain_class(self):
+            return self.__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        self._retime_pending.settle()  # type: ignore[attr-defined]
-        return self.__reduce_ex__(protocol)
+        with _in_plain_class(self):
+            return self.__reduce_ex__(protocol)
+
+
+@contextlib.contextmanager
+def _in_plain_class(parameter: Any) -> Iterator[None]:
+    """Bring a parameter up to date that is about to be copied; inside of its own update it is copied as it stands."""
+    if _settled(parameter):
+        yield
+        return
+    pending, parameter.__class__ = type(parameter), _plain_class[type(parameter)]
+    try:
+        yield
+    finally:
+        parameter.__class__ = pending
 
 
 class PendingParameter(_Watching, nn.Parameter):
@@ -188,3 +237,4 @@ class PendingTensor(_Watching, Tensor):
 
 _pending_class: dict[type[Tensor], Any] = {nn.Parameter: PendingParameter, Tensor: PendingTensor}
 _plain_class: dict[type[Tensor], Any] = {pending: plain for plain, pending in _pending_class.items()}
+foreach_classes.extend(_plain_class)

@@ -1,8 +1,10 @@
 """The optimizer's state while updates are pending: whoever looks into it finds them done."""
 
+import contextlib
 import copy
+import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.optim import Optimizer
@@ -14,10 +16,22 @@ class WatchedState(defaultdict[Any, Any]):
     def __init__(self, flush: Callable[[], None], content: dict[Any, Any]) -> None:
         super().__init__(dict, content)
         self._flush = flush
-        self.updating = False
+        self._turn = threading.RLock()
+        self._updating: int | None = None
+        """The thread in which an update runs."""
+
+    @contextlib.contextmanager
+    def update_runs(self) -> Iterator[None]:
+        """An update reads and writes the state in here, in this thread; updates in others come one after the other."""
+        with self._turn:
+            before, self._updating = self._updating, threading.get_ident()
+            try:
+                yield
+            finally:
+                self._updating = before
 
     def _settle(self) -> None:
-        if not self.updating:
+        if self._updating != threading.get_ident():
             self._flush()
 
     def __getitem__(self, key: Any) -> Any:

@@ -14,6 +14,7 @@ from retime.mechanisms.torch_private.missing import attribute, needed_by
 __all__ = [
     "INIT_GROUP",
     "STEP_HOOKS",
+    "foreach_classes",
     "foreach_clamp_max",
     "foreach_clamp_min",
     "fused_adamw",
@@ -53,3 +54,7 @@ with needed_by("backward fusion, to clip by value as torch does,"):
 with needed_by("the recipe that measures where gradients lie"):
     fused_adamw = torch._fused_adamw_
 """The kernel of ``AdamW(fused=True)``."""
+
+with needed_by("forward fusion, whose updates are to run by the kernels that optimizer.step() would choose,"):
+    foreach_classes: list[type[torch.Tensor]] = _optimizer._foreach_supported_types
+"""The exact classes of parameters for which optimizers choose multi-tensor kernels; others may be added."""

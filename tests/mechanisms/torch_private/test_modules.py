@@ -320,3 +320,21 @@ def test_an_attribute_that_is_gone_is_named_with_its_feature(wrapped):
     del wrapped._has_rebuilt_buckets
     with pytest.raises(torch_private.PrivateNameError, match=r"'_has_rebuilt_buckets', which out-of-order"):
         torch_private.has_rebuilt_buckets(wrapped)
+
+
+@canary("foreach_classes", breaks="multi-tensor kernels of forward fusion's updates")
+def test_forward_fusion_takes_multi_tensor_kernels():
+    class Mine(nn.Parameter):
+        pass
+
+    def is_taken() -> bool:
+        fused, _ = optimizer_hooks._default_to_fused_or_foreach([Mine(torch.ones(1))], False, use_fused=True)
+        return fused
+
+    assert nn.Parameter in torch_private.foreach_classes
+    assert not is_taken()
+    torch_private.foreach_classes.append(Mine)
+    try:
+        assert is_taken()
+    finally:
+        torch_private.foreach_classes.remove(Mine)
