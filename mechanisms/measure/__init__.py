@@ -1,8 +1,9 @@
 """What measures training: step times, bytes of memory, energy."""
 
 from retime.mechanisms.measure.energy_meter import NoMeterError, Watch, find_meter
-from retime.mechanisms.measure.memory_probe import MemoryProbe, forget_peak, status_bytes
+from retime.mechanisms.measure.memory_probe import MemoryProbe
 from retime.mechanisms.measure.memory_sampler import MemorySampler
+from retime.mechanisms.measure.process_peak import forget_peak, peak_so_far, status_bytes
 from retime.mechanisms.measure.step_timer import OTHER, PHASES, StepTimer, StepTiming, clock_of
 
 __all__ = [
@@ -17,5 +18,6 @@ __all__ = [
     "clock_of",
     "find_meter",
     "forget_peak",
+    "peak_so_far",
     "status_bytes",
 ]

@@ -13,23 +13,23 @@ which the Linux kernel keeps (``VmHWM``) and forgets on request (``5`` into ``/p
 be asked, the resident size is sampled and :attr:`MemoryProbe.note` says so.
 
 Measuring a phase means forgetting the peak before it: ``torch.cuda.max_memory_allocated``, or ``VmHWM`` and
-``ru_maxrss`` of this process, afterwards tell the peak since the last phase began, not since the start.
+``ru_maxrss`` of this process, afterwards tell the peak since the last phase began, not since the start;
+:func:`~retime.mechanisms.measure.peak_so_far` still does.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from retime.mechanisms.measure import process_peak
 from retime.mechanisms.measure.memory_sampler import SAMPLE_SECONDS, MemorySampler
+from retime.mechanisms.measure.process_peak import forget_peak, status_bytes, take_peak
 from retime.mechanisms.measure.step_timer import OTHER, PHASES, check_phase
 
-__all__ = ["MemoryProbe", "forget_peak", "status_bytes"]
+__all__ = ["MemoryProbe"]
 
-_CLEAR_REFS = Path("/proc/self/clear_refs")
-_STATUS = Path("/proc/self/status")
 # The kernel counts resident pages per thread and adds them up late: a peak this close to the present size is one.
 _COUNTER_SLACK_BYTES = 16 * 2**20
 
@@ -56,13 +56,11 @@ class _CudaPeak:
         self._device = device
 
     def open(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
+        forget_peak(self._device)
 
     def take(self) -> int:
         # No synchronise: the allocator hands out memory when the host asks, ahead of the device.
-        peak = torch.cuda.max_memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        return peak
+        return take_peak(self._device)
 
     def close(self) -> None:
         pass
@@ -75,9 +73,7 @@ class _KernelPeak:
         forget_peak()
 
     def take(self) -> int:
-        peak = status_bytes("VmHWM")
-        forget_peak()
-        return peak
+        return take_peak()
 
     def close(self) -> None:
         pass
@@ -180,24 +176,7 @@ def _why_not_kernel_peak() -> str:
         return f"the process's peak cannot be reset ({error}): resident size sampled every {SAMPLE_SECONDS * 1e3:g} ms"
     if left_bytes > _COUNTER_SLACK_BYTES:
         return (
-            f"{_CLEAR_REFS} was written but VmHWM stayed {left_bytes} bytes above the resident size: "
+            f"{process_peak.CLEAR_REFS} was written but VmHWM stayed {left_bytes} bytes above the resident size: "
             f"resident size sampled every {SAMPLE_SECONDS * 1e3:g} ms"
         )
     return ""
-
-
-def forget_peak() -> None:
-    """VmHWM begins again at the resident size."""
-    _CLEAR_REFS.write_text("5")
-
-
-def status_bytes(field: str) -> int:
-    """A field of ``/proc/self/status`` in bytes, such as VmRSS.
-
-    Raises:
-        LookupError: the kernel does not tell.
-    """
-    for line in _STATUS.read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024  # the kernel writes "kB" and means KiB
-    raise LookupError(f"{_STATUS} has no {field}")

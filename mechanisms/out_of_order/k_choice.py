@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from retime.mechanisms.arguments import AtLeast
+from retime.mechanisms.measure import peak_so_far
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.out_of_order.k_tuner import KTuner
 from retime.mechanisms.out_of_order.kept_k import KeptK
-from retime.mechanisms.out_of_order.memory import largest_affordable_k, peak_bytes_so_far
+from retime.mechanisms.out_of_order.memory import largest_affordable_k
 from retime.mechanisms.weight_gradients import WeightGradientDeferral
 
 K = Annotated[int, AtLeast(0)] | Literal["auto"]
@@ -163,7 +164,7 @@ class KChoice:
     def _affordable(self) -> int:
         if self._max_memory is None:
             return len(self._deferral.blocks)
-        peak = peak_bytes_so_far(next(self._model.module.parameters()).device)
+        peak = peak_so_far(next(self._model.module.parameters()).device)
         return largest_affordable_k(self._deferral, self._max_memory, int(self._largest(peak)))
 
     def _largest(self, value_here: float) -> float:

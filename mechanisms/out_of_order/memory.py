@@ -1,9 +1,5 @@
 """What deferring costs in memory, and the k that a byte bound allows (Oh et al. 2022, algorithm 2, lines 1 and 2)."""
 
-import resource
-
-import torch
-
 from retime.mechanisms.weight_gradients import WeightGradientDeferral
 from retime.schedules import largest_k, reverse_first_k, simulate, step_buffers
 
@@ -43,13 +39,6 @@ def largest_affordable_k(deferral: WeightGradientDeferral, max_memory: int | Non
         output_gradient_bytes=gradients,
         plain_peak_bytes=plain_peak_bytes,
     )
-
-
-def peak_bytes_so_far(device: torch.device) -> int:
-    """The most memory this process has had: allocated on a CUDA device, otherwise resident."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _peak(deferral: WeightGradientDeferral, k: int) -> int:

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader
 
-import retime.mechanisms.measure.memory_probe as memory_probe
+import retime.mechanisms.measure.process_peak as process_peak
 from retime.callbacks.peak_memory import PeakMemory
 from retime.mechanisms.measure.memory_probe import MemoryProbe
 
@@ -76,7 +76,7 @@ def fit(callbacks: list[Callback], model: LightningModule, batches: int = 4, **o
 def source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """Both ways of asking for the process's peak."""
     if request.param == "sampled rss":
-        monkeypatch.setattr(memory_probe, "_CLEAR_REFS", tmp_path / "missing" / "clear_refs")
+        monkeypatch.setattr(process_peak, "CLEAR_REFS", tmp_path / "missing" / "clear_refs")
     elif MemoryProbe().source != "VmHWM":
         pytest.skip(f"this kernel has no resettable peak: {MemoryProbe().note}")
     return str(request.param)
@@ -101,13 +101,14 @@ def test_probe_in_a_bare_loop(source: str) -> None:
 
 
 def test_probe_says_why_it_samples(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(memory_probe, "_CLEAR_REFS", tmp_path / "missing" / "clear_refs")
+    monkeypatch.setattr(process_peak, "CLEAR_REFS", tmp_path / "missing" / "clear_refs")
     assert "cannot be reset" in MemoryProbe().note
     ignored = tmp_path / "clear_refs"
-    monkeypatch.setattr(memory_probe, "_CLEAR_REFS", ignored)  # takes the write, and nothing happens
+    monkeypatch.setattr(process_peak, "CLEAR_REFS", ignored)  # takes the write, and nothing happens
+    monkeypatch.setattr(process_peak, "_noted", {})  # of what follows
     status = tmp_path / "status"
     status.write_text("VmHWM:\t  999999 kB\nVmRSS:\t  1000 kB\n")
-    monkeypatch.setattr(memory_probe, "_STATUS", status)
+    monkeypatch.setattr(process_peak, "STATUS", status)
     assert "VmHWM stayed 1022974976 bytes above" in MemoryProbe().note
     status.write_text("VmSize:\t  1000 kB\n")
     assert "has no VmHWM" in MemoryProbe().note
@@ -129,8 +130,9 @@ def test_probe_refuses_misuse() -> None:
 
 def test_cuda_peaks_come_from_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     resets: list[Any] = []
-    answers = iter([10, 40, 30, 20])
+    answers = iter([5, 10, 40, 30, 20])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resets.append)
+    monkeypatch.setattr(process_peak, "_noted", {})
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(answers))
     probe = MemoryProbe("cuda:1")
     probe.start()

@@ -18,7 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from retime.mechanisms.measure.memory_probe import MemoryProbe, status_bytes
+from retime.mechanisms.measure import MemoryProbe, status_bytes
 from retime.mechanisms.memory.pool.heap import give_back_freed_memory, trim_heap
 from retime.strategies import MemoryBudgetStrategy
 

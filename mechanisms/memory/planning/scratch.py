@@ -43,7 +43,7 @@ class ScratchMeter:
 
     def before(self) -> None:
         if self._cuda is not None:
-            torch.cuda.reset_peak_memory_stats(self._cuda)
+            forget_peak(self._cuda)
             self._before = torch.cuda.memory_allocated(self._cuda)
         elif self._pool is not None:
             self._pool.reset_peaks()

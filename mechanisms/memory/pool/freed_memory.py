@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from retime.mechanisms.measure import forget_peak
 from retime.mechanisms.memory.pool.heap import give_back_freed_memory
 from retime.mechanisms.memory.pool.memory_pool import MemoryPool
 
@@ -45,7 +46,7 @@ class FreedMemory:
     def forget_peak(self) -> None:
         """From now on :meth:`peak_bytes` counts."""
         if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+            forget_peak(self._device)
         elif self._pool.installed:
             self._pool.reset_peaks()
         self._live = self._live_bytes()
