@@ -47,6 +47,7 @@ class Mechanism(Enum):
     BACKWARD_FUSION = "backward fusion"
     FORWARD_FUSION = "forward fusion"
     OUT_OF_ORDER = "out-of-order data parallel"
+    OUT_OF_ORDER_IN_STEP = "out-of-order data parallel with cross_iteration=False"
     MEMORY_BUDGET = "a memory budget"
     HOST_REDUCTION = "a reduction in host memory"
     PARALLEL_SCAN = "a parallel scan"
@@ -56,6 +57,11 @@ class Mechanism(Enum):
     def fusion(cls, mode: str) -> Mechanism:
         """Optimizer fusion in this mode."""
         return cls.FORWARD_FUSION if mode == "forward" else cls.BACKWARD_FUSION
+
+    @classmethod
+    def out_of_order(cls, *, cross_iteration: bool) -> Mechanism:
+        """Out-of-order data parallel; only the cross-iteration wait takes the optimizer's step."""
+        return cls.OUT_OF_ORDER if cross_iteration else cls.OUT_OF_ORDER_IN_STEP
 
     @property
     def owns(self) -> frozenset[Owned]:
@@ -67,6 +73,7 @@ _RIGHTS = {
     Mechanism.BACKWARD_FUSION: _Rights(frozenset({Owned.COMM_HOOK, Owned.OPTIMIZER_STEP}), one_pass=True),
     Mechanism.FORWARD_FUSION: _Rights(frozenset({Owned.OPTIMIZER_STEP})),
     Mechanism.OUT_OF_ORDER: _Rights(frozenset({Owned.COMM_HOOK, Owned.OPTIMIZER_STEP}), holds_activations=True),
+    Mechanism.OUT_OF_ORDER_IN_STEP: _Rights(frozenset({Owned.COMM_HOOK}), holds_activations=True),
     Mechanism.MEMORY_BUDGET: _Rights(frozenset({Owned.BACKWARD_PASSES, Owned.SAVED_TENSORS})),
     Mechanism.HOST_REDUCTION: _Rights(frozenset({Owned.COMM_HOOK})),
     Mechanism.PARALLEL_SCAN: _Rights(frozenset()),
@@ -77,13 +84,15 @@ _BECAUSE = {
     Owned.COMM_HOOK: "{first} and {second} both need DDP's one communication hook: drop one of the two",
     Owned.BACKWARD_PASSES: "{first} and {second} both divide batches into backward passes: drop one of the two",
 }
+_HELD_ACTIVATIONS = (
+    "weight gradients that wait keep activations which a memory budget counts as freed: drop one of the two"
+)
 _SENTENCES = {
     frozenset({Mechanism.BACKWARD_FUSION, Mechanism.MEMORY_BUDGET}): (
         "a memory budget may run several backward passes for one batch; use FuseOptimizer('forward')"
     ),
-    frozenset({Mechanism.OUT_OF_ORDER, Mechanism.MEMORY_BUDGET}): (
-        "weight gradients that wait keep activations which a memory budget counts as freed: drop one of the two"
-    ),
+    frozenset({Mechanism.OUT_OF_ORDER, Mechanism.MEMORY_BUDGET}): _HELD_ACTIVATIONS,
+    frozenset({Mechanism.OUT_OF_ORDER_IN_STEP, Mechanism.MEMORY_BUDGET}): _HELD_ACTIVATIONS,
     frozenset({Mechanism.BACKWARD_FUSION, Mechanism.USERS_HOOK}): (
         "backward fusion needs DDP's communication hook, and this strategy has one of its own: use "
         "FusedOptimizerDDPStrategy(ddp_comm_hook=...), or FuseOptimizer('forward')"

@@ -36,7 +36,8 @@ class OutOfOrderDataParallel:
 
     With one process there is none to hide: then this does nothing, with one ``NoEffectWarning``.
 
-    :raises ValueError: another engine than DistributedDataParallel, a communication hook of its own.
+    Raises:
+        ValueError: another engine than DistributedDataParallel, a communication hook of its own, a memory budget.
     """
 
     @checked
@@ -64,8 +65,8 @@ class OutOfOrderDataParallel:
                 f"two processes or more, got {type(model).__name__} ({accelerator.distributed_type}, "
                 f"{accelerator.num_processes} processes)"
             )
-        if cross_iteration:  # else the optimizer's step is left alone
-            refuse_beside(self._optimizer, Mechanism.OUT_OF_ORDER)
+        self._mechanism = Mechanism.out_of_order(cross_iteration=cross_iteration)
+        refuse_beside(self._optimizer, self._mechanism)
         self._ooo = data_parallel.OutOfOrderDataParallel(
             model,
             [self._optimizer.optimizer] if cross_iteration else [],
@@ -75,8 +76,7 @@ class OutOfOrderDataParallel:
             blocks=blocks,
         )
         renew_captured_steps(self._optimizer)
-        if cross_iteration:
-            note_there(self._optimizer, Mechanism.OUT_OF_ORDER)
+        note_there(self._optimizer, self._mechanism)
 
     @property
     def k(self) -> int:
@@ -114,5 +114,5 @@ class OutOfOrderDataParallel:
         self._kept.remove()
         if self._ooo is not None:
             self._ooo.remove()
-            note_gone(self._optimizer, Mechanism.OUT_OF_ORDER)
+            note_gone(self._optimizer, self._mechanism)
             renew_captured_steps(self._optimizer)

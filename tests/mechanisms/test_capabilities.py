@@ -30,17 +30,23 @@ from retime.mechanisms.capabilities import (
 )
 from retime.strategies.support.strategy_mechanisms import mechanisms_of
 
-BACKWARD, FORWARD, OOO, BUDGET, HOST, SCAN, USERS = Mechanism
+BACKWARD, FORWARD, OOO, IN_STEP, BUDGET, HOST, SCAN, USERS = Mechanism
 DECISIONS = {
     "REFUSED": {
         (BACKWARD, BACKWARD),
         (BACKWARD, FORWARD),
         (BACKWARD, OOO),
+        (BACKWARD, IN_STEP),
         (BACKWARD, HOST),
         (BACKWARD, USERS),
         (FORWARD, FORWARD),
         (FORWARD, OOO),
         (OOO, OOO),
+        (OOO, IN_STEP),
+        (IN_STEP, IN_STEP),
+        (IN_STEP, BUDGET),
+        (IN_STEP, HOST),
+        (IN_STEP, USERS),
         (OOO, BUDGET),
         (OOO, HOST),
         (OOO, USERS),
