@@ -202,6 +202,11 @@ class ForwardFusion:
         """What was deferred so far."""
         return self._report
 
+    @property
+    def is_removed(self) -> bool:
+        """Whether the optimizer has its own methods back."""
+        return self._removed
+
     def remove(self) -> None:
         """Bring all parameters up to date and give the optimizer its own methods back."""
         if self._removed:

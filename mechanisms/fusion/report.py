@@ -1,5 +1,7 @@
 """What optimizer fusion really did."""
 
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -53,23 +55,31 @@ class FusionReport:
 
     def followed_by(self, later: "FusionReport") -> "FusionReport":
         """One report of two times in which the same parameters were fused: counts add up, sizes and peaks do not."""
-        plain = self.plain_steps | later.plain_steps
+        return self._with(later, max)
+
+    def beside(self, other: "FusionReport") -> "FusionReport":
+        """One report of two optimizers, whose gradients are alive at the same time."""
+        return self._with(other, operator.add)
+
+    def _with(self, other: "FusionReport", both: Callable[[int, int], int]) -> "FusionReport":
+        """Both reports in one; ``both`` puts together what counts parameters and their bytes."""
         return FusionReport(
             self.mode,
-            parameters=max(self.parameters, later.parameters),
-            steps=self.steps + later.steps,
-            fused_updates=self.fused_updates + later.fused_updates,
-            late_updates=self.late_updates + later.late_updates,
-            buckets=self.buckets + later.buckets,
-            largest_bucket_bytes=max(self.largest_bucket_bytes, later.largest_bucket_bytes),
-            peak_gradient_bytes=max(self.peak_gradient_bytes, later.peak_gradient_bytes),
-            held_back={
-                reason: max(self.held_back.get(reason, 0), later.held_back.get(reason, 0))
-                for reason in self.held_back | later.held_back
-            },
-            plain_steps={one: self.plain_steps.get(one, 0) + later.plain_steps.get(one, 0) for one in plain},
+            parameters=both(self.parameters, other.parameters),
+            steps=self.steps + other.steps,
+            fused_updates=self.fused_updates + other.fused_updates,
+            late_updates=self.late_updates + other.late_updates,
+            buckets=self.buckets + other.buckets,
+            largest_bucket_bytes=max(self.largest_bucket_bytes, other.largest_bucket_bytes),
+            peak_gradient_bytes=both(self.peak_gradient_bytes, other.peak_gradient_bytes),
+            held_back=_merged(self.held_back, other.held_back, both),
+            plain_steps=_merged(self.plain_steps, other.plain_steps, operator.add),
         )
 
     def note_plain(self, reason: str) -> None:
         """Count one step that ran the plain way."""
         self.plain_steps[reason] = self.plain_steps.get(reason, 0) + 1
+
+
+def _merged(one: dict[str, int], other: dict[str, int], both: Callable[[int, int], int]) -> dict[str, int]:
+    return {reason: both(one.get(reason, 0), other.get(reason, 0)) for reason in one | other}

@@ -6,6 +6,7 @@ gradients of the first k blocks run last, in forward order, and each block's gra
 the next forward pass needs them first.
 """
 
+import functools
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -30,6 +31,7 @@ from retime.mechanisms.ddp import (
     sparse_layer,
 )
 from retime.mechanisms.ddp.reducers import DeviceReducer
+from retime.mechanisms.fusion import FusionReport
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.out_of_order.k_choice import K, KChoice
 from retime.mechanisms.out_of_order.kept_k import KeptK
@@ -115,6 +117,7 @@ class OutOfOrderDataParallel:
         self._divide = divide
         self._carrying: dict[Tensor, Reduction] = {}
         self._updates: list[CrossIterationUpdates] = []
+        self._detached = FusionReport("forward")
         self._plan: SendPlan | None = None
         self._handles: list[Any] = []
         self._removed = self._read_early = False
@@ -177,10 +180,18 @@ class OutOfOrderDataParallel:
         self._choice.discard_measurement()
 
     def attach(self, optimizer: Optimizer) -> CrossIterationUpdates:
-        """Let this optimizer's updates wait for their own gradients only; returns the fusion that does it."""
-        updates = CrossIterationUpdates(optimizer, self.model.module, self._carrying.get)
+        """Let this optimizer's updates wait for their own gradients only.
+
+        Returns:
+            The fusion that does it; when it is removed, nothing here refers to the optimizer any more.
+        """
+        updates = CrossIterationUpdates(optimizer, self.model.module, self._carrying.get, self._detach)
         self._updates.append(updates)
         return updates
+
+    def _detach(self, updates: CrossIterationUpdates) -> None:
+        self._updates.remove(updates)
+        self._detached = self._detached.beside(updates.report())
 
     def watch(self, loss: Any) -> None:
         """Look at the graph under the loss before its first backward pass; otherwise the model's output is taken."""
@@ -204,10 +215,9 @@ class OutOfOrderDataParallel:
         report.held_gradients = self._deferral.held_gradients
         report.kept = self._deferral.kept
         report.held = self._deferral.held
-        fused = [updates.report() for updates in self._updates]
-        report.fused_updates = sum(part.fused_updates for part in fused)
-        report.late_updates = sum(part.late_updates for part in fused)
-        report.plain_steps = {reason: count for part in fused for reason, count in part.plain_steps.items()}
+        fused = functools.reduce(FusionReport.beside, (updates.report() for updates in self._updates), self._detached)
+        report.fused_updates, report.late_updates = fused.fused_updates, fused.late_updates
+        report.plain_steps = fused.plain_steps
         reason = self._choice.order_stays_because
         report.in_order = {reason: report.steps} if reason else {}
         report.extra_bytes = extra_bytes(self._deferral, self.k)
@@ -230,7 +240,7 @@ class OutOfOrderDataParallel:
         finally:
             release(self._carrying)
             self._carrying.clear()
-            for updates in self._updates:
+            for updates in list(self._updates):
                 updates.remove()
             for handle in self._handles:
                 handle.remove()

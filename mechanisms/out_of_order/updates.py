@@ -1,7 +1,6 @@
 """The cross-iteration wait: each parameter is updated when the next forward pass reads it and its gradient is there."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -14,14 +13,32 @@ from retime.mechanisms.lazy_updates import pending_of
 class CrossIterationUpdates(ForwardFusion):
     """Forward fusion whose buckets are the all-reduces on their way, each with a wait in front of its update.
 
-    :param reduction_of: the all-reduce that carries a parameter's gradient, if one is on its way.
+    Args:
+        optimizer: whose updates wait.
+        model: of its parameters.
+        reduction_of: the all-reduce that carries a parameter's gradient, if one is on its way.
+        on_remove: called with this, and once, when it is removed.
     """
 
     def __init__(
-        self, optimizer: Optimizer, model: nn.Module, reduction_of: Callable[[Tensor], Reduction | None], **kwargs: Any
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        reduction_of: Callable[[Tensor], Reduction | None],
+        on_remove: "Callable[[CrossIterationUpdates], None]",
     ) -> None:
-        super().__init__(optimizer, model, **kwargs)
+        super().__init__(optimizer, model)
         self._reduction_of = reduction_of
+        self._on_remove = on_remove
+
+    def remove(self) -> None:
+        """Bring all parameters up to date and give the optimizer its own methods back."""
+        if self.is_removed:
+            return
+        try:
+            super().remove()
+        finally:
+            self._on_remove(self)
 
     def _settle_others(self) -> None:
         for parameter in parameters_of(self.optimizer):

@@ -5,9 +5,10 @@ accumulation and an overridden ``optimizer_step`` need no special case. Whatever
 pass and the update makes the step run the plain way, with one :class:`NoEffectWarning` a reason.
 """
 
-import dataclasses
+import functools
 import warnings
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -69,8 +70,8 @@ class FusedStepping:
         self._fusions: dict[Optimizer, BackwardFusion | ForwardFusion] = {}
         self._plain = FusionReport(mode=self.mode)
         """Of fits that have ended, and steps that ran the plain way."""
-        self._dropped: dict[Optimizer, FusionReport] = {}
-        """Of this fit's fusions that have ended: their optimizers may be fused again."""
+        self._dropped: dict[weakref.ref[Optimizer], FusionReport] = {}
+        """Of this fit's fusions that have ended: their optimizers may be fused again, and must not live on for this."""
         self._warned: set[str] = set()
         self._modules: list[tuple[str, nn.Module]] = []
         self._owners: tuple[LightningModule | Callback, ...] = ()
@@ -259,10 +260,10 @@ class FusedStepping:
     def _drop(self, optimizer: Optimizer) -> None:
         fusion = self._fusions.pop(optimizer)
         fusion.remove()
-        self._dropped[optimizer] = self._report_of(optimizer, fusion)
+        self._dropped[weakref.ref(optimizer)] = self._report_of(optimizer, fusion)
 
     def _report_of(self, optimizer: Optimizer, fusion: BackwardFusion | ForwardFusion) -> FusionReport:
-        before = self._dropped.get(optimizer)
+        before = self._dropped.get(weakref.ref(optimizer))
         return fusion.report() if before is None else before.followed_by(fusion.report())
 
     def take_report(self, report: FusionReport) -> None:
@@ -271,8 +272,9 @@ class FusedStepping:
 
     def report(self) -> FusionReport:
         """What was fused, over all optimizers."""
-        now = self._dropped | {one: self._report_of(one, fusion) for one, fusion in self._fusions.items()}
-        return self._plain.followed_by(_sum(now.values()) if now else FusionReport(mode=self.mode))
+        living = {weakref.ref(one): self._report_of(one, fusion) for one, fusion in self._fusions.items()}
+        now = (self._dropped | living).values()
+        return self._plain.followed_by(functools.reduce(FusionReport.beside, now, FusionReport(mode=self.mode)))
 
 
 def _why_not_in_backward(trainer: Trainer, module: LightningModule) -> str | None:
@@ -312,19 +314,3 @@ def _gradient_reader(owners: tuple[LightningModule | Callback, ...]) -> str | No
             if is_overridden(hook, owner):
                 return f"{type(owner).__name__}.{hook} may read gradients; {_USE_FORWARD}"
     return None
-
-
-def _sum(reports: Iterable[FusionReport]) -> FusionReport:
-    """Of several optimizers, whose gradients are alive at the same time."""
-    total, *others = reports
-    for report in others:
-        total = dataclasses.replace(
-            total.followed_by(report),
-            parameters=total.parameters + report.parameters,
-            peak_gradient_bytes=total.peak_gradient_bytes + report.peak_gradient_bytes,
-            held_back={
-                reason: total.held_back.get(reason, 0) + report.held_back.get(reason, 0)
-                for reason in total.held_back | report.held_back
-            },
-        )
-    return total

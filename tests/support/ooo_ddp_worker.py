@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import os
-import resource
 import sys
 import weakref
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from contract.models import Net
 from retime.callbacks import FuseOptimizer, ReverseFirstK
 from retime.mechanisms.ddp.bucket_size import SIZES_MB, measured_seconds_per_mb
+from retime.mechanisms.measure import forget_peak, peak_so_far
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.out_of_order import OutOfOrderDataParallel, OutOfOrderReport
 from retime.strategies import OOODataParallelStrategy
@@ -294,6 +294,28 @@ def nothing_is_left_behind() -> None:
 
 
 @check
+def a_removed_optimizer_is_let_go() -> None:
+    model = wrapped()
+    ooo = OutOfOrderDataParallel(model, k=2)
+
+    def train() -> weakref.ref[Any]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        updates = ooo.attach(optimizer)
+        for _ in range(3):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        updates.remove()
+        return weakref.ref(optimizer)
+
+    gone = [train() for _ in range(2)]
+    gc.collect()
+    assert not any(reference() is not None for reference in gone)
+    assert ooo.report().fused_updates == 6 * len(list(model.parameters()))
+    ooo.remove()
+
+
+@check
 def memory_bound() -> None:
     model = wrapped()
     ooo = OutOfOrderDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), k=5, max_memory=2**50)
@@ -320,7 +342,7 @@ def measured_peak_stays_below_the_bound() -> None:
             optimizer.zero_grad()
         used = ooo.k
         ooo.remove()
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, used
+        return peak_so_far(), used
 
     plain, _ = peak_after(0, None)
     bound = plain + 12 * mib
@@ -329,6 +351,12 @@ def measured_peak_stays_below_the_bound() -> None:
     assert plain <= bounded <= bound
     with pytest.raises(ValueError, match="max_memory"):
         peak_after(7, plain // 2)
+    ballast = torch.ones(256 * mib, dtype=torch.uint8)
+    peak = peak_so_far()
+    del ballast
+    forget_peak()  # as the callback PeakMemory does in every phase
+    _, used = peak_after(7, peak + 12 * mib)
+    assert 0 < used < 7
 
 
 def trainer(folder: Path, **options: Any) -> Trainer:
@@ -464,6 +492,32 @@ def accelerate_loop() -> None:
     assert ooo.report().fused_updates
     known = ooo._ooo._choice.known_k
     assert (known.k, known.blocks) == (2, 5)
+
+
+@check
+def accelerate_refuses_a_budget_beside() -> None:
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    from retime.integrations.accelerate import FusedOptimizer, MemoryBudget
+    from retime.integrations.accelerate import OutOfOrderDataParallel as ForAccelerate
+
+    views = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[views])
+    net = network()
+    model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.01))
+    text = "weight gradients that wait keep activations"
+    for cross_iteration in (True, False):
+        ooo = ForAccelerate(accelerator, model, optimizer, k=1, cross_iteration=cross_iteration)
+        with pytest.raises(ValueError, match=text):
+            MemoryBudget(accelerator, model, optimizer, "1GiB")
+        if not cross_iteration:
+            FusedOptimizer(accelerator, model, optimizer, "forward").remove()
+        ooo.remove()
+        budget = MemoryBudget(accelerator, model, optimizer, "1GiB")
+        with pytest.raises(ValueError, match=text):
+            ForAccelerate(accelerator, model, optimizer, k=1, cross_iteration=cross_iteration)
+        budget.remove()
 
 
 @check

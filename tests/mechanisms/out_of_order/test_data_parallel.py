@@ -23,6 +23,7 @@ IN_A_BARE_LOOP = [
     "memory_bound",
     "two_forward_passes_and_one_backward_pass",
     "nothing_is_left_behind",
+    "a_removed_optimizer_is_let_go",
 ]
 
 
@@ -31,6 +32,7 @@ IN_A_TRAINER = [
     "bucket_size_is_fixed_where_a_measurement_must_not_matter",
     "callback_sets_k",
     "accelerate_loop",
+    "accelerate_refuses_a_budget_beside",
 ]
 
 

@@ -1,0 +1,57 @@
+"""What swaps a strategy's optimizers in the middle of a fit, as Lightning's tuners do, leaves no old one alive."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from retime.strategies import FusedOptimizerStrategy
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+]
+
+
+class Swap(Callback):
+    def __init__(self) -> None:
+        self.gone: list[weakref.ref[Any]] = []
+        self.alive: list[bool] = []
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.gone = [weakref.ref(optimizer) for optimizer in trainer.strategy.optimizers]
+            trainer.strategy.optimizers = [torch.optim.SGD(pl_module.parameters(), lr=0.1)]
+        if batch_idx == 4:
+            gc.collect()
+            self.alive = [reference() is not None for reference in self.gone]
+
+
+class Model(BoringModel):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.layer.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("mode", ["backward", "forward"])
+def test_a_swapped_optimizer_is_let_go_and_its_counts_stay(mode: str) -> None:
+    strategy, swap = FusedOptimizerStrategy(mode), Swap()
+    trainer = Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        max_steps=6,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[swap],
+    )
+    trainer.fit(Model())
+    assert swap.alive == [False]
+    report = strategy.report()
+    assert report.steps == 6
+    assert report.fused_updates + report.late_updates == 6 * 2
