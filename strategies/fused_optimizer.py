@@ -22,6 +22,7 @@ from retime.mechanisms.fusion import FusionReport, ReductionHook
 from retime.strategies.support.ddp_arguments import MegaBytes, StartMethod, given
 from retime.strategies.support.lightning_package import LightningOnly
 from retime.strategies.support.lightning_private import user_comm_hook
+from retime.strategies.support.reduction import ReducerOfChoice
 from retime.strategies.support.reporting_launcher import ReportsAcrossProcesses
 from retime.strategies.support.single_device import SingleDevice
 from retime.strategies.support.stepping import FusedStepping
@@ -107,7 +108,7 @@ class FusedOptimizerStrategy(_Fused, SingleDevice):
         self._stepping = FusedStepping(mode, bucket_bytes, side_stream)
 
 
-class FusedOptimizerDDPStrategy(_Fused, ReportsAcrossProcesses):
+class FusedOptimizerDDPStrategy(ReducerOfChoice, _Fused, ReportsAcrossProcesses):
     """DistributedDataParallel, with each bucket's update right after its all-reduce (backward mode).
 
     Works with ``no_sync``, accumulation and a communication hook of the user's own. Bit-identical to ``ddp``.
@@ -187,4 +188,4 @@ class FusedOptimizerDDPStrategy(_Fused, ReportsAcrossProcesses):
         hook, state = None, None
         if self.root_device.type == "cuda":  # on other devices Lightning's DDPStrategy ignores the user's hook too
             hook, state = user_comm_hook(self)
-        self._stepping.reduction = ReductionHook(model, hook, state)
+        self._stepping.reduction = ReductionHook(model, hook, state, reducer=self.make_reducer(model))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
@@ -16,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from retime.mechanisms.arguments import checked
 from retime.mechanisms.capabilities import Mechanism, refuse
-from retime.mechanisms.ddp import HostReduction, RankAgreement
+from retime.mechanisms.ddp import BucketReduction, RankAgreement
+from retime.mechanisms.ddp.reducers import HostReducer, Reducer
 from retime.mechanisms.memory.batches import Split
 from retime.mechanisms.memory.data_parallel import SETTING_UP, BudgetedDataParallelStep
 from retime.mechanisms.memory.host import parse_host
@@ -25,10 +27,11 @@ from retime.mechanisms.memory.step import BudgetedStep
 from retime.strategies.support.budgeted import Budgeted
 from retime.strategies.support.ddp_arguments import MegaBytes, StartMethod, given
 from retime.strategies.support.lightning_private import timeout_of
+from retime.strategies.support.reduction import ReducerOfChoice
 from retime.strategies.support.reporting_launcher import ReportsAcrossProcesses
 
 
-class MemoryBudgetDDPStrategy(Budgeted, ReportsAcrossProcesses):
+class MemoryBudgetDDPStrategy(ReducerOfChoice, Budgeted, ReportsAcrossProcesses):
     """``ddp`` in which no rank uses more of its device's memory than a number of bytes.
 
     Each rank plans by itself for the batches that it gets, as under :class:`MemoryBudgetStrategy`; DDP's gradient
@@ -124,24 +127,32 @@ class MemoryBudgetDDPStrategy(Budgeted, ReportsAcrossProcesses):
             **ddp_kwargs,
         )
         self._reduce_on = reduce_on
-        self._reduction: HostReduction | None = None
+        self._reduction: BucketReduction | None = None
 
     @property
     def mechanisms(self) -> tuple[Mechanism, ...]:
         """What this strategy brings along; on a CPU DDP sums in host memory anyway."""
-        reduces = self._reduce_on == "host" and self.root_device.type == "cuda"
-        return (*super().mechanisms, Mechanism.HOST_REDUCTION) if reduces else super().mechanisms
+        return (*super().mechanisms, Mechanism.HOST_REDUCTION) if self._reduces_on_host else super().mechanisms
+
+    @property
+    def _reduces_on_host(self) -> bool:
+        return self._reduce_on == "host" and self.root_device.type == "cuda"
+
+    def make_reducer(self, model: DistributedDataParallel) -> Reducer | None:
+        if not self._reduces_on_host:
+            return None
+        return HostReducer(self.root_device, model.process_group, timeout_of(self))
 
     def _make_step(self, module: LightningModule, **options: Any) -> BudgetedStep:
         agreement = RankAgreement(timeout_of(self))
         self._end_reduction()
-        if self._reduce_on == "host" and self.root_device.type == "cuda":
-            assert isinstance(self.model, DistributedDataParallel)
-            self._reduction = HostReduction(self.model, timeout_of(self))
+        model = self.model
+        assert isinstance(model, DistributedDataParallel)
+        reducer = self.make_reducer(model)
+        if reducer is not None:
+            self._reduction = BucketReduction(model, reducer)
 
         def make() -> BudgetedStep:
-            model = self.model
-            assert isinstance(model, DistributedDataParallel)
             budget_bytes = parse_budget(self._budget, self.root_device, sharing=self.num_processes)
             host = parse_host(self._host, self.root_device)
             return BudgetedDataParallelStep(model, self.optimizers, budget_bytes, host, agreement=agreement, **options)
@@ -158,7 +169,7 @@ class MemoryBudgetDDPStrategy(Budgeted, ReportsAcrossProcesses):
     def _end_reduction(self) -> None:
         reduction, self._reduction = self._reduction, None
         if reduction is not None:
-            reduction.close()
+            reduction.close(failed=sys.exc_info()[0] is not None)
 
     def on_exception(self, exception: BaseException) -> None:
         unused = "Expected to have finished reduction" in str(exception)

@@ -28,6 +28,7 @@ from retime.strategies.support.ddp_arguments import MegaBytes, StartMethod, give
 from retime.strategies.support.ddp_hooks import hook_was_not_asked_for
 from retime.strategies.support.lightning_package import LightningOnly
 from retime.strategies.support.lightning_private import ddp_options, timeout_of
+from retime.strategies.support.reduction import ReducerOfChoice
 from retime.strategies.support.reporting_launcher import ReportsAcrossProcesses
 from retime.strategies.support.stepping import FusedStepping
 
@@ -37,7 +38,7 @@ FIXED_BUCKET_MB = 4
 MANUAL = "manual optimization decides by itself which gradients it wants; the order of its backward passes stays"
 
 
-class OOODataParallelStrategy(LightningOnly, ReportsAcrossProcesses):
+class OOODataParallelStrategy(ReducerOfChoice, LightningOnly, ReportsAcrossProcesses):
     """``ddp`` that hides gradient communication behind weight gradients and behind the next forward pass.
 
     The weight gradients of the first k blocks run last, in forward order, each block's gradients leave at once, and
@@ -193,6 +194,7 @@ class OOODataParallelStrategy(LightningOnly, ReportsAcrossProcesses):
             cross_iteration=self._cross_iteration,
             blocks=self._block_names,
             divide=self._divide,
+            reducer=self.make_reducer(model),
             timeout=timeout_of(self),
             expects_loss=True,
             known_k=self._known_k,

@@ -21,6 +21,8 @@ class Place:
 class Region:
     """Neighbouring gradients, reduced together."""
 
+    place: Place
+    """Of all of them."""
     parameters: tuple[Tensor, ...]
     values: Tensor
     """One-dimensional, inside the bucket."""
@@ -82,7 +84,9 @@ class BucketMap:
                 groups[-1].append((place, parameter))
             else:
                 groups.append([(place, parameter)])
-        return [
-            Region(tuple(p for _, p in group), self._buffers[group[0][0].bucket][group[0][0].start : group[-1][0].end])
-            for group in groups
-        ]
+        return [self._region(group) for group in groups]
+
+    def _region(self, group: list[tuple[Place, Tensor]]) -> Region:
+        first, last = group[0][0], group[-1][0]
+        place = Place(first.bucket, first.start, last.end)
+        return Region(place, tuple(p for _, p in group), self._buffers[place.bucket][place.start : place.end])

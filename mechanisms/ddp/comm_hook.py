@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from retime.mechanisms.ddp.mean import MeanOfBuckets
-from retime.mechanisms.ddp.reducers import DeviceReducer
-from retime.mechanisms.torch_private import GradBucket
+from retime.mechanisms.ddp.reducers import DeviceReducer, Reducer
+from retime.mechanisms.torch_private import GradBucket, joins_uneven_inputs
 
 __all__ = ["CommHook", "HookOwner", "comm_hook_of", "sparse_layer"]
 
@@ -107,12 +107,24 @@ class CommHook:
             return self._owner.reduce(bucket)
         return self.reduce_as_ddp(bucket)
 
-    def reduce_as_ddp(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """What DDP does without a hook: divide by the number of ranks, then sum."""
+    def reduce_as_ddp(self, bucket: GradBucket, reducer: Reducer | None = None) -> torch.futures.Future[Tensor]:
+        """What DDP does without a hook: divide by the number of ranks, then sum; by this reducer, if there is one."""
+        self.mean().divide(bucket)
+        return self.sum(bucket, reducer)
+
+    def sum(self, bucket: GradBucket, reducer: Reducer | None = None) -> torch.futures.Future[Tensor]:
+        """Sum a full bucket, which has been divided.
+
+        Args:
+            bucket: of the running backward pass.
+            reducer: None: the wrapper's own group does it, as inside of its ``join()``, where ranks that have no
+                batches left answer in that group.
+        """
         model = self._model()
         assert model is not None
-        self.mean().divide(bucket)
-        return DeviceReducer(model.process_group).start(bucket.index(), bucket.buffer())
+        if reducer is None or joins_uneven_inputs(model):
+            reducer = DeviceReducer(model.process_group)
+        return reducer.start(bucket.index(), bucket.buffer())
 
 
 class _NoSlot:

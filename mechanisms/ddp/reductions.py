@@ -1,18 +1,17 @@
-"""All-reduces that are on their way while training goes on, and who waits for them.
+"""Reductions that are on their way while training goes on, and who waits for them.
 
 From the end of the backward pass each parameter watches for reads (the lazy-update engine of forward fusion): whoever
 looks at its gradient first waits until the all-reduce of that gradient has ended. So clipping, scalers, loggers and
 plain optimizers see complete gradients without knowing of any of this.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable
 
-import torch.distributed as dist
+import torch
 from torch import Tensor
 
 from retime.mechanisms.ddp.mean import scale
-from retime.mechanisms.ddp.own_group import close_group, own_group
+from retime.mechanisms.ddp.reducers import Reducer
 from retime.mechanisms.lazy_updates import PendingUpdate, can_wait, has_alias, is_pending, pending_of
 
 
@@ -23,15 +22,13 @@ class GradientWatch(PendingUpdate):
 class Reduction:
     """One all-reduce on its way, for the gradients of ``parameters``."""
 
-    def __init__(self, parameters: Iterable[Tensor], work: Any) -> None:
+    def __init__(self, parameters: Iterable[Tensor], done: torch.futures.Future[Tensor]) -> None:
         self.parameters = list(parameters)
-        self._work = work
+        self._done = done
 
     def wait(self) -> None:
         """Return when the gradients are complete (on CUDA: when the current stream will see them so)."""
-        work, self._work = self._work, None
-        if work is not None:
-            work.wait()
+        self._done.wait()
 
     def watch(self, on_read: Callable[[], None]) -> None:
         """Make whoever reads one of these gradients wait for it; where that cannot be seen, wait now."""
@@ -47,34 +44,31 @@ class Reduction:
 
 
 class Reductions:
-    """The all-reduces of one backward pass, in process groups of their own.
+    """The reductions of one backward pass.
 
-    Of their own, so that nothing else (buffers, metrics, a user's barrier) queues behind them; the urgent ones, of the
-    layers that the next forward pass needs first, have another, so that they do not queue behind the bulk either.
+    Args:
+        reducer: sums; it stays its owner's.
+        ranks: how many there are.
+        divide: whether gradients are divided by that number, or multiplied by its rounded reciprocal.
     """
 
-    def __init__(self, group: Any, *, divide: bool, timeout: Any = None) -> None:
-        self._ranks = dist.get_world_size(group)
+    def __init__(self, reducer: Reducer, ranks: int, *, divide: bool) -> None:
+        self._reducer = reducer
+        self._ranks = ranks
         self._divide = divide
-        self._groups = [own_group(group, timeout=timeout) for _ in range(2)]
         self._on_their_way: list[Reduction] = []
 
-    def start(self, parameters: Iterable[Tensor], values: Tensor, *, urgent: bool) -> None:
+    def start(self, key: Hashable, parameters: Iterable[Tensor], values: Tensor, *, urgent: bool) -> None:
         """Begin to replace ``values``, the gradients of ``parameters``, by their mean over the ranks."""
         scale(values, self._ranks, divide=self._divide)
-        work = dist.all_reduce(values, group=self._groups[urgent], async_op=True)
-        self._on_their_way.append(Reduction(parameters, work))
+        # .data has a version counter of its own: the sum's arrival is no change in place by somebody else
+        done = self._reducer.start(key, values.data, urgent=urgent)
+        self._on_their_way.append(Reduction(parameters, done))
 
     def take(self) -> list[Reduction]:
         """Those begun since the last call."""
         taken, self._on_their_way = self._on_their_way, []
         return taken
-
-    def close(self) -> None:
-        """Give the process groups back."""
-        groups, self._groups = self._groups, []
-        for group in groups:
-            close_group(group)
 
 
 def settle_gradients(parameters: Iterable[Tensor]) -> None:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from retime.mechanisms.ddp import at_end_of_backward, comm_hook_of, sparse_layer
+from retime.mechanisms.ddp.reducers import Reducer
 from retime.mechanisms.fusion.backward import ALIASED, BackwardFusion, Followed
 from retime.mechanisms.lazy_updates import OptimizerWindow, has_alias, nbytes
 from retime.mechanisms.torch_private import GradBucket, version_of
@@ -30,17 +31,34 @@ USE_FORWARD = (
 class ReductionHook:
     """Owns DDP's communication hook, with room for something to do as soon as a bucket is reduced.
 
-    ``hook`` and ``state`` are the user's own communication hook, if any; without one, gradients are averaged with the
-    arithmetic DDP itself uses, so the bits are those of plain DDP.
+    Without a hook of the user's own, gradients are averaged with the arithmetic DDP itself uses, so the bits are those
+    of plain DDP.
+
+    Args:
+        model: whose buckets are reduced.
+        hook: the user's own communication hook, if any.
+        state: what that gets.
+        reducer: sums gradients where there is no such hook, and is closed with this; None: as DDP does.
+
+    Raises:
+        ValueError: a reducer and a hook of one's own, or something else has the model's communication hook.
     """
 
     def __init__(
-        self, model: DistributedDataParallel, hook: CommunicationHook | None = None, state: Any = None
+        self,
+        model: DistributedDataParallel,
+        hook: CommunicationHook | None = None,
+        state: Any = None,
+        *,
+        reducer: Reducer | None = None,
     ) -> None:
+        if reducer is not None and hook is not None:
+            raise ValueError("a reducer takes the place of a communication hook of one's own: leave out one of the two")
         self._listeners: list[DataParallelFusion] = []
         self._slot = comm_hook_of(model)
         self._hook = hook
         self._state = state
+        self._reducer = reducer
         self._take()
 
     def reduces(self, model: nn.Module | None) -> bool:
@@ -63,6 +81,21 @@ class ReductionHook:
         if not self._listeners and self._hook is None:
             self._slot.give_back(self)
 
+    def close(self, *, failed: bool = False) -> None:
+        """Give a reducer back, and the communication hook with it; when no backward pass runs.
+
+        Args:
+            failed: whether a reduction may never be done.
+        """
+        reducer, self._reducer = self._reducer, None
+        if reducer is None:
+            return
+        self._slot.give_back(self)
+        if failed:
+            reducer.abort()
+        else:
+            reducer.close()
+
     def _take(self) -> None:
         self._slot.take(self, "backward fusion", USE_FORWARD)
         if self._hook is None:
@@ -73,7 +106,7 @@ class ReductionHook:
         parameters, buffer = bucket.parameters(), bucket.buffer()
         gradients = [_in_layout_of(p, g) for p, g in zip(parameters, bucket.gradients(), strict=True)]
         own, slot = self._hook, self._slot
-        future = own(self._state, bucket) if own is not None else slot.reduce_as_ddp(bucket)
+        future = own(self._state, bucket) if own is not None else slot.reduce_as_ddp(bucket, self._reducer)
         armed = [fusion for fusion in self._listeners if fusion.armed and fusion.wanted()]
         if not armed:
             return future

@@ -9,6 +9,7 @@ the next forward pass needs them first.
 import functools
 import warnings
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from retime.mechanisms.ddp import (
     settle_gradients,
     sparse_layer,
 )
-from retime.mechanisms.ddp.reducers import DeviceReducer
+from retime.mechanisms.ddp.reducers import OwnGroupsReducer, Reducer
 from retime.mechanisms.fusion import FusionReport
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.out_of_order.k_choice import K, KChoice
@@ -76,7 +77,9 @@ class OutOfOrderDataParallel:
         blocks: names of the modules that k counts; None: repeated blocks, else single layers.
         divide: whether gradients are divided by the number of ranks, as the plain wrapper does with bucket views;
             False: multiplied by the rounded reciprocal, as it does without.
-        timeout: of the two process groups made here; None: torch's default.
+        reducer: sums gradients, and is closed with this; None: all-reduces on the device, in two process groups made
+            here.
+        timeout: of these groups; None: torch's default.
         expects_loss: whether the owner calls :meth:`watch` with every loss, which shows more than the model's output.
         known_k: what an earlier run found (:meth:`kept_k`): ``"auto"`` does not search then, if ranks and blocks are
             as many as they were.
@@ -93,7 +96,8 @@ class OutOfOrderDataParallel:
         cross_iteration: bool = True,
         blocks: Iterable[str] | None = None,
         divide: bool = True,
-        timeout: Any = None,
+        reducer: Reducer | None = None,
+        timeout: timedelta | None = None,
         expects_loss: bool = False,
         known_k: KeptK | None = None,
     ) -> None:
@@ -128,7 +132,8 @@ class OutOfOrderDataParallel:
             return
         self._slot = comm_hook_of(model)
         self._slot.take(self, "out-of-order data parallel", "remove yours, or use plain DistributedDataParallel")
-        self._reductions = Reductions(model.process_group, divide=divide, timeout=timeout)
+        self._reducer: Reducer = reducer or OwnGroupsReducer(model.process_group, timeout)
+        self._reductions = Reductions(self._reducer, dist.get_world_size(model.process_group), divide=divide)
         self._never_rebuilds = model.find_unused_parameters and not model.static_graph
         if self._never_rebuilds:
             self.keep_order(UNUSED)
@@ -235,8 +240,10 @@ class OutOfOrderDataParallel:
         if self._removed:
             return
         self._removed = True
+        failed = True
         try:
             self.flush()
+            failed = False
         finally:
             release(self._carrying)
             self._carrying.clear()
@@ -245,7 +252,10 @@ class OutOfOrderDataParallel:
             for handle in self._handles:
                 handle.remove()
             self._deferral.remove()
-            self._reductions.close()
+            if failed:
+                self._reducer.abort()
+            else:
+                self._reducer.close()
             self._slot.give_back(self)
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
@@ -278,7 +288,7 @@ class OutOfOrderDataParallel:
         buffer = bucket.buffer()
         if joins_uneven_inputs(self.model):
             scale(buffer, dist.get_world_size(self.model.process_group), divide=self._divide)
-            return DeviceReducer(self.model.process_group).start(bucket.index(), buffer)
+            return self._slot.sum(bucket)
         ours = self._is_ours(bucket.index())
         final = has_rebuilt_buckets(self.model) or self._never_rebuilds
         if not self._map.learn(bucket, final=final) and ours:
@@ -287,7 +297,7 @@ class OutOfOrderDataParallel:
                 "from the old ones: use k=0 for this model"
             )
         if not ours:
-            self._reductions.start(bucket.parameters(), buffer, urgent=False)
+            self._reductions.start(bucket.index(), bucket.parameters(), buffer, urgent=False)
         if bucket.is_last():
             at_end_of_backward(self._on_backward_done)
         done: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -302,7 +312,7 @@ class OutOfOrderDataParallel:
         if self._plan is None or not self._defers:
             return
         for region in self._plan.others if block is None else self._plan.behind(block):
-            self._reductions.start(region.parameters, region.values, urgent=block is not None)
+            self._reductions.start(region.place, region.parameters, region.values, urgent=block is not None)
 
     def _on_backward_done(self) -> None:
         """All buckets are full; the weight gradients that waited may still be on the way through their last lines."""

@@ -5,6 +5,8 @@ All of them were seen to do this in torch 2.11, 2.13 and 2.14 (2.11 is the oldes
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as _optimizer
@@ -56,5 +58,5 @@ with needed_by("the recipe that measures where gradients lie"):
 """The kernel of ``AdamW(fused=True)``."""
 
 with needed_by("forward fusion, whose updates are to run by the kernels that optimizer.step() would choose,"):
-    foreach_classes: list[type[torch.Tensor]] = _optimizer._foreach_supported_types
+    foreach_classes: list[Any] = _optimizer._foreach_supported_types
 """The exact classes of parameters for which optimizers choose multi-tensor kernels; others may be added."""

@@ -6,6 +6,7 @@ pass and the update makes the step run the plain way, with one :class:`NoEffectW
 """
 
 import functools
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -255,6 +256,8 @@ class FusedStepping:
         self._plain = self.report()
         self._dropped.clear()
         self._modules, self._owners = [], ()
+        if self.reduction is not None:
+            self.reduction.close(failed=sys.exc_info()[0] is not None)
         self.reduction = self.no_reduction = None
 
     def _drop(self, optimizer: Optimizer) -> None:

@@ -26,7 +26,8 @@ from torchmetrics.classification import MulticlassAccuracy
 
 import retime.mechanisms.memory.planning.step_planner as step_planner
 from retime.callbacks import MemoryTimeline
-from retime.mechanisms.ddp import HostReduction
+from retime.mechanisms.ddp import BucketReduction
+from retime.mechanisms.ddp.reducers import HostReducer
 from retime.mechanisms.measure.memory_probe import MemoryProbe
 from retime.mechanisms.memory.data_parallel.alone import alone
 from retime.mechanisms.memory.data_parallel.budgeted_step import BudgetedDataParallelStep
@@ -214,20 +215,21 @@ def gradients_are_summed_in_host_memory() -> None:
     plan_with(SPLITS)
     plain, ours = DistributedDataParallel(Net()), DistributedDataParallel(Net(), bucket_cap_mb=0.002)
     before = groups()
-    reduction, step = HostReduction(ours), budgeted(ours)
+    reducer = HostReducer()
+    reduction, step = BucketReduction(ours, reducer), budgeted(ours)
     for batch in batches([BATCH, 16]):
         for parts, model in ((step, ours), (budgeted(plain), plain)):
             model.zero_grad()
             parts.run(lambda part, model=model: nn.functional.cross_entropy(model(part[0]), part[1]), batch)
         assert_same_gradients(plain, ours)
-    assert reduction.bytes_out == 2 * sum(parameter.nbytes for parameter in ours.parameters())
+    assert reducer.bytes_out == 2 * sum(parameter.nbytes for parameter in ours.parameters())
     step.remove()
     reduction.close()
     assert groups() == before
     ours.zero_grad()
     nn.functional.cross_entropy(ours(batch[0]), batch[1]).backward()
     assert_same_gradients(plain, ours)
-    assert reduction.bytes_out == 2 * sum(parameter.nbytes for parameter in ours.parameters())
+    assert reducer.bytes_out == 2 * sum(parameter.nbytes for parameter in ours.parameters())
 
 
 def assert_same_gradients(one: nn.Module, two: nn.Module) -> None:

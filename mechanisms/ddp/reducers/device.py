@@ -1,12 +1,16 @@
 """Gradients are summed where they are, by the all-reduce that DistributedDataParallel itself uses."""
 
+from collections.abc import Hashable
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["DeviceReducer"]
+from retime.mechanisms.ddp.own_group import close_group, own_group
+
+__all__ = ["DeviceReducer", "OwnGroupsReducer"]
 
 
 class DeviceReducer:
@@ -20,7 +24,7 @@ class DeviceReducer:
     def __init__(self, group: Any = None) -> None:
         self._group = group
 
-    def start(self, key: int, values: Tensor) -> torch.futures.Future[Tensor]:
+    def start(self, key: Hashable, values: Tensor, *, urgent: bool = False) -> torch.futures.Future[Tensor]:
         """Begin to replace ``values`` by their sum over the ranks."""
         work = dist.all_reduce(values, group=self._group, async_op=True)
         assert work is not None
@@ -29,3 +33,36 @@ class DeviceReducer:
 
     def close(self) -> None:
         """Nothing was made."""
+
+    def abort(self) -> None:
+        """Nothing was made."""
+
+
+class OwnGroupsReducer:
+    """All-reduces in process groups of its own.
+
+    Of its own, so that nothing else (buffers, metrics, a user's barrier) queues behind them; the urgent ones have
+    another, so that they do not queue behind the bulk either.
+
+    Args:
+        group: whose ranks; None: all. Each of them makes one of these.
+        timeout: of a sum; None is torch's default.
+    """
+
+    def __init__(self, group: Any = None, timeout: timedelta | None = None) -> None:
+        self._groups = [own_group(group, timeout=timeout) for _ in range(2)]
+        self._reducers = [DeviceReducer(one) for one in self._groups]
+
+    def start(self, key: Hashable, values: Tensor, *, urgent: bool = False) -> torch.futures.Future[Tensor]:
+        """Begin to replace ``values`` by their sum over the ranks."""
+        return self._reducers[urgent].start(key, values)
+
+    def close(self) -> None:
+        """Give the process groups back."""
+        groups, self._groups, self._reducers = self._groups, [], []
+        for group in groups:
+            close_group(group)
+
+    def abort(self) -> None:
+        """Give the process groups back."""
+        self.close()

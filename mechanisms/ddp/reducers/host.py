@@ -6,6 +6,7 @@ reduces one after the other over gloo, and each comes back on the same stream; t
 the backward pass only. The device needs no memory for it.
 """
 
+from collections.abc import Hashable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -38,16 +39,17 @@ class HostReducer:
         self._group = own_group(group, backend="gloo", timeout=timeout)
         # One thread: all ranks sum their buckets in the same order.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="retime-host-reducer")
-        self._buffers: dict[int, Tensor] = {}
+        self._buffers: dict[Hashable, Tensor] = {}
         self._side = SideStream(device)
         self.bytes_out = 0
 
-    def start(self, key: int, values: Tensor) -> Future[Tensor]:
+    def start(self, key: Hashable, values: Tensor, *, urgent: bool = False) -> Future[Tensor]:
         """Begin to replace ``values``, shape ``(n,)``, by their sum over the ranks.
 
         Args:
             key: values that come again under the same key use the same host memory.
             values: on the device.
+            urgent: has no effect: one thread sums all.
         """
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != values.shape or buffer.dtype != values.dtype:
@@ -61,7 +63,14 @@ class HostReducer:
 
     def close(self) -> None:
         """Give the thread, the host's memory and the process group back; when nothing is on its way."""
-        self._thread.shutdown()
+        self._end(wait=True)
+
+    def abort(self) -> None:
+        """The same without a wait for sums that other ranks may never join."""
+        self._end(wait=False)
+
+    def _end(self, *, wait: bool) -> None:
+        self._thread.shutdown(wait=wait, cancel_futures=not wait)
         self._buffers.clear()
         group, self._group = self._group, None
         close_group(group)

@@ -1,5 +1,6 @@
 """What sums gradients over the ranks; where it does is a reducer's own affair."""
 
+from collections.abc import Hashable
 from typing import Protocol
 
 import torch
@@ -9,18 +10,36 @@ __all__ = ["Reducer"]
 
 
 class Reducer(Protocol):
-    """Sums tensors over the ranks while the backward pass goes on; all ranks start the same ones in the same order."""
+    """Sums tensors over the ranks while the backward pass goes on.
 
-    def start(self, key: int, values: Tensor) -> torch.futures.Future[Tensor]:
-        """Begin to replace ``values``, shape ``(n,)``, by their sum, which is the future's value.
+    What holds between a reducer and the owner of DDP's communication hook that was given it:
 
-        Whoever wants a mean has scaled them (:mod:`retime.mechanisms.ddp.mean`), as DDP does.
+    * Who divides: the owner, before :meth:`start`, as DDP does (``ddp/mean.py``). A reducer only adds.
+    * What it gets: a bucket, or a piece of one: one-dimensional, contiguous, of the gradients' dtype, on the model's
+      device. The sum is written there, and nobody else touches it before the future is done.
+    * Order: all ranks start the same ones in the same order, in one thread at a time. Urgent ones may overtake others,
+      if they do on every rank.
+    * The end: its owner closes it, once, when nothing is on its way, or aborts it after a failure.
+
+    Inside of the wrapper's ``join()`` owners use the wrapper's own group instead, where ranks without batches answer.
+    """
+
+    def start(self, key: Hashable, values: Tensor, *, urgent: bool = False) -> torch.futures.Future[Tensor]:
+        """Begin to replace ``values``, shape ``(n,)``, by their sum.
 
         Args:
             key: of values that come again, such as a bucket's index. A reducer may keep memory for them, so those of
                 the last call with the same key must have arrived.
-            values: on the device.
+            values: on the model's device.
+            urgent: the next forward pass needs these first.
+
+        Returns:
+            Done when the sum is there, with ``values``, or with the error; in any thread. On CUDA the stream of whoever
+            waits for it waits too.
         """
 
     def close(self) -> None:
         """Give back what was made for this; when nothing is on its way."""
+
+    def abort(self) -> None:
+        """The same after a failure: wait for nothing. What is on its way may never be done."""

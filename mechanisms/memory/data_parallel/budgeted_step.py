@@ -35,7 +35,7 @@ class BudgetedDataParallelStep(BudgetedStep):
     """A :class:`BudgetedStep` on each rank; all ranks call it for the same batches.
 
     Gradients are reduced once a step, while the last sub-batch runs; the buckets that DDP keeps for that count.
-    :class:`~retime.mechanisms.ddp.HostReduction` sums those of CUDA devices in host memory.
+    :class:`~retime.mechanisms.ddp.BucketReduction` lets a reducer sum them, in host memory for example.
 
     Args:
         model: the wrapped model; ``step`` calls it as ever.

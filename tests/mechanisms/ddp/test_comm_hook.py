@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import permutations
@@ -14,9 +15,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from retime.mechanisms.ddp import HostReduction, comm_hook_of, host_reduction
-from retime.mechanisms.ddp.reducers import DeviceReducer, HostReducer, Reducer
-from retime.mechanisms.fusion import fuse_optimizer
+from retime.mechanisms.ddp import BucketReduction, comm_hook_of
+from retime.mechanisms.ddp.reducers import DeviceReducer, HostReducer, OwnGroupsReducer, Reducer, host
+from retime.mechanisms.fusion import ReductionHook, fuse_optimizer
 from retime.mechanisms.out_of_order import OutOfOrderDataParallel, data_parallel
 
 
@@ -38,7 +39,7 @@ def fuses(model: DistributedDataParallel) -> Callable[[], None]:
 
 
 def reduces_on_host(model: DistributedDataParallel) -> Callable[[], None]:
-    return HostReduction(model).close
+    return BucketReduction(model, HostReducer()).close
 
 
 def reorders(model: DistributedDataParallel) -> Callable[[], None]:
@@ -103,9 +104,10 @@ def test_a_copy_of_a_model_has_a_free_slot() -> None:
     twin = copy.deepcopy(model)
     assert comm_hook_of(twin).owner is None
     assert comm_hook_of(twin) is not comm_hook_of(model)
-    reduction = HostReduction(twin)
+    reducer = HostReducer()
+    BucketReduction(twin, reducer)
     gradients(twin)
-    assert reduction.bytes_out
+    assert reducer.bytes_out
 
 
 @pytest.mark.parametrize("name", OWNERS)
@@ -122,23 +124,44 @@ def test_an_owner_lives_and_goes_with_its_model(name: str) -> None:
         assert owner() is None
 
 
-@pytest.mark.parametrize("make", [DeviceReducer, HostReducer])
+@pytest.mark.parametrize("make", [DeviceReducer, HostReducer, OwnGroupsReducer])
 def test_reducers_sum(make: Any) -> None:
     reducer: Reducer = make()
     values = torch.arange(4.0)
-    for _ in range(2):
-        assert torch.equal(reducer.start(0, values).wait(), torch.arange(4.0))
+    for urgent in (False, True):
+        assert reducer.start(0, values, urgent=urgent).wait().data_ptr() == values.data_ptr()
+        assert torch.equal(values, torch.arange(4.0))
     reducer.close()
+    reducer.abort()
 
 
-def test_a_reduction_that_cannot_be_made_leaves_the_slot_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> Any:
-        raise RuntimeError("no group")
+def test_an_aborted_host_reducer_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    reducer, others_come = HostReducer(), threading.Event()
+    monkeypatch.setattr(host.dist, "all_reduce", lambda *_, **__: others_come.wait(20))
+    done = [reducer.start(key, torch.ones(2)) for key in range(2)]
+    reducer.abort()
+    assert not any(future.done() for future in done)
+    others_come.set()
+    done[0].wait()
+    assert not done[1].done()  # it had not begun
 
-    model, plain = wrapped(), wrapped()
-    with monkeypatch.context() as patch:
-        patch.setattr(host_reduction, "HostReducer", fails)
-        with pytest.raises(RuntimeError, match="no group"):
-            HostReduction(model)
+
+def test_a_reduction_that_cannot_be_made_closes_its_reducer_and_leaves_the_slot() -> None:
+    model, plain, closed = wrapped(), wrapped(), []
+
+    class Closes(DeviceReducer):
+        def close(self) -> None:
+            closed.append(self)
+
+    kept = fuses(model)
+    with pytest.raises(ValueError, match="backward fusion"):
+        BucketReduction(model, Closes())
+    assert len(closed) == 1
+    kept()
     assert comm_hook_of(model).owner is None
     assert all(torch.equal(*both) for both in zip(gradients(model), gradients(plain), strict=True))
+
+
+def test_a_reducer_takes_the_place_of_a_users_hook() -> None:
+    with pytest.raises(ValueError, match="leave out one of the two"):
+        ReductionHook(wrapped(), allreduce_hook, reducer=DeviceReducer())

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-import retime.mechanisms.ddp.reducers.host as host_reduction
-from retime.mechanisms.ddp import HostReduction
+import retime.mechanisms.ddp.reducers.host as host_reducer
+from retime.mechanisms.ddp import BucketReduction
+from retime.mechanisms.ddp.reducers import HostReducer
 from retime.strategies import MemoryBudgetDDPStrategy
 
 
@@ -35,7 +36,8 @@ def network(device: torch.device) -> nn.Module:
 def test_gradients_come_back(device: torch.device) -> None:
     plain = network(device)
     model = DistributedDataParallel(network(device), bucket_cap_mb=0.02)
-    reduction = HostReduction(model)
+    reducer = HostReducer(device)
+    reduction = BucketReduction(model, reducer)
     inputs = torch.randn(8, 64, device=device)
     for closed in (False, False, True):
         if closed:
@@ -47,17 +49,17 @@ def test_gradients_come_back(device: torch.device) -> None:
             assert one.grad is not None
             assert two.grad is not None
             assert torch.equal(one.grad, two.grad)
-    assert reduction.bytes_out == 2 * sum(parameter.nbytes for parameter in plain.parameters())
+    assert reducer.bytes_out == 2 * sum(parameter.nbytes for parameter in plain.parameters())
 
 
 def test_a_reduction_that_fails_fails_the_backward_pass(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     model = DistributedDataParallel(network(device))
-    reduction = HostReduction(model)
+    reduction = BucketReduction(model, HostReducer(device))
 
     def fail(tensor: Tensor, **_: object) -> None:
         raise RuntimeError("a rank is gone")
 
-    monkeypatch.setattr(host_reduction.dist, "all_reduce", fail)
+    monkeypatch.setattr(host_reducer.dist, "all_reduce", fail)
     with pytest.raises(RuntimeError, match="a rank is gone"):
         model(torch.randn(8, 64, device=device)).sum().backward()
     reduction.close()
@@ -66,8 +68,8 @@ def test_a_reduction_that_fails_fails_the_backward_pass(device: torch.device, mo
 def test_a_model_on_several_devices_is_refused(device: torch.device) -> None:
     model = DistributedDataParallel(network(device))
     model.module[0].to("meta")
-    with pytest.raises(ValueError, match="take a model on one device, not on 2"):
-        HostReduction(model)
+    with pytest.raises(ValueError, match="takes a model on one device, not on 2"):
+        BucketReduction(model, HostReducer(device))
 
 
 def test_what_the_strategy_refuses() -> None:

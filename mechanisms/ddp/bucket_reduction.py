@@ -1,0 +1,76 @@
+"""All gradients of a model go through a reducer.
+
+reduction = BucketReduction(model, HostReducer())     # a DistributedDataParallel model; all its ranks do this
+...
+reduction.close()
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from retime.mechanisms.ddp.comm_hook import comm_hook_of
+from retime.mechanisms.ddp.mean import scale
+from retime.mechanisms.ddp.reducers import Reducer
+from retime.mechanisms.torch_private import GradBucket
+
+__all__ = ["BucketReduction"]
+
+
+class BucketReduction:
+    """Takes a model's communication hook, and gives every bucket to a reducer.
+
+    Where the number of ranks is a power of two, a sum in the order of gloo's has the same bits as without it on CPUs.
+
+    Args:
+        model: on one device; all of its ranks make one of these.
+        reducer: of these ranks; closed with this, also where this cannot be made.
+        name: what it is, for errors.
+        instead: what a user can do who has another hook.
+
+    Raises:
+        ValueError: the model lies on several devices, or has a communication hook.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        reducer: Reducer,
+        *,
+        name: str = "a reduction in host memory",
+        instead: str = "use reduce_on='device', or leave out the other hook",
+    ) -> None:
+        self._reducer: Reducer | None = reducer
+        self._slot = comm_hook_of(model)
+        self._ranks = dist.get_world_size(model.process_group)
+        try:
+            devices = {parameter.device for parameter in model.parameters()}
+            if len(devices) > 1:
+                raise ValueError(f"{name} takes a model on one device, not on {len(devices)}")
+            self._slot.take(self, name, instead)
+        except BaseException:
+            reducer.close()
+            raise
+
+    def reduce(self, bucket: GradBucket) -> Future[Tensor]:
+        """Begin to replace a bucket's gradients by their mean over the ranks."""
+        scale(bucket.buffer(), self._ranks, divide=True)
+        return self._slot.sum(bucket, self._reducer)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Leave reductions to DDP again; when no backward pass runs.
+
+        Args:
+            failed: whether a reduction may never be done.
+        """
+        reducer, self._reducer = self._reducer, None
+        if reducer is None:
+            return
+        self._slot.give_back(self)
+        if failed:
+            reducer.abort()
+        else:
+            reducer.close()
