@@ -10,14 +10,15 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from lightning.pytorch.utilities.compile import from_compiled
+from lightning.pytorch.utilities.compile import from_compiled, to_uncompiled
 from torch import nn
 from torchmetrics import MeanMetric
 
 from retime.integrations.accelerate.accelerate_private import renew_captured_steps
 from retime.mechanisms import torch_private
+from retime.mechanisms.torch_private import compiling
 from retime.strategies.support import lightning_private
-from support.private_canaries import canary
+from support.private_canaries import canary, dies
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -57,7 +58,9 @@ def test_ddp_strategies_are_called_at_their_moments(monkeypatch):
     strategy = Strategy(start_method="spawn")
     Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, enable_progress_bar=False)
     assert called == [lightning_private.ProcessLauncher.__name__]
-    strategy._register_ddp_hooks()
+    strategy._lightning_module = strategy.model = BoringModel()
+    monkeypatch.setattr(strategy, "_setup_model", lambda model: model)
+    strategy.configure_ddp()
     assert called[1:] == ["ours", "lightning's hook"]
 
 
@@ -209,7 +212,11 @@ def test_metrics_show_the_batchs_value():
 def test_forward_fusion_sees_compiled_lightning_modules():
     model = BoringModel()
     assert not torch_private.has_compile_mark(model)
-    assert torch_private.has_compile_mark(from_compiled(torch.compile(model, backend="eager")))
+    compiled = from_compiled(torch.compile(model, backend="eager"))
+    assert compiled is model
+    assert not torch_private.calls_compiled(compiled)  # nothing else tells of it
+    assert torch_private.has_compile_mark(compiled)
+    assert not torch_private.has_compile_mark(to_uncompiled(compiled))
 
 
 @canary("renew_captured_steps", breaks="fusion under Accelerate with a gradient scaler")
@@ -229,3 +236,15 @@ def test_a_private_attribute_that_is_gone_names_the_feature():
     del strategy._ddp_kwargs
     with pytest.raises(torch_private.PrivateNameError, match="'_ddp_kwargs', which ooo_ddp"):
         lightning_private.ddp_options(strategy)
+
+
+def test_canaries_die_of_a_lightning_that_behaves_otherwise(monkeypatch):
+    with monkeypatch.context() as patch:  # the mark has another name
+        patch.setattr(compiling, "_MARKS", ("_torchdynamo_orig_callable", "_gone"))
+        dies(test_forward_fusion_sees_compiled_lightning_modules)
+    with monkeypatch.context() as patch:  # the mark stays when a module is compiled no more
+        patch.setitem(globals(), "to_uncompiled", lambda model: model)
+        dies(test_forward_fusion_sees_compiled_lightning_modules)
+    with monkeypatch.context() as patch:  # hooks are registered at another moment
+        patch.setattr(DDPStrategy, "configure_ddp", lambda self: None)
+        dies(test_ddp_strategies_are_called_at_their_moments, patch)

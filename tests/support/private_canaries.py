@@ -26,3 +26,9 @@ def canary(*names: str, breaks: str) -> Callable[[Callable[..., None]], Callable
         return tell
 
     return decorate
+
+
+def dies(test: Callable[..., None], *args: Any) -> None:
+    """Hold a canary to what it is for: with a library that behaves otherwise, it must fail."""
+    with pytest.raises(pytest.fail.Exception, match=r" breaks: .* is not what it was"):
+        test(*args)

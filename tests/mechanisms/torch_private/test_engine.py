@@ -1,5 +1,6 @@
 """Canaries of autograd's private names: see ``private_canaries``."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -7,7 +8,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from retime.mechanisms import torch_private
-from support.private_canaries import canary
+from support.private_canaries import canary, dies
 
 
 def _in_backward(act, **options):
@@ -168,3 +169,26 @@ def test_nodes_have_what_is_looked_for():
     torch_private.check_saved_values.cache_clear()
     with torch.inference_mode():
         torch_private.check_saved_values()
+
+
+@pytest.mark.parametrize(
+    ("test", "name", "broken"),
+    [
+        (test_out_of_order_finds_a_layers_nodes_by_number, "next_sequence_number", lambda: 0),
+        (test_out_of_order_finds_a_layers_nodes_by_number, "sequence_number", lambda node: 0),
+        (test_out_of_order_finds_a_layers_nodes_by_number, "sequence_number", lambda node: 2**63),
+        (test_offloading_tells_backward_passes_apart, "graph_task_id", lambda: 7),
+        (test_out_of_order_keeps_graphs_alive, "keeps_graph", lambda: True),
+        (test_out_of_order_leaves_partial_backward_passes_alone, "will_execute", lambda node: True),
+        (test_fusion_acts_at_the_end_of_the_backward_pass, "queue_callback", lambda act: act()),
+        (test_dry_run_names_the_layer_in_the_backward_pass, "current_node", lambda: None),
+        (test_offloading_sees_other_saved_tensor_hooks, "top_saved_tensors_hooks", lambda _: None),
+        (test_out_of_order_leaves_function_transforms_alone, "in_function_transform", lambda: False),
+        (test_out_of_order_leaves_forward_mode_alone, "forward_ad_level", lambda: -1),
+        (test_out_of_order_sees_what_a_kernel_saved, "saves_any", lambda node, names: False),
+        (test_memory_budget_sees_how_a_loss_is_reduced, "loss_choices", lambda node: (None, None, False)),
+    ],
+)
+def test_canaries_die_of_a_torch_that_behaves_otherwise(test, name, broken, monkeypatch):
+    monkeypatch.setattr(torch_private, name, broken)
+    dies(test)

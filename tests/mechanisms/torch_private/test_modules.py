@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as optimizer_hooks
 
 from retime.mechanisms import torch_private
-from support.private_canaries import canary
+from support.private_canaries import canary, dies
 
 
 @canary("BatchNormBase", breaks="the memory budget's care for BatchNorm")
@@ -338,3 +338,30 @@ def test_forward_fusion_takes_multi_tensor_kernels():
         assert is_taken()
     finally:
         torch_private.foreach_classes.remove(Mine)
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_canaries_die_of_a_ddp_that_tells_nothing(always, wrapped, monkeypatch):
+    for test, name in (
+        (test_out_of_order_knows_when_buckets_are_final, "has_rebuilt_buckets"),
+        (test_out_of_order_sees_join, "joins_uneven_inputs"),
+    ):
+        monkeypatch.setattr(torch_private, name, lambda model: always)
+        dies(test, wrapped)
+
+
+@pytest.mark.parametrize(
+    ("test", "name"),
+    [
+        (test_backward_fusion_sees_module_backward_hooks, "has_backward_hooks"),
+        (test_fusion_sees_step_hooks, "has_step_hooks"),
+    ],
+)
+def test_canaries_die_of_hooks_that_lie_elsewhere(test, name, monkeypatch):
+    monkeypatch.setattr(torch_private, name, lambda thing: False)
+    dies(test)
+
+
+def test_the_canary_dies_of_kernels_chosen_in_another_way(monkeypatch):
+    monkeypatch.setattr(torch_private, "foreach_classes", list(torch_private.foreach_classes))
+    dies(test_forward_fusion_takes_multi_tensor_kernels)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from retime.mechanisms import torch_private
-from support.private_canaries import canary
+from support.private_canaries import canary, dies
 
 
 @canary("version_of", breaks="seeing writes into tensors (fusion's guards, offloading)")
@@ -273,3 +273,18 @@ def test_backward_fusions_gradients_are_zeroed_and_moved():
         x.grad.to(torch.float64)
     assert mode.seen.count(torch_private.FOREACH_ZERO) == 1
     assert mode.seen.count(torch_private.TO_COPY) == 1
+
+
+@pytest.mark.parametrize(
+    ("test", "name", "broken"),
+    [
+        (test_forward_fusion_finds_aliases, "storage_use_count", lambda address: 2),
+        (test_forward_fusion_finds_aliases, "storage_use_count", lambda address: 3),
+        (test_offloading_knows_storages_again, "storage_address", lambda storage: 1),
+        (test_offloading_leaves_transformed_tensors_alone, "is_functorch_wrapped", lambda x: False),
+        (test_dry_run_copies_lazily, "lazy_clone", torch.clone),
+    ],
+)
+def test_canaries_die_of_a_torch_that_behaves_otherwise(test, name, broken, monkeypatch):
+    monkeypatch.setattr(torch_private, name, broken)
+    dies(test)
