@@ -151,10 +151,10 @@ def gradients_leave_in_forward_order() -> None:
     numbers = {parameter: number for number, parameter in enumerate(model.parameters())}
     start = ooo._reductions.start
 
-    def noting(parameters: Any, values: Tensor, *, urgent: bool) -> None:
+    def noting(key: Any, parameters: Any, values: Tensor, *, urgent: bool) -> None:
         if urgent:
             sent.append(sorted(numbers[p] for p in parameters))
-        start(parameters, values, urgent=urgent)
+        start(key, parameters, values, urgent=urgent)
 
     ooo._reductions.start = noting  # type: ignore[method-assign]
     import retime.mechanisms.out_of_order.send_plan as module
