@@ -43,13 +43,12 @@ class FuseOptimizer(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy, stepping = trainer.strategy, self._stepping
-        stepping.distributed = isinstance(strategy.model, DistributedDataParallel)
         if isinstance(strategy.model, DistributedDataParallel) and stepping.mode == "backward":
             layer = sparse_layer(pl_module)
             if layer is not None:
-                stepping.no_reduction = f"DDP cannot reduce the sparse gradients of {layer!r} through a hook"
+                stepping.leave_plain(f"DDP cannot reduce the sparse gradients of {layer!r} through a hook")
             else:
-                stepping.reduction, stepping.no_reduction = reduction_of(strategy.model), None
+                stepping.reduce_through(reduction_of(strategy.model))
         stepping.start(trainer)
         _restore(strategy)  # a copy of a Trainer that was made during its fit has the original's
         strategy.optimizer_step = _FusedStep(stepping, trainer, strategy.optimizer_step)  # type: ignore[method-assign]

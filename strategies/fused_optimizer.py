@@ -168,8 +168,7 @@ class FusedOptimizerDDPStrategy(ReducerOfChoice, _Fused, ReportsAcrossProcesses)
             ),
             **ddp_kwargs,
         )
-        self._stepping = FusedStepping(mode, bucket_bytes)
-        self._stepping.distributed = True
+        self._stepping = FusedStepping(mode, bucket_bytes, distributed=True)
 
     def take_report(self, report: FusionReport) -> None:
         self._stepping.take_report(report)
@@ -180,12 +179,12 @@ class FusedOptimizerDDPStrategy(ReducerOfChoice, _Fused, ReportsAcrossProcesses)
         if self._stepping.mode == "forward":
             super().register_hooks()
             return
-        layer, self._stepping.no_reduction = sparse_layer(model.module), None
+        layer = sparse_layer(model.module)
         if layer is not None:
-            self._stepping.no_reduction = f"DDP cannot reduce the sparse gradients of {layer!r} through a hook"
+            self._stepping.leave_plain(f"DDP cannot reduce the sparse gradients of {layer!r} through a hook")
             super().register_hooks()
             return
         hook, state = None, None
         if self.root_device.type == "cuda":  # on other devices Lightning's DDPStrategy ignores the user's hook too
             hook, state = user_comm_hook(self)
-        self._stepping.reduction = ReductionHook(model, hook, state, reducer=self.make_reducer(model))
+        self._stepping.reduce_through(ReductionHook(model, hook, state, reducer=self.make_reducer(model)))

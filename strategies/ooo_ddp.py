@@ -121,10 +121,9 @@ class OOODataParallelStrategy(ReducerOfChoice, LightningOnly, ReportsAcrossProce
         self._last_report = OutOfOrderReport()
         self._known_k: KeptK | None = None
         self._was_searching = False
-        self._stepping = FusedStepping("forward")
-        self._stepping.distributed = True
-        self._stepping.mechanism = "the cross-iteration wait"
-        self._stepping.make_forward = self._make_updates
+        self._stepping = FusedStepping(
+            "forward", distributed=True, make_forward=self._make_updates, mechanism="the cross-iteration wait"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, made in the middle of a fit too, has the counts; it re-orders in a fit of its own."""

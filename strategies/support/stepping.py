@@ -54,18 +54,36 @@ IN_A_TRAINER: dict[str, Any] = {"armed": False, "guard_at_once": False}
 
 
 class FusedStepping:
-    """Fuses the optimizers of one Trainer; the strategy calls :meth:`start`, :meth:`step` and :meth:`stop`."""
+    """Fuses the optimizers of one Trainer; the strategy calls :meth:`start`, :meth:`step` and :meth:`stop`.
 
-    def __init__(self, mode: str, bucket_bytes: int | str | None = None, side_stream: bool = False) -> None:
+    Args:
+        mode: of the fusion.
+        bucket_bytes: of its buckets.
+        side_stream: whether updates have a stream of their own.
+        distributed: whether the model is wrapped in DistributedDataParallel; :meth:`reduce_through` or
+            :meth:`leave_plain` then say who reduces what backward fusion updates from.
+        make_forward: builds the fusion of an optimizer in forward mode, for strategies that let updates wait for more.
+        mechanism: what this is called in messages; None: after the mode.
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        bucket_bytes: int | str | None = None,
+        side_stream: bool = False,
+        *,
+        distributed: bool = False,
+        make_forward: Callable[[Optimizer, LightningModule], ForwardFusion] | None = None,
+        mechanism: str | None = None,
+    ) -> None:
         self.mode = check_mode(mode)
         if side_stream and self.mode == "forward":
             raise ValueError("side_stream=True is for mode='backward': forward fusion updates before a layer's forward")
-        self.reduction: ReductionHook | None = None
-        self.no_reduction: str | None = None
-        self.distributed = False
-        self.make_forward: Callable[[Optimizer, LightningModule], ForwardFusion] | None = None
-        """Builds the fusion of an optimizer in forward mode, for strategies that let updates wait for more."""
-        self.mechanism = f"{mode} fusion"
+        self._reduction: ReductionHook | None = None
+        self._no_reduction: str | None = None
+        self._distributed = distributed
+        self._make_forward = make_forward
+        self._mechanism = mechanism or f"{mode} fusion"
         self._options: dict[str, Any] = {"bucket_bytes": check_bucket_bytes(bucket_bytes)}
         self._side_stream = side_stream
         self._fusions: dict[Optimizer, BackwardFusion | ForwardFusion] = {}
@@ -82,9 +100,17 @@ class FusedStepping:
         """A copy, made in the middle of a fit too, has the counts; it fuses the copied optimizers by itself."""
         self.flush()
         state = self.__dict__ | {"_fusions": {}, "_plain": self.report(), "_dropped": {}, "_modules": [], "_owners": ()}
-        if self.reduction is not None:
-            state |= {"reduction": None, "no_reduction": "a copy of DDP's model has no reduction hook before a fit"}
+        if self._reduction is not None:
+            state |= {"_reduction": None, "_no_reduction": "a copy of DDP's model has no reduction hook before a fit"}
         return state
+
+    def reduce_through(self, reduction: ReductionHook) -> None:
+        """Until the end of the fit backward fusion updates what this hook has reduced."""
+        self._distributed, self._reduction, self._no_reduction = True, reduction, None
+
+    def leave_plain(self, reason: str) -> None:
+        """Until the end of the fit nothing reduces gradients for backward fusion: all steps run the plain way."""
+        self._distributed, self._reduction, self._no_reduction = True, None, reason
 
     def start(self, trainer: Trainer) -> None:
         """Before the first step: say what will run the plain way, and fuse what can be.
@@ -102,17 +128,17 @@ class FusedStepping:
             else:
                 self._fusion_of(optimizer, trainer)
         rank_zero_info(
-            f"retime: {self.mechanism} of {len(self._fusions)} of {len(trainer.strategy.optimizers)} optimizers"
+            f"retime: {self._mechanism} of {len(self._fusions)} of {len(trainer.strategy.optimizers)} optimizers"
         )
 
     def _check_reduction(self, trainer: Trainer) -> None:
         """Under DDP, gradients that the backward pass leaves are one rank's own: updates need the reduction hook."""
-        if not self.distributed or self.mode == "forward" or self.no_reduction is not None:
+        if not self._distributed or self.mode == "forward" or self._no_reduction is not None:
             return
-        if self.reduction is None or not self.reduction.reduces(trainer.strategy.model):
+        if self._reduction is None or not self._reduction.reduces(trainer.strategy.model):
             raise RuntimeError(
                 hook_was_not_asked_for(
-                    f"{self.mechanism} would use gradients that no other rank has added to",
+                    f"{self._mechanism} would use gradients that no other rank has added to",
                     "use Trainer(strategy='ddp', callbacks=[FuseOptimizer()]) meanwhile",
                 )
             )
@@ -149,7 +175,7 @@ class FusedStepping:
         """Called with the loss of every backward pass."""
         for fusion in self._fusions.values():
             if isinstance(fusion, ForwardFusion):
-                if self.distributed:
+                if self._distributed:
                     fusion.flush()  # gradients may live in DDP's buckets, which this backward pass overwrites
             elif fusion.armed:
                 fusion.expect_one_graph(loss)
@@ -189,14 +215,14 @@ class FusedStepping:
         fusion = self._fusions.get(optimizer)
         if fusion is not None:
             return fusion
-        for replaced in [known for known in self._fusions if known not in trainer.strategy.optimizers]:
-            self._drop(replaced)
-        if self.make_forward is not None:
-            fusion = self.make_forward(optimizer, trainer.lightning_module)
+        for swapped in [known for known in self._fusions if known not in trainer.strategy.optimizers]:
+            self._drop(swapped)
+        if self._make_forward is not None:
+            fusion = self._make_forward(optimizer, trainer.lightning_module)
         elif self.mode == "forward":
             fusion = ForwardFusion(optimizer, trainer.lightning_module, **self._options)
-        elif self.reduction is not None:
-            fusion = DataParallelFusion(optimizer, self.reduction, **IN_A_TRAINER, **self._options)
+        elif self._reduction is not None:
+            fusion = DataParallelFusion(optimizer, self._reduction, **IN_A_TRAINER, **self._options)
         else:
             fusion = BackwardFusion(optimizer, side_stream=self._side_stream, **IN_A_TRAINER, **self._options)
         self._fusions[optimizer] = fusion
@@ -213,7 +239,7 @@ class FusedStepping:
             or _why_not_in_backward(trainer, module)
             or self._why_not_beside_readers(trainer, module)
             or self._why_not_beside_hooks(module)
-            or self.no_reduction
+            or self._no_reduction
         )
 
     def _why_not_beside_readers(self, trainer: Trainer, module: LightningModule) -> str | None:
@@ -241,7 +267,7 @@ class FusedStepping:
     def _warn(self, reason: str) -> None:
         if reason not in self._warned:
             self._warned.add(reason)
-            warnings.warn(f"{self.mechanism} has no effect on these steps: {reason}", NoEffectWarning, stacklevel=2)
+            warnings.warn(f"{self._mechanism} has no effect on these steps: {reason}", NoEffectWarning, stacklevel=2)
 
     def flush(self) -> None:
         """Bring all parameters up to date."""
@@ -256,9 +282,9 @@ class FusedStepping:
         self._plain = self.report()
         self._dropped.clear()
         self._modules, self._owners = [], ()
-        if self.reduction is not None:
-            self.reduction.close(failed=sys.exc_info()[0] is not None)
-        self.reduction = self.no_reduction = None
+        if self._reduction is not None:
+            self._reduction.close(failed=sys.exc_info()[0] is not None)
+        self._reduction = self._no_reduction = None
 
     def _drop(self, optimizer: Optimizer) -> None:
         fusion = self._fusions.pop(optimizer)
