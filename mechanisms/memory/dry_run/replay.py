@@ -32,7 +32,6 @@ from retime.mechanisms.memory.offload import OffloadSavedTensors, PlanMismatch
 from retime.mechanisms.memory.sandbox import (
     DryMode,
     Outside,
-    Replacement,
     ValueReadError,
     aliases,
     copies,
@@ -169,7 +168,6 @@ class DryRun:
         host: where real runs offload to; by default plain CPU memory.
         in_place: real runs read the model's own parameters instead of copies. For steps that do not write into them.
         own_batch: real runs get a copy of the batch. False for steps that do not write into it.
-        replacement: what real runs use in place of everything; by default copies.
     """
 
     def __init__(
@@ -180,14 +178,13 @@ class DryRun:
         host: HostTier | None = None,
         in_place: bool = False,
         own_batch: bool = True,
-        replacement: Replacement | None = None,
     ) -> None:
         self.step = step
         self.not_run: list[str] = []
         self._offload: OffloadSavedTensors | None = None
         self._host = host or (HostMemory("cpu") if real else HostNull())
         self._mode: DryMode | None = None
-        self._replacement = replacement or (aliases() if in_place else copies())
+        self._replacement = aliases() if in_place else copies()
         if not real:
             self._mode = DryMode()
             self._replacement = fake(self._mode)

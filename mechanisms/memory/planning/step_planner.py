@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,6 @@ from retime.mechanisms.memory.offload import PlanMismatch
 from retime.mechanisms.memory.planning.calibrate import calibrate
 from retime.mechanisms.memory.planning.costs import StepCosts
 from retime.mechanisms.memory.planning.floor import StepMemory
-from retime.mechanisms.memory.planning.layouts import layout_hint
 from retime.mechanisms.memory.planning.least_costs import least_costs
 from retime.mechanisms.memory.planning.report import PlannedShape
 from retime.mechanisms.memory.planning.search import PlanChoice, examined, part_sizes, search_plan
@@ -39,9 +38,6 @@ oneDNN's LSTM saves a work space that no dry run sees, as large as all the rest.
 
 _PROBED = (3, 5)
 """The fewest and the most samples that are probed at once."""
-
-_HINTED = 4
-"""Layouts are compared on this part of the batch."""
 
 _ONLY_OFFLOAD = re.compile(r"[;,.](?: or)? offload only(?:, or )?", re.IGNORECASE)
 """Advice in a certificate that is none where offloading alone does not keep the budget."""
@@ -133,13 +129,8 @@ class StepPlanner:
                 stages.search()
                 told = self._told(trial, stages) if timed else None
                 choice = search_plan(dry, self.budget_bytes, memory=memory, trial=told)
-            few, hint = min(samples, max(2, samples // _HINTED)), ""  # a BatchNorm may refuse one sample
-            with suppress(OutOfTime), self._limit.stoppable():
-                hint = layout_hint(dry, plain, few, self.budget_bytes) if timed and plain is not None else ""
         split = choice.plan.sub_batch < samples
-        return PlannedShape(
-            samples, choice, certificate if split else None, memory.costs, _note(memory, trial.note, hint)
-        )
+        return PlannedShape(samples, choice, certificate if split else None, memory.costs, _note(memory, trial.note))
 
     def of_kept(self, shape: PlannedShape, step: Step, batch: Any, samples: int) -> PlannedShape | None:
         """An earlier run's plan, if its step needs no more than it did then, and no more than the budget.

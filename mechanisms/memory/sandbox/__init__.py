@@ -15,7 +15,6 @@ from retime.mechanisms.memory.sandbox.outside import Outside
 from retime.mechanisms.memory.sandbox.stand_ins import (
     Replacement,
     aliases,
-    channels_last,
     copies,
     fake,
     stand_in_optimizer,
@@ -37,7 +36,6 @@ __all__ = [
     "Untouched",
     "ValueReadError",
     "aliases",
-    "channels_last",
     "copies",
     "cuda_generators",
     "fake",

@@ -115,16 +115,6 @@ def copies() -> Replacement:
     return Replacement(lambda tensor: _twin(tensor, tensor.detach().clone()), _held_copy)
 
 
-def channels_last() -> Replacement:
-    """Stand-ins with the same values; images, and weights that are applied to them, with their channels last."""
-
-    def convert(tensor: Tensor) -> Tensor:
-        layout = torch.channels_last if tensor.dim() == 4 else torch.preserve_format
-        return _twin(tensor, tensor.detach().clone(memory_format=layout))
-
-    return Replacement(convert, _held_copy)
-
-
 def aliases() -> Replacement:
     """Stand-ins with the same values; parameters share their memory, and have gradients of their own."""
     rest = copies()
