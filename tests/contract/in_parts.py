@@ -9,8 +9,8 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from retime.mechanisms.memory.batches.split import Split, part_of, samples_in, split_batch
+from retime.mechanisms.memory.planning.choice import PlanChoice
 from retime.mechanisms.memory.planning.report import PlannedShape
-from retime.mechanisms.memory.planning.search import PlanChoice
 from retime.mechanisms.memory.step import sub_batches
 from retime.schedules.budget import OffloadPlan
 from retime.strategies import MemoryBudgetDDPStrategy, MemoryBudgetStrategy

@@ -32,8 +32,8 @@ from contract.traits import (
     UNUSED,
 )
 from retime.callbacks import FuseOptimizer
+from retime.mechanisms.memory.planning.choice import PlanChoice
 from retime.mechanisms.memory.planning.report import PlannedShape
-from retime.mechanisms.memory.planning.search import PlanChoice
 from retime.mechanisms.out_of_order import k_choice, send_plan
 from retime.mechanisms.weight_gradients import layer_hooks
 from retime.schedules.budget import OffloadPlan

@@ -19,7 +19,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from retime.mechanisms.measure.memory_probe import MemoryProbe
-from retime.mechanisms.memory.dry_run.replay import EVERYTHING, TrainingStep, replay, take
+from retime.mechanisms.memory.dry_run.replay import EVERYTHING, replay
+from retime.mechanisms.memory.dry_run.training_step import TrainingStep, take
 from retime.mechanisms.memory.host.disk import HostDisk
 from retime.mechanisms.memory.offload.saved_tensors import OffloadSavedTensors
 from retime.mechanisms.memory.planning.calibrate import calibrate

@@ -22,7 +22,7 @@ _THREADS = 2  # of gloo, in a process group
 
 
 def buckets_of(model: nn.Module | None) -> Literal["", "beside", "gradients"]:
-    """What holds memory beside gradients; see :class:`~retime.mechanisms.memory.dry_run.replay.TrainingStep`."""
+    """What holds memory beside gradients; see :class:`~retime.mechanisms.memory.dry_run.training_step.TrainingStep`."""
     if not isinstance(model, DistributedDataParallel):
         return ""
     return "gradients" if model.gradient_as_bucket_view else "beside"

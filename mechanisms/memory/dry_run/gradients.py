@@ -1,4 +1,4 @@
-"""What holds gradients, and when: choices of a :class:`~retime.mechanisms.memory.dry_run.replay.TrainingStep`."""
+"""What holds gradients, and when: choices of a :class:`~retime.mechanisms.memory.dry_run.training_step.TrainingStep`."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from retime.mechanisms.memory.batches import has_entries, tensors_of
-from retime.mechanisms.memory.dry_run.trace import Tracer
+from retime.mechanisms.memory.dry_run.tracer import Tracer
 from retime.mechanisms.storages import has_storage
 from retime.schedules.budget import BlockKind
 

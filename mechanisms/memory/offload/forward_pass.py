@@ -7,14 +7,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from retime.mechanisms.memory.host import HostCopy, HostError, HostTier, raise_interruption, watch, working
+from retime.mechanisms.memory.offload.counts import OffloadCounts
+from retime.mechanisms.memory.offload.observer import SaveObserver
 from retime.mechanisms.memory.offload.saved import Kept, Moved, MovedStorage
 from retime.mechanisms.storages import has_storage, storage_key, storage_keys
 from retime.mechanisms.torch_private import graph_task_id, queue_callback
@@ -22,36 +22,6 @@ from retime.schedules.budget import OffloadPlan
 
 # A storage that several nodes saved is held between their uses while fewer than so many others came back after it.
 _HELD_STORAGES = 2
-
-
-@dataclass
-class OffloadCounts:
-    """Running totals of an :class:`OffloadReport`."""
-
-    passes: int = 0
-    storages: int = 0
-    bytes_out: int = 0
-    bytes_in: int = 0
-    bytes_skipped: int = 0
-    stalls: int = 0
-    prefetched: int = 0
-
-
-@runtime_checkable
-class SaveObserver(Protocol):
-    """Is told what a forward pass saves and what the backward pass uses."""
-
-    def inside(self) -> AbstractContextManager[None]:
-        """Held while a hook works: operations in it are not the model's."""
-
-    def saved(self, number: int, storage: torch.UntypedStorage) -> None:
-        """A tensor on the storage with this number was saved, for the first time or again."""
-
-    def used(self, number: int) -> None:
-        """A tensor on it is about to be used."""
-
-    def restored(self, number: int, storage: torch.UntypedStorage, device: torch.device) -> None:
-        """Its data comes back in another storage on ``device``."""
 
 
 class ForwardPass:

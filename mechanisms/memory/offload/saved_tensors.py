@@ -23,7 +23,9 @@ from torch import Tensor
 from retime.mechanisms.arguments import checked
 from retime.mechanisms.byte_sizes import parse_bytes
 from retime.mechanisms.memory.host import HostNone, HostTier, check_host
-from retime.mechanisms.memory.offload.forward_pass import ForwardPass, OffloadCounts, SaveObserver
+from retime.mechanisms.memory.offload.counts import OffloadCounts
+from retime.mechanisms.memory.offload.forward_pass import ForwardPass
+from retime.mechanisms.memory.offload.observer import SaveObserver
 from retime.mechanisms.torch_private import next_sequence_number, top_saved_tensors_hooks
 from retime.schedules.budget import OffloadPlan
 from retime.schedules.errors import ScheduleError

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from retime.mechanisms.memory.planning.choice import PlanChoice
 from retime.mechanisms.memory.planning.report import PlannedShape
-from retime.mechanisms.memory.planning.search import PlanChoice
 from retime.schedules.budget import OffloadPlan
 from retime.schedules.errors import ScheduleError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from retime.mechanisms.memory.planning.search import PlanChoice
+from retime.mechanisms.memory.planning.choice import PlanChoice
 from retime.schedules.budget import BudgetError, OffloadPlan
 
 __all__ = ["plan_after"]

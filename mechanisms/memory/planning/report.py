@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from retime.mechanisms.byte_sizes import show_bytes
 from retime.mechanisms.memory.batches import Certificate
 from retime.mechanisms.memory.offload import OffloadReport
+from retime.mechanisms.memory.planning.choice import PlanChoice
 from retime.mechanisms.memory.planning.costs import StepCosts
-from retime.mechanisms.memory.planning.search import PlanChoice
 
 _SHOWN = 4
 

@@ -17,12 +17,14 @@ from retime.mechanisms.memory.dry_run import Buckets, Gradients, StepProfile, Tr
 from retime.mechanisms.memory.host import HostTier
 from retime.mechanisms.memory.offload import PlanMismatch
 from retime.mechanisms.memory.planning.calibrate import calibrate
+from retime.mechanisms.memory.planning.candidates import examined, part_sizes
+from retime.mechanisms.memory.planning.choice import PlanChoice
 from retime.mechanisms.memory.planning.costs import StepCosts
-from retime.mechanisms.memory.planning.floor import StepMemory
 from retime.mechanisms.memory.planning.least_costs import least_costs
 from retime.mechanisms.memory.planning.report import PlannedShape
-from retime.mechanisms.memory.planning.search import PlanChoice, examined, part_sizes, search_plan
+from retime.mechanisms.memory.planning.search import search_plan
 from retime.mechanisms.memory.planning.stages import PROBING, PlanningStages
+from retime.mechanisms.memory.planning.step_memory import StepMemory
 from retime.mechanisms.memory.planning.time_limit import OutOfTime, TimeLimit
 from retime.mechanisms.memory.planning.trial import PlanTrial
 from retime.mechanisms.memory.sandbox import undisturbed

@@ -9,7 +9,7 @@ import torch
 
 from retime.mechanisms.memory.dry_run import DryRun, StepProfile, TrainingStep
 from retime.mechanisms.memory.host import HostTier
-from retime.mechanisms.memory.planning.search import PlanChoice
+from retime.mechanisms.memory.planning.choice import PlanChoice
 from retime.mechanisms.memory.pool import within
 from retime.mechanisms.storages import strided_bytes
 from retime.schedules.budget import BlockKind

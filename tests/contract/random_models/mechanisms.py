@@ -15,8 +15,8 @@ from contract.random_models.model import RandomModel
 from contract.random_models.spec import Node, Spec, Training
 from contract.random_models.training import CLIP_VALUE, Way, train
 from retime.mechanisms.memory import BudgetedStep, HostMemory, OffloadSavedTensors
+from retime.mechanisms.memory.planning.choice import PlanChoice
 from retime.mechanisms.memory.planning.report import PlannedShape
-from retime.mechanisms.memory.planning.search import PlanChoice
 from retime.mechanisms.memory.step import sub_batches
 from retime.mechanisms.out_of_order import WeightGradientDeferral
 from retime.mechanisms.weight_gradients import layer_hooks

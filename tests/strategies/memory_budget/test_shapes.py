@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 
 import retime.mechanisms.memory.step.budgeted_step as budgeted_step
 import retime.mechanisms.memory.step.plan_book as plan_book
+from retime.mechanisms.memory.planning.choice import PlanChoice
 from retime.mechanisms.memory.planning.report import BudgetReport, PlannedShape
-from retime.mechanisms.memory.planning.search import PlanChoice
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.schedules.budget import OffloadPlan
 from retime.schedules.errors import ScheduleError

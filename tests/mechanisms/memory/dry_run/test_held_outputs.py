@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from retime.mechanisms.memory.batches.certificate import Certificate
 from retime.mechanisms.memory.batches.combine import WholeOutput
 from retime.mechanisms.memory.batches.weights import Weighting
-from retime.mechanisms.memory.dry_run.replay import TrainingStep, profile_step, replay
-from retime.mechanisms.memory.dry_run.trace import Tracer
+from retime.mechanisms.memory.dry_run.replay import profile_step, replay
+from retime.mechanisms.memory.dry_run.tracer import Tracer
+from retime.mechanisms.memory.dry_run.training_step import TrainingStep
 from retime.mechanisms.memory.host.null import HostNull
-from retime.mechanisms.memory.planning.floor import StepMemory
-from retime.mechanisms.memory.planning.search import part_sizes
+from retime.mechanisms.memory.planning.candidates import part_sizes
+from retime.mechanisms.memory.planning.step_memory import StepMemory
 from retime.mechanisms.memory.step.budgeted_step import BudgetedStep
 from retime.mechanisms.memory.step.sub_batches import SubBatches
 from retime.schedules.budget import BlockKind, OffloadPlan

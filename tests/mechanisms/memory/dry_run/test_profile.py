@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from retime.mechanisms.memory.dry_run.profile import StepProfile
-from retime.mechanisms.memory.dry_run.replay import TrainingStep, profile_step, replay
+from retime.mechanisms.memory.dry_run.replay import profile_step, replay
 from retime.mechanisms.memory.dry_run.task_graph import task_graph
+from retime.mechanisms.memory.dry_run.training_step import TrainingStep
 from retime.mechanisms.memory.sandbox.value_reads import ValueReadError
 from retime.schedules.budget import BlockKind, OffloadPlan, Phase
 from retime.schedules.errors import ScheduleError

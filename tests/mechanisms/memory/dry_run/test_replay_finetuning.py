@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from retime.mechanisms.memory.dry_run.replay import Gradients, TrainingStep, profile_step
+from retime.mechanisms.memory.dry_run.gradients import Gradients
+from retime.mechanisms.memory.dry_run.replay import profile_step
+from retime.mechanisms.memory.dry_run.training_step import TrainingStep
 from retime.schedules.budget import BlockKind, Phase
 
 SAMPLES = 8

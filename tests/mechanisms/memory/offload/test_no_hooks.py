@@ -11,15 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from retime.mechanisms.memory.dry_run.replay import EVERYTHING, TrainingStep
+from retime.mechanisms.memory.dry_run.replay import EVERYTHING
+from retime.mechanisms.memory.dry_run.training_step import TrainingStep
 from retime.mechanisms.memory.host.disk import HostDisk
 from retime.mechanisms.memory.host.null import HostNull
 from retime.mechanisms.memory.host.pinned import HostMemory
 from retime.mechanisms.memory.host.tier import HostError, HostNone
 from retime.mechanisms.memory.offload.saved_tensors import NoHooksError, OffloadSavedTensors, PlanMismatch
 from retime.mechanisms.memory.planning.calibrate import calibrate
-from retime.mechanisms.memory.planning.floor import StepMemory
 from retime.mechanisms.memory.planning.search import search_plan
+from retime.mechanisms.memory.planning.step_memory import StepMemory
 from retime.mechanisms.memory.planning.trial import PlanTrial
 from retime.mechanisms.memory.step.budgeted_step import BudgetedStep
 from retime.schedules.budget import OffloadPlan

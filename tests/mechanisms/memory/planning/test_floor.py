@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from retime.mechanisms.memory.dry_run.profile import LargestTask, Size
-from retime.mechanisms.memory.dry_run.replay import TrainingStep
+from retime.mechanisms.memory.dry_run.training_step import TrainingStep
 from retime.mechanisms.memory.planning.costs import StepCosts
-from retime.mechanisms.memory.planning.floor import MemoryFloor, StepMemory
+from retime.mechanisms.memory.planning.floor import MemoryFloor
+from retime.mechanisms.memory.planning.step_memory import StepMemory
 from retime.schedules.budget import Phase
 
 SMALLER_PARTS = "smaller sub-batches, if allowed"

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from retime.mechanisms.memory.dry_run.replay import TrainingStep, profile_step
+from retime.mechanisms.memory.dry_run.replay import profile_step
+from retime.mechanisms.memory.dry_run.training_step import TrainingStep
 from retime.mechanisms.memory.host.parse import parse_host
 from retime.mechanisms.memory.step.budgeted_step import BudgetedStep
 from retime.schedules.budget.errors import BudgetError

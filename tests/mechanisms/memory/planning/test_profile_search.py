@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from retime.mechanisms.memory.dry_run.profile import Size
-from retime.mechanisms.memory.dry_run.replay import TrainingStep, replay
+from retime.mechanisms.memory.dry_run.replay import replay
+from retime.mechanisms.memory.dry_run.training_step import TrainingStep
+from retime.mechanisms.memory.planning.candidates import part_sizes
 from retime.mechanisms.memory.planning.costs import StepCosts
-from retime.mechanisms.memory.planning.floor import StepMemory
-from retime.mechanisms.memory.planning.search import part_sizes, search_plan
+from retime.mechanisms.memory.planning.search import search_plan
+from retime.mechanisms.memory.planning.step_memory import StepMemory
 from retime.schedules.budget import OffloadPlan
 from retime.schedules.budget.errors import BudgetError
 from retime.schedules.errors import ScheduleError

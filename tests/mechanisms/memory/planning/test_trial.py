@@ -10,12 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from retime.mechanisms.memory.dry_run.profile import LargestTask
-from retime.mechanisms.memory.dry_run.replay import TrainingStep
+from retime.mechanisms.memory.dry_run.training_step import TrainingStep
 from retime.mechanisms.memory.host.pinned import HostMemory
 from retime.mechanisms.memory.planning.calibrate import calibrate
+from retime.mechanisms.memory.planning.candidates import part_sizes
+from retime.mechanisms.memory.planning.choice import PlanChoice
 from retime.mechanisms.memory.planning.costs import StepCosts
-from retime.mechanisms.memory.planning.floor import MemoryFloor, StepMemory
-from retime.mechanisms.memory.planning.search import PlanChoice, part_sizes, search_plan
+from retime.mechanisms.memory.planning.floor import MemoryFloor
+from retime.mechanisms.memory.planning.search import search_plan
+from retime.mechanisms.memory.planning.step_memory import StepMemory
 from retime.mechanisms.memory.planning.trial import PlanTrial
 from retime.schedules.budget import OffloadPlan
 from retime.schedules.budget.errors import BudgetError

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from retime.mechanisms.memory.host.parse import parse_host
+from retime.mechanisms.memory.planning.choice import PlanChoice
 from retime.mechanisms.memory.planning.costs import StepCosts
 from retime.mechanisms.memory.planning.report import PlannedShape
-from retime.mechanisms.memory.planning.search import PlanChoice
 from retime.mechanisms.memory.pool.freed_memory import FreedMemory
 from retime.mechanisms.memory.pool.memory_pool import MemoryPool
 from retime.mechanisms.memory.step.budgeted_step import BudgetedStep

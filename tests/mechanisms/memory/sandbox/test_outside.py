@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import retime.mechanisms.memory.step.first_steps as first_steps
-from retime.mechanisms.memory.dry_run.replay import DryRun, TrainingStep, profile_step, take
+from retime.mechanisms.memory.dry_run.replay import profile_step
+from retime.mechanisms.memory.dry_run.run import DryRun
+from retime.mechanisms.memory.dry_run.training_step import TrainingStep, take
 from retime.mechanisms.memory.host.pinned import HostMemory
 from retime.mechanisms.memory.sandbox.model_state import Untouched
 from retime.mechanisms.memory.sandbox.value_reads import ValueReadError

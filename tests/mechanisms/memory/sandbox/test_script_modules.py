@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from retime.mechanisms.memory.batches.batchnorm import batch_statistics_layers
-from retime.mechanisms.memory.dry_run.replay import DryRun, TrainingStep
+from retime.mechanisms.memory.dry_run.run import DryRun
+from retime.mechanisms.memory.dry_run.training_step import TrainingStep
 from retime.mechanisms.memory.host.parse import parse_host
 from retime.mechanisms.memory.sandbox.model_state import Untouched
 from retime.mechanisms.memory.separability.certify import certify

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from retime.mechanisms.memory.dry_run.replay import DryRun, TrainingStep
+from retime.mechanisms.memory.dry_run.run import DryRun
+from retime.mechanisms.memory.dry_run.training_step import TrainingStep
 from retime.mechanisms.memory.host.parse import parse_host
 from retime.mechanisms.memory.sandbox.stand_ins import Replacement, aliases, copies, fake, stand_ins
 from retime.mechanisms.memory.step.budgeted_step import BudgetedStep

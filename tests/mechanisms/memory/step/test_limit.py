@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from retime.mechanisms.memory.dry_run.replay import TrainingStep, profile_step
+from retime.mechanisms.memory.dry_run.replay import profile_step
+from retime.mechanisms.memory.dry_run.training_step import TrainingStep
 from retime.mechanisms.memory.host.disk import HostDisk
 from retime.mechanisms.memory.host.pinned import HostMemory
 from retime.mechanisms.memory.planning.calibrate import calibrate
