@@ -118,16 +118,16 @@ class StepPlanner:
                 sizes = part_sizes(samples, smallest) if separable else (samples,)
                 memory = memory.with_sizes(sizes, StepCosts(), check=True)
                 stages.least()
-                memory.least = least_costs(dry, self.host, memory.sub_batches[0], plain)
-                if plain is not None:
-                    memory.most_bytes = _SPACIOUS * plain.peak_bytes
+                least = least_costs(dry, self.host, memory.sub_batches[0], plain)
+                memory = memory.with_least(least, None if plain is None else _SPACIOUS * plain.peak_bytes)
                 try:
                     memory.require(self.budget_bytes)
                 except BudgetError:
                     fewer = self._fewer(certificate)
                     raise memory.floor.refusal(self.budget_bytes, fewer) from None
                 stages.costs()
-                memory.costs = calibrate(dry, self.host, plain=plain, budget_bytes=self.budget_bytes, timed=timed)
+                costs = calibrate(dry, self.host, plain=plain, budget_bytes=self.budget_bytes, timed=timed)
+                memory = memory.with_costs(costs)
                 stages.search()
                 told = self._told(trial, stages) if timed else None
                 choice = search_plan(dry, self.budget_bytes, memory=memory, trial=told)
