@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from itertools import islice
 
 import torch
 from torch import Tensor
 
-from retime.mechanisms.memory.host import HostCopy, HostError, HostTier, raise_interruption, watch, working
+from retime.mechanisms.memory.host import HostError, HostTier, raise_interruption, watch, working
 from retime.mechanisms.memory.offload.counts import OffloadCounts
+from retime.mechanisms.memory.offload.in_flight import InFlight
+from retime.mechanisms.memory.offload.late_error import LateError
 from retime.mechanisms.memory.offload.observer import SaveObserver
+from retime.mechanisms.memory.offload.restores import Restores
 from retime.mechanisms.memory.offload.saved import Kept, Moved, MovedStorage
 from retime.mechanisms.storages import has_storage, storage_key, storage_keys
-from retime.mechanisms.torch_private import graph_task_id, queue_callback
+from retime.mechanisms.torch_private import graph_task_id
 from retime.schedules.budget import OffloadPlan
-
-# A storage that several nodes saved is held between their uses while fewer than so many others came back after it.
-_HELD_STORAGES = 2
 
 
 class ForwardPass:
@@ -52,7 +50,6 @@ class ForwardPass:
         self._plan = plan
         self._host = host
         self._keep = storage_keys(keep)
-        self._limit = in_flight_bytes
         self._counts = counts
         self._observer = observer
         self._lock = threading.RLock()  # backward passes of several devices run in several threads
@@ -62,14 +59,9 @@ class ForwardPass:
         # By storage key: the storage (keys are given out again), its number, its record.
         self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, weakref.ref[MovedStorage] | None]] = {}
         self._moved: list[weakref.ref[MovedStorage]] = []
-        self._order: list[weakref.ref[MovedStorage]] | None = None  # as the backward pass needs them
-        self._place: dict[int, int] = {}  # in that order, by last save
-        self._in_flight: deque[tuple[int, weakref.ref[HostCopy]]] = deque()  # bytes; a copy goes with its record
-        self._in_flight_bytes = 0
-        self._holding: deque[weakref.ref[MovedStorage]] = deque()
-        self._ahead: list[weakref.ref[MovedStorage]] = []
-        self._watched_backward = -1
-        self._failure: HostError | None = None
+        self._late = LateError()
+        self._in_flight = InFlight(in_flight_bytes, counts)
+        self._restores = Restores(self._moved, plan.prefetch, counts, self._late, observer)
 
     # ---- forward
 
@@ -80,7 +72,7 @@ class ForwardPass:
     def pack(self, tensor: Tensor) -> Kept | Moved:
         """Autograd saves a tensor."""
         with working, self._lock, self._quiet():
-            self._raise_failure()
+            self._late.raise_noted()
             if not self._open or graph_task_id() != -1 or not self._concerns(tensor):
                 return Kept(tensor)
             storage = tensor.untyped_storage()
@@ -107,11 +99,8 @@ class ForwardPass:
         self._keep = set()
         self._at_end = None
         try:
-            self._raise_failure()
-            for _, reference in self._in_flight:
-                copy = reference()
-                if copy is not None:
-                    copy.check()
+            self._late.raise_noted()
+            self._in_flight.check()
         except BaseException:
             self.abandon()
             raise
@@ -136,19 +125,13 @@ class ForwardPass:
         Raises:
             HostError: a copy out failed after the forward pass; the backward pass used the source.
         """
-        self._drop_prefetched()
-        self._raise_failure()
+        self._restores.let_go()
+        self._late.raise_noted()
 
     @property
     def ended(self) -> bool:
         """Nothing that moved is waited for any more: the graph that saved it has gone."""
         return not self._open and all(reference() is None for reference in self._moved)
-
-    def _raise_failure(self) -> None:
-        raise_interruption()
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
 
     def _concerns(self, tensor: Tensor) -> bool:
         return (
@@ -195,24 +178,14 @@ class ForwardPass:
             try:
                 record.copy = self._host.store(storage)
             except HostError as error:
-                self._failure = self._failure or error
+                self._late.note(error)
                 return
-            self._in_flight.append((record.nbytes, weakref.ref(record.copy)))
-            self._in_flight_bytes += record.nbytes
             self._counts.storages += 1
             self._counts.bytes_out += record.nbytes
             try:
-                self._settle_oldest()
+                self._in_flight.add(record.nbytes, record.copy)
             except HostError as error:  # it holds the source on
-                self._failure = self._failure or error
-
-    def _settle_oldest(self) -> None:
-        while self._in_flight_bytes > self._limit:
-            nbytes, reference = self._in_flight.popleft()
-            self._in_flight_bytes -= nbytes
-            copy = reference()
-            if copy is not None:
-                self._counts.stalls += copy.settle()
+                self._late.note(error)
 
     # ---- backward
 
@@ -227,82 +200,10 @@ class ForwardPass:
             packed.version.check()
             record = packed.storage
             backward = graph_task_id()
-            self._watch(backward)
-            storage = record.present() or self._fetch(record)
-            self._counts.stalls += record.wait()
-            if self._observer is not None:
-                self._observer.used(record.number)
+            storage = self._restores.storage(record, backward)
             tensor = packed.window.on(storage, record.device)
-            if backward != -1:
-                self._book_use(record, backward)
-                if not self._open:
-                    self._prefetch(record, backward)
-            else:
-                record.held = None
+            self._restores.used(record, backward, ahead=not self._open)
             return tensor
-
-    def _fetch(self, record: MovedStorage) -> torch.UntypedStorage:
-        storage = record.fetch()
-        self._counts.bytes_in += record.nbytes
-        if self._observer is not None:
-            self._observer.restored(record.number, storage, record.device)
-        return storage
-
-    def _book_use(self, record: MovedStorage, backward: int) -> None:
-        if record.used_in != backward:  # the graph was kept, or the backward pass before this one failed half-way
-            record.used_in, record.uses_left = backward, record.saves
-        record.uses_left -= 1
-        if record.uses_left <= 0:
-            record.done_in = backward
-            record.held = None
-            self._settle_late(record)
-        elif record.held is not None:
-            self._holding.append(weakref.ref(record))
-            while len(self._holding) > _HELD_STORAGES:
-                oldest = self._holding.popleft()()
-                if oldest is not None and oldest is not record:
-                    oldest.let_go()
-
-    def _settle_late(self, record: MovedStorage) -> None:
-        """Its copy may never have been waited for: the source goes now, or stays if the copy failed."""
-        if record.copy is None:
-            return
-        try:
-            record.copy.settle()
-        except HostError as error:
-            self._failure = self._failure or error
-
-    def _prefetch(self, record: MovedStorage, backward: int) -> None:
-        if self._order is None:
-            alive = [(moved.last_save, reference) for reference in self._moved if (moved := reference()) is not None]
-            self._order = [reference for _, reference in sorted(alive, key=lambda pair: -pair[0])]
-            self._place = {-last_save: index for index, last_save in enumerate(sorted(-save for save, _ in alive))}
-        wanted = self._plan.prefetch
-        for reference in islice(self._order, self._place.get(record.last_save, 0) + 1, None):
-            if wanted == 0:
-                return
-            ahead = reference()
-            if ahead is None or ahead.done_in == backward:
-                continue
-            wanted -= 1
-            if ahead.present() is None:
-                self._fetch(ahead)
-                self._counts.prefetched += 1
-                self._ahead.append(reference)
-
-    def _watch(self, backward: int) -> None:
-        """Ask autograd to tell when this backward pass ends: it may need less than was fetched ahead."""
-        if backward not in (-1, self._watched_backward):
-            self._watched_backward = backward
-            queue_callback(self._drop_prefetched)
-
-    def _drop_prefetched(self) -> None:
-        for reference in (*self._ahead, *self._holding):
-            record = reference()
-            if record is not None:
-                record.let_go()
-        self._ahead.clear()
-        self._holding.clear()
 
     def _quiet(self) -> AbstractContextManager[None]:
         return self._observer.inside() if self._observer is not None else nullcontext()
