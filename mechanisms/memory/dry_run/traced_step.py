@@ -69,7 +69,7 @@ class TracedStep:
             with tracer.watch(), tracer:
                 outliving += self._forward_backward(plan, in_flight_bytes, compare, as_cut)
                 if update:
-                    tracer.phase = Phase.UPDATE
+                    tracer.begin(Phase.UPDATE)
                     self._optimizers.update()
         except _WITHOUT_VALUES as error:
             operations = tracer.trace.operations
@@ -128,7 +128,7 @@ class TracedStep:
                 with tracer.inside():  # cutting is none of the step's operations
                     part = self._cut(first, min(first + size, step.samples))
                 tracer.add(part, BlockKind.INPUT)
-            tracer.phase = Phase.FORWARD
+            tracer.begin(Phase.FORWARD)
             tracer.begin_pass()
             offload.keep = [*fixed, *tensors_in(part)]
             with offload:
@@ -145,7 +145,7 @@ class TracedStep:
                     )
             loss = loss_in(output)
             del output, kept
-            tracer.phase = Phase.BACKWARD
+            tracer.begin(Phase.BACKWARD)
             loss.backward()  # type: ignore[no-untyped-call]
             del loss, part
             for parameter in self._optimizers.trained:

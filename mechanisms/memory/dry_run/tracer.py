@@ -7,25 +7,22 @@ measures.
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from retime.mechanisms.memory.dry_run.running_layer import RunningLayer
 from retime.mechanisms.memory.dry_run.trace import Operation, Trace, TracedStorage
 from retime.mechanisms.memory.sandbox import ValueReadError
 from retime.mechanisms.storages import tensors_in
 from retime.mechanisms.torch_private import (
     LOCAL_SCALAR_DENSE,
     TorchDispatchMode,
-    current_node,
-    next_sequence_number,
     schema_of,
-    sequence_number,
     sparse_indices,
     sparse_values,
     storage_address,
@@ -34,8 +31,6 @@ from retime.schedules.budget import BlockKind, Phase
 
 # CUDA's caching allocator hands out multiples of so many bytes.
 _CUDA_ROUNDING = 512
-# Nodes that accumulate into a leaf are all numbered 2**64 - 1; they run right after the node that they serve.
-_LEAF_SEQUENCE = 2**63
 
 
 class Meter(Protocol):
@@ -57,7 +52,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         trace: what was seen so far.
-        phase: the part of the step that runs; set by whoever runs it.
+        phase: the part of the step that runs.
     """
 
     def __init__(self, module: nn.Module, meter: Meter | None = None) -> None:
@@ -66,16 +61,16 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.trace = Trace()
         self.phase = Phase.FORWARD
         self.current_bytes = 0
-        self._module = module
-        self._root = type(module).__name__
-        self._names: Mapping[int, str] = {id(child): name for name, child in module.named_modules()}
-        self._stack: list[str] = []
+        self._layers = RunningLayer(module)
         self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._inside_hook = 0
         self._running = False
         self._finished = False
-        self._marks: tuple[list[int], list[str]] = ([], [])  # sequence numbers at which the layer changed, and to what
-        self._last_backward_layer = self._root
+
+    def begin(self, phase: Phase) -> None:
+        """This part of the step runs from now on."""
+        self.phase = phase
+        self._layers.begin(phase)
 
     # ---- storages
 
@@ -166,7 +161,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if func is LOCAL_SCALAR_DENSE:  # a dry run has none of these
             return func(*args, **kwargs)
-        layer = self._layer()
+        layer = self._layers.name()
         known = len(self.trace.storages)
         self._running = True
         if self._meter is not None:
@@ -205,53 +200,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.phase is Phase.UPDATE:
             return True
         raise ValueReadError(
-            f"{self._layer()} reads the value of a tensor (item(), float(), bool() or the like) in its "
+            f"{self._layers.name()} reads the value of a tensor (item(), float(), bool() or the like) in its "
             f"{self.phase}, which a dry run without values cannot follow"
         )
 
-    # ---- layers
-
-    @contextmanager
-    def watch(self) -> Iterator[None]:
+    def watch(self) -> AbstractContextManager[None]:
         """Follow which layer runs, by hooks on the module's children."""
-        handles = []
-        for child in self._module.modules():
-            if isinstance(child, torch.jit.ScriptModule):  # it takes no hooks: what it does counts for its parent
-                continue
-            handles.append(child.register_forward_pre_hook(self._enter_layer))
-            handles.append(child.register_forward_hook(self._leave_layer, always_call=True))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _enter_layer(self, module: nn.Module, args: object) -> None:
-        self._stack.append(self._names.get(id(module)) or self._root)
-        self._mark()
-
-    def _leave_layer(self, module: nn.Module, args: object, output: object) -> None:
-        self._stack.pop()
-        self._mark()
-
-    def _mark(self) -> None:
-        """Nodes of the graph are numbered as they are made: remember from which number on this layer makes them."""
-        if self.phase is Phase.FORWARD:
-            numbers, layers = self._marks
-            numbers.append(next_sequence_number())
-            layers.append(self._stack[-1] if self._stack else self._root)
-
-    def _layer(self) -> str:
-        if self._stack or self.phase is not Phase.BACKWARD:
-            return self._stack[-1] if self._stack else self._root
-        node = current_node()
-        numbers, layers = self._marks
-        if node is not None and numbers:
-            sequence = sequence_number(node)
-            if sequence < _LEAF_SEQUENCE:
-                place = bisect_right(numbers, sequence) - 1
-                self._last_backward_layer = layers[place] if place >= 0 else self._root
-        return self._last_backward_layer
+        return self._layers.watch()
 
     # ---- the hooks of an OffloadSavedTensors
 
