@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from retime.mechanisms.reasons import because
+
 
 @dataclass
 class OutOfOrderReport:
@@ -56,5 +58,5 @@ class OutOfOrderReport:
             ("backward in order", self.in_order),
         ):
             if counts:
-                text += f"; {title}: " + "; ".join(f"{count} because {reason}" for reason, count in counts.items())
+                text += f"; {title}: {because(counts)}"
         return text

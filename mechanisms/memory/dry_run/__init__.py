@@ -4,7 +4,7 @@ from retime.mechanisms.memory.dry_run.gradients import Buckets, Gradients, check
 from retime.mechanisms.memory.dry_run.lifetimes import Lifetimes
 from retime.mechanisms.memory.dry_run.made_bytes import MadeBytes, TooMuchMade
 from retime.mechanisms.memory.dry_run.profile import LargestTask, Size, StepProfile
-from retime.mechanisms.memory.dry_run.replay import EVERYTHING, profile_step, replay
+from retime.mechanisms.memory.dry_run.replay import EVERYTHING, everything, profile_step, replay
 from retime.mechanisms.memory.dry_run.run import DryRun
 from retime.mechanisms.memory.dry_run.task_graph import task_graph
 from retime.mechanisms.memory.dry_run.trace import Operation
@@ -24,6 +24,7 @@ __all__ = [
     "TooMuchMade",
     "TrainingStep",
     "check_held",
+    "everything",
     "profile_step",
     "replay",
     "task_graph",

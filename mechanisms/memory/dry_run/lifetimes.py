@@ -187,13 +187,11 @@ def _before_update(run: StepProfile) -> list[Operation]:
 def _sizes(small: StepProfile, large: StepProfile) -> list[Size]:
     """The size of each storage of ``small``."""
     first, last = small.trace.storages, large.trace.storages
-    span = large.plan.sub_batch - small.plan.sub_batch
+    samples = small.plan.sub_batch, large.plan.sub_batch
     if len(first) != len(last):
         raise ScheduleError("the step makes other storages for another sub-batch size")
-    if span == 0:
-        return [Size(storage.nbytes) for storage in first]
-    slopes = [(high.nbytes - low.nbytes) / span for low, high in zip(first, last, strict=True)]
-    return [Size(low.nbytes - slope * small.plan.sub_batch, slope) for low, slope in zip(first, slopes, strict=True)]
+    pairs = zip(first, last, strict=True)
+    return [Size.through(samples[0], low.nbytes, samples[1], high.nbytes) for low, high in pairs]
 
 
 def _is_batch(storage: TracedStorage) -> bool:

@@ -18,6 +18,12 @@ class Size:
     fixed: float
     sample: float = 0.0
 
+    @classmethod
+    def through(cls, small: int, small_bytes: float, large: int, large_bytes: float) -> Size:
+        """The line through the bytes of two numbers of samples; without a part for each where these are equal."""
+        sample = (large_bytes - small_bytes) / (large - small) if large != small else 0.0
+        return cls(small_bytes - sample * small, sample)
+
     def at(self, samples: int) -> int:
         return max(0, round(self.fixed + self.sample * samples))
 

@@ -20,6 +20,11 @@ EVERYTHING = frozenset(range(MOST_SAVED))
 """Numbers of more storages than any step saves: those beyond the last one name nothing."""
 
 
+def everything(sub_batch: int) -> OffloadPlan:
+    """The plan that offloads all that a step saves, whatever its number."""
+    return OffloadPlan(sub_batch, EVERYTHING, 0, saved=len(EVERYTHING))
+
+
 def profile_step(step: TrainingStep, sub_batch: int | None = None, *, real: bool = False) -> StepProfile:
     """Trace the step with nothing offloaded.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from retime.mechanisms.memory.dry_run.profile import StepProfile
+from retime.mechanisms.memory.dry_run.profile import Size, StepProfile
 from retime.mechanisms.memory.dry_run.trace import FOREVER, TracedStorage
 from retime.schedules.budget import STAYS, Block, BlockKind, GraphTask, TaskGraph
 from retime.schedules.errors import ScheduleError
@@ -35,8 +35,8 @@ def task_graph(small: StepProfile, large: StepProfile, *checks: StepProfile) -> 
     blocks = {}
     names = []
     for index, (low, high) in enumerate(zip(first.trace.storages, last.trace.storages, strict=True)):
-        slope = (high.nbytes - low.nbytes) / (last.samples - first.samples)
-        fixed = round(low.nbytes - slope * first.samples)
+        size = Size.through(first.samples, low.nbytes, last.samples, high.nbytes)
+        fixed, slope = round(size.fixed), size.sample
         for profile in profiles:
             got = profile.trace.storages[index].nbytes
             # Rounding by the allocator moves a size by less than one of its steps.

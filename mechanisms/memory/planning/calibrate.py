@@ -10,11 +10,11 @@ from functools import partial
 import torch
 
 from retime.mechanisms.memory.batches import batch_statistics_layers
-from retime.mechanisms.memory.dry_run import Size, StepProfile, TrainingStep
+from retime.mechanisms.memory.dry_run import Size, StepProfile, TrainingStep, everything
 from retime.mechanisms.memory.host import HostTier
 from retime.mechanisms.memory.planning.costs import StepCosts
 from retime.mechanisms.memory.planning.counted_times import counted_copies, counted_ms
-from retime.mechanisms.memory.planning.scratch import all_of, line, measured, operations_between, spare_bytes
+from retime.mechanisms.memory.planning.scratch import line, measured, operations_between, spare_bytes
 from retime.mechanisms.memory.pool import within
 from retime.schedules.budget import Phase
 
@@ -59,12 +59,12 @@ def calibrate(
         runs, (first, last) = measured(step, (low, high), host, plain, pool, room)
         if not timed:
             return _counted(plain, parameter.device, operations_between(first, last, low, high), last.rest)
-        times = [_best_ms(partial(run.untraced, None if fits else all_of(run.step.samples))) for run in runs]
+        times = [_best_ms(partial(run.untraced, None if fits else everything(run.step.samples))) for run in runs]
         resident = 0 if plain is None else plain.resident_bytes
         nbytes = min(_PROBE_BYTES, max(_SMALLEST_PROBE_BYTES, (budget_bytes - resident) // _PROBE_SHARE))
         bandwidth = _bandwidth(host, parameter.device, nbytes)
         if fits:
-            copying_ms = _best_ms(partial(runs[1].untraced, all_of(high))) - times[1]
+            copying_ms = _best_ms(partial(runs[1].untraced, everything(high))) - times[1]
             bandwidth = bandwidth.no_faster_than(copying_ms, last.saved_bytes)
     holes = line(min(first.rest, last.rest), last.rest, low, high)
     sample_ms = max(0.0, (times[1] - times[0]) / max(1, high - low))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from retime.mechanisms.measure import MemoryProbe, forget_peak, status_bytes
-from retime.mechanisms.memory.dry_run import EVERYTHING, DryRun, Operation, Size, StepProfile, TrainingStep
+from retime.mechanisms.memory.dry_run import DryRun, Operation, Size, StepProfile, TrainingStep, everything
 from retime.mechanisms.memory.host import HostNone, HostTier
 from retime.mechanisms.memory.offload import NoHooksError
 from retime.mechanisms.memory.pool import MemoryPool, trim_heap
@@ -116,7 +116,7 @@ def operations_between(low: Scratch, high: Scratch, small: int, large: int) -> d
 
 
 def _measured(run: DryRun, device: torch.device, pool: MemoryPool, room: int) -> Scratch:
-    plan = all_of(run.step.samples)
+    plan = everything(run.step.samples)
     run.untraced(plan)  # libraries keep what they allocate when they are first used
     meter = ScratchMeter(device, pool)
     counted = torch.are_deterministic_algorithms_enabled()  # then nothing that differs from run to run may choose
@@ -148,14 +148,9 @@ def _grown_by(run: DryRun, plan: OffloadPlan, device: torch.device) -> int:
 
 def line(first: int, last: int, small: int, large: int) -> Size:
     """Through two measurements; what does not grow counts with the larger one."""
-    slope = max(0.0, (last - first) / max(1, large - small))
-    return Size(max(float(first), float(last)) - slope * large, slope)
+    return Size.through(min(small, large - 1), first, large, last) if last > first else Size(float(first))
 
 
 def spare_bytes(plain: StepProfile | None) -> int:
     """An arena, but no more than a small share of a small step."""
     return _ARENA_BYTES if plain is None else max(1, min(_ARENA_BYTES, plain.peak_bytes // _SPARE_SHARE))
-
-
-def all_of(samples: int) -> OffloadPlan:
-    return OffloadPlan(samples, EVERYTHING, 0, len(EVERYTHING))

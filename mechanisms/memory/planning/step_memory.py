@@ -51,11 +51,6 @@ class StepMemory:
         return self._runs.note
 
     @property
-    def no_offload(self) -> str:
-        """What of that is about offloading. Dry runs are then without hooks, and know nothing that is saved."""
-        return self._runs.no_offload
-
-    @property
     def not_run(self) -> list[str]:
         """Classes of optimizers whose states are not known, because they could not be run by themselves."""
         return self._runs.not_run

@@ -9,7 +9,7 @@ from functools import cached_property, wraps
 from typing import Any, TypeVar
 
 from retime.mechanisms.memory.batches import batch_statistics_layers, part_lengths, sizes_of
-from retime.mechanisms.memory.dry_run import EVERYTHING, DryRun, Lifetimes, Size, StepProfile, TrainingStep
+from retime.mechanisms.memory.dry_run import DryRun, Lifetimes, Size, StepProfile, TrainingStep, everything
 from retime.mechanisms.memory.host import HostNone
 from retime.mechanisms.memory.offload import NoHooksError
 from retime.mechanisms.storages import has_storage, tensors_in
@@ -216,7 +216,7 @@ class StepRuns:
     def offloaded(self, sub_batch: int) -> StepProfile:
         """A run with everything offloaded."""
         if self.plain is not None:
-            return self._dry.run(_everything(sub_batch), compare=False, update=False)
+            return self._dry.run(everything(sub_batch), compare=False, update=False)
         return self._real(sub_batch, min(2 * sub_batch, self.step.samples))[1]
 
     @_once
@@ -228,7 +228,7 @@ class StepRuns:
         run = DryRun(self.step.of_size(samples), real=True, host=self._host)
         self._not_run_really += run.not_run
         plain = run.run(OffloadPlan(sub_batch), update=False)
-        return plain, run.run(_everything(sub_batch), compare=False, update=False)
+        return plain, run.run(everything(sub_batch), compare=False, update=False)
 
     def _hooked_or_not(self, run: Callable[[], _Result]) -> _Result:
         """What a run finds; one without hooks, from now on, where the step refuses them."""
@@ -251,7 +251,3 @@ class StepRuns:
         return sum({storage_address(storage): storage.nbytes() for storage in storages}.values()) + sum(
             sizes_of(others)
         )
-
-
-def _everything(sub_batch: int) -> OffloadPlan:
-    return OffloadPlan(sub_batch, EVERYTHING, 0, saved=len(EVERYTHING))
