@@ -17,7 +17,7 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import Running
 
 from retime.mechanisms.memory.batches import combined
-from retime.mechanisms.memory.offload import Kept
+from retime.mechanisms.memory.offload import ResidentTensor
 from retime.mechanisms.memory.sandbox import undisturbed
 from retime.mechanisms.memory.step import SubBatches
 from retime.mechanisms.replaced_attributes import replaced_attributes
@@ -282,7 +282,7 @@ def _value(empty: AnyMetric, given: Arguments) -> Any:
 
 def _saving_apart(method: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any, **options: Any) -> Any:
-        with torch.autograd.graph.saved_tensors_hooks(Kept, Kept.get):
+        with torch.autograd.graph.saved_tensors_hooks(ResidentTensor, ResidentTensor.get):
             return method(*arguments, **options)
 
     return call

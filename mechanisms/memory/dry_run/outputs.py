@@ -10,10 +10,10 @@ from retime.mechanisms.memory.dry_run.tracer import Tracer
 from retime.mechanisms.storages import has_storage
 from retime.schedules.budget import BlockKind
 
-__all__ = ["HeldOutputs"]
+__all__ = ["KeptOutputs"]
 
 
-class HeldOutputs:
+class KeptOutputs:
     """One part's output, as :class:`~retime.mechanisms.memory.batches.combine.WholeOutput` takes it up.
 
     Args:

@@ -10,7 +10,7 @@ from torch import Tensor
 from retime.mechanisms.memory.batches import loss_of, part_lengths
 from retime.mechanisms.memory.dry_run.gradients import drop_gradients
 from retime.mechanisms.memory.dry_run.optimizers import StandInOptimizers
-from retime.mechanisms.memory.dry_run.outputs import HeldOutputs
+from retime.mechanisms.memory.dry_run.outputs import KeptOutputs
 from retime.mechanisms.memory.dry_run.tracer import Tracer
 from retime.mechanisms.memory.dry_run.training_step import TrainingStep
 from retime.mechanisms.memory.host import HostTier
@@ -121,7 +121,7 @@ class TracedStep:
         count = -(-step.samples // plan.sub_batch)
         sizes = part_lengths(step.samples, count) if as_cut else [plan.sub_batch] * count
         first = 0
-        held: list[Any] = []
+        outputs: list[Any] = []
         for size in sizes[:2]:  # all but the first find gradients, and none of them is larger than the second
             part = self._batch
             if count > 1:
@@ -134,17 +134,17 @@ class TracedStep:
             with offload:
                 output = step.loss(part)
             offload.keep = ()
-            kept = HeldOutputs(tracer, output, size, count)
-            held.append(kept.apart if first else output)  # Lightning holds a batch's first as it is
+            part_outputs = KeptOutputs(tracer, output, size, count)
+            outputs.append(part_outputs.apart if first else output)  # Lightning holds a batch's first as it is
             if first == 0:
-                held += kept.others(step.whole or step.samples)
+                outputs += part_outputs.others(step.whole or step.samples)
                 if self._gradients(count > 1) == "freed after forward":
                     lasting = {id(parameter) for parameter in self._optimizers.lasting}
                     drop_gradients(
                         [parameter for parameter in self._optimizers.trained if id(parameter) not in lasting]
                     )
             loss = loss_in(output)
-            del output, kept
+            del output, part_outputs
             tracer.begin(Phase.BACKWARD)
             loss.backward()  # type: ignore[no-untyped-call]
             del loss, part
@@ -152,7 +152,7 @@ class TracedStep:
                 if parameter.grad is not None:
                     tracer.mark(parameter.grad, BlockKind.WEIGHT_GRADIENT)
             first += size
-        return held
+        return outputs
 
     def _cut(self, first: int, last: int) -> Any:
         """A part of the batch; a hook that reads values gets the real one."""

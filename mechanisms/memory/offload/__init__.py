@@ -1,6 +1,6 @@
 """Activations leave the device in the forward pass and come back in the backward pass (moDNN, section 5.2)."""
 
-from retime.mechanisms.memory.offload.saved import Kept
+from retime.mechanisms.memory.offload.saved import ResidentTensor
 from retime.mechanisms.memory.offload.saved_tensors import (
     NoHooksError,
     OffloadReport,
@@ -9,7 +9,7 @@ from retime.mechanisms.memory.offload.saved_tensors import (
 )
 
 __all__ = [
-    "Kept",
+    "ResidentTensor",
     "NoHooksError",
     "OffloadReport",
     "OffloadSavedTensors",

@@ -16,7 +16,7 @@ from retime.mechanisms.memory.offload.in_flight import InFlight
 from retime.mechanisms.memory.offload.late_error import LateError
 from retime.mechanisms.memory.offload.observer import SaveObserver
 from retime.mechanisms.memory.offload.restores import Restores
-from retime.mechanisms.memory.offload.saved import Kept, Moved, MovedStorage
+from retime.mechanisms.memory.offload.saved import OffloadedStorage, OffloadedTensor, ResidentTensor
 from retime.mechanisms.storages import has_storage, storage_key, storage_keys
 from retime.mechanisms.torch_private import graph_task_id
 from retime.schedules.budget import OffloadPlan
@@ -57,8 +57,8 @@ class ForwardPass:
         self._abandoned = False
         self._saves = 0
         # By storage key: the storage (keys are given out again), its number, its record.
-        self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, weakref.ref[MovedStorage] | None]] = {}
-        self._moved: list[weakref.ref[MovedStorage]] = []
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, weakref.ref[OffloadedStorage] | None]] = {}
+        self._moved: list[weakref.ref[OffloadedStorage]] = []
         self._late = LateError()
         self._in_flight = InFlight(in_flight_bytes, counts)
         self._restores = Restores(self._moved, plan.prefetch, counts, self._late, observer)
@@ -69,12 +69,12 @@ class ForwardPass:
         """Call ``then`` when the storage with this number is saved: none that moves will be saved any more."""
         self._end_at, self._at_end = number, then
 
-    def pack(self, tensor: Tensor) -> Kept | Moved:
+    def pack(self, tensor: Tensor) -> ResidentTensor | OffloadedTensor:
         """Autograd saves a tensor."""
         with working, self._lock, self._quiet():
             self._late.raise_noted()
             if not self._open or graph_task_id() != -1 or not self._concerns(tensor):
-                return Kept(tensor)
+                return ResidentTensor(tensor)
             storage = tensor.untyped_storage()
             number, record = self._number(tensor, storage)
             if self._observer is not None:
@@ -82,12 +82,12 @@ class ForwardPass:
             if record is None:
                 if number == self._end_at and self._at_end is not None and self._thread == threading.get_ident():
                     self._at_end()
-                return Kept(tensor)
+                return ResidentTensor(tensor)
             self.tail = len(self.sizes)
             record.last_save = self._saves
             record.saves += 1
             self._saves += 1
-            return Moved(record, tensor)
+            return OffloadedTensor(record, tensor)
 
     def close(self) -> None:
         """The forward pass has ended.
@@ -117,7 +117,7 @@ class ForwardPass:
                 if record is not None:
                     record.free()
         self._in_flight.clear()
-        self._seen.clear()
+        self._known.clear()
 
     def settle(self) -> None:
         """A new pass begins: hold nothing for this one, and raise what failed too late to stop it.
@@ -141,14 +141,14 @@ class ForwardPass:
             and storage_key(tensor) not in self._keep
         )
 
-    def _number(self, tensor: Tensor, storage: torch.UntypedStorage) -> tuple[int, MovedStorage | None]:
+    def _number(self, tensor: Tensor, storage: torch.UntypedStorage) -> tuple[int, OffloadedStorage | None]:
         """The storage's number, and its record if it moves; both new unless it was saved before.
 
         A record that nobody holds any more belonged to a node that has been freed since, of a logged value say. Then
         there is a new one, under the same number: numbers must not depend on what moves.
         """
         key = storage_key(tensor)
-        seen = self._seen.get(key)
+        seen = self._known.get(key)
         number = None
         if seen is not None and seen[0]() is storage:
             number, reference = seen[1:]
@@ -162,15 +162,15 @@ class ForwardPass:
             self.sizes.append(storage.nbytes())
         record = None
         if number in self._plan.offload:
-            record = MovedStorage(number, tensor, self._send)
+            record = OffloadedStorage(number, tensor, self._send)
             if watch(storage, record):
                 self._moved.append(weakref.ref(record))
             else:
                 record = None
-        self._seen[key] = weakref.ref(storage), number, weakref.ref(record) if record is not None else None
+        self._known[key] = weakref.ref(storage), number, weakref.ref(record) if record is not None else None
         return number, record
 
-    def _send(self, record: MovedStorage, storage: torch.UntypedStorage) -> None:
+    def _send(self, record: OffloadedStorage, storage: torch.UntypedStorage) -> None:
         """Nobody else holds the storage: copy it, and hold it until that is done. It stays if it cannot be copied."""
         if self._abandoned:
             return
@@ -189,9 +189,9 @@ class ForwardPass:
 
     # ---- backward
 
-    def unpack(self, packed: Kept | Moved) -> Tensor:
+    def unpack(self, packed: ResidentTensor | OffloadedTensor) -> Tensor:
         """Autograd needs a tensor it saved."""
-        if isinstance(packed, Kept):
+        if isinstance(packed, ResidentTensor):
             return packed.get()
         if self._abandoned:
             raise RuntimeError("the forward pass that saved this tensor failed: run it again")

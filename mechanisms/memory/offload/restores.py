@@ -12,11 +12,11 @@ from retime.mechanisms.memory.host import HostError
 from retime.mechanisms.memory.offload.counts import OffloadCounts
 from retime.mechanisms.memory.offload.late_error import LateError
 from retime.mechanisms.memory.offload.observer import SaveObserver
-from retime.mechanisms.memory.offload.saved import MovedStorage
+from retime.mechanisms.memory.offload.saved import OffloadedStorage
 from retime.mechanisms.torch_private import queue_callback
 
 # A storage that several nodes saved is held between their uses while fewer than so many others came back after it.
-_HELD_STORAGES = 2
+_RETAINED_STORAGES = 2
 
 
 class Restores:
@@ -32,7 +32,7 @@ class Restores:
 
     def __init__(
         self,
-        moved: list[weakref.ref[MovedStorage]],
+        moved: list[weakref.ref[OffloadedStorage]],
         depth: int,
         counts: OffloadCounts,
         late: LateError,
@@ -40,13 +40,13 @@ class Restores:
     ) -> None:
         self._moved, self._depth = moved, depth
         self._counts, self._late, self._observer = counts, late, observer
-        self._order: list[weakref.ref[MovedStorage]] | None = None  # as the backward pass needs them
+        self._order: list[weakref.ref[OffloadedStorage]] | None = None  # as the backward pass needs them
         self._place: dict[int, int] = {}  # in that order, by last save
-        self._holding: deque[weakref.ref[MovedStorage]] = deque()
-        self._ahead: list[weakref.ref[MovedStorage]] = []
+        self._retained: deque[weakref.ref[OffloadedStorage]] = deque()
+        self._ahead: list[weakref.ref[OffloadedStorage]] = []
         self._watched_backward = -1
 
-    def storage(self, record: MovedStorage, backward: int) -> torch.UntypedStorage:
+    def storage(self, record: OffloadedStorage, backward: int) -> torch.UntypedStorage:
         """The data on the device, once it is there.
 
         Args:
@@ -60,7 +60,7 @@ class Restores:
             self._observer.used(record.number)
         return storage
 
-    def used(self, record: MovedStorage, backward: int, *, ahead: bool) -> None:
+    def used(self, record: OffloadedStorage, backward: int, *, ahead: bool) -> None:
         """One use has its tensor: let go of the storage after the last, and fetch others ahead.
 
         Args:
@@ -68,7 +68,7 @@ class Restores:
             ahead: whether others may be fetched.
         """
         if backward == -1:
-            record.held = None
+            record.retained = None
             return
         self._count_use(record, backward)
         if ahead:
@@ -76,36 +76,36 @@ class Restores:
 
     def let_go(self) -> None:
         """Hold nothing any more: a backward pass has ended, or a new forward pass begins."""
-        for reference in (*self._ahead, *self._holding):
+        for reference in (*self._ahead, *self._retained):
             record = reference()
             if record is not None:
                 record.let_go()
         self._ahead.clear()
-        self._holding.clear()
+        self._retained.clear()
 
-    def _fetch(self, record: MovedStorage) -> torch.UntypedStorage:
+    def _fetch(self, record: OffloadedStorage) -> torch.UntypedStorage:
         storage = record.fetch()
         self._counts.bytes_in += record.nbytes
         if self._observer is not None:
             self._observer.restored(record.number, storage, record.device)
         return storage
 
-    def _count_use(self, record: MovedStorage, backward: int) -> None:
+    def _count_use(self, record: OffloadedStorage, backward: int) -> None:
         if record.used_in != backward:  # the graph was kept, or the backward pass before this one failed half-way
             record.used_in, record.uses_left = backward, record.saves
         record.uses_left -= 1
         if record.uses_left <= 0:
             record.done_in = backward
-            record.held = None
+            record.retained = None
             self._settle_late(record)
-        elif record.held is not None:
-            self._holding.append(weakref.ref(record))
-            while len(self._holding) > _HELD_STORAGES:
-                oldest = self._holding.popleft()()
+        elif record.retained is not None:
+            self._retained.append(weakref.ref(record))
+            while len(self._retained) > _RETAINED_STORAGES:
+                oldest = self._retained.popleft()()
                 if oldest is not None and oldest is not record:
                     oldest.let_go()
 
-    def _settle_late(self, record: MovedStorage) -> None:
+    def _settle_late(self, record: OffloadedStorage) -> None:
         """Its copy may never have been waited for: the source goes now, or stays if the copy failed."""
         if record.copy is None:
             return
@@ -114,7 +114,7 @@ class Restores:
         except HostError as error:
             self._late.note(error)
 
-    def _prefetch(self, record: MovedStorage, backward: int) -> None:
+    def _prefetch(self, record: OffloadedStorage, backward: int) -> None:
         if self._order is None:
             alive = [(moved.last_save, reference) for reference in self._moved if (moved := reference()) is not None]
             self._order = [reference for _, reference in sorted(alive, key=lambda pair: -pair[0])]

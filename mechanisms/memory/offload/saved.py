@@ -44,7 +44,7 @@ class VersionCheck:
             )
 
 
-class Kept:
+class ResidentTensor:
     """A saved tensor that stays where it is."""
 
     __slots__ = ("tensor", "version")
@@ -64,7 +64,7 @@ class Kept:
         return self.tensor
 
 
-class MovedStorage:
+class OffloadedStorage:
     """One storage that a forward pass saved, and that goes to the host when nobody else holds it any more.
 
     Attributes:
@@ -76,11 +76,11 @@ class MovedStorage:
         uses_left: saves that this backward pass has not asked for yet.
         used_in: the backward pass that used it last.
         done_in: the backward pass that used all its saves.
-        held: the storage that came back, while it is sure to be needed again.
+        retained: the storage that came back, while it is sure to be needed again.
     """
 
     def __init__(
-        self, number: int, tensor: Tensor, leave: Callable[[MovedStorage, torch.UntypedStorage], None]
+        self, number: int, tensor: Tensor, offload: Callable[[OffloadedStorage, torch.UntypedStorage], None]
     ) -> None:
         source = tensor.untyped_storage()
         self.number = number
@@ -92,9 +92,9 @@ class MovedStorage:
         self.uses_left = 0
         self.used_in = -1
         self.done_in = -1
-        self.held: torch.UntypedStorage | None = None
+        self.retained: torch.UntypedStorage | None = None
         self.loading: Loading | None = None
-        self._leave = leave
+        self._offload = offload
         self._source = weakref.ref(source)
         self._stays: torch.UntypedStorage | None = None
         self._restored: Callable[[], torch.UntypedStorage | None] = _nothing
@@ -104,13 +104,13 @@ class MovedStorage:
         if self.copy is not None or self._stays is not None:
             return
         if is_torchs_own(storage):
-            self._leave(self, storage)
+            self._offload(self, storage)
         if self.copy is None:
             self._stays = storage
 
     def present(self) -> torch.UntypedStorage | None:
         """The data on the device, if it is there or on its way."""
-        return self._source() or self.held or self._restored()
+        return self._source() or self.retained or self._restored()
 
     def fetch(self) -> torch.UntypedStorage:
         """Start to bring the data back into a new storage, and hold that.
@@ -124,7 +124,7 @@ class MovedStorage:
             storage = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
         self.loading = self.copy.load(storage)
         self._restored = weakref.ref(storage)
-        self.held = storage
+        self.retained = storage
         return storage
 
     def wait(self) -> bool:
@@ -135,21 +135,21 @@ class MovedStorage:
     def let_go(self) -> None:
         """Hold the data no longer; a tensor that looks at it still does."""
         self.wait()
-        self.held = None
+        self.retained = None
 
     def free(self) -> None:
         """Leave nothing on the host, and need nothing any more."""
-        self.held = self._stays = None
+        self.retained = self._stays = None
         if self.copy is not None:
             self.copy.free()
 
 
-class Moved:
+class OffloadedTensor:
     """A saved tensor whose storage goes to the host."""
 
     __slots__ = ("storage", "version", "window")
 
-    def __init__(self, storage: MovedStorage, tensor: Tensor) -> None:
+    def __init__(self, storage: OffloadedStorage, tensor: Tensor) -> None:
         self.storage = storage
         self.window = Window.of(tensor)
         self.version = VersionCheck(tensor)

@@ -7,9 +7,9 @@ from retime.mechanisms.memory.planning.choice import PlanChoice
 from retime.mechanisms.memory.planning.costs import StepCosts
 from retime.mechanisms.memory.planning.floor import MemoryFloor
 from retime.mechanisms.memory.planning.given_plans import GivenPlans, read_plans, write_plans
-from retime.mechanisms.memory.planning.kept_plans import OtherPlansError, plans_in, state_of
 from retime.mechanisms.memory.planning.plan_after import plan_after
 from retime.mechanisms.memory.planning.report import BudgetReport, PlannedShape
+from retime.mechanisms.memory.planning.saved_plans import OtherPlansError, plans_in, state_of
 from retime.mechanisms.memory.planning.search import search_plan
 from retime.mechanisms.memory.planning.step_memory import StepMemory
 from retime.mechanisms.memory.planning.step_planner import Step, StepPlanner

@@ -44,14 +44,14 @@ class FloorSearch:
         needed, _ = self._runs.exact_bytes(plan, 0, least.operations)
         if self._plain_peak_bytes < needed:
             plan, needed = self._runs.plan(self._runs.step.samples), self._plain_peak_bytes
-        away = self._runs.offloaded(smallest)
+        offloaded_run = self._runs.offloaded(smallest)
         nbytes = min(needed + least.scratch(smallest), self._roof_bytes)
         return MemoryFloor(
             nbytes,
             plan.sub_batch,
-            away.resident_bytes,
+            offloaded_run.resident_bytes,
             max(0, nbytes - needed),
-            _largest_task(away, least),
+            _largest_task(offloaded_run, least),
             no_offload=self._runs.no_offload,
             plan=plan,
         )

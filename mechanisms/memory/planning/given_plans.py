@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from retime.mechanisms.memory.planning.kept_plans import plans_in
 from retime.mechanisms.memory.planning.report import PlannedShape
+from retime.mechanisms.memory.planning.saved_plans import plans_in
 from retime.mechanisms.memory.planning.step_planner import Step, StepPlanner
 from retime.schedules.errors import ScheduleError
 

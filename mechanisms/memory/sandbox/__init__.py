@@ -22,7 +22,7 @@ from retime.mechanisms.memory.sandbox.stand_ins import (
 )
 from retime.mechanisms.memory.sandbox.uncompiled import CompiledCode, nothing_compiled
 from retime.mechanisms.memory.sandbox.undisturbed import undisturbed
-from retime.mechanisms.memory.sandbox.undo import Undo, held_tensors
+from retime.mechanisms.memory.sandbox.undo import Undo, reachable_tensors
 from retime.mechanisms.memory.sandbox.value_reads import ValueReadError
 
 __all__ = [
@@ -39,7 +39,7 @@ __all__ = [
     "copies",
     "cuda_generators",
     "fake",
-    "held_tensors",
+    "reachable_tensors",
     "nothing_compiled",
     "random_state",
     "seed_all",

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from retime.mechanisms.memory.sandbox.bound_names import BoundNames
-from retime.mechanisms.memory.sandbox.contents import Contents
 from retime.mechanisms.memory.sandbox.generators import cuda_generators
-from retime.mechanisms.memory.sandbox.holdings import Holdings, replaced
 from retime.mechanisms.memory.sandbox.lazy_copy import lazy_copy
 from retime.mechanisms.memory.sandbox.outside import Outside
+from retime.mechanisms.memory.sandbox.reachable_state import ReachableState, replaced
+from retime.mechanisms.memory.sandbox.snapshot import Snapshot
 from retime.mechanisms.memory.sandbox.uncompiled import uncompiled
 from retime.mechanisms.torch_private import tensor_hooks, version_of
 
@@ -35,7 +35,7 @@ class Untouched:
             scratch.restart()                  # as if that had not been
 
     Copied are parameters, buffers and tensors in attributes (states of metrics), wherever
-    `Holdings` finds them; containers get back what they held. Tied parameters
+    `ReachableState` finds them; containers get back what they held. Tied parameters
     stay tied. All other attributes, such as ``training``, and the states of random generators (the modules' own, and
     the global ones of torch on CPU and CUDA, Python, NumPy) come back as well. The originals are never written, their
     ``.grad`` is left alone and no hook of theirs that fires in a backward pass does; hooks on gradients
@@ -74,8 +74,8 @@ class Untouched:
         self._model = model
         self._dtype, self._prepare = dtype, prepare
         self._read_only = read_only and dtype is None
-        self._contents = Contents()
         self._names = None if step is None else BoundNames(step, model)
+        self._snapshot = Snapshot()
         self._copies: dict[int, tuple[Tensor, Tensor, int]] = {}
         self._named = [*model.named_parameters(), *model.named_buffers()]
         self._registered = {id(tensor) for _, tensor in self._named}
@@ -140,18 +140,18 @@ class Untouched:
     def _swap(self) -> None:
         seed_all()
         self._outside.begin()
-        holdings = Holdings(self._model.modules())
-        self._contents.note_all(holdings)
-        for container, key in holdings.places:
+        reachable = ReachableState(self._model.modules())
+        self._snapshot.save_all(reachable)
+        for container, key in reachable.places:
             container[key] = replaced(container[key], self._copy)
-        for module in holdings.modules:
+        for module in reachable.modules:
             if isinstance(module, nn.RNNBase):
                 module.__dict__["dropout"] = 0.0
         if self._prepare is not None:
             self._prepare()
 
     def _put_back(self) -> None:
-        self._contents.put_back()
+        self._snapshot.put_back()
         if self._names is not None:
             self._names.put_back()
         self._outside.put_back()
@@ -185,7 +185,7 @@ def why_not_replaced(model: nn.Module) -> str:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in (*module.parameters(), *module.buffers())):
             return f"{name or 'the model itself'} is a TorchScript module, whose parameters cannot be stood in for"
-    found = Holdings(model.modules())
+    found = ReachableState(model.modules())
     held = {id(container[key]) for container, key in found.places}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) not in held:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from retime.mechanisms.memory.batches import replaced_tensors
-from retime.mechanisms.memory.sandbox.contents import Contents
-from retime.mechanisms.memory.sandbox.holdings import Holdings, Slots, replaced
 from retime.mechanisms.memory.sandbox.lazy_copy import lazy_copy
+from retime.mechanisms.memory.sandbox.reachable_state import ReachableState, Slots, replaced
+from retime.mechanisms.memory.sandbox.snapshot import Snapshot
 from retime.mechanisms.memory.sandbox.uncompiled import uncompiled
 from retime.mechanisms.torch_private import STEP_HOOKS, FakeTensor, FakeTensorMode, tree_map, version_of
 
@@ -38,7 +38,7 @@ class Replacement:
         self._known: dict[int, Tensor] = {}
         self._originals: list[Tensor] = []  # their ids must stay taken
         self.stand_ins: list[Tensor] = []
-        self._holdings: tuple[nn.Module, Holdings] | None = None
+        self._reachable: tuple[nn.Module, ReachableState] | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
         return self._of(tensor, self._convert)
@@ -56,18 +56,18 @@ class Replacement:
         """A batch with all its tensors replaced, which a step may write into."""
         return replaced_tensors(batch, self.of)
 
-    def holdings(self, module: nn.Module) -> Holdings:
+    def reachable(self, module: nn.Module) -> ReachableState:
         """What ``module`` holds, looked for once; from then on its parameters and buffers have stand-ins."""
-        if self._holdings is None or self._holdings[0] is not module:
-            found = Holdings(module.modules())
+        if self._reachable is None or self._reachable[0] is not module:
+            found = ReachableState(module.modules())
             for tensor in scripted(found):  # TorchScript keeps them where Python cannot put others
                 self._of(tensor, lambda same: same)
             for tensor in (*module.parameters(), *module.buffers()):
                 self.of(tensor)
             for container, key in found.places:
                 self.at(container[key])
-            self._holdings = module, found
-        return self._holdings[1]
+            self._reachable = module, found
+        return self._reachable[1]
 
     def trained(self) -> list[Tensor]:
         """Originals that a backward pass could give a gradient to."""
@@ -153,24 +153,24 @@ def stand_ins(module: nn.Module, replacement: Replacement, trained: Iterable[Ten
         replacement: by what.
         trained: what else a backward pass may give a gradient to, such as parameters of a loss.
     """
-    holdings = replacement.holdings(module)
+    reachable = replacement.reachable(module)
     beside = [*trained, *replacement.trained()]
-    with _gradients_put_aside(beside), _values_kept(scripted(holdings)), uncompiled():
+    with _gradients_put_aside(beside), _values_kept(scripted(reachable)), uncompiled():
         try:
-            with _swapped(holdings, replacement):
+            with _swapped(reachable, replacement):
                 yield
         finally:
             replacement.forget_gradients()
 
 
 @contextmanager
-def _swapped(holdings: Holdings, replacement: Replacement) -> Iterator[None]:
-    lists = Contents()  # a step may take something out, so that places in them are others afterwards
+def _swapped(reachable: ReachableState, replacement: Replacement) -> Iterator[None]:
+    lists = Snapshot()  # a step may take something out, so that places in them are others afterwards
     before: list[tuple[Any, Any, Any]] = []
     try:
-        for container, key in holdings.places:
+        for container, key in reachable.places:
             if not isinstance(container, dict | Slots):
-                lists.note(container)
+                lists.save(container)
             if _has(container, key):
                 value = container[key]
                 before.append((container, key, value))
@@ -211,9 +211,9 @@ def _values_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
                 tensor.data.copy_(value)
 
 
-def scripted(holdings: Holdings) -> list[Tensor]:
+def scripted(reachable: ReachableState) -> list[Tensor]:
     """Parameters and buffers of TorchScript modules."""
-    modules = [module for module in holdings.modules if isinstance(module, torch.jit.ScriptModule)]
+    modules = [module for module in reachable.modules if isinstance(module, torch.jit.ScriptModule)]
     return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
 
 

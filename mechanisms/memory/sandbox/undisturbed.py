@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from retime.mechanisms.memory.sandbox.bound_names import BoundNames
-from retime.mechanisms.memory.sandbox.contents import Contents
-from retime.mechanisms.memory.sandbox.holdings import Holdings
 from retime.mechanisms.memory.sandbox.model_state import random_state, set_random_state
+from retime.mechanisms.memory.sandbox.reachable_state import ReachableState
+from retime.mechanisms.memory.sandbox.snapshot import Snapshot
 
 
 @contextmanager
@@ -19,7 +19,7 @@ def undisturbed(model: nn.Module, step: Callable[[Any], Any] | None = None) -> I
     """All attributes of all modules come back as they were, with what dicts, lists, sets and deques in them hold.
 
     So do the attributes of objects in them, small NumPy arrays, random generators that they keep, and the global ones
-    of torch, Python and NumPy; see `Holdings` for what is looked into.
+    of torch, Python and NumPy; see `ReachableState` for what is looked into.
 
     For steps that run on stand-ins of the tensors; a step that runs without must replace a tensor in an attribute (a
     metric's state) and not write into it.
@@ -29,12 +29,12 @@ def undisturbed(model: nn.Module, step: Callable[[Any], Any] | None = None) -> I
     """
     random = random_state()
     names = None if step is None else BoundNames(step, model)
-    contents = Contents()
-    contents.note_all(Holdings(model.modules()))
+    snapshot = Snapshot()
+    snapshot.save_all(ReachableState(model.modules()))
     try:
         yield
     finally:
         set_random_state(random)
-        contents.put_back()
+        snapshot.put_back()
         if names is not None:
             names.put_back()

@@ -7,53 +7,53 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retime.mechanisms.memory.sandbox.contents import Contents
-from retime.mechanisms.memory.sandbox.holdings import Holdings, replaced
 from retime.mechanisms.memory.sandbox.model_state import random_state, set_random_state
+from retime.mechanisms.memory.sandbox.reachable_state import ReachableState, replaced
+from retime.mechanisms.memory.sandbox.snapshot import Snapshot
 from retime.mechanisms.storages import tensors_in
 from retime.mechanisms.torch_private import version_of
 
-__all__ = ["Undo", "held_tensors"]
+__all__ = ["Undo", "reachable_tensors"]
 
 
-def held_tensors(model: nn.Module, batch: Any) -> list[Tensor]:
+def reachable_tensors(model: nn.Module, batch: Any) -> list[Tensor]:
     """Each tensor of a model, beside its parameters and buffers too, and of a batch."""
-    return _tensors_of(Holdings(model.modules()), model, batch)
+    return _tensors_of(ReachableState(model.modules()), model, batch)
 
 
 class Undo:
     """Notes what :func:`~retime.mechanisms.memory.sandbox.undisturbed.undisturbed` notes, and copies all tensors."""
 
     def __init__(self, model: nn.Module, batch: Any) -> None:
-        holdings = Holdings(model.modules())
+        reachable = ReachableState(model.modules())
         self._random = random_state()
-        self._contents = Contents()
-        self._contents.note_all(holdings)
+        self._snapshot = Snapshot()
+        self._snapshot.save_all(reachable)
         self._values = [
             (tensor, version_of(tensor), tensor.detach().clone())
-            for tensor in _tensors_of(holdings, model, batch)
+            for tensor in _tensors_of(reachable, model, batch)
             if not tensor.is_inference()  # those cannot be written into
         ]
 
     def put_back(self) -> None:
         """All is as it was when this was made; what has not changed is not touched."""
         set_random_state(self._random)
-        self._contents.put_back()
+        self._snapshot.put_back()
         with torch.no_grad():
             for tensor, version, value in self._values:
                 # Batch norm's kernels write into running statistics without a new version.
-                unseen = tensor.layout == torch.strided and not torch.equal(tensor, value)
-                if version_of(tensor) != version or unseen:
+                unversioned = tensor.layout == torch.strided and not torch.equal(tensor, value)
+                if version_of(tensor) != version or unversioned:
                     tensor.copy_(value)
 
 
-def _tensors_of(holdings: Holdings, model: nn.Module, batch: Any) -> list[Tensor]:
+def _tensors_of(reachable: ReachableState, model: nn.Module, batch: Any) -> list[Tensor]:
     found: list[Tensor] = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
 
     def note(tensor: Tensor) -> Tensor:
         found.append(tensor)
         return tensor
 
-    for container, key in holdings.places:
+    for container, key in reachable.places:
         replaced(container[key], note)
     return list({id(tensor): tensor for tensor in found}.values())

@@ -19,7 +19,7 @@ from retime.mechanisms.byte_sizes import show_bytes
 from retime.mechanisms.lazy_updates import is_compiled
 from retime.mechanisms.memory.dry_run import EVERYTHING, MadeBytes, TooMuchMade
 from retime.mechanisms.memory.planning import PlanChoice, PlannedShape, plan_after
-from retime.mechanisms.memory.sandbox import Outside, Undo, held_tensors, nothing_compiled
+from retime.mechanisms.memory.sandbox import Outside, Undo, nothing_compiled, reachable_tensors
 from retime.mechanisms.storages import strided_bytes
 from retime.schedules.budget import OffloadPlan
 
@@ -135,7 +135,7 @@ class FirstSteps:
         standing = self._standing_bytes(batch)
         found: list[PlannedShape] = []
         undo = Undo(self._model, batch) if self.dry_run == "auto" else None
-        outside = Outside(held_tensors(self._model, batch), gradients=False)
+        outside = Outside(reachable_tensors(self._model, batch), gradients=False)
         made = MadeBytes((self._budget_bytes - 2 * standing) // _TIMES_MADE if undo else None)
         try:
             with made, outside.watched(bindings=nothing_compiled()) if undo else nullcontext():
@@ -163,4 +163,4 @@ class FirstSteps:
         trained = strided_bytes(parameter for parameter in parameters if parameter.requires_grad)
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         history = max((group.get("history_size", 0) for group in groups), default=0)  # LBFGS keeps two of each
-        return strided_bytes(held_tensors(self._model, batch)) + (_GRADIENTS + _STATES + 2 * history) * trained
+        return strided_bytes(reachable_tensors(self._model, batch)) + (_GRADIENTS + _STATES + 2 * history) * trained

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from retime.mechanisms.memory.host.pinned import HostMemory
-from retime.mechanisms.memory.planning.kept_plans import OtherPlansError, plans_in
+from retime.mechanisms.memory.planning.saved_plans import OtherPlansError, plans_in
 from retime.mechanisms.memory.step.budgeted_step import BudgetedStep
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.schedules.budget import OffloadPlan

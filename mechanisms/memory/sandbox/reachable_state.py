@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["Holdings", "Slots", "replaced"]
+__all__ = ["ReachableState", "Slots", "replaced"]
 
 _NOTHING_IN_IT = (bool, int, float, complex, str, bytes, type(None), range, slice, type, torch.dtype, torch.device)
 _CODE = (
@@ -59,7 +59,7 @@ class Slots(MutableMapping[str, Any]):
         return sum(1 for _ in self)
 
 
-class Holdings:
+class ReachableState:
     """Everything that is found in modules' attributes: by itself, in dicts, lists, sets, deques, tuples and partials.
 
     So are the attributes of objects that are found there, but not of objects in these: one level deep. Modules are

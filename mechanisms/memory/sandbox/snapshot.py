@@ -11,40 +11,40 @@ from typing import Any
 
 import torch
 
-from retime.mechanisms.memory.sandbox.holdings import Holdings, Slots
+from retime.mechanisms.memory.sandbox.reachable_state import ReachableState, Slots
 
-__all__ = ["Contents"]
+__all__ = ["Snapshot"]
 
 _LARGE_ARRAY = 2**20
 """NumPy arrays of more bytes are taken for data, which no step writes into."""
 
 
-class Contents:
-    """What containers held when they were noted, states of random generators, and entries of small arrays.
+class Snapshot:
+    """What containers held when they were saved, states of random generators, and entries of small arrays.
 
     The containers, generators and arrays themselves stay the same objects. What nothing has changed is not touched.
     """
 
     def __init__(self) -> None:
-        self._held: dict[int, tuple[Any, Any]] = {}
+        self._containers: dict[int, tuple[Any, Any]] = {}
         self._restore: list[Callable[[], object]] = []
 
-    def note(self, container: Any) -> None:
-        """What a dict, list, set, deque or :class:`Slots` holds now; nothing if it was noted before."""
-        if id(container) not in self._held:
+    def save(self, container: Any) -> None:
+        """What a dict, list, set, deque or :class:`Slots` holds now; nothing if it was saved before."""
+        if id(container) not in self._containers:
             content = dict(container) if isinstance(container, dict | Slots) else list(container)
-            self._held[id(container)] = container, content
+            self._containers[id(container)] = container, content
 
-    def note_all(self, holdings: Holdings) -> None:
+    def save_all(self, reachable: ReachableState) -> None:
         """Everything but tensors."""
-        for container in holdings.containers:
-            self.note(container)
-        self._restore += map(_put_back_generator, holdings.generators)
-        self._restore += [_put_back_array(array) for array in holdings.arrays if array.nbytes <= _LARGE_ARRAY]
+        for container in reachable.containers:
+            self.save(container)
+        self._restore += map(_put_back_generator, reachable.generators)
+        self._restore += [_put_back_array(array) for array in reachable.arrays if array.nbytes <= _LARGE_ARRAY]
 
     def put_back(self) -> None:
-        """All is again as it was, and nothing is noted any more."""
-        for container, content in self._held.values():
+        """All is again as it was, and nothing is saved any more."""
+        for container, content in self._containers.values():
             if isinstance(container, dict | Slots):
                 _put_back_items(container, content)
             elif not _same(container, content):
@@ -53,7 +53,7 @@ class Contents:
                     container.extend(content)
                 else:
                     container.update(content)
-        self._held.clear()
+        self._containers.clear()
         for restore in self._restore:
             restore()
         self._restore.clear()

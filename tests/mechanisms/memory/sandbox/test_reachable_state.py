@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from retime.mechanisms.memory.sandbox.holdings import Holdings, replaced
 from retime.mechanisms.memory.sandbox.lazy_copy import LARGE_BYTES, lazy_copy
+from retime.mechanisms.memory.sandbox.reachable_state import ReachableState, replaced
 from retime.mechanisms.memory.sandbox.undisturbed import undisturbed
 
 
@@ -81,10 +81,10 @@ def test_tensors_are_found_and_can_be_replaced(place: str) -> None:
         seen.append(id(tensor))
         return other if tensor is WEIGHT else tensor
 
-    for container, key in Holdings(module.modules()).places:
+    for container, key in ReachableState(module.modules()).places:
         container[key] = replaced(container[key], change)
     assert id(WEIGHT) in seen
-    again = [container[key] for container, key in Holdings(module.modules()).places]
+    again = [container[key] for container, key in ReachableState(module.modules()).places]
     assert len(again) == len(seen), "each of them once"
     seen.clear()
     for value in again:
