@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from retime.schedules.errors import ScheduleError
@@ -98,22 +98,17 @@ class TaskGraph:
 
     blocks: Mapping[str, Block]
     tasks: tuple[GraphTask, ...]
-    last_use: Mapping[str, int] = field(init=False, repr=False, compare=False)
-    """By block: the index of the last task that reads or writes it."""
 
     def __post_init__(self) -> None:
         written = {name for name, block in self.blocks.items() if block.kind in STAYS | {BlockKind.INPUT}}
-        last: dict[str, int] = {}
-        for index, task in enumerate(self.tasks):
+        for task in self.tasks:
             for name in (*task.reads, *task.writes):
                 if name not in self.blocks:
                     raise ScheduleError(f"task {task.name!r} names block {name!r}, which the graph does not have")
-                last[name] = index
             for name in task.reads:
                 if name not in written:
                     raise ScheduleError(f"task {task.name!r} reads block {name!r} before any task has written it")
             written.update(task.writes)
-        object.__setattr__(self, "last_use", last)
 
     def resident_bytes(self, samples: int) -> int:
         """What stays in device memory throughout: S_W of Eq. 7, with gradients and optimizer states."""
