@@ -69,9 +69,11 @@ class Algorithm:
     sample_workspace_bytes: float = 0.0
 
     def ms(self, samples: int) -> float:
+        """Its time with a batch of so many samples."""
         return self.fixed_ms + self.sample_ms * samples
 
     def workspace_bytes(self, samples: int) -> int:
+        """Its workspace with a batch of so many samples, rounded up."""
         return self.fixed_workspace_bytes + -int(-self.sample_workspace_bytes * samples // 1)
 
 

@@ -25,6 +25,7 @@ class Size:
         return cls(small_bytes - sample * small, sample)
 
     def at(self, samples: int) -> int:
+        """Bytes with so many samples."""
         return max(0, round(self.fixed + self.sample * samples))
 
 

@@ -83,9 +83,13 @@ class TracedStep:
             drop_gradients(self._optimizers.trained)
 
     def _lay_out(self, parts: bool) -> list[Any]:
-        """What is there before the step: parameters, the batch, optimizer states, perhaps gradients.
+        """Count what is there before the step: parameters, the batch, optimizer states, perhaps gradients.
 
-        Returns what nobody else holds.
+        Args:
+            parts: the batch is cut into sub-batches.
+
+        Returns:
+            What of that nobody else holds.
         """
         module, tracer = self._step.module, self._tracer
         tracer.add(list(module.parameters()), BlockKind.WEIGHT)
@@ -111,7 +115,11 @@ class TracedStep:
         return "kept" if self._step.buckets == "gradients" and not parts else self._step.gradients
 
     def _forward_backward(self, plan: OffloadPlan, in_flight_bytes: int, compare: bool, as_cut: bool) -> list[Any]:
-        """Returns what training holds to the step's end of what it returned."""
+        """Run them for the first two sub-batches, or for the whole batch.
+
+        Returns:
+            What training holds to the step's end of what the step returned.
+        """
         step, module, tracer = self._step, self._step.module, self._tracer
         fixed = [*module.parameters(), *module.buffers(), *tensors_in(self._batch)]
         on_mismatch = None if compare else ignore_mismatch

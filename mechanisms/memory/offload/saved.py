@@ -55,6 +55,11 @@ class ResidentTensor:
         self.version = version_of(tensor)
 
     def get(self) -> Tensor:
+        """The tensor, as it was saved.
+
+        Raises:
+            RuntimeError: it was edited in place since.
+        """
         if version_of(self.tensor) != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "

@@ -23,6 +23,13 @@ def part_sizes(samples: int, smallest: int = 1) -> tuple[int, ...]:
 
 
 def candidate_plans(memory: StepMemory, budget_bytes: int, plain_ms: float) -> Iterator[PlanChoice]:
+    """For each sub-batch size and depth of prefetching the plan that offloads least, as far as one fits.
+
+    Args:
+        memory: what the step needs.
+        budget_bytes: for the step, without what is to stay free.
+        plain_ms: predicted time of the step without a plan.
+    """
     for sub_batch in memory.sub_batches:
         lives = memory.lifetimes(sub_batch)
         largest = max((one.plain.size.at(sub_batch) for one in lives.passes[0]), default=0)
@@ -70,6 +77,7 @@ def smallest_offload(
 def predicted_choice(
     memory: StepMemory, plan: OffloadPlan, in_flight_bytes: int, peak_bytes: int, plain_ms: float
 ) -> PlanChoice:
+    """A plan with its predicted times and what it moves; ``peak_bytes`` is what tensors and operations hold."""
     lives, samples = memory.lifetimes(plan.sub_batch), memory.step.samples
     out_bytes = lives.saved_bytes(plan.offload, plan.sub_batch)
     in_bytes = lives.read_bytes(plan.offload, plan.sub_batch)

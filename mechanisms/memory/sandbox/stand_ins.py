@@ -41,6 +41,7 @@ class Replacement:
         self._reachable: tuple[nn.Module, ReachableState] | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
+        """What stands in for a parameter, a buffer, or a tensor of a batch or of an optimizer's state."""
         return self._of(tensor, self._convert)
 
     def at(self, place: Any) -> Any:
@@ -74,6 +75,7 @@ class Replacement:
         return [tensor for tensor in self._originals if _is_trained(tensor)]
 
     def forget_gradients(self) -> None:
+        """No stand-in has a gradient any more."""
         for tensor in self.stand_ins:
             if _is_trained(tensor):
                 tensor.grad = None
