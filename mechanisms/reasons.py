@@ -1,4 +1,4 @@
-"""Counts by reason, as reports keep and print them."""
+"""Counts by reason, as reports print them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from collections.abc import Mapping
 __all__ = ["because"]
 
 
-def because(counts: Mapping[str, int]) -> str:
-    """What happened how often and why; ``"2 because it rained; 1 because ..."``."""
-    return "; ".join(f"{count} because {reason}" for reason, count in counts.items())
+def because(counts: Mapping[str, int], what: str = "") -> str:
+    """How often something happened and why: ``"3 replanned because ...; 1 replanned because ..."``.
+
+    Args:
+        counts: by reason.
+        what: happened, where the report has not said so before.
+    """
+    did = f" {what}" if what else ""
+    return "; ".join(f"{count}{did} because {reason}" for reason, count in counts.items())

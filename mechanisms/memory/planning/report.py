@@ -9,6 +9,7 @@ from retime.mechanisms.memory.batches import Certificate
 from retime.mechanisms.memory.offload import OffloadReport
 from retime.mechanisms.memory.planning.choice import PlanChoice
 from retime.mechanisms.memory.planning.costs import StepCosts
+from retime.mechanisms.reasons import because
 
 _SHOWN = 4
 
@@ -84,4 +85,4 @@ class BudgetReport:
             text += f"; {show_bytes(moved)} moved, {self.offload.stalls} waits"
         text += "".join(f"; {shape}" for shape in self.shapes[-_SHOWN:])
         text += f"; {self.plans - _SHOWN} plans before these" if self.plans > _SHOWN else ""
-        return text + "".join(f"; {count} replanned because {reason}" for reason, count in self.replanned.items())
+        return "; ".join(filter(None, (text, because(self.replanned, "replanned"))))
