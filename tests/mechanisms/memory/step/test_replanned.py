@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from retime.mechanisms.memory.host.disk import HostDisk
 from retime.mechanisms.memory.host.extents import Extents
 from retime.mechanisms.memory.host.pinned import HostMemory
+from retime.mechanisms.memory.planning.choice import PlanChoice
 from retime.mechanisms.memory.planning.report import PlannedShape
-from retime.mechanisms.memory.planning.search import PlanChoice
 from retime.mechanisms.memory.step.budgeted_step import BudgetedStep
 from retime.schedules.budget import OffloadPlan
 
