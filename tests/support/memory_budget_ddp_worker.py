@@ -433,7 +433,7 @@ def synchronised_batch_norm_is_tried_out_alone() -> None:
     optimizers = [torch.optim.SGD(model.parameters(), 0.1)]
     host = parse_host(None, torch.device("cpu"))
     made = BudgetedDataParallelStep(model, optimizers, SMALL, host)
-    assert "SyncBatchNorm takes its statistics" in made.whole_because
+    assert "SyncBatchNorm takes its statistics" in made._planner.whole_because
     with pytest.raises(ValueError, match="or BatchNorm with batchnorm='ghost'"):
         BudgetedDataParallelStep(model, optimizers, SMALL, host, batchnorm="ghost")
     made.remove()
