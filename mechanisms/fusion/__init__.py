@@ -1,6 +1,7 @@
 """Optimizer fusion (Jiang et al. 2021): updates inside the backward pass, or just before the next forward pass."""
 
-from retime.mechanisms.fusion.backward import BackwardFusion, check_bucket_bytes, parameters_of
+from retime.mechanisms.fusion.backward import BackwardFusion
+from retime.mechanisms.fusion.bucket_bytes import check_bucket_bytes, parameters_of
 from retime.mechanisms.fusion.data_parallel import DataParallelFusion, ReductionHook, reduction_of
 from retime.mechanisms.fusion.forward import ForwardFusion
 from retime.mechanisms.fusion.fuse import fuse_optimizer

@@ -20,117 +20,25 @@ new pages (seen as 17,000 page faults a step). So all bookkeeping of a step live
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from retime.mechanisms.arguments import Above, AtLeast, checked
-from retime.mechanisms.byte_sizes import parse_bytes
+from retime.mechanisms.fusion.bucket_bytes import check_bucket_bytes, default_bucket_bytes, parameters_of
+from retime.mechanisms.fusion.clipping import clip_by_value
 from retime.mechanisms.fusion.consumed import ConsumedGradient
+from retime.mechanisms.fusion.followed import Followed
+from retime.mechanisms.fusion.held_back import ALIASED, OTHER_HOOKS, others_read
+from retime.mechanisms.fusion.python_nodes import has_python_nodes
 from retime.mechanisms.fusion.report import FusionReport
 from retime.mechanisms.lazy_updates import OptimizerWindow, ReplacedMethod, has_alias, nbytes
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.streams import SideStream
-from retime.mechanisms.torch_private import (
-    foreach_clamp_max,
-    foreach_clamp_min,
-    post_accumulate_hooks,
-    version_of,
-)
-
-CPU_BUCKET_BYTES = 1 << 20
-CUDA_BUCKET_BYTES = 8 << 20
-
-
-def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    """All parameters of the optimizer, group by group."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
-def default_bucket_bytes(parameters: Iterable[Tensor]) -> int:
-    """Bucket size when the user names none: enough to keep the kernels busy, little enough to stay in the caches.
-
-    A small model gets at least four buckets, or nothing would be left to fuse.
-    """
-    everything = list(parameters)
-    most = CUDA_BUCKET_BYTES if any(parameter.is_cuda for parameter in everything) else CPU_BUCKET_BYTES
-    return max(1, min(most, sum(map(nbytes, everything)) // 4))
-
-
-def check_bucket_bytes(bucket_bytes: int | str | None) -> int | None:
-    """The bytes that the argument asks for; None for the default."""
-    return None if bucket_bytes is None else parse_bytes("bucket_bytes", bucket_bytes, examples="'1MiB', or None")
-
-
-OTHER_HOOKS = (
-    "with post-accumulate-grad hooks of others, which would find the gradient used up; remove the hooks, or use "
-    "mode='forward'"
-)
-ALIASED = (
-    "that share memory with another tensor or array (.data, .detach(), .numpy()), since backward may still need the "
-    "old values through it and no version check would tell; drop the alias to fuse"
-)
-
-
-class Followed:
-    """One parameter: how often its hook fires in a step, and where the step stands."""
-
-    __slots__ = (
-        "alive_bytes",
-        "fired",
-        "fusion",
-        "guard",
-        "handle",
-        "held_back",
-        "parameter",
-        "used",
-        "uses",
-        "version",
-    )
-
-    def __init__(self, fusion: "BackwardFusion", parameter: Tensor) -> None:
-        self.fusion = fusion
-        self.parameter = parameter
-        self.uses = fusion.backward_passes or 0
-        """Firings in a step, ``theta.count`` of algorithm 3; 0 until a step has been counted."""
-        self.fired = 0
-        self.used = False
-        """Whether this step's gradient has been used up."""
-        self.version = 0
-        """Autograd's count of in-place changes of the parameter, right after the update."""
-        self.alive_bytes = 0
-        self.held_back = False
-        self.guard = ConsumedGradient(parameter)
-        self.handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-            self._fire
-        )
-
-    def _fire(self, parameter: Tensor) -> None:
-        self.fusion.on_gradient(self)
-
-    def note_layout(self) -> None:
-        """Before the gradient goes: ``zero_grad(set_to_none=False)`` keeps a sparse one sparse."""
-        gradient = self.parameter.grad
-        if gradient is not None and gradient.is_sparse:
-            self.guard.sparse_zeros = torch.zeros_like(gradient)
-
-    def put_guard(self) -> None:
-        """Make every read of ``.grad`` raise."""
-        try:
-            self.parameter.grad = self.guard
-        except (RuntimeError, TypeError):  # the parameter has another shape, dtype or device by now
-            zeros, self.guard = self.guard.sparse_zeros, ConsumedGradient(self.parameter)
-            self.guard.sparse_zeros = zeros
-            self.parameter.grad = self.guard
-
-    def close(self) -> None:
-        """Forget the step."""
-        self.fired, self.used, self.alive_bytes = 0, False, 0
+from retime.mechanisms.torch_private import version_of
 
 
 class BackwardFusion:
@@ -259,7 +167,7 @@ class BackwardFusion:
         followed.fired += 1
         if followed.fired < followed.uses or not followed.uses:
             return
-        if _others_read(parameter):
+        if others_read(parameter):
             self._hold_back(followed, OTHER_HOOKS)
             return
         if has_alias(parameter):
@@ -418,32 +326,3 @@ def _fuse_again(optimizer: Optimizer, options: dict[str, Any], completes: bool, 
     if completes:
         fusion.complete_in_step()
     return fusion
-
-
-def _others_read(parameter: Tensor) -> bool:
-    hooks = post_accumulate_hooks(parameter)
-    return hooks is not None and len(hooks) > 1
-
-
-def has_python_nodes(loss: Tensor) -> bool:
-    """Whether the graph behind ``loss`` has a node of a ``torch.autograd.Function``."""
-    waiting: list[Any] = [loss.grad_fn]
-    seen = set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            return True
-        seen.add(node)
-        waiting += [following for following, _ in node.next_functions]
-    return False
-
-
-def clip_by_value(gradients: list[Tensor], clip_value: float) -> None:
-    """Clamp in place, with the kernels that ``torch.nn.utils.clip_grad_value_`` uses on parameters."""
-    if not gradients:
-        return
-    with torch.no_grad():
-        foreach_clamp_min(gradients, -clip_value)
-        foreach_clamp_max(gradients, clip_value)

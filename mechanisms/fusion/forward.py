@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from retime.mechanisms.arguments import checked
-from retime.mechanisms.fusion.backward import check_bucket_bytes, default_bucket_bytes, parameters_of
+from retime.mechanisms.fusion.bucket_bytes import check_bucket_bytes, default_bucket_bytes, parameters_of
 from retime.mechanisms.fusion.report import FusionReport
 from retime.mechanisms.lazy_updates import (
     OptimizerWindow,

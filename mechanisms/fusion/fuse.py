@@ -10,7 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from retime.mechanisms.arguments import Above, AtLeast, checked
-from retime.mechanisms.fusion.backward import BackwardFusion, parameters_of
+from retime.mechanisms.fusion.backward import BackwardFusion
+from retime.mechanisms.fusion.bucket_bytes import parameters_of
 from retime.mechanisms.fusion.data_parallel import DataParallelFusion, reduction_of
 from retime.mechanisms.fusion.forward import ForwardFusion
 from retime.mechanisms.fusion.report import check_mode
