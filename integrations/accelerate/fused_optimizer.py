@@ -63,7 +63,7 @@ class FusedOptimizer:
             model, self._optimizer.optimizer, self.mode, bucket_bytes=bucket_bytes, clip_value=clip_value
         )
         if isinstance(self._fusion, BackwardFusion):
-            self._fusion.wanted = lambda: bool(accelerator.sync_gradients)
+            self._fusion.only_when(lambda: bool(accelerator.sync_gradients))
             self._refuse_norm_clipping()
         renew_captured_steps(self._optimizer)
         note_there(self._optimizer, self._mechanism)

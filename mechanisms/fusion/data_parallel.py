@@ -109,7 +109,7 @@ class ReductionHook:
         gradients = [_in_layout_of(p, g) for p, g in zip(parameters, bucket.gradients(), strict=True)]
         own, slot = self._hook, self._slot
         future = own(self._state, bucket) if own is not None else slot.reduce_as_ddp(bucket, self._reducer)
-        armed = [fusion for fusion in self._listeners if fusion.armed and fusion.wanted()]
+        armed = [fusion for fusion in self._listeners if fusion.fuses_now()]
         if not armed:
             return future
         if bucket.is_last():
@@ -173,7 +173,7 @@ class DataParallelFusion(BackwardFusion):
         """
         followed.fired = 1
         if followed.parameter.grad is not None:
-            self._count_alive(followed, nbytes(followed.parameter.grad))
+            self._alive.note(followed, nbytes(followed.parameter.grad))
 
     def update_reduced(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
         """Update these parameters from their reduced gradients; called by the thread that completed the all-reduce."""
@@ -201,7 +201,7 @@ class DataParallelFusion(BackwardFusion):
             for followed, _ in ready:
                 followed.used = True
                 followed.version = version_of(followed.parameter)
-            self._count_bucket(len(ready), sum(nbytes(gradient) for _, gradient in ready))
+            self._report.note_bucket(len(ready), sum(nbytes(gradient) for _, gradient in ready))
 
     def _is_aliased(self, followed: Followed) -> bool:
         if not has_alias(followed.parameter):

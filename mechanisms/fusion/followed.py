@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,17 +10,20 @@ from torch.utils.hooks import RemovableHandle
 
 from retime.mechanisms.fusion.consumed import ConsumedGradient
 
-if TYPE_CHECKING:
-    from retime.mechanisms.fusion.backward import BackwardFusion
-
 
 class Followed:
-    """One parameter: how often its hook fires in a step, and where the step stands."""
+    """One parameter: how often its hook fires in a step, and where the step stands.
+
+    Args:
+        parameter: it gets a hook, which ``handle`` takes off.
+        uses: firings in a step, if that is known; else 0.
+        on_gradient: called with this behind each gradient that was added to ``.grad``.
+    """
 
     __slots__ = (
+        "_on_gradient",
         "alive_bytes",
         "fired",
-        "fusion",
         "guard",
         "handle",
         "held_back",
@@ -30,10 +33,10 @@ class Followed:
         "version",
     )
 
-    def __init__(self, fusion: BackwardFusion, parameter: Tensor) -> None:
-        self.fusion = fusion
+    def __init__(self, parameter: Tensor, uses: int, on_gradient: Callable[[Followed], None]) -> None:
+        self._on_gradient = on_gradient
         self.parameter = parameter
-        self.uses = fusion.backward_passes or 0
+        self.uses = uses
         """Firings in a step, ``theta.count`` of algorithm 3; 0 until a step has been counted."""
         self.fired = 0
         self.used = False
@@ -48,7 +51,7 @@ class Followed:
         )
 
     def _fire(self, parameter: Tensor) -> None:
-        self.fusion.on_gradient(self)
+        self._on_gradient(self)
 
     def note_layout(self) -> None:
         """Before the gradient goes: ``zero_grad(set_to_none=False)`` keeps a sparse one sparse."""

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from retime.mechanisms.lazy_updates import has_alias
 from retime.mechanisms.torch_private import post_accumulate_hooks
 
 OTHER_HOOKS = (
@@ -14,6 +15,13 @@ ALIASED = (
 )
 
 
-def others_read(parameter: Tensor) -> bool:
+def why_held_back(parameter: Tensor) -> str | None:
+    """What keeps this parameter from being updated inside of the backward pass, if anything does."""
+    if _others_read(parameter):
+        return OTHER_HOOKS
+    return ALIASED if has_alias(parameter) else None
+
+
+def _others_read(parameter: Tensor) -> bool:
     hooks = post_accumulate_hooks(parameter)
     return hooks is not None and len(hooks) > 1

@@ -76,6 +76,16 @@ class FusionReport:
             plain_steps=_merged(self.plain_steps, other.plain_steps, operator.add),
         )
 
+    def note_bucket(self, updates: int, size: int) -> None:
+        """Count updates that ran together inside a backward pass, from ``size`` bytes of gradients."""
+        self.fused_updates += updates
+        self.buckets += 1
+        self.largest_bucket_bytes = max(self.largest_bucket_bytes, size)
+
+    def note_held_back(self, reason: str) -> None:
+        """Count one parameter that is updated in ``optimizer.step()``."""
+        self.held_back[reason] = self.held_back.get(reason, 0) + 1
+
     def note_plain(self, reason: str) -> None:
         """Count one step that ran the plain way."""
         self.plain_steps[reason] = self.plain_steps.get(reason, 0) + 1
