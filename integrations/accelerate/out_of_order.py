@@ -53,11 +53,11 @@ class OutOfOrderDataParallel:
         blocks: Iterable[str] | None = None,
     ) -> None:
         self._optimizer = prepared_optimizer(optimizer, type(self).__name__)
-        self._kept = KeptState(accelerator, type(self).__name__, self.state_dict, self.load_state_dict)
         self._ooo: data_parallel.OutOfOrderDataParallel | None = None
         if accelerator.num_processes < 2:
             text = f"OutOfOrderDataParallel has no effect: {ALONE}"
             warnings.warn(text, NoEffectWarning, stacklevel=3)
+            self._kept = self._keep(accelerator)
             return
         if not isinstance(model, DistributedDataParallel):
             raise ValueError(
@@ -77,6 +77,10 @@ class OutOfOrderDataParallel:
         )
         renew_captured_steps(self._optimizer)
         note_there(self._optimizer, self._mechanism)
+        self._kept = self._keep(accelerator)
+
+    def _keep(self, accelerator: Accelerator) -> KeptState:
+        return KeptState(accelerator, type(self).__name__, self.state_dict, self.load_state_dict)
 
     @property
     def k(self) -> int:

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from retime import NoEffectWarning
-from retime.integrations.accelerate import MemoryBudget
+from retime.integrations.accelerate import MemoryBudget, OutOfOrderDataParallel
 from retime.integrations.accelerate.kept_state import KeptState
 from support.memory_budget import SMALL, accelerate_loop, loader
 
@@ -52,6 +52,17 @@ def test_a_folder_saved_under_a_budget_is_loaded_by_plain_code(tmp_path: Path) -
     accelerator, _ = budgeted()
     accelerator.save_state(str(tmp_path))
     plain().load_state(str(tmp_path))
+
+
+def test_what_is_refused_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = plain()
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    before = dict(accelerator.__dict__)
+    hooks = [accelerator._save_model_state_pre_hook, accelerator._load_model_state_pre_hook]
+    with pytest.raises(ValueError, match="needs the DistributedDataParallel model"):
+        OutOfOrderDataParallel(accelerator, accelerator._models[0], accelerator._optimizers[0])
+    assert not any(hooks)
+    assert accelerator.__dict__ == before
 
 
 def test_plans_lie_beside(offloads: None, tmp_path: Path) -> None:
