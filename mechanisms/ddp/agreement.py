@@ -18,26 +18,29 @@ T = TypeVar("T")
 
 
 class RankAgreement:
-    """Collectives on the CPU that all ranks call the same number of times.
+    """Small collectives that all ranks call the same number of times.
 
     Args:
         timeout: how long the others may take, a rank that plans included; None is torch's default.
+        group: whose ranks agree, in this group, which stays its owner's; None: all ranks, on the CPU.
     """
 
-    def __init__(self, timeout: timedelta | None = None) -> None:
-        gloo = dist.get_backend() == "gloo"
-        self._group = None if gloo else own_group(backend="gloo", timeout=timeout)
+    def __init__(self, timeout: timedelta | None = None, *, group: Any = None) -> None:
+        gloo = dist.get_backend(group) == "gloo"
+        self._own = None if gloo or group is not None else own_group(backend="gloo", timeout=timeout)
+        self._group = self._own if group is None else group
+        self._on_device = group is not None and not gloo
 
     def close(self) -> None:
         """Give back what was made for this; the ranks agree on nothing more."""
-        group, self._group = self._group, None
-        close_group(group)
+        own, self._own, self._group = self._own, None, None
+        close_group(own)
 
-    def largest(self, decide: Callable[[], int], doing: str) -> int:
-        """The largest of the ranks' decisions.
+    def largest(self, decide: Callable[[], float], doing: str) -> float:
+        """The largest of the ranks' decisions, of which all get the same number.
 
         Args:
-            decide: this rank's own.
+            decide: this rank's own; whole numbers up to 2**53 come back as they are.
             doing: what that is, for the other ranks' error: ``"plan its batch"``.
 
         Raises:
@@ -46,16 +49,17 @@ class RankAgreement:
             RuntimeError: ``decide`` failed otherwise on another rank.
         """
         failure: Exception | None = None
-        decided = 0
+        decided = 0.0
         try:
-            decided = int(decide())
+            decided = float(decide())
         except Exception as error:  # the others wait for this rank
             failure = error
-        told = torch.tensor([decided, int(failure is not None)])
+        device = torch.cuda.current_device() if self._on_device else "cpu"
+        told = torch.tensor([decided, failure is not None], dtype=torch.float64, device=device)
         dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
         if told[1]:
             self._raise(failure, doing)
-        return int(told[0])
+        return float(told[0])
 
     def each_makes(self, make: Callable[[], T], undo: Callable[[T], Any], doing: str) -> T:
         """What ``make`` made on this rank; undone if it failed on another, and this is closed if it failed on any.
@@ -79,7 +83,7 @@ class RankAgreement:
         return made[0]
 
     def _raise(self, failure: Exception | None, doing: str) -> None:
-        failures: list[Any] = [None] * dist.get_world_size()
+        failures: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(failures, None if failure is None else _told(failure), group=self._group)
         if failure is not None:
             raise failure

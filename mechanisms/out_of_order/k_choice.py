@@ -8,11 +8,11 @@ import warnings
 import zlib
 from typing import Annotated, Literal
 
-import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from retime.mechanisms.arguments import AtLeast
+from retime.mechanisms.ddp import RankAgreement
 from retime.mechanisms.measure import peak_so_far
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.out_of_order.k_tuner import KTuner
@@ -22,6 +22,7 @@ from retime.mechanisms.weight_gradients import WeightGradientDeferral
 
 K = Annotated[int, AtLeast(0)] | Literal["auto"]
 RANKS_DIFFER = "the ranks ran the layers of their first step in different orders"
+_CHOOSING = "choose k"
 
 
 class KChoice:
@@ -45,9 +46,10 @@ class KChoice:
     ) -> None:
         self._model = model
         self._deferral = deferral
+        self._ranks = RankAgreement(group=model.process_group)
         self._wanted: K = wanted
         self._max_memory = max_memory
-        self.known_k: KeptK | None = None
+        self._known: KeptK | None = None
         self.order_stays_because: str | None = None
         """Why all weight gradients are computed in the conventional order, if they are."""
         self.search_steps = 0
@@ -63,6 +65,11 @@ class KChoice:
         return self._wanted == "auto"
 
     @property
+    def known_k(self) -> KeptK | None:
+        """The k of an earlier run that ``"auto"`` takes up, if there is one for as many ranks."""
+        return self._known
+
+    @property
     def measured(self) -> dict[int, float] | None:
         """Seconds a step by k, in the order in which they were measured; None: nothing was searched for."""
         return dict(self._tuner.measured) if self._tuner is not None else None
@@ -74,12 +81,12 @@ class KChoice:
             ValueError: k is above the number of blocks.
         """
         self.check_range(k)
-        self._wanted, self._tuner, self.known_k, self._changed = k, None, None, True
+        self._wanted, self._tuner, self._known, self._changed = k, None, None, True
 
     def use_known(self, kept: KeptK) -> None:
         """Let ``"auto"`` take up the k of an earlier run, if that had as many ranks and blocks."""
         if kept.world_size == dist.get_world_size(self._model.process_group):
-            self.known_k = kept
+            self._known = kept
 
     def keep_order(self, reason: str, *, stacklevel: int) -> None:
         """Leave all weight gradients in the conventional order from now on; whoever asked for a k is warned."""
@@ -118,13 +125,9 @@ class KChoice:
         blocks = len(self._deferral.blocks)
         if not blocks or self.order_stays_because is not None:
             return None
-        if (
-            self._wanted == "auto"
-            and self._tuner is None
-            and self.known_k is not None
-            and self.known_k.blocks == blocks
-        ):
-            self._wanted, is_first = self.known_k.k, True
+        known = self._known
+        if self._wanted == "auto" and self._tuner is None and known is not None and known.blocks == blocks:
+            self._wanted, is_first = known.k, True
         if self._wanted != "auto":
             if not is_first and not self._changed:
                 return None
@@ -168,9 +171,4 @@ class KChoice:
         return largest_affordable_k(self._deferral, self._max_memory, int(self._largest(peak)))
 
     def _largest(self, value_here: float) -> float:
-        """The largest of all ranks' values, of which all get the same number."""
-        group = self._model.process_group
-        device = "cpu" if dist.get_backend(group) == "gloo" else torch.cuda.current_device()
-        value = torch.tensor([value_here], dtype=torch.float64, device=device)
-        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
-        return float(value)
+        return self._ranks.largest(lambda: value_here, _CHOOSING)

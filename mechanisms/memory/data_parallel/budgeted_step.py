@@ -116,7 +116,7 @@ class BudgetedDataParallelStep(BudgetedStep):
                 no_loss.append(error)
                 return Way.PLAIN
 
-        way = Way(self._agreement.largest(decide, _PLANNING))
+        way = Way(int(self._agreement.largest(decide, _PLANNING)))
         if no_loss:
             raise no_loss[0]
         if way is not Way.PLAIN and self.parts is None:
