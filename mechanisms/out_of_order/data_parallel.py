@@ -6,7 +6,6 @@ gradients of the first k blocks run last, in forward order, and each block's gra
 the next forward pass needs them first.
 """
 
-import functools
 import warnings
 from collections.abc import Iterable
 from datetime import timedelta
@@ -20,30 +19,21 @@ from torch.optim import Optimizer
 
 from retime.mechanisms.arguments import checked
 from retime.mechanisms.byte_sizes import parse_bytes
-from retime.mechanisms.ddp import (
-    BucketMap,
-    Reduction,
-    Reductions,
-    at_end_of_backward,
-    comm_hook_of,
-    release,
-    scale,
-    settle_gradients,
-    sparse_layer,
-)
+from retime.mechanisms.ddp import at_end_of_backward, comm_hook_of, scale
 from retime.mechanisms.ddp.reducers import OwnGroupsReducer, Reducer
-from retime.mechanisms.fusion import FusionReport
 from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.out_of_order.arrivals import Arrivals
+from retime.mechanisms.out_of_order.attached import AttachedUpdates
 from retime.mechanisms.out_of_order.k_choice import K, KChoice
 from retime.mechanisms.out_of_order.kept_k import KeptK
 from retime.mechanisms.out_of_order.memory import extra_bytes
 from retime.mechanisms.out_of_order.report import OutOfOrderReport
-from retime.mechanisms.out_of_order.send_plan import SendPlan
+from retime.mechanisms.out_of_order.sending import Sending
+from retime.mechanisms.out_of_order.supported import check_model
 from retime.mechanisms.out_of_order.updates import CrossIterationUpdates
-from retime.mechanisms.torch_private import GradBucket, has_rebuilt_buckets, joins_uneven_inputs
+from retime.mechanisms.torch_private import GradBucket, joins_uneven_inputs
 from retime.mechanisms.weight_gradients import Block, WeightGradientDeferral
 
-SUPPORTED_BACKENDS = ("gloo", "nccl")
 UNUSED = "find_unused_parameters=True lets ranks differ in what they compute; use static_graph=True, or leave it out"
 ALONE = (
     "with one process there is no communication to hide: use two or more, or 'fused_optimizer_forward' on one device"
@@ -101,10 +91,9 @@ class OutOfOrderDataParallel:
         expects_loss: bool = False,
         known_k: KeptK | None = None,
     ) -> None:
-        _check_model(model)
+        check_model(model)
         most = None if max_memory is None else parse_bytes("max_memory", max_memory)
         self.model = model
-        self._cross_iteration = cross_iteration
         self._expects_loss = expects_loss
         self._report = OutOfOrderReport()
         self._defers = False
@@ -117,14 +106,11 @@ class OutOfOrderDataParallel:
             on_finished=self._arrange_waits,
         )
         self._choice = KChoice(model, self._deferral, k, most, known_k)
-        self._map = BucketMap()
         self._divide = divide
-        self._carrying: dict[Tensor, Reduction] = {}
-        self._updates: list[CrossIterationUpdates] = []
-        self._detached = FusionReport("forward")
-        self._plan: SendPlan | None = None
+        self._arrivals = Arrivals(self._report, cross_iteration=cross_iteration)
+        self._updates = AttachedUpdates(model.module, self._arrivals.reduction_of)
         self._handles: list[Any] = []
-        self._removed = self._read_early = False
+        self._removed = False
         if dist.get_world_size(model.process_group) < 2:
             warnings.warn(f"out-of-order data parallel has no effect: {ALONE}", NoEffectWarning, stacklevel=3)
             self._removed = True
@@ -133,9 +119,8 @@ class OutOfOrderDataParallel:
         self._slot = comm_hook_of(model)
         self._slot.take(self, "out-of-order data parallel", "remove yours, or use plain DistributedDataParallel")
         self._reducer: Reducer = reducer or OwnGroupsReducer(model.process_group, timeout)
-        self._reductions = Reductions(self._reducer, dist.get_world_size(model.process_group), divide=divide)
-        self._never_rebuilds = model.find_unused_parameters and not model.static_graph
-        if self._never_rebuilds:
+        self._sending = Sending(model, self._reducer, divide=divide)
+        if self._sending.never_rebuilds:
             self.keep_order(UNUSED)
         self._handles += [
             model.register_forward_pre_hook(self._before_forward),
@@ -170,11 +155,7 @@ class OutOfOrderDataParallel:
 
     def kept_k(self) -> KeptK | None:
         """What a checkpoint should keep; None while k is searched for, or before there are blocks."""
-        blocks = len(self._deferral.blocks)
-        if self.is_searching or not blocks:
-            return None
-        world_size = dist.get_world_size(self.model.process_group)
-        return KeptK(self.k, blocks, self.model.bucket_bytes_cap / 2**20, world_size)
+        return self._choice.kept()
 
     def use_kept_k(self, kept: KeptK) -> None:
         """Let ``"auto"`` take up the k of an earlier run, if that had as many ranks and blocks."""
@@ -190,13 +171,7 @@ class OutOfOrderDataParallel:
         Returns:
             The fusion that does it; when it is removed, nothing here refers to the optimizer any more.
         """
-        updates = CrossIterationUpdates(optimizer, self.model.module, self._carrying.get, self._detach)
-        self._updates.append(updates)
-        return updates
-
-    def _detach(self, updates: CrossIterationUpdates) -> None:
-        self._updates.remove(updates)
-        self._detached = self._detached.beside(updates.report())
+        return self._updates.attach(optimizer)
 
     def watch(self, loss: Any) -> None:
         """Look at the graph under the loss before its first backward pass; otherwise the model's output is taken."""
@@ -206,10 +181,9 @@ class OutOfOrderDataParallel:
 
     def flush(self) -> None:
         """Wait for every all-reduce and run every update that is still pending."""
-        settle_gradients(list(self._carrying))
-        for updates in self._updates:
-            updates.flush()
-        self._carrying.clear()
+        self._arrivals.settle()
+        self._updates.flush()
+        self._arrivals.forget()
 
     def report(self) -> OutOfOrderReport:
         """What was done so far."""
@@ -220,7 +194,7 @@ class OutOfOrderDataParallel:
         report.held_gradients = self._deferral.held_gradients
         report.kept = self._deferral.kept
         report.held = self._deferral.held
-        fused = functools.reduce(FusionReport.beside, (updates.report() for updates in self._updates), self._detached)
+        fused = self._updates.report()
         report.fused_updates, report.late_updates = fused.fused_updates, fused.late_updates
         report.plain_steps = fused.plain_steps
         reason = self._choice.order_stays_because
@@ -245,10 +219,8 @@ class OutOfOrderDataParallel:
             self.flush()
             failed = False
         finally:
-            release(self._carrying)
-            self._carrying.clear()
-            for updates in list(self._updates):
-                updates.remove()
+            self._arrivals.release()
+            self._updates.remove()
             for handle in self._handles:
                 handle.remove()
             self._deferral.remove()
@@ -260,9 +232,9 @@ class OutOfOrderDataParallel:
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
         synchronised = model.training and torch.is_grad_enabled() and self.model.require_backward_grad_sync
-        if not self._map.is_steady:
+        if not self._sending.is_steady:
             self.flush()
-            self._map.forget()  # the wrapper is about to build its buckets anew
+            self._sending.forget_buckets()  # the wrapper is about to build its buckets anew
         if synchronised:
             self._deferral.forget()
             self._choose_k()
@@ -275,13 +247,15 @@ class OutOfOrderDataParallel:
         self.flush()  # gradients of parameters that nobody read lie in buckets that the backward pass overwrites
 
     def _choose_k(self) -> None:
-        if not self._map.is_steady:
-            self._plan, self._deferral.k = None, 0
+        sending = self._sending
+        if not sending.is_steady:
+            sending.forget_plan()
+            self._deferral.k = 0
             return
-        k = self._choice.next_step(is_first=self._plan is None, steps=self._report.steps)
-        if k is not None and (k != self._deferral.k or self._plan is None):
+        k = self._choice.next_step(is_first=not sending.has_plan, steps=self._report.steps)
+        if k is not None and (k != self._deferral.k or not sending.has_plan):
             self._deferral.k = k
-            self._plan = SendPlan(self._map, self._deferral.blocks[:k])
+            sending.plan(self._deferral.blocks[:k])
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Report a full bucket as done, and start its all-reduce unless it leaves in our own order."""
@@ -289,67 +263,26 @@ class OutOfOrderDataParallel:
         if joins_uneven_inputs(self.model):
             scale(buffer, dist.get_world_size(self.model.process_group), divide=self._divide)
             return self._slot.sum(bucket)
-        ours = self._is_ours(bucket.index())
-        final = has_rebuilt_buckets(self.model) or self._never_rebuilds
-        if not self._map.learn(bucket, final=final) and ours:
-            raise RuntimeError(
-                "DistributedDataParallel built its buckets anew in the middle of training, and gradients were sent "
-                "from the old ones: use k=0 for this model"
-            )
-        if not ours:
-            self._reductions.start(bucket.index(), bucket.parameters(), buffer, urgent=False)
+        self._sending.start_full(bucket, defers=self._defers)
         if bucket.is_last():
             at_end_of_backward(self._on_backward_done)
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(buffer)
         return done
 
-    def _is_ours(self, bucket: int) -> bool:
-        """Whether this bucket's gradients leave in our order, not when the wrapper finds the bucket full."""
-        return self._defers and self._plan is not None and self._plan.holds(bucket)
-
     def _on_block(self, block: Block | None) -> None:
-        if self._plan is None or not self._defers:
-            return
-        for region in self._plan.others if block is None else self._plan.behind(block):
-            self._reductions.start(region.place, region.parameters, region.values, urgent=block is not None)
+        if self._defers:
+            self._sending.start_behind(block)
 
     def _on_backward_done(self) -> None:
         """All buckets are full; the weight gradients that waited may still be on the way through their last lines."""
         if self._deferral.is_finishing:
             return
-        if self._defers and self._plan is not None and not self._plan.is_empty:
+        if self._defers and self._sending.waits_for_some:
             self._deferral.finish()  # none of the chosen layers could be cut out, so nothing waited
         else:
             self._arrange_waits()
 
     def _arrange_waits(self) -> None:
         self._report.steps += 1
-        self._read_early = False
-        self._carrying.clear()
-        for reduction in self._reductions.take():
-            if self._cross_iteration:
-                reduction.watch(self._on_early_read)
-            else:
-                reduction.wait()
-            self._carrying.update(dict.fromkeys(reduction.parameters, reduction))
-
-    def _on_early_read(self) -> None:
-        if not self._read_early:
-            self._read_early = True
-            self._report.early_waits += 1
-
-
-def _check_model(model: DistributedDataParallel) -> None:
-    backend = dist.get_backend(model.process_group)
-    if backend not in SUPPORTED_BACKENDS:
-        raise ValueError(f"backend {backend!r} is not supported: use {' or '.join(SUPPORTED_BACKENDS)}")
-    if dist.get_world_size(model.process_group) < 2:
-        return  # it does nothing then
-    if not model.gradient_as_bucket_view:
-        raise ValueError("build the model with DistributedDataParallel(..., gradient_as_bucket_view=True)")
-    if model.mixed_precision is not None:
-        raise ValueError("DistributedDataParallel(mixed_precision=...) is not supported: use autocast instead")
-    layer = sparse_layer(model.module)
-    if layer is not None:
-        raise ValueError(f"the sparse gradients of {layer!r} cannot go through a communication hook: use sparse=False")
+        self._arrivals.expect(self._sending.take())

@@ -88,6 +88,14 @@ class KChoice:
         if kept.world_size == dist.get_world_size(self._model.process_group):
             self._known = kept
 
+    def kept(self) -> KeptK | None:
+        """What a checkpoint should keep; None while k is searched for, or before there are blocks."""
+        blocks = len(self._deferral.blocks)
+        if self.is_searching or not blocks:
+            return None
+        world_size = dist.get_world_size(self._model.process_group)
+        return KeptK(self._deferral.k, blocks, self._model.bucket_bytes_cap / 2**20, world_size)
+
     def keep_order(self, reason: str, *, stacklevel: int) -> None:
         """Leave all weight gradients in the conventional order from now on; whoever asked for a k is warned."""
         self.order_stays_because = reason
