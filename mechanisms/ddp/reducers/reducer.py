@@ -17,6 +17,9 @@ class Reducer(Protocol):
     * Who divides: the owner, before :meth:`start`, as DDP does (``ddp/mean.py``). A reducer only adds.
     * What it gets: a bucket, or a piece of one: one-dimensional, contiguous, of the gradients' dtype, on the model's
       device. The sum is written there, and nobody else touches it before the future is done.
+    * How it writes: with any operation of torch. Those raise a version counter, and who puts gradients aside (forward
+      fusion) takes that for a change by somebody else. So an owner that lets gradients be put aside while a sum is on
+      its way gives the reducer ``values.data``, which has a counter of its own (``ddp/reductions.py``).
     * Order: all ranks start the same ones in the same order, in one thread at a time. Urgent ones may overtake others,
       if they do on every rank.
     * The end: its owner closes it, once, when nothing is on its way, or aborts it after a failure.
