@@ -1,11 +1,7 @@
 """Rows that need two ranks: one pair of gloo processes runs all of a row's scenarios, one after the other."""
 
-import contextlib
 import os
-import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +9,7 @@ from typing import Any
 import torch
 
 from contract.record import Record, Refusal
+from support.warm_start import Warm
 
 WORLD_SIZE = 2
 START_S = 90
@@ -41,7 +38,7 @@ class RankRuns:
     def __init__(self, row: str, scenarios: list[str], folder: Path, scenario_s: float = SCENARIO_S) -> None:
         self._row, self._scenarios, self._folder, self._scenario_s = row, scenarios, folder, scenario_s
         self._results: dict[str, list[Any]] | None = None
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[Warm] = []
 
     def records(self, scenario: str) -> list[Record]:
         """The scenario's records by rank."""
@@ -60,10 +57,7 @@ class RankRuns:
     def stop(self) -> None:
         """End the processes, if they are still there."""
         for process in self._processes:
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            process.kill()
         self._processes = []
 
     def _run_all(self, results: dict[str, list[Any]]) -> None:
@@ -101,22 +95,18 @@ class RankRuns:
                 "OMP_NUM_THREADS": "1",
                 "PYTHONPATH": os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
             }
-            command = [sys.executable, "-m", self.worker, self._row, str(self._folder), *scenarios]
-            with log.open("wb") as out:
-                self._processes.append(
-                    # A session of its own, so that stop() also ends whatever a rank may have started.
-                    subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
-                )
+            arguments = [self._row, str(self._folder), *scenarios]
+            self._processes.append(Warm(self.worker, arguments, environment, log, log))
 
     def _watch(self, scenarios: list[str]) -> str | None:
         """Wait for the pair; return the scenario in which it failed or hung."""
         deadline, seen = time.monotonic() + START_S, 0
-        while any(process.poll() is None for process in self._processes):
+        while any(process.returncode is None for process in self._processes):
             time.sleep(0.05)
             done = self._done(scenarios)
             if done > seen:
                 deadline, seen = time.monotonic() + self._scenario_s, done
-            if any(process.poll() not in (None, 0) for process in self._processes):
+            if any(process.returncode not in (None, 0) for process in self._processes):
                 deadline = min(deadline, time.monotonic() + GRACE_S)
             if time.monotonic() > deadline:
                 break

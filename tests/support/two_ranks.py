@@ -3,9 +3,11 @@
 import os
 import socket
 import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from support.warm_start import Cold, Warm
 
 
 def run_two_ranks(script: str, *arguments: str, timeout_s: float = 180) -> list[subprocess.CompletedProcess[str]]:
@@ -14,9 +16,13 @@ def run_two_ranks(script: str, *arguments: str, timeout_s: float = 180) -> list[
 
 
 def run_ranks(
-    count: int, script: str, *arguments: str, timeout_s: float = 180
+    count: int, script: str, *arguments: str, timeout_s: float = 180, warm: bool = True
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Start `tests/support/<script>` so many times, with torchrun's variables; every process is gone afterwards."""
+    """Start `tests/support/<script>` so many times, with torchrun's variables; every process is gone afterwards.
+
+    Args:
+        warm: with everything imported; else from nothing, so that the environment's settings of the C library count.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -30,21 +36,22 @@ def run_ranks(
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
     }
-    command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
-    with ExitStack() as ends:  # closes pipes, else they would be warned of in a later test
+    start = Warm if warm else Cold
+    path = str(Path(__file__).with_name(script))
+    with ExitStack() as ends:
+        folder = Path(ends.enter_context(TemporaryDirectory()))
         ranks = []
         for rank in range(count):
-            worker = subprocess.Popen(
-                command,
-                env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            ranks.append(ends.enter_context(worker))
-            ends.callback(worker.kill)
-        outputs = [worker.communicate(timeout=timeout_s) for worker in ranks]
-    return [
-        subprocess.CompletedProcess(command, rank.returncode, out, err)
-        for rank, (out, err) in zip(ranks, outputs, strict=True)
-    ]
+            own = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            out, errors = folder / f"{rank}.out", folder / f"{rank}.err"
+            ranks.append((ends.enter_context(start(path, [*arguments], own, out, errors)), out, errors))
+        for worker, _, _ in ranks:
+            worker.wait(timeout_s)
+        return [
+            subprocess.CompletedProcess([path, *arguments], worker.returncode or 0, _text(out), _text(errors))
+            for worker, out, errors in ranks
+        ]
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""

@@ -16,6 +16,7 @@ __all__ = ["unlike"]
 
 _SAME = 1e-9
 _SCALES = {"mul", "div"}
+_COUNTS = {"add"}
 _SEVERAL = 3
 """So many sizes show whether something grows as they do."""
 
@@ -46,7 +47,7 @@ def _difference(runs: Sequence[Operation], samples: Sequence[int], chosen: bool)
     if len({_settings(one) for one in runs}) > 1:
         return f"{name} has other settings"
     for numbers in _columns([one.constants for one in runs]):
-        if not _allowed(name, runs[0].pointwise, numbers, samples, chosen):
+        if not _allowed(runs[0], numbers, samples, chosen):
             return f"{name} is given {', '.join(f'{number:g}' for number in numbers)}"
     if not all(math.isnan(one.divisor) for one in runs) and not _scales([one.divisor for one in runs], samples, False):
         return f"{name} is given {', '.join(f'{one.divisor:g}' for one in runs)}"
@@ -66,12 +67,14 @@ def _columns(rows: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
     return list(zip(*rows, strict=True))
 
 
-def _allowed(name: str, pointwise: bool, numbers: Sequence[float], samples: Sequence[int], chosen: bool) -> bool:
+def _allowed(one: Operation, numbers: Sequence[float], samples: Sequence[int], chosen: bool) -> bool:
     if all(number == numbers[0] for number in numbers):
         return True
-    if name in _SCALES:
+    if one.name in _SCALES:
         return _scales(numbers, samples, chosen)
-    return not pointwise and all(isinstance(number, int) for number in numbers) and _affine(numbers, samples)
+    if one.name in _COUNTS and one.reads and not any(read.shape or read.learns for read in one.reads):
+        return _scales(numbers, samples, False)  # a metric's count of its samples; dividing by it is looked at there
+    return not one.pointwise and all(isinstance(number, int) for number in numbers) and _affine(numbers, samples)
 
 
 def _scales(numbers: Sequence[float], samples: Sequence[int], chosen: bool) -> bool:

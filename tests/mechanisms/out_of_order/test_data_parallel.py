@@ -10,7 +10,7 @@ import pytest
 from retime.mechanisms.ddp.bucket_size import bucket_mb
 from retime.mechanisms.out_of_order.k_tuner import MOST_STEPS, KTuner
 from support.paths import PYTHONPATH, SUPPORT
-from support.two_ranks import run_two_ranks
+from support.two_ranks import run_ranks, run_two_ranks
 
 IN_A_BARE_LOOP = [
     "same_bits",
@@ -57,7 +57,7 @@ def test_in_a_trainer(name: str, tmp_path: Path) -> None:
 def test_memory_of_the_process_stays_below_max_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # freed tensors leave the process at once, on glibc
     name = "measured_peak_stays_below_the_bound"
-    for number, rank in enumerate(run_two_ranks("ooo_ddp_worker.py", name)):
+    for number, rank in enumerate(run_ranks(2, "ooo_ddp_worker.py", name, warm=False)):
         assert f"rank {number}: {name} done" in rank.stdout, rank.stderr
 
 
