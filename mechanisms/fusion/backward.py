@@ -29,8 +29,8 @@ from retime.mechanisms.fusion.alive_gradients import AliveGradients
 from retime.mechanisms.fusion.arming import Arming
 from retime.mechanisms.fusion.bucket_bytes import check_bucket_bytes, default_bucket_bytes, parameters_of
 from retime.mechanisms.fusion.clipping import clip_by_value
-from retime.mechanisms.fusion.consumed import ConsumedGradient
 from retime.mechanisms.fusion.followed import Followed
+from retime.mechanisms.fusion.gradient_guard import GradientGuard
 from retime.mechanisms.fusion.held_back import why_held_back
 from retime.mechanisms.fusion.own_step import OwnStep
 from retime.mechanisms.fusion.python_nodes import has_python_nodes
@@ -198,7 +198,7 @@ class BackwardFusion(Arming):
             self._side.join()
 
     def begin_rest(self) -> None:
-        """Before the optimizer's own ``step``: consumed gradients read as None, so that it updates only the rest."""
+        """Before the optimizer's own ``step``: it finds None for used-up gradients, and updates only the rest."""
         self._join()
         used = self._used()
         if self._guard_at_once:
@@ -255,7 +255,7 @@ class BackwardFusion(Arming):
             self._own_step.restore()
         for followed in self._followed.values():
             followed.handle.remove()
-            if isinstance(followed.parameter.grad, ConsumedGradient):
+            if isinstance(followed.parameter.grad, GradientGuard):
                 followed.parameter.grad = None
         self._close()
         self._followed.clear()

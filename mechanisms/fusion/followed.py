@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from retime.mechanisms.fusion.consumed import ConsumedGradient
+from retime.mechanisms.fusion.gradient_guard import GradientGuard
 
 
 class Followed:
@@ -45,7 +45,7 @@ class Followed:
         """Autograd's count of in-place changes of the parameter, right after the update."""
         self.alive_bytes = 0
         self.held_back = False
-        self.guard = ConsumedGradient(parameter)
+        self.guard = GradientGuard(parameter)
         self.handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
             self._fire
         )
@@ -64,7 +64,7 @@ class Followed:
         try:
             self.parameter.grad = self.guard
         except (RuntimeError, TypeError):  # the parameter has another shape, dtype or device by now
-            zeros, self.guard = self.guard.sparse_zeros, ConsumedGradient(self.parameter)
+            zeros, self.guard = self.guard.sparse_zeros, GradientGuard(self.parameter)
             self.guard.sparse_zeros = zeros
             self.parameter.grad = self.guard
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from retime import NoEffectWarning, fuse_optimizer
 from retime.mechanisms.fusion import BackwardFusion
-from retime.mechanisms.fusion.consumed import ConsumedGradient
+from retime.mechanisms.fusion.gradient_guard import GradientGuard
 from support.fusion import adamw, assert_same, batches, network, train
 
 
@@ -25,7 +25,7 @@ def test_updates_run_inside_backward_and_gradients_are_gone() -> None:
     before = [p.detach().clone() for p in model.parameters()]
     model(second).sum().backward()
     assert not any(torch.equal(b, p) for b, p in zip(before, model.parameters(), strict=True))
-    assert all(isinstance(p.grad, ConsumedGradient) for p in model.parameters())
+    assert all(isinstance(p.grad, GradientGuard) for p in model.parameters())
     after = [p.detach().clone() for p in model.parameters()]
     optimizer.step()
     assert all(torch.equal(a, p) for a, p in zip(after, model.parameters(), strict=True))
@@ -116,7 +116,7 @@ def test_more_backward_passes_than_before_raise_until_marked() -> None:
         model(y).sum().backward()
     assert all(type(p.grad) is Tensor for p in model.parameters())
     model(z).sum().backward()
-    assert all(isinstance(p.grad, ConsumedGradient) for p in model.parameters())
+    assert all(isinstance(p.grad, GradientGuard) for p in model.parameters())
     optimizer.step()
     fusion.remove()
 

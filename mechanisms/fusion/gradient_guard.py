@@ -26,8 +26,8 @@ _ZEROING = (_aten.zero_.default, FOREACH_ZERO)
 _MOVING = (_aten.detach.default, _aten.alias.default, TO_COPY, _aten.detach_.default)
 
 
-class ConsumedGradient(Tensor):
-    """A gradient that was used up. Shape, dtype and device are the parameter's; there are no bytes behind it."""
+class GradientGuard(Tensor):
+    """Stands for a gradient that was used up: the parameter's shape, dtype and device, and no bytes behind it."""
 
     sparse_zeros: Tensor | None
     """Zeros of a sparse gradient's layout; None: the gradient was dense."""
@@ -44,21 +44,21 @@ class ConsumedGradient(Tensor):
 
     def __init__(self, like: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None: ...
 
-    def __deepcopy__(self, memo: Any) -> "ConsumedGradient":
-        """Of a tensor's copy: it reads as consumed too."""
-        made = ConsumedGradient(self)
+    def __deepcopy__(self, memo: Any) -> "GradientGuard":
+        """Of a tensor's copy: every read of it raises too."""
+        made = GradientGuard(self)
         made._parameter = None
         memo[id(self)] = made
         return made
 
     def _zero(self) -> None:
         parameter = None if self._parameter is None else self._parameter()
-        if parameter is None or not isinstance(parameter.grad, ConsumedGradient):
+        if parameter is None or not isinstance(parameter.grad, GradientGuard):
             raise RuntimeError(_MESSAGE.format(reader="`zero_` of a copy"))
         parameter.grad = torch.zeros_like(parameter) if self.sparse_zeros is None else self.sparse_zeros.clone()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"ConsumedGradient(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+        return f"GradientGuard(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
