@@ -27,10 +27,13 @@ class FusedOptimizer:
     The loop stays as it is, ``with accelerator.accumulate(model):`` included: in backward mode only the backward pass
     that synchronises gradients updates. Weights and optimizer state are bit-identical to the plain loop's.
 
-    :param mode: ``"backward"`` or ``"forward"``; only the latter goes with gradient-norm clipping and with fp16.
-    :param clip_value: backward only: clamp gradient elements to [-clip_value, clip_value] before the update.
-    :raises ValueError: fp16's GradScaler in backward mode, FSDP, DeepSpeed and other engines that own the optimizer,
-        and all that :func:`retime.fuse_optimizer` refuses.
+    Args:
+        mode: ``"backward"`` or ``"forward"``; only the latter goes with gradient-norm clipping and with fp16.
+        clip_value: backward only: clamp gradient elements to [-clip_value, clip_value] before the update.
+
+    Raises:
+        ValueError: fp16's GradScaler in backward mode, FSDP, DeepSpeed and other engines that own the optimizer, and
+            all that :func:`retime.fuse_optimizer` refuses.
     """
 
     @checked

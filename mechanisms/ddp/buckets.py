@@ -38,9 +38,14 @@ class BucketMap:
         """Whether all buckets are known and will stay as they are."""
 
     def learn(self, bucket: GradBucket, *, final: bool) -> bool:
-        """Note one bucket of a backward pass; returns whether it is as it was.
+        """Note one bucket of a backward pass.
 
-        :param final: whether the reducer will not build its buckets anew.
+        Args:
+            bucket: as it is full.
+            final: whether the reducer will not build its buckets anew.
+
+        Returns:
+            Whether it is as it was.
         """
         index, buffer = bucket.index(), bucket.buffer()
         known = self._buffers.get(index)

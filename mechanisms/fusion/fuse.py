@@ -77,18 +77,27 @@ def fuse_optimizer(
 
     Parameters and optimizer state are bit-identical to the plain loop's, as each kernel is elementwise and the same.
 
-    :param bucket_bytes: gradients (backward) or parameters (forward) gathered before a multi-tensor update, a number
-        or a text such as ``"4MiB"``; None: 1 MiB on a CPU, 8 MiB on CUDA.
-    :param clip_value: backward only: clamp the gradient elements of the optimizer's parameters, and of no others, to
-        [-clip_value, clip_value] before the update.
-    :param side_stream: backward on CUDA only: run updates on a stream beside the backward pass.
-    :param backward_passes: backward only: backward passes in each step, when known. Then the first step is fused too,
-        and its peak of memory is already the lower one; a step with more passes raises.
     Under ``DistributedDataParallel`` backward mode updates each bucket after its all-reduce; it takes the model's
     communication hook.
 
-    :raises ValueError: the mode is unknown, the optimizer holds no parameter of the model or parameters on another
-        device, or it cannot be updated parameter by parameter (LBFGS, step hooks, a ``step`` of somebody's own).
+    Args:
+        model: whose passes the updates join.
+        optimizer: of its parameters.
+        mode: ``"backward"`` or ``"forward"``.
+        bucket_bytes: gradients (backward) or parameters (forward) gathered before a multi-tensor update, a number or a
+            text such as ``"4MiB"``; None: 1 MiB on a CPU, 8 MiB on CUDA.
+        clip_value: backward only: clamp the gradient elements of the optimizer's parameters, and of no others, to
+            [-clip_value, clip_value] before the update.
+        side_stream: backward on CUDA only: run updates on a stream beside the backward pass.
+        backward_passes: backward only: backward passes in each step, when known. Then the first step is fused too, and
+            its peak of memory is already the lower one; a step with more passes raises.
+
+    Returns:
+        The fusion, which counts what it does (``report()``) and takes itself off (``remove()``).
+
+    Raises:
+        ValueError: the mode is unknown, the optimizer holds no parameter of the model or parameters on another device,
+            or it cannot be updated parameter by parameter (LBFGS, step hooks, a ``step`` of somebody's own).
     """
     mode = check_mode(mode)
     check_can_fuse(model, optimizer)

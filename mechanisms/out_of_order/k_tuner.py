@@ -22,9 +22,10 @@ TIE = 0.01
 class KTuner:
     """Drives the search from the times at which steps begin.
 
-    :param blocks: L.
-    :param largest: the largest k allowed.
-    :param agree: turns this rank's seconds into the number that all ranks use.
+    Args:
+        blocks: L.
+        largest: the largest k allowed.
+        agree: turns this rank's seconds into the number that all ranks use.
     """
 
     def __init__(self, blocks: int, largest: int, agree: Callable[[float], float]) -> None:
@@ -63,9 +64,13 @@ class KTuner:
         self._began = None
 
     def tick(self, now: float) -> bool:
-        """A step begins at ``now`` (seconds); returns whether k changes with it.
+        """A step begins; all ranks must call this equally often: it ends in a collective when a k has been timed.
 
-        All ranks must call this equally often: it ends in a collective when a k has been timed.
+        Args:
+            now: seconds.
+
+        Returns:
+            Whether k changes with it.
         """
         began, self._began = self._began, now
         if self.is_done or began is None:

@@ -42,7 +42,8 @@ class Gradients(NamedTuple):
 def layer_gradients(solver: Solver, saved: Saved, outside: list[Tensor]) -> Gradients:
     """Solve the scan and read all gradients off its solution.
 
-    :param outside: what reaches each state from outside the recurrence, ``[T, B, H]``: of ``h`` and, for LSTM, ``c``.
+    Args:
+        outside: what reaches each state from outside the recurrence, ``[T, B, H]``: of ``h`` and, for LSTM, ``c``.
     """
     before = torch.cat([saved.first.unsqueeze(0), saved.output[:-1]])
     cell = local_cell(saved, before)

@@ -16,7 +16,8 @@ class Blelloch:
     Down-sweep: what reaches a pair reaches its left half as it is, and its right half through the left one: the
     reversed operands of line 13.
 
-    :param levels: levels of the up-sweep before a linear scan takes over. None: all of them.
+    Args:
+        levels: levels of the up-sweep before a linear scan takes over. None: all of them.
     """
 
     safe = False

@@ -19,8 +19,9 @@ class BlockJacobians(LocalJacobians):
     One elementwise and one matrix product a step, whatever the number of blocks. While gradients of the result are not
     asked for, both write into buffers made once: on a CPU a step costs little more than the two calls.
 
-    :param scale: ``a``: ``[T, *batch, K, H]``.
-    :param matrix: the blocks ``M[k]`` under one another: ``[K * H, H]``.
+    Args:
+        scale: ``a``: ``[T, *batch, K, H]``.
+        matrix: the blocks ``M[k]`` under one another: ``[K * H, H]``.
     """
 
     def __init__(self, scale: Tensor, matrix: Tensor) -> None:
@@ -96,7 +97,8 @@ class BlockJacobians(LocalJacobians):
 def _last(series: Tensor, batch: tuple[int, ...]) -> Tensor:
     """``[T, N, *rest, *features]`` as ``[T, features, rest * N]``, in two copies that both run along memory.
 
-    :param batch: ``(N, *rest)``; a folded series has its chunks as ``N``, and their steps lie behind one another.
+    Args:
+        batch: ``(N, *rest)``; a folded series has its chunks as ``N``, and their steps lie behind one another.
     """
     steps, chunks = series.shape[0], batch[0]
     turned = series.transpose(0, 1).reshape(chunks, -1).t().contiguous()

@@ -38,7 +38,8 @@ def calibrate(
     On a GPU where the Triton kernels run they are one more way: only this lets "auto" choose them.
     Use the result with ``set_cost_model("cpu", calibrate("cpu"))``; it prints as a table to keep.
 
-    :param cells: ``"RNN"``, ``"GRU"``, ``"LSTM"`` (op by op, as packed sequences and float64 run).
+    Args:
+        cells: ``"RNN"``, ``"GRU"``, ``"LSTM"`` (op by op, as packed sequences and float64 run).
     """
     device = torch.device(device)
     coefficients = {}

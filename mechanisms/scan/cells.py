@@ -34,9 +34,10 @@ class GateGradients(NamedTuple):
 def gate_products(series: Tensor, weight: Tensor, bias: Tensor | None, gates: int) -> tuple[Tensor, ...]:
     """``series @ weight.T + bias``, one contiguous ``[T, B, H]`` a gate, which suits elementwise work.
 
-    :param series: ``[T, B, F]``.
-    :param weight: ``[G * H, F]``.
-    :param bias: ``[G * H]``.
+    Args:
+        series: ``[T, B, F]``.
+        weight: ``[G * H, F]``.
+        bias: ``[G * H]``.
     """
     rows = series.flatten(0, 1).expand(gates, -1, -1)
     matrices = weight.reshape(gates, -1, weight.shape[1]).transpose(1, 2)
@@ -54,5 +55,6 @@ class LocalCell(ABC):
     def gate_gradients(self, v: Tensor) -> GateGradients:
         """Gradients of the gates' products from those of the states.
 
-        :param v: dL/d state: ``[T, B, S]``.
+        Args:
+            v: dL/d state: ``[T, B, S]``.
         """

@@ -16,10 +16,12 @@ def check_layer(
 ) -> None:
     """Refuse what does not fit together.
 
-    :param state: ``h0`` and, for LSTM, ``c0``: ``[B, H]``, or ``[2, B, H]`` with two directions.
+    Args:
+        state: ``h0`` and, for LSTM, ``c0``: ``[B, H]``, or ``[2, B, H]`` with two directions.
 
-    :raises TypeError: an argument that has to be a tensor is none.
-    :raises ValueError: an unknown mode, one bias without the other, or a shape, dtype or device that does not fit.
+    Raises:
+        TypeError: an argument that has to be a tensor is none.
+        ValueError: an unknown mode, one bias without the other, or a shape, dtype or device that does not fit.
     """
     if mode not in GATES:
         raise ValueError(f"unknown mode {mode!r}; use one of {', '.join(GATES)}")

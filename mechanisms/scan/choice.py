@@ -29,9 +29,12 @@ def choose_solver(
 ) -> Solver | None:
     """The solver for one layer; None: torch's own backward pass. The same shapes get the same choice in every run.
 
-    :param x: ``[T, B, I]``, or packed ``[N, I]``.
-    :param state: ``h0``: ``[D, B, H]``.
-    :raises ValueError: for ``"triton"`` where its kernels cannot run the layer.
+    Args:
+        x: ``[T, B, I]``, or packed ``[N, I]``.
+        state: ``h0``: ``[D, B, H]``.
+
+    Raises:
+        ValueError: for ``"triton"`` where its kernels cannot run the layer.
     """
     hidden = state.shape[-1]
     if solver == "auto":
@@ -50,8 +53,9 @@ def choose_solver(
 def keeps_torchs_own(mode: str, x: torch.Size, hidden: int, inputs: int, dtype: torch.dtype) -> bool:
     """Whether "auto" leaves one layer on a CPU to torch's own backward pass; cheap enough to ask in every forward pass.
 
-    :param x: the shape ``[T, B, I]`` of the first layer's input.
-    :param inputs: the input size of this layer.
+    Args:
+        x: the shape ``[T, B, I]`` of the first layer's input.
+        inputs: the input size of this layer.
     """
     shape, state = torch.Size((*x[:2], inputs)), torch.Size((1, x[1], hidden))
     return _choose("cpu", mode.partition("_")[0], x[0], False, shape, state, max(4, dtype.itemsize)) == AUTOGRAD

@@ -26,7 +26,8 @@ class Chunk:
     On a CPU long sequences are worked through in windows of as many chunks as the cache holds, the last window first.
     There the steps of a window run side by side no more than one core can use anyway.
 
-    :param length: ``C``, time steps a chunk. None: near ``sqrt(T / 3)``, where a pass makes the fewest calls.
+    Args:
+        length: ``C``, time steps a chunk. None: near ``sqrt(T / 3)``, where a pass makes the fewest calls.
     """
 
     safe = False
@@ -75,9 +76,12 @@ def _solve_window(
 def pass_chunks(maps: Tensor, entry: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The gradient as a vector through every chunk, the last chunk first.
 
-    :param maps: ``[N, B, S + 1, S]`` from :meth:`LocalJacobians.products`.
-    :param entry: what enters the last chunk: ``[B, S]``. None: nothing.
-    :return: what enters each chunk: ``[N, B, S]``, and what leaves the first one: ``[B, S]``.
+    Args:
+        maps: ``[N, B, S + 1, S]`` from :meth:`LocalJacobians.products`.
+        entry: what enters the last chunk: ``[B, S]``. None: nothing.
+
+    Returns:
+        What enters each chunk: ``[N, B, S]``, and what leaves the first one: ``[B, S]``.
     """
     matrices, sent = maps[:, :, :-1, :].unbind(0), maps[:, :, -1:, :].unbind(0)
     carry = torch.zeros_like(sent[0]) if entry is None else entry.unsqueeze(-2)

@@ -49,8 +49,10 @@ class Shape:
 class CostModel:
     """Predicts the time that training adds to a forward pass without gradients.
 
-    :param coefficients: microseconds a unit of :meth:`Shape.work`, by ``"<cell> <way>"``. A way without coefficients is
-        never chosen. Cells: ``RNN``, ``GRU``, ``LSTM``, and ``LSTM fused`` where one kernel of torch runs all steps.
+    Args:
+        coefficients: microseconds a unit of :meth:`Shape.work`, by ``"<cell> <way>"``. A way without coefficients is
+            never chosen. Cells: ``RNN``, ``GRU``, ``LSTM``, and ``LSTM fused`` where one kernel of torch runs all
+            steps.
     """
 
     coefficients: Mapping[str, tuple[float, ...]]
@@ -72,9 +74,10 @@ class CostModel:
     def choose(self, cell: str, shape: Shape, running: Shape | None = None, kernels: bool = False) -> str:
         """The way with the least predicted time; torch's own unless another is clearly faster.
 
-        :param shape: what a scan works on; sequences of different lengths are padded.
-        :param running: what torch's own pass works on, where it is less: the mean batch of packed sequences.
-        :param kernels: whether the Triton kernels run this layer.
+        Args:
+            shape: what a scan works on; sequences of different lengths are padded.
+            running: what torch's own pass works on, where it is less: the mean batch of packed sequences.
+            kernels: whether the Triton kernels run this layer.
         """
         ways = (*WAYS[1:], TRITON) if kernels else WAYS[1:]
         times = {way: self.predict_us(cell, way, shape) for way in ways}

@@ -11,10 +11,13 @@ from retime.mechanisms.scan.jacobians import fold, unfold
 def diagonal_scan(a: Tensor, b: Tensor, first: Tensor) -> Tensor:
     """Two levels of about ``sqrt(T)`` steps. Differentiable.
 
-    :param a: ``[T, B, H]``, between 0 and 1, so that no product of it overflows.
-    :param b: ``[T, B, H]``.
-    :param first: ``c[-1]``: ``[B, H]``.
-    :return: ``c``: ``[T, B, H]``.
+    Args:
+        a: ``[T, B, H]``, between 0 and 1, so that no product of it overflows.
+        b: ``[T, B, H]``.
+        first: ``c[-1]``: ``[B, H]``.
+
+    Returns:
+        ``c``: ``[T, B, H]``.
     """
     steps = a.shape[0]
     chunk = max(1, math.isqrt(steps))

@@ -8,9 +8,12 @@ SWEEPS = 20_000
 def fit_coefficients(work: Sequence[Sequence[float]], times_us: Sequence[float]) -> tuple[float, ...]:
     """Coefficients whose products with each row of ``work`` come near each time, relative to it.
 
-    :param work: a row of :meth:`Shape.work` a measurement.
-    :param times_us: microseconds, above 0.
-    :return: a coefficient, 0 or more, a column.
+    Args:
+        work: a row of :meth:`Shape.work` a measurement.
+        times_us: microseconds, above 0.
+
+    Returns:
+        A coefficient, 0 or more, a column.
     """
     rows = [[amount / time for amount in row] for row, time in zip(work, times_us, strict=True)]
     columns = range(len(rows[0]))

@@ -12,9 +12,10 @@ class LocalGRU(LocalCell):
 
     ``J[t] = J11 + J1 (j2 j3 j6 j7) + J8 (j9 j10) + J4 (j5 j6 j7)``: the direct term first, then gates r, z, n.
 
-    :param x: ``[T, B, I]``.
-    :param before: ``h[t-1]``: ``[T, B, H]``.
-    :param mask: ``[T, B, 1]``, zero where a shorter sequence has ended. None: all have the same length.
+    Args:
+        x: ``[T, B, I]``.
+        before: ``h[t-1]``: ``[T, B, H]``.
+        mask: ``[T, B, 1]``, zero where a shorter sequence has ended. None: all have the same length.
     """
 
     jacobians: BlockJacobians

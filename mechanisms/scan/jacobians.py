@@ -28,16 +28,22 @@ class LocalJacobians(ABC):
     def step_mv(self, t: int, v: Tensor) -> Tensor:
         """``J[t]^T v`` for one vector a sequence.
 
-        :param v: ``[*batch, S]``.
-        :return: ``[*batch, S]``.
+        Args:
+            v: ``[*batch, S]``.
+
+        Returns:
+            ``[*batch, S]``.
         """
 
     @abstractmethod
     def step_mm(self, t: int, rows: Tensor) -> Tensor:
         """``J[t]^T`` applied to each of ``R`` row vectors a sequence.
 
-        :param rows: ``[*batch, R, S]``.
-        :return: ``[*batch, R, S]``.
+        Args:
+            rows: ``[*batch, R, S]``.
+
+        Returns:
+            ``[*batch, R, S]``.
         """
 
     @abstractmethod
@@ -55,8 +61,11 @@ class LocalJacobians(ABC):
     def products(self, gradient: Tensor) -> Tensor:
         """The affine map of all steps together, ``v -> v J[T-1] ... J[0] + q``.
 
-        :param gradient: ``[T, *batch, S]``, added before each step.
-        :return: ``[*batch, S + 1, S]``: the matrix, and ``q`` as its last row.
+        Args:
+            gradient: ``[T, *batch, S]``, added before each step.
+
+        Returns:
+            ``[*batch, S + 1, S]``: the matrix, and ``q`` as its last row.
         """
         rows = torch.eye(self.state, dtype=gradient.dtype, device=gradient.device).expand(*self.batch, -1, -1)
         sent = torch.zeros_like(gradient[0])
@@ -69,9 +78,12 @@ class LocalJacobians(ABC):
     def sweep(self, gradient: Tensor, entry: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The recurrence ``v[t-1] = gradient[t-1] + J[t]^T v[t]``, one step after another.
 
-        :param gradient: ``[T, *batch, S]``.
-        :param entry: what reaches the last step from later ones: ``[*batch, S]``.
-        :return: ``v`` as ``[T, *batch, S]``, and ``J[0]^T v[0]`` as ``[*batch, S]``.
+        Args:
+            gradient: ``[T, *batch, S]``.
+            entry: what reaches the last step from later ones: ``[*batch, S]``.
+
+        Returns:
+            ``v`` as ``[T, *batch, S]``, and ``J[0]^T v[0]`` as ``[*batch, S]``.
         """
         carry = gradient[-1] if entry is None else gradient[-1] + entry
         states = [carry]

@@ -31,19 +31,24 @@ def scan_layer(
 ) -> Outputs:
     """Run one direction; differentiable in every tensor, any number of times.
 
-    :param mode: ``"RNN_TANH"``, ``"RNN_RELU"``, ``"GRU"`` or ``"LSTM"``.
-    :param x: ``[T, B, I]``; with ``batch_sizes`` the packed data ``[N, I]``, sorted by length.
-    :param hx: ``h0`` ``[B, H]``; for LSTM ``(h0, c0)``.
-    :param w_ih: ``[G * H, I]``, ``G`` 1, 3 or 4 gates in torch.nn's order.
-    :param w_hh: ``[G * H, H]``.
-    :param b_ih: ``[G * H]``; None, as ``b_hh``, for a layer without bias.
-    :param reverse: from each sequence's last step to its first.
-    :param solver: a name (``retime.mechanisms.scan.solver.NAMES``), or an object with ``solve``.
-    :param batch_sizes: as in PackedSequence: ``[T]``, int64, on the CPU.
-    :return: output ``[T, B, H]`` (or ``[N, H]``), ``h_n`` ``[B, H]`` and, for LSTM, ``c_n`` ``[B, H]``.
-    :raises ValueError: for an unknown mode or solver, one bias without the other, shapes, dtypes or devices that do not
-        fit together, or a layer that ``"triton"`` cannot run.
-    :raises ModuleNotFoundError: for ``"triton"`` where triton is not installed.
+    Args:
+        mode: ``"RNN_TANH"``, ``"RNN_RELU"``, ``"GRU"`` or ``"LSTM"``.
+        x: ``[T, B, I]``; with ``batch_sizes`` the packed data ``[N, I]``, sorted by length.
+        hx: ``h0`` ``[B, H]``; for LSTM ``(h0, c0)``.
+        w_ih: ``[G * H, I]``, ``G`` 1, 3 or 4 gates in torch.nn's order.
+        w_hh: ``[G * H, H]``.
+        b_ih: ``[G * H]``; None, as ``b_hh``, for a layer without bias.
+        reverse: from each sequence's last step to its first.
+        solver: a name (``retime.mechanisms.scan.solver.NAMES``), or an object with ``solve``.
+        batch_sizes: as in PackedSequence: ``[T]``, int64, on the CPU.
+
+    Returns:
+        Output ``[T, B, H]`` (or ``[N, H]``), ``h_n`` ``[B, H]`` and, for LSTM, ``c_n`` ``[B, H]``.
+
+    Raises:
+        ValueError: for an unknown mode or solver, one bias without the other, shapes, dtypes or devices that do not fit
+            together, or a layer that ``"triton"`` cannot run.
+        ModuleNotFoundError: for ``"triton"`` where triton is not installed.
     """
     states, directions = hx if isinstance(hx, tuple) else (hx,), ((w_ih, w_hh, b_ih, b_hh),)
     check_layer(mode, x, states, directions, batch_sizes)
@@ -71,7 +76,8 @@ def scan_bidirectional(
 
     Parameters are those of :func:`scan_layer`, with a leading dimension of 2 in ``hx``: ``[2, B, H]``.
 
-    :return: output ``[T, B, 2 * H]`` (or ``[N, 2 * H]``), ``h_n`` ``[2, B, H]`` and, for LSTM, ``c_n``.
+    Returns:
+        Output ``[T, B, 2 * H]`` (or ``[N, 2 * H]``), ``h_n`` ``[2, B, H]`` and, for LSTM, ``c_n``.
     """
     state = hx if isinstance(hx, tuple) else (hx,)
     check_layer(mode, x, state, (weights, reverse_weights), batch_sizes)

@@ -13,11 +13,12 @@ from retime.mechanisms.scan.jacobians import LocalJacobians, fold
 class LSTMJacobians(LocalJacobians):
     """With ``s = vc + vh o (1 - tanh^2 c)``: ``vc' = f s`` and ``vh' = [i' s, f' s, g' s, o' vh] W_hh``.
 
-    :param through: ``o (1 - tanh^2 c)``: ``[T, *batch, H]``.
-    :param forget: ``f``: ``[T, *batch, H]``.
-    :param scale: derivatives of i, f, g with respect to c, and of o with respect to h, each times its gate's slope:
-        ``[T, *batch, 4, H]``.
-    :param matrix: ``weight_hh``: ``[4 * H, H]``.
+    Args:
+        through: ``o (1 - tanh^2 c)``: ``[T, *batch, H]``.
+        forget: ``f``: ``[T, *batch, H]``.
+        scale: derivatives of i, f, g with respect to c, and of o with respect to h, each times its gate's slope:
+            ``[T, *batch, 4, H]``.
+        matrix: ``weight_hh``: ``[4 * H, H]``.
     """
 
     def __init__(self, through: Tensor, forget: Tensor, scale: Tensor, matrix: Tensor) -> None:
@@ -66,10 +67,11 @@ class LSTMJacobians(LocalJacobians):
 class LocalLSTM(LocalCell):
     """Gates are recomputed in one product for all steps; ``c`` by a scan of ``c[t] = f c[t-1] + i g``.
 
-    :param x: ``[T, B, I]``.
-    :param before: ``h[t-1]``: ``[T, B, H]``.
-    :param first_cell: ``c0``: ``[B, H]``.
-    :param mask: ``[T, B, 1]``, zero where a shorter sequence has ended. None: all have the same length.
+    Args:
+        x: ``[T, B, I]``.
+        before: ``h[t-1]``: ``[T, B, H]``.
+        first_cell: ``c0``: ``[B, H]``.
+        mask: ``[T, B, 1]``, zero where a shorter sequence has ended. None: all have the same length.
     """
 
     jacobians: LSTMJacobians

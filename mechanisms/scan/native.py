@@ -13,10 +13,13 @@ def run_native(
 ) -> tuple[Tensor, ...]:
     """What torch.nn calls for this layer, so that its values are torch.nn's bit for bit.
 
-    :param x: ``[T, B, I]``, or packed ``[N, I]`` with ``batch_sizes``.
-    :param state: ``h0`` and, for LSTM, ``c0``: ``[D, B, H]`` each, ``D`` directions.
-    :param directions: one direction's weights, or the forward and the reverse one's.
-    :return: output ``[T, B, D * H]`` or ``[N, D * H]``, then the last states ``[D, B, H]``.
+    Args:
+        x: ``[T, B, I]``, or packed ``[N, I]`` with ``batch_sizes``.
+        state: ``h0`` and, for LSTM, ``c0``: ``[D, B, H]`` each, ``D`` directions.
+        directions: one direction's weights, or the forward and the reverse one's.
+
+    Returns:
+        Output ``[T, B, D * H]`` or ``[N, D * H]``, then the last states ``[D, B, H]``.
     """
     flat = tuple(weight for weights in directions for weight in weights if weight is not None)
     hx = state if mode == "LSTM" else state[0]

@@ -9,8 +9,11 @@ from retime.mechanisms.scan.capture import capturing
 class Packing:
     """Where each packed row lies among ``T`` steps and ``B`` sequences, longest first.
 
-    :param batch_sizes: how many sequences still run at each step: ``[T]``, int64, on the CPU.
-    :raises RuntimeError: while a CUDA graph is captured: its replays could not see other lengths.
+    Args:
+        batch_sizes: how many sequences still run at each step: ``[T]``, int64, on the CPU.
+
+    Raises:
+        RuntimeError: while a CUDA graph is captured: its replays could not see other lengths.
     """
 
     def __init__(self, batch_sizes: Tensor, device: torch.device) -> None:

@@ -9,8 +9,9 @@ from retime.mechanisms.scan.cells import GateGradients, LocalCell, Weights
 class LocalRNN(LocalCell):
     """Both derivatives follow from the output alone: nothing is recomputed.
 
-    :param output: ``[T, B, H]``.
-    :param mask: ``[T, B, 1]``, zero where a shorter sequence has ended. None: all have the same length.
+    Args:
+        output: ``[T, B, H]``.
+        mask: ``[T, B, 1]``, zero where a shorter sequence has ended. None: all have the same length.
     """
 
     def __init__(self, mode: str, output: Tensor, weights: Weights, mask: Tensor | None = None) -> None:

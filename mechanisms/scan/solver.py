@@ -32,8 +32,11 @@ class Solver(Protocol):
     def solve(self, jacobians: LocalJacobians, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """Solve one scan.
 
-        :param gradient: ``g``, what reaches each state from outside the recurrence: ``[T, B, S]``.
-        :return: ``v``: ``[T, B, S]``, and ``J[0]^T v[0]``, the gradient of the first state: ``[B, S]``.
+        Args:
+            gradient: ``g``, what reaches each state from outside the recurrence: ``[T, B, S]``.
+
+        Returns:
+            ``v``: ``[T, B, S]``, and ``J[0]^T v[0]``, the gradient of the first state: ``[B, S]``.
         """
         ...
 
@@ -41,7 +44,8 @@ class Solver(Protocol):
 def parse_solver(name: str) -> Solver:
     """The solver of that name. Solvers hold no state: one object a name serves all layers.
 
-    :raises ValueError: for an unknown name.
+    Raises:
+        ValueError: for an unknown name.
     """
     if not isinstance(name, str):
         raise TypeError(f"name={name!r}: use one of {NAMES}")
@@ -69,9 +73,10 @@ def _parse(name: str) -> Solver:
 def check_solver(solver: str | Solver) -> None:
     """Refuse what :func:`scan_layer` would refuse.
 
-    :raises ValueError: for an unknown name.
-    :raises ModuleNotFoundError: for ``"triton"`` where triton is not installed.
-    :raises TypeError: for an object without ``solve``.
+    Raises:
+        ValueError: for an unknown name.
+        ModuleNotFoundError: for ``"triton"`` where triton is not installed.
+        TypeError: for an object without ``solve``.
     """
     if isinstance(solver, str):
         if solver not in ("auto", "autograd") and isinstance(parse_solver(solver), TritonChunk) and not has_triton():

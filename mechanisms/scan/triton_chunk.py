@@ -15,7 +15,8 @@ class TritonChunk:
     Products are IEEE float32 or float64. When gradients of the result are asked for (double backward), :class:`Chunk`
     does the work. Tested in Triton's interpreter, not yet on a GPU: nothing is known about its speed there.
 
-    :param length: time steps a chunk. None: near ``sqrt(T / 2)``, where the dependent steps are fewest.
+    Args:
+        length: time steps a chunk. None: near ``sqrt(T / 2)``, where the dependent steps are fewest.
     """
 
     safe = False
@@ -29,7 +30,8 @@ class TritonChunk:
     def check(self, mode: str, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
         """Refuse a layer that the kernels cannot run, before its forward pass.
 
-        :raises ValueError: with the reason of :func:`~retime.mechanisms.scan.triton_launch.why_not`.
+        Raises:
+            ValueError: with the reason of :func:`~retime.mechanisms.scan.triton_launch.why_not`.
         """
         reason = why_not(mode, hidden, dtype, device)
         if reason is not None:

@@ -27,7 +27,8 @@ def why_not(mode: str, hidden: int, dtype: torch.dtype, device: torch.device) ->
     Kernels exist for RNN and GRU in float32 and float64, up to ``H = 64`` (GRU in float64: 32), for NVIDIA GPUs of
     compute capability 8.0 or more. In Triton's interpreter (``TRITON_INTERPRET=1``) they run on a CPU, slowly.
 
-    :param dtype: of the layer's input; the scan of half precision runs in float32.
+    Args:
+        dtype: of the layer's input; the scan of half precision runs in float32.
     """
     if mode not in BLOCKS:
         return f"it has kernels for RNN and GRU, not for {mode}"
@@ -69,11 +70,14 @@ def scan_chunks(scale: Tensor, matrix: Tensor, gradient: Tensor, length: int) ->
 
     The first call for a dtype, number of blocks and padded ``H`` compiles: make it before a CUDA graph is captured.
 
-    :param scale: ``[T, B, K, H]``, ``K`` a power of two.
-    :param matrix: ``[K * H, H]``.
-    :param gradient: ``[T, B, H]``.
-    :param length: time steps a chunk, 1 to ``T``.
-    :return: ``v``: ``[T, B, H]``, and what leaves the first step: ``[B, H]``.
+    Args:
+        scale: ``[T, B, K, H]``, ``K`` a power of two.
+        matrix: ``[K * H, H]``.
+        gradient: ``[T, B, H]``.
+        length: time steps a chunk, 1 to ``T``.
+
+    Returns:
+        ``v``: ``[T, B, H]``, and what leaves the first step: ``[B, H]``.
     """
     from retime.mechanisms.scan import triton_kernels as kernels
 
