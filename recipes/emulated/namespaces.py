@@ -1,19 +1,15 @@
-"""Names that tell who made a network namespace or a folder, so that those of a killed process are found and removed."""
+"""Names that tell who made a network namespace, so that those of a killed process are found and removed."""
 
 import contextlib
 import itertools
 import os
 import re
-import shutil
 import signal
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from retime.recipes.emulated.requirements import CommandError, call
 
 _NAME = re.compile(r"retime-(?P<pid>\d+)-(?P<born>\d+)-(?P<serial>\d+)-(?:switch|h\d+)")
-_FOLDER = re.compile(r"retime-(?P<pid>\d+)-(?P<born>\d+)-(?P<serial>\d+)-ranks-.*")
 _serials = itertools.count()
 
 
@@ -30,7 +26,7 @@ def existing() -> list[str]:
 
 def remove_stale() -> list[str]:
     """Remove the namespaces, and the processes in them, of processes that no longer run; returns their names."""
-    stale = [name for name in existing() if not _owner_runs(_NAME, name)]
+    stale = [name for name in existing() if not _owner_runs(name)]
     for name in stale:
         remove(name)
     return stale
@@ -46,18 +42,8 @@ def remove(name: str) -> None:
         call("ip", "netns", "delete", name)
 
 
-@contextlib.contextmanager
-def temporary_folder() -> Iterator[Path]:
-    """A folder for ranks' files, removed at the end; those that killed processes left are removed first."""
-    for old in Path(tempfile.gettempdir()).iterdir():
-        if _FOLDER.fullmatch(old.name) and not _owner_runs(_FOLDER, old.name):
-            shutil.rmtree(old, ignore_errors=True)  # another user's, or another process is at it
-    with tempfile.TemporaryDirectory(prefix=f"{new_prefix()}-ranks-") as text:
-        yield Path(text)
-
-
-def _owner_runs(names: re.Pattern[str], name: str) -> bool:
-    found = names.fullmatch(name)
+def _owner_runs(name: str) -> bool:
+    found = _NAME.fullmatch(name)
     assert found
     # A process number is given out again, a number with its start time is not.
     return _born(int(found["pid"])) == int(found["born"])

@@ -1,4 +1,4 @@
-"""The DDP recipe's own process: Lightning's launcher starts the other ranks by running this module again."""
+"""What each rank of the DDP recipe runs; Lightning joins them."""
 
 import os
 from typing import Any
@@ -7,9 +7,9 @@ import torch
 import torch.distributed
 
 from retime.recipes.core.build import build_batches, build_model
-from retime.recipes.core.fresh import serve
 from retime.recipes.core.measure import interleave
 from retime.recipes.core.schema import FusionSettings, Hardware
+from retime.recipes.core.workers import Answer
 from retime.recipes.fusion.trainer import WARMUP_STEPS, TrainerBlocks
 from retime.recipes.models import parameter_count
 
@@ -19,7 +19,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any] | None:
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cpu")
     if request["device"] == "cpu":
-        cores = request["cores"]  # not asked for here: rank 0 starts the others, which inherit its one core
+        cores = request["cores"]
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
         torch.set_num_threads(1)
     else:
@@ -49,5 +49,6 @@ def answer(request: dict[str, Any]) -> dict[str, Any] | None:
     return {"world_size": world_size, "step_ms": times, "facts": facts}
 
 
-if __name__ == "__main__":
-    serve(answer)
+def serve() -> Answer:
+    """For `run_ranks`."""
+    return answer

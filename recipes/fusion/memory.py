@@ -5,19 +5,18 @@ process before the model existed; on CUDA the allocator's peak. So that freed me
 the C library is told to give tensors pages of their own.
 """
 
-import os
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from retime.recipes.core import charts
 from retime.recipes.core.claims import amount
-from retime.recipes.core.fresh import run_fresh
 from retime.recipes.core.measure import spread
 from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Result, Row
 from retime.recipes.core.schema import FusionSettings
+from retime.recipes.core.workers import answer_once
+from retime.recipes.fusion.memory_worker import serve
 from retime.recipes.fusion.step_times import label
 from retime.recipes.fusion.variants import choose_variants
 
@@ -54,8 +53,7 @@ class PeakMemory(Recipe[FusionSettings]):
                     "steps": settings.steps,
                     "device": settings.hardware.device,
                 }
-                with patch.dict(os.environ, _MALLOC):
-                    reply = run_fresh("retime.recipes.fusion.memory_worker", request)
+                reply = answer_once(serve, request, environment=_MALLOC)
                 for quantity, key in ((FIRST, "first_bytes"), (LATER, "later_bytes"), (GRADIENTS, "gradient_bytes")):
                     found.setdefault((name, quantity), []).append(reply[key] / MIB)
                 facts = {"parameters": reply["parameters"], "measured by": reply["source"]}

@@ -16,13 +16,13 @@ import retime  # noqa: F401 -- registers the strategy names
 from retime.recipes.core import charts
 from retime.recipes.core.build import build_batches, build_model
 from retime.recipes.core.claims import Comparison, Target, show
-from retime.recipes.core.fresh import run_fresh
 from retime.recipes.core.measure import Spread, interleave, spread
 from retime.recipes.core.of_points import ratio, titled
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import FusionSettings
 from retime.recipes.core.trainer_loop import Batch, Run, Training, train
+from retime.recipes.emulated import loopback, run_ranks
 from retime.recipes.fusion.claims import PAPER
 from retime.recipes.fusion.step_times import StepTimes, label, strongest_peer
 from retime.recipes.fusion.variants import VARIANTS
@@ -188,6 +188,8 @@ class Distributed(StepTimes):
         return 1
 
     def measure(self, settings: FusionSettings, at: dict[str, Any], tick: Tick) -> Measured:
+        from retime.recipes.fusion.ddp_worker import serve  # which takes its blocks from here
+
         request = {
             "devices": at["devices"],
             "device": settings.hardware.device,
@@ -202,8 +204,8 @@ class Distributed(StepTimes):
             "steps": settings.steps,
             "seed": settings.seed,
         }
-        reply = run_fresh("retime.recipes.fusion.ddp_worker", request)
-        tick("fresh process")
+        reply = run_ranks(loopback(at["devices"]), serve, request)[0]
+        tick("fresh processes")
         if reply["world_size"] != at["devices"]:
             raise RuntimeError(f"{at['devices']} ranks were asked for, {reply['world_size']} ran")
         rows = [Row(name, "step", "ms", values) for name, values in reply["step_ms"].items()]

@@ -23,8 +23,8 @@ from retime.mechanisms.memory.planning import PlanChoice, PlannedShape, StepMemo
 from retime.mechanisms.memory.pool import FreedMemory, give_back_freed_memory, trim_heap
 from retime.mechanisms.memory.step import BudgetedStep
 from retime.recipes.core.build import build_model, build_optimizer, loss_of
+from retime.recipes.core.workers import Answer
 from retime.recipes.models import parameter_count
-from retime.recipes.modnn.processes import Answer
 from retime.recipes.modnn.vdnn import Vdnn
 from retime.recipes.modnn.vdnn_plus import VdnnPlus
 from retime.schedules.budget import BudgetError

@@ -14,8 +14,8 @@ from retime.mechanisms.measure import MemoryProbe
 from retime.mechanisms.memory.dry_run import TrainingStep
 from retime.mechanisms.memory.planning import PlanChoice, StepMemory, part_sizes, search_plan
 from retime.mechanisms.memory.pool import give_back_freed_memory, trim_heap
+from retime.recipes.core.workers import Answer
 from retime.recipes.modnn.networks import network_of
-from retime.recipes.modnn.processes import Answer
 
 
 def serve() -> Answer:

@@ -18,8 +18,8 @@ from retime.mechanisms.memory.host import parse_host
 from retime.mechanisms.memory.offload import OffloadSavedTensors
 from retime.mechanisms.memory.pool import FreedMemory, trim_heap
 from retime.recipes.core.build import CPU, build_model, build_optimizer, loss_of
+from retime.recipes.core.workers import Answer
 from retime.recipes.modnn.budget_worker import resident_bytes
-from retime.recipes.modnn.processes import Answer
 from retime.schedules.budget import BudgetError, OffloadPlan
 
 ONE, WHOLE = "one process", "whole batches"

@@ -14,9 +14,9 @@ from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import MemorySettings
+from retime.recipes.core.workers import Worker, WorkerError, closing
 from retime.recipes.modnn import claims
 from retime.recipes.modnn.over_networks import NetworkRecipe
-from retime.recipes.modnn.processes import Worker, WorkerError, closing
 from retime.recipes.modnn.rank_worker import EACH, ONCE, ONE, WHOLE, serve
 from retime.recipes.modnn.report import prediction_error
 from retime.recipes.modnn.side_by_side import (

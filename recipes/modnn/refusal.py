@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from retime.recipes.core.workers import Answer
 from retime.recipes.modnn.budget_worker import Training
-from retime.recipes.modnn.processes import Answer
 from retime.schedules.budget import BudgetError
 
 FLOOR, TASK, LAYER, HINT = "a floor that trains", "an operation", "a layer of the model", "what would help"

@@ -20,8 +20,8 @@ from retime.recipes.core.measure import interleave, spread
 from retime.recipes.core.recipe import Tick
 from retime.recipes.core.results import Row
 from retime.recipes.core.schema import MemorySettings
+from retime.recipes.core.workers import Worker, WorkerError, answer_once, closing
 from retime.recipes.modnn.budget_worker import serve
-from retime.recipes.modnn.processes import Worker, WorkerError, answer_once, closing
 
 MIB = 2**20
 UNLIMITED, GIVING_BACK, FLOOR = "unlimited", "unlimited, freed memory given back", "floor"

@@ -14,6 +14,7 @@ from retime.recipes.emulated import Network, emulated_network, loopback, parse_r
 from retime.recipes.emulated.bandwidth import sent_bytes
 from retime.recipes.ooo.fits import BUCKET_BYTES
 from retime.recipes.ooo.variants import COMMUNICATION, COMPUTE, label, variant
+from retime.recipes.ooo.worker import serve
 
 PAPER = "ooo-backprop"
 BALANCED = "balanced"
@@ -86,7 +87,7 @@ class OnRanks(Recipe[OutOfOrderSettings]):
 
         return run_ranks(
             network,
-            "retime.recipes.ooo.worker",
+            serve,
             request,
             timeout_s=settings.timeout_s,
             environment=MALLOC if job == "memory" else None,

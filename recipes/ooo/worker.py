@@ -14,8 +14,9 @@ from retime.mechanisms.measure import MemoryProbe
 from retime.recipes.core.build import CPU, build_batches, build_model, build_optimizer
 from retime.recipes.core.measure import interleave
 from retime.recipes.core.trainer_loop import Batch
+from retime.recipes.core.workers import Answer
 from retime.recipes.emulated.bandwidth import measure_bandwidth
-from retime.recipes.emulated.rank import serve_rank, tell
+from retime.recipes.emulated.rank import joined, tell
 from retime.recipes.emulated.rate import rate_text
 from retime.recipes.emulated.sleeping import LayerTimes, sleeping_copy
 from retime.recipes.models import parameter_count
@@ -180,5 +181,6 @@ def _search(fit: Fit) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
-    serve_rank(answer)
+def serve() -> Answer:
+    """For `run_ranks`."""
+    return joined(answer)

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from retime.recipes.core.workers import Answer
 from retime.recipes.emulated.bandwidth import measure_bandwidth
-from retime.recipes.emulated.rank import serve_rank, tell
+from retime.recipes.emulated.rank import joined, tell
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -19,5 +20,5 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     return found | {"cores": len(os.sched_getaffinity(0)), "threads": torch.get_num_threads()}
 
 
-if __name__ == "__main__":
-    serve_rank(answer)
+def serve() -> Answer:
+    return joined(answer)

@@ -9,6 +9,7 @@ import pytest
 from retime.recipes import __main__ as command
 from retime.recipes.core.results import load
 from retime.recipes.core.schema import MemorySettings
+from retime.recipes.core.workers import Worker, WorkerError
 from retime.recipes.modnn import claims
 from retime.recipes.modnn.budget_worker import serve
 from retime.recipes.modnn.budgets import Budgets
@@ -22,7 +23,6 @@ from retime.recipes.modnn.networks import (
     separate_gradients,
     weight_gradients_pass,
 )
-from retime.recipes.modnn.processes import Worker, WorkerError
 from retime.recipes.modnn.side_by_side import (
     BUDGET,
     DIFFERENCE,

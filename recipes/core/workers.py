@@ -1,0 +1,283 @@
+"""Worker processes: each calls one function for every request that it is sent, and answers with what that returns.
+
+    answer = answer_once(serve, {"model": ..., "steps": 5})         # one request, in a process of its own
+    with closing({"a": Worker(serve, None)}): ...              # processes that take turns
+
+A request is a dictionary, an answer any plain value. While it works, a process may `tell` lines of progress. It ends
+with the one that started it, however that ends, together with all processes that it has started itself.
+
+Processes are forked from one server that has imported torch, which takes seconds, and has done nothing else; with a
+`launch` command or an `environment` of their own they are started anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import Pipe, forkserver, get_context, reduction
+from multiprocessing.connection import Connection
+from typing import Any
+
+Answer = Callable[[dict[str, Any]], Any]
+Server = Callable[[], Answer]
+
+_PRELOADED = ["retime.recipes.modnn.budget_worker"]
+_LINES = 3000  # characters of what a process printed before it died
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+_GRACE_S = 10.0
+# What a launcher leaves in the environment; inherited, it would make a new job join the old one as a single rank.
+_LAUNCHER_VARIABLES = (
+    *("LOCAL_RANK", "RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "PL_TRAINER_STRATEGY", "PL_TRAINER_DEVICES", "TORCHELASTIC_RUN_ID"),
+)
+_PROGRESS, _ANSWER, _ERROR = "progress", "answer", "error"
+
+
+class WorkerError(RuntimeError):
+    """A worker failed; the message is its own, and a note has the end of what it printed."""
+
+
+class Worker:
+    """A process of its own that answers one request after the other.
+
+    Args:
+        server: called in the process; returns what answers. A function that can be imported.
+        request: the first one; its answer is :attr:`ready`. None asks for nothing yet.
+        timeout_s: longest wait for an answer.
+        launch: stands before the command that starts the process, such as `ip netns exec NAME`.
+        environment: variables to add for it.
+        progress: gets the lines that the process tells.
+
+    Raises:
+        WorkerError: it ended, answered with an error, or took too long.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        request: dict[str, Any] | None,
+        timeout_s: float = 900.0,
+        *,
+        launch: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        progress: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._timeout_s, self._progress, self._unanswered = timeout_s, progress, 0
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 -- close()
+        self.connection, theirs = Pipe()
+        with theirs:
+            start = _started if launch or environment is not None else _forked
+            self._process = start(theirs, launch, environment or {})
+        reduction.send_handle(self.connection, self._log.fileno(), self._process.pid)
+        self.connection.send((f"{server.__module__}:{server.__qualname__}", os.getpid()))
+        try:
+            self.ready = {} if request is None else self.ask(request)
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, request: dict[str, Any]) -> Any:
+        """Send a request and wait for its answer."""
+        self.tell(request)
+        return self.answer()
+
+    def tell(self, request: dict[str, Any]) -> None:
+        """Send a request; every one has an answer."""
+        self._unanswered += 1
+        with suppress(OSError):  # a process that has ended says so when it is to answer
+            self.connection.send(request)
+
+    def answer(self) -> Any:
+        """Wait for the answer to the oldest request without one."""
+        deadline = time.monotonic() + self._timeout_s
+        while not self.heard(max(0.0, deadline - time.monotonic())):
+            if time.monotonic() > deadline:
+                raise WorkerError(f"no answer in {self._timeout_s:g} s: raise timeout_s, or use smaller sizes")
+        return self.answered
+
+    def heard(self, timeout_s: float) -> bool:
+        """Take the next message, if one comes in time; True if that is the answer, then in `answered`."""
+        try:
+            if not self.connection.poll(timeout_s):
+                return False
+            kind, value = self.connection.recv()
+        except (EOFError, OSError):
+            raise WorkerError(f"the process ended ({self._death()}): {self.printed()}") from None
+        if kind == _PROGRESS:
+            self._progress(value)
+            return False
+        self._unanswered -= 1
+        if kind == _ERROR:
+            failed = WorkerError(value)
+            failed.add_note(self.printed())
+            raise failed
+        self.answered: Any = value
+        return True
+
+    def printed(self) -> str:
+        """The end of what the process has printed."""
+        size = os.fstat(self._log.fileno()).st_size
+        self._log.seek(max(0, size - _LINES))
+        return self._log.read().decode(errors="replace").strip() or "(no output)"
+
+    def close(self) -> None:
+        """End the process and those it has started; at once if it has not answered."""
+        self.connection.close()
+        if not self._unanswered:
+            self._process.join(_GRACE_S)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        if self._process.is_alive():
+            self._process.kill()
+        self._process.join(None)
+        self._log.close()
+
+    def _death(self) -> str:
+        self._process.join(_GRACE_S)
+        code = self._process.exitcode
+        return f"by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit status {code}"
+
+
+@contextmanager
+def closing(workers: Mapping[str, Worker]) -> Iterator[None]:
+    """End all workers at the end, whatever happened."""
+    try:
+        yield
+    finally:
+        for worker in workers.values():
+            worker.close()
+
+
+def answer_once(server: Server, request: dict[str, Any], timeout_s: float = 900.0, **options: Any) -> Any:
+    """Ask one thing in a process of its own; arguments and errors as those of :class:`Worker`."""
+    worker = Worker(server, request, timeout_s, **options)
+    worker.close()
+    return worker.ready
+
+
+def tell(text: str) -> None:
+    """In a worker: a line of progress for whoever asked. Nothing elsewhere."""
+    if _served is not None:
+        _served.send((_PROGRESS, text))
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+_served: Connection | None = None
+
+
+def _serve(channel: Connection, cores: Sequence[int] = ()) -> None:
+    """A worker's own side: answer until there are no more requests."""
+    global _served
+    if cores:
+        os.sched_setaffinity(0, cores)
+    with suppress(PermissionError):  # it leads a session already
+        os.setsid()  # Ctrl-C reaches the parent alone, which then ends its workers
+    printed = reduction.recv_handle(channel)
+    os.dup2(printed, 1)
+    os.dup2(printed, 2)
+    reference, parent = channel.recv()
+    _end_with(parent)
+    _served = channel
+    answer: Answer | None = None
+    while True:
+        try:
+            request = channel.recv()
+        except EOFError:
+            return
+        try:
+            if answer is None:
+                module, _, name = reference.partition(":")
+                server: Server = getattr(importlib.import_module(module), name)
+                answer = server()
+            reply = _ANSWER, answer(request)
+        except Exception as error:  # whatever it was, the other side wants to know
+            traceback.print_exc()
+            reply = _ERROR, f"{type(error).__name__}: {error}"
+        sys.stdout.flush()
+        sys.stderr.flush()
+        channel.send(reply)
+
+
+def _end_with(parent: int) -> None:
+    """Ask the kernel to kill this process when the one that started it ends, even by SIGKILL."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    try:
+        os.kill(parent, 0)
+    except ProcessLookupError:
+        os._exit(1)  # it ended before we asked
+
+
+def _forked(theirs: Connection, launch: Sequence[str], environment: Mapping[str, str]) -> Any:
+    context = get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    with _one_thread():
+        forkserver.ensure_running()
+    cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
+    process = context.Process(target=_serve, args=(theirs, cores), daemon=True)
+    process.start()
+    return process
+
+
+class _Started(subprocess.Popen[bytes]):
+    """A process with the methods of multiprocessing's."""
+
+    def join(self, timeout_s: float | None) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(timeout_s)
+
+    def is_alive(self) -> bool:
+        return self.poll() is None
+
+    @property
+    def exitcode(self) -> int | None:
+        return self.poll()
+
+
+def _started(theirs: Connection, launch: Sequence[str], environment: Mapping[str, str]) -> _Started:
+    inherited = {key: value for key, value in os.environ.items() if key not in _LAUNCHER_VARIABLES}
+    code = f"from {__name__} import serve_at; serve_at({theirs.fileno()})"
+    return _Started(
+        [*launch, sys.executable, "-c", code],
+        env={**inherited, "OMP_NUM_THREADS": "1", **environment},
+        pass_fds=[theirs.fileno()],
+        start_new_session=True,
+    )
+
+
+def serve_at(number: int) -> None:
+    """A started process's entry: `number` is the inherited end of its pipe."""
+    _serve(Connection(number))
+    # At the interpreter's own end gloo's threads may outlive what they use, and the process aborts.
+    os._exit(0)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Libraries that start threads as they are imported start none: the server is to be forked."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
