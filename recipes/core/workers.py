@@ -12,9 +12,10 @@ Processes are forked from one server that has imported torch, which takes second
 
 from __future__ import annotations
 
-import ctypes
+import fcntl
 import importlib
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -26,14 +27,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import Pipe, forkserver, get_context, reduction
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import IO, Any
 
 Answer = Callable[[dict[str, Any]], Any]
 Server = Callable[[], Answer]
 
 _PRELOADED = ["retime.recipes.modnn.budget_worker"]
 _LINES = 3000  # characters of what a process printed before it died
-_PR_SET_PDEATHSIG = 1  # prctl(2)
 _GRACE_S = 10.0
 # What a launcher leaves in the environment; inherited, it would make a new job join the old one as a single rank.
 _LAUNCHER_VARIABLES = (
@@ -75,11 +75,16 @@ class Worker:
         self._timeout_s, self._progress, self._unanswered = timeout_s, progress, 0
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 -- close()
         self.connection, theirs = Pipe()
-        with theirs:
-            start = _started if launch or environment is not None else _forked
-            self._process = start(theirs, launch, environment or {})
-        reduction.send_handle(self.connection, self._log.fileno(), self._process.pid)
-        self.connection.send((f"{server.__module__}:{server.__qualname__}", os.getpid()))
+        ends, self._life_line = Pipe(duplex=False)  # nothing is ever sent: it breaks when this process ends
+        with theirs, ends:
+            if launch or environment is not None:
+                self._process: Any = _started(theirs, self._log, launch, environment or {})
+            else:
+                self._process = _forked(theirs)
+            with suppress(OSError):  # a process that has ended says so when it is to answer
+                for handle in (ends.fileno(), self._log.fileno()):
+                    reduction.send_handle(self.connection, handle, self._process.pid)
+                self.connection.send(f"{server.__module__}:{server.__qualname__}")
         try:
             self.ready = {} if request is None else self.ask(request)
         except BaseException:
@@ -126,9 +131,9 @@ class Worker:
 
     def printed(self) -> str:
         """The end of what the process has printed."""
-        size = os.fstat(self._log.fileno()).st_size
-        self._log.seek(max(0, size - _LINES))
-        return self._log.read().decode(errors="replace").strip() or "(no output)"
+        log = self._log.fileno()  # its position is the process's
+        start = max(0, os.fstat(log).st_size - _LINES)
+        return os.pread(log, _LINES, start).decode(errors="replace").strip() or "(no output)"
 
     def close(self) -> None:
         """End the process and those it has started; at once if it has not answered."""
@@ -140,6 +145,7 @@ class Worker:
         if self._process.is_alive():
             self._process.kill()
         self._process.join(None)
+        self._life_line.close()
         self._log.close()
 
     def _death(self) -> str:
@@ -188,11 +194,11 @@ def _serve(channel: Connection, cores: Sequence[int] = ()) -> None:
         os.sched_setaffinity(0, cores)
     with suppress(PermissionError):  # it leads a session already
         os.setsid()  # Ctrl-C reaches the parent alone, which then ends its workers
+    _end_with(reduction.recv_handle(channel))
     printed = reduction.recv_handle(channel)
     os.dup2(printed, 1)
     os.dup2(printed, 2)
-    reference, parent = channel.recv()
-    _end_with(parent)
+    reference = channel.recv()
     _served = channel
     answer: Answer | None = None
     while True:
@@ -214,18 +220,21 @@ def _serve(channel: Connection, cores: Sequence[int] = ()) -> None:
         channel.send(reply)
 
 
-def _end_with(parent: int) -> None:
-    """Ask the kernel to kill this process when the one that started it ends, even by SIGKILL."""
+def _end_with(life_line: int) -> None:
+    """The kernel is to kill this process, and all that it starts, when the other end of the pipe closes (fcntl(2)).
+
+    Not by PR_SET_PDEATHSIG, which looks at the parent: a forked worker's is the server, which outlives who asked it.
+    """
     if sys.platform != "linux":
         return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    try:
-        os.kill(parent, 0)
-    except ProcessLookupError:
-        os._exit(1)  # it ended before we asked
+    fcntl.fcntl(life_line, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(life_line, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(life_line, fcntl.F_SETFL, os.O_ASYNC)
+    if select.select([life_line], [], [], 0)[0]:
+        os._exit(1)  # it closed before we asked
 
 
-def _forked(theirs: Connection, launch: Sequence[str], environment: Mapping[str, str]) -> Any:
+def _forked(theirs: Connection) -> Any:
     context = get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     with _one_thread():
@@ -251,12 +260,14 @@ class _Started(subprocess.Popen[bytes]):
         return self.poll()
 
 
-def _started(theirs: Connection, launch: Sequence[str], environment: Mapping[str, str]) -> _Started:
+def _started(theirs: Connection, log: IO[bytes], launch: Sequence[str], environment: Mapping[str, str]) -> _Started:
     inherited = {key: value for key, value in os.environ.items() if key not in _LAUNCHER_VARIABLES}
     code = f"from {__name__} import serve_at; serve_at({theirs.fileno()})"
     return _Started(
         [*launch, sys.executable, "-c", code],
         env={**inherited, "OMP_NUM_THREADS": "1", **environment},
+        stdout=log,
+        stderr=log,
         pass_fds=[theirs.fileno()],
         start_new_session=True,
     )

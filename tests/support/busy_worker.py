@@ -1,0 +1,38 @@
+"""A worker that starts a process of its own and is then busy, and a parent to be killed by recipes/core/test_workers.py."""
+
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+from retime.recipes.core.workers import Answer, Worker, tell
+
+
+def serve() -> Answer:
+    return answer
+
+
+def answer(request: dict[str, Any]) -> Any:
+    if request["do"] == "answer":
+        return {3: (1, 2), "pid": os.getpid()}
+    if request["do"] == "fail":
+        print("before it failed", flush=True)
+        raise ValueError("had enough")
+    child = subprocess.Popen(["sleep", "600"])
+    tell(f"{os.getpid()} {child.pid}")
+    time.sleep(600)
+    return None
+
+
+def main() -> None:
+    """Start a forked or a started worker, print its pid and its child's, and wait."""
+    environment: dict[str, str] | None = {} if sys.argv[1] == "started" else None
+    print_it = lambda text: print(text, flush=True)  # noqa: E731
+    Worker(serve, {"do": "work"}, environment=environment, progress=print_it)
+
+
+if __name__ == "__main__":
+    from support.busy_worker import main as imported
+
+    imported()  # a worker imports `serve` from here, not from `__main__`
