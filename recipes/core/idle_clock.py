@@ -13,7 +13,8 @@ class IdleClock(Callback):
     Only a process pinned to cores of its own learns something from it. The kernel counts in ticks of 10 ms, so it takes
     a few steps.
 
-    :param warm_up: steps that are not counted.
+    Args:
+        warm_up: steps that are not counted.
     """
 
     def __init__(self, warm_up: int) -> None:

@@ -1,4 +1,4 @@
-"""A worker that starts a process of its own and is then busy, and a parent to be killed by recipes/core/test_workers.py."""
+"""A worker that starts a process and is then busy, and a parent to be killed by recipes/core/test_workers.py."""
 
 import os
 import subprocess
@@ -28,8 +28,7 @@ def answer(request: dict[str, Any]) -> Any:
 def main() -> None:
     """Start a forked or a started worker, print its pid and its child's, and wait."""
     environment: dict[str, str] | None = {} if sys.argv[1] == "started" else None
-    print_it = lambda text: print(text, flush=True)  # noqa: E731
-    Worker(serve, {"do": "work"}, environment=environment, progress=print_it)
+    Worker(serve, {"do": "work"}, environment=environment, progress=lambda text: print(text, flush=True))
 
 
 if __name__ == "__main__":
