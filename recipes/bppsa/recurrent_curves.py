@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from torch import nn
 from torch.utils.data import Dataset, default_collate
 
@@ -134,11 +133,9 @@ class Curves(Recurrent):
         return [line for point in result.points for line in curve_notes(point)]
 
     def draw(self, result: Result, path: Path) -> None:
-        points = result.points
-        title = titled(result)
-        drawing = Figure(figsize=(11, 4.4 * len(points)), layout="constrained")
-        drawing.suptitle(title, fontsize=11)
-        for point, (clock, step) in zip(points, drawing.subplots(len(points), 2, squeeze=False), strict=True):
+        rows = len(result.points)
+        drawing, panels = charts.panels(titled(result), 2 * rows, height=4.4 * rows, rows=rows)
+        for point, clock, step in zip(result.points, panels[::2], panels[1::2], strict=True):
             for index, name in enumerate(point.variants("step")):
                 losses, colour = point.facts[f"{name} losses"], charts.COLOURS[index]
                 width = max(0.8, 4.6 - 1.9 * index)  # curves on each other: all are seen
@@ -149,8 +146,6 @@ class Curves(Recurrent):
             step.set_xlabel("training steps")
             clock.set_ylabel("training loss (nats)" + (f", {label_of(point.at)}" if point.at else ""))
             for axes in (clock, step):
-                axes.grid(alpha=0.25)
-                axes.spines[["top", "right"]].set_visible(False)
                 axes.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
         charts.save(drawing, path)
 

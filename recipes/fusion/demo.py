@@ -156,6 +156,7 @@ class Demo(Recipe[FusionSettings]):
             heights = [1e3 / v if quantity == "step" else v for v in self._medians(point, names, quantity)]
             bars = axes.bar(range(len(names)), heights, color=charts.COLOURS[: len(names)], width=0.65)
             axes.bar_label(bars, fmt="%.1f", fontsize=8)
+            axes.margins(y=0.1)  # room for the numbers
             axes.set_xticks(range(len(names)), ticks, fontsize=7, rotation=20, ha="right", rotation_mode="anchor")
             axes.set_title(title, fontsize=10)
         for width, (index, name) in zip((4.5, 3.0, 1.2), enumerate(names), strict=False):

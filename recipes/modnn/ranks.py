@@ -135,7 +135,7 @@ class Ranks(NetworkRecipe):
         for index, way in enumerate(WAYS):
             values = [speedup(point.values(ONE, STEP), point.values(way, STEP)) for point in trained]
             charts.points_with_spread(speeds, _beside(values, index - 1), values, way, index)
-        speeds.set_ylabel("speed over one process")
+        speeds.set_ylabel("speed over one process (x)")
         charts.even_line(speeds, ONE)
         for quantity, filled in ((MEASURED, True), (PREDICTED, False)):
             values = [spread([_of_budget(point, quantity)]) for point in trained]
@@ -145,6 +145,7 @@ class Ranks(NetworkRecipe):
         charts.even_line(peaks, "budget")
         for axes in (speeds, peaks):
             axes.set_xticks(range(len(trained)), [_name(point) for point in trained])
+            axes.set_xlabel("network, budget of a rank (% of its share's ideal peak)")
             axes.set_xlim(-0.5, len(trained) - 0.5)
             axes.set_ylim(0, axes.get_ylim()[1] * 1.25)
             axes.legend(fontsize=8, loc="upper left", ncols=2)
