@@ -23,7 +23,7 @@ from retime.recipes.core import charts
 from retime.recipes.core.build import build, build_model, build_optimizer, loss_of
 from retime.recipes.core.claims import Comparison
 from retime.recipes.core.measure import spread
-from retime.recipes.core.recipe import Measured, Recipe, Tick
+from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
 from retime.recipes.core.results import Result, Row
 from retime.recipes.core.schema import ConvolutionalSettings
 
@@ -37,10 +37,9 @@ CAVEAT = (
 )
 
 
-class PrunedFlops(Recipe[ConvolutionalSettings]):
+class PrunedFlops(CaseRecipe[ConvolutionalSettings]):
     """Trains for a while, prunes, retrains, and counts. `cases` say how to prune and which zeros count."""
 
-    axes = ("cases",)
     quantity = "FLOP in all"
 
     def points(self, settings: ConvolutionalSettings) -> list[dict[str, Any]]:
@@ -49,10 +48,7 @@ class PrunedFlops(Recipe[ConvolutionalSettings]):
                 raise ValueError(
                     f"cases.{name}={case}: pruning is one of {', '.join(PRUNINGS)}, zeros one of {', '.join(ZEROS)}"
                 )
-        return [{"case": name} for name in settings.cases]
-
-    def detail(self, settings: ConvolutionalSettings, at: dict[str, Any]) -> dict[str, Any]:
-        return {"case": settings.cases[at["case"]]}
+        return super().points(settings)
 
     def measure(self, settings: ConvolutionalSettings, at: dict[str, Any], tick: Tick) -> Measured:
         case = settings.cases[at["case"]]

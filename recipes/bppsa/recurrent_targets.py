@@ -21,7 +21,7 @@ from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, Target
 from retime.recipes.core.measure import PhaseClock, Spread, interleave, middle_step, speedup, spread
 from retime.recipes.core.of_points import titled
-from retime.recipes.core.recipe import Measured, Tick
+from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import RecurrentSettings
 from retime.recipes.models.recurrent import CELLS
@@ -63,17 +63,12 @@ class LayerLoop:
         return middle_step(self._clock.steps_ms()[uncounted:])
 
 
-class Targets(Recurrent):
+class Targets(CaseRecipe[RecurrentSettings], Recurrent):
     """The speed rows of the project's table, a case each."""
-
-    axes = ("cases",)
 
     def points(self, settings: RecurrentSettings) -> list[dict[str, Any]]:
         here = settings.hardware.name
         return [{"case": name} for name, case in settings.cases.items() if case.get("hardware", here) == here]
-
-    def detail(self, settings: RecurrentSettings, at: dict[str, Any]) -> dict[str, Any]:
-        return {"case": settings.cases[at["case"]]}
 
     def blocks(self, settings: RecurrentSettings) -> int | None:
         return None

@@ -138,6 +138,18 @@ class Recipe(ABC, Generic[S]):
         )
 
 
+class CaseRecipe(Recipe[S]):
+    """A recipe with a point for each of its settings' `cases`."""
+
+    axes: tuple[str, ...] = ("cases",)
+
+    def points(self, settings: S) -> list[dict[str, Any]]:
+        return [{"case": name} for name in settings.cases]  # type: ignore[attr-defined]
+
+    def detail(self, settings: S, at: dict[str, Any]) -> dict[str, Any]:
+        return {"case": settings.cases[at["case"]]}  # type: ignore[attr-defined]
+
+
 def result_folder(settings: Settings, overrides: Sequence[str], axes: Sequence[str]) -> Path:
     """`results/<paper>/<figure>/<hardware>[/<override>...]`, where each override that is not an axis adds a folder."""
     kept = []

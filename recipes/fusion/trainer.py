@@ -18,7 +18,7 @@ from retime.recipes.core.build import build_batches, build_model
 from retime.recipes.core.claims import Comparison, Target, show
 from retime.recipes.core.measure import Spread, interleave, spread
 from retime.recipes.core.of_points import ratio, titled
-from retime.recipes.core.recipe import Measured, Tick
+from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import FusionSettings
 from retime.recipes.core.trainer_loop import Batch, Run, Training, train
@@ -79,16 +79,8 @@ class TrainerBlocks:
         return {name: partial(block, name) for name in self._settings.variants}
 
 
-class Targets(StepTimes):
+class Targets(CaseRecipe[FusionSettings], StepTimes):
     """`fusion_targets`: what this project wants to reach on one core, each case with the numbers it has to meet."""
-
-    axes = ("cases",)
-
-    def points(self, settings: FusionSettings) -> list[dict[str, Any]]:
-        return [{"case": name} for name in settings.cases]
-
-    def detail(self, settings: FusionSettings, at: dict[str, Any]) -> dict[str, Any]:
-        return {"case": settings.cases[at["case"]]}
 
     def measure(self, settings: FusionSettings, at: dict[str, Any], tick: Tick) -> Measured:
         case = settings.cases[at["case"]]

@@ -7,7 +7,7 @@ from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, Target
 from retime.recipes.core.measure import spread
 from retime.recipes.core.of_points import titled
-from retime.recipes.core.recipe import Measured, Tick
+from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import OutOfOrderSettings
 from retime.recipes.ooo.cases import case_of
@@ -15,17 +15,10 @@ from retime.recipes.ooo.cluster import OnRanks
 from retime.recipes.ooo.variants import label
 
 
-class Convergence(OnRanks):
+class Convergence(CaseRecipe[OutOfOrderSettings], OnRanks):
     """Each case is a network with its data; every variant trains it for the same epochs."""
 
-    axes = ("cases",)
     quantity = "loss"
-
-    def points(self, settings: OutOfOrderSettings) -> list[dict[str, Any]]:
-        return [{"case": name} for name in settings.cases]
-
-    def detail(self, settings: OutOfOrderSettings, at: dict[str, Any]) -> dict[str, Any]:
-        return {"case": settings.cases[at["case"]]}
 
     def references(self, point: Point) -> dict[str, str]:
         return {}

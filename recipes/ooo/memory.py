@@ -7,7 +7,7 @@ from retime.recipes.core import charts
 from retime.recipes.core.claims import Claim, Comparison
 from retime.recipes.core.measure import Spread, spread
 from retime.recipes.core.of_points import titled
-from retime.recipes.core.recipe import Measured, Tick
+from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
 from retime.recipes.core.results import Point, Result
 from retime.recipes.core.schema import OutOfOrderSettings
 from retime.recipes.ooo.cases import case_of
@@ -17,17 +17,10 @@ from retime.recipes.ooo.variants import label
 OVERHEAD = Claim(PAPER, "section 8.3", "%", 1.0, "memory that reordering adds, less than")
 
 
-class Memory(OnRanks):
+class Memory(CaseRecipe[OutOfOrderSettings], OnRanks):
     """Each case is a network; each variant's peak comes from fresh processes."""
 
-    axes = ("cases",)
     quantity = PEAK
-
-    def points(self, settings: OutOfOrderSettings) -> list[dict[str, Any]]:
-        return [{"case": name} for name in settings.cases]
-
-    def detail(self, settings: OutOfOrderSettings, at: dict[str, Any]) -> dict[str, Any]:
-        return {"case": settings.cases[at["case"]]}
 
     def references(self, point: Point) -> dict[str, str]:
         return {}

@@ -7,7 +7,7 @@ from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, Target
 from retime.recipes.core.measure import spread
 from retime.recipes.core.of_points import titled
-from retime.recipes.core.recipe import Measured, Tick
+from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
 from retime.recipes.core.results import Point, Result
 from retime.recipes.core.schema import OutOfOrderSettings
 from retime.recipes.ooo.cases import case_of
@@ -35,16 +35,8 @@ SHOWN = ("ddp", "ddp_layer_buckets", "ooo_tuned")
 PARTS = ("forward", "backward", "communication exposed", "update")
 
 
-class Targets(OnRanks):
+class Targets(CaseRecipe[OutOfOrderSettings], OnRanks):
     """Each case is a point: step times of the variants, or peak memory (`kind: memory`)."""
-
-    axes = ("cases",)
-
-    def points(self, settings: OutOfOrderSettings) -> list[dict[str, Any]]:
-        return [{"case": name} for name in settings.cases]
-
-    def detail(self, settings: OutOfOrderSettings, at: dict[str, Any]) -> dict[str, Any]:
-        return {"case": settings.cases[at["case"]]}
 
     def measure(self, settings: OutOfOrderSettings, at: dict[str, Any], tick: Tick) -> Measured:
         case = case_of(settings, at["case"])
