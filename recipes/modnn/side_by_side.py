@@ -81,7 +81,8 @@ class Network:
         The plain step's peak is predicted; the ideal is the budget it needs, with what stays free beside it; held are
         its tensors, with what they have freed.
         """
-        return answer_once(serve, {**self.request, "do": "plan"}, self.settings.timeout_s)
+        known: dict[str, Any] = answer_once(serve, {**self.request, "do": "plan"}, self.settings.timeout_s)
+        return known
 
     def process(self, budget: int | str | None, *, give_back: bool = True, **more: Any) -> Worker:
         """A process that trains inside a budget of so many bytes, at the floor, or without a budget.
