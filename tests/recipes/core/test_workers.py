@@ -4,14 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
 from retime.recipes.core.workers import Worker, WorkerError, answer_once
 from support.busy_worker import serve
 from support.paths import PYTHONPATH
+from support.process_ends import ended, runs
 
 # None: forked from the server; else started anew
 WAYS: dict[str, dict[str, str] | None] = {"forked": None, "started": PYTHONPATH}
@@ -35,10 +34,10 @@ def test_a_late_worker_is_ended_with_what_it_started(way: str) -> None:
         worker.tell({"do": "work"})
         while not told:
             worker.heard(1)
-        assert all(runs(int(pid)) for pid in told[0].split())
+        assert all(runs(pid) for pid in told[0].split())
     finally:
         worker.close()
-    assert ended(told[0])
+    assert ended(told[0].split())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal for a closed pipe is Linux's")
@@ -54,31 +53,13 @@ def test_killed_parents_leave_no_busy_worker(way: str) -> None:
         assert parent.stdout is not None
         with parent.stdout as lines:
             pids = lines.readline()
-        assert all(runs(int(pid)) for pid in pids.split())
+        assert all(runs(pid) for pid in pids.split())
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-    assert ended(pids)
+    assert ended(pids.split())
 
 
 def test_a_command_that_cannot_start_says_so() -> None:
     with pytest.raises(WorkerError, match=r"the process ended \(exit status 3\): no such place"):
         answer_once(serve, {"do": "answer"}, 60, launch=["sh", "-c", "echo no such place; exit 3"])
-
-
-def ended(pids: str) -> bool:
-    deadline = time.monotonic() + 20
-    while left := [pid for pid in pids.split() if runs(int(pid))]:
-        if time.monotonic() > deadline:
-            for pid in left:
-                os.kill(int(pid), signal.SIGKILL)
-            return False
-        time.sleep(0.05)
-    return bool(pids.strip())
-
-
-def runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -26,6 +25,7 @@ from retime.recipes.emulated.requirements import call
 from support.emulated_gloo_worker import serve as gloo
 from support.emulated_plain_worker import serve as plain
 from support.paths import PYTHONPATH
+from support.process_ends import ended
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def test_killed_parents_leave_nothing() -> None:
                 assert len(own_namespaces(parent.pid)) == 2
                 assert set(remove_stale()) >= {f"{prefix}-{part}" for part in ("h0", "h1")}
             assert own_namespaces(parent.pid) == []
-            assert not [pid for pid in ranks if runs(pid)]
+            assert ended(ranks)
     finally:
         for parent in parents.values():
             parent.kill()  # only after a failure is one still there
@@ -201,11 +201,3 @@ def start_parent() -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "support.emulated_parent"]
     environment = {**os.environ, **PYTHONPATH}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-
-
-def runs(pid: str) -> bool:
-    """Whether a process is there and no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False

@@ -1,0 +1,30 @@
+"""Whether other processes run still, for tests of what outlives whom."""
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+_PATIENCE_S = 20.0
+"""A process that was killed takes a moment to go, longer on a busy machine."""
+
+
+def runs(pid: str) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def ended(pids: Sequence[str]) -> bool:
+    """Whether all of them go by themselves; those that do not are killed."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while left := [pid for pid in pids if runs(pid)]:
+        if time.monotonic() > deadline:
+            for pid in left:
+                os.kill(int(pid), signal.SIGKILL)
+            return False
+        time.sleep(0.05)
+    return True
