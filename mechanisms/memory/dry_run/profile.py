@@ -13,16 +13,16 @@ from retime.schedules.budget import STAYS, BlockKind, OffloadPlan, Phase
 
 @dataclass(frozen=True)
 class Size:
-    """Bytes: a fixed part and a part for each sample."""
+    """Bytes, or milliseconds: a fixed part and a part for each sample."""
 
     fixed: float
     sample: float = 0.0
 
     @classmethod
-    def through(cls, small: int, small_bytes: float, large: int, large_bytes: float) -> Size:
-        """The line through the bytes of two numbers of samples; without a part for each where these are equal."""
-        sample = (large_bytes - small_bytes) / (large - small) if large != small else 0.0
-        return cls(small_bytes - sample * small, sample)
+    def through(cls, small: int, of_small: float, large: int, of_large: float) -> Size:
+        """The line through what two numbers of samples need; without a part for each where these are equal."""
+        sample = (of_large - of_small) / (large - small) if large != small else 0.0
+        return cls(of_small - sample * small, sample)
 
     def at(self, samples: int) -> int:
         """Bytes with so many samples."""

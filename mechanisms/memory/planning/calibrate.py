@@ -67,10 +67,10 @@ def calibrate(
             copying_ms = _best_ms(partial(runs[1].untraced, everything(high))) - times[1]
             bandwidth = bandwidth.no_faster_than(copying_ms, last.saved_bytes)
     holes = line(min(first.rest, last.rest), last.rest, low, high)
-    sample_ms = max(0.0, (times[1] - times[0]) / max(1, high - low))
+    ms = Size.through(low, times[0], high, max(times))
     return StepCosts(
-        fixed_ms=max(0.0, times[0] - low * sample_ms),
-        sample_ms=sample_ms,
+        fixed_ms=max(0.0, ms.fixed),
+        sample_ms=ms.sample,
         out_bytes_per_ms=bandwidth.out,
         in_bytes_per_ms=bandwidth.back,
         hidden=bandwidth.hidden,

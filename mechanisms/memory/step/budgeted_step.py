@@ -36,7 +36,7 @@ from retime.mechanisms.memory.batches import (
     loss_of,
     split_batch,
 )
-from retime.mechanisms.memory.dry_run import EVERYTHING, Buckets, Gradients, TooMuchMade, check_held
+from retime.mechanisms.memory.dry_run import EVERYTHING, Buckets, Gradients, TooMuchMade, check_held, everything
 from retime.mechanisms.memory.host import HostTier, check_host
 from retime.mechanisms.memory.offload import PlanMismatch
 from retime.mechanisms.memory.planning import (
@@ -52,7 +52,7 @@ from retime.mechanisms.memory.planning import (
 )
 from retime.mechanisms.memory.sandbox import CompiledCode, random_state, set_random_state
 from retime.mechanisms.memory.step.batch_record import BatchRecord
-from retime.mechanisms.memory.step.first_steps import FirstSteps, check_dry_run, everything
+from retime.mechanisms.memory.step.first_steps import FirstSteps, check_dry_run
 from retime.mechanisms.memory.step.graph_paths import AnotherPath, GraphPaths
 from retime.mechanisms.memory.step.held_memory import HeldMemory
 from retime.mechanisms.memory.step.offloads import Offloads

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from retime.mechanisms.byte_sizes import show_bytes
 from retime.mechanisms.lazy_updates import is_compiled
-from retime.mechanisms.memory.dry_run import EVERYTHING, MadeBytes, TooMuchMade
+from retime.mechanisms.memory.dry_run import MadeBytes, TooMuchMade, everything
 from retime.mechanisms.memory.planning import PlanChoice, PlannedShape, plan_after
 from retime.mechanisms.memory.sandbox import Outside, Undo, nothing_compiled, reachable_tensors
 from retime.mechanisms.storages import strided_bytes
@@ -54,11 +54,6 @@ def check_dry_run(choice: str) -> DryRuns:
         if choice == known:
             return known  # type: ignore[no-any-return]
     raise ValueError(f"dry_run={choice!r}: use 'auto' or 'off'")
-
-
-def everything(samples: int) -> OffloadPlan:
-    """Under which the first step of a shape runs where there are no dry runs."""
-    return OffloadPlan(samples, EVERYTHING, 0, len(EVERYTHING))
 
 
 class FirstSteps:
