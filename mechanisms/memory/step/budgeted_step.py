@@ -17,7 +17,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from enum import IntEnum
 from functools import partial
 from typing import Any
 
@@ -67,21 +66,10 @@ from retime.mechanisms.memory.step.shape_changes import (
     why_anew,
 )
 from retime.mechanisms.memory.step.sub_batches import SubBatches
+from retime.mechanisms.memory.step.way import Way
 from retime.mechanisms.storages import tensors_in
 from retime.schedules.budget import OffloadPlan
 from retime.schedules.errors import ScheduleError
-
-
-class Way(IntEnum):
-    """How a batch runs: as without a budget, at once but with storages offloaded, or in sub-batches."""
-
-    PLAIN = 0
-    WHOLE = 1
-    PARTS = 2
-
-
-class NoLossError(ValueError):
-    """A step gave no loss for this batch, so there is nothing to plan from or to go backward from."""
 
 
 class BudgetedStep:
