@@ -150,7 +150,7 @@ class Budgeted(LightningOnly, Strategy):
             return {"loss": loss, "output": output, LOGGED: logged}
 
         if not skips_backward(module.trainer):
-            budgeted.gradients = gradients_in(module.trainer)  # callbacks may change what is accumulated
+            budgeted.expect_gradients(gradients_in(module.trainer))  # callbacks may change what is accumulated
         try:
             way = budgeted.choose(step, batch)
         except NoLossError:

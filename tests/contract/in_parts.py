@@ -5,13 +5,14 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from retime.mechanisms.memory.batches.split import Split, part_of, samples_in, split_batch
 from retime.mechanisms.memory.planning.choice import PlanChoice
 from retime.mechanisms.memory.planning.report import PlannedShape
-from retime.mechanisms.memory.step import sub_batches
+from retime.mechanisms.memory.planning.step_planner import StepPlanner
+from retime.mechanisms.memory.step import BudgetedStep, sub_batches
 from retime.schedules.budget import OffloadPlan
 from retime.strategies import MemoryBudgetDDPStrategy, MemoryBudgetStrategy
 from retime.strategies.support.budgeted import Budgeted
@@ -37,9 +38,9 @@ class _InParts(Budgeted):
         self.whole_because: dict[str, int] = {}
         self._noted = self._begun = self._samples = 0
         super().setup(trainer)
-        if self._step is not None:
-            self._step._make_plan = self._in_parts  # type: ignore[method-assign]
-            self._step.may_stop = False
+
+    def _make_step(self, module: LightningModule, **options: Any) -> BudgetedStep:
+        return super()._make_step(module, make_plan=self._in_parts, **options)  # type: ignore[safe-super]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         step = self._step
@@ -70,10 +71,9 @@ class _InParts(Budgeted):
         more = 0 if report is None else report.sub_batches - report.steps
         return SimpleNamespace(fused_updates=more, plain_steps=self.whole_because)
 
-    def _in_parts(self, step: Any, batch: Any, samples: int) -> PlannedShape:
+    def _in_parts(self, planner: StepPlanner, step: Any, batch: Any, samples: int) -> PlannedShape:
         """What the planner does, with its real certificate, but for the search."""
-        assert self._step is not None
-        certificate = self._step._planner.certify(step, batch) if samples > 1 else None
+        certificate = planner.certify(step, batch) if samples > 1 else None
         if certificate is None or not certificate.separable:
             because = "one sample" if certificate is None else certificate.reason
             self.whole_because[because] = self.whole_because.get(because, 0) + 1

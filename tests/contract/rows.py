@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 
 from contract.in_parts import SplitsEverything, SplitsEverythingOnAllRanks
@@ -34,6 +34,7 @@ from contract.traits import (
 from retime.callbacks import FuseOptimizer
 from retime.mechanisms.memory.planning.choice import PlanChoice
 from retime.mechanisms.memory.planning.report import PlannedShape
+from retime.mechanisms.memory.step import BudgetedStep
 from retime.mechanisms.out_of_order import k_choice, send_plan
 from retime.mechanisms.weight_gradients import layer_hooks
 from retime.schedules.budget import OffloadPlan
@@ -177,11 +178,8 @@ def _all_blocks(ddp: dict[str, Any]) -> OOODataParallelStrategy:
 class _Everything(Budgeted):
     """Moves every saved storage of every step, as no budget of these small models would ask for."""
 
-    def setup(self, trainer: Trainer) -> None:
-        super().setup(trainer)
-        if self._step is not None:
-            self._step._make_plan = self._all  # type: ignore[method-assign]
-            self._step.may_stop = False
+    def _make_step(self, module: LightningModule, **options: Any) -> BudgetedStep:
+        return super()._make_step(module, make_plan=self._all, **options)  # type: ignore[safe-super]
 
     def teardown(self) -> None:
         super().teardown()
@@ -191,7 +189,7 @@ class _Everything(Budgeted):
             assert report.offload.storages, f"nothing was offloaded: {report}"
 
     @staticmethod
-    def _all(step: Any, batch: Any, samples: int) -> PlannedShape:
+    def _all(planner: Any, step: Any, batch: Any, samples: int) -> PlannedShape:
         return PlannedShape(samples, PlanChoice(OffloadPlan(samples, frozenset(range(999)), 2, 999), 0, 0, 1, 1, 0, 0))
 
 

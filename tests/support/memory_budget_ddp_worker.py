@@ -33,6 +33,7 @@ from retime.mechanisms.memory.data_parallel.alone import alone
 from retime.mechanisms.memory.data_parallel.budgeted_step import BudgetedDataParallelStep
 from retime.mechanisms.memory.host.parse import parse_host
 from retime.mechanisms.memory.planning.costs import StepCosts
+from retime.mechanisms.memory.planning.step_planner import StepPlanner
 from retime.mechanisms.memory.pool.heap import trim_heap
 from retime.recipes.modnn.budget_worker import resident_bytes
 from retime.schedules.budget.errors import BudgetError
@@ -57,6 +58,7 @@ from support.memory_budget_looks import Looks
 RANK = int(os.environ["RANK"])
 SMALL = 130_000  # bytes; the plain step needs 209,000 and its buckets 10,000
 CHECKS: dict[str, Callable[[], None]] = {}
+calls = 0  # of a step that counts them
 PLAIN: dict[str, Any] = {}  # fits under ddp, which several checks compare with
 
 
@@ -391,17 +393,13 @@ class Plans(MemoryBudgetDDPStrategy):
         self.made: list[Any] = []
 
     def _make_step(self, *args: Any, **options: Any) -> Any:
-        step = super()._make_step(*args, **options)
-        make = step._make_plan
-
         def watched(*arguments: Any) -> Any:
             before = _sent()
-            self.made.append(make(*arguments))
+            self.made.append(StepPlanner.make(*arguments))
             assert _sent() == before
             return self.made[-1]
 
-        step._make_plan = watched  # type: ignore[method-assign]
-        return step
+        return super()._make_step(*args, make_plan=watched, **options)
 
 
 def _sent() -> int:
@@ -479,6 +477,25 @@ def ranks_reduce_again_after_a_batch_that_failed() -> None:
 
 
 @check
+def calls_that_a_step_counts_are_put_back() -> None:
+    """After planning: a step that goes by their number would train another model than without a budget."""
+    global calls
+    calls = 0
+    plan_with(OFFLOADS)
+    model = DistributedDataParallel(Net())
+
+    def loss(batch: Any) -> Any:
+        global calls
+        calls += 1
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    step, (batch,) = budgeted(model), batches([BATCH])
+    step.plan(loss, batch)
+    assert calls == 0
+    step.remove()
+
+
+@check
 def timelines_count_buckets() -> None:
     plan_with(SPLITS)
     timeline = MemoryTimeline(png=False, log=False)
@@ -513,7 +530,7 @@ def peaks_with_buckets_stay_inside() -> None:
             optimizer.step()
         probe.stop()
         peaks.append((probe.peaks()["batch"] - base, step.report().shapes[0].choice.peak_bytes))
-        assert step._memory.hidden_bytes < 2**22, "new buckets are the pool's"
+        assert step.hidden_bytes < 2**22, "new buckets are the pool's"
         assert step.report().sub_batches > step.report().steps
         step.remove()
         del model, optimizer, step, loss, layers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from retime.mechanisms.memory import BudgetedStep, HostMemory
 from retime.mechanisms.memory.planning.report import PlannedShape
 from retime.mechanisms.memory.planning.search import PlanChoice
+from retime.mechanisms.memory.planning.step_planner import StepPlanner
 from retime.schedules.budget import OffloadPlan
 
 __all__ = ["Trained", "trained"]
@@ -53,12 +55,10 @@ def trained(
     model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = step_of(model)
-    budget = BudgetedStep(model, [optimizer], _HOLDS, HostMemory("cpu")) if budgeted else None
     reasons: list[str] = []
-    if budget is not None:
-        budget._make_plan = lambda step, batch, samples: _plan(budget, reasons, step, batch, samples)
-        budget.may_stop = False  # else the first step would show that nothing need be planned
-        budget._first._roomy = lambda key, batch: False
+    budget = None
+    if budgeted:
+        budget = BudgetedStep(model, [optimizer], _HOLDS, HostMemory("cpu"), make_plan=partial(_plan, reasons))
     for number, batch in enumerate(batches):
         if number:
             change(model, number)
@@ -78,8 +78,8 @@ def trained(
     return Trained(weights, report.sub_batches > report.steps, "; ".join(reasons))
 
 
-def _plan(budget: BudgetedStep, reasons: list[str], step: Any, batch: Any, samples: int) -> PlannedShape:
-    certificate = budget._planner.certify(step, batch)
+def _plan(reasons: list[str], planner: StepPlanner, step: Any, batch: Any, samples: int) -> PlannedShape:
+    certificate = planner.certify(step, batch)
     if not certificate.separable:
         reasons.append(certificate.reason)
     plan = OffloadPlan(_SUB_BATCH if certificate.separable else samples)

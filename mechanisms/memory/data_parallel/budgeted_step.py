@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from retime.mechanisms.memory.data_parallel.bytes_held import NewBuckets, bucket
 from retime.mechanisms.memory.data_parallel.reduce_last import ReduceLast
 from retime.mechanisms.memory.host import HostTier
 from retime.mechanisms.memory.planning import PlannedShape, Step
-from retime.mechanisms.memory.step import BatchRecord, BudgetedStep, NoLossError, SubBatches, Way
+from retime.mechanisms.memory.step import BudgetedStep, NoLossError, SubBatches, Way
 
 __all__ = ["SETTING_UP", "BudgetedDataParallelStep"]
 
@@ -88,15 +88,12 @@ class BudgetedDataParallelStep(BudgetedStep):
         self._collective: CollectiveError | None = None
         self._watched = False
 
-    def _plan(self, step: Step, record: BatchRecord) -> PlannedShape:
+    def plan(self, step: Step, batch: Any) -> PlannedShape:
         """What is decided on this rank."""
-        self._collective = None
-        return super()._plan(self._guarded(step), record)
+        return super().plan(self._guarded(step), batch)
 
-    def _prepare(self, step: Step, record: BatchRecord) -> SubBatches:
-        parts = super()._prepare(self._guarded(step), record)
-        self._reduction.begin(parts.weights)
-        return parts
+    def prepare(self, step: Step, batch: Any) -> SubBatches:
+        return self._begun(super().prepare(self._guarded(step), batch))
 
     def choose(self, step: Step, batch: Any) -> Way:
         """In what way this batch runs: on this rank or, if they have a harder one, on another.
@@ -107,11 +104,12 @@ class BudgetedDataParallelStep(BudgetedStep):
         """
         self._reduction.end()
         self._make_room(batch)
+        guarded = self._guarded(step)
         no_loss: list[NoLossError] = []
 
         def decide() -> Way:
             try:
-                return super(BudgetedDataParallelStep, self).choose(step, batch)
+                return super(BudgetedDataParallelStep, self).choose(guarded, batch)
             except NoLossError as error:
                 no_loss.append(error)
                 return Way.PLAIN
@@ -119,8 +117,8 @@ class BudgetedDataParallelStep(BudgetedStep):
         way = Way(int(self._agreement.largest(decide, _PLANNING)))
         if no_loss:
             raise no_loss[0]
-        if way is not Way.PLAIN and self.parts is None:
-            self.prepare(step, batch)
+        if way is not Way.PLAIN:
+            self._begun(self.parts or super().prepare(guarded, batch))
         return way
 
     def begin(self, step: Step, batch: Any) -> Any:
@@ -138,19 +136,25 @@ class BudgetedDataParallelStep(BudgetedStep):
     @contextmanager
     def offloading(self, step: Step, batch: Any) -> Iterator[None]:
         self._agreement.largest(lambda: bool(self.plan(step, batch).choice.plan.offload), _PLANNING)
-        with super().offloading(step, batch):
+        with super().offloading(self._guarded(step), batch):
             yield
 
     def _make_room(self, batch: Any) -> None:
         """Buckets that were made while the pool was there are the pool's."""
-        if self._new_buckets.since and self._memory.hidden_bytes > self._planner.reduction_bytes:
-            self._memory.hidden_bytes = self._planner.reduction_bytes
-            self._limit_freed(batch)
+        reduction_bytes = self._planner.reduction_bytes
+        if self._new_buckets.since and self.hidden_bytes > reduction_bytes:
+            self._plans.hide(reduction_bytes, batch)
+
+    def _begun(self, parts: SubBatches) -> SubBatches:
+        self._reduction.begin(parts.weights)
+        return parts
 
     def _guarded(self, step: Step) -> Step:
-        return step if isinstance(step, _Guarded) else _Guarded(self, step)
+        self._collective = None
+        return partial(self._run, step)
 
     def _run(self, step: Step, part: Any) -> Any:
+        """By itself while it is tried out; otherwise the step reduces gradients with its last part."""
         if not self.planning:
             with self._reduction.part(), self._new_buckets.watched():
                 return step(part)
@@ -164,17 +168,6 @@ class BudgetedDataParallelStep(BudgetedStep):
             raise
         self._watched = True
         return output
-
-
-@dataclass(frozen=True)
-class _Guarded:
-    """A step that runs by itself while it is tried out, and reduces gradients with its last part otherwise."""
-
-    owner: BudgetedDataParallelStep
-    step: Step
-
-    def __call__(self, part: Any) -> Any:
-        return self.owner._run(self.step, part)
 
 
 def _communicates(optimizer: torch.optim.Optimizer) -> bool:

@@ -17,6 +17,7 @@ from contract.random_models.training import CLIP_VALUE, Way, train
 from retime.mechanisms.memory import BudgetedStep, HostMemory, OffloadSavedTensors
 from retime.mechanisms.memory.planning.choice import PlanChoice
 from retime.mechanisms.memory.planning.report import PlannedShape
+from retime.mechanisms.memory.planning.step_planner import StepPlanner
 from retime.mechanisms.memory.step import sub_batches
 from retime.mechanisms.out_of_order import WeightGradientDeferral
 from retime.mechanisms.weight_gradients import layer_hooks
@@ -116,15 +117,19 @@ class Budgeted(Way):
     def begin(self, model: RandomModel, optimizer: Optimizer, spec: Spec) -> None:
         kept = spec.training.accumulate > 1 or not spec.training.to_none or spec.training.zero == "before"
         self._step = BudgetedStep(
-            model, [optimizer], HOLDS, HostMemory("cpu"), gradients="kept" if kept else "freed", **self._options(spec)
+            model,
+            [optimizer],
+            HOLDS,
+            HostMemory("cpu"),
+            gradients="kept" if kept else "freed",
+            make_plan=self._plan,
+            **self._options(spec),
         )
-        self._step._make_plan = self._plan  # type: ignore[method-assign]
-        self._step.may_stop = False  # else the first step would show that nothing need be planned
 
     def _options(self, spec: Spec) -> dict[str, Any]:
         return {"sub_batches": False}
 
-    def _plan(self, step: Any, batch: Any, samples: int) -> PlannedShape:
+    def _plan(self, planner: StepPlanner, step: Any, batch: Any, samples: int) -> PlannedShape:
         return PlannedShape(samples, PlanChoice(replace(EVERYTHING, sub_batch=samples), 0, 0, 1, 1, 0, 0))
 
     def pass_(self, compute: Callable[[Any], Tensor], batch: Any, share: int, last: bool) -> Tensor:
@@ -147,8 +152,8 @@ class Parts(Budgeted):
     def _options(self, spec: Spec) -> dict[str, Any]:
         return {}
 
-    def _plan(self, step: Any, batch: Any, samples: int) -> PlannedShape:
-        certificate = self._step._planner.certify(step, batch) if samples > 1 else None
+    def _plan(self, planner: StepPlanner, step: Any, batch: Any, samples: int) -> PlannedShape:
+        certificate = planner.certify(step, batch) if samples > 1 else None
         split = certificate is not None and certificate.separable
         plan = OffloadPlan(samples - 1 if split else samples)
         choice = PlanChoice(plan, 0, 0, 1, 1, 0, 0, tensor_bytes=HOLDS)

@@ -23,6 +23,7 @@ CHECKS = [
     "synchronised_batch_norm_is_tried_out_alone",
     "groups_are_given_back",
     "ranks_reduce_again_after_a_batch_that_failed",
+    "calls_that_a_step_counts_are_put_back",
     "timelines_count_buckets",
     "peaks_with_buckets_stay_inside",
     "accelerate_loops",

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-import retime.mechanisms.memory.step.budgeted_step as budgeted_step
+import retime.mechanisms.memory.step.batch_plans as batch_plans
 import retime.mechanisms.memory.step.plan_book as plan_book
 from retime.mechanisms.memory.planning.choice import PlanChoice
 from retime.mechanisms.memory.planning.report import BudgetReport, PlannedShape
@@ -67,7 +67,7 @@ def test_one_plan_a_shape(way: str, caplog: pytest.LogCaptureFixture) -> None:
 
 def test_only_so_many_plans_are_kept(offloads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_book, "MOST_PLANS", 2)
-    monkeypatch.setattr(budgeted_step, "MOST_PLANS", 2)
+    monkeypatch.setattr(batch_plans, "MOST_PLANS", 2)
     plain, ours = Sequences(), Sequences()
     shapes = [(128, 2), (64, 4), (128, 2), (32, 8), (128, 2), (64, 4)]  # the third one makes the second one go
     fit(plain, data=sequences(*shapes))
@@ -76,7 +76,7 @@ def test_only_so_many_plans_are_kept(offloads: None, monkeypatch: pytest.MonkeyP
 
     def note(self: Any, *arguments: Any, **options: Any) -> Any:
         step = made.strategy._step
-        held.append((len(step._plans), len(step._offloads)))
+        held.append((len(step._plans.book), len(step._offloads)))
         return real(self, *arguments, **options)
 
     real = Sequences.on_train_batch_end

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,11 +52,11 @@ def test_tensors_of_other_allocators_count(pool: MemoryPool) -> None:
 class Training:
     """A model in steps under a budget."""
 
-    def __init__(self, budget: int, folder: Path) -> None:
+    def __init__(self, budget: int, folder: Path, **options: Any) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.9)
-        self.step = BudgetedStep(self.model, [self.optimizer], budget, parse_host(f"disk:{folder}", "cpu"))
+        self.step = BudgetedStep(self.model, [self.optimizer], budget, parse_host(f"disk:{folder}", "cpu"), **options)
 
     def loss(self, part: Tensor) -> Tensor:
         return self.model(part).square().mean()
@@ -71,15 +72,15 @@ class Training:
         return pool.bytes_elsewhere([*self.model.parameters(), *momenta, batch])
 
 
-Make = Callable[[int], Training]
+Make = Callable[..., Training]
 
 
 @pytest.fixture
 def training(tmp_path: Path) -> Iterator[Make]:
     made: list[Training] = []
 
-    def make(budget: int) -> Training:
-        made.append(Training(budget, tmp_path))
+    def make(budget: int, **options: Any) -> Training:
+        made.append(Training(budget, tmp_path, **options))
         return made[-1]
 
     yield make
@@ -119,8 +120,7 @@ def test_the_largest_plan_counts(pool: MemoryPool, training: Make) -> None:
 
 
 def test_room_is_left_for_tensors_that_nothing_holds(pool: MemoryPool, training: Make) -> None:
-    ours, batch = training(AMPLE), torch.randn(BATCH, WIDTH)
-    ours.step._memory.hidden_bytes = 256 * KIB
+    ours, batch = training(AMPLE, hidden_bytes=256 * KIB), torch.randn(BATCH, WIDTH)
     shape = ours.step.plan(ours.loss, batch)
     assert_holds(pool, shape.held_bytes(AMPLE) - 256 * KIB - ours.elsewhere(pool, batch))
 

@@ -15,6 +15,7 @@ from retime.mechanisms.memory.host.extents import Extents
 from retime.mechanisms.memory.host.pinned import HostMemory
 from retime.mechanisms.memory.planning.choice import PlanChoice
 from retime.mechanisms.memory.planning.report import PlannedShape
+from retime.mechanisms.memory.planning.step_planner import StepPlanner
 from retime.mechanisms.memory.step.budgeted_step import BudgetedStep
 from retime.schedules.budget import OffloadPlan
 
@@ -41,10 +42,11 @@ class Offloading(BudgetedStep):
 
     def __init__(self, model: Shrinking, host: Any) -> None:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        super().__init__(model, [optimizer], "1GiB", host, sub_batches=False, may_stop=False)
+        super().__init__(model, [optimizer], "1GiB", host, sub_batches=False, make_plan=self._plan)
 
-    def _make_plan(self, step: Any, batch: Any, samples: int) -> PlannedShape:
-        storages = self.model.used  # type: ignore[union-attr]
+    @staticmethod
+    def _plan(planner: StepPlanner, step: Any, batch: Any, samples: int) -> PlannedShape:
+        storages = planner.model.used
         plan = OffloadPlan(samples, frozenset(range(storages)), 1, storages)
         nbytes = storages * STORAGE_BYTES
         return PlannedShape(samples, PlanChoice(plan, 0, nbytes, 1.0, 1.0, nbytes, nbytes))
@@ -102,12 +104,12 @@ def test_what_is_in_flight_stays_until_its_backward_pass() -> None:
         first = model(batch)
     longer = torch.randn(SAMPLES, 2, WIDTH)
     step.report().replanned.clear()
-    step._plans._entries.clear()  # as a mismatch does
+    step._plans.book._entries.clear()  # as a mismatch does
     with step.offloading(model, longer):
         second = model(longer)
     assert len(step._offloads) == 1, "both have the same plan"
     model.used = 3
-    step._plans._entries.clear()
+    step._plans.book._entries.clear()
     third = torch.randn(SAMPLES, 3, WIDTH)
     with step.offloading(model, third):
         loss = model(third)
