@@ -32,6 +32,7 @@ _TEXTS: dict[By, str] = {
     "max": "the maximum over {them}, as its reduce_fx says",
     "min": "the minimum over {them}, as its reduce_fx says",
 }
+_MEANS = ("mean", "avg")
 _SIZE_IN_DOUBT = (
     "has the sum of the sub-batches' batch_size as its weight in an epoch's mean: they did not add up to the whole's"
 )
@@ -128,13 +129,17 @@ class LoggedNumber:
             return values[0], ""
         ways, some_only = self._fitting(parts.certificate), len(which) < len(parts)
         always_0 = _always_0(ways)
-        by, certain = (ways[0], True) if ways and not always_0 else (self._assumed, False)
+        was_same = not always_0 and self._was_same(parts.certificate)
+        alike = len({float(value) for value in values}) == 1
+        known = bool(ways) and not always_0 and (alike or not was_same)
+        by, certain = (ways[0], True) if known else (self._assumed, False)
         weights, complete = self._shares(by, parts)
         if certain and not complete:
             by, certain = "batch_size" if self.sized else "weights", False
             weights, _ = self._shares(by, parts)
-        alike = always_0 and not some_only and len({float(value) for value in values}) == 1  # still 0, or a setting
-        doubt = "" if certain or alike else _doubt(by, some_only, always_0)
+        setting = alike and not any(isinstance(value, Tensor) for value in values) and self._reduction in _MEANS
+        usual = always_0 and not some_only and (setting or not any(map(float, values)))
+        doubt = "" if certain or usual else _doubt(by, some_only, always_0, was_same)
         return _extreme(values, by) if by in ("max", "min") else combined_scalar(values, weights), doubt
 
     def size(self, parts: SubBatches) -> Any:
@@ -151,7 +156,7 @@ class LoggedNumber:
         ways = self._fitting(certificate)
         if not ways:
             return _doubt(self._assumed)
-        by_epoch = self.options.get("on_epoch") and self._reduction in ("mean", "avg")
+        by_epoch = self.options.get("on_epoch") and self._reduction in _MEANS
         return _SIZE_IN_DOUBT if by_epoch and self.sized and not self._size_is(certificate) else ""
 
     @property
@@ -167,6 +172,11 @@ class LoggedNumber:
 
     def _fitting(self, certificate: Certificate) -> list[By]:
         return fitting(certificate, place_of(self.key), place_of(self.size_key) if self.sized else None)
+
+    def _was_same(self, certificate: Certificate) -> bool:
+        """Whether all examples gave the same for all of a batch and for each part: a mean then, or a maximum."""
+        place = place_of(self.key)
+        return all({*_scalars(example, place)} == {example.whole.get(place)} for example in certificate.examples)
 
     def _shares(self, by: By, parts: SubBatches) -> tuple[list[float], bool]:
         sizes = [0.0 if size is None else float(size) for size in self.sizes.values()] if by == "batch_size" else []
@@ -186,14 +196,17 @@ def _always_0(ways: Sequence[By]) -> bool:
     return "sum" in ways and "samples" in ways
 
 
-def _doubt(by: By, some_only: bool = False, always_0: bool = False) -> str:
+def _doubt(by: By, some_only: bool = False, always_0: bool = False, was_same: bool = False) -> str:
     """What a value is that may not be the whole batch's, and why."""
     if some_only:
         return (
             f"was logged by some sub-batches only, and is {_TEXTS[by].format(them='those')}: the whole batch may have "
             "logged another"
         )
-    why = "it was 0 in all samples that were examined" if always_0 else "no sum of their values gave the whole batch's"
+    if always_0 or was_same:
+        why = f"it was {'0' if always_0 else 'the same'} in all samples that were examined"
+    else:
+        why = "no sum of their values gave the whole batch's"
     return f"is {_TEXTS[by].format(them='sub-batches')}: {why}"
 
 

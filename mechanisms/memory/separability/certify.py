@@ -119,7 +119,7 @@ def certify(
     if unsure and all(p.device.type != "mps" for p in model.parameters()):
         found = examiner.examine_precisely(known) or found
     if found.separable:
-        return examiner.in_larger_batches(found)
+        return examiner.in_larger_batches(found, given=loss_weight is not None)
     if layers and not ghost:
         reason = f"{_BATCHNORM}: {_some(layers)}; {_BATCHNORM_FIX}"
         return replace(found, reason=reason, layers=tuple(layers))
@@ -197,8 +197,13 @@ class _Examiner:
             notes.append(f"gradient hooks run once for each sub-batch: {_some(hooked)}")
         return replace(concluded, notes=tuple(notes)) if concluded.separable else concluded
 
-    def in_larger_batches(self, found: Certificate) -> Certificate:
-        """The same, if the step does with the whole batch what it does with the samples that were probed."""
+    def in_larger_batches(self, found: Certificate, *, given: bool) -> Certificate:
+        """The same, if the step does with the whole batch what it does with the samples that were probed.
+
+        Args:
+            found: what the samples say.
+            given: the user counts what the loss is a mean over, and so answers for a step that cannot be compared.
+        """
         sizes = sorted({*range(2, self._samples + 1), self._total})[-_SIZES:]
         if len(sizes) == 1:
             return found
@@ -207,11 +212,15 @@ class _Examiner:
             flows = dry_flows(self._step, self._model, batches, self._reads)
         except Exception as error:  # whatever a step says to tensors without values
             text = str(error).splitlines()[0] if str(error) else "no message"
-            note = (
-                f"batches of more than {self._samples} samples were taken to do the same as that many, as the step "
-                f"does not run without values ({type(error).__name__}: {text})"
+            why = f"the step does not run without values ({type(error).__name__}: {text})"
+            if given:
+                note = f"batches of more than {self._samples} samples were taken to do the same as that many, as {why}"
+                return replace(found, notes=(*found.notes, note))
+            reason = (
+                f"whether the step does the same with {self._total} samples as with {self._samples} is not known, as "
+                f"{why}. Give loss_weight(part), which counts what the loss is a mean over, or offload only"
             )
-            return replace(found, notes=(*found.notes, note))
+            return Certificate(None, reason, samples=self._samples)
         if reason := unlike(flows, sizes):
             reason = (
                 f"the step does something else with more samples than with fewer: with "

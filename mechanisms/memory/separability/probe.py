@@ -22,8 +22,10 @@ __all__ = ["Case", "Outcome", "Probe", "Prober", "Run", "loss_of", "scalars_of"]
 
 _SKETCH = 1024
 _BLOCK = 256 * _SKETCH
-_LATER = (25199, 25200, 25201)
-"""Late calls of a step: a multiple of whatever it may do something at, and those beside, as it may count first."""
+_OFTEN = 2**10 * 3**2 * 5**4 * 7 * 11 * 13
+_LATER = (25199, 25200, 25201, _OFTEN - 1, _OFTEN, _OFTEN + 1)
+"""Late calls of a step, soon and very late: the last is a multiple of all numbers up to 16, of powers of two up to
+1024, of 500, 1000 and 5000, at which a step may do something, and those beside it, as it may count first."""
 
 
 @dataclass

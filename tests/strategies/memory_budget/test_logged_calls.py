@@ -231,6 +231,24 @@ def test_what_was_0_when_it_was_examined_is_said(way: str) -> None:
     assert all("it was 0 in all samples that were examined" in one for one in said)
 
 
+class AllMarked(Net):
+    """Logs what each part of a batch gives alike once there is anything, but is no mean."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        marked = batch[0][:, 0] == MARK
+        self.log("any", marked.any().float(), on_step=True, reduce_fx="max")
+        self.log("none", (~marked).all().float(), on_step=True, reduce_fx="min")
+        return self.loss(batch)
+
+
+def test_what_was_the_same_when_it_was_examined_is_said(way: str) -> None:
+    said = compare(AllMarked, way, [100])
+    if way == "offload":
+        assert said == []
+        return
+    assert ["'any' is the maximum over" in one or "'none' is the minimum over" in one for one in said] == [True, True]
+
+
 class WarmsUp(Net):
     """Its loss is a sum, and a factor that it logs is 0 when it is examined."""
 

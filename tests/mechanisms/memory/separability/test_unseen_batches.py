@@ -1,6 +1,7 @@
 """Steps whose few probed samples show nothing of what they do to a whole batch end with the plain weights."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -213,6 +214,14 @@ def _attribute(m: Net, b: Batch) -> Tensor:
     return m.each(b).mean() * (1 if m.calls <= 3 else 0.25)
 
 
+def _often(every: int) -> Loss:
+    def loss(m: Net, b: Batch) -> Tensor:
+        m.calls += 1
+        return m.each(b).mean() + (m.head.weight.square().sum() if m.calls % every == 0 else 0)
+
+    return loss
+
+
 class Counts(Net):
     total = 0
 
@@ -228,6 +237,7 @@ COUNTERS: dict[str, Callable[[], Loss]] = {
     "of an enclosing function": _enclosing,
     "attribute": lambda: _attribute,
     "of a class": lambda: _of_the_class,
+    **{f"every {every}": partial(_often, every) for every in (4, 32, 64, 128, 500, 1000)},
 }
 
 
@@ -257,3 +267,18 @@ def test_a_count_of_calls_that_computes_nothing_is_as_it_was() -> None:
         return m.each(b).mean()
 
     assert trained(lambda net: lambda batch: loss(net, batch), Net(), batches(), True).split
+
+
+@torch.library.custom_op("retime_tests::same", mutates_args=())
+def _same(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+def _without_fake(m: Net, b: Batch) -> Tensor:
+    return F.cross_entropy(m(_same(b["x"])), b["y"], reduction="sum") / max(len(b["x"]), 6)
+
+
+def test_a_step_that_does_not_run_without_values_is_not_split() -> None:
+    plain, budgeted = both(_without_fake)
+    assert not budgeted.split
+    assert budgeted.differs_from(plain) == 0
