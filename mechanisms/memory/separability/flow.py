@@ -23,8 +23,8 @@ from retime.mechanisms.torch_private import DataDependentOutputException, FakeTe
 
 __all__ = ["READS", "Flow", "Operand", "Operation", "Place"]
 
-READS = {"_local_scalar_dense", "equal", "read"}
-"""Operations that hand a tensor's value to Python."""
+READS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "read"}
+"""Operations that hand a tensor's value to Python; under ``inference_mode`` they come as they were called."""
 _SORTED_ALONG = {"sort", "argsort", "topk", "kthvalue", "median", "mode", "flip", "roll", "gather", "index_select"}
 _SUMMED_ALONG = {"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "_softmax", "_log_softmax"}
 _TRANSFORMED_ALONG = {"_fft_r2c", "_fft_c2c", "_fft_c2r"}

@@ -282,3 +282,14 @@ def test_a_step_that_does_not_run_without_values_is_not_split() -> None:
     plain, budgeted = both(_without_fake)
     assert not budgeted.split
     assert budgeted.differs_from(plain) == 0
+
+
+@pytest.mark.parametrize("read", [Tensor.item, bool, float])
+def test_a_value_read_under_inference_mode_is_seen(read: Callable[[Tensor], Any]) -> None:
+    def loss(m: Net, b: Batch) -> Tensor:
+        with torch.inference_mode():
+            value = read(m(b["x"])[:, 0].mean() > 0.02)
+        return m.each(b).mean() * (0.5 if value else 2.0)
+
+    plain, budgeted = both(loss)
+    assert budgeted.differs_from(plain) < 1e-12
