@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -126,6 +126,7 @@ class MetricCalls:
     def __init__(self, module: nn.Module) -> None:
         self._metrics = [(metric, _empty(metric)) for metric in metrics_of(module)]
         self._calls: dict[str, MetricCall] = {}
+        self._names: dict[int, tuple[str, ...]] = {}
         self._returned: MutableMapping[Any, tuple[MetricCall, str | None]] = WeakTensorKeyDictionary()
         self._passing_on = False
 
@@ -166,7 +167,10 @@ class MetricCalls:
                     self._take(one, part, samples, detached)
                 if not one.returns:
                     return None
-                value = _value(empty, (arguments, options) if _learns(metric) else detached)
+                given = (arguments, options) if _learns(metric) else detached
+                value = _value(empty, given, self._names.get(index, ()))
+                if isinstance(value, dict):
+                    self._names[index] = tuple(value)
                 for entry, tensor in value.items() if isinstance(value, dict) else [(None, value)]:
                     if isinstance(tensor, Tensor):
                         self._returned[tensor] = one, entry
@@ -262,11 +266,16 @@ def _show(metric: AnyMetric, total: Any) -> None:
         _show(child, total[name])
 
 
-def _value(empty: AnyMetric, given: Arguments) -> Any:
+def _value(empty: AnyMetric, given: Arguments, names: Sequence[str]) -> Any:
     """The value of these arguments alone; what is empty stays so.
 
     NaN where there is none: dry runs have no values for checks of inputs, and a part may be too small (a correlation
     of one sample). What is wrong with the whole batch is raised when the batch's value is made.
+
+    Args:
+        empty: a copy of the metric that counted nothing.
+        given: arguments.
+        names: of the values of a call before, which a value that is NaN has too.
     """
     try:
         with undisturbed(empty):
@@ -277,7 +286,8 @@ def _value(empty: AnyMetric, given: Arguments) -> Any:
         for tensor in tensors_in(given):
             if tensor.requires_grad:
                 nothing = nothing + tensor.sum().to(nothing.device, nothing.dtype)
-        return dict.fromkeys(map(str, empty.keys()), nothing) if isinstance(empty, MetricCollection) else nothing
+        names = [*map(str, empty.keys())] if isinstance(empty, MetricCollection) else names
+        return dict.fromkeys(names, nothing) if names else nothing
 
 
 def _saving_apart(method: Callable[..., Any]) -> Callable[..., Any]:
