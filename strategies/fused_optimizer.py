@@ -80,12 +80,13 @@ class FusedOptimizerStrategy(_Fused, SingleDevice):
     Weights, optimizer state, logged values and ``global_step`` are bit-identical to the plain strategy's. Steps that
     cannot be fused exactly run the plain way, with one ``NoEffectWarning`` a reason before the first of them.
 
-    :param mode: ``"backward"`` (updates inside the backward pass, gradients freed at once) or ``"forward"`` (updates
-        just before the next read; exact with norm clipping, GradScaler, gradient hooks and manual optimization).
-    :param device: the one device; None: the one the Trainer chose.
-    :param bucket_bytes: bytes gathered before one multi-tensor update, a number or ``"4MiB"``; None: 1 MiB on a CPU,
-        8 MiB on CUDA, less for small models.
-    :param side_stream: backward mode on CUDA: updates on a stream of their own, beside the backward pass.
+    Args:
+        mode: ``"backward"`` (updates inside the backward pass, gradients freed at once) or ``"forward"`` (updates
+            just before the next read; exact with norm clipping, GradScaler, gradient hooks and manual optimization).
+        device: the one device; None: the one the Trainer chose.
+        bucket_bytes: bytes gathered before one multi-tensor update, a number or ``"4MiB"``; None: 1 MiB on a CPU,
+            8 MiB on CUDA, less for small models.
+        side_stream: backward mode on CUDA: updates on a stream of their own, beside the backward pass.
 
     All other arguments are :class:`lightning.pytorch.strategies.SingleDeviceStrategy`'s.
     """
@@ -113,8 +114,9 @@ class FusedOptimizerDDPStrategy(ReducerOfChoice, _Fused, ReportsAcrossProcesses)
 
     Works with ``no_sync``, accumulation and a communication hook of the user's own. Bit-identical to ``ddp``.
 
-    :param mode: ``"backward"``, or ``"forward"``: updates just before the next forward pass reads the parameter.
-    :param bucket_bytes: as for :class:`FusedOptimizerStrategy`.
+    Args:
+        mode: ``"backward"``, or ``"forward"``: updates just before the next forward pass reads the parameter.
+        bucket_bytes: as for :class:`FusedOptimizerStrategy`.
 
     All other arguments are those of :class:`lightning.pytorch.strategies.DDPStrategy` and of the
     ``DistributedDataParallel`` that it makes, whose further ones are taken too.

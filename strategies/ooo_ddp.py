@@ -49,12 +49,13 @@ class OOODataParallelStrategy(ReducerOfChoice, LightningOnly, ReportsAcrossProce
     On two ranks everything is bit-identical to ``ddp``; on more, gradients are summed in other pieces than its buckets
     and may round differently in the last bit, as they do when ``bucket_cap_mb`` changes.
 
-    :param k: how many blocks are re-ordered; ``"auto"`` measures in the first steps (at most 60), keeps the fastest and
-        stores it in the checkpoint.
-    :param max_memory: bytes (or ``"8GiB"``) a rank may use at its peak (CUDA: allocated; CPU: resident); bounds k.
-    :param cross_iteration: False: ``optimizer.step()`` waits for all gradients, as under ``ddp``.
-    :param blocks: names of the modules that k counts; None: the model's repeated blocks, else its layers.
-    :param bucket_cap_mb: MiB of a gradient bucket; None: of 1 to 25 MiB, chosen by measurement to take about 20 ms.
+    Args:
+        k: how many blocks are re-ordered; ``"auto"`` measures in the first steps (at most 60), keeps the fastest and
+            stores it in the checkpoint.
+        max_memory: bytes (or ``"8GiB"``) a rank may use at its peak (CUDA: allocated; CPU: resident); bounds k.
+        cross_iteration: False: ``optimizer.step()`` waits for all gradients, as under ``ddp``.
+        blocks: names of the modules that k counts; None: the model's repeated blocks, else its layers.
+        bucket_cap_mb: MiB of a gradient bucket; None: of 1 to 25 MiB, chosen by measurement to take about 20 ms.
 
     All other arguments are those of :class:`lightning.pytorch.strategies.DDPStrategy` and of the
     ``DistributedDataParallel`` that it makes, whose further ones are taken too. A communication hook is refused. With

@@ -57,12 +57,15 @@ class MemoryBudget:
     Plans are kept in ``accelerator.save_state()``, in a file of their own: plain code takes the folder as it is, and a
     folder without it is as good.
 
-    :param budget: of each process: bytes, ``"8GiB"`` or ``"90%"`` of its device's memory; processes on one CPU share
-        the percentage.
-    :param host: ``"memory"`` (for CUDA), ``"disk:FOLDER"`` (for a CPU); None chooses by device.
-    :param options: as for :class:`retime.mechanisms.memory.step.budgeted_step.BudgetedStep`: ``batchnorm``, ``split``,
-        ``loss_weight``, ``on_shape_change``, ``dry_run``, ``plan``, ``say``.
-    :raises ValueError: an engine other than DistributedDataParallel, or a budget that cannot be read.
+    Args:
+        budget: of each process: bytes, ``"8GiB"`` or ``"90%"`` of its device's memory; processes on one CPU share
+            the percentage.
+        host: ``"memory"`` (for CUDA), ``"disk:FOLDER"`` (for a CPU); None chooses by device.
+        options: as for :class:`retime.mechanisms.memory.step.budgeted_step.BudgetedStep`: ``batchnorm``, ``split``,
+            ``loss_weight``, ``on_shape_change``, ``dry_run``, ``plan``, ``say``.
+
+    Raises:
+        ValueError: an engine other than DistributedDataParallel, or a budget that cannot be read.
     """
 
     @checked
@@ -101,7 +104,8 @@ class MemoryBudget:
     def run(self, step: Callable[[Any], Any], batch: Any) -> Any:
         """Forward and backward pass; returns what ``step(batch)`` would have returned, detached.
 
-        :raises BudgetError: the budget is below the floor; before anything has run.
+        Raises:
+            BudgetError: the budget is below the floor; before anything has run.
         """
         if self._parts is None:
             self._parts = self._make(split_too=True)
@@ -111,7 +115,8 @@ class MemoryBudget:
     def forward(self, step: Callable[[Any], Any], batch: Any) -> Iterator[None]:
         """Around a forward pass on ``batch``: what it saves is offloaded as planned.
 
-        :raises BudgetError: offloading alone does not keep the budget: use :meth:`run`.
+        Raises:
+            BudgetError: offloading alone does not keep the budget: use :meth:`run`.
         """
         if self._whole is None:
             self._whole = self._make(split_too=False)
@@ -140,7 +145,8 @@ class MemoryBudget:
     def save_plan(self, path: str | os.PathLike[str]) -> None:
         """Write the plans so far, of :meth:`run` if there are any, to a file for ``plan=`` in other runs.
 
-        :raises ValueError: nothing was planned yet.
+        Raises:
+            ValueError: nothing was planned yet.
         """
         made = self._parts or self._whole
         if made is None:
