@@ -1,0 +1,40 @@
+"""Docstrings have one dialect, Google's: ``Args:``, ``Returns:``, ``Raises:``."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("schedules", "mechanisms", "modules", "strategies", "callbacks", "integrations", "recipes", "commands", "src")
+OTHER_DIALECTS = {
+    "reStructuredText": re.compile(r"^\s*:(param|parameter|arg|type|returns?|rtype|raises?|yields?)\b[^:\n]*:", re.M),
+    "Epytext": re.compile(r"^\s*@(param|type|returns?|rtype|raises?)\b", re.M),
+    "NumPy": re.compile(r"^\s*(Parameters|Returns|Raises|Yields|Attributes)\n\s*-{3,}\s*$", re.M),
+}
+
+
+def offences(source: str) -> list[str]:
+    """Docstrings in ``source`` with fields of another dialect, a line each; strings behind attributes count too."""
+    return [
+        f"line {node.lineno}: {dialect}"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for dialect, fields in OTHER_DIALECTS.items()
+        if fields.search(node.value.value)
+    ]
+
+
+@pytest.mark.parametrize("folder", [*ROOMS, "tests"])
+def test_docstrings_are_in_googles_dialect(folder: str) -> None:
+    files = sorted((ROOT / folder).rglob("*.py"))
+    assert files
+    assert {str(file): found for file in files if (found := offences(file.read_text()))} == {}
+
+
+@pytest.mark.parametrize(
+    "docstring", ["Add.\n\n:param a: a number\n", "Add.\n\n@return the sum\n", "Add.\n\nReturns\n-------\nthe sum\n"]
+)
+def test_other_dialects_are_seen(docstring: str) -> None:
+    assert len(offences(f"def add(a):\n    '''{docstring}'''")) == 1
