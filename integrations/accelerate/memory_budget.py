@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from retime.integrations.accelerate.kept_state import KeptState
 from retime.integrations.accelerate.prepared import (
     ONE_PROCESS_OR_DDP,
     note_gone,
@@ -20,6 +19,7 @@ from retime.integrations.accelerate.prepared import (
     prepared_optimizer,
     refuse_beside,
 )
+from retime.integrations.accelerate.state_file import KeptState
 from retime.mechanisms.arguments import checked
 from retime.mechanisms.capabilities import Mechanism
 from retime.mechanisms.ddp import RankAgreement

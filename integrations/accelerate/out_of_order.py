@@ -12,13 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from retime.integrations.accelerate.accelerate_private import renew_captured_steps
-from retime.integrations.accelerate.kept_state import KeptState
 from retime.integrations.accelerate.prepared import (
     note_gone,
     note_there,
     prepared_optimizer,
     refuse_beside,
 )
+from retime.integrations.accelerate.state_file import KeptState
 from retime.mechanisms.arguments import checked
 from retime.mechanisms.capabilities import Mechanism
 from retime.mechanisms.no_effect import NoEffectWarning

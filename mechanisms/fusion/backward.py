@@ -31,7 +31,6 @@ from retime.mechanisms.fusion.bucket_bytes import check_bucket_bytes, default_bu
 from retime.mechanisms.fusion.clipping import clip_by_value
 from retime.mechanisms.fusion.followed import Followed
 from retime.mechanisms.fusion.gradient_guard import GradientGuard
-from retime.mechanisms.fusion.held_back import why_held_back
 from retime.mechanisms.fusion.own_step import OwnStep
 from retime.mechanisms.fusion.python_nodes import has_python_nodes
 from retime.mechanisms.fusion.refusals import (
@@ -41,6 +40,7 @@ from retime.mechanisms.fusion.refusals import (
     refuse_second_derivative,
 )
 from retime.mechanisms.fusion.report import FusionReport
+from retime.mechanisms.fusion.unfused import why_held_back
 from retime.mechanisms.lazy_updates import OptimizerWindow, nbytes
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.streams import SideStream

@@ -19,7 +19,7 @@ from retime.mechanisms.ddp import at_end_of_backward, comm_hook_of, sparse_layer
 from retime.mechanisms.ddp.reducers import Reducer
 from retime.mechanisms.fusion.backward import BackwardFusion
 from retime.mechanisms.fusion.followed import Followed
-from retime.mechanisms.fusion.held_back import ALIASED
+from retime.mechanisms.fusion.unfused import ALIASED
 from retime.mechanisms.lazy_updates import OptimizerWindow, has_alias, nbytes
 from retime.mechanisms.torch_private import GradBucket, version_of
 

@@ -25,9 +25,9 @@ from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.out_of_order.arrivals import Arrivals
 from retime.mechanisms.out_of_order.attached import AttachedUpdates
 from retime.mechanisms.out_of_order.k_choice import K, KChoice
-from retime.mechanisms.out_of_order.kept_k import KeptK
 from retime.mechanisms.out_of_order.memory import extra_bytes
 from retime.mechanisms.out_of_order.report import OutOfOrderReport
+from retime.mechanisms.out_of_order.saved_k import KeptK
 from retime.mechanisms.out_of_order.sending import Sending
 from retime.mechanisms.out_of_order.supported import check_model
 from retime.mechanisms.out_of_order.updates import CrossIterationUpdates

@@ -16,8 +16,8 @@ from retime.mechanisms.ddp import RankAgreement
 from retime.mechanisms.measure import peak_so_far
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.out_of_order.k_tuner import KTuner
-from retime.mechanisms.out_of_order.kept_k import KeptK
 from retime.mechanisms.out_of_order.memory import largest_affordable_k
+from retime.mechanisms.out_of_order.saved_k import KeptK
 from retime.mechanisms.weight_gradients import WeightGradientDeferral
 
 K = Annotated[int, AtLeast(0)] | Literal["auto"]

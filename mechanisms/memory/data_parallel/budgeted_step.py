@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from retime.mechanisms.ddp import RankAgreement
 from retime.mechanisms.memory.data_parallel.alone import CollectiveError, alone
-from retime.mechanisms.memory.data_parallel.bytes_held import NewBuckets, bucket_bytes, buckets_of, reduction_bytes
+from retime.mechanisms.memory.data_parallel.ddp_memory import NewBuckets, bucket_bytes, buckets_of, reduction_bytes
 from retime.mechanisms.memory.data_parallel.reduce_last import ReduceLast
 from retime.mechanisms.memory.host import HostTier
 from retime.mechanisms.memory.planning import PlannedShape, Step

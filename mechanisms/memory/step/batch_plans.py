@@ -20,7 +20,7 @@ from retime.mechanisms.memory.planning import (
 from retime.mechanisms.memory.sandbox import CompiledCode
 from retime.mechanisms.memory.step.batch_record import BatchRecord
 from retime.mechanisms.memory.step.first_steps import DryRuns, FirstSteps
-from retime.mechanisms.memory.step.held_memory import HeldMemory
+from retime.mechanisms.memory.step.memory_limit import HeldMemory
 from retime.mechanisms.memory.step.offloads import Offloads
 from retime.mechanisms.memory.step.plan_book import MOST_PLANS, PlanBook
 from retime.mechanisms.memory.step.shape_changes import (

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from retime.mechanisms.memory.data_parallel.bytes_held import (
+from retime.mechanisms.memory.data_parallel.ddp_memory import (
     _piece_bytes,
     _sizes,
     bucket_bytes,

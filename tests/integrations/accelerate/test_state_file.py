@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from retime import NoEffectWarning
 from retime.integrations.accelerate import MemoryBudget, OutOfOrderDataParallel
-from retime.integrations.accelerate.kept_state import KeptState
+from retime.integrations.accelerate.state_file import KeptState
 from support.memory_budget import SMALL, accelerate_loop, loader
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from retime import NoEffectWarning
-from retime.mechanisms.out_of_order.kept_k import KeptK, read_kept_k
+from retime.mechanisms.out_of_order.saved_k import KeptK, read_kept_k
 
 GOOD: dict[str, Any] = {"k": 2, "blocks": 5, "bucket_cap_mb": 4, "world_size": 2}
 
