@@ -20,7 +20,7 @@ class Buffer:
     Args:
         name: for reports, such as ``"Y2"``.
         size_bytes: how large.
-        made_by: the tasks that write it; empty when it is there from the start.
+        written_by: the tasks that write it; empty when it is there from the start.
         used_by: the tasks after which it can go; empty when it stays until the end of the schedule.
 
     Raises:
@@ -29,7 +29,7 @@ class Buffer:
 
     name: str
     size_bytes: int
-    made_by: tuple[Task, ...] = ()
+    written_by: tuple[Task, ...] = ()
     used_by: tuple[Task, ...] = ()
 
     def __post_init__(self) -> None:
@@ -127,18 +127,18 @@ class _Step:
     def activations(self, tensor: Task, size_bytes: int) -> list[Buffer]:
         """The one stay on the device of an activation, or with an offload the two."""
         number = tensor.layer
-        made_by = self.pick(tensor, (Kind.F, max(number, 1)))
-        forward = made_by + self.pick(tensor, (Kind.F, number + 1))
+        written_by = self.pick(tensor, (Kind.F, max(number, 1)))
+        forward = written_by + self.pick(tensor, (Kind.F, number + 1))
         reader = number if number == self._last_layer else number + 1
         backward = self.pick(tensor, (Kind.O, reader), (Kind.W, reader))
         offload = self.pick(tensor, (Kind.D, number))
         prefetch = self.pick(tensor, (Kind.P, number))
         name = f"Y{_marks(tensor)}"
         if not (offload or prefetch):
-            return [Buffer(name, size_bytes, made_by, _once(forward + backward))]
+            return [Buffer(name, size_bytes, written_by, _once(forward + backward))]
         stays = []
         if forward or offload:
-            stays.append(Buffer(name, size_bytes, made_by, _once(forward + offload)))
+            stays.append(Buffer(name, size_bytes, written_by, _once(forward + offload)))
         if prefetch:
             stays.append(Buffer(name, size_bytes, prefetch, prefetch + backward))
         return stays
@@ -162,13 +162,13 @@ def memory_usage(
     """
     lives: list[tuple[float, float, Buffer]] = []
     for buffer in buffers:
-        for task in (*buffer.made_by, *buffer.used_by):
+        for task in (*buffer.written_by, *buffer.used_by):
             if task not in start_ms:
                 raise ScheduleError(f"buffer {buffer.name!r} names {task}, which the schedule does not have")
-        born_ms = min((start_ms[task] for task in buffer.made_by), default=0.0)
+        born_ms = min((start_ms[task] for task in buffer.written_by), default=0.0)
         dead_ms = max((end_ms[task] for task in buffer.used_by), default=makespan_ms)
         if dead_ms < born_ms:
-            raise ScheduleError(f"buffer {buffer.name!r} is used before it is made: check made_by and used_by")
+            raise ScheduleError(f"buffer {buffer.name!r} is used before it is written: check written_by and used_by")
         lives.append((born_ms, dead_ms, buffer))
 
     made: dict[float, int] = defaultdict(int)

@@ -23,7 +23,7 @@ from retime.mechanisms.capabilities import Mechanism, refuse
 from retime.mechanisms.ddp import bucket_mb, measured_seconds_per_mb, sparse_layer
 from retime.mechanisms.fusion import FusionReport
 from retime.mechanisms.no_effect import NoEffectWarning
-from retime.mechanisms.out_of_order import ALONE, K, KeptK, OutOfOrderDataParallel, OutOfOrderReport, read_kept_k
+from retime.mechanisms.out_of_order import ALONE, K, OutOfOrderDataParallel, OutOfOrderReport, SavedK, read_saved_k
 from retime.strategies.support.ddp_arguments import MegaBytes, StartMethod, given
 from retime.strategies.support.ddp_hooks import hook_was_not_asked_for
 from retime.strategies.support.lightning_package import LightningOnly
@@ -120,7 +120,7 @@ class OOODataParallelStrategy(ReducerOfChoice, LightningOnly, ReportsAcrossProce
         self._block_names = list(blocks) if blocks is not None else None
         self._ooo: OutOfOrderDataParallel | None = None
         self._last_report = OutOfOrderReport()
-        self._known_k: KeptK | None = None
+        self._known_k: SavedK | None = None
         self._was_searching = False
         self._stepping = FusedStepping(
             "forward", distributed=True, make_forward=self._make_updates, mechanism="the cross-iteration wait"
@@ -248,19 +248,19 @@ class OOODataParallelStrategy(ReducerOfChoice, LightningOnly, ReportsAcrossProce
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         self._pause()
-        kept = None if self._ooo is None else self._ooo.kept_k()
-        if kept is not None:
-            checkpoint[CHECKPOINT_KEY] = kept.state()
+        saved = None if self._ooo is None else self._ooo.saved_k()
+        if saved is not None:
+            checkpoint[CHECKPOINT_KEY] = saved.state()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        kept = read_kept_k(checkpoint[CHECKPOINT_KEY]) if CHECKPOINT_KEY in checkpoint else None
-        if kept is not None and kept.world_size == self.world_size:
-            self._known_k = kept
-            ddp_options(self).setdefault("bucket_cap_mb", kept.bucket_cap_mb)
+        saved = read_saved_k(checkpoint[CHECKPOINT_KEY]) if CHECKPOINT_KEY in checkpoint else None
+        if saved is not None and saved.world_size == self.world_size:
+            self._known_k = saved
+            ddp_options(self).setdefault("bucket_cap_mb", saved.bucket_cap_mb)
             if self._ooo is not None:
-                self._ooo.use_kept_k(kept)
+                self._ooo.use_saved_k(saved)
         return checkpoint
 
     def _pause(self) -> None:

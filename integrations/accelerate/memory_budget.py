@@ -19,7 +19,7 @@ from retime.integrations.accelerate.prepared import (
     prepared_optimizer,
     refuse_beside,
 )
-from retime.integrations.accelerate.state_file import KeptState
+from retime.integrations.accelerate.state_file import StateFile
 from retime.mechanisms.arguments import checked
 from retime.mechanisms.capabilities import Mechanism
 from retime.mechanisms.ddp import RankAgreement
@@ -98,7 +98,7 @@ class MemoryBudget:
         self._whole: BudgetedStep | None = None
         self._parts: BudgetedStep | None = None
         self._kept: dict[str, Any] = {}
-        self._kept_state = KeptState(accelerator, type(self).__name__, self.state_dict, self.load_state_dict)
+        self._state_file = StateFile(accelerator, type(self).__name__, self.state_dict, self.load_state_dict)
         note_there(prepared, Mechanism.MEMORY_BUDGET)
 
     def run(self, step: Callable[[Any], Any], batch: Any) -> Any:
@@ -156,7 +156,7 @@ class MemoryBudget:
 
     def remove(self) -> None:
         """Give back the host's space and take wrappers off."""
-        self._kept_state.remove()
+        self._state_file.remove()
         note_gone(self._prepared, Mechanism.MEMORY_BUDGET)
         for one in (self._parts, self._whole):
             if one is not None:

@@ -18,11 +18,11 @@ from retime.integrations.accelerate.prepared import (
     prepared_optimizer,
     refuse_beside,
 )
-from retime.integrations.accelerate.state_file import KeptState
+from retime.integrations.accelerate.state_file import StateFile
 from retime.mechanisms.arguments import checked
 from retime.mechanisms.capabilities import Mechanism
 from retime.mechanisms.no_effect import NoEffectWarning
-from retime.mechanisms.out_of_order import ALONE, K, OutOfOrderReport, data_parallel, read_kept_k
+from retime.mechanisms.out_of_order import ALONE, K, OutOfOrderReport, data_parallel, read_saved_k
 
 
 class OutOfOrderDataParallel:
@@ -79,8 +79,8 @@ class OutOfOrderDataParallel:
         note_there(self._optimizer, self._mechanism)
         self._kept = self._keep(accelerator)
 
-    def _keep(self, accelerator: Accelerator) -> KeptState:
-        return KeptState(accelerator, type(self).__name__, self.state_dict, self.load_state_dict)
+    def _keep(self, accelerator: Accelerator) -> StateFile:
+        return StateFile(accelerator, type(self).__name__, self.state_dict, self.load_state_dict)
 
     @property
     def k(self) -> int:
@@ -95,14 +95,14 @@ class OutOfOrderDataParallel:
 
     def state_dict(self) -> dict[str, Any]:
         """What ``accelerator.save_state()`` keeps: the k that was found, nothing while the search is under way."""
-        kept = None if self._ooo is None else self._ooo.kept_k()
-        return {} if kept is None else kept.state()
+        saved = None if self._ooo is None else self._ooo.saved_k()
+        return {} if saved is None else saved.state()
 
     def load_state_dict(self, state: Any) -> None:
         """Take up the k of an earlier run with as many processes, so that ``"auto"`` need not search again."""
-        kept = read_kept_k(state)
-        if kept is not None and self._ooo is not None:
-            self._ooo.use_kept_k(kept)
+        saved = read_saved_k(state)
+        if saved is not None and self._ooo is not None:
+            self._ooo.use_saved_k(saved)
 
     def flush(self) -> None:
         """Wait for all gradients and run all pending updates now, for readers that bypass Python."""

@@ -19,7 +19,7 @@ from accelerate.utils import broadcast_object_list
 from retime.mechanisms.no_effect import NoEffectWarning
 
 
-class KeptState:
+class StateFile:
     """Writes ``save()`` with each saved state, by rank zero, and gives ``load`` what a loaded folder holds of it.
 
     Args:
@@ -32,7 +32,7 @@ class KeptState:
     def __init__(
         self, accelerator: Accelerator, name: str, save: Callable[[], dict[str, Any]], load: Callable[[Any], None]
     ) -> None:
-        taken: Counter[str] = accelerator.__dict__.setdefault("_retime_kept_states", Counter())
+        taken: Counter[str] = accelerator.__dict__.setdefault("_retime_state_files", Counter())
         self._file = f"retime_{name}_{taken[name]}.json"
         taken[name] += 1
         self._accelerator, self._save, self._load = accelerator, save, load

@@ -40,7 +40,7 @@ from retime.mechanisms.fusion.refusals import (
     refuse_second_derivative,
 )
 from retime.mechanisms.fusion.report import FusionReport
-from retime.mechanisms.fusion.unfused import why_held_back
+from retime.mechanisms.fusion.unfused import why_unfused
 from retime.mechanisms.lazy_updates import OptimizerWindow, nbytes
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.streams import SideStream
@@ -142,7 +142,7 @@ class BackwardFusion(Arming):
         followed.fired += 1
         if followed.fired < followed.uses or not followed.uses:
             return
-        reason = why_held_back(parameter)
+        reason = why_unfused(parameter)
         if reason is not None:
             self._hold_back(followed, reason)
             return
@@ -157,12 +157,12 @@ class BackwardFusion(Arming):
             self._update_bucket(self._window)
 
     def _hold_back(self, followed: Followed, why: str) -> None:
-        if followed.held_back:
+        if followed.unfused:
             return
-        followed.held_back = True
-        if why not in self._report.held_back:
+        followed.unfused = True
+        if why not in self._report.unfused:
             warnings.warn(f"backward fusion has no effect on parameters {why}", NoEffectWarning, stacklevel=2)
-        self._report.note_held_back(why)
+        self._report.note_unfused(why)
 
     def _update_bucket(self, window: OptimizerWindow) -> None:
         bucket, size = self._bucket, self._bucket_size

@@ -26,8 +26,8 @@ class Followed:
         "fired",
         "guard",
         "handle",
-        "held_back",
         "parameter",
+        "unfused",
         "used",
         "uses",
         "version",
@@ -44,7 +44,7 @@ class Followed:
         self.version = 0
         """Autograd's count of in-place changes of the parameter, right after the update."""
         self.alive_bytes = 0
-        self.held_back = False
+        self.unfused = False
         self.guard = GradientGuard(parameter)
         self.handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
             self._fire

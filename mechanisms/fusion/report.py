@@ -36,7 +36,7 @@ class FusionReport:
     largest_bucket_bytes: int = 0
     peak_gradient_bytes: int = 0
     """Most bytes of gradients alive at one time between two steps, as far as the parameters' hooks can see."""
-    held_back: dict[str, int] = field(default_factory=dict)
+    unfused: dict[str, int] = field(default_factory=dict)
     """Parameters that are updated in ``optimizer.step()`` although the others are fused, by reason."""
     plain_steps: dict[str, int] = field(default_factory=dict)
     """Steps that ran the plain way, by reason."""
@@ -46,8 +46,9 @@ class FusionReport:
             f"{self.mode} fusion: {self.fused_updates} updates of {self.parameters} parameters fused into "
             f"{self.buckets} buckets over {self.steps} steps, {self.late_updates} in optimizer.step()"
         )
-        if self.held_back:
-            text += "; held back: " + "; ".join(f"{count} {reason}" for reason, count in self.held_back.items())
+        if self.unfused:
+            reasons = "; ".join(f"{count} {reason}" for reason, count in self.unfused.items())
+            text += f"; left to optimizer.step(): {reasons}"
         if self.plain_steps:
             reasons = "; ".join(f"{count} because {reason}" for reason, count in self.plain_steps.items())
             text += f"; plain steps: {reasons}"
@@ -72,7 +73,7 @@ class FusionReport:
             buckets=self.buckets + other.buckets,
             largest_bucket_bytes=max(self.largest_bucket_bytes, other.largest_bucket_bytes),
             peak_gradient_bytes=both(self.peak_gradient_bytes, other.peak_gradient_bytes),
-            held_back=_merged(self.held_back, other.held_back, both),
+            unfused=_merged(self.unfused, other.unfused, both),
             plain_steps=_merged(self.plain_steps, other.plain_steps, operator.add),
         )
 
@@ -82,9 +83,9 @@ class FusionReport:
         self.buckets += 1
         self.largest_bucket_bytes = max(self.largest_bucket_bytes, size)
 
-    def note_held_back(self, reason: str) -> None:
+    def note_unfused(self, reason: str) -> None:
         """Count one parameter that is updated in ``optimizer.step()``."""
-        self.held_back[reason] = self.held_back.get(reason, 0) + 1
+        self.unfused[reason] = self.unfused.get(reason, 0) + 1
 
     def note_plain(self, reason: str) -> None:
         """Count one step that ran the plain way."""

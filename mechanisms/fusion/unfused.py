@@ -15,7 +15,7 @@ ALIASED = (
 )
 
 
-def why_held_back(parameter: Tensor) -> str | None:
+def why_unfused(parameter: Tensor) -> str | None:
     """What keeps this parameter from being updated inside of the backward pass, if anything does."""
     if _others_read(parameter):
         return OTHER_HOOKS

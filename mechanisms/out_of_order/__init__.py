@@ -3,15 +3,15 @@
 from retime.mechanisms.out_of_order.data_parallel import ALONE, OutOfOrderDataParallel
 from retime.mechanisms.out_of_order.k_choice import K
 from retime.mechanisms.out_of_order.report import OutOfOrderReport
-from retime.mechanisms.out_of_order.saved_k import KeptK, read_kept_k
+from retime.mechanisms.out_of_order.saved_k import SavedK, read_saved_k
 from retime.mechanisms.weight_gradients import WeightGradientDeferral
 
 __all__ = [
     "ALONE",
     "K",
-    "KeptK",
+    "SavedK",
     "OutOfOrderDataParallel",
     "OutOfOrderReport",
     "WeightGradientDeferral",
-    "read_kept_k",
+    "read_saved_k",
 ]

@@ -27,7 +27,7 @@ from retime.mechanisms.out_of_order.attached import AttachedUpdates
 from retime.mechanisms.out_of_order.k_choice import K, KChoice
 from retime.mechanisms.out_of_order.memory import extra_bytes
 from retime.mechanisms.out_of_order.report import OutOfOrderReport
-from retime.mechanisms.out_of_order.saved_k import KeptK
+from retime.mechanisms.out_of_order.saved_k import SavedK
 from retime.mechanisms.out_of_order.sending import Sending
 from retime.mechanisms.out_of_order.supported import check_model
 from retime.mechanisms.out_of_order.updates import CrossIterationUpdates
@@ -71,7 +71,7 @@ class OutOfOrderDataParallel:
             here.
         timeout: of these groups; None: torch's default.
         expects_loss: whether the owner calls :meth:`watch` with every loss, which shows more than the model's output.
-        known_k: what an earlier run found (:meth:`kept_k`): ``"auto"`` does not search then, if ranks and blocks are
+        known_k: what an earlier run found (:meth:`saved_k`): ``"auto"`` does not search then, if ranks and blocks are
             as many as they were.
     """
 
@@ -89,7 +89,7 @@ class OutOfOrderDataParallel:
         reducer: Reducer | None = None,
         timeout: timedelta | None = None,
         expects_loss: bool = False,
-        known_k: KeptK | None = None,
+        known_k: SavedK | None = None,
     ) -> None:
         check_model(model)
         most = None if max_memory is None else parse_bytes("max_memory", max_memory)
@@ -153,13 +153,13 @@ class OutOfOrderDataParallel:
         """Use this k from the next step on; ``"auto"`` searches again. All ranks must be given the same."""
         self._choice.want(k)
 
-    def kept_k(self) -> KeptK | None:
+    def saved_k(self) -> SavedK | None:
         """What a checkpoint should keep; None while k is searched for, or before there are blocks."""
-        return self._choice.kept()
+        return self._choice.to_save()
 
-    def use_kept_k(self, kept: KeptK) -> None:
+    def use_saved_k(self, saved: SavedK) -> None:
         """Let ``"auto"`` take up the k of an earlier run, if that had as many ranks and blocks."""
-        self._choice.use_known(kept)
+        self._choice.use_known(saved)
 
     def discard_measurement(self) -> None:
         """Something other than training took time since the last step: do not count it when searching for k."""
@@ -191,9 +191,9 @@ class OutOfOrderDataParallel:
         report.blocks, report.k = len(self._deferral.blocks), self.k
         report.bucket_bytes = int(self.model.bucket_bytes_cap)
         report.deferred_gradients = self._deferral.deferred_gradients
-        report.held_gradients = self._deferral.held_gradients
-        report.kept = self._deferral.kept
-        report.held = self._deferral.held
+        report.buffered_gradients = self._deferral.buffered_gradients
+        report.layers_in_order = self._deferral.layers_in_order
+        report.buffered_layers = self._deferral.buffered_layers
         fused = self._updates.report()
         report.fused_updates, report.late_updates = fused.fused_updates, fused.late_updates
         report.plain_steps = fused.plain_steps

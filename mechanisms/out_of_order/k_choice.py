@@ -17,7 +17,7 @@ from retime.mechanisms.measure import peak_so_far
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.out_of_order.k_tuner import KTuner
 from retime.mechanisms.out_of_order.memory import largest_affordable_k
-from retime.mechanisms.out_of_order.saved_k import KeptK
+from retime.mechanisms.out_of_order.saved_k import SavedK
 from retime.mechanisms.weight_gradients import WeightGradientDeferral
 
 K = Annotated[int, AtLeast(0)] | Literal["auto"]
@@ -42,14 +42,14 @@ class KChoice:
         deferral: WeightGradientDeferral,
         wanted: K,
         max_memory: int | None,
-        known_k: KeptK | None = None,
+        known_k: SavedK | None = None,
     ) -> None:
         self._model = model
         self._deferral = deferral
         self._ranks = RankAgreement(group=model.process_group)
         self._wanted: K = wanted
         self._max_memory = max_memory
-        self._known: KeptK | None = None
+        self._known: SavedK | None = None
         self.order_stays_because: str | None = None
         """Why all weight gradients are computed in the conventional order, if they are."""
         self.search_steps = 0
@@ -65,7 +65,7 @@ class KChoice:
         return self._wanted == "auto"
 
     @property
-    def known_k(self) -> KeptK | None:
+    def known_k(self) -> SavedK | None:
         """The k of an earlier run that ``"auto"`` takes up, if there is one for as many ranks."""
         return self._known
 
@@ -83,18 +83,18 @@ class KChoice:
         self.check_range(k)
         self._wanted, self._tuner, self._known, self._changed = k, None, None, True
 
-    def use_known(self, kept: KeptK) -> None:
+    def use_known(self, saved: SavedK) -> None:
         """Let ``"auto"`` take up the k of an earlier run, if that had as many ranks and blocks."""
-        if kept.world_size == dist.get_world_size(self._model.process_group):
-            self._known = kept
+        if saved.world_size == dist.get_world_size(self._model.process_group):
+            self._known = saved
 
-    def kept(self) -> KeptK | None:
+    def to_save(self) -> SavedK | None:
         """What a checkpoint should keep; None while k is searched for, or before there are blocks."""
         blocks = len(self._deferral.blocks)
         if self.is_searching or not blocks:
             return None
         world_size = dist.get_world_size(self._model.process_group)
-        return KeptK(self._deferral.k, blocks, self._model.bucket_bytes_cap / 2**20, world_size)
+        return SavedK(self._deferral.k, blocks, self._model.bucket_bytes_cap / 2**20, world_size)
 
     def keep_order(self, reason: str, *, stacklevel: int) -> None:
         """Leave all weight gradients in the conventional order from now on; whoever asked for a k is warned."""

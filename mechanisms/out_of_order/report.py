@@ -19,11 +19,11 @@ class OutOfOrderReport:
     """Backward passes with gradient synchronisation."""
     deferred_gradients: int = 0
     """Weight gradients (one a layer and step) that were computed after all output gradients."""
-    held_gradients: int = 0
+    buffered_gradients: int = 0
     """Weight gradients that one kernel computes together with the output gradient, and that were handed on later."""
-    kept: dict[str, int] = field(default_factory=dict)
+    layers_in_order: dict[str, int] = field(default_factory=dict)
     """Layers that stay in the conventional order, by reason."""
-    held: dict[str, int] = field(default_factory=dict)
+    buffered_layers: dict[str, int] = field(default_factory=dict)
     """Layers whose weight gradients are computed in order and handed on later, by reason."""
     fused_updates: int = 0
     """Parameter updates that waited for their own gradients only, in the next forward pass or at another read."""
@@ -45,15 +45,15 @@ class OutOfOrderReport:
     def __str__(self) -> str:
         text = (
             f"out-of-order backprop: k={self.k} of {self.blocks} blocks, {self.deferred_gradients} weight gradients "
-            f"deferred and {self.held_gradients} held over {self.steps} steps; {self.fused_updates} updates waited for "
-            f"their own gradients only, {self.late_updates} ran in optimizer.step(); buckets of "
+            f"deferred and {self.buffered_gradients} buffered over {self.steps} steps; {self.fused_updates} updates "
+            f"waited for their own gradients only, {self.late_updates} ran in optimizer.step(); buckets of "
             f"{self.bucket_bytes / 2**20:g} MiB"
         )
         if self.early_waits:
             text += f"; {self.early_waits} steps waited because gradients were read before optimizer.step()"
         for title, counts in (
-            ("kept in order", self.kept),
-            ("held", self.held),
+            ("layers in order", self.layers_in_order),
+            ("layers with buffered gradients", self.buffered_layers),
             ("no cross-iteration wait", self.plain_steps),
             ("backward in order", self.in_order),
         ):

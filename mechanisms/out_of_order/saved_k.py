@@ -10,8 +10,8 @@ _MOST_MB = 2**20
 
 
 @dataclass(frozen=True)
-class KeptK:
-    """What a search found, and for what."""
+class SavedK:
+    """The result of a search, and what it was for."""
 
     k: int
     blocks: int
@@ -20,11 +20,11 @@ class KeptK:
     world_size: int
 
     def state(self) -> dict[str, Any]:
-        """Plain types, for :func:`read_kept_k`."""
+        """Plain types, for :func:`read_saved_k`."""
         return asdict(self)
 
     def what_is_off(self) -> str | None:
-        """Why no search can have found this."""
+        """Why this is the result of no search."""
         for name, value in (("k", self.k), ("blocks", self.blocks), ("world_size", self.world_size)):
             if type(value) is not int:
                 return f"{name} is no whole number"
@@ -35,14 +35,14 @@ class KeptK:
         return None
 
 
-def read_kept_k(found: object) -> KeptK | None:
+def read_saved_k(state: object) -> SavedK | None:
     """The k of an earlier run; None with a :class:`NoEffectWarning` where this is none, and k is then found anew."""
     try:
-        kept = KeptK(**found) if type(found) is dict else None
+        saved = SavedK(**state) if type(state) is dict else None
     except TypeError:  # names that are missing, or others
-        kept = None
-    off = "it is no mapping with k, blocks, bucket_cap_mb and world_size" if kept is None else kept.what_is_off()
+        saved = None
+    off = "it is no mapping with k, blocks, bucket_cap_mb and world_size" if saved is None else saved.what_is_off()
     if off is None:
-        return kept
+        return saved
     warnings.warn(f"the k of an earlier run has no effect, and is found anew: {off}", NoEffectWarning, stacklevel=3)
     return None

@@ -11,7 +11,7 @@ from retime.mechanisms.scan.jacobians import LocalJacobians
 from retime.mechanisms.scan.sequential import Sequential
 from retime.mechanisms.scan.solver import Solver
 
-_said: set[str] = set()
+_warned: set[str] = set()
 
 
 def safe_solve(solver: Solver, jacobians: LocalJacobians, gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -25,12 +25,12 @@ def safe_solve(solver: Solver, jacobians: LocalJacobians, gradient: Tensor) -> t
         return v, carry
     v, carry = Sequential().solve(jacobians, gradient)
     name = repr(solver)
-    if name not in _said and bool(torch.isfinite(carry).all()):
-        _said.add(name)
+    if name not in _warned and bool(torch.isfinite(carry).all()):
+        _warned.add(name)
         warnings.warn(
             f"solver={name} has no effect on this backward pass: a product of Jacobians overflowed {gradient.dtype}, "
             f"so the {jacobians.steps} steps ran one after another. Use solver='sequential', or clip what makes the "
-            "gradients explode. This is said once.",
+            "gradients explode. This warning comes once.",
             NoEffectWarning,
             stacklevel=2,
         )

@@ -1,7 +1,7 @@
 """Deferred weight gradients: first all output gradients, then the weight gradients of the first k blocks.
 
 Out-of-order backprop (Oh et al. 2022, section 3, algorithm 2) on unmodified modules: every backward pass is split, and
-finished where it ends. What cannot wait stays in order and is listed in ``kept``.
+finished where it ends. What cannot wait stays in order and is listed in ``layers_in_order``.
 """
 
 from collections.abc import Callable, Iterable
@@ -81,14 +81,14 @@ class WeightGradientDeferral:
         return self._split.first_pass.is_watching
 
     @property
-    def kept(self) -> dict[str, int]:
+    def layers_in_order(self) -> dict[str, int]:
         """How many layers cannot wait, by reason."""
-        return self._split.kept
+        return self._split.layers_in_order
 
     @property
-    def held(self) -> dict[str, int]:
+    def buffered_layers(self) -> dict[str, int]:
         """How many layers' weight gradients are computed in order and handed on later, by reason."""
-        return self._split.held
+        return self._split.buffered_layers
 
     @property
     def deferred_gradients(self) -> int:
@@ -96,9 +96,9 @@ class WeightGradientDeferral:
         return self._split.deferred_gradients
 
     @property
-    def held_gradients(self) -> int:
+    def buffered_gradients(self) -> int:
         """Weight gradients that were computed in order and handed on behind all output gradients."""
-        return self._split.held_gradients
+        return self._split.buffered_gradients
 
     @property
     def input_bytes(self) -> dict[Layer, int]:
@@ -155,7 +155,7 @@ class WeightGradientDeferral:
 
     def _chosen(self) -> set[Layer]:
         if self._selected_for != self.k:
-            self._selected = {la for block in self.blocks[: self.k] for la in block.layers if la.kept is None}
+            self._selected = {la for block in self.blocks[: self.k] for la in block.layers if la.why_in_order is None}
             self._selected_for = self.k
         return self._selected
 

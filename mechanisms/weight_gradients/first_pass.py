@@ -69,7 +69,7 @@ class FirstPass:
         self._spans.append(Span(call.since, next_sequence_number(), outputs, frozenset(call.layer.parameters)))
         if self.is_watching:
             layer = call.layer
-            waits = found if layer.held is None else layer.trainable()
+            waits = found if layer.why_buffered is None else layer.trainable()
             for sizes, tensors in ((self.input_bytes, call.originals), (self.waiting_bytes, waits)):
                 sizes[layer] = sizes.get(layer, 0) + sum(t.numel() * t.element_size() for t in tensors)
 
@@ -88,8 +88,8 @@ class FirstPass:
             return
         called = set(self.order)
         for layer in self._layers:
-            if layer.kept is None and layer not in called:
-                layer.kept = NOT_CALLED
+            if layer.why_in_order is None and layer not in called:
+                layer.why_in_order = NOT_CALLED
         self._look(roots)
         self._on_order(self.order)
         self.is_watching = False
@@ -97,8 +97,8 @@ class FirstPass:
     def _look(self, roots: list[Tensor]) -> None:
         outside = read_elsewhere(roots, self._spans)
         for layer in self._layers:
-            if layer.kept is None and any(p in outside for p in layer.parameters):
-                layer.kept = USED_ELSEWHERE
+            if layer.why_in_order is None and any(p in outside for p in layer.parameters):
+                layer.why_in_order = USED_ELSEWHERE
         self._spans.clear()
 
     def forget(self) -> None:

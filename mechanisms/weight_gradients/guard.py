@@ -55,7 +55,7 @@ class Guard:
         torn = {call.layer for call in calls if any(will_execute(leaf) for leaf in call.leaves)}
         torn |= {la for la, one in stand_ins.items() if one.is_torn() or (la in cut and one.run_now())}
         for layer in torn:
-            layer.kept = USED_ELSEWHERE
+            layer.why_in_order = USED_ELSEWHERE
         if torn:
             names = ", ".join(repr(layer.name) for layer in torn)
             raise RuntimeError(

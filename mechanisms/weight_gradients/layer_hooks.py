@@ -66,7 +66,7 @@ class LayerHooks:
             model.register_forward_hook(Hook(self._end)),
         ]
         for layer in layers:
-            if layer.kept == COMPILED:
+            if layer.why_in_order == COMPILED:
                 continue
             before, after = Hook(partial(self._before, layer)), Hook(partial(self._after, layer))
             self._handles += [
@@ -119,12 +119,12 @@ class LayerHooks:
             return None
         if self._first_pass.is_on:
             self._first_pass.note_layer(layer)
-            if layer.kept is None:
+            if layer.why_in_order is None:
                 self._open[-1], *_ = enter(layer, next_sequence_number(), args, kwargs, rename_inputs=False)
             return None
-        if layer not in self._chosen() or layer.kept is not None or not layer.trainable():
+        if layer not in self._chosen() or layer.why_in_order is not None or not layer.trainable():
             return None
-        if layer.held is not None:
+        if layer.why_buffered is not None:
             self._passes.current.stand_ins_of(layer).put_in()
             return None
         call, args, kwargs = enter(layer, next_sequence_number(), args, kwargs, rename_inputs=True)
@@ -141,8 +141,8 @@ class LayerHooks:
         if call is None or not found:
             return None
         piece = _piece_of(call, output, found)
-        if piece.reason is not None and layer.held is None:
-            layer.held = piece.reason
+        if piece.reason is not None and layer.why_buffered is None:
+            layer.why_buffered = piece.reason
             if piece.reason == USED_TWICE and not self._first_pass.is_on:
                 warnings.warn(
                     f"the order of {layer.name!r} does not change from now on: {USED_TWICE}, which it did not in the "

@@ -26,9 +26,9 @@ class Layer:
     module: nn.Module
     parameters: list[Tensor]
     """All of them; layers are frozen and thawed while training goes on."""
-    kept: str | None = None
+    why_in_order: str | None = None
     """Why its weight gradient stays in the conventional order; None: it can wait."""
-    held: str | None = None
+    why_buffered: str | None = None
     """Why its weight gradient is computed in the conventional order, although it is handed on later; None: it is
     computed later."""
 
@@ -69,15 +69,15 @@ def find_layers(model: nn.Module) -> list[Layer]:
             continue
         layer = Layer(name, module, parameters)
         if module in compiled:
-            layer.kept = COMPILED
+            layer.why_in_order = COMPILED
         elif isinstance(module, nn.RNNBase):
-            layer.kept = "its kernel computes all gradients at once, from a list of weights of its own"
+            layer.why_in_order = "its kernel computes all gradients at once, from a list of weights of its own"
         elif any(owners[p] > 1 for p in parameters):
-            layer.kept = "its parameters are tied to another module's"
+            layer.why_in_order = "its parameters are tied to another module's"
         elif any(has_backward_hooks(m) for m in module.modules()):
-            layer.kept = "it has backward hooks"
+            layer.why_in_order = "it has backward hooks"
         elif any(tensor_hooks(p) for p in parameters):
-            layer.kept = "its parameters have gradient hooks"
+            layer.why_in_order = "its parameters have gradient hooks"
         layers.append(layer)
     return layers
 

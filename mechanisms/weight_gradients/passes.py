@@ -51,7 +51,7 @@ class Finished:
 
     deferred: int = 0
     """Computed just now."""
-    held: int = 0
+    buffered: int = 0
     """Computed in the backward pass, together with the output gradient."""
 
 

@@ -35,8 +35,8 @@ class SplitBackward:
         split.finish(1)
 
     Gradients are the same bits as those of plain backward passes in the order in which passes are finished. Layers that
-    cannot wait (``kept``) get theirs in the backward pass. Forward passes outside of :meth:`begin` belong to one pass
-    without a key (None), which begins anew with each backward pass.
+    cannot wait (``layers_in_order``) get theirs in the backward pass. Forward passes outside of :meth:`begin` belong
+    to one pass without a key (None), which begins anew with each backward pass.
 
     Args:
         model: any module; parameters must not be replaced while this is attached.
@@ -57,7 +57,7 @@ class SplitBackward:
     ) -> None:
         check_saved_values()
         self.layers = find_layers(model)
-        self.deferred_gradients = self.held_gradients = 0
+        self.deferred_gradients = self.buffered_gradients = 0
         self.passes = PassesInFlight(on_backward)
         self.first_pass = FirstPass(model, self.layers, on_order)
         every = set(self.layers)
@@ -79,14 +79,16 @@ class SplitBackward:
         return self.first_pass.order
 
     @property
-    def kept(self) -> dict[str, int]:
+    def layers_in_order(self) -> dict[str, int]:
         """How many layers cannot wait, by reason."""
-        return dict(Counter(layer.kept for layer in self.layers if layer.kept is not None))
+        return dict(Counter(layer.why_in_order for layer in self.layers if layer.why_in_order is not None))
 
     @property
-    def held(self) -> dict[str, int]:
+    def buffered_layers(self) -> dict[str, int]:
         """How many layers' weight gradients are computed in order and handed on later, by reason."""
-        return dict(Counter(la.held for la in self.layers if la.kept is None and la.held is not None))
+        return dict(
+            Counter(la.why_buffered for la in self.layers if la.why_in_order is None and la.why_buffered is not None)
+        )
 
     @property
     def in_flight(self) -> list[Hashable]:
@@ -165,7 +167,7 @@ class SplitBackward:
                     error.add_note(f"retime: the parameters of {layer.name!r} are read by other code too: use k=0")
                 raise
             self.deferred_gradients += done.deferred
-            self.held_gradients += done.held
+            self.buffered_gradients += done.buffered
         self.passes.settle(one)
 
     def forget_forward(self) -> None:

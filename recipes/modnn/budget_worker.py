@@ -88,10 +88,10 @@ class Training:
         else:
             self.vdnn = VdnnPlus(*step, optimizer=self.optimizer, budget_bytes=budget_bytes)
 
-    def pool(self, held_bytes: int) -> None:
+    def pool(self, reserved_bytes: int) -> None:
         """No plan: the plain step with tensors from the pool, which keeps freed memory up to so many bytes."""
         self._freed = FreedMemory(self.device)
-        self._freed.hold(held_bytes, [*self.model.parameters(), *self.model.buffers(), *self.batch])
+        self._freed.hold(reserved_bytes, [*self.model.parameters(), *self.model.buffers(), *self.batch])
 
     def step(self) -> None:
         self.optimizer.zero_grad()
@@ -135,7 +135,7 @@ class Server:
         return {
             "ideal_bytes": choice.peak_bytes + choice.spare_bytes,
             "plain_peak_bytes": choice.peak_bytes,
-            "plain_held_bytes": PlannedShape(training.samples, choice).held_bytes(choice.peak_bytes),
+            "plain_reserved_bytes": PlannedShape(training.samples, choice).reserved_bytes(choice.peak_bytes),
             "floor_bytes": training.floor_bytes(),
             "parameters": parameter_count(training.model),
         }
@@ -191,8 +191,8 @@ class Server:
         budget: int | str | None = request["budget_bytes"] if plans is None else plans["made_for"]["budget_bytes"]
         if isinstance(budget, str):
             return _limit_to_floor(training)
-        if "held_bytes" in request:
-            training.pool(request["held_bytes"])
+        if "reserved_bytes" in request:
+            training.pool(request["reserved_bytes"])
         elif "rule" in request:
             training.offload(request["rule"], request["budget_bytes"])
         elif budget is not None:

@@ -107,7 +107,7 @@ class Rank:
         return {
             "in_flight_bytes": shape.choice.in_flight_bytes,
             "predicted_bytes": shape.choice.peak_bytes,
-            "held_bytes": shape.held_bytes(budget),
+            "reserved_bytes": shape.reserved_bytes(budget),
         }
 
     def _take_up(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class Rank:
         self._freed = FreedMemory(CPU)
         beside = bucket_bytes(self._model) if self._way == WHOLE else 0
         there = [*self._module.parameters(), *self._module.buffers(), *self._batch]
-        self._freed.hold(request["held_bytes"] + beside, there)
+        self._freed.hold(request["reserved_bytes"] + beside, there)
         return {}
 
     def _reduce(

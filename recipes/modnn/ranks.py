@@ -62,7 +62,7 @@ class Ranks(NetworkRecipe):
         with network_for(settings, case) as network, closing(workers):
             plain = {ONE: network.plan(), WHOLE: of_share}
             predicted = {way: known["plain_peak_bytes"] for way, known in plain.items()}
-            given = {way: {"held_bytes": known["plain_held_bytes"]} for way, known in plain.items()}
+            given = {way: {"reserved_bytes": known["plain_reserved_bytes"]} for way, known in plain.items()}
             for way in (ONE, *WAYS):
                 count = 1 if way == ONE else settings.devices
                 request = {

@@ -76,10 +76,10 @@ class Network:
         }
 
     def plan(self) -> dict[str, Any]:
-        """What a step needs: `ideal_bytes`, `plain_peak_bytes`, `plain_held_bytes`, `floor_bytes`; and `parameters`.
+        """What a step needs: `ideal_bytes`, `plain_peak_bytes`, `plain_reserved_bytes`, `floor_bytes`; `parameters`.
 
-        The plain step's peak is predicted; the ideal is the budget it needs, with what stays free beside it; held are
-        its tensors, with what they have freed.
+        The plain step's peak is predicted; the ideal is the budget it needs, with what stays free beside it;
+        reserved are its tensors, with freed memory that is cached.
         """
         known: dict[str, Any] = answer_once(serve, {**self.request, "do": "plan"}, self.settings.timeout_s)
         return known
@@ -183,7 +183,7 @@ def _named(
 ) -> list[tuple[str, int | str | None, dict[str, Any]]]:
     """Processes by name: the budget of each, and what else its request has."""
     nbytes = {budget: FLOOR if budget == FLOOR else int(budget / 100 * known["ideal_bytes"]) for budget in budgets}
-    pooled = {"held_bytes": known["plain_held_bytes"]}
+    pooled = {"reserved_bytes": known["plain_reserved_bytes"]}
     return [
         (UNLIMITED, None, {}),
         # The plain step once more, and its samples in another order: what rounding alone does to weights.

@@ -70,7 +70,7 @@ class VdnnPlus(Vdnn):
         choice = PlanChoice(
             *(self.plan, 0, self.peak_bytes, 0.0, 0.0, 0, 0), scratch_bytes=scratch, spare_bytes=costs.spare_bytes
         )
-        self._freed.hold(choice.held_bytes(budget_bytes), there)
+        self._freed.hold(choice.reserved_bytes(budget_bytes), there)
 
     def remove(self) -> None:
         self._freed.close()

@@ -184,7 +184,7 @@ class Bench:
         if trainer in self._retimed:
             report = self.row.report(trainer)
             self.record.fused_updates.append(report.fused_updates)
-            for reason, count in (report.plain_steps | getattr(report, "held_back", {})).items():
+            for reason, count in (report.plain_steps | getattr(report, "unfused", {})).items():
                 self.record.reasons[reason] = self.record.reasons.get(reason, 0) + count
 
 

@@ -192,6 +192,6 @@ def test_pinned_memory_frees_on_the_stream_that_the_storage_came_from(
     thread.start()
     thread.join()
     assert "compute waits for an event of side" in cuda.log
-    assert host.bytes_held() == 0
+    assert host.live_bytes() == 0
     host.close()
     assert cuda.log[-1] == "the host waits for side"

@@ -141,7 +141,7 @@ def test_deferred_weight_gradients_keep_output_gradients():
 def test_the_buffers_of_a_step():
     buffers = step_buffers(baseline(2), activation_bytes={0: 3, 1: 5}, output_gradient_bytes=7, weight_gradient_bytes=9)
     assert [
-        (buffer.name, buffer.size_bytes, *(" ".join(map(str, tasks)) for tasks in (buffer.made_by, buffer.used_by)))
+        (buffer.name, buffer.size_bytes, *(" ".join(map(str, tasks)) for tasks in (buffer.written_by, buffer.used_by)))
         for buffer in buffers
     ] == [
         ("Y0", 3, "F1", "F1 W1"),
@@ -213,7 +213,7 @@ def test_no_task_starts_before_its_needs_and_no_lane_does_two_at_once():
         ({"buffers": [Buffer("Y9", 1, (Task(Kind.F, 9),))]}, "buffer 'Y9' names F9, which the schedule does not have"),
         (
             {"buffers": [Buffer("Y1", 1, (Task(Kind.U, 1),), (Task(Kind.F, 1),))]},
-            "buffer 'Y1' is used before it is made",
+            "buffer 'Y1' is used before it is written",
         ),
     ],
 )

@@ -87,7 +87,7 @@ def compare(step: TrainingStep, plan: OffloadPlan, host: HostDisk, costs: StepCo
         "gradients": gradients,
         "measured": probe.peaks()["batch"] - base,
         "predicted": predicted.peak_with(costs.operations) + costs.scratch(plan.sub_batch) - before,
-        "held": host.bytes_held(),
+        "held": host.live_bytes(),
         "source": probe.source,
     }
 

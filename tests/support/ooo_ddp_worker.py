@@ -124,7 +124,7 @@ def two_forward_passes_and_one_backward_pass() -> None:
         if ooo is not None:
             ooo.remove()
             assert ooo.report().deferred_gradients
-            assert ooo.report().held_gradients
+            assert ooo.report().buffered_gradients
         found.append([parameter.detach().clone() for parameter in model.parameters()])
     assert_same(*found)
 

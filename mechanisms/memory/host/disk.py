@@ -78,7 +78,7 @@ class HostDisk:
         self._lock = threading.RLock()
         self._capacity_bytes = capacity_bytes
         self._reserved = 0
-        self._held = 0
+        self._live = 0
         self._closed = False
         self._pool = _started()
         try:
@@ -109,16 +109,16 @@ class HostDisk:
             except HostError:
                 self._extents.give_back(place.offset, nbytes)
                 raise
-            self._held += nbytes
+            self._live += nbytes
             written = self._pool.submit(_write, self._file.fileno(), [source], place)
             copy = _DiskCopy(self, source, place, written)
             self._left.when_gone(copy, partial(self._give_back, place))
             return copy
 
-    def bytes_held(self) -> int:
+    def live_bytes(self) -> int:
         with self._lock:
             self._left.see_to()
-            return self._held
+            return self._live
 
     def close(self) -> None:
         self._closed = True
@@ -173,7 +173,7 @@ class HostDisk:
             if place.taken:
                 place.taken = False
                 self._extents.give_back(place.offset, place.nbytes)
-                self._held -= place.nbytes
+                self._live -= place.nbytes
 
 
 @dataclass(eq=False, slots=True)

@@ -17,7 +17,7 @@ class HostNull:
     def __init__(self) -> None:
         self._left = LeftBehind()
         self._copies: set[int] = set()
-        self._held = 0
+        self._live = 0
 
     def takes(self, device: torch.device) -> bool:
         return True
@@ -28,19 +28,19 @@ class HostNull:
     def store(self, source: torch.UntypedStorage) -> _NullCopy:
         self._left.see_to()
         copy = _NullCopy(self, source)
-        self._held += copy.nbytes
+        self._live += copy.nbytes
         self._copies.add(id(copy))
         self._left.when_gone(copy, partial(self._release, id(copy), copy.nbytes))
         return copy
 
-    def bytes_held(self) -> int:
+    def live_bytes(self) -> int:
         self._left.see_to()
-        return self._held
+        return self._live
 
     def _release(self, copy: int, nbytes: int) -> None:
         if copy in self._copies:
             self._copies.remove(copy)
-            self._held -= nbytes
+            self._live -= nbytes
 
     def close(self) -> None:
         pass

@@ -38,10 +38,10 @@ class HostMemory:
         if self._cuda and index is None:
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._side = SideStream(self._device)
-        self._kept = _KeptBuffers()
+        self._cached = _CachedBuffers()
         self._left = LeftBehind()
         self._lock = threading.RLock()
-        self._held = 0
+        self._live = 0
         self._most = 0
 
     def takes(self, device: torch.device) -> bool:
@@ -51,45 +51,45 @@ class HostMemory:
         with self._lock:
             self._take_back()
             available = psutil.virtual_memory().available
-            if nbytes > available + self._held:
-                self._give_up_kept()  # they may be of other sizes than those to come
+            if nbytes > available + self._live:
+                self._release_cached()  # they may be of other sizes than those to come
                 available = psutil.virtual_memory().available
-            if nbytes > available + self._held:
+            if nbytes > available + self._live:
                 raise self._full(f"{nbytes} bytes at once: {available} bytes of CPU memory are free")
-            self._most = max(nbytes, self._held)  # what was held before, to measure, tells nothing about steps
-            self._kept.shrink(self._most - self._held)
+            self._most = max(nbytes, self._live)  # what was live before, to measure, tells nothing about steps
+            self._cached.shrink(self._most - self._live)
 
     def store(self, source: torch.UntypedStorage) -> _MemoryCopy:
         nbytes = source.nbytes()
         with self._lock:
             self._take_back()
-            buffer = self._kept.take(nbytes)
+            buffer = self._cached.take(nbytes)
             if buffer is None:
-                self._kept.shrink(self._most - self._held - nbytes)
+                self._cached.shrink(self._most - self._live - nbytes)
                 buffer = self._new(nbytes)
-            self._held += nbytes
-            self._most = max(self._most, self._held)
+            self._live += nbytes
+            self._most = max(self._most, self._live)
             with without_dispatch_modes():  # a storage may end in the middle of anything
                 copy = _MemoryCopy(self, source, buffer)
             self._left.when_gone(copy, partial(self._release, copy.copied))
             return copy
 
-    def bytes_held(self) -> int:
+    def live_bytes(self) -> int:
         with self._lock:
             self._take_back()
-            return self._held
+            return self._live
 
     def close(self) -> None:
         with self._lock:
             self._take_back()
-            self._give_up_kept()
+            self._release_cached()
 
     def _new(self, nbytes: int) -> Tensor:
         try:
             with without_dispatch_modes():
                 return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._cuda)
         except RuntimeError as error:  # the C library, or CUDA, which locks the pages
-            raise self._full(f"{nbytes} more bytes beside {self._held} ({str(error).splitlines()[0]})") from error
+            raise self._full(f"{nbytes} more bytes beside {self._live} ({str(error).splitlines()[0]})") from error
 
     def _take_back(self) -> None:
         self._left.see_to()
@@ -100,11 +100,11 @@ class HostMemory:
             copied.mark.wait()
             buffer, copied.buffer = copied.buffer, None
             if buffer is not None:
-                self._held -= buffer.nbytes
-                self._kept.put(buffer)
+                self._live -= buffer.nbytes
+                self._cached.put(buffer)
 
-    def _give_up_kept(self) -> None:
-        self._kept.shrink(0)
+    def _release_cached(self) -> None:
+        self._cached.shrink(0)
         if self._cuda:
             self._side.synchronize()
             empty_host_cache()  # torch keeps locked pages too
@@ -159,7 +159,7 @@ class _MemoryLoading:
         return self._back.mark.wait()
 
 
-class _KeptBuffers:
+class _CachedBuffers:
     """Buffers that nobody uses, by size.
 
     Attributes:

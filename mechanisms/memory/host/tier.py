@@ -80,8 +80,8 @@ class HostTier(Protocol):
             HostError: there is no space.
         """
 
-    def bytes_held(self) -> int:
-        """Bytes of all copies that were not freed."""
+    def live_bytes(self) -> int:
+        """Bytes of all live copies: those that were not freed."""
 
     def close(self) -> None:
         """Give back space, threads and files. Doing so twice is harmless."""
@@ -101,7 +101,7 @@ class HostNone:
     def store(self, source: torch.UntypedStorage) -> HostCopy:
         raise HostError(errno.ENOSYS, "this step's tensors cannot be offloaded")
 
-    def bytes_held(self) -> int:
+    def live_bytes(self) -> int:
         return 0
 
     def close(self) -> None:

@@ -42,8 +42,8 @@ class PlanChoice:
     spare_bytes: int = 0
     tensor_bytes: int = 0
 
-    def held_bytes(self, budget_bytes: int) -> int:
-        """What tensors, and what they have freed, are to hold together at most.
+    def reserved_bytes(self, budget_bytes: int) -> int:
+        """What live tensors, and freed memory cached for the next ones, may take together at most.
 
         A plan that was measured holds its peak, and a little more where the budget has room for it, as freed ranges do
         not fit the next tensors exactly; what operations need beside it stays free. One that was not measured has more

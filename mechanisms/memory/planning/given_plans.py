@@ -82,7 +82,7 @@ class GivenPlans:
             raise self._refusal(samples, f"its plan is for batches of {found.samples}")
         if not dry:
             return self._unexamined(found, samples)
-        examined = self._planner.of_kept(found, step, batch, samples)
+        examined = self._planner.of_saved(found, step, batch, samples)
         if examined is None:
             raise self._refusal(
                 samples,

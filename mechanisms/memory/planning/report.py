@@ -39,9 +39,9 @@ class PlannedShape:
         """Whether the plan asks for nothing: batches run as without a budget."""
         return not self.choice.plan.offload and self.choice.plan.sub_batch >= self.samples
 
-    def held_bytes(self, budget_bytes: int) -> int:
-        """What tensors, and what they have freed, are to hold together at most."""
-        return self.choice.held_bytes(budget_bytes)
+    def reserved_bytes(self, budget_bytes: int) -> int:
+        """What live tensors, and freed memory cached for the next ones, may take together at most."""
+        return self.choice.reserved_bytes(budget_bytes)
 
     def __str__(self) -> str:
         choice = self.choice

@@ -134,7 +134,7 @@ class StepPlanner:
         split = choice.plan.sub_batch < samples
         return PlannedShape(samples, choice, certificate if split else None, memory.costs, _note(memory, trial.note))
 
-    def of_kept(self, shape: PlannedShape, step: Step, batch: Any, samples: int) -> PlannedShape | None:
+    def of_saved(self, shape: PlannedShape, step: Step, batch: Any, samples: int) -> PlannedShape | None:
         """An earlier run's plan, if its step needs no more than it did then, and no more than the budget.
 
         What tensors need and what moves are found out anew, and sub-batches are probed anew. What operations need

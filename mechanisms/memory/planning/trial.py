@@ -47,7 +47,7 @@ class PlanTrial:
         run = DryRun(part, real=True, host=self._host, in_place=True, own_batch=False)
         times: list[float] = []
         try:
-            with within(self._step.given(), choice.held_bytes(self._budget_bytes) - self._absent_bytes):
+            with within(self._step.given(), choice.reserved_bytes(self._budget_bytes) - self._absent_bytes):
                 run.untraced(choice.plan, in_flight_bytes=choice.in_flight_bytes)  # libraries generate code at first
                 while len(times) < _REPEATS and sum(times) < _ENOUGH_S:
                     begin = time.perf_counter()

@@ -20,7 +20,7 @@ from retime.mechanisms.memory.planning import (
 from retime.mechanisms.memory.sandbox import CompiledCode
 from retime.mechanisms.memory.step.batch_record import BatchRecord
 from retime.mechanisms.memory.step.first_steps import DryRuns, FirstSteps
-from retime.mechanisms.memory.step.memory_limit import HeldMemory
+from retime.mechanisms.memory.step.memory_limit import MemoryLimit
 from retime.mechanisms.memory.step.offloads import Offloads
 from retime.mechanisms.memory.step.plan_book import MOST_PLANS, PlanBook
 from retime.mechanisms.memory.step.shape_changes import (
@@ -77,7 +77,7 @@ class BatchPlans:
         self.planner, self.book = planner, PlanBook()
         self.first = FirstSteps(planner.model, planner.optimizers, planner.budget_bytes, dry_run, say)
         self._given = None if plan is None else GivenPlans(plan, planner)
-        self.memory = HeldMemory(planner.model, planner.optimizers, hidden_bytes)
+        self.memory = MemoryLimit(planner.model, planner.optimizers, hidden_bytes)
         self._offloads, self._report, self._compiled, self._tried_out = offloads, report, compiled, tried_out
         self._on_shape_change, self._may_stop, self._say, self._make_plan = on_shape_change, may_stop, say, make_plan
 
@@ -141,7 +141,7 @@ class BatchPlans:
         if self._given is not None:
             return self._given.plan(record.name, step, batch, samples, dry=self.first.dry_run != "off")
         earlier = self.book.earlier(record)
-        taken = None if earlier is None else self.planner.of_kept(earlier, step, batch, samples)
+        taken = None if earlier is None else self.planner.of_saved(earlier, step, batch, samples)
         if taken is not None:
             return taken
         shape = self._make_plan(self.planner, step, batch, samples)
@@ -194,5 +194,5 @@ class BatchPlans:
     def _limit_freed(self, batch: Any) -> None:
         """What freed memory may hold together with tensors: as much as the largest plan."""
         if self.book:
-            held = max(shape.held_bytes(self.planner.budget_bytes) for shape in self.book.shapes())
+            held = max(shape.reserved_bytes(self.planner.budget_bytes) for shape in self.book.shapes())
             self.memory.limit(batch, held)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from retime.mechanisms.memory.pool import FreedMemory
 from retime.mechanisms.storages import strided_bytes, tensors_in
 
-__all__ = ["HeldMemory"]
+__all__ = ["MemoryLimit"]
 
 
-class HeldMemory:
+class MemoryLimit:
     """Keeps a process to what its plans need.
 
     Args:

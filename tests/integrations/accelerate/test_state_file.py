@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from retime import NoEffectWarning
 from retime.integrations.accelerate import MemoryBudget, OutOfOrderDataParallel
-from retime.integrations.accelerate.state_file import KeptState
+from retime.integrations.accelerate.state_file import StateFile
 from support.memory_budget import SMALL, accelerate_loop, loader
 
 
@@ -75,9 +75,9 @@ def test_plans_lie_beside(offloads: None, tmp_path: Path) -> None:
     assert report.shapes[0].note == ""
 
 
-def kept(accelerator: Accelerator, name: str = "Mine", state: Any = None) -> tuple[KeptState, list[Any]]:
+def kept(accelerator: Accelerator, name: str = "Mine", state: Any = None) -> tuple[StateFile, list[Any]]:
     loaded: list[Any] = []
-    return KeptState(accelerator, name, lambda: state or {}, loaded.append), loaded
+    return StateFile(accelerator, name, lambda: state or {}, loaded.append), loaded
 
 
 def test_each_object_has_a_file_of_its_own(tmp_path: Path) -> None:

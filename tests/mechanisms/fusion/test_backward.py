@@ -371,7 +371,7 @@ def test_other_peoples_gradient_hooks_see_the_gradient() -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert seen == [256] * 3
-    assert list(fusion.report().held_back.values()) == [1]
+    assert list(fusion.report().unfused.values()) == [1]
     assert fusion.report().late_updates == 8 + 2  # the first step, then the watched parameter
     fusion.remove()
 

@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 
 from retime import NoEffectWarning
-from retime.mechanisms.out_of_order.saved_k import KeptK, read_kept_k
+from retime.mechanisms.out_of_order.saved_k import SavedK, read_saved_k
 
 GOOD: dict[str, Any] = {"k": 2, "blocks": 5, "bucket_cap_mb": 4, "world_size": 2}
 
 
 def test_what_was_kept_comes_back() -> None:
-    kept = KeptK(2, 5, 4.0, 2)
-    assert read_kept_k(kept.state()) == kept
-    assert read_kept_k(GOOD) == kept
+    saved = SavedK(2, 5, 4.0, 2)
+    assert read_saved_k(saved.state()) == saved
+    assert read_saved_k(GOOD) == saved
 
 
 @pytest.mark.parametrize(
@@ -35,5 +35,5 @@ def test_what_was_kept_comes_back() -> None:
 )
 def test_anything_off_is_dropped_with_one_warning(found: Any) -> None:
     with pytest.warns(NoEffectWarning, match="k of an earlier run has no effect, and is found anew") as caught:
-        assert read_kept_k(found) is None
+        assert read_saved_k(found) is None
     assert len(caught) == 1

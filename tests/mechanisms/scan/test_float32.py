@@ -55,7 +55,7 @@ def exploding_tail() -> tuple[Case, torch.Tensor]:
 
 @pytest.mark.parametrize("solver", ["sequential", "chunk", "blelloch", "truncated:3"])
 def test_finite_wherever_autograd_is(solver: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safe_solve, "_said", set())
+    monkeypatch.setattr(safe_solve, "_warned", set())
     case, sent = exploding_tail()
     leaves = [case.state[0], case.net.weight_ih_l0]
     own = torch.autograd.grad(case.native()[0], leaves, sent)
@@ -72,7 +72,7 @@ def test_finite_wherever_autograd_is(solver: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_gradients_that_overflow_anyway_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safe_solve, "_said", set())
+    monkeypatch.setattr(safe_solve, "_warned", set())
     case, _ = exploding_tail()
     output = case.scan("blelloch")[0]
     (found,) = torch.autograd.grad(output[-1].sum(), case.state[0])

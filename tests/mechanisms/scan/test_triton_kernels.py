@@ -133,7 +133,7 @@ def test_same_bits_every_time() -> None:
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # of the interpreter
 def test_overflow_goes_the_safe_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safe_solve, "_said", set())
+    monkeypatch.setattr(safe_solve, "_warned", set())
     jacobians = BlockJacobians(torch.full((20, 1, 1, 2), 1e30, device=DEVICE), torch.eye(2, device=DEVICE))
     with torch.no_grad(), pytest.warns(NoEffectWarning, match="solver=triton has no effect"):
         v, carry = safe_solve.safe_solve(TritonChunk(), jacobians, torch.zeros(20, 1, 2, device=DEVICE))

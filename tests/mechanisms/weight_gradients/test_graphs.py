@@ -57,7 +57,7 @@ def test_parameters_are_frozen_and_thawed_in_mid_run(part: int, layer: Any) -> N
             for parameter in parameters:
                 parameter.requires_grad_(not frozen)
         assert_same(model, plain, deferral)
-    assert deferral.deferred_gradients + deferral.held_gradients > 6
+    assert deferral.deferred_gradients + deferral.buffered_gradients > 6
 
 
 def test_a_layer_frozen_between_forward_and_backward_gets_no_gradient() -> None:
@@ -126,7 +126,7 @@ def test_a_loss_that_a_layer_keeps_counts() -> None:
     plain, model, deferral = pair(make)
     for _ in range(3):
         assert_same(model, plain, deferral)
-    assert deferral.kept == {USED_ELSEWHERE: 1}
+    assert deferral.layers_in_order == {USED_ELSEWHERE: 1}
 
 
 @pytest.mark.parametrize("layer", [lambda: nn.Linear(WIDTH, WIDTH), lambda: nn.LayerNorm(WIDTH)], ids=["cut", "held"])

@@ -74,7 +74,7 @@ def test_gradients_add_up_in_the_order_in_which_passes_are_finished(backward_ord
     parts.finish_all()
     assert_same(model, plain)
     assert parts.in_flight == []
-    assert (parts.deferred_gradients, parts.held_gradients) == (9, 3)
+    assert (parts.deferred_gradients, parts.buffered_gradients) == (9, 3)
 
 
 def test_backward_passes_between_forward_passes() -> None:
@@ -274,7 +274,7 @@ def test_two_forward_passes_before_their_backward_passes(order: str) -> None:
             one.zero_grad()
             forward_twice(order)(one)
         assert_same(model, plain)
-    assert deferral.held_gradients == (2 if order == "joint" else 4)
+    assert deferral.buffered_gradients == (2 if order == "joint" else 4)
 
 
 def test_forget_between_two_forward_passes_keeps_the_first() -> None:
@@ -328,4 +328,4 @@ def test_stand_ins_share_no_memory_where_nothing_was_cut() -> None:
         deferral.watch(loss)
         loss.backward()  # the graph lives on in the loss
         assert not has_alias(model[0].weight)  # type: ignore[arg-type]
-    assert deferral.held_gradients > 0
+    assert deferral.buffered_gradients > 0

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWa
 
 
 def reasons(deferral: WeightGradientDeferral) -> set[str]:
-    return set(deferral.held) | set(deferral.kept)
+    return set(deferral.buffered_layers) | set(deferral.layers_in_order)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

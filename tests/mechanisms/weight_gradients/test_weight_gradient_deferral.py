@@ -197,7 +197,7 @@ def assert_same_training(make: Make, data: Any, surroundings: Any = contextlib.n
 def test_the_same_bits_for_every_k(name: str) -> None:
     make, data = MODELS[name]
     deferral = assert_same_training(make, data)
-    assert deferral.deferred_gradients + deferral.held_gradients > 0
+    assert deferral.deferred_gradients + deferral.buffered_gradients > 0
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -219,7 +219,7 @@ def test_transformers_unmodified(architecture: str, tied: bool) -> None:
     deferral = assert_same_training(make, {"input_ids": tokens, "labels": tokens, "use_cache": False})
     assert deferral.deferred_gradients
     assert len(deferral.blocks) == 5
-    assert ("its parameters are tied to another module's" in deferral.kept) == tied
+    assert ("its parameters are tied to another module's" in deferral.layers_in_order) == tied
 
 
 def test_autocast() -> None:
@@ -234,7 +234,7 @@ def test_autocast() -> None:
 def test_reasons_are_told() -> None:
     def reasons(name: str) -> tuple[dict[str, int], dict[str, int]]:
         deferral = assert_same_training(*MODELS[name])
-        return deferral.kept, deferral.held
+        return deferral.layers_in_order, deferral.buffered_layers
 
     assert reasons("branches")[0] == {NOT_CALLED: 1}
     assert CHECKPOINTED in reasons("branches")[1]

@@ -178,7 +178,7 @@ host = HostDisk({str(tmp_path)!r})
 leaf = torch.ones(100_000, requires_grad=True)
 with OffloadSavedTensors(OffloadPlan(1, frozenset(range(3)), 0, 3), host, [leaf]):
     loss = leaf.exp().exp().exp().sum()
-    print(host.bytes_held(), flush=True)
+    print(host.live_bytes(), flush=True)
     time.sleep(60)
 """
     worker = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)

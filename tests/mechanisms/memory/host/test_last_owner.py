@@ -87,7 +87,7 @@ def test_an_interruption_at_a_graphs_end_is_not_lost(tier: str, tmp_path: Path, 
         graphs = [leaf.exp().sum()]
     with pytest.raises(KeyboardInterrupt):
         interrupted_in(graphs.clear)
-    assert host.bytes_held() == 0
+    assert host.live_bytes() == 0
     host.close()
 
 
@@ -107,11 +107,11 @@ def test_an_interruption_where_a_storage_leaves_is_not_lost(tier: str, tmp_path:
     whole = False
     with pytest.raises(KeyboardInterrupt):
         forward()
-    assert host.bytes_held() == 0
+    assert host.live_bytes() == 0
     whole = True
     values = forward()
     interrupted_in(partial(values.pop, 0))
-    assert host.bytes_held() == leaf.nbytes  # it left all the same
+    assert host.live_bytes() == leaf.nbytes  # it left all the same
     with pytest.raises(KeyboardInterrupt):
         values[0].backward()
     host.close()

@@ -46,11 +46,11 @@ def test_what_comes_back_is_what_left(tmp_path: Path, tier: str) -> None:
         load.wait()
         copy.settle()
     assert [contents(target) for target in targets] == [contents(source) for source in sources]
-    assert host.bytes_held() == sum(source.nbytes() for source in sources)
+    assert host.live_bytes() == sum(source.nbytes() for source in sources)
     for copy in copies:
         copy.free()
         copy.free()
-    assert host.bytes_held() == 0
+    assert host.live_bytes() == 0
     host.close()
     host.close()
 
@@ -77,7 +77,7 @@ def test_a_full_disk_says_what_to_do_and_holds_nothing(tmp_path: Path, monkeypat
             with pytest.raises(HostError, match="raise the budget so that less is offloaded") as caught:
                 host.store(storage(5000))
             assert caught.value.errno == errno.ENOSPC
-        assert host.bytes_held() == 0
+        assert host.live_bytes() == 0
     with pytest.raises(HostError):
         HostDisk(tmp_path, capacity_bytes=1)
 
@@ -96,7 +96,7 @@ try:
     with OffloadSavedTensors(OffloadPlan(1, frozenset(range(3)), 0, 3), host, [leaf]):
         leaf.exp().exp().exp().sum()
 except HostError as error:
-    print("refused", leaf.grad is None, host.bytes_held())
+    print("refused", leaf.grad is None, host.live_bytes())
 """
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["refused", "True", "0"]
@@ -126,9 +126,9 @@ def test_parse_host(tmp_path: Path) -> None:
 def test_null_counts_only() -> None:
     host = HostNull()
     copy = host.store(storage(10))
-    assert host.bytes_held() == 10
+    assert host.live_bytes() == 10
     copy.free()
-    assert host.bytes_held() == 0
+    assert host.live_bytes() == 0
 
 
 def test_places_never_overlap_and_exact_fits_come_first() -> None:
@@ -184,7 +184,7 @@ class Cycle:
     pass
 gc.disable()
 host, gate, cycle = HostDisk({str(tmp_path)!r}), threading.Event(), Cycle()
-collected = host._pool.submit(lambda: (gate.wait(), gc.collect(), print(host.bytes_held())))
+collected = host._pool.submit(lambda: (gate.wait(), gc.collect(), print(host.live_bytes())))
 cycle.itself, cycle.copy = cycle, host.store(torch.ones(5000).untyped_storage())
 if {under_way == "read"}:
     cycle.loading = cycle.copy.load(torch.zeros(5000).untyped_storage())
@@ -207,7 +207,7 @@ def test_a_copy_that_is_freed_early_still_ends(tmp_path: Path) -> None:
         copy = host.store(source)
         del source
         copy.free()
-        assert host.bytes_held() == 0
+        assert host.live_bytes() == 0
         assert alive() is not None
         later, target = storage(10_000, 1), storage(10_000, 2)
         second = host.store(later)
@@ -236,8 +236,8 @@ def test_a_target_that_is_dropped_early_is_held_until_it_is_filled(tmp_path: Pat
 
 
 def kept_bytes(host: HostMemory) -> int:
-    host.bytes_held()  # counts what was freed
-    return host._kept.nbytes
+    host.live_bytes()  # counts what was freed
+    return host._cached.nbytes
 
 
 def test_host_memory_keeps_no_more_than_was_held_at_once() -> None:
@@ -266,8 +266,8 @@ def test_host_memory_gives_up_sizes_that_were_used_longest_ago() -> None:
     use(1000)
     copy = host.store(storage(1500))  # the place of 2000, since 1000 was used again
     assert kept_bytes(host) == 1000 + 3000
-    assert host._kept.take(1000).data_ptr() == first
-    assert host._kept.take(3000).data_ptr() == third
+    assert host._cached.take(1000).data_ptr() == first
+    assert host._cached.take(3000).data_ptr() == third
     copy.free()
 
 
@@ -286,7 +286,7 @@ def test_buffers_that_are_kept_are_no_space_for_others(monkeypatch: pytest.Monke
     host.store(storage(5000)).free()
 
     def memory() -> SimpleNamespace:
-        free.append(2000 if host._kept.nbytes else 4000)  # the rest of those 5000 is taken by somebody else
+        free.append(2000 if host._cached.nbytes else 4000)  # the rest of those 5000 is taken by somebody else
         return SimpleNamespace(available=free[-1])
 
     monkeypatch.setattr(psutil, "virtual_memory", memory)

@@ -173,7 +173,7 @@ def test_the_error_says_what_refuses_hooks() -> None:
     context = OffloadSavedTensors(OffloadPlan(1, EVERYTHING, 0, len(EVERYTHING)), host)
     with pytest.raises(NoHooksError, match=WHY), context:
         net.loss(batch())
-    assert host.bytes_held() == 0
+    assert host.live_bytes() == 0
     with pytest.raises(RuntimeError, match="another"), context:
         raise RuntimeError("another")
 
@@ -202,7 +202,7 @@ def test_the_host_that_is_none_takes_nothing() -> None:
     host = HostNone()
     host.reserve(1, 1)
     assert not host.takes(torch.device("cpu"))
-    assert host.bytes_held() == 0
+    assert host.live_bytes() == 0
     with pytest.raises(HostError, match="cannot be offloaded"):
         host.store(torch.ones(1).untyped_storage())
     host.close()

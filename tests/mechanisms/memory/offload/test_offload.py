@@ -76,7 +76,7 @@ def test_gradients_are_the_same_bit_for_bit(tmp_path: Path, tier: str, prefetch:
         loss.backward()
         assert all(torch.equal(one, two) for one, two in zip(gradients(model), gradients(twin), strict=True))
     del loss
-    assert host.bytes_held() == 0
+    assert host.live_bytes() == 0
     report = offload.report()
     assert report.passes == 2
     assert (report.prefetched > 0) == (prefetch > 0 and in_flight_bytes < 10**9)
@@ -195,11 +195,11 @@ def test_a_kept_graph_can_run_backward_again(host: HostMemory) -> None:
         loss = model(images).square().sum()
     loss.backward(retain_graph=True)
     once, first = gradients(model), offload.report().bytes_in
-    assert host.bytes_held() == offload.report().bytes_out  # the graph is kept, so is the host's copy
+    assert host.live_bytes() == offload.report().bytes_out  # the graph is kept, so is the host's copy
     loss.backward()
     assert all(torch.equal(2 * one, two) for one, two in zip(once, gradients(model), strict=True))
     assert offload.report().bytes_in == 2 * first
-    assert host.bytes_held() == 0
+    assert host.live_bytes() == 0
 
 
 def test_a_backward_pass_through_a_part_holds_nothing_that_was_fetched_ahead(host: HostMemory) -> None:
@@ -260,7 +260,7 @@ def test_checkpointed_segments(host: HostMemory, reentrant: bool) -> None:
         return [parameter.grad for parameter in (*one.parameters(), *two.parameters())]
 
     assert all(torch.equal(a, b) for a, b in zip(run(None), run(offload_all(host)), strict=True))
-    assert host.bytes_held() == 0
+    assert host.live_bytes() == 0
 
 
 def test_contexts_nest_and_the_inner_one_decides(host: HostMemory) -> None:
@@ -311,7 +311,7 @@ def test_another_number_of_saves_is_reported(host: HostMemory) -> None:
     with pytest.raises(PlanMismatch, match="saved 3 storages, but its plan has 2") as caught:
         forward(OffloadSavedTensors(plan, host, [leaf]), 3)
     assert (caught.value.saved, caught.value.planned) == (3, 2)
-    assert host.bytes_held() == 0
+    assert host.live_bytes() == 0
     with pytest.raises(PlanMismatch, match="2 storages of 32 bytes, not 16"):
         forward(OffloadSavedTensors(plan, host, [leaf], planned_bytes=16), 2)
     told: list[PlanMismatch] = []
@@ -362,7 +362,7 @@ def test_passes_are_left_alone_behind_the_last_storage_that_moves(
     gradient()
     assert packed[-3:] == [5, 12, 11]
     assert offload.report().mismatches == 1
-    assert host.bytes_held() == 0
+    assert host.live_bytes() == 0
 
 
 def test_an_error_behind_the_end_leaves_nothing(host: HostMemory) -> None:
@@ -374,7 +374,7 @@ def test_an_error_behind_the_end_leaves_nothing(host: HostMemory) -> None:
             if fails:
                 raise KeyError
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    assert host.bytes_held() == 0
+    assert host.live_bytes() == 0
     with offload:
         leaf.exp().exp().exp()
         with pytest.raises(RuntimeError, match="already around a forward pass"):
@@ -451,7 +451,7 @@ def test_an_exception_in_the_forward_pass_leaves_nothing_behind(tmp_path: Path) 
 
         with pytest.raises(KeyError):
             fail()
-        assert host.bytes_held() == 0
+        assert host.live_bytes() == 0
         with pytest.raises(RuntimeError, match="forward pass that saved this tensor failed"):
             held[0].sum().backward()
         with offload:
@@ -468,10 +468,10 @@ def test_a_graph_that_is_dropped_gives_its_space_back(tmp_path: Path) -> None:
         for _ in range(3):
             with offload_all(host, [leaf]):
                 loss = leaf.exp().exp().sum()
-            assert host.bytes_held() == 40_000
+            assert host.live_bytes() == 40_000
             del loss
             gc.collect()
-            assert host.bytes_held() == 0
+            assert host.live_bytes() == 0
         assert host._extents.end == 2 * 20_480  # the same two places, in whole pages, every time
 
 

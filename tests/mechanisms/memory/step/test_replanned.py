@@ -81,7 +81,7 @@ def test_memory_is_reserved_for_live_plans_only() -> None:
     model, host = Shrinking(), HostMemory("cpu")
     step = Offloading(model, host)
     replan(step, model, torch.randn(SAMPLES, WIDTH))
-    assert host.bytes_held() == 0
+    assert host.live_bytes() == 0
     assert host._kept.nbytes <= STORAGE_BYTES, "one layer is left"
     step.remove()
 
