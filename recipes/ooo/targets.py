@@ -110,7 +110,7 @@ def _draw_speeds(axes: Any, points: list[Point]) -> None:
     charts.even_line(axes, "Lightning's ddp")
     axes.set_xticks(range(len(points)), [_place(point) for point in points])
     axes.set_ylabel("steps per second against ddp (x)")
-    axes.legend(fontsize=8)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3, frameon=False, fontsize=8)
 
 
 def _draw_parts(axes: Any, points: list[Point]) -> None:

@@ -78,6 +78,6 @@ def label(name: str) -> str:
     if name in (COMPUTE, COMMUNICATION):
         return f"{name} alone"
     one = variant(name)
-    words = "DDP" if one.k is None else f"out of order, k {one.k}" if isinstance(one.k, str) else f"k = {one.k}"
+    words = "DDP" if one.k is None else f"reverse-first-k, k {'' if isinstance(one.k, str) else '= '}{one.k}"
     words += "" if one.cross_iteration else ", step waits"
     return words + (", small buckets" if one.layer_buckets else "")
