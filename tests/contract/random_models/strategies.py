@@ -11,8 +11,8 @@ from contract.random_models.mechanisms import UPDATED_TWICE, Mechanism, double, 
 from contract.random_models.spec import Spec
 from contract.random_models.training import Order, as_given
 from retime.callbacks import FuseOptimizer
-from retime.mechanisms.memory.planning import step_planner
-from retime.schedules.budget import BudgetError
+from retime.mechanisms.memory.planning import PlannedShape, StepPlanner, part_sizes, step_planner
+from retime.mechanisms.memory.planning.step_memory import StepMemory
 from retime.strategies import FusedOptimizerStrategy, MemoryBudgetStrategy
 from support.memory_budget import OFFLOADS, SPLITS
 
@@ -38,24 +38,45 @@ def _planned(trainer: Trainer) -> bool:
     return report is not None and report.steps > 0
 
 
+_ABOVE_FLOOR = 1.05
+_MAKE = StepPlanner.make
+_UNKNOWN = 1
+"""A budget, in bytes, until the first plan shows the floor."""
+
+
+def _few_sizes(samples: int, smallest: int = 1) -> tuple[int, ...]:
+    """As :func:`part_sizes`, but only every other size and the smallest: each is run dry."""
+    sizes = part_sizes(samples, smallest)
+    return tuple(sorted({*sizes[::2], sizes[-1]}, reverse=True))
+
+
+def _make_above_floor(planner: StepPlanner, step: Any, batch: Any, samples: int) -> PlannedShape:
+    require = StepMemory.require
+
+    def known(memory: StepMemory, budget_bytes: int) -> None:
+        if planner.budget_bytes == _UNKNOWN:
+            planner.budget_bytes = int(memory.floor.bytes * _ABOVE_FLOOR)
+        require(memory, planner.budget_bytes)
+
+    with patch.object(StepMemory, "require", known):
+        return _MAKE(planner, step, batch, samples)
+
+
 class _Tight(Fit):
-    """A budget a little above the floor that a refusal names; fixed costs decide between the ways to keep it."""
+    """A budget a little above the floor, which the first plan finds; fixed costs decide the rest."""
 
     def fit(self, spec: Spec, order: Order = as_given, strategy: Any = None) -> dict[str, Any]:
         costs = (SPLITS, OFFLOADS)[spec.seed % 2]
+        least = replace(costs, spare_bytes=costs.scratch(1))
         with (
             patch.object(step_planner, "calibrate", lambda *_, **__: costs),
+            patch.object(step_planner, "least_costs", lambda *_, **__: least),
             patch.object(step_planner.PlanTrial, "step_ms", lambda *_: None),
+            patch.object(step_planner, "part_sizes", _few_sizes),
+            patch.object(StepPlanner, "_probe_samples", lambda *_: (5, 3)[spec.seed // 2 % 2]),
+            patch.object(StepPlanner, "make", _make_above_floor),
         ):
-            return self._in_little(spec, order)
-
-    def _in_little(self, spec: Spec, order: Order) -> dict[str, Any]:
-        try:
-            return super().fit(spec, order, MemoryBudgetStrategy(budget=1))
-        except BudgetError as refused:
-            floor = refused.floor_bytes
-        self.steps = 0
-        return super().fit(spec, order, MemoryBudgetStrategy(budget=int(floor * 1.05)))
+            return super().fit(spec, order, MemoryBudgetStrategy(budget=_UNKNOWN))
 
     def done(self, trainer: Trainer) -> None:
         super().done(trainer)
