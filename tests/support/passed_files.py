@@ -62,14 +62,16 @@ class Last(nn.Module):
 
 
 class Module(L.LightningModule):
-    """A classifier by `net`."""
+    """A classifier by `net` that logs its loss."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
         self.net = net
 
     def training_step(self, batch: Any, index: int) -> Any:
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
