@@ -1,14 +1,12 @@
 """What the BPPSA paper (Wang, Bai and Pekhimenko 2020) states in numbers about convolutional networks."""
 
+from functools import partial
+
 from retime.recipes.core.claims import Claim
 
 PAPER = "bppsa"
 TABLE_1 = "Table 1"
-
-
-def _claim(where: str, unit: str, value: float, what: str) -> Claim:
-    return Claim(PAPER, where, unit, value, what)
-
+_claim = partial(Claim, PAPER)
 
 SPARSITY = {
     "convolution": _claim(TABLE_1, "ppm", 8430, "places that are no guaranteed zeros, first convolution of VGG-11"),

@@ -1,13 +1,11 @@
 """What the out-of-order backprop paper (Oh et al. 2022) states in numbers about data-parallel training."""
 
+from functools import partial
+
 from retime.recipes.core.claims import Claim
 
 PAPER = "ooo-backprop"
-
-
-def _claim(where: str, unit: str, value: float, what: str) -> Claim:
-    return Claim(PAPER, where, unit, value, what)
-
+_claim = partial(Claim, PAPER)
 
 FIGURE_4 = "section 5.1, Figure 4"
 FIGURE_4_PRIORITISED = _claim(FIGURE_4, "units", 1, "saved by (b), prioritised communication, over (a)")
