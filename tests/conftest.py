@@ -7,6 +7,7 @@ What needs torch's or Lightning's more expensive parts is imported in the fixtur
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -91,6 +92,21 @@ def pool() -> "Iterator[MemoryPool]":
     pool.reset_peaks()
     yield pool
     pool.remove()
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> "Iterator[list[bool]]":
+    """As where there is none; how often the C library was asked instead. It is not, as it cannot be asked back."""
+    from retime.mechanisms.memory.pool import freed_memory
+    from retime.mechanisms.memory.pool.library import pool_library
+
+    asked: list[bool] = []
+    monkeypatch.setattr(freed_memory, "give_back_freed_memory", lambda: asked.append(True) or True)
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    pool_library.cache_clear()
+    yield asked
+    pool_library.cache_clear()
 
 
 @pytest.fixture(scope="session")

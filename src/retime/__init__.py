@@ -8,6 +8,7 @@ from importlib.metadata import version
 from lightning.pytorch.strategies import StrategyRegistry
 
 from retime.callbacks import (
+    CPUMemoryPool,
     FuseOptimizer,
     MemoryTimeline,
     ParallelScanBackward,
@@ -27,6 +28,7 @@ from retime.strategies import (
 )
 
 __all__ = [
+    "CPUMemoryPool",
     "FuseOptimizer",
     "FusedOptimizerDDPStrategy",
     "FusedOptimizerStrategy",

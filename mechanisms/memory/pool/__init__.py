@@ -3,10 +3,12 @@
 from retime.mechanisms.memory.pool.freed_memory import FreedMemory
 from retime.mechanisms.memory.pool.heap import give_back_freed_memory, trim_heap
 from retime.mechanisms.memory.pool.memory_pool import MemoryPool, within
+from retime.mechanisms.memory.pool.report import PoolReport
 
 __all__ = [
     "FreedMemory",
     "MemoryPool",
+    "PoolReport",
     "give_back_freed_memory",
     "trim_heap",
     "within",

@@ -16,7 +16,8 @@ import torch
 
 from retime.mechanisms.memory.pool.own_folder import OwnFolder
 
-_SOURCE = Path(__file__).with_name("pool.cpp")
+_FOLDER = Path(__file__).parent
+_SOURCE = _FOLDER / "pool.cpp"
 _TIMEOUT_S = 120
 
 
@@ -56,7 +57,9 @@ def _opened(path: Path) -> ctypes.CDLL:
     library.retime_pool_limit.argtypes = [ctypes.c_int64]
     library.retime_pool_size_of.argtypes = [ctypes.c_void_p]
     library.retime_pool_size_of.restype = ctypes.c_int64
-    for name in ("remove", "counts", "reset_peaks"):
+    library.retime_pool_follow.argtypes = [ctypes.c_double]
+    library.retime_pool_here.argtypes = library.retime_pool_turn.argtypes = [ctypes.c_bool]
+    for name in ("remove", "counts", "reset_peaks", "begin_window"):
         getattr(library, f"retime_pool_{name}")
     return library
 
@@ -85,7 +88,8 @@ def _home() -> Path:
 
 
 def _key() -> str:
-    made_of = [_SOURCE.read_text(), torch.__version__, str(_home()), platform.machine(), *_options()]
+    sources = [path.read_text() for path in sorted(_FOLDER.glob("*.[ch]pp"))]
+    made_of = [*sources, torch.__version__, str(_home()), platform.machine(), *_options()]
     return f"pool-{hashlib.sha256('|'.join(made_of).encode()).hexdigest()[:16]}"
 
 

@@ -16,23 +16,16 @@ import ctypes
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from retime.mechanisms.memory.pool.library import NoPoolError, pool_library
+from retime.mechanisms.memory.pool.wishes import Wish, Wishes
 from retime.mechanisms.torch_private import storage_address
 
-_installed = 0
-
-
-def _leave(library: ctypes.CDLL) -> None:
-    """One user less."""
-    global _installed
-    _installed -= 1
-    if not _installed:
-        library.retime_pool_remove()
+_WISHES = Wishes()
 
 
 @dataclass(frozen=True)
@@ -44,7 +37,8 @@ class PoolCounts:
         kept: free, to be used again.
         peak_live, peak_held: the most since :meth:`MemoryPool.reset_peaks`; held are live and kept together.
         mapped: asked of the kernel since then.
-        reused: taken from what was kept since then.
+        moved: of free memory that lay in pieces and was moved together since then, neither copied nor cleared.
+        reused: taken from what was kept since then, as it lay.
     """
 
     live: int
@@ -52,6 +46,7 @@ class PoolCounts:
     peak_live: int
     peak_held: int
     mapped: int
+    moved: int
     reused: int
 
 
@@ -69,55 +64,92 @@ def within(tensors: Iterable[Tensor], nbytes: int) -> Iterator[MemoryPool]:
             pool.limit(nbytes - pool.bytes_elsewhere(there))
         yield pool
     finally:
-        pool.limit(0)
         pool.remove()
 
 
 class MemoryPool:
-    """The process's one pool; every object of this class stands for it.
+    """The process's one pool; every object of this class is one of its users.
 
     From :meth:`install` on, CPU tensors of 16 KiB and more come from it, as does oneDNN's scratch. It is a
     process-wide switch, as an allocator is; several users share the pool, and the last :meth:`remove` takes it away.
     Tensors may outlive that.
 
+    Args:
+        everywhere: tensors of the whole process come from it; otherwise those that are made inside :meth:`here`.
+
     Attributes:
         why_not: after :meth:`install`, why there is no pool; empty if there is.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, everywhere: bool = True) -> None:
         self.why_not = ""
-        self._on = False
+        self._wish = Wish(everywhere)
+        self._user: int | None = None
+        self._before = (0, 0, 0)
+
+    def __reduce__(self) -> tuple[type[MemoryPool], tuple[bool]]:
+        """A copy, and one that is sent to another process, has not installed the pool."""
+        return MemoryPool, (self._wish.everywhere,)
 
     def install(self) -> bool:
         """Let tensors come from the pool; whether they do. The first time ever, it is compiled (seconds)."""
-        global _installed
         library = pool_library()
         if isinstance(library, NoPoolError):
             self.why_not = str(library)
             return False
-        if not self._on:
-            if not _installed and not library.retime_pool_install():
+        if self._user is None:
+            if not _WISHES and not library.retime_pool_install():
                 self.why_not = "another library's allocator takes precedence over the pool"
                 return False
-            _installed += 1
-            self._on = True
-            self._leave = weakref.finalize(self, _leave, library)  # for those who forget to remove it
+            self._user = _WISHES.enter(library, self._wish)
+            self._leave = weakref.finalize(
+                self, _WISHES.leave, library, self._user
+            )  # for those who forget to remove it
             self._leave.atexit = False
         return True
 
     def remove(self) -> None:
         """Let new tensors come from torch's own allocator again, and give back all that was kept."""
-        if self._on:
+        if self._user is not None:
             self._leave()
-        self._on = False
+        self._user = None
+        self._wish = Wish(self._wish.everywhere)
 
     def limit(self, nbytes: int) -> None:
         """Keep no more than leaves live tensors and what is kept below ``nbytes``; 0 keeps nothing.
 
-        Live tensors are not limited: whoever plans sees to them.
+        Live tensors are not limited: whoever plans sees to them. Of several users' limits the last one holds.
         """
-        if self._on:
-            self._library.retime_pool_limit(max(0, nbytes))
+        self._ask(limit=max(0, nbytes))
+
+    def follow(self, slack: float) -> None:
+        """Keep no more than leaves live tensors and what is kept below ``slack`` times the most that was alive.
+
+        Where another user has set a limit, that holds.
+        """
+        self._ask(slack=slack)
+
+    def begin_window(self) -> None:
+        """The most that was alive is from now on that of the time since the last call, and of this window."""
+        self._library.retime_pool_begin_window()
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """Inside, tensors that this thread makes come from the pool, if it is installed."""
+        if self._user is None:
+            yield
+            return
+        library = self._library
+        library.retime_pool_here(True)
+        try:
+            yield
+        finally:
+            library.retime_pool_here(False)
+
+    def _ask(self, limit: int | None = None, slack: float | None = None) -> None:
+        if self._user is not None:
+            self._wish = replace(self._wish, limit=limit, slack=slack)
+            _WISHES.change(self._library, self._user, self._wish)
 
     def counts(self) -> PoolCounts:
         """What the pool holds.
@@ -125,13 +157,19 @@ class MemoryPool:
         Raises:
             RuntimeError: it is not installed.
         """
-        numbers = (ctypes.c_int64 * 6)()
-        self._library.retime_pool_counts(numbers)
-        return PoolCounts(*numbers)
+        numbers = self._numbers()
+        return PoolCounts(*numbers[:4], *(now - before for now, before in zip(numbers[4:], self._before, strict=True)))
 
     def reset_peaks(self) -> None:
-        """Forget peaks, and what was mapped and reused."""
+        """Forget peaks, for all users, and what was mapped, moved and reused, for this one."""
         self._library.retime_pool_reset_peaks()
+        mapped, moved, reused = self._numbers()[4:]
+        self._before = (mapped, moved, reused)
+
+    def _numbers(self) -> list[int]:
+        numbers = (ctypes.c_int64 * 7)()
+        self._library.retime_pool_counts(numbers)
+        return list(numbers)
 
     def bytes_elsewhere(self, tensors: Iterable[Tensor]) -> int:
         """Bytes of these tensors' CPU storages that are not the pool's."""
@@ -146,11 +184,11 @@ class MemoryPool:
     @property
     def installed(self) -> bool:
         """Whether this object has installed it."""
-        return self._on
+        return self._user is not None
 
     @property
     def _library(self) -> ctypes.CDLL:
         library = pool_library()
-        if not self._on or isinstance(library, NoPoolError):
+        if self._user is None or isinstance(library, NoPoolError):
             raise RuntimeError("the pool is not installed: call install() first")
         return library

@@ -1,9 +1,12 @@
-// Large CPU tensors from mappings that are used again: freed pages stay, up to a limit, and leave the process beyond it.
+// Large CPU tensors from memory that is used again: what is freed stays, up to a limit, and leaves the process beyond it.
 //
 // The C library does one or the other: it maps large blocks anew each time, and the kernel clears every page again, or
 // keeps them in a heap that grows by a third and more over what is alive, because small objects come to lie between
-// large ones. Here only tensors share mappings, so live and kept bytes together stay below a limit that is a plan's
-// peak (moDNN, section 3.3: a pool of its own, blocks found by best fit, neighbours merged).
+// large ones. Here only tensors share mappings, so live and free bytes together stay below a limit: a plan's peak
+// (moDNN, section 3.3, asks for a pool of its own), or a little more than the most that was alive. What is free but in
+// pieces that are too small is moved together, granule by granule, and neither copied nor cleared.
+
+#include "free_ranges.hpp"
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
@@ -11,31 +14,38 @@
 
 #include <malloc.h>
 #include <pthread.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <map>
 #include <mutex>
-#include <new>
-#include <set>
 #include <unordered_map>
-#include <utility>
+#include <vector>
 
 namespace {
 
+using retime::FreeRanges;
+using retime::kGranule;
+using retime::map_pages;
+using retime::move_granule;
+using retime::page_bytes;
+using retime::populate;
+using retime::reserve;
+using retime::rounded_up;
+
 constexpr size_t kSmallest = 16 * 1024; // smaller blocks come from the C library
+constexpr int64_t kSpare = 2 * kGranule; // beyond a limit that follows what is alive, for what is rounded to granules
+
+thread_local int on_here = 0; // whether this thread's tensors come from the pool although others' do not
 
 struct Counts {
-  int64_t live, kept, peak_live, peak_held, mapped, reused;
+  int64_t live, kept, peak_live, peak_held, mapped, moved, reused;
 };
 
 class Pool final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t nbytes) override {
-    if (nbytes < kSmallest || !on_.load(std::memory_order_relaxed)) {
+    if (nbytes < kSmallest || !(on_.load(std::memory_order_relaxed) || on_here > 0)) {
       return c10::GetDefaultCPUAllocator()->allocate(nbytes);
     }
     void* block = take(nbytes);
@@ -51,21 +61,37 @@ class Pool final : public c10::Allocator {
 
   void turn(bool on) { on_.store(on, std::memory_order_relaxed); }
 
-  void set_limit(int64_t limit) {
+  // Live and free bytes together stay below `limit`, or below `slack` times the most that was alive.
+  void set_limit(int64_t limit, double slack) {
     std::lock_guard<std::mutex> guard(mutex_);
     limit_ = limit;
+    slack_ = slack;
     shrink(counts_.live);
+  }
+
+  // The most that was alive is that of this window and the one before: what nobody needs any more leaves at last.
+  void begin_window() {
+    std::lock_guard<std::mutex> guard(mutex_);
+    most_live_before_ = most_live_;
+    most_live_ = counts_.live;
+    shrink(counts_.live);
+  }
+
+  void forget_most() {
+    std::lock_guard<std::mutex> guard(mutex_);
+    most_live_ = counts_.live;
+    most_live_before_ = 0;
   }
 
   void reset_peaks() {
     std::lock_guard<std::mutex> guard(mutex_);
     counts_.peak_live = counts_.live;
-    counts_.peak_held = counts_.live + counts_.kept;
-    counts_.mapped = counts_.reused = 0;
+    counts_.peak_held = counts_.live + free_.bytes();
   }
 
   Counts counts() {
     std::lock_guard<std::mutex> guard(mutex_);
+    counts_.kept = free_.bytes();
     return counts_;
   }
 
@@ -82,13 +108,14 @@ class Pool final : public c10::Allocator {
   static void give(void* block);
 
   void* take(size_t nbytes) {
-    const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-    const size_t size = (nbytes + page - 1) / page * page;
+    const size_t size = rounded_up(nbytes, page_bytes());
     std::lock_guard<std::mutex> guard(mutex_);
-    char* block = best_fit(size);
-    const bool mapped = block == nullptr;
-    if (mapped) {
-      block = map(size);
+    most_live_ = std::max(most_live_, counts_.live + static_cast<int64_t>(size));
+    char* block = from_free(size);
+    if (block != nullptr) {
+      counts_.reused += size;
+    } else if ((block = assembled(size)) == nullptr) {
+      block = mapped(size);
     }
     try {
       live_[block] = size;
@@ -96,67 +123,93 @@ class Pool final : public c10::Allocator {
       munmap(block, size);
       throw;
     }
-    (mapped ? counts_.mapped : counts_.reused) += size;
     counts_.live += size;
     counts_.peak_live = std::max(counts_.peak_live, counts_.live);
-    counts_.peak_held = std::max(counts_.peak_held, counts_.live + counts_.kept);
+    counts_.peak_held = std::max(counts_.peak_held, counts_.live + free_.bytes());
     c10::profiledCPUMemoryReporter().New(block, size);
     return block;
   }
 
-  // The smallest kept range that is large enough; what it has more stays kept.
-  char* best_fit(size_t size) {
-    auto found = by_size_.lower_bound({size, nullptr});
-    if (found == by_size_.end()) {
-      return nullptr;
+  char* from_free(size_t size) {
+    if (char* block = free_.last_freed(size)) {
+      return block;
     }
-    auto [length, start] = *found;
-    forget(start, length);
-    if (length > size) {
-      keep(start + size, length - size);
-    }
-    return start;
+    free_.merge();
+    return free_.best_fit(size);
   }
 
-  char* map(size_t size) {
+  // A block of whole granules, whose rest is free: new ones while the limit has room, else free ones that are moved
+  // together, and new memory for what they lack. Null if it cannot be, with nothing lost but addresses.
+  char* assembled(size_t size) {
+    const size_t length = rounded_up(size, kGranule);
+    const bool room = counts_.live + free_.bytes() + static_cast<int64_t>(length) <= limit();
+    std::vector<char*> granules;
+    granules.reserve(length / kGranule);
+    while (!room && granules.size() < length / kGranule) {
+      char* granule = free_.take_granule();
+      if (granule == nullptr) {
+        break;
+      }
+      granules.push_back(granule);
+    }
+    const size_t moved = granules.size() * kGranule;
+    if (!room && moved == 0) {
+      return nullptr;
+    }
+    const size_t end = room || moved == length ? length : size;
+    if (end == size) {
+      shrink(counts_.live + static_cast<int64_t>(size));
+    }
+    char* block = reserve(length);
+    size_t done = 0;
+    while (block != nullptr && done < granules.size() && move_granule(granules[done], block + done * kGranule)) {
+      ++done;
+    }
+    if (block == nullptr || done < granules.size() || (moved < end && !populate(block + moved, end - moved))) {
+      for (size_t i = 0; i < granules.size(); ++i) {
+        free_.add(i < done ? block + i * kGranule : granules[i], kGranule);
+      }
+      return nullptr; // the addresses that are left stay reserved: by now some could be another thread's
+    }
+    if (end < length) {
+      munmap(block + end, length - end);
+    } else if (end > size) {
+      free_.add(block + size, end - size);
+    }
+    counts_.moved += moved;
+    counts_.mapped += end - moved;
+    return block;
+  }
+
+  char* mapped(size_t size) {
     shrink(counts_.live + static_cast<int64_t>(size));
-    void* block = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (block == MAP_FAILED) { // a limit of the process or the machine: give everything back and ask again
-      release(counts_.kept);
+    char* block = map_pages(size);
+    if (block == nullptr) { // a limit of the process or the machine: give everything back and ask again
+      free_.release(free_.bytes());
       malloc_trim(0);
-      block = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+      block = map_pages(size);
     }
     // The wording is the one by which Lightning and Accelerate know that a CPU's memory has run out.
     TORCH_CHECK(
-        block != MAP_FAILED,
+        block != nullptr,
         "DefaultCPUAllocator: can't allocate memory: you tried to allocate ",
         size,
         " bytes while retime's pool held ",
         counts_.live,
         " bytes of live tensors");
-    return static_cast<char*>(block);
+    counts_.mapped += size;
+    return block;
   }
 
-  // Give back kept ranges until so many live bytes and what is kept stay below the limit.
-  void shrink(int64_t live) { release(live + counts_.kept - limit_); }
+  // Give back free memory until so many live bytes and what is free stay below the limit.
+  void shrink(int64_t live) { free_.release(live + free_.bytes() - limit()); }
 
-  // Smallest ranges first: they are the least likely to be used again.
-  void release(int64_t nbytes) {
-    const int64_t page = sysconf(_SC_PAGESIZE);
-    while (nbytes > 0 && !by_size_.empty()) {
-      auto [length, start] = *by_size_.begin();
-      forget(start, length);
-      const size_t wanted = static_cast<size_t>((nbytes + page - 1) / page * page);
-      const size_t gone = std::min(length, wanted);
-      if (munmap(start, gone) != 0) { // cutting a mapping in two takes one more of them than the system allows
-        keep(start, length);
-        return;
-      }
-      if (gone < length) {
-        keep(start + gone, length - gone);
-      }
-      nbytes -= static_cast<int64_t>(gone);
+  int64_t limit() const {
+    if (slack_ <= 0) {
+      return limit_;
     }
+    const int64_t most = std::max(most_live_, most_live_before_);
+    return static_cast<int64_t>(slack_ * static_cast<double>(most)) + kSpare;
   }
 
   // Whether the block was one of the pool's.
@@ -169,55 +222,22 @@ class Pool final : public c10::Allocator {
     const size_t size = found->second;
     live_.erase(found);
     counts_.live -= static_cast<int64_t>(size);
-    c10::profiledCPUMemoryReporter().Delete(block);  // while nobody else can get this address
-    merge(static_cast<char*>(block), size);
-    shrink(counts_.live);
+    c10::profiledCPUMemoryReporter().Delete(block); // while nobody else can get this address
+    free_.wait(static_cast<char*>(block), size);
+    if (counts_.live + free_.bytes() > limit()) {
+      shrink(counts_.live);
+    }
     return true;
-  }
-
-  void merge(char* start, size_t length) {
-    auto next = by_place_.lower_bound(start);
-    if (next != by_place_.end() && next->first == start + length) {
-      auto [place, more] = *next;
-      forget(place, more);
-      length += more;
-    }
-    auto after = by_place_.lower_bound(start);
-    if (after != by_place_.begin()) {
-      auto [place, before] = *std::prev(after);
-      if (place + before == start) {
-        forget(place, before);
-        start = place;
-        length += before;
-      }
-    }
-    keep(start, length);
-  }
-
-  void keep(char* start, size_t length) {
-    try {
-      by_place_[start] = length;
-      by_size_.insert({length, start});
-    } catch (const std::bad_alloc&) { // no room to remember it by
-      by_place_.erase(start);
-      munmap(start, length);
-      return;
-    }
-    counts_.kept += static_cast<int64_t>(length);
-  }
-
-  void forget(char* start, size_t length) {
-    by_place_.erase(start);
-    by_size_.erase({length, start});
-    counts_.kept -= static_cast<int64_t>(length);
   }
 
   std::mutex mutex_;
   std::unordered_map<void*, size_t> live_;
-  std::map<char*, size_t> by_place_;
-  std::set<std::pair<size_t, char*>> by_size_;
+  FreeRanges free_;
   Counts counts_{};
   int64_t limit_ = 0;
+  double slack_ = 0;
+  int64_t most_live_ = 0; // since the last call of `begin_window`
+  int64_t most_live_before_ = 0;
   std::atomic<bool> on_{false};
 };
 
@@ -241,6 +261,7 @@ extern "C" {
 
 // Whether tensors come from the pool now: another library's allocator may have a higher priority.
 bool retime_pool_install() {
+  pool()->forget_most();
   pool()->turn(true);
   c10::SetCPUAllocator(pool());
   if (c10::GetCPUAllocator() == pool()) {
@@ -253,10 +274,19 @@ bool retime_pool_install() {
 // The allocator stays and hands everything on: oneDNN frees its blocks through whatever allocator is there by then.
 void retime_pool_remove() {
   pool()->turn(false);
-  pool()->set_limit(0);
+  pool()->set_limit(0, 0);
 }
 
-void retime_pool_limit(int64_t nbytes) { pool()->set_limit(nbytes); }
+void retime_pool_turn(bool on) { pool()->turn(on); }
+
+// Nests.
+void retime_pool_here(bool on) { on_here += on ? 1 : -1; }
+
+void retime_pool_limit(int64_t nbytes) { pool()->set_limit(nbytes, 0); }
+
+void retime_pool_follow(double slack) { pool()->set_limit(0, slack); }
+
+void retime_pool_begin_window() { pool()->begin_window(); }
 
 void retime_pool_reset_peaks() { pool()->reset_peaks(); }
 
@@ -264,7 +294,7 @@ int64_t retime_pool_size_of(void* block) { return pool()->size_of(block); }
 
 void retime_pool_counts(int64_t* counts) {
   const Counts now = pool()->counts();
-  const int64_t all[] = {now.live, now.kept, now.peak_live, now.peak_held, now.mapped, now.reused};
+  const int64_t all[] = {now.live, now.kept, now.peak_live, now.peak_held, now.mapped, now.moved, now.reused};
   std::copy(std::begin(all), std::end(all), counts);
 }
 

@@ -4,13 +4,13 @@ import gc
 import os
 import re
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
 from retime.mechanisms.memory.host.parse import parse_host
 from retime.mechanisms.memory.pool import freed_memory
-from retime.mechanisms.memory.pool import library as library_module
 from retime.mechanisms.memory.pool import memory_pool as pool_module
 from retime.mechanisms.memory.pool.freed_memory import FreedMemory
 from retime.mechanisms.memory.pool.memory_pool import MemoryPool
@@ -18,10 +18,15 @@ from retime.mechanisms.memory.step.budgeted_step import BudgetedStep
 
 PAGE = os.sysconf("SC_PAGESIZE") if hasattr(os, "sysconf") else 4096
 BLOCK = 256 * PAGE
+GRANULE = 2 * 2**20
 
 
 def block(size=BLOCK):
     return torch.empty(size, dtype=torch.uint8)
+
+
+def all_are(tensor, value):
+    return bool((tensor.numpy() == value).all())  # numpy takes no memory from the pool
 
 
 class TestCounts:
@@ -81,6 +86,137 @@ class TestCounts:
         assert block(2 * BLOCK).data_ptr() == place
         del wall, end
 
+    def test_the_last_freed_block_of_a_size_comes_first(self, pool):
+        pool.limit(pool.counts().live + 100 * BLOCK)
+        first, other, second = block(), block(2 * BLOCK), block()
+        places = [second.data_ptr(), first.data_ptr()]
+        del first, second
+        again = [block(), block()]
+        assert [one.data_ptr() for one in again] == places
+        del other
+
+
+class TestMovedTogether:
+    """Free granules that do not touch serve a larger block, neither copied nor cleared by anybody."""
+
+    def fragmented(self, pool, count=16):
+        """A limit that is used up, with every second granule free."""
+        base = pool.counts().live
+        pool.limit(base + count * GRANULE)
+        blocks = [block(GRANULE).fill_(i) for i in range(count)]
+        del blocks[::2]
+        pool.reset_peaks()
+        return base, blocks
+
+    def test_no_memory_is_asked_for(self, pool):
+        base, others = self.fragmented(pool)
+        large = block(8 * GRANULE)
+        assert pool.counts().mapped == 0
+        assert pool.counts().moved == 8 * GRANULE
+        assert pool.counts().peak_held == base + 16 * GRANULE
+        assert sorted(large[::GRANULE].tolist()) == list(range(0, 16, 2))  # as they were freed
+        for i, other in enumerate(others):
+            assert all_are(other, 2 * i + 1)
+
+    def test_the_rest_of_the_last_one_stays_free(self, pool):
+        _, others = self.fragmented(pool)
+        large = block(5 * GRANULE + 1)
+        assert pool.counts().kept == 3 * GRANULE - PAGE
+        large.fill_(7)
+        small = block(GRANULE // 2).fill_(9)
+        assert all_are(large, 7)
+        assert pool.counts().mapped == 0
+        del others, small
+
+    def test_what_is_missing_is_asked_for_within_the_limit(self, pool):
+        base, others = self.fragmented(pool)
+        pool.limit(base + 20 * GRANULE)
+        large = block(11 * GRANULE + GRANULE // 2).fill_(3)
+        counts = pool.counts()
+        assert counts.moved == 8 * GRANULE
+        assert counts.mapped == 3 * GRANULE + GRANULE // 2
+        assert counts.peak_held <= base + 20 * GRANULE
+        assert all_are(large, 3)
+        del others
+
+    def test_it_can_be_given_back_and_taken_again(self, pool):
+        base, others = self.fragmented(pool)
+        for size in (8, 3, 5, 8, 1, 7):
+            assert all_are(block(size * GRANULE - 3 * PAGE).fill_(size), size)
+        pool.limit(0)
+        assert pool.counts().kept == 0
+        del others
+        assert pool.counts().live == base
+
+
+def test_memory_comes_in_huge_pages(pool):
+    enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not enabled.exists() or "[never]" in enabled.read_text():
+        pytest.skip("this kernel has no transparent huge pages")
+    pool.limit(pool.counts().live + 64 * GRANULE)
+    before = huge_bytes()
+    large = block(32 * GRANULE).fill_(1)
+    if huge_bytes() == before:
+        pytest.skip("this machine has no huge page free")
+    assert huge_bytes() - before <= 32 * GRANULE
+    del large
+
+
+def huge_bytes():
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("AnonHugePages"))
+
+
+class TestHere:
+    """Only tensors of one thread, while it says so."""
+
+    def test_others_come_from_elsewhere(self):
+        pool = MemoryPool(everywhere=False)
+        if not pool.install():
+            pytest.skip(pool.why_not)
+        try:
+            outside = block()
+            with pool.here():
+                inside = block()
+                thread = threading.Thread(target=lambda: elsewhere.append(block()))
+                elsewhere = []
+                thread.start()
+                thread.join()
+            assert pool.bytes_elsewhere([inside]) == 0
+            assert pool.bytes_elsewhere([outside, *elsewhere, block()]) == 3 * BLOCK
+        finally:
+            pool.remove()
+
+    def test_beside_a_user_of_the_whole_process(self, pool):
+        second = MemoryPool(everywhere=False)
+        second.install()
+        assert pool.bytes_elsewhere([block()]) == 0
+        pool.remove()
+        assert second.bytes_elsewhere([block()]) == BLOCK
+        second.remove()
+
+
+class TestWishes:
+    def test_a_limit_is_stronger_than_a_slack(self, pool):
+        second = MemoryPool()
+        second.install()
+        second.follow(2.0)
+        del [block()][0]
+        assert pool.counts().kept == 0
+        pool.remove()
+        del [block()][0]
+        assert second.counts().kept >= BLOCK
+        second.remove()
+
+    def test_the_last_limit_holds(self, pool):
+        second = MemoryPool()
+        second.install()
+        second.limit(second.counts().live + 2 * BLOCK)
+        del [block()][0]
+        assert pool.counts().kept >= BLOCK
+        second.remove()
+        assert pool.counts().kept == 0
+
 
 def test_values_survive_the_pool_and_the_other_way_round(pool):
     old = torch.arange(10**5)
@@ -93,7 +229,7 @@ def test_values_survive_the_pool_and_the_other_way_round(pool):
 
 
 def test_the_last_of_its_users_takes_it_away(pool):
-    others = pool_module._installed - 1
+    others = len(pool_module._WISHES) - 1
     second = MemoryPool()
     second.install()
     second.install()  # twice is once
@@ -108,13 +244,13 @@ def test_the_last_of_its_users_takes_it_away(pool):
 
 
 def test_one_that_was_forgotten_is_removed(pool):
-    before = pool_module._installed
+    before = len(pool_module._WISHES)
     forgotten = MemoryPool()
     forgotten.install()
-    assert pool_module._installed == before + 1
+    assert len(pool_module._WISHES) == before + 1
     del forgotten
     gc.collect()
-    assert pool_module._installed == before
+    assert len(pool_module._WISHES) == before
 
 
 def test_one_dnns_scratch_can_be_allocated(pool):
@@ -141,18 +277,6 @@ def test_threads_and_forks(pool):
     assert os.waitpid(child, 0)[1] == 0
     for thread in threads:
         thread.join()
-
-
-@pytest.fixture
-def no_compiler(monkeypatch, tmp_path):
-    """As where there is none; how often the C library was asked instead. It is not, as it cannot be asked back."""
-    asked = []
-    monkeypatch.setattr(freed_memory, "give_back_freed_memory", lambda: asked.append(True) or True)
-    monkeypatch.setenv("CXX", str(tmp_path / "none"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    library_module.pool_library.cache_clear()
-    yield asked
-    library_module.pool_library.cache_clear()
 
 
 def test_without_a_compiler_freed_memory_goes_back(no_compiler):

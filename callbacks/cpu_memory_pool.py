@@ -1,0 +1,106 @@
+"""A pool for the CPU tensors of a training process, as a callback and as a context manager."""
+
+from __future__ import annotations
+
+import warnings
+from types import TracebackType
+from typing import Annotated
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from retime.mechanisms.arguments import AtLeast, checked
+from retime.mechanisms.memory.pool import MemoryPool, PoolReport
+from retime.mechanisms.no_effect import NoEffectWarning
+
+__all__ = ["CPUMemoryPool"]
+
+
+class CPUMemoryPool(Callback):
+    """CPU tensors come from a pool that keeps freed memory for the next ones, in huge pages (moDNN, section 3.3).
+
+        trainer = Trainer(accelerator="cpu", callbacks=[CPUMemoryPool()])
+
+        with CPUMemoryPool() as pool:       # a loop of one's own
+            model = Net()
+            ...
+        print(pool.report())
+
+    A C library gives large blocks back when they are freed, and the kernel clears every page again when they come
+    back. Here a block that is freed waits for the next tensor of its size, the last freed first; free memory in pieces
+    that are too small is moved together, 2 MiB at a time, and neither copied nor cleared. Values do not change.
+
+    What live tensors and free memory take together stays below ``slack`` times the most that was alive in this epoch
+    and the one before (in a loop of one's own: since it began). Tensors below 16 KiB come from the C library. Install
+    it before the model is made where that is possible: tensors that are there already stay where they are.
+
+    The pool is compiled once, with the system's C++ compiler. Where it cannot be, or for devices other than CPUs,
+    training runs without it and a :class:`NoEffectWarning` says why, once. Under a memory budget the budget's limit
+    holds.
+
+    Args:
+        slack: of the limit on live and free memory together, 1 or more.
+
+    Raises:
+        ValueError: ``slack`` is below 1.
+        TypeError: it is no number.
+    """
+
+    @checked
+    def __init__(self, slack: Annotated[float, AtLeast(1)] = 1.1) -> None:
+        self.slack = slack
+        self._pool = MemoryPool()
+        self._last = PoolReport()
+
+    def __enter__(self) -> CPUMemoryPool:
+        self._install()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._remove()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        device = trainer.strategy.root_device.type
+        if device == "cpu":
+            self._install()
+        else:
+            self._leave_out(f"tensors of {device} devices come from a pool of torch's own; leave CPUMemoryPool out")
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._pool.installed:
+            self._pool.begin_window()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._remove()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        # Lightning does not call teardown after an exception
+        self._remove()
+
+    def report(self) -> PoolReport:
+        """Bytes since it was installed; after it was removed, those of that moment."""
+        if not self._pool.installed:
+            return self._last
+        counts = self._pool.counts()
+        return PoolReport(counts.reused, counts.moved, counts.mapped, counts.live, counts.kept)
+
+    def _install(self) -> None:
+        if self._pool.installed:
+            return
+        if self._pool.install():
+            self._last = PoolReport()
+            self._pool.reset_peaks()
+            self._pool.follow(self.slack)
+        else:
+            self._leave_out(self._pool.why_not)
+
+    def _leave_out(self, reason: str) -> None:
+        if self._last.note != reason:
+            warnings.warn(f"no CPU memory pool: {reason}", NoEffectWarning, stacklevel=4)
+        self._last = PoolReport(note=reason)
+
+    def _remove(self) -> None:
+        if self._pool.installed:
+            self._last = self.report()
+            self._pool.remove()
