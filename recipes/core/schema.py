@@ -183,6 +183,17 @@ class MemorySettings(Settings):
     timeout_s: float = 900.0
 
 
+@dataclass
+class AllocatorSettings(Settings):
+    """The settings of the recipes about a CPU's memory. `rounds` are blocks in each process."""
+
+    cases: dict[str, Any] = field(default_factory=dict)  # name: {model, data, batch_size, optimizer, ours, wanted}
+    allocators: list[str] = field(default_factory=list)  # that the plain step runs with
+    libraries: dict[str, Any] = field(default_factory=dict)  # name: file, for libraries in unusual places
+    processes: int = 5  # of each allocator: where memory lies is decided once a process
+    timeout_s: float = 900.0
+
+
 def register(name: str, settings: type[Settings]) -> None:
     """Offer a settings class to experiment files as `/schema: <name>`.
 
@@ -206,6 +217,7 @@ def register_all() -> None:
     register("bppsa_recurrent", RecurrentSettings)
     register("bppsa_convolutional", ConvolutionalSettings)
     register("modnn", MemorySettings)
+    register("cpu_memory", AllocatorSettings)
     OmegaConf.register_new_resolver("by_hardware", _by_hardware, replace=True)
 
 

@@ -1,0 +1,90 @@
+"""The allocators that a training process can be started with, each by its environment."""
+
+from __future__ import annotations
+
+import ctypes.util
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+POOL = "pool"
+
+_FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib")
+_KEPT_HEAP = {  # nothing is mapped, nothing given back; the heap grows by 64 MiB
+    "MALLOC_MMAP_THRESHOLD_": "100000000000",
+    "MALLOC_TRIM_THRESHOLD_": "100000000000",
+    "MALLOC_TOP_PAD_": "67108864",
+}
+
+
+@dataclass(frozen=True)
+class Allocator:
+    """What a process is started with.
+
+    Attributes:
+        label: its name in a report.
+        environment: variables.
+        library: file names of what is preloaded, and the Debian package that has it.
+    """
+
+    label: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+    library: tuple[tuple[str, ...], str] | None = None
+
+
+ALLOCATORS = {
+    "glibc": Allocator("glibc"),
+    "kept_heap": Allocator("glibc, heap kept", _KEPT_HEAP),
+    "huge_heap": Allocator("glibc, heap kept, huge pages", {**_KEPT_HEAP, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}),
+    "tcmalloc": Allocator(
+        "tcmalloc", library=(("libtcmalloc_minimal.so.4", "libtcmalloc.so.4"), "libtcmalloc-minimal4")
+    ),
+    "jemalloc": Allocator(
+        "jemalloc, decay off",
+        {"MALLOC_CONF": "dirty_decay_ms:-1,muzzy_decay_ms:-1"},
+        (("libjemalloc.so.2",), "libjemalloc2"),
+    ),
+    POOL: Allocator("glibc with retime's pool"),
+}
+
+
+class NoAllocatorError(Exception):
+    """Why a process cannot be started with it here."""
+
+
+def environment_of(name: str, paths: Mapping[str, str | None]) -> dict[str, str]:
+    """The variables to start a process with.
+
+    Args:
+        name: of :data:`ALLOCATORS`.
+        paths: files of libraries that lie elsewhere than the system's, by allocator.
+
+    Raises:
+        NoAllocatorError: its library is not there.
+        ValueError: there is no allocator of this name.
+    """
+    if name not in ALLOCATORS:
+        raise ValueError(f"allocators has {name!r}: choose from {', '.join(ALLOCATORS)}")
+    allocator = ALLOCATORS[name]
+    environment = dict(allocator.environment)
+    if allocator.library is not None:
+        environment["LD_PRELOAD"] = _library(name, allocator.library, paths.get(name))
+    return environment
+
+
+def _library(name: str, library: tuple[tuple[str, ...], str], path: str | None) -> str:
+    if path is not None:
+        if not Path(path).is_file():
+            raise NoAllocatorError(f"libraries.{name}={path} is no file")
+        return path
+    files, package = library
+    for file in files:
+        for folder in _FOLDERS:
+            if (Path(folder) / file).is_file():
+                return str(Path(folder) / file)
+    found = ctypes.util.find_library(files[0].removeprefix("lib").partition(".so")[0])
+    if found is not None:
+        return found
+    raise NoAllocatorError(
+        f"{files[0]} is not installed (Debian: {package}); libraries.{name}=FILE names another place"
+    )

@@ -1,0 +1,79 @@
+"""Trains one network in a process of its own, started with one allocator, and says how long steps took."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+
+from retime.callbacks import CPUMemoryPool
+from retime.mechanisms.measure import MemoryProbe, status_bytes
+from retime.mechanisms.memory.pool import MemoryPool, trim_heap
+from retime.recipes.core.build import CPU, build_model
+from retime.recipes.core.workers import Answer
+from retime.recipes.fusion.variants import VARIANTS, BareLoop
+
+
+class Server:
+    """Answers `build` with nothing, `block` with milliseconds, and `end` with what the process holds."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+
+    def answer(self, request: dict[str, Any]) -> Any:
+        handlers = {"build": self._build, "block": self._block, "end": self._end}
+        return handlers[request["do"]](request)
+
+    def _build(self, request: dict[str, Any]) -> None:
+        batch = torch.load(request["batch"])
+        self._counter = MemoryPool()
+        if request["pool"]:
+            self._rehearse(request, batch)
+        self._base = status_bytes("VmRSS")
+        self._pool = CPUMemoryPool()
+        if request["pool"]:
+            self._pool.__enter__()
+            if not self._counter.install():
+                raise RuntimeError(f"there is no pool here: {self._counter.why_not}")
+            self._counter.reset_peaks()
+        self._loop = _loop(request, batch)
+        self._probe = MemoryProbe(CPU)
+        self._probe.start()
+
+    def _rehearse(self, request: dict[str, Any], batch: Any) -> None:
+        """What libraries load and keep for this network is theirs and not the pool's: it is to be there before."""
+        with CPUMemoryPool():
+            loop = _loop({**request, "variant": "fused"}, batch)
+            for _ in range(2):
+                loop.step()
+            del loop
+            gc.collect()
+        trim_heap()
+
+    def _block(self, request: dict[str, Any]) -> float:
+        return self._loop.block(request["steps"])[-1]
+
+    def _end(self, request: dict[str, Any]) -> dict[str, Any]:
+        self._probe.stop()
+        peak = self._probe.peaks()["batch"]
+        answer: dict[str, Any] = {"resident_bytes": peak}
+        if self._counter.installed:
+            answer |= {
+                "grown_bytes": peak - self._base,
+                "live_bytes": self._counter.counts().peak_live,
+                "report": str(self._pool.report()),
+            }
+        if self._loop.wired.report is not None:
+            answer["fusion"] = str(self._loop.wired.report())
+        return answer
+
+
+def serve() -> Answer:
+    """For :class:`Worker`."""
+    return Server().answer
+
+
+def _loop(request: dict[str, Any], batch: Any) -> BareLoop:
+    model = build_model(request["model"], CPU, request["seed"])
+    return BareLoop(VARIANTS[request["variant"]], model, batch, request["optimizer"])
