@@ -117,6 +117,7 @@ CASES = [
     Case(retime.FuseOptimizer, wrong={"mode": NO_CHOICE, "bucket_bytes": NOT_POSITIVE}),
     Case(retime.MemoryTimeline, wrong=MEASURING),
     Case(retime.ParallelScanBackward, wrong={"solver": NO_CHOICE}),
+    Case(retime.CPUMemoryPool, wrong={"slack": (0.9, -1.0, float("nan"))}),
     Case(retime.PeakMemory, wrong={"every_n_steps": NOT_POSITIVE}),
     Case(retime.ReverseFirstK, wrong={"k": (*NEGATIVE, *NO_CHOICE), "search_every_n_epochs": NOT_POSITIVE}),
     Case(retime.StepTimeline, wrong=MEASURING),

@@ -43,10 +43,10 @@ inline char* reserve(size_t nbytes) {
   return start;
 }
 
-// Memory for reserved addresses; huge pages where the kernel has them.
+// Memory for reserved addresses; huge pages where the kernel has them. Not by a new mapping in the old one's place: for
+// that the kernel does not ask RLIMIT_DATA.
 inline bool populate(char* start, size_t nbytes) {
-  void* there = mmap(start, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
-  if (there == MAP_FAILED) {
+  if (mprotect(start, nbytes, PROT_READ | PROT_WRITE) != 0) {
     return false;
   }
   madvise(start, nbytes, MADV_HUGEPAGE); // a kernel that has none says so, and gives small ones

@@ -1,0 +1,70 @@
+"""`cpu_memory_targets` in small: one process each, rows, targets, the picture, and allocators that are not there."""
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_module
+from rich.console import Console
+
+from retime.mechanisms.memory.pool import MemoryPool
+from retime.recipes.core.schema import AllocatorSettings, register_all, settings_of
+from retime.recipes.cpu_memory import allocators
+from retime.recipes.cpu_memory.allocators import NoAllocatorError, environment_of
+from retime.recipes.cpu_memory.targets import GROWN, LIVE, STEP, AllocatorTargets, best_of
+
+SMALL = [
+    "experiment=cpu_memory_targets",
+    "~cases.VGG-like",
+    "~cases.ResNet-like",
+    "~cases.GPT-2",
+    "~cases.linear-64",
+    "cases.linear-4.model.depth=3",
+    "cases.linear-4.model.width=64",
+    "cases.linear-4.data.features=64",
+    "cases.linear-4.data.classes=64",
+    "processes=1",
+    "rounds=2",
+    "steps=1",
+    "allocators=[glibc,kept_heap,tcmalloc]",
+]
+
+
+@pytest.fixture
+def settings(monkeypatch) -> AllocatorSettings:
+    monkeypatch.setattr(allocators, "_FOLDERS", ())
+    monkeypatch.setattr(allocators.ctypes.util, "find_library", lambda name: None)
+    register_all()
+    with initialize_config_module("retime.conf", version_base=None):
+        return settings_of(compose("config", SMALL))
+
+
+def test_it_measures_and_reports(settings, tmp_path: Path) -> None:
+    pool = MemoryPool()
+    if not pool.install():
+        pytest.skip(pool.why_not)
+    pool.remove()
+    recipe = AllocatorTargets()
+    result = recipe.run(settings, tmp_path, Console(quiet=True))
+    (point,) = result.points
+    plain = ["glibc", "glibc, heap kept"]
+    assert point.variants(STEP) == [*plain, *settings.cases["linear-4"]["ours"]]
+    assert best_of(point) in plain
+    assert "libtcmalloc_minimal" in point.facts["missing"]["tcmalloc"]
+    assert point.values("with retime's pool", LIVE)[0] > 0
+    assert point.variants(GROWN) == [name for name in point.variants(STEP) if name.endswith("pool")]
+    lines = recipe.compare(result)
+    wanted = [line.against.value for line in lines if "linear-4, over" in line.note]
+    assert wanted == [1.0, 1.1, 1.06, 1.0, 0.98]
+    assert any("page faults avoided" in note for note in recipe.notes(result))
+    recipe.draw(result, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 1000
+
+
+def test_libraries_in_other_places(tmp_path: Path) -> None:
+    library = tmp_path / "lib.so"
+    library.touch()
+    assert environment_of("tcmalloc", {"tcmalloc": str(library)}) == {"LD_PRELOAD": str(library)}
+    with pytest.raises(NoAllocatorError, match=r"libraries\.tcmalloc=.*is no file"):
+        environment_of("tcmalloc", {"tcmalloc": str(tmp_path / "none.so")})
+    with pytest.raises(ValueError, match="choose from glibc"):
+        environment_of("nothing", {})
