@@ -13,9 +13,11 @@ A parameter is updated once its gradient is complete and nothing needs its old v
   parameter whose gradient is complete by then: use mode='forward' for such a model.
 
 Updates go by *buckets* of gradients in order of arrival, so the optimizer's multi-tensor and fused kernels are kept,
-and each bucket's gradients are freed at once. For the freed memory to be used again, nothing small may be allocated
-between two gradients and outlive them: glibc's aligned allocations would not merge again, and every gradient would take
-new pages (seen as 17,000 page faults a step). So all bookkeeping of a step lives in records made once.
+and each bucket's gradients are freed at once; on a CPU they come from a pool where that pays (see
+:mod:`~retime.mechanisms.fusion.gradient_memory`). For the freed memory to be used again without it, nothing small may
+be allocated between two gradients and outlive them: glibc's aligned allocations would not merge again, and every
+gradient would take new pages (seen as 17,000 page faults a step). So all bookkeeping of a step lives in records made
+once.
 """
 
 import warnings
@@ -31,6 +33,7 @@ from retime.mechanisms.fusion.bucket_bytes import check_bucket_bytes, default_bu
 from retime.mechanisms.fusion.clipping import clip_by_value
 from retime.mechanisms.fusion.followed import Followed
 from retime.mechanisms.fusion.gradient_guard import GradientGuard
+from retime.mechanisms.fusion.gradient_memory import GradientMemory
 from retime.mechanisms.fusion.own_step import OwnStep
 from retime.mechanisms.fusion.python_nodes import has_python_nodes
 from retime.mechanisms.fusion.refusals import (
@@ -86,6 +89,7 @@ class BackwardFusion(Arming):
         self._report = FusionReport(mode="backward")
         self._followed: dict[Tensor, Followed] = {}
         self._alive = AliveGradients(self._report)
+        self._memory = self._gradient_memory()
         self._bucket: list[Followed] = []
         self._bucket_size = 0
         self._window: OptimizerWindow | None = None
@@ -138,6 +142,7 @@ class BackwardFusion(Arming):
         self._alive.note(followed, size)
         if not self.fuses_now():
             return
+        self._memory.first_gradient()
         refuse_second_derivative()
         followed.fired += 1
         if followed.fired < followed.uses or not followed.uses:
@@ -190,6 +195,9 @@ class BackwardFusion(Arming):
             clip_by_value([p.grad for p in parameters if p.grad is not None], self.clip_value)
         window.update(parameters)
 
+    def _gradient_memory(self) -> GradientMemory:
+        return GradientMemory(parameters_of(self.optimizer))
+
     def _used(self) -> list[Followed]:
         return [followed for followed in self._followed.values() if followed.used]
 
@@ -214,6 +222,7 @@ class BackwardFusion(Arming):
         """After the optimizer's own ``step``: close the window, remember the counts of a first step, put the guards."""
         self._join()
         self._report.steps += 1
+        self._report.gradient_memory = self._memory.decision or self._report.gradient_memory
         for followed in self._followed.values():
             if followed.used:
                 self._show(followed)
@@ -238,6 +247,7 @@ class BackwardFusion(Arming):
         for followed in self._followed.values():
             followed.close()
         self._alive.forget()
+        self._memory.interrupted()
         self._window = None
 
     def go_on_from(self, report: FusionReport) -> None:
@@ -258,6 +268,7 @@ class BackwardFusion(Arming):
             if isinstance(followed.parameter.grad, GradientGuard):
                 followed.parameter.grad = None
         self._close()
+        self._memory.remove()
         self._followed.clear()
 
 

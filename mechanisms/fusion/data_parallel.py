@@ -19,6 +19,7 @@ from retime.mechanisms.ddp import at_end_of_backward, comm_hook_of, sparse_layer
 from retime.mechanisms.ddp.reducers import Reducer
 from retime.mechanisms.fusion.backward import BackwardFusion
 from retime.mechanisms.fusion.followed import Followed
+from retime.mechanisms.fusion.gradient_memory import GradientMemory
 from retime.mechanisms.fusion.unfused import ALIASED
 from retime.mechanisms.lazy_updates import OptimizerWindow, has_alias, nbytes
 from retime.mechanisms.torch_private import GradBucket, version_of
@@ -164,6 +165,10 @@ class DataParallelFusion(BackwardFusion):
         self._lock = threading.Lock()
         self._hidden: dict[Followed, Tensor | None] = {}
         reduction.join(self)
+
+    def _gradient_memory(self) -> GradientMemory:
+        """DDP's gradients lie in its buckets."""
+        return GradientMemory([])
 
     def on_gradient(self, followed: Followed) -> None:
         """Note that this rank used the parameter, in whichever micro-batch of the step.

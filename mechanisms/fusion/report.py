@@ -40,6 +40,8 @@ class FusionReport:
     """Parameters that are updated in ``optimizer.step()`` although the others are fused, by reason."""
     plain_steps: dict[str, int] = field(default_factory=dict)
     """Steps that ran the plain way, by reason."""
+    gradient_memory: str = ""
+    """Backward mode on a CPU: whether gradients come from the pool, and what was measured for it."""
 
     def __str__(self) -> str:
         text = (
@@ -52,6 +54,8 @@ class FusionReport:
         if self.plain_steps:
             reasons = "; ".join(f"{count} because {reason}" for reason, count in self.plain_steps.items())
             text += f"; plain steps: {reasons}"
+        if self.gradient_memory:
+            text += f"; {self.gradient_memory}"
         return text
 
     def followed_by(self, later: "FusionReport") -> "FusionReport":
@@ -75,6 +79,7 @@ class FusionReport:
             peak_gradient_bytes=both(self.peak_gradient_bytes, other.peak_gradient_bytes),
             unfused=_merged(self.unfused, other.unfused, both),
             plain_steps=_merged(self.plain_steps, other.plain_steps, operator.add),
+            gradient_memory=other.gradient_memory or self.gradient_memory,
         )
 
     def note_bucket(self, updates: int, size: int) -> None:

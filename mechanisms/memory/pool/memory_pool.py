@@ -75,7 +75,8 @@ class MemoryPool:
     Tensors may outlive that.
 
     Args:
-        everywhere: tensors of the whole process come from it; otherwise those that are made inside :meth:`here`.
+        everywhere: tensors of the whole process come from it; otherwise those of threads that
+            :meth:`turn_here` switched on.
 
     Attributes:
         why_not: after :meth:`install`, why there is no pool; empty if there is.
@@ -133,18 +134,9 @@ class MemoryPool:
         """The most that was alive is from now on that of the time since the last call, and of this window."""
         self._library.retime_pool_begin_window()
 
-    @contextmanager
-    def here(self) -> Iterator[None]:
-        """Inside, tensors that this thread makes come from the pool, if it is installed."""
-        if self._user is None:
-            yield
-            return
-        library = self._library
-        library.retime_pool_here(True)
-        try:
-            yield
-        finally:
-            library.retime_pool_here(False)
+    def turn_here(self, on: bool) -> None:
+        """Whether tensors that this thread makes from now on come from the pool although others' do not."""
+        self._library.retime_pool_here(on)
 
     def _ask(self, limit: int | None = None, slack: float | None = None) -> None:
         if self._user is not None:

@@ -36,7 +36,7 @@ using retime::rounded_up;
 constexpr size_t kSmallest = 16 * 1024; // smaller blocks come from the C library
 constexpr int64_t kSpare = 2 * kGranule; // beyond a limit that follows what is alive, for what is rounded to granules
 
-thread_local int on_here = 0; // whether this thread's tensors come from the pool although others' do not
+thread_local bool on_here = false; // whether this thread's tensors come from the pool although others' do not
 
 struct Counts {
   int64_t live, kept, peak_live, peak_held, mapped, moved, reused;
@@ -45,7 +45,7 @@ struct Counts {
 class Pool final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t nbytes) override {
-    if (nbytes < kSmallest || !(on_.load(std::memory_order_relaxed) || on_here > 0)) {
+    if (nbytes < kSmallest || !(on_.load(std::memory_order_relaxed) || on_here)) {
       return c10::GetDefaultCPUAllocator()->allocate(nbytes);
     }
     void* block = take(nbytes);
@@ -279,8 +279,7 @@ void retime_pool_remove() {
 
 void retime_pool_turn(bool on) { pool()->turn(on); }
 
-// Nests.
-void retime_pool_here(bool on) { on_here += on ? 1 : -1; }
+void retime_pool_here(bool on) { on_here = on; }
 
 void retime_pool_limit(int64_t nbytes) { pool()->set_limit(nbytes, 0); }
 

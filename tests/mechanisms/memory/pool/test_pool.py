@@ -176,12 +176,13 @@ class TestHere:
             pytest.skip(pool.why_not)
         try:
             outside = block()
-            with pool.here():
-                inside = block()
-                thread = threading.Thread(target=lambda: elsewhere.append(block()))
-                elsewhere = []
-                thread.start()
-                thread.join()
+            pool.turn_here(True)
+            inside = block()
+            elsewhere = []
+            thread = threading.Thread(target=lambda: elsewhere.append(block()))
+            thread.start()
+            thread.join()
+            pool.turn_here(False)
             assert pool.bytes_elsewhere([inside]) == 0
             assert pool.bytes_elsewhere([outside, *elsewhere, block()]) == 3 * BLOCK
         finally:
