@@ -137,7 +137,8 @@ class LoggedNumber:
         if certain and not complete:
             by, certain = "batch_size" if self.sized else "weights", False
             weights, _ = self._shares(by, parts)
-        setting = alike and not any(isinstance(value, Tensor) for value in values) and self._reduction in _MEANS
+        plain = not parts.certificate.reads and not any(isinstance(value, Tensor) for value in values)
+        setting = alike and plain and self._reduction in _MEANS  # a number that was read from a tensor may be a count
         usual = always_0 and not some_only and (setting or not any(map(float, values)))
         doubt = "" if certain or usual else _doubt(by, some_only, always_0, was_same)
         return _extreme(values, by) if by in ("max", "min") else combined_scalar(values, weights), doubt

@@ -45,12 +45,14 @@ def trained(
     batches: Sequence[Any],
     budgeted: bool,
     change: Callable[[nn.Module, int], None] = lambda model, step: None,
+    sub_batch: int = _SUB_BATCH,
 ) -> Trained:
     """One optimizer step a batch; the model given is left alone.
 
     Args:
         step_of: makes the training step of a model.
         change: what is done to the model before each batch but the first.
+        sub_batch: the most samples of a part.
     """
     model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -58,7 +60,9 @@ def trained(
     reasons: list[str] = []
     budget = None
     if budgeted:
-        budget = BudgetedStep(model, [optimizer], _HOLDS, HostMemory("cpu"), make_plan=partial(_plan, reasons))
+        budget = BudgetedStep(
+            model, [optimizer], _HOLDS, HostMemory("cpu"), make_plan=partial(_plan, reasons, sub_batch)
+        )
     for number, batch in enumerate(batches):
         if number:
             change(model, number)
@@ -78,10 +82,12 @@ def trained(
     return Trained(weights, report.sub_batches > report.steps, "; ".join(reasons))
 
 
-def _plan(reasons: list[str], planner: StepPlanner, step: Any, batch: Any, samples: int) -> PlannedShape:
+def _plan(
+    reasons: list[str], sub_batch: int, planner: StepPlanner, step: Any, batch: Any, samples: int
+) -> PlannedShape:
     certificate = planner.certify(step, batch)
     if not certificate.separable:
         reasons.append(certificate.reason)
-    plan = OffloadPlan(_SUB_BATCH if certificate.separable else samples)
+    plan = OffloadPlan(sub_batch if certificate.separable else samples)
     choice = PlanChoice(plan, 0, 0, 1, 1, 0, 0, tensor_bytes=_HOLDS)
     return PlannedShape(samples, choice, certificate if certificate.separable else None)

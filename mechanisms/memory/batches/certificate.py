@@ -57,6 +57,8 @@ class Certificate:
         examples: the scalars themselves, for callers that combine several of them.
         notes: what else a user should know.
         constants: the weights follow from what entries of the batch are compared with.
+        sizes: of the batches, in samples, with which the step is known to do the same.
+        reads: the numbers that the probed step read from tensors, in order; None where it read something else.
         complete: counts that have to count all entries there are, since the loss is a mean over some of those.
     """
 
@@ -73,6 +75,8 @@ class Certificate:
     notes: tuple[str, ...] = ()
     constants: bool = False
     complete: tuple[Count, ...] = ()
+    sizes: frozenset[int] = field(default=frozenset(), compare=False)
+    reads: tuple[bool | int | float | None, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def separable(self) -> bool:

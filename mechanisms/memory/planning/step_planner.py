@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -28,7 +28,7 @@ from retime.mechanisms.memory.planning.step_memory import StepMemory
 from retime.mechanisms.memory.planning.time_limit import OutOfTime, TimeLimit
 from retime.mechanisms.memory.planning.trial import PlanTrial
 from retime.mechanisms.memory.sandbox import undisturbed
-from retime.mechanisms.memory.separability import certify
+from retime.mechanisms.memory.separability import certify, compared
 from retime.mechanisms.storages import strided_bytes
 from retime.schedules.budget import BudgetError
 
@@ -194,6 +194,13 @@ class StepPlanner:
                 among=among,
                 samples=samples,
                 read_only=plain is not None and not plain.trace.writes_parameters,
+            )
+
+    def compared(self, step: Step, batch: Any, found: Certificate, sizes: Collection[int]) -> Certificate:
+        """The same certificate, if batches of these sizes do what the probed samples do."""
+        with self._trying_out(), undisturbed(self.model, step):
+            return compared(
+                step, batch, self.model, found, sizes, split=self.split, given=self._loss_weight is not None
             )
 
     def made_for(self) -> dict[str, Any]:

@@ -1,9 +1,11 @@
 """Whether a batch may be trained in parts: a probe of its gradients, and the flow of its operations."""
 
 from retime.mechanisms.memory.separability.certify import certify
+from retime.mechanisms.memory.separability.compared_sizes import compared
 from retime.mechanisms.memory.separability.watch import Compared
 
 __all__ = [
     "Compared",
     "certify",
+    "compared",
 ]

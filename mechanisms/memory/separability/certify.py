@@ -30,8 +30,7 @@ from retime.mechanisms.memory.batches import (
     tensors_of,
 )
 from retime.mechanisms.memory.sandbox import Untouched, why_not_replaced
-from retime.mechanisms.memory.separability.by_size import unlike
-from retime.mechanisms.memory.separability.dry_flow import dry_flows
+from retime.mechanisms.memory.separability.compared_sizes import compared
 from retime.mechanisms.memory.separability.flow_judge import FlowVerdict
 from retime.mechanisms.memory.separability.flow_labels import Divisor
 from retime.mechanisms.memory.separability.judge import Verdict, fitted_error, judge, scalar_weightings
@@ -45,7 +44,6 @@ _ENOUGH_FOR_BATCHNORM = 3
 _BATCHNORM = "BatchNorm in train mode takes its statistics over the whole batch"
 _BATCHNORM_FIX = "offload only, or choose batchnorm='ghost'"
 _SAME_COUNT = 1e-4
-_SIZES = 3
 _READ = (
     "the step reads values that depend on the batch (item(), float(), bool(), tolist() or the like), and computes "
     "something else where they are others"
@@ -119,7 +117,7 @@ def certify(
     if unsure and all(p.device.type != "mps" for p in model.parameters()):
         found = examiner.examine_precisely(known) or found
     if found.separable:
-        return examiner.in_larger_batches(found, given=loss_weight is not None)
+        return compared(step, batch, model, found, {total}, split=split, given=loss_weight is not None)
     if layers and not ghost:
         reason = f"{_BATCHNORM}: {_some(layers)}; {_BATCHNORM_FIX}"
         return replace(found, reason=reason, layers=tuple(layers))
@@ -150,7 +148,6 @@ class _Examiner:
         self._read_only = read_only
         self._step, self._batch, self._model = step, batch, model
         self._samples, self._total, self._split, self._ghosts = samples, total, split, ghosts
-        self._reads: list[Any] = []
 
     def examine_precisely(self, known: list[Weighting] | None) -> Certificate | None:
         """In float64; None where the step does not run in it."""
@@ -181,7 +178,6 @@ class _Examiner:
                     flow = replace(flow, reason=_READ, weights=False)
             if broken:
                 return Certificate(None, broken, samples=self._samples)
-            self._reads = prober.reads or []
             concluded = _concluded(probes, candidates, prober.epsilon, self._samples, known is not None)
             concluded = _in_view_of(flow, concluded, self._first(), part)
             if concluded.separable:
@@ -195,39 +191,11 @@ class _Examiner:
         hooked = [name for name, parameter in self._model.named_parameters() if tensor_hooks(parameter)]
         if hooked:
             notes.append(f"gradient hooks run once for each sub-batch: {_some(hooked)}")
-        return replace(concluded, notes=tuple(notes)) if concluded.separable else concluded
-
-    def in_larger_batches(self, found: Certificate, *, given: bool) -> Certificate:
-        """The same, if the step does with the whole batch what it does with the samples that were probed.
-
-        Args:
-            found: what the samples say.
-            given: the user counts what the loss is a mean over, and so answers for a step that cannot be compared.
-        """
-        sizes = sorted({*range(2, self._samples + 1), self._total})[-_SIZES:]
-        if len(sizes) == 1:
-            return found
-        batches = [self._batch if size == self._total else self._split(self._batch, size)[0] for size in sizes]
-        try:
-            flows = dry_flows(self._step, self._model, batches, self._reads)
-        except Exception as error:  # whatever a step says to tensors without values
-            text = str(error).splitlines()[0] if str(error) else "no message"
-            why = f"the step does not run without values ({type(error).__name__}: {text})"
-            if given:
-                note = f"batches of more than {self._samples} samples were taken to do the same as that many, as {why}"
-                return replace(found, notes=(*found.notes, note))
-            reason = (
-                f"whether the step does the same with {self._total} samples as with {self._samples} is not known, as "
-                f"{why}. Give loss_weight(part), which counts what the loss is a mean over, or offload only"
-            )
-            return Certificate(None, reason, samples=self._samples)
-        if reason := unlike(flows, sizes):
-            reason = (
-                f"the step does something else with more samples than with fewer: with "
-                f"{', '.join(map(str, sizes))} samples {reason}. Offload only"
-            )
-            return Certificate(None, reason, samples=self._samples)
-        return found
+        if not concluded.separable:
+            return concluded
+        sizes = {size for probe in probes for case in probe.cases for size in (sum(case.samples), *case.samples)}
+        reads = tuple(one if isinstance(one, bool | int | float) else None for one in prober.reads or ())
+        return replace(concluded, notes=tuple(notes), sizes=frozenset(sizes), reads=reads)
 
     def _with_all_terms(self, prober: Prober, found: Certificate) -> Certificate:
         """The same, if its weights hold too where terms that count for nothing yet count."""

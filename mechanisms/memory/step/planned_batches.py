@@ -76,6 +76,7 @@ class PlannedBatches:
                 shape.certificate or Certificate(None, "this batch is not to be split"),
                 split=self._split,
                 certify_again=lambda whole, known: planner.certify(step, whole, among=known),
+                compare=lambda whole, known, sizes: planner.compared(step, whole, known, sizes),
                 ghost=planner.batchnorm == "ghost",
             )
         except (NotSeparableError, WeightsUnclearError) as error:  # this batch told what those before did not

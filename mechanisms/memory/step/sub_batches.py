@@ -11,7 +11,7 @@ Only one sub-batch's activations live at a time, so memory goes with ``sub_batch
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from retime.mechanisms.memory.batches import (
     Certificate,
+    NotSeparableError,
     Split,
     Weighting,
     WeightsUnclearError,
@@ -30,7 +31,7 @@ from retime.mechanisms.memory.batches import (
     samples_in,
     split_batch,
 )
-from retime.mechanisms.memory.separability import certify
+from retime.mechanisms.memory.separability import certify, compared
 
 __all__ = ["SubBatches"]
 
@@ -48,6 +49,8 @@ class SubBatches:
         split: a ``split_batch`` hook for batches that cannot be cut by their first dimension.
         certify_again: what to do with a batch whose weights the certificate leaves open; as default the step is probed
             with it.
+        compare: whether the step does the same with batches of other sizes than are known; as default it is run
+            without values.
         ghost: BatchNorm layers take their statistics from each sub-batch, by the user's choice: their momentum is made
             smaller meanwhile (:func:`~retime.mechanisms.memory.batches.batchnorm.ghost_momentum`).
 
@@ -73,6 +76,7 @@ class SubBatches:
         *,
         split: Split = split_batch,
         certify_again: Callable[[Any, Certificate], Certificate] | None = None,
+        compare: Callable[[Any, Certificate, Collection[int]], Certificate] | None = None,
         ghost: bool = False,
     ) -> None:
         self._model, self._step, self._ghost = model, step, ghost
@@ -90,6 +94,12 @@ class SubBatches:
                 )
                 self.certificate = again(batch, certificate)
                 self.weights = loss_weights(self.certificate, self.parts, self.samples)
+            sizes = {*self.samples, sum(self.samples)}
+            if self.certificate.samples and not sizes <= self.certificate.sizes:
+                compare = compare or (lambda whole, known, new: compared(step, whole, model, known, new, split=split))
+                self.certificate = compare(batch, self.certificate, sizes - self.certificate.sizes)
+                if not self.certificate.separable:
+                    raise NotSeparableError(self.certificate.reason)
             self.guessed.update(self.certificate.unclear)
         self._outputs = WholeOutput(self.samples)
 

@@ -261,6 +261,19 @@ def test_a_factor_that_was_0_when_it_was_examined(way: str) -> None:
     assert compare(WarmsUp, way) == []
 
 
+class CountsInPython(Net):
+    """Logs a Python number that was 0 in what is examined, and later the same in each part."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("hits", int((batch[0][:, 0] == MARK).sum()), on_step=True)
+        return self.loss(batch)
+
+
+def test_a_number_that_was_read_from_a_tensor_is_no_setting(splits: None) -> None:
+    with pytest.warns(NoEffectWarning, match="'hits' is the mean over .* it was 0 in all samples that were examined"):
+        rows_of(CountsInPython, MemoryBudgetStrategy(SMALL), [20, 100, 200])
+
+
 class MeasuredSometimes(Net):
     """Metrics that see marked samples only."""
 

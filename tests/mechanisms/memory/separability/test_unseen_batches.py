@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from retime.mechanisms.no_effect import NoEffectWarning
 from support.memory_trained import Trained, trained
 
 SAMPLES, FEATURES, CLASSES, STEPS = 12, 4, 3, 5
@@ -180,6 +181,55 @@ def test_what_dropout_leaves_is_no_count(name: str) -> None:
 @pytest.mark.parametrize("name", HIDDEN)
 def test_terms_of_no_weight_are_seen(name: str) -> None:
     assert_not_silent(HIDDEN[name])
+
+
+BETWEEN: dict[str, Loss] = {
+    "a branch": lambda m, b: m.each(b).mean() * (2 if 6 < len(b["x"]) < 10 else 1),
+    "a number": lambda m, b: m.each(b).sum() / (len(b["x"]) if len(b["x"]) != 8 else 4),
+    "rows": lambda m, b: m.each(b)[: 4 if len(b["x"]) == 8 else None].mean(),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_what_only_the_parts_that_run_do_is_seen(name: str) -> None:
+    def whole() -> list[Batch]:
+        torch.manual_seed(1)
+        return [{"x": torch.randn(16, FEATURES).double(), "y": torch.randint(CLASSES, (16,))} for _ in range(3)]
+
+    torch.manual_seed(0)
+    model = Net()
+
+    def step_of(net: Any) -> Callable[[Batch], Tensor]:
+        return lambda batch: BETWEEN[name](net, batch)
+
+    plain = trained(step_of, model, whole(), False)
+    with pytest.warns(NoEffectWarning, match="run whole"):
+        budgeted = trained(step_of, model, whole(), True, sub_batch=8)
+    assert budgeted.differs_from(plain) < 1e-7
+
+
+def test_a_smaller_batch_of_a_size_that_was_not_compared_is() -> None:
+    def loss(m: Net, b: Batch) -> Tensor:
+        return m.each(b).mean() * (2 if len(b["x"]) == 10 else 1)
+
+    def some(samples: int) -> Batch:
+        return {"x": torch.randn(samples, FEATURES).double(), "y": torch.randint(CLASSES, (samples,))}
+
+    def of_sizes() -> list[Batch]:
+        torch.manual_seed(1)
+        return [some(12), some(10), some(12)]
+
+    torch.manual_seed(0)
+    model = Net()
+
+    def step_of(net: Any) -> Callable[[Batch], Tensor]:
+        return lambda batch: loss(net, batch)
+
+    plain = trained(step_of, model, of_sizes(), False)
+    with pytest.warns(NoEffectWarning, match="run whole"):
+        budgeted = trained(step_of, model, of_sizes(), True)
+    assert budgeted.split
+    assert budgeted.differs_from(plain) < 1e-7
 
 
 calls = 0
