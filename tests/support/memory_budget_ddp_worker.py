@@ -9,7 +9,8 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ from retime.mechanisms.memory.host.parse import parse_host
 from retime.mechanisms.memory.planning.costs import StepCosts
 from retime.mechanisms.memory.planning.step_planner import StepPlanner
 from retime.mechanisms.memory.pool.heap import trim_heap
+from retime.mechanisms.no_effect import NoEffectWarning
 from retime.recipes.modnn.budget_worker import resident_bytes
 from retime.schedules.budget.errors import BudgetError
 from retime.strategies import MemoryBudgetDDPStrategy
@@ -57,6 +59,7 @@ from support.memory_budget_looks import Looks
 
 RANK = int(os.environ["RANK"])
 SMALL = 130_000  # bytes; the plain step needs 209,000 and its buckets 10,000
+TINY_ON_RANKS = 70_000  # below the floor of whole batches
 CHECKS: dict[str, Callable[[], None]] = {}
 calls = 0  # of a step that counts them
 PLAIN: dict[str, Any] = {}  # fits under ddp, which several checks compare with
@@ -287,6 +290,89 @@ def a_last_part_without_a_loss() -> None:
 
     _, ours = compare(Both, served(own), 1e-5)
     assert report(ours).sub_batches > 3
+
+
+class Changes(Net):
+    """Another loss from the second batch on, on some ranks."""
+
+    def __init__(self, ranks: tuple[int, ...] = (0, 1)) -> None:
+        super().__init__()
+        self.ranks = ranks
+        self.register_buffer("seen", torch.zeros(1))  # a model with buffers, which DDP sends
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.another(batch) if batch_idx and RANK in self.ranks else self.loss(batch)
+
+    def another(self, batch: Any) -> Any:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1], reduction="sum") / 300
+
+
+class Weighs(Changes):
+    """It cannot be split any more."""
+
+    def another(self, batch: Any) -> Any:
+        weight = torch.tensor([0.1, 1.0, 5.0, 0.5])
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1], weight=weight)
+
+
+@check
+def what_changes_in_mid_run_is_right_at_once() -> None:
+    plan_with(SPLITS)
+    for kind in (Changes, Weighs):
+        for ranks in ((0, 1), (1,)):
+            changes = RANK in ranks
+            said = (
+                pytest.warns(NoEffectWarning, match="from this batch on .* It runs anew") if changes else nullcontext()
+            )
+            with said:
+                _, ours = compare(partial(kind, ranks), tolerance=1e-5)
+            assert report(ours).steps == 3
+            assert report(ours).sub_batches > 3
+
+
+class WeighsFew(Weighs):
+    """Labels of -100 count for nothing."""
+
+    def another(self, batch: Any) -> Any:
+        weight = torch.tensor([0.1, 1.0, 5.0, 0.5])
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1], weight=weight, ignore_index=-100)
+
+
+@check
+def a_first_part_that_reduces_begins_again() -> None:
+    """Only the first part has labels, so that its forward pass is the one that DDP prepares its reduction in."""
+    plan_with(SPLITS)
+    torch.manual_seed(RANK)
+    own = []
+    for counted in (BATCH, 40 if RANK else BATCH, BATCH, BATCH):
+        labels = torch.randint(CLASSES, (BATCH,))
+        labels[::3] = labels[counted:] = -100
+        own.append((torch.randn(BATCH, FEATURES), labels))
+    said = pytest.warns(NoEffectWarning, match="from this batch on .* It runs anew") if RANK else nullcontext()
+    with said:
+        compare(partial(WeighsFew, (1,)), served(own), 1e-5)
+
+
+@check
+def a_rank_that_has_no_plan_any_more_ends_after_a_whole_batch() -> None:
+    plan_with(SPLITS)
+    stopped = []
+
+    class Seen(Callback):
+        def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+            stopped.append([parameter.detach().clone() for parameter in module.parameters()])
+
+    fit(Weighs((1,)), "ddp", callbacks=[Seen()])
+    plain, stopped = stopped, []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with pytest.raises(BudgetError):
+            fit(Weighs((1,)), MemoryBudgetDDPStrategy(TINY_ON_RANKS), callbacks=[Seen()])
+    whole = [one for one in said if "runs whole, outside of its budget" in str(one.message)]
+    assert len(whole) == (1 if RANK else 0)
+    assert len(stopped) == 2
+    for one, two in zip(plain[1], stopped[1], strict=True):
+        assert torch.allclose(one, two, rtol=1e-4, atol=1e-7)
 
 
 class Routed(Net):

@@ -22,7 +22,7 @@ from retime.mechanisms.memory.data_parallel.ddp_memory import NewBuckets, bucket
 from retime.mechanisms.memory.data_parallel.reduce_last import ReduceLast
 from retime.mechanisms.memory.host import HostTier
 from retime.mechanisms.memory.planning import PlannedShape, Step
-from retime.mechanisms.memory.step import BudgetedStep, NoLossError, SubBatches, Way
+from retime.mechanisms.memory.step import AnotherPath, BudgetedStep, NoLossError, SubBatches, Way, warn_of_no_plan
 
 __all__ = ["SETTING_UP", "BudgetedDataParallelStep"]
 
@@ -87,6 +87,8 @@ class BudgetedDataParallelStep(BudgetedStep):
         self._agreement = agreement or RankAgreement()
         self._collective: CollectiveError | None = None
         self._watched = False
+        self._way = Way.PLAIN
+        self._late: Exception | None = None
 
     def plan(self, step: Step, batch: Any) -> PlannedShape:
         """What is decided on this rank."""
@@ -103,27 +105,50 @@ class BudgetedDataParallelStep(BudgetedStep):
             RuntimeError: a rank could not plan.
         """
         self._reduction.end()
-        self._make_room(batch)
         guarded = self._guarded(step)
+        if self._batches.stopped:
+            self._begun(self._anew(guarded, batch))
+            return self._way
+        self._make_room(batch)
         no_loss: list[NoLossError] = []
 
         def decide() -> Way:
+            late, self._late = self._late, None
+            if late is not None:
+                raise late
             try:
                 return super(BudgetedDataParallelStep, self).choose(guarded, batch)
             except NoLossError as error:
                 no_loss.append(error)
                 return Way.PLAIN
 
-        way = Way(int(self._agreement.largest(decide, _PLANNING)))
+        way = self._way = Way(int(self._agreement.largest(decide, _PLANNING)))
         if no_loss:
             raise no_loss[0]
         if way is not Way.PLAIN:
             self._begun(self.parts or super().prepare(guarded, batch))
         return way
 
+    def _anew(self, step: Step, batch: Any) -> SubBatches:
+        """A batch that was stopped begins again, on this rank alone: the others may be waiting for its gradients.
+
+        Where there is no plan for it any more it runs whole, and all ranks end before the next batch.
+        """
+        self._reduction.sent_buffers()
+        try:
+            return super().prepare(step, batch)
+        except Exception as error:  # the next batch tells the others
+            warn_of_no_plan(error)
+            self._late = error
+            return self._batches.prepare_whole(step, self._record(batch))
+
     def begin(self, step: Step, batch: Any) -> Any:
-        self.choose(step, batch)
-        return (self.parts or self.prepare(step, batch)).forward(0)
+        try:
+            self.choose(step, batch)
+            return (self.parts or self.prepare(step, batch)).forward(0)
+        except AnotherPath:
+            self.choose(step, batch)
+            return (self.parts or self.prepare(step, batch)).forward(0)
 
     def ended(self) -> None:
         self._reduction.end()  # a batch that failed must not keep later steps from reducing

@@ -61,6 +61,11 @@ class ReduceLast:
         if self._part == self._parts - 1:  # now, while the caller's no_sync() is still open
             self.end()
 
+    def sent_buffers(self) -> None:
+        """The batch begins again, after its first part: other ranks do not send their buffers a second time."""
+        if self._last == 0:  # the forward pass of the part that reduces would send those of the next batch
+            self._model.require_forward_param_sync = False
+
     def end(self) -> None:
         """The batch is over, or will not be finished."""
         if self._wanted is None:

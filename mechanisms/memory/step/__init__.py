@@ -4,7 +4,7 @@ from retime.mechanisms.memory.step.batch_record import BatchRecord
 from retime.mechanisms.memory.step.budgeted_step import BudgetedStep
 from retime.mechanisms.memory.step.first_steps import check_dry_run
 from retime.mechanisms.memory.step.graph_paths import AnotherPath
-from retime.mechanisms.memory.step.shape_changes import check_on_shape_change, warn_of_dropped
+from retime.mechanisms.memory.step.shape_changes import check_on_shape_change, warn_of_dropped, warn_of_no_plan
 from retime.mechanisms.memory.step.sub_batches import SubBatches
 from retime.mechanisms.memory.step.way import NoLossError, Way
 
@@ -18,4 +18,5 @@ __all__ = [
     "check_dry_run",
     "check_on_shape_change",
     "warn_of_dropped",
+    "warn_of_no_plan",
 ]

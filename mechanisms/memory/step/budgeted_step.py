@@ -158,7 +158,7 @@ class BudgetedStep:
             make_plan=make_plan or StepPlanner.make,
         )
         self._batches = PlannedBatches(
-            self._plans, self._offloads, compiled, self._report, split=split, may_stop=may_stop
+            self._plans, self._offloads, compiled, self._report, split=split, may_stop=make_plan is None
         )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

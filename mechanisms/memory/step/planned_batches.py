@@ -34,6 +34,7 @@ class PlannedBatches:
 
     Attributes:
         now: its sub-batches; None if there is no such batch.
+        stopped: it was stopped in its forward pass, and has not begun again.
     """
 
     def __init__(
@@ -47,12 +48,14 @@ class PlannedBatches:
         may_stop: bool,
     ) -> None:
         self.now: SubBatches | None = None
+        self.stopped = False
         self._now_plain = True
         self._plans, self._offloads, self._compiled, self._report = plans, offloads, compiled, report
         self._split, self._may_stop = split, may_stop
 
     def prepare(self, step: Step, record: BatchRecord) -> SubBatches:
         """Plan if need be, and cut the batch; nothing of it runs yet."""
+        self.stopped = False
         shape = self._plans.first_or_plan(step, record)
         planner, book = self._plans.planner, self._plans.book
         sub_batch = min(shape.choice.plan.sub_batch, record.samples)
@@ -87,6 +90,14 @@ class PlannedBatches:
             book.recertify(record, now.certificate)
         self.count(len(now))
         return now
+
+    def prepare_whole(self, step: Step, record: BatchRecord) -> SubBatches:
+        """The batch at once and without any plan, whatever memory that takes; nothing of it runs yet."""
+        self.stopped, self._now_plain = False, True
+        whole = Certificate(None, "this batch is not to be split")
+        self.now = SubBatches(self._plans.planner.model, step, record.batch, record.samples, whole, split=self._split)
+        self.count(1)
+        return self.now
 
     @contextmanager
     def around_whole(self, step: Step, record: BatchRecord) -> Iterator[None]:
@@ -132,7 +143,7 @@ class PlannedBatches:
                 del output, seen  # there is to be room for what is done next
                 set_random_state(random)
                 self._uncount(self.drop())
-                paths.stopped = True
+                paths.stopped = self.stopped = True
                 raise AnotherPath
             return output
 

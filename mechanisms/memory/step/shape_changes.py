@@ -14,6 +14,7 @@ __all__ = [
     "check_on_shape_change",
     "warn_of_dropped",
     "warn_of_mismatches",
+    "warn_of_no_plan",
     "warn_of_paths",
     "warn_of_unexamined",
     "warn_of_whole",
@@ -68,6 +69,17 @@ def warn_of_whole(reason: str) -> None:
     """Before a batch that showed more than those before, which ran in sub-batches."""
     warnings.warn(
         f"batches of this shape run whole from here on, with another plan: {reason}", NoEffectWarning, stacklevel=2
+    )
+
+
+def warn_of_no_plan(error: Exception) -> None:
+    """Before a batch that must not be split any more, and that other ranks wait for."""
+    warnings.warn(
+        "this batch computes something else than the one that was planned for, and has no plan on this rank. As the "
+        f"other ranks wait for its gradients, it runs whole, outside of its budget; training ends before the next: "
+        f"{error}",
+        NoEffectWarning,
+        stacklevel=2,
     )
 
 
