@@ -82,7 +82,7 @@ def test_memory_is_reserved_for_live_plans_only() -> None:
     step = Offloading(model, host)
     replan(step, model, torch.randn(SAMPLES, WIDTH))
     assert host.live_bytes() == 0
-    assert host._kept.nbytes <= STORAGE_BYTES, "one layer is left"
+    assert host._cached.nbytes <= STORAGE_BYTES, "one layer is left"
     step.remove()
 
 
