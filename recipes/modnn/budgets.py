@@ -56,7 +56,7 @@ class Budgets(NetworkRecipe):
         return super().points(settings)
 
     def blocks_a_round(self, settings: MemorySettings) -> int | None:
-        return len(settings.budgets) * (1 + len(settings.rules)) + 3
+        return len(settings.budgets) * (1 + len(settings.rules)) + 3 + len(settings.allocators)
 
     def references(self, point: Point) -> dict[str, str]:
         return {"speed over unlimited": UNLIMITED, "speed over the pool": POOLED}
@@ -132,9 +132,9 @@ class Budgets(NetworkRecipe):
             axes.invert_xaxis()
             axes.set_xlabel("budget (% of the ideal peak)")
             axes.set_xticks([100, 50, 25, 10, 5], ["100", "50", "25", "10", "5"])
-        charts.even_line(panels[0], "unlimited")
+        charts.even_line(panels[0], "fastest unlimited")
         charts.even_line(panels[1], "budget")
-        panels[0].set_ylabel("step time over unlimited")
+        panels[0].set_ylabel("step time over the fastest unlimited")
         panels[1].set_ylabel("peak over budget")
         for axes in panels:
             axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, frameon=False)

@@ -29,15 +29,15 @@ REVERSED = (
 POOL = (
     "'unlimited' is plain torch with the C library's own way to keep freed memory, which clears large blocks anew each "
     "time and keeps small ones scattered. Budgets take tensors from a pool that uses freed memory again up to the "
-    f"plan's peak, so a step in less memory can be the faster one. '{POOLED}' is the plain step with that pool, and "
-    "tells how much of a gain is the pool's."
+    f"plan's peak, so a step in less memory can be the faster one. '{POOLED}' is the plain step with that pool; others "
+    "are in processes started with another allocator. Slowdowns are over the fastest of all of these."
 )
 
 
 def budgets_of(point: Point) -> list[str]:
     """The budgets within which it trained."""
-    others = (UNLIMITED, GIVING_BACK, POOLED, *point.facts.get("rules", {}))
-    return [name for name in point.variants(STEP) if name not in others]
+    rules = point.facts.get("rules", {})
+    return [name for name in point.variants(STEP) if not name.startswith(UNLIMITED) and name not in rules]
 
 
 def untrained(point: Point, budgets: Iterable[Any]) -> list[str]:
@@ -46,11 +46,18 @@ def untrained(point: Point, budgets: Iterable[Any]) -> list[str]:
     return [f"{point.at['network']} at {name}{why_missing(point, name)}" for name in names if not point.has(name, STEP)]
 
 
+def fastest_plain(point: Point) -> str | None:
+    """The step without a budget with whatever allocator serves it best, the pool of our own included."""
+    plain = [name for name in point.variants(STEP) if name.startswith(UNLIMITED) and name != GIVING_BACK]
+    return min(plain, key=lambda name: spread(point.values(name, STEP)).median, default=None)
+
+
 def slowdown(point: Point, name: str) -> Spread | None:
-    """Step time over the unlimited step's, in each round."""
-    if not point.has(name, STEP) or not point.has(UNLIMITED, STEP):
+    """Step time over that of the fastest step without a budget, in each round."""
+    plain = fastest_plain(point)
+    if plain is None or not point.has(name, STEP):
         return None
-    return speedup(point.values(name, STEP), point.values(UNLIMITED, STEP))
+    return speedup(point.values(name, STEP), point.values(plain, STEP))
 
 
 def prediction_error(point: Point, name: str) -> float:
@@ -77,7 +84,18 @@ def slowdowns(points: Iterable[Point]) -> Iterator[Comparison]:
     for name, target in (("50 %", claims.SLOWDOWN_50), ("25 %", claims.SLOWDOWN_25)):
         for point in known:
             slower = slowdown(point, name)
-            yield Comparison(target, slower, point.at["network"] + ("" if slower else why_missing(point, name)))
+            yield Comparison(target, slower, f"{point.at['network']}{_over(point, name) or why_missing(point, name)}")
+
+
+def _over(point: Point, name: str) -> str:
+    """Which step without a budget was the fastest, and the ratio over the C library's own way; empty if unknown."""
+    plain = fastest_plain(point)
+    if plain is None or not point.has(name, STEP):
+        return ""
+    if plain == UNLIMITED or not point.has(UNLIMITED, STEP):
+        return f", over {plain}"
+    usual = spread([a / b for a, b in zip(point.values(name, STEP), point.values(UNLIMITED, STEP), strict=True)])
+    return f", over {plain}; {amount(usual.median, 'x')} over {UNLIMITED}"
 
 
 def differences(points: Iterable[Point], missing: Iterable[str]) -> Iterator[Comparison]:

@@ -21,12 +21,15 @@ from retime.recipes.core.recipe import Tick
 from retime.recipes.core.results import Row
 from retime.recipes.core.schema import MemorySettings
 from retime.recipes.core.workers import Worker, WorkerError, answer_once, closing
+from retime.recipes.cpu_memory.allocators import ALLOCATORS, NoAllocatorError, environment_of
 from retime.recipes.modnn.budget_worker import serve
 
 MIB = 2**20
 UNLIMITED, GIVING_BACK, FLOOR = "unlimited", "unlimited, freed memory given back", "floor"
 POOLED = "unlimited, with the pool"
 """The plain step, with tensors from the pool that steps inside budgets use."""
+OTHER_ALLOCATOR = "unlimited, {}"
+"""The plain step in a process that was started with another allocator, by that one's label."""
 STEP, PREDICTED, MEASURED, MOVED, DIFFERENCE, BUDGET = (
     *("step", "predicted peak", "measured peak", "moved a step"),
     *("weights differ", "budget"),
@@ -92,7 +95,8 @@ class Network:
         """
         limit = self.request["limit"] if isinstance(budget, int) else "training"
         train = {"do": "train", "budget_bytes": budget, "give_back": give_back, "limit": limit}
-        return Worker(serve, {**self.request, **train, **more}, self.settings.timeout_s)
+        environment = more.pop("environment", None)
+        return Worker(serve, {**self.request, **train, **more}, self.settings.timeout_s, environment=environment)
 
 
 @contextmanager
@@ -144,12 +148,14 @@ def side_by_side(
             "plans": {},
             "rules": {},
         }
+        others, facts["allocators that are not there"] = _other_allocators(settings)
         rows: list[Row] = []
         workers: dict[str, Worker] = {}
         with closing(workers):
-            for name, budget, more in _named(budgets, known, settings):
+            for name, budget, more in [*_named(budgets, known, settings), *others]:
                 try:
-                    workers[name] = network.process(budget, give_back=name != UNLIMITED, **more)
+                    give_back = name != UNLIMITED and "environment" not in more
+                    workers[name] = network.process(budget, give_back=give_back, **more)
                 except WorkerError as error:
                     facts[failure(error)][name] = str(error)
                     continue
@@ -197,6 +203,20 @@ def _named(
             if budget != FLOOR
         ),
     ]
+
+
+def _other_allocators(settings: MemorySettings) -> tuple[list[tuple[str, None, dict[str, Any]]], dict[str, str]]:
+    """Processes without a budget by name, each with its environment; and allocators that are not there, why."""
+    there: list[tuple[str, None, dict[str, Any]]] = []
+    missing: dict[str, str] = {}
+    for name in settings.allocators if settings.hardware.device == "cpu" else []:
+        try:
+            environment = environment_of(name, settings.libraries)
+        except NoAllocatorError as error:
+            missing[name] = str(error)
+        else:
+            there.append((OTHER_ALLOCATOR.format(ALLOCATORS[name].label), None, {"environment": environment}))
+    return there, missing
 
 
 def _end(worker: Worker, name: str, folder: Path, facts: dict[str, Any]) -> list[Row]:

@@ -166,10 +166,8 @@ class Pool final : public c10::Allocator {
       ++done;
     }
     if (block == nullptr || done < granules.size() || (moved < end && !populate(block + moved, end - moved))) {
-      for (size_t i = 0; i < granules.size(); ++i) {
-        free_.add(i < done ? block + i * kGranule : granules[i], kGranule);
-      }
-      return nullptr; // the addresses that are left stay reserved: by now some could be another thread's
+      undo(block, length, granules, done);
+      return nullptr;
     }
     if (end < length) {
       munmap(block + end, length - end);
@@ -179,6 +177,22 @@ class Pool final : public c10::Allocator {
     counts_.moved += moved;
     counts_.mapped += end - moved;
     return block;
+  }
+
+  // The first `done` granules are at `block` already. The next one could not be moved, and goes back, as it could not be
+  // the next time either; its new addresses are left alone, since by now they could be another thread's.
+  void undo(char* block, size_t length, const std::vector<char*>& granules, size_t done) {
+    for (size_t i = 0; i < granules.size(); ++i) {
+      if (block != nullptr && i == done) {
+        munmap(granules[i], kGranule);
+      } else {
+        free_.add(i < done ? block + i * kGranule : granules[i], kGranule);
+      }
+    }
+    const size_t touched = (done + (done < granules.size() ? 1 : 0)) * kGranule;
+    if (block != nullptr && touched < length) {
+      munmap(block + touched, length - touched);
+    }
   }
 
   char* mapped(size_t size) {

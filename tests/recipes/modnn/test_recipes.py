@@ -23,11 +23,13 @@ from retime.recipes.modnn.networks import (
     separate_gradients,
     weight_gradients_pass,
 )
+from retime.recipes.modnn.report import budgets_of, fastest_plain
 from retime.recipes.modnn.side_by_side import (
     BUDGET,
     DIFFERENCE,
     GIVING_BACK,
     MEASURED,
+    OTHER_ALLOCATOR,
     POOLED,
     PREDICTED,
     STEP,
@@ -206,12 +208,16 @@ def test_budget_sweep(run: Command) -> None:
             "warmup_rounds=1",
             "budgets=[50]",
             "headroom_mb=8",
+            "allocators=[kept_heap]",
         )
     )
     (point,) = result.points
     assert point.facts["out of memory"] == point.facts["refused"] == {}
-    theirs = VDNN_PLUS.format("all", "50 %")
-    assert point.variants(STEP) == [UNLIMITED, GIVING_BACK, POOLED, "50 %", theirs]
+    theirs, kept = VDNN_PLUS.format("all", "50 %"), OTHER_ALLOCATOR.format("glibc, heap kept")
+    assert point.variants(STEP) == [UNLIMITED, GIVING_BACK, POOLED, "50 %", theirs, kept]
+    assert point.values(kept, DIFFERENCE) == [0.0]
+    assert budgets_of(point) == ["50 %"]
+    assert fastest_plain(point) in (UNLIMITED, POOLED, kept)
     assert point.values(theirs, MEASURED)[0] <= point.values("50 %", BUDGET)[0]
     assert point.values(theirs, MOVED_A_STEP)[0] > point.values("50 %", MOVED_A_STEP)[0]
     assert point.values(theirs, DIFFERENCE)[0] < 10  # ppm
