@@ -14,7 +14,7 @@ from retime.mechanisms.memory.dry_run import Size, StepProfile, TrainingStep, ev
 from retime.mechanisms.memory.host import HostTier
 from retime.mechanisms.memory.planning.costs import StepCosts
 from retime.mechanisms.memory.planning.counted_times import counted_copies, counted_ms
-from retime.mechanisms.memory.planning.scratch import line, measured, operations_between, spare_bytes
+from retime.mechanisms.memory.planning.scratch import measured, operations_between, rest_between, spare_bytes
 from retime.mechanisms.memory.pool import within
 from retime.schedules.budget import Phase
 
@@ -66,7 +66,7 @@ def calibrate(
         if fits:
             copying_ms = _best_ms(partial(runs[1].untraced, everything(high))) - times[1]
             bandwidth = bandwidth.no_faster_than(copying_ms, last.saved_bytes)
-    holes = line(min(first.rest, last.rest), last.rest, low, high)
+    holes = rest_between(first, last, low, high)
     ms = Size.through(low, times[0], high, max(times))
     return StepCosts(
         fixed_ms=max(0.0, ms.fixed),

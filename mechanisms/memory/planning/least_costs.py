@@ -6,7 +6,7 @@ from retime.mechanisms.memory.batches import batch_statistics_layers
 from retime.mechanisms.memory.dry_run import StepProfile, TrainingStep
 from retime.mechanisms.memory.host import HostTier
 from retime.mechanisms.memory.planning.costs import StepCosts
-from retime.mechanisms.memory.planning.scratch import line, measured, operations_between, spare_bytes
+from retime.mechanisms.memory.planning.scratch import measured, operations_between, rest_between, spare_bytes
 from retime.mechanisms.memory.pool import within
 
 __all__ = ["least_costs"]
@@ -37,7 +37,7 @@ def least_costs(step: TrainingStep, host: HostTier, sub_batch: int, plain: StepP
         _, found = measured(step, sizes, host, plain, pool, 0)
     low, high = found[0], found[-1]
     operations = operations_between(low, high, sizes[0], sizes[-1])
-    rest = line(min(low.rest, high.rest), high.rest, sizes[0], sizes[-1]).at(sub_batch)
+    rest = rest_between(low, high, sizes[0], sizes[-1]).at(sub_batch)
     if next(step.module.parameters()).device.type != "cpu":
         return StepCosts(operations=operations, scratch_bytes=rest, spare_bytes=rest)
     spare = spare_bytes(plain)

@@ -115,6 +115,13 @@ def operations_between(low: Scratch, high: Scratch, small: int, large: int) -> d
     }
 
 
+def rest_between(low: Scratch, high: Scratch, small: int, large: int) -> Size:
+    """What the process has beyond tensors and operations at any size, from two; noise does not grow with the batch."""
+    if abs(high.rest - low.rest) < _NOISE_BYTES:
+        return Size(float(max(low.rest, high.rest)))
+    return line(min(low.rest, high.rest), high.rest, small, large)
+
+
 def _measured(run: DryRun, device: torch.device, pool: MemoryPool, room: int) -> Scratch:
     plan = everything(run.step.samples)
     run.untraced(plan)  # libraries keep what they allocate when they are first used

@@ -55,7 +55,8 @@ def test_the_process_grows_as_the_report_predicts() -> None:
     ours = within_budget()["limited"]
     if ours["source"] != "VmHWM":
         pytest.skip("the kernel does not keep this process's peak")
-    assert ours["measured"] == pytest.approx(ours["predicted"], rel=0.05, abs=MIB), ours["plan"]
+    huge_page = 2 * MIB  # new memory comes by whole ones where the budget has room for it
+    assert ours["measured"] == pytest.approx(ours["predicted"], rel=0.05, abs=huge_page), ours["plan"]
 
 
 class Watched(Net):
