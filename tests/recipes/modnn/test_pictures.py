@@ -89,7 +89,7 @@ def test_cases_of_one_network_differ_by_marker_and_no_entry_is_there_twice(draw:
     figure = draw(Targets(), *points)
     networks, cases = figure.legends
     assert entries(networks) == ["A", "B"]
-    assert entries(cases) == ["first", "random", "second", "within 5 %", "unlimited"]
+    assert entries(cases) == ["first", "random", "second", "within 5 %", "fastest unlimited"]
     assert all(axes.get_legend() is None for axes in figure.axes), "no data is below a legend"
 
     peaks, _ = figure.axes

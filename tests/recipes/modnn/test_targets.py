@@ -177,7 +177,7 @@ def test_lines_of_training() -> None:
     plan = {"plan": "sub-batch 4", "sub_batch": 4, "predicted_slowdown": 1.0, "planning_s": 1.0}
     trained = point("a", "training", rows, plans={"50 %": plan}, refused={"25 %": "too small"})
     found = lines(trained)
-    assert found[claims.SLOWDOWN_50.what] == [(pytest.approx(1.15), "net")]
+    assert found[claims.SLOWDOWN_50.what] == [(pytest.approx(1.15), "net, over unlimited")]
     assert found[claims.SLOWDOWN_25.what] == [(None, "net: refused")]
     assert found[claims.PREDICTION_ERROR.what] == [
         (pytest.approx(2.5), "net: 50 % (a) 2.50 %; not trained: net at 25 %: refused"),
@@ -188,6 +188,21 @@ def test_lines_of_training() -> None:
     ]
     assert found[claims.SPLIT_DIFFERENCE.what] == [(0.5, "net at 50 % 0.500 ppm; not trained: net at 25 %: refused")]
     assert found[claims.OFFLOAD_DIFFERENCE.what] == [(None, "not trained: net at 25 %: refused")]
+
+
+def test_the_fastest_allocator_of_the_plain_step_counts() -> None:
+    rows = [
+        Row("unlimited", STEP, "ms", [10.0, 20.0]),
+        Row("unlimited, tcmalloc", STEP, "ms", [5.0, 10.0]),
+        Row(GIVING_BACK, STEP, "ms", [1.0, 1.0]),  # its samples are in another order
+        Row("50 %", STEP, "ms", [11.0, 24.0]),
+        Row("50 %", DIFFERENCE, "ppm", [0.5]),
+        *memory("50 %", budget=50.0, predicted=40.0, measured=41.0),
+    ]
+    plan = {"plan": "sub-batch 4", "sub_batch": 4, "predicted_slowdown": 1.0, "planning_s": 1.0}
+    trained = point("a", "training", rows, plans={"50 %": plan}, refused={"25 %": "too small"})
+    remark = "net, over unlimited, tcmalloc; 1.150 x over unlimited"
+    assert lines(trained)[claims.SLOWDOWN_50.what] == [(pytest.approx(2.3), remark)]
 
 
 def test_notes_and_figure(tmp_path: Path) -> None:
