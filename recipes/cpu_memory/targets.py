@@ -97,7 +97,9 @@ class AllocatorTargets(Recipe[AllocatorSettings]):
         return lines
 
     def draw(self, result: Result, path: Path) -> None:
-        drawing, panels = charts.panels(titled(result), len(result.points), width=4.2 * len(result.points), height=4.4)
+        drawing, panels = charts.panels(
+            titled(result), len(result.points), width=max(8.0, 4.2 * len(result.points)), height=4.8
+        )
         for axes, point in zip(panels, result.points, strict=True):
             best = best_of(point)
             labels = point.variants(STEP)
