@@ -45,9 +45,6 @@ class AllocatorTargets(Recipe[AllocatorSettings]):
     def detail(self, settings: AllocatorSettings, at: dict[str, Any]) -> dict[str, Any]:
         return {"case": settings.cases[at["case"]]}
 
-    def blocks(self, settings: AllocatorSettings) -> int | None:
-        return None
-
     def references(self, point: Point) -> dict[str, str]:
         best = best_of(point)
         return {} if best is None else {f"speed over {best}": best}
