@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from retime.mechanisms.memory.pool.own_folder import OwnFolder
+from retime.mechanisms.compiled.own_folder import OwnFolder
 
 _FOLDER = Path(__file__).parent
 _SOURCE = _FOLDER / "pool.cpp"

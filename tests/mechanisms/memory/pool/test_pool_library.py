@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from retime.mechanisms.memory.pool import library as library_module
-from retime.mechanisms.memory.pool import own_folder
+from retime.mechanisms.compiled import own_folder
 from retime.mechanisms.memory.pool.library import NoPoolError, pool_library
-from retime.mechanisms.memory.pool.own_folder import OwnFolder
+from retime.mechanisms.compiled.own_folder import OwnFolder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the pool is for Linux")
 
