@@ -21,7 +21,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from retime.mechanisms.memory.pool.library import NoPoolError, pool_library
+from retime.mechanisms.compiled import NoLibraryError
+from retime.mechanisms.memory.pool.library import pool_library
 from retime.mechanisms.memory.pool.wishes import Wish, Wishes
 from retime.mechanisms.torch_private import storage_address
 
@@ -95,7 +96,7 @@ class MemoryPool:
     def install(self) -> bool:
         """Let tensors come from the pool; whether they do. The first time ever, it is compiled (seconds)."""
         library = pool_library()
-        if isinstance(library, NoPoolError):
+        if isinstance(library, NoLibraryError):
             self.why_not = str(library)
             return False
         if self._user is None:
@@ -181,6 +182,6 @@ class MemoryPool:
     @property
     def _library(self) -> ctypes.CDLL:
         library = pool_library()
-        if self._user is None or isinstance(library, NoPoolError):
+        if self._user is None or isinstance(library, NoLibraryError):
             raise RuntimeError("the pool is not installed: call install() first")
         return library

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from retime.mechanisms.memory.pool.library import NoPoolError, pool_library
+from retime.mechanisms.compiled import NoLibraryError
+from retime.mechanisms.memory.pool.library import pool_library
 
 _PROGRAM = """
 import torch
@@ -23,7 +24,7 @@ print("freed")
 
 
 def test_a_block_that_is_freed_after_the_pool_has_gone() -> None:
-    if isinstance(pool_library(), NoPoolError):
+    if isinstance(pool_library(), NoLibraryError):
         pytest.skip(f"no pool: {pool_library()}")
     run = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=120, check=False)
     assert (run.returncode, run.stdout) == (0, "freed\n"), run.stderr

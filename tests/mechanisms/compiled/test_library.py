@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from retime.mechanisms.memory.pool import library as library_module
-from retime.mechanisms.compiled import own_folder
-from retime.mechanisms.memory.pool.library import NoPoolError, pool_library
+from retime.mechanisms.compiled import NoLibraryError, own_folder
+from retime.mechanisms.compiled import library as library_module
 from retime.mechanisms.compiled.own_folder import OwnFolder
+from retime.mechanisms.memory.pool.library import pool_library
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the pool is for Linux")
 
@@ -84,7 +84,7 @@ def test_what_another_user_has_put_there_is_not_loaded(folder: Path) -> None:
     with pytest.raises(PermissionError, match="belongs to user 12345"):
         OwnFolder(folder, 60)
     reason = pool_library()
-    assert isinstance(reason, NoPoolError)
+    assert isinstance(reason, NoLibraryError)
     assert "set XDG_CACHE_HOME to a folder of your own" in str(reason)
 
 
@@ -137,8 +137,8 @@ def copies(tmp_path: Path) -> Path:
         ("no-such-compiler", "no-such-compiler.*install a C\\+\\+ compiler"),
         ("true", "by true.*it made nothing"),
         ("false", "by false.*ended with 1"),
-        ("COPIES /dev/null", "copies made is not the pool's library.*name another compiler in CXX"),
-        ("COPIES FOREIGN", "copies made is not the pool's library.*name another compiler in CXX"),
+        ("COPIES /dev/null", "copies made is not the library of the pool.*name another compiler in CXX"),
+        ("COPIES FOREIGN", "copies made is not the library of the pool.*name another compiler in CXX"),
     ],
 )
 def test_a_bad_compiler_is_named(
@@ -147,7 +147,7 @@ def test_a_bad_compiler_is_named(
     (foreign, *_) = re.findall(r"/\S*/libc\.so\S*", Path("/proc/self/maps").read_text()) or ["/dev/null"]
     monkeypatch.setenv("CXX", compiler.replace("COPIES", str(copies)).replace("FOREIGN", foreign))
     found = pool_library()
-    assert isinstance(found, NoPoolError)
+    assert isinstance(found, NoLibraryError)
     assert re.search(reason, str(found), re.DOTALL)
     assert list(folder.iterdir()) == []
 
@@ -157,7 +157,7 @@ def test_a_library_that_was_cut_short_is_built_again(
 ) -> None:
     """In processes of their own, since a library is loaded once."""
     real = pool_library()
-    if isinstance(real, NoPoolError):
+    if isinstance(real, NoLibraryError):
         pytest.skip("no C++ compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", f"{copies} {real._name}")
