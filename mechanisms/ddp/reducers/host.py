@@ -1,10 +1,12 @@
-"""Gradients of CUDA ranks are summed in host memory, by the processors, while the backward pass goes on.
+"""Gradients are summed in host memory, by the processors, while the backward pass goes on.
 
-moDNN, section 6.2 (Figure 8): devices without a fast way to one another send gradients through the host's memory either
-way, so the host may as well add them up. Each bucket leaves on a stream of its own as soon as it is full, a thread
-reduces one after the other over gloo, and each comes back on the same stream; the compute stream waits at the end of
-the backward pass only. The device needs no memory for it.
+Sekiyama et al. 2017, Algorithms 5 to 7: each bucket leaves for the host as soon as it is full (on CUDA on a stream of its
+own), is added up there, and comes back; the compute stream waits at the end of the backward pass only. The paper goes
+layer by layer; DDP's buckets are its layers here. moDNN, section 6.2 (Figure 8), does the same, since devices without a
+fast way to one another send gradients through the host's memory either way. The device needs no memory for it.
 """
+
+from __future__ import annotations
 
 from collections.abc import Hashable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,77 +14,108 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from retime.mechanisms.ddp.own_group import close_group, own_group
+from retime.mechanisms.ddp.shared_memory import HostSums, host_sums
 from retime.mechanisms.streams import Mark, SideStream
 
 __all__ = ["HostReducer"]
 
 
 class HostReducer:
-    """Sums in host memory, in a process group of its own; where the values lie on a CPU, too.
+    """Sums in memory that the ranks of a machine share, and through gloo between machines or where they cannot.
+
+    Where the values lie on a CPU they are summed in place, beside the backward pass.
 
     Args:
         device: where the values are.
         group: whose ranks; None: all. Each of them makes one of these.
-        timeout: of a sum; None is torch's default.
+        timeout: how long another rank may take; None is torch's default.
+        overtakes: whether urgent sums overtake others, for which a second thread adds up in memory of its own.
 
     Attributes:
         bytes_out: sent to the host so far.
+        note: how sums are made.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", group: Any = None, timeout: timedelta | None = None) -> None:
-        # Of its own: the thread's sums have no order with whatever else the ranks say to one another.
-        self._group = own_group(group, backend="gloo", timeout=timeout)
-        # One thread: all ranks sum their buckets in the same order.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="retime-host-reducer")
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        group: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        overtakes: bool = False,
+    ) -> None:
+        self._lanes = [_Lane(host_sums(group, timeout)) for _ in range(2 if overtakes else 1)]
         self._buffers: dict[Hashable, Tensor] = {}
         self._side = SideStream(device)
+        self.note = self._lanes[0].sums.note
         self.bytes_out = 0
 
     def start(self, key: Hashable, values: Tensor, *, urgent: bool = False) -> Future[Tensor]:
         """Begin to replace ``values``, shape ``(n,)``, by their sum over the ranks.
 
         Args:
-            key: values that come again under the same key use the same host memory.
+            key: values on a device that come again under the same key use the same host memory.
             values: on the device.
-            urgent: has no effect: one thread sums all.
+            urgent: the next forward pass needs these first.
         """
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.shape != values.shape or buffer.dtype != values.dtype:
-            buffer = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=values.is_cuda)
-            self._buffers[key] = buffer
         self.bytes_out += values.nbytes
-        left = self._side.copy(buffer, values)
+        buffer = self._buffer(key, values) if values.is_cuda else values
+        left = self._side.copy(buffer, values) if values.is_cuda else Mark()
         done: Future[Tensor] = Future(devices=[values.device] if values.is_cuda else [])
-        self._thread.submit(self._reduce, values, buffer, left, done)
+        lane = self._lanes[-1 if urgent else 0]
+        lane.thread.submit(self._reduce, lane.sums, values, buffer, left, done)
         return done
 
+    def _buffer(self, key: Hashable, values: Tensor) -> Tensor:
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape != values.shape or buffer.dtype != values.dtype:
+            buffer = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+            self._buffers[key] = buffer
+        return buffer
+
     def close(self) -> None:
-        """Give the thread, the host's memory and the process group back; when nothing is on its way."""
-        self._end(wait=True)
+        """Give threads, host memory and process groups back; when nothing is on its way."""
+        lanes, self._lanes = self._lanes, []
+        for lane in lanes:
+            lane.close()
+        self._buffers.clear()
 
     def abort(self) -> None:
-        """The same without a wait for sums that other ranks may never join."""
-        self._end(wait=False)
-
-    def _end(self, *, wait: bool) -> None:
-        self._thread.shutdown(wait=wait, cancel_futures=not wait)
+        """The same without a wait for sums that other ranks may never join; theirs end with an error at once."""
+        lanes, self._lanes = self._lanes, []
+        for lane in lanes:
+            lane.abort()
         self._buffers.clear()
-        group, self._group = self._group, None
-        close_group(group)
 
-    def _reduce(self, values: Tensor, buffer: Tensor, left: Mark, done: Future[Tensor]) -> None:
+    def _reduce(self, sums: HostSums, values: Tensor, buffer: Tensor, left: Mark, done: Future[Tensor]) -> None:
         try:
             if values.is_cuda:
                 torch.cuda.set_device(values.device)  # a new thread's is device 0
             left.synchronize()
-            dist.all_reduce(buffer, group=self._group)
+            sums.add(buffer)
             with self._side.after_itself():  # whoever waits for the result waits for what this stream has
-                values.copy_(buffer, non_blocking=True)
+                if buffer is not values:
+                    values.copy_(buffer, non_blocking=True)
                 done.set_result(values)
         except Exception as error:  # then DistributedDataParallel cannot read the result, and says this in its error
             done.set_exception(error)  # type: ignore[arg-type]
+
+
+class _Lane:
+    """One thread, so that all ranks sum in the same order, and its sums."""
+
+    def __init__(self, sums: HostSums) -> None:
+        self.sums = sums
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="retime-host-reducer")
+
+    def close(self) -> None:
+        self.thread.shutdown()
+        self.sums.close()
+
+    def abort(self) -> None:
+        ends = self.sums.stop()
+        self.thread.shutdown(wait=ends, cancel_futures=True)
+        self.sums.close(running=not ends)

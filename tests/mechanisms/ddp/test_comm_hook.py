@@ -16,7 +16,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from retime.mechanisms.ddp import BucketReduction, comm_hook_of
-from retime.mechanisms.ddp.reducers import DeviceReducer, HostReducer, OwnGroupsReducer, Reducer, host
+from retime.mechanisms.ddp.reducers import DeviceReducer, HostReducer, OwnGroupsReducer, Reducer
+from retime.mechanisms.ddp.shared_memory import host_sums as host
 from retime.mechanisms.fusion import ReductionHook, fuse_optimizer
 from retime.mechanisms.out_of_order import OutOfOrderDataParallel, data_parallel
 

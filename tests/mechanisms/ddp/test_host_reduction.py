@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-import retime.mechanisms.ddp.reducers.host as host_reducer
 from retime.mechanisms.ddp import BucketReduction
 from retime.mechanisms.ddp.reducers import HostReducer
+from retime.mechanisms.ddp.shared_memory import host_sums
 from retime.strategies import MemoryBudgetDDPStrategy
 
 
@@ -59,7 +59,7 @@ def test_a_reduction_that_fails_fails_the_backward_pass(device: torch.device, mo
     def fail(tensor: Tensor, **_: object) -> None:
         raise RuntimeError("a rank is gone")
 
-    monkeypatch.setattr(host_reducer.dist, "all_reduce", fail)
+    monkeypatch.setattr(host_sums.dist, "all_reduce", fail)
     with pytest.raises(RuntimeError, match="a rank is gone"):
         model(torch.randn(8, 64, device=device)).sum().backward()
     reduction.close()

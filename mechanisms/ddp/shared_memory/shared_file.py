@@ -1,0 +1,74 @@
+"""Memory without a name that the processes of one machine share: nothing is left of it when the last of them ends."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["SharedFile", "machine"]
+
+
+def machine() -> str:
+    """The same for all processes that can share memory: of one start of one system, and of one view of its processes.
+
+    Processes in other network namespaces, as containers have, count as other machines: they share nothing else either.
+    """
+    parts = [socket.gethostname()]
+    for path in ("/proc/sys/kernel/random/boot_id",):
+        with suppress(OSError):
+            parts.append(Path(path).read_text().strip())
+    for name in ("pid", "net"):
+        with suppress(OSError):
+            parts.append(os.readlink(f"/proc/self/ns/{name}"))
+    return " ".join(parts)
+
+
+class SharedFile:
+    """An anonymous file in memory, opened by others through the process that made it.
+
+    It has no name in ``/dev/shm``, so that neither a killed process leaves it behind nor the size of that folder limits
+    it.
+
+    Args:
+        file: its descriptor, closed with this.
+    """
+
+    def __init__(self, file: int) -> None:
+        self.file = file
+
+    @classmethod
+    def make(cls, size: int) -> SharedFile:
+        """One of ``size`` bytes, which are there from the start.
+
+        Raises:
+            OSError: there is no memory for it.
+        """
+        made = cls(os.memfd_create("retime-sums", os.MFD_CLOEXEC))
+        try:
+            os.posix_fallocate(made.file, 0, size)
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    @property
+    def path(self) -> str:
+        """Where other processes of this machine find it, as long as this one has it open."""
+        return f"/proc/{os.getpid()}/fd/{self.file}"
+
+    @classmethod
+    def find(cls, path: str) -> SharedFile:
+        """What another process has made.
+
+        Raises:
+            OSError: it cannot be reached from here.
+        """
+        return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+
+    def close(self) -> None:
+        """Give the descriptor back; what is mapped stays."""
+        file, self.file = self.file, -1
+        if file >= 0:
+            os.close(file)

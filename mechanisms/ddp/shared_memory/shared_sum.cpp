@@ -1,0 +1,295 @@
+// Sums over the processes of one machine, in memory that all of them have mapped.
+//
+// A tensor is summed in blocks. Of each block every rank owns one chunk: it adds up what the ranks brought for that
+// chunk, in the order of the ranks, so that neither arrival nor chunking shows in the result. Only chunks that others
+// own are written to shared memory, into a ring of a few blocks, which stays in the processors' caches however large
+// the tensor is. A rank is ahead of the others by that ring at most; who has to wait sleeps in the kernel (futex).
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <climits>
+#include <cstdint>
+#include <cstring>
+#include <ctime>
+#include <vector>
+
+#include <linux/futex.h>
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace {
+
+constexpr int64_t kLine = 64;
+constexpr int kRing = 4;
+constexpr int kSpins = 200;
+constexpr int64_t kLookAfterMs = 50;
+constexpr int64_t kPartial = 2048;  // elements whose partial sums lie in the first-level cache
+
+enum Outcome { kDone = 0, kEnded = 1, kLate = 2, kStopped = 3, kFailed = 4 };
+
+// How many blocks a rank has brought, summed or taken; whoever waits for the next one sleeps on the word.
+struct alignas(kLine) Count {
+  std::atomic<uint32_t> blocks;
+  std::atomic<uint32_t> sleepers;
+};
+
+struct alignas(kLine) RankCounts {
+  Count brought;
+  Count summed;
+  Count taken;
+};
+
+int64_t now_ms() {
+  timespec now{};
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * 1000 + now.tv_nsec / 1000000;
+}
+
+long futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const timespec* timeout) {
+  return syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), operation, value, timeout, nullptr, 0);
+}
+
+bool reached(uint32_t blocks, uint32_t wanted) { return static_cast<int32_t>(blocks - wanted) >= 0; }
+
+class Sums {
+ public:
+  Sums(void* memory, int64_t bytes, int rank, int ranks, int64_t chunk_bytes, const int* processes)
+      : memory_(static_cast<char*>(memory)),
+        bytes_(bytes),
+        rank_(rank),
+        ranks_(ranks),
+        chunk_bytes_(chunk_bytes),
+        processes_(processes, processes + ranks) {}
+
+  ~Sums() { munmap(memory_, bytes_); }
+
+  template <typename T, typename Sum>
+  Outcome run(T* values, int64_t count, int root, int64_t timeout_ms, int* who) {
+    const int64_t most = ranks_ * (chunk_bytes_ / static_cast<int64_t>(sizeof(T)));
+    const int64_t blocks = (count + most - 1) / most;
+    timeout_ms_ = timeout_ms;
+    who_ = who;
+    for (int64_t step = 0; step < blocks + 2; ++step) {
+      Outcome outcome = kDone;
+      if (step < blocks) outcome = bring(part(values, count, most, step), next_ + step, root);
+      if (outcome == kDone && step >= 1 && step <= blocks) {
+        outcome = sum<T, Sum>(part(values, count, most, step - 1), next_ + step - 1, root);
+      }
+      if (outcome == kDone && step >= 2) outcome = take(part(values, count, most, step - 2), next_ + step - 2);
+      if (outcome != kDone) return outcome;
+    }
+    next_ += static_cast<uint32_t>(blocks);
+    return kDone;
+  }
+
+  void stop() {
+    stopped_ = true;
+    wake_all();
+  }
+
+  void fail() {
+    failure().store(rank_ + 1);
+    wake_all();
+  }
+
+ private:
+  template <typename T>
+  struct Part {
+    T* values;
+    int64_t count;
+    int64_t chunk;  // elements each rank owns, the last ones fewer
+
+    T* begin(int rank) const { return values + std::min(count, rank * chunk); }
+    int64_t size(int rank) const { return std::min(count, (rank + 1) * chunk) - std::min(count, rank * chunk); }
+  };
+
+  template <typename T>
+  Part<T> part(T* values, int64_t count, int64_t most, int64_t block) const {
+    const int64_t left = std::min(most, count - block * most);
+    const int64_t line = kLine / static_cast<int64_t>(sizeof(T));
+    const int64_t chunk = ((left + ranks_ - 1) / ranks_ + line - 1) / line * line;
+    return {values + block * most, left, chunk};
+  }
+
+  template <typename T>
+  Outcome bring(const Part<T>& values, uint32_t block, int root) {
+    for (int other = 0; other < ranks_; ++other) {
+      const Outcome outcome = wait(counts(other).summed, block + 1 - kRing, other);
+      if (outcome != kDone) return outcome;
+    }
+    if (root < 0 || root == rank_) {
+      for (int owner = 0; owner < ranks_; ++owner) {
+        if (owner != rank_) std::memcpy(brought(rank_, block, owner), values.begin(owner), values.size(owner) * sizeof(T));
+      }
+    }
+    publish(counts(rank_).brought, block + 1);
+    return kDone;
+  }
+
+  template <typename T, typename Sum>
+  Outcome sum(const Part<T>& values, uint32_t block, int root) {
+    std::vector<const T*> of_rank;
+    for (int other = 0; other < ranks_; ++other) {
+      Outcome outcome = wait(counts(other).taken, block + 1 - kRing, other);
+      if (outcome == kDone) outcome = wait(counts(other).brought, block + 1, other);
+      if (outcome != kDone) return outcome;
+      if (root >= 0 && root != other) continue;
+      of_rank.push_back(other == rank_ ? values.begin(rank_) : static_cast<T*>(brought(other, block, rank_)));
+    }
+    add<T, Sum>(of_rank, values.begin(rank_), static_cast<T*>(summed(rank_, block)), values.size(rank_));
+    publish(counts(rank_).summed, block + 1);
+    return kDone;
+  }
+
+  template <typename T>
+  Outcome take(const Part<T>& values, uint32_t block) {
+    for (int other = 0; other < ranks_; ++other) {
+      if (other == rank_) continue;
+      const Outcome outcome = wait(counts(other).summed, block + 1, other);
+      if (outcome != kDone) return outcome;
+      std::memcpy(values.begin(other), summed(other, block), values.size(other) * sizeof(T));
+    }
+    publish(counts(rank_).taken, block + 1);
+    return kDone;
+  }
+
+  // Element by element, in the order of the ranks; `mine` is also one of the summands.
+  template <typename T, typename Sum>
+  static void add(const std::vector<const T*>& of_rank, T* mine, T* shared, int64_t count) {
+    if (std::is_same_v<T, Sum> && of_rank.size() == 2) {
+      const T *first = of_rank[0], *second = of_rank[1];
+      for (int64_t i = 0; i < count; ++i) shared[i] = first[i] + second[i];
+    } else if (of_rank.size() == 1) {
+      std::memcpy(shared, of_rank[0], count * sizeof(T));
+    } else {
+      Sum partial[kPartial];
+      for (int64_t begin = 0; begin < count; begin += kPartial) {
+        const int64_t size = std::min(kPartial, count - begin);
+        const T* first = of_rank[0] + begin;
+        for (int64_t i = 0; i < size; ++i) partial[i] = static_cast<Sum>(first[i]);
+        for (size_t next = 1; next < of_rank.size(); ++next) {
+          const T* values = of_rank[next] + begin;
+          for (int64_t i = 0; i < size; ++i) partial[i] += static_cast<Sum>(values[i]);
+        }
+        for (int64_t i = 0; i < size; ++i) shared[begin + i] = static_cast<T>(partial[i]);
+      }
+    }
+    std::memcpy(mine, shared, count * sizeof(T));
+  }
+
+  Outcome wait(Count& count, uint32_t wanted, int rank) {
+    for (int spin = 0; spin < kSpins; ++spin) {
+      if (reached(count.blocks.load(std::memory_order_acquire), wanted)) return kDone;
+    }
+    const int64_t until = now_ms() + timeout_ms_;
+    while (true) {
+      if (stopped_) return kStopped;
+      if (const int32_t failed = failure().load(); failed != 0) return tell(kFailed, failed - 1);
+      count.sleepers.fetch_add(1);
+      const uint32_t seen = count.blocks.load();
+      if (!reached(seen, wanted)) {
+        const timespec look{kLookAfterMs / 1000, kLookAfterMs % 1000 * 1000000};
+        futex(&count.blocks, FUTEX_WAIT, seen, &look);
+      }
+      count.sleepers.fetch_sub(1);
+      if (reached(count.blocks.load(std::memory_order_acquire), wanted)) return kDone;
+      const bool ended = has_ended(rank);
+      if (reached(count.blocks.load(std::memory_order_acquire), wanted)) return kDone;  // the last that it did
+      if (ended) return fail(kEnded, rank);
+      if (now_ms() > until) return fail(kLate, rank);
+    }
+  }
+
+  Outcome fail(Outcome outcome, int rank) {
+    failure().store(rank + 1);
+    wake_all();
+    return tell(outcome, rank);
+  }
+
+  Outcome tell(Outcome outcome, int rank) {
+    *who_ = rank;
+    return outcome;
+  }
+
+  // A process that ended makes its descriptor readable, also while its parent has not asked for its status.
+  bool has_ended(int rank) {
+    if (rank == rank_ || processes_[rank] < 0) return false;
+    pollfd process{processes_[rank], POLLIN, 0};
+    return poll(&process, 1, 0) > 0;
+  }
+
+  static void publish(Count& count, uint32_t blocks) {
+    count.blocks.store(blocks);
+    if (count.sleepers.load() > 0) futex(&count.blocks, FUTEX_WAKE, INT_MAX, nullptr);
+  }
+
+  void wake_all() {
+    for (int rank = 0; rank < ranks_; ++rank) {
+      for (Count* count : {&counts(rank).brought, &counts(rank).summed, &counts(rank).taken}) {
+        futex(&count->blocks, FUTEX_WAKE, INT_MAX, nullptr);
+      }
+    }
+  }
+
+  // The rank on which all fail, counted from 1; 0: none.
+  std::atomic<int32_t>& failure() { return *reinterpret_cast<std::atomic<int32_t>*>(memory_); }
+  RankCounts& counts(int rank) { return reinterpret_cast<RankCounts*>(memory_ + kLine)[rank]; }
+  char* ring() { return memory_ + kLine + ranks_ * static_cast<int64_t>(sizeof(RankCounts)); }
+
+  void* brought(int rank, uint32_t block, int owner) {
+    return ring() + ((rank * kRing + block % kRing) * (ranks_ + 1) + owner) * chunk_bytes_;
+  }
+  void* summed(int rank, uint32_t block) { return brought(rank, block, ranks_); }
+
+  char* memory_;
+  int64_t bytes_;
+  int rank_, ranks_;
+  int64_t chunk_bytes_;
+  std::vector<int> processes_;
+  uint32_t next_ = 0;
+  int64_t timeout_ms_ = 0;
+  int* who_ = nullptr;
+  std::atomic<bool> stopped_{false};
+};
+
+int64_t bytes_for(int ranks, int64_t chunk_bytes) {
+  return kLine + ranks * static_cast<int64_t>(sizeof(RankCounts)) + ranks * kRing * (ranks + 1) * chunk_bytes;
+}
+
+}  // namespace
+
+extern "C" {
+
+int64_t retime_sums_bytes(int ranks, int64_t chunk_bytes) { return bytes_for(ranks, chunk_bytes); }
+
+// `processes`: a descriptor (pidfd_open) of each rank's process, or -1. Null where the memory cannot be mapped.
+void* retime_sums_open(int file, int rank, int ranks, int64_t chunk_bytes, const int* processes) {
+  const int64_t bytes = bytes_for(ranks, chunk_bytes);
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, file, 0);
+  if (memory == MAP_FAILED) return nullptr;
+  madvise(memory, bytes, MADV_DONTFORK);  // no child of this rank is one of the ranks
+  return new Sums(memory, bytes, rank, ranks, chunk_bytes, processes);
+}
+
+// Replaces `values` by their sum over the ranks or, with a root, by that rank's. `who` is the rank that was waited for.
+int retime_sums_run(void* sums, void* values, int64_t count, int dtype, int root, int64_t timeout_ms, int* who) {
+  auto* here = static_cast<Sums*>(sums);
+  switch (dtype) {
+    case 0: return here->run<float, float>(static_cast<float*>(values), count, root, timeout_ms, who);
+    case 1: return here->run<double, double>(static_cast<double*>(values), count, root, timeout_ms, who);
+    case 2: return here->run<c10::Half, float>(static_cast<c10::Half*>(values), count, root, timeout_ms, who);
+    default: return here->run<c10::BFloat16, float>(static_cast<c10::BFloat16*>(values), count, root, timeout_ms, who);
+  }
+}
+
+void retime_sums_stop(void* sums) { static_cast<Sums*>(sums)->stop(); }
+void retime_sums_fail(void* sums) { static_cast<Sums*>(sums)->fail(); }
+void retime_sums_close(void* sums) { delete static_cast<Sums*>(sums); }
+
+}  // extern "C"

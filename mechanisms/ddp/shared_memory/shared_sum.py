@@ -1,0 +1,135 @@
+"""Sums over the ranks of one machine, in memory that they share."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+__all__ = ["CHUNK_BYTES", "RankLostError", "SharedSum", "shared_bytes"]
+
+CHUNK_BYTES = 2**18
+"""Of a block that one rank adds up at a time."""
+
+_DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
+_ENDED, _LATE, _STOPPED = 1, 2, 3
+
+
+class RankLostError(RuntimeError):
+    """A rank did not bring its gradients: it ended, failed, or is late."""
+
+
+def shared_bytes(library: ctypes.CDLL, ranks: int, chunk_bytes: int = CHUNK_BYTES) -> int:
+    """Memory that so many ranks share."""
+    return int(library.retime_sums_bytes(ranks, chunk_bytes))
+
+
+class SharedSum:
+    """This rank's part in the sums of one machine; all of its ranks call the same ones in the same order.
+
+    The paper adds in the order of arrival, in a critical section (Sekiyama et al. 2017, Algorithm 7), so that results
+    differ from run to run. Here each element is added up in the order of the ranks, by one of them.
+
+    Args:
+        library: of :func:`~retime.mechanisms.ddp.shared_memory.library.sums_library`.
+        file: descriptor of the shared memory, of :func:`shared_bytes` bytes that were 0 at first.
+        rank: which of the processes this is.
+        processes: their ids.
+        names: the ranks' names in errors.
+        timeout: how long another rank may take.
+        chunk_bytes: a multiple of 64; the same on all.
+
+    Raises:
+        OSError: the memory cannot be mapped.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        file: int,
+        rank: int,
+        processes: Sequence[int],
+        names: Sequence[int],
+        timeout: timedelta,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        self._library, self._names, self._processes = library, list(names), list(processes)
+        self._timeout = timeout
+        self._ends = [-1 if other == rank else _end_of(process) for other, process in enumerate(processes)]
+        ends = (ctypes.c_int * len(self._ends))(*self._ends)
+        self._sums = library.retime_sums_open(file, rank, len(processes), chunk_bytes, ends)
+        if not self._sums:
+            self._forget()
+            raise OSError("the shared memory cannot be mapped")
+
+    def add(self, values: Tensor) -> None:
+        """Replace ``values``, shape ``(n,)``, contiguous, by their sum; half precision is added up in float32.
+
+        Raises:
+            RankLostError: another rank ended, failed, or is late.
+            TypeError: there are no sums of this dtype.
+        """
+        self._run(values, -1)
+
+    def broadcast(self, values: Tensor, root: int) -> None:
+        """Replace ``values`` by those of a rank, counted within the machine."""
+        self._run(values, root)
+
+    def _run(self, values: Tensor, root: int) -> None:
+        if values.is_complex():
+            values = torch.view_as_real(values)
+        if values.dtype not in _DTYPES:
+            raise TypeError(f"gradients of {values.dtype} cannot be summed in shared memory: use reduce_on='device'")
+        if not values.is_contiguous():
+            raise ValueError("values to sum must be contiguous")
+        if not self._sums:
+            raise RuntimeError("sums in shared memory were closed")
+        who = ctypes.c_int()
+        timeout_ms = max(1, int(self._timeout.total_seconds() * 1000))
+        outcome = self._library.retime_sums_run(
+            self._sums, values.data_ptr(), values.numel(), _DTYPES[values.dtype], root, timeout_ms, ctypes.byref(who)
+        )
+        if outcome:
+            raise RankLostError(self._told(outcome, who.value))
+
+    def _told(self, outcome: int, who: int) -> str:
+        if outcome == _STOPPED:
+            return "sums in shared memory were stopped on this rank"
+        rank = f"rank {self._names[who]} (process {self._processes[who]})"
+        if outcome == _ENDED:
+            return f"{rank} ended before it brought its gradients; see its own error, or what killed it"
+        if outcome == _LATE:
+            seconds = self._timeout.total_seconds()
+            return f"{rank} has not brought its gradients for {seconds:g} s: it hangs, or needs a longer timeout"
+        return f"{rank} failed or ended before it brought its gradients; see its own error, or what killed it"
+
+    def stop(self) -> None:
+        """Let a sum that another thread runs end, here and on all other ranks, with an error that names this one."""
+        if self._sums:
+            self._library.retime_sums_fail(self._sums)
+            self._library.retime_sums_stop(self._sums)
+
+    def close(self) -> None:
+        """Give the memory back; when no sum runs."""
+        sums, self._sums = self._sums, None
+        if sums:
+            self._library.retime_sums_close(sums)
+        self._forget()
+
+    def _forget(self) -> None:
+        ends, self._ends = self._ends, []
+        for end in ends:
+            if end >= 0:
+                os.close(end)
+
+
+def _end_of(process: int) -> int:
+    """A descriptor that tells when a process ends; -1 where the kernel has none."""
+    with suppress(OSError, AttributeError):
+        return os.pidfd_open(process)
+    return -1
