@@ -102,7 +102,8 @@ _SENTENCES = {
         "strategy='ddp' or FusedOptimizerDDPStrategy(ddp_comm_hook=...)"
     ),
     frozenset({Mechanism.HOST_REDUCTION, Mechanism.USERS_HOOK}): (
-        "reduce_on='host' is a communication hook itself: leave out ddp_comm_hook, or reduce_on"
+        "a sum in host memory is a communication hook itself: leave out ddp_comm_hook, or use strategy='ddp' or "
+        "reduce_on='device'"
     ),
 }
 

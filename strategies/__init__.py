@@ -1,11 +1,13 @@
 """Lightning strategies; ``import retime`` registers their names."""
 
+from retime.strategies.cpu_accumulate import CPUAccumulateStrategy
 from retime.strategies.fused_optimizer import FusedOptimizerDDPStrategy, FusedOptimizerStrategy
 from retime.strategies.memory_budget import MemoryBudgetStrategy
 from retime.strategies.memory_budget_ddp import MemoryBudgetDDPStrategy
 from retime.strategies.ooo_ddp import OOODataParallelStrategy
 
 __all__ = [
+    "CPUAccumulateStrategy",
     "FusedOptimizerDDPStrategy",
     "FusedOptimizerStrategy",
     "MemoryBudgetDDPStrategy",

@@ -1,5 +1,6 @@
 """Optimizer fusion as Lightning strategies (Jiang et al. 2021)."""
 
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -16,13 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from retime.mechanisms.arguments import checked
-from retime.mechanisms.capabilities import Mechanism
-from retime.mechanisms.ddp import sparse_layer
+from retime.mechanisms.capabilities import Mechanism, refuse
+from retime.mechanisms.ddp import BucketReduction, sparse_layer
 from retime.mechanisms.fusion import FusionReport, ReductionHook
 from retime.strategies.support.ddp_arguments import MegaBytes, StartMethod, given
 from retime.strategies.support.lightning_package import LightningOnly
 from retime.strategies.support.lightning_private import user_comm_hook
-from retime.strategies.support.reduction import ReducerOfChoice
+from retime.strategies.support.reduction import ReduceOn, ReducerOfChoice
 from retime.strategies.support.reporting_launcher import ReportsAcrossProcesses
 from retime.strategies.support.single_device import SingleDevice
 from retime.strategies.support.stepping import FusedStepping
@@ -117,6 +118,8 @@ class FusedOptimizerDDPStrategy(ReducerOfChoice, _Fused, ReportsAcrossProcesses)
     Args:
         mode: ``"backward"``, or ``"forward"``: updates just before the next forward pass reads the parameter.
         bucket_bytes: as for :class:`FusedOptimizerStrategy`.
+        reduce_on: where gradients are summed: ``"device"``, or ``"host"``: by the processors, as under
+            :class:`~retime.strategies.CPUAccumulateStrategy`.
 
     All other arguments are those of :class:`lightning.pytorch.strategies.DDPStrategy` and of the
     ``DistributedDataParallel`` that it makes, whose further ones are taken too.
@@ -129,6 +132,7 @@ class FusedOptimizerDDPStrategy(ReducerOfChoice, _Fused, ReportsAcrossProcesses)
         self,
         mode: str = "backward",
         bucket_bytes: int | str | None = None,
+        reduce_on: ReduceOn = "device",
         ddp_comm_state: object | None = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
@@ -148,6 +152,8 @@ class FusedOptimizerDDPStrategy(ReducerOfChoice, _Fused, ReportsAcrossProcesses)
         precision_plugin: Precision | None = None,
         **ddp_kwargs: Any,
     ) -> None:
+        if reduce_on == "host" and ddp_comm_hook is not None:
+            refuse(Mechanism.HOST_REDUCTION, [Mechanism.USERS_HOOK])
         super().__init__(
             **given(
                 ddp_comm_state=ddp_comm_state,
@@ -171,6 +177,22 @@ class FusedOptimizerDDPStrategy(ReducerOfChoice, _Fused, ReportsAcrossProcesses)
             **ddp_kwargs,
         )
         self._stepping = FusedStepping(mode, bucket_bytes, distributed=True)
+        self.reduce_on = reduce_on
+        self._reduction: BucketReduction | None = None
+
+    @property
+    def mechanisms(self) -> tuple[Mechanism, ...]:
+        """What this strategy brings along; in backward mode fusion owns the communication hook itself."""
+        there = super().mechanisms
+        return (*there, Mechanism.HOST_REDUCTION) if self._sums_beside_fusion else there
+
+    @property
+    def _sums_beside_fusion(self) -> bool:
+        return self.reduce_on == "host" and self._stepping.mode == "forward"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, made in the middle of a fit too, sums in a fit of its own."""
+        return super().__getstate__() | {"_reduction": None}
 
     def take_report(self, report: FusionReport) -> None:
         self._stepping.take_report(report)
@@ -178,8 +200,13 @@ class FusedOptimizerDDPStrategy(ReducerOfChoice, _Fused, ReportsAcrossProcesses)
     def register_hooks(self) -> None:
         model = self.model
         assert isinstance(model, DistributedDataParallel)
+        self._end_reduction()
+        reducer = self.make_reducer(model)
         if self._stepping.mode == "forward":
-            super().register_hooks()
+            if reducer is None:
+                super().register_hooks()
+            else:
+                self._reduction = BucketReduction(model, reducer)
             return
         layer = sparse_layer(model.module)
         if layer is not None:
@@ -189,4 +216,13 @@ class FusedOptimizerDDPStrategy(ReducerOfChoice, _Fused, ReportsAcrossProcesses)
         hook, state = None, None
         if self.root_device.type == "cuda":  # on other devices Lightning's DDPStrategy ignores the user's hook too
             hook, state = user_comm_hook(self)
-        self._stepping.reduce_through(ReductionHook(model, hook, state, reducer=self.make_reducer(model)))
+        self._stepping.reduce_through(ReductionHook(model, hook, state, reducer=reducer))
+
+    def teardown(self) -> None:
+        super().teardown()
+        self._end_reduction()
+
+    def _end_reduction(self) -> None:
+        reduction, self._reduction = self._reduction, None
+        if reduction is not None:
+            reduction.close(failed=sys.exc_info()[0] is not None)

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from retime.mechanisms.arguments import checked
 from retime.mechanisms.capabilities import Mechanism, refuse
 from retime.mechanisms.ddp import BucketReduction, RankAgreement
-from retime.mechanisms.ddp.reducers import HostReducer, Reducer
 from retime.mechanisms.memory.batches import Split
 from retime.mechanisms.memory.data_parallel import SETTING_UP, BudgetedDataParallelStep
 from retime.mechanisms.memory.host import parse_host
@@ -27,7 +26,7 @@ from retime.mechanisms.memory.step import BudgetedStep
 from retime.strategies.support.budgeted import Budgeted
 from retime.strategies.support.ddp_arguments import MegaBytes, StartMethod, given
 from retime.strategies.support.lightning_private import timeout_of
-from retime.strategies.support.reduction import ReducerOfChoice
+from retime.strategies.support.reduction import ReduceOn, ReducerOfChoice
 from retime.strategies.support.reporting_launcher import ReportsAcrossProcesses
 
 
@@ -74,7 +73,7 @@ class MemoryBudgetDDPStrategy(ReducerOfChoice, Budgeted, ReportsAcrossProcesses)
         loss_weight: Callable[[Any], Any] | None = None,
         dry_run: str = "auto",
         plan: str | os.PathLike[str] | None = None,
-        reduce_on: Literal["device", "host"] = "device",
+        reduce_on: ReduceOn = "device",
         ddp_comm_state: object | None = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
@@ -126,22 +125,13 @@ class MemoryBudgetDDPStrategy(ReducerOfChoice, Budgeted, ReportsAcrossProcesses)
             ),
             **ddp_kwargs,
         )
-        self._reduce_on = reduce_on
+        self.reduce_on = reduce_on
         self._reduction: BucketReduction | None = None
 
     @property
     def mechanisms(self) -> tuple[Mechanism, ...]:
-        """What this strategy brings along; on a CPU DDP sums in host memory anyway."""
-        return (*super().mechanisms, Mechanism.HOST_REDUCTION) if self._reduces_on_host else super().mechanisms
-
-    @property
-    def _reduces_on_host(self) -> bool:
-        return self._reduce_on == "host" and self.root_device.type == "cuda"
-
-    def make_reducer(self, model: DistributedDataParallel) -> Reducer | None:
-        if not self._reduces_on_host:
-            return None
-        return HostReducer(self.root_device, model.process_group, timeout_of(self))
+        """What this strategy brings along."""
+        return (*super().mechanisms, Mechanism.HOST_REDUCTION) if self.reduce_on == "host" else super().mechanisms
 
     def _make_step(self, module: LightningModule, **options: Any) -> BudgetedStep:
         agreement = RankAgreement(timeout_of(self))

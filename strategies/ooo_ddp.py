@@ -28,7 +28,7 @@ from retime.strategies.support.ddp_arguments import MegaBytes, StartMethod, give
 from retime.strategies.support.ddp_hooks import hook_was_not_asked_for
 from retime.strategies.support.lightning_package import LightningOnly
 from retime.strategies.support.lightning_private import ddp_options, timeout_of
-from retime.strategies.support.reduction import ReducerOfChoice
+from retime.strategies.support.reduction import ReduceOn, ReducerOfChoice
 from retime.strategies.support.reporting_launcher import ReportsAcrossProcesses
 from retime.strategies.support.stepping import FusedStepping
 
@@ -55,6 +55,8 @@ class OOODataParallelStrategy(ReducerOfChoice, LightningOnly, ReportsAcrossProce
         max_memory: bytes (or ``"8GiB"``) a rank may use at its peak (CUDA: allocated; CPU: resident); bounds k.
         cross_iteration: False: ``optimizer.step()`` waits for all gradients, as under ``ddp``.
         blocks: names of the modules that k counts; None: the model's repeated blocks, else its layers.
+        reduce_on: where gradients are summed: ``"device"``, or ``"host"``: by the processors, as under
+            :class:`~retime.strategies.CPUAccumulateStrategy`.
         bucket_cap_mb: MiB of a gradient bucket; None: of 1 to 25 MiB, chosen by measurement to take about 20 ms.
 
     All other arguments are those of :class:`lightning.pytorch.strategies.DDPStrategy` and of the
@@ -64,6 +66,7 @@ class OOODataParallelStrategy(ReducerOfChoice, LightningOnly, ReportsAcrossProce
 
     strategy_name = "ooo_ddp"
     mechanisms = (Mechanism.OUT_OF_ORDER,)
+    urgent_sums = True
 
     @checked
     def __init__(
@@ -72,6 +75,7 @@ class OOODataParallelStrategy(ReducerOfChoice, LightningOnly, ReportsAcrossProce
         max_memory: int | str | None = None,
         cross_iteration: bool = True,
         blocks: Iterable[str] | None = None,
+        reduce_on: ReduceOn = "device",
         ddp_comm_state: object | None = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
@@ -116,6 +120,7 @@ class OOODataParallelStrategy(ReducerOfChoice, LightningOnly, ReportsAcrossProce
             **ddp_kwargs,
             gradient_as_bucket_view=True,
         )
+        self.reduce_on = reduce_on
         self._wanted, self._max_memory, self._cross_iteration = k, max_memory, cross_iteration
         self._block_names = list(blocks) if blocks is not None else None
         self._ooo: OutOfOrderDataParallel | None = None

@@ -110,6 +110,7 @@ BUDGET = {
     "on_shape_change": NO_CHOICE,
 }
 DDP = {"bucket_cap_mb": NO_SIZE, "start_method": NO_CHOICE}
+REDUCING = DDP | {"reduce_on": NO_CHOICE}
 LIGHTNINGS = ("ddp_comm_state", "ddp_kwargs", "kwargs")
 MEASURING = {"every_n_steps": NOT_POSITIVE, "warm_up": NEGATIVE}
 
@@ -128,10 +129,11 @@ CASES = [
     Case(retime.convert, _recurrent, wrong={"solver": NO_CHOICE, "names": (["absent"],)}),
     Case(retime.convert_back, _recurrent, wrong={"names": (["absent"],)}),
     Case(retime.FusedOptimizerStrategy, wrong=FUSED, free=("device",)),
-    Case(retime.FusedOptimizerDDPStrategy, wrong=FUSED | DDP, free=LIGHTNINGS),
-    Case(retime.OOODataParallelStrategy, wrong=OUT_OF_ORDER | DDP, free=LIGHTNINGS),
+    Case(retime.FusedOptimizerDDPStrategy, wrong=FUSED | REDUCING, free=LIGHTNINGS),
+    Case(retime.OOODataParallelStrategy, wrong=OUT_OF_ORDER | REDUCING, free=LIGHTNINGS),
+    Case(retime.CPUAccumulateStrategy, wrong=DDP, free=LIGHTNINGS),
     Case(retime.MemoryBudgetStrategy, wrong=BUDGET, free=("device",)),
-    Case(retime.MemoryBudgetDDPStrategy, wrong=BUDGET | DDP | {"reduce_on": NO_CHOICE}, free=LIGHTNINGS),
+    Case(retime.MemoryBudgetDDPStrategy, wrong=BUDGET | REDUCING, free=LIGHTNINGS),
     Case(retime.fuse_optimizer, _trained, wrong=FUSED | {"clip_value": NO_SIZE, "backward_passes": NOT_POSITIVE}),
     Case(retime.declare_per_parameter, lambda: {"optimizer_class": torch.optim.SGD}),
     Case(fusion.BackwardFusion, _optimizer, wrong=FUSED | {"clip_value": NO_SIZE, "backward_passes": NOT_POSITIVE}),

@@ -7,13 +7,14 @@ reduction.close()
 
 from __future__ import annotations
 
-import torch.distributed as dist
+from dataclasses import replace
+
 from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from retime.mechanisms.ddp.comm_hook import comm_hook_of
-from retime.mechanisms.ddp.mean import scale
+from retime.mechanisms.ddp.host_report import HostReductionReport
 from retime.mechanisms.ddp.reducers import Reducer
 from retime.mechanisms.torch_private import GradBucket
 
@@ -23,7 +24,7 @@ __all__ = ["BucketReduction"]
 class BucketReduction:
     """Takes a model's communication hook, and gives every bucket to a reducer.
 
-    Where the number of ranks is a power of two, a sum in the order of gloo's has the same bits as without it on CPUs.
+    Buckets are divided as DDP divides them, so on two ranks results have the bits of plain DDP.
 
     Args:
         model: on one device; all of its ranks make one of these.
@@ -44,21 +45,27 @@ class BucketReduction:
         instead: str = "use reduce_on='device', or leave out the other hook",
     ) -> None:
         self._reducer: Reducer | None = reducer
+        self._report = HostReductionReport(how=getattr(reducer, "note", ""))
         self._slot = comm_hook_of(model)
-        self._ranks = dist.get_world_size(model.process_group)
         try:
             devices = {parameter.device for parameter in model.parameters()}
             if len(devices) > 1:
                 raise ValueError(f"{name} takes a model on one device, not on {len(devices)}")
             self._slot.take(self, name, instead)
+            self._slot.mean()
         except BaseException:
             reducer.close()
             raise
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """Begin to replace a bucket's gradients by their mean over the ranks."""
-        scale(bucket.buffer(), self._ranks, divide=True)
-        return self._slot.sum(bucket, self._reducer)
+        self._report.buckets += 1
+        self._report.bytes += bucket.buffer().nbytes
+        return self._slot.reduce_as_ddp(bucket, self._reducer)
+
+    def report(self) -> HostReductionReport:
+        """What was reduced so far."""
+        return replace(self._report)
 
     def close(self, *, failed: bool = False) -> None:
         """Leave reductions to DDP again; when no backward pass runs.

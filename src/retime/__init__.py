@@ -20,6 +20,7 @@ from retime.mechanisms.fusion import declare_per_parameter, fuse_optimizer
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.modules import ScanGRU, ScanLSTM, ScanRNN, ScanSequential, convert, convert_back
 from retime.strategies import (
+    CPUAccumulateStrategy,
     FusedOptimizerDDPStrategy,
     FusedOptimizerStrategy,
     MemoryBudgetDDPStrategy,
@@ -28,6 +29,7 @@ from retime.strategies import (
 )
 
 __all__ = [
+    "CPUAccumulateStrategy",
     "CPUMemoryPool",
     "FuseOptimizer",
     "FusedOptimizerDDPStrategy",
@@ -75,6 +77,18 @@ for _name, _start in (("ooo_ddp", "popen"), ("ooo_ddp_spawn", "spawn"), ("ooo_dd
         _name,
         OOODataParallelStrategy,
         description=f"DDP with out-of-order weight gradients and cross-iteration waits, start method {_start}",
+        start_method=_start,
+    )
+
+for _name, _start in (
+    ("cpu_accumulate_ddp", "popen"),
+    ("cpu_accumulate_ddp_spawn", "spawn"),
+    ("cpu_accumulate_ddp_fork", "fork"),
+):
+    StrategyRegistry.register(
+        _name,
+        CPUAccumulateStrategy,
+        description=f"DDP whose gradients the host's processors add up in shared memory, start method {_start}",
         start_method=_start,
     )
 

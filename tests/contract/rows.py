@@ -39,6 +39,7 @@ from retime.mechanisms.out_of_order import k_choice, send_plan
 from retime.mechanisms.weight_gradients import layer_hooks
 from retime.schedules.budget import OffloadPlan
 from retime.strategies import (
+    CPUAccumulateStrategy,
     FusedOptimizerDDPStrategy,
     FusedOptimizerStrategy,
     MemoryBudgetDDPStrategy,
@@ -173,6 +174,21 @@ def _all_blocks(ddp: dict[str, Any]) -> OOODataParallelStrategy:
     send_plan.SMALLEST_MESSAGE_BYTES = 1
     k_choice.KChoice.check_range = lambda self, k=None: None
     return OOODataParallelStrategy(k=99, **ddp)
+
+
+class _AddsUpOnHost(CPUAccumulateStrategy):
+    """Fails a fit of which no gradients were added up in shared memory."""
+
+    def teardown(self) -> None:
+        super().teardown()
+        report = self.report()
+        assert not self._trains or report.buckets, "no gradients were added up on the host"
+        assert not report.buckets or "in shared memory" in report.how, report.how
+
+    @property
+    def _trains(self) -> bool:
+        module = self.lightning_module
+        return module is not None and module.trainer.global_step > 0
 
 
 class _Everything(Budgeted):
@@ -344,6 +360,39 @@ STRATEGIES = [
         lambda ddp: OOODataParallelStrategy(k=1, cross_iteration=False, **ddp),
         plain="ddp",
         refused={SPARSE: "sparse"},
+        only=FEW,
+    ),
+    Row("cpu_accumulate_ddp", lambda ddp: _AddsUpOnHost(**ddp), plain="ddp", refused={SPARSE: "sparse"}),
+    Row(
+        "fused_optimizer_ddp_on_host",
+        lambda ddp: FusedOptimizerDDPStrategy(reduce_on="host", **ddp),
+        plain="ddp",
+        **(DDP_BACKWARD | {"unfused": IN_BACKWARD | {ALIASES, BACKWARD_HOOK}}),
+        refused={SPARSE: "sparse"},
+        report=_of_strategy,
+        only=FEW,
+    ),
+    Row(
+        "ddp_forward_on_host",
+        lambda ddp: FusedOptimizerDDPStrategy(mode="forward", reduce_on="host", **ddp),
+        plain="ddp",
+        **FORWARD,
+        refused={SPARSE: "sparse"},
+        report=_of_strategy,
+        only=FEW,
+    ),
+    Row(
+        "memory_budget_ddp_on_host",
+        lambda ddp: MemoryBudgetDDPStrategy(reduce_on="host", **ddp),
+        **BUDGET_DDP,
+        only=FEW,
+    ),
+    Row(
+        "ooo_ddp_on_host",
+        lambda ddp: OOODataParallelStrategy(k=1, reduce_on="host", **ddp),
+        **OUT_OF_ORDER,
+        warned=frozenset({MANUAL, UNUSED}),
+        report=_of_strategy,
         only=FEW,
     ),
 ]

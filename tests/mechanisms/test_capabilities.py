@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from retime import (
+    CPUAccumulateStrategy,
     FusedOptimizerDDPStrategy,
     FusedOptimizerStrategy,
     MemoryBudgetDDPStrategy,
@@ -104,7 +105,11 @@ def test_contributing_prints_the_table() -> None:
         (lambda: FusedOptimizerDDPStrategy(ddp_comm_hook=allreduce_hook), (BACKWARD, USERS)),
         (lambda: OOODataParallelStrategy(), (OOO,)),
         (lambda: MemoryBudgetStrategy("1GiB"), (BUDGET,)),
-        (lambda: MemoryBudgetDDPStrategy("1GiB", reduce_on="host"), (BUDGET,)),
+        (lambda: FusedOptimizerDDPStrategy("forward", reduce_on="host"), (FORWARD, HOST)),
+        (lambda: FusedOptimizerDDPStrategy(reduce_on="host"), (BACKWARD,)),
+        (lambda: OOODataParallelStrategy(reduce_on="host"), (OOO,)),
+        (lambda: MemoryBudgetDDPStrategy("1GiB", reduce_on="host"), (BUDGET, HOST)),
+        (lambda: CPUAccumulateStrategy(), (HOST,)),
     ],
 )
 @pytest.mark.parametrize("mode", ["backward", "forward"])

@@ -1,9 +1,10 @@
 """Gradients are summed in host memory, by the processors, while the backward pass goes on.
 
-Sekiyama et al. 2017, Algorithms 5 to 7: each bucket leaves for the host as soon as it is full (on CUDA on a stream of its
-own), is added up there, and comes back; the compute stream waits at the end of the backward pass only. The paper goes
-layer by layer; DDP's buckets are its layers here. moDNN, section 6.2 (Figure 8), does the same, since devices without a
-fast way to one another send gradients through the host's memory either way. The device needs no memory for it.
+Sekiyama et al. 2017, Algorithms 5 to 7: each bucket leaves for the host as soon as it is full (on CUDA on a stream of
+its own), is added up there, and comes back; the compute stream waits at the end of the backward pass only. The paper
+goes layer by layer; DDP's buckets are its layers here. moDNN, section 6.2 (Figure 8), does the same, since devices
+without a fast way to one another send gradients through the host's memory either way. The device needs no memory for
+it.
 """
 
 from __future__ import annotations

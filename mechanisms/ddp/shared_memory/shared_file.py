@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 __all__ = ["SharedFile", "machine"]
 
@@ -45,6 +48,9 @@ class SharedFile:
         Raises:
             OSError: there is no memory for it.
         """
+        available = psutil.virtual_memory().available
+        if size > available:  # the kernel would end processes to find it
+            raise OSError(errno.ENOMEM, f"{size} bytes are wanted and {available} are available")
         made = cls(os.memfd_create("retime-sums", os.MFD_CLOEXEC))
         try:
             os.posix_fallocate(made.file, 0, size)

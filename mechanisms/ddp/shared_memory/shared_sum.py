@@ -11,10 +11,10 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-__all__ = ["CHUNK_BYTES", "RankLostError", "SharedSum", "shared_bytes"]
+__all__ = ["RankLostError", "SharedSum", "default_chunk_bytes", "shared_bytes"]
 
-CHUNK_BYTES = 2**18
-"""Of a block that one rank adds up at a time."""
+_CHUNK_BYTES, _ALL_CHUNKS_BYTES = 2**18, 2**20
+_PAGE = 2**12
 
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 _ENDED, _LATE, _STOPPED = 1, 2, 3
@@ -24,7 +24,12 @@ class RankLostError(RuntimeError):
     """A rank did not bring its gradients: it ended, failed, or is late."""
 
 
-def shared_bytes(library: ctypes.CDLL, ranks: int, chunk_bytes: int = CHUNK_BYTES) -> int:
+def default_chunk_bytes(ranks: int) -> int:
+    """Of a block that one rank adds up at a time: what many ranks share must fit into the processors' caches too."""
+    return max(_PAGE, min(_CHUNK_BYTES, _ALL_CHUNKS_BYTES // ranks // _PAGE * _PAGE))
+
+
+def shared_bytes(library: ctypes.CDLL, ranks: int, chunk_bytes: int) -> int:
     """Memory that so many ranks share."""
     return int(library.retime_sums_bytes(ranks, chunk_bytes))
 
@@ -56,7 +61,7 @@ class SharedSum:
         processes: Sequence[int],
         names: Sequence[int],
         timeout: timedelta,
-        chunk_bytes: int = CHUNK_BYTES,
+        chunk_bytes: int,
     ) -> None:
         self._library, self._names, self._processes = library, list(names), list(processes)
         self._timeout = timeout

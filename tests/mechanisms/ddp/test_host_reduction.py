@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from retime.mechanisms.ddp import BucketReduction
 from retime.mechanisms.ddp.reducers import HostReducer
-from retime.mechanisms.ddp.shared_memory import host_sums
+from retime.mechanisms.ddp.shared_memory import sums
 from retime.strategies import MemoryBudgetDDPStrategy
 
 
@@ -59,7 +59,7 @@ def test_a_reduction_that_fails_fails_the_backward_pass(device: torch.device, mo
     def fail(tensor: Tensor, **_: object) -> None:
         raise RuntimeError("a rank is gone")
 
-    monkeypatch.setattr(host_sums.dist, "all_reduce", fail)
+    monkeypatch.setattr(sums.dist, "all_reduce", fail)
     with pytest.raises(RuntimeError, match="a rank is gone"):
         model(torch.randn(8, 64, device=device)).sum().backward()
     reduction.close()

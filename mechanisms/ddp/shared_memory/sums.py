@@ -16,7 +16,7 @@ from retime.mechanisms.compiled import NoLibraryError
 from retime.mechanisms.ddp.own_group import close_group, own_group
 from retime.mechanisms.ddp.shared_memory.library import sums_library
 from retime.mechanisms.ddp.shared_memory.shared_file import SharedFile, machine
-from retime.mechanisms.ddp.shared_memory.shared_sum import CHUNK_BYTES, SharedSum, shared_bytes
+from retime.mechanisms.ddp.shared_memory.shared_sum import SharedSum, default_chunk_bytes, shared_bytes
 
 __all__ = ["GlooSums", "HostSums", "MachineSums", "host_sums"]
 
@@ -137,7 +137,7 @@ def host_sums(group: Any = None, timeout: timedelta | None = None) -> HostSums:
     me = dist.get_rank(control)
     local = [rank for rank, one in enumerate(ranks) if one.machine == ranks[me].machine]
     with ExitStack() as files:
-        chunk_bytes, made = CHUNK_BYTES, None
+        chunk_bytes, made = 0, None
         if local[0] == me:
             made, chunk_bytes, why_not = _made(library, len(local))
             if made is not None:
@@ -171,7 +171,7 @@ def host_sums(group: Any = None, timeout: timedelta | None = None) -> HostSums:
 
 def _made(library: Any, ranks: int) -> tuple[SharedFile | None, int, str]:
     """Shared memory, with smaller chunks where there is little; or why there is none."""
-    chunk_bytes = CHUNK_BYTES
+    chunk_bytes = default_chunk_bytes(ranks)
     while True:
         wanted = shared_bytes(library, ranks, chunk_bytes)
         try:
@@ -179,7 +179,7 @@ def _made(library: Any, ranks: int) -> tuple[SharedFile | None, int, str]:
         except OSError as error:
             if chunk_bytes <= _LEAST_CHUNK_BYTES:
                 return None, chunk_bytes, f"no {wanted} bytes of shared memory for {ranks} ranks: {error}"
-            chunk_bytes //= 4
+            chunk_bytes = max(_LEAST_CHUNK_BYTES, chunk_bytes // 4096 // 4 * 4096)
 
 
 def _gathered(mine: T, group: Any) -> list[T]:
