@@ -1,0 +1,228 @@
+"""One rank of ddp/shared_memory/test_host_sums.py: `python host_sums_worker.py CHECK[,CHECK...]`."""
+
+import gc
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from retime.mechanisms.ddp.reducers import HostReducer
+from retime.mechanisms.ddp.shared_memory import RankLostError, sums
+from retime.mechanisms.ddp.shared_memory.library import sums_library
+from retime.mechanisms.ddp.shared_memory.shared_file import SharedFile
+from retime.strategies import CPUAccumulateStrategy
+
+RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+CHECKS: dict[str, Callable[[], None]] = {}
+
+
+def check(function: Callable[[], None]) -> Callable[[], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def gathered(values: Tensor) -> list[Tensor]:
+    every = [torch.empty_like(values) for _ in range(RANKS)]
+    dist.all_gather(every, values)
+    return every
+
+
+def added(way: sums.HostSums, size: int = 300_001) -> Tensor:
+    """The sum of random values, which is the same on all ranks, and that of gathering them."""
+    values = torch.randn(size, generator=torch.Generator().manual_seed(RANK))
+    every = gathered(values)
+    way.add(values)
+    assert all(torch.equal(values, other) for other in gathered(values))
+    total = every[0].clone()
+    for other in every[1:]:
+        total += other
+    torch.testing.assert_close(values, total, rtol=1e-6, atol=1e-6)
+    return (values == total).all()
+
+
+@check
+def one_machine() -> None:
+    for _ in range(2):
+        one, two = sums.host_sums(), sums.host_sums()
+        assert one.note == f"{RANKS} ranks in shared memory"
+        assert added(one), "not in the order of the ranks"
+        assert added(two)
+        one.close()
+        assert added(two)
+        two.close()
+    assert not any("retime" in name for name in os.listdir("/dev/shm"))
+
+
+@check
+def two_machines() -> None:
+    with patch.object(sums, "machine", lambda: f"host {RANK % 2}"):
+        way = sums.host_sums()
+    assert way.note == f"{RANKS // 2} ranks in shared memory, 2 machines through gloo"
+    added(way)
+    half = torch.full((1000,), 1.5, dtype=torch.bfloat16)
+    way.add(half)
+    assert torch.equal(half, torch.full_like(half, 1.5 * RANKS))
+    way.close()
+
+
+@check
+def each_on_its_own() -> None:
+    with patch.object(sums, "machine", lambda: f"host {RANK}"):
+        way = sums.host_sums()
+    assert way.note == "through gloo (each rank is on a machine of its own)"
+    added(way)
+    way.close()
+
+
+@check
+def no_compiler_on_one() -> None:
+    sums_library.cache_clear()
+    with TemporaryDirectory() as folder:
+        os.environ |= {"XDG_CACHE_HOME": folder, "CXX": "/none"} if RANK == 1 else {}
+        way = sums.host_sums()
+    assert "through gloo (rank 1: sums in shared memory cannot be compiled" in way.note, way.note
+    added(way)
+    half = torch.ones(10, dtype=torch.float16)
+    way.add(half)
+    assert torch.equal(half, torch.full_like(half, RANKS))
+    way.close()
+    sums_library.cache_clear()
+    os.environ.pop("CXX", None)
+    os.environ.pop("XDG_CACHE_HOME", None)
+
+
+@check
+def memory_that_one_cannot_reach() -> None:
+    def find(path: str) -> SharedFile:
+        raise PermissionError(13, "not yours")
+
+    with patch.object(sums.SharedFile, "find", find if RANK == 1 else SharedFile.find):
+        way = sums.host_sums()
+    assert "through gloo (rank 1: memory that /proc/" in way.note, way.note
+    added(way)
+    way.close()
+
+
+@check
+def little_memory() -> None:
+    make = SharedFile.make
+    asked: list[int] = []
+
+    def few(size: int) -> SharedFile:
+        asked.append(size)
+        if size > 200_000:
+            raise OSError(12, "no memory")
+        return make(size)
+
+    with patch.object(SharedFile, "make", few):
+        way = sums.host_sums()
+    assert "in shared memory" in way.note
+    assert len(asked) == (4 if RANK == 0 else 0), asked
+    assert added(way)
+    way.close()
+    with patch.object(SharedFile, "make", lambda size: few(2**60)):
+        way = sums.host_sums()
+    assert "through gloo (rank 0: no " in way.note, way.note
+    way.close()
+
+
+@check
+def urgent_sums_overtake() -> None:
+    reducer = HostReducer(overtakes=True)
+    bulk, urgent = torch.ones(2**22), torch.ones(4)
+    many = [reducer.start(key, bulk) for key in range(8)]
+    reducer.start("urgent", urgent, urgent=True).wait()
+    assert not many[-1].done(), "the urgent sum waited for all others"
+    torch.futures.wait_all(many)
+    assert torch.equal(urgent, torch.full_like(urgent, RANKS))
+    assert torch.equal(bulk, torch.full_like(bulk, float(RANKS) ** 8))
+    reducer.close()
+
+
+@check
+def killed_in_a_sum() -> None:
+    way = sums.host_sums(timeout=timedelta(minutes=10))
+    added(way)
+    if RANK == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        way.add(torch.ones(10**6))
+    except RankLostError as error:
+        print(f"rank {RANK}: {time.monotonic() - began:.1f} s: {error}", flush=True)
+    os._exit(0)
+
+
+class Dies(LightningModule):
+    """On rank 1, in step 2."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.net, self.when = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), when
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        dies = RANK == 1 and batch_idx == 2
+        if dies and self.when == "forward":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if dies and self.when == "raises":
+            raise ArithmeticError("rank 1's own mistake")
+        for number, layer in enumerate(self.net):
+            batch = layer(batch)
+            if dies and self.when == "backward" and number == 3:
+                batch.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def fit_that_dies(when: str) -> None:
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=RANKS,
+        strategy=CPUAccumulateStrategy(bucket_cap_mb=0.02, timeout=timedelta(minutes=10)),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        max_epochs=1,
+        use_distributed_sampler=False,
+    )
+    began = time.monotonic()
+    try:
+        trainer.fit(Dies(when), DataLoader([torch.randn(4, 64) for _ in range(5)], batch_size=None))
+    except Exception as error:
+        gc.collect()
+        maps = Path("/proc/self/maps").read_text().count("retime-sums")
+        print(f"rank {RANK}: {time.monotonic() - began:.1f} s, {maps} maps: {error}", flush=True)
+    os._exit(0)
+
+
+for _when in ("forward", "backward", "raises"):
+    CHECKS[f"fit_{_when}"] = lambda when=_when: fit_that_dies(when)
+
+
+def main(names: str) -> None:
+    torch.set_num_threads(1)
+    if not names.startswith("fit_"):
+        dist.init_process_group("gloo")
+    for name in names.split(","):
+        CHECKS[name]()
+        print(f"rank {RANK}: {name} done", flush=True)
+    dist.barrier()
+    os._exit(0)  # a gloo thread that ends while the interpreter shuts down aborts the process
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
