@@ -384,7 +384,8 @@ STRATEGIES = [
     Row(
         "memory_budget_ddp_on_host",
         lambda ddp: MemoryBudgetDDPStrategy(reduce_on="host", **ddp),
-        **BUDGET_DDP,
+        plain="ddp",
+        refused={**BUDGET_DDP["refused"], SPARSE: "sparse"},
         only=FEW,
     ),
     Row(

@@ -64,7 +64,7 @@ class SharedSum:
         chunk_bytes: int,
     ) -> None:
         self._library, self._names, self._processes = library, list(names), list(processes)
-        self._timeout = timeout
+        self._longest = timeout
         self._ends = [-1 if other == rank else _end_of(process) for other, process in enumerate(processes)]
         ends = (ctypes.c_int * len(self._ends))(*self._ends)
         self._sums = library.retime_sums_open(file, rank, len(processes), chunk_bytes, ends)
@@ -95,7 +95,7 @@ class SharedSum:
         if not self._sums:
             raise RuntimeError("sums in shared memory were closed")
         who = ctypes.c_int()
-        timeout_ms = max(1, int(self._timeout.total_seconds() * 1000))
+        timeout_ms = max(1, int(self._longest.total_seconds() * 1000))
         outcome = self._library.retime_sums_run(
             self._sums, values.data_ptr(), values.numel(), _DTYPES[values.dtype], root, timeout_ms, ctypes.byref(who)
         )
@@ -109,7 +109,7 @@ class SharedSum:
         if outcome == _ENDED:
             return f"{rank} ended before it brought its gradients; see its own error, or what killed it"
         if outcome == _LATE:
-            seconds = self._timeout.total_seconds()
+            seconds = self._longest.total_seconds()
             return f"{rank} has not brought its gradients for {seconds:g} s: it hangs, or needs a longer timeout"
         return f"{rank} failed or ended before it brought its gradients; see its own error, or what killed it"
 

@@ -95,10 +95,14 @@ class Spec(Compact):
 
     def kinds(self) -> Iterator[str]:
         """Of all nodes, the inner ones too."""
-        yield from _kinds(self.nodes)
+        return (node.kind for node in self.all_nodes())
+
+    def all_nodes(self) -> Iterator[Node]:
+        """The inner ones too."""
+        return _all(self.nodes)
 
 
-def _kinds(nodes: tuple[Node, ...]) -> Iterator[str]:
+def _all(nodes: tuple[Node, ...]) -> Iterator[Node]:
     for node in nodes:
-        yield node.kind
-        yield from _kinds(node.inner)
+        yield node
+        yield from _all(node.inner)

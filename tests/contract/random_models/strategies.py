@@ -1,6 +1,7 @@
 """The strategies and callbacks for one device, each with what it promises."""
 
 from dataclasses import replace
+from functools import partialmethod
 from typing import Any
 from unittest.mock import patch
 
@@ -50,16 +51,23 @@ def _few_sizes(samples: int, smallest: int = 1) -> tuple[int, ...]:
     return tuple(sorted({*sizes[::2], sizes[-1]}, reverse=True))
 
 
-def _make_above_floor(planner: StepPlanner, step: Any, batch: Any, samples: int) -> PlannedShape:
+def _make_above_floor(planner: StepPlanner, step: Any, batch: Any, samples: int, *, every: bool) -> PlannedShape:
+    """Plan for a budget above the floor: that of the first batch or, where each has its own, of every."""
     require = StepMemory.require
 
     def known(memory: StepMemory, budget_bytes: int) -> None:
-        if planner.budget_bytes == _UNKNOWN:
-            planner.budget_bytes = int(memory.floor.bytes * _ABOVE_FLOOR)
+        above = int(memory.floor.bytes * _ABOVE_FLOOR)
+        if planner.budget_bytes == _UNKNOWN or (every and planner.budget_bytes < above):
+            planner.budget_bytes = above
         require(memory, planner.budget_bytes)
 
     with patch.object(StepMemory, "require", known):
         return _MAKE(planner, step, batch, samples)
+
+
+def _needs_what_values_say(spec: Spec) -> bool:
+    """Whether batches of one shape need different memory: sequences of other lengths, branches by value."""
+    return any(node.kind == "by_value" or node.options.get("packed") for node in spec.all_nodes())
 
 
 class _Tight(Fit):
@@ -74,7 +82,7 @@ class _Tight(Fit):
             patch.object(step_planner.PlanTrial, "step_ms", lambda *_: None),
             patch.object(step_planner, "part_sizes", _few_sizes),
             patch.object(StepPlanner, "_probe_samples", lambda *_: (5, 3)[spec.seed // 2 % 2]),
-            patch.object(StepPlanner, "make", _make_above_floor),
+            patch.object(StepPlanner, "make", partialmethod(_make_above_floor, every=_needs_what_values_say(spec))),
         ):
             return super().fit(spec, order, MemoryBudgetStrategy(budget=_UNKNOWN))
 
