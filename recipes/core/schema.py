@@ -196,6 +196,20 @@ class AllocatorSettings(Settings):
     timeout_s: float = 900.0
 
 
+@dataclass
+class AccumulationSettings(Settings):
+    """The settings of the recipes about gradient accumulation on the host. `steps` are of a fit, after its warm-up."""
+
+    # sums alone
+    rank_counts: list[int] = field(default_factory=list)
+    sizes_mb: list[int] = field(default_factory=list)
+    repeats: int = 20  # of a sum, for whether it comes out the same
+    # fits
+    cases: dict[str, Any] = field(default_factory=dict)  # name: {model, data, batch_size, optimizer, ranks, variants}
+    variants: dict[str, Any] = field(default_factory=dict)  # label: a block with a _target_ that makes a strategy
+    timeout_s: float = 900.0
+
+
 def register(name: str, settings: type[Settings]) -> None:
     """Offer a settings class to experiment files as `/schema: <name>`.
 
@@ -220,6 +234,7 @@ def register_all() -> None:
     register("bppsa_convolutional", ConvolutionalSettings)
     register("modnn", MemorySettings)
     register("cpu_memory", AllocatorSettings)
+    register("cpuacc", AccumulationSettings)
     OmegaConf.register_new_resolver("by_hardware", _by_hardware, replace=True)
 
 

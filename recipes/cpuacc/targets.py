@@ -1,0 +1,164 @@
+"""`cpuacc_targets`: sums in shared memory against gloo's, alone and inside Trainer.fit.
+
+Ranks are processes of this machine, one core each as far as there are cores. A value of a sum is the slowest rank's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from retime.recipes.core import charts
+from retime.recipes.core.claims import Claim, Comparison, Target
+from retime.recipes.core.measure import Spread, speedup, spread
+from retime.recipes.core.of_points import titled
+from retime.recipes.core.recipe import Measured, Recipe, Tick
+from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.schema import AccumulationSettings
+from retime.recipes.cpuacc.worker import ALONE, COPY, GLOO, HOST, PIECES, serve
+from retime.recipes.emulated import loopback, run_ranks
+
+SUM, STEP = "sum", "step"
+OVER_GLOO = Target("sum in shared memory over the faster of gloo's", "x", 3.0)
+OF_COPY = Target("of the speed of a plain copy of the same bytes by as many processes", "x", 0.6)
+SAME = Target("sums with the bits of adding up in the order of the ranks", "x", 1.0)
+IN_FIT = Target("cpu_accumulate_ddp over ddp in Trainer.fit, best bucket size of each", "x", 1.2)
+OUT_OF_ORDER = Target("ooo_ddp with host sums over cpu_accumulate_ddp", "x", 1.0)
+PUBLISHED = (
+    Claim("Sekiyama et al. 2017", "section 4.2.1", "x", 1.19, "AlexNet, 4 P100, over Caffe"),
+    Claim("Sekiyama et al. 2017", "section 4.2.1", "x", 1.04, "GoogLeNet, 4 P100, over Caffe"),
+    Claim("Sekiyama et al. 2017", "section 4.2.1", "x", 1.21, "VGG-16, 4 P100, over Caffe"),
+)
+
+
+class Targets(Recipe[AccumulationSettings]):
+    """A point a number of ranks and a size of the tensor, and a point a case of training."""
+
+    axes = ("rank_counts", "sizes_mb", "cases")
+    quantity = STEP
+
+    def points(self, settings: AccumulationSettings) -> list[dict[str, Any]]:
+        sums = [{"ranks": ranks, "MiB": size} for ranks in settings.rank_counts for size in settings.sizes_mb]
+        return [*sums, *({"case": name} for name in settings.cases)]
+
+    def detail(self, settings: AccumulationSettings, at: dict[str, Any]) -> dict[str, Any]:
+        return {"case": settings.cases[at["case"]]} if "case" in at else {}
+
+    def references(self, point: Point) -> dict[str, str]:
+        best = _best(point, "ddp", STEP)
+        return {} if best is None else {f"speed over {best}": best}
+
+    def measure(self, settings: AccumulationSettings, at: dict[str, Any], tick: Tick) -> Measured:
+        if settings.hardware.device != "cpu":
+            raise ValueError(f"{settings.name} sums on a CPU: choose hardware=cpu")
+        common = {"rounds": settings.rounds, "steps": settings.steps, "seed": settings.seed}
+        if "case" not in at:
+            request = {**common, "job": "sums", "mib": at["MiB"], "repeats": settings.repeats}
+            answers = self._ask(settings, at["ranks"], request, tick)
+            rows = [Row(way, SUM, "ms", _slowest(answers, way)) for way in answers[0]["ms"]]
+            facts = {"same bits": all(one["same"] for one in answers), "how": answers[0]["how"]}
+            return Measured(rows, {**facts, "repeats": settings.repeats, "cores": _cores()})
+        case = settings.cases[at["case"]]
+        task = {key: case[key] for key in ("model", "data", "batch_size", "optimizer")}
+        request = {**common, **task, "job": "fits", "warmup_rounds": settings.warmup_rounds}
+        answers = self._ask(settings, case["ranks"], {**request, "variants": settings.variants}, tick)
+        rows = [Row(label, STEP, "ms", _slowest(answers, label)) for label in answers[0]["ms"]]
+        known = {label: {one["weights"][label] for one in answers} for label in settings.variants}
+        first = known[next(iter(settings.variants))]
+        same = [label for label, digests in known.items() if digests == first and len(first) == 1]
+        facts = {"gradient bytes": answers[0]["gradient_bytes"], "ranks": case["ranks"], "cores": _cores()}
+        return Measured(rows, {**facts, "the same final weights": same})
+
+    def _ask(self, settings: AccumulationSettings, ranks: int, request: dict[str, Any], tick: Tick) -> list[Any]:
+        return run_ranks(loopback(ranks), serve, request, timeout_s=settings.timeout_s, progress=tick)
+
+    def compare(self, result: Result) -> list[Comparison]:
+        lines: list[Comparison] = []
+        for point in result.points:
+            lines += _of_fit(point) if "case" in point.at else _of_sum(point)
+        return [*lines, *(Comparison(claim) for claim in PUBLISHED)]
+
+    def notes(self, result: Result) -> list[str]:
+        lines = [
+            "Ranks beyond the cores share them, also the copies. gloo's transport is TCP on loopback: torch has none "
+            "for it that uses Unix sockets or shared memory; in pieces, its sums run at the same time. A step's exposed "
+            "communication is what it takes beyond one rank that trains alone.",
+        ]
+        for point in result.points:
+            if "case" not in point.at:
+                lines.append(f"- {point.at['ranks']} ranks, {point.at['MiB']} MiB: {point.facts['how']}")
+                continue
+            alone = spread(point.values(ALONE, STEP)).median
+            exposed = ", ".join(
+                f"{label} {spread(point.values(label, STEP)).median - alone:.0f}"
+                for label in point.variants(STEP)
+                if label != ALONE
+            )
+            same = ", ".join(point.facts["the same final weights"])
+            lines.append(f"- {point.at['case']}: exposed communication in ms: {exposed}; same final weights: {same}")
+        return lines
+
+    def draw(self, result: Result, path: Path) -> None:
+        sums = [point for point in result.points if "case" not in point.at]
+        cases = [point for point in result.points if "case" in point.at]
+        drawing, panels = charts.panels(titled(result), bool(sums) + len(cases), width=5.0 * (bool(sums) + len(cases)))
+        left = list(panels)
+        if sums:
+            axes = left.pop(0)
+            for index, point in enumerate(sums):
+                ratio = speedup(point.values(_best(point, "gloo", SUM) or GLOO, SUM), point.values(HOST, SUM))
+                charts.points_with_spread(axes, [index], [ratio], None, 0)
+            charts.even_line(axes, "gloo")
+            labels = [f"{point.at['ranks']} ranks\n{point.at['MiB']} MiB" for point in sums]
+            axes.set_xticks(range(len(sums)), labels, fontsize=8)
+            axes.set_ylabel("sums per second in shared memory\nagainst gloo (x)")
+        for axes, point in zip(left, cases, strict=True):
+            labels = point.variants(STEP)
+            for index, label in enumerate(labels):
+                charts.points_with_spread(axes, [index], [spread(point.values(label, STEP))], None, index)
+            axes.set_ylim(bottom=0)
+            axes.set_title(f"{point.at['case']}, {point.facts['ranks']} ranks", fontsize=9)
+            axes.set_xticks(range(len(labels)), labels, rotation=40, ha="right", fontsize=8)
+            axes.set_ylabel("step (ms)")
+        charts.save(drawing, path)
+
+
+def _slowest(answers: Iterable[dict[str, Any]], way: str) -> list[float]:
+    return [round(max(values), 4) for values in zip(*(one["ms"][way] for one in answers), strict=True)]
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _best(point: Point, beginning: str, quantity: str) -> str | None:
+    """The fastest of the variants whose labels begin like this."""
+    names = [name for name in point.variants(quantity) if name.startswith(beginning)]
+    return min(names, key=lambda name: spread(point.values(name, quantity)).median, default=None)
+
+
+def _of_sum(point: Point) -> list[Comparison]:
+    where = f"{point.at['ranks']} ranks, {point.at['MiB']} MiB"
+    peer = min((GLOO, PIECES), key=lambda name: spread(point.values(name, SUM)).median)
+    host = point.values(HOST, SUM)
+    same = float(point.facts["same bits"])
+    return [
+        Comparison(OVER_GLOO, speedup(point.values(peer, SUM), host), f"{where}, over {peer}"),
+        Comparison(OF_COPY, speedup(point.values(COPY, SUM), host), where),
+        Comparison(SAME, Spread(same, same, same), f"{where}, {point.facts['repeats']} runs"),
+    ]
+
+
+def _of_fit(point: Point) -> list[Comparison]:
+    best = {name: _best(point, name, STEP) for name in ("ddp", "cpu_accumulate_ddp", "ooo_ddp on host")}
+    lines = []
+    for target, before, after in (
+        (IN_FIT, best["ddp"], best["cpu_accumulate_ddp"]),
+        (OUT_OF_ORDER, best["cpu_accumulate_ddp"], best["ooo_ddp on host"]),
+    ):
+        if before is not None and after is not None:
+            ratio = speedup(point.values(before, STEP), point.values(after, STEP))
+            lines.append(Comparison(target, ratio, f"{point.at['case']}: {after} over {before}"))
+    return lines

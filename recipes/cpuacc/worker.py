@@ -1,0 +1,121 @@
+"""What the ranks of the accumulation recipes run: `request["job"]` names one of the functions in JOBS."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from retime.mechanisms.ddp.reducers import HostReducer
+from retime.recipes.core.build import CPU, build, build_batches, build_model
+from retime.recipes.core.measure import interleave
+from retime.recipes.core.trainer_loop import Batch, Run, Training, train
+from retime.recipes.core.workers import Answer
+from retime.recipes.emulated.rank import joined, tell
+from retime.recipes.ooo.fits import gradient_bytes
+
+ALONE = "one rank alone"
+HOST, GLOO, PIECES, COPY = "shared memory", "gloo", "gloo, 4 pieces at once", "plain copy"
+WARMUP_STEPS = 4
+"""DDP rebuilds its buckets after the first step; allocators and caches settle in the next ones."""
+_PIECES = 4
+_MIB = 2**20
+
+
+def sums(request: dict[str, Any]) -> dict[str, Any]:
+    """Milliseconds of a sum on this rank, each way, and whether it comes out the same, in the order of the ranks."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    given = torch.randn(request["mib"] * _MIB // 4, generator=generator)
+    values, into = given.clone(), torch.empty_like(given)
+    reducer = HostReducer()
+    ways: dict[str, Callable[[], Any]] = {
+        HOST: lambda: reducer.start(0, values).wait(),
+        GLOO: lambda: dist.all_reduce(values),
+        PIECES: lambda: [
+            work.wait()
+            for work in [dist.all_reduce(piece, async_op=True) for piece in values.chunk(_PIECES)]
+            if work is not None
+        ],
+        COPY: lambda: into.copy_(values),
+    }
+
+    def timed(do: Callable[[], Any]) -> float:
+        values.copy_(given)
+        dist.barrier()
+        began = time.perf_counter()
+        do()
+        return (time.perf_counter() - began) * 1e3
+
+    def block(do: Callable[[], Any]) -> float:
+        return statistics.median(timed(do) for _ in range(request["steps"]))
+
+    times = interleave({name: partial(block, do) for name, do in ways.items()}, request["rounds"], 1, tell)
+    same = _repeats(reducer, given, request["repeats"])
+    note = reducer.note
+    reducer.close()
+    return {"ms": times, "same": same, "how": note}
+
+
+def _repeats(reducer: HostReducer, given: Tensor, repeats: int) -> bool:
+    """Whether so many sums have the bits of adding up in the order of the ranks."""
+    every = [torch.empty_like(given) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, given)
+    expected = every[0]
+    for other in every[1:]:
+        expected.add_(other)
+    for _ in range(repeats):
+        values = given.clone()
+        reducer.start(0, values).wait()
+        if not torch.equal(values, expected):
+            return False
+    return True
+
+
+def fits(request: dict[str, Any]) -> dict[str, Any]:
+    """Median steps of fits under each strategy, interleaved, and of one rank alone; digests of the final weights."""
+    model = build_model(request["model"], CPU, request["seed"])
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    steps = WARMUP_STEPS + 1 + request["steps"]
+    batches = build_batches(request["data"], request["batch_size"], steps * ranks)[rank::ranks]
+    weights: dict[str, str] = {}
+
+    def block(label: str) -> float:
+        done = _fit(model, batches, request["optimizer"], request["variants"].get(label))
+        weights[label] = done.weights
+        return statistics.median(done.step_ms[WARMUP_STEPS:])
+
+    blocks = {label: partial(block, label) for label in [*request["variants"], ALONE]}
+    times = interleave(blocks, request["rounds"], request["warmup_rounds"], tell)
+    return {"ms": times, "weights": weights, "gradient_bytes": gradient_bytes(model)}
+
+
+def _fit(
+    model: nn.Module, batches: list[Batch], optimizer: dict[str, Any], strategy: dict[str, Any] | None
+) -> Training:
+    gc.collect()  # Trainers are reference cycles, whose tensors would be freed in the middle of a step
+    dist.barrier()
+    devices = 1 if strategy is None else dist.get_world_size()
+    made = {"_target_": "lightning.pytorch.strategies.SingleDeviceStrategy"} if strategy is None else strategy
+    return train(Run(lambda: build(made)), copy.deepcopy(model), batches, optimizer, devices=devices)
+
+
+JOBS = {one.__name__: one for one in (sums, fits)}
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Do the job."""
+    found: dict[str, Any] = JOBS[request["job"]](request)
+    return found
+
+
+def serve() -> Answer:
+    """For `run_ranks`."""
+    return joined(answer)
