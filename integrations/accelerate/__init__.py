@@ -13,8 +13,9 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
+from retime.integrations.accelerate.cpu_accumulate import CPUAccumulate
 from retime.integrations.accelerate.fused_optimizer import FusedOptimizer
 from retime.integrations.accelerate.memory_budget import MemoryBudget
 from retime.integrations.accelerate.out_of_order import OutOfOrderDataParallel
 
-__all__ = ["FusedOptimizer", "MemoryBudget", "OutOfOrderDataParallel"]
+__all__ = ["CPUAccumulate", "FusedOptimizer", "MemoryBudget", "OutOfOrderDataParallel"]

@@ -83,8 +83,8 @@ class Targets(Recipe[AccumulationSettings]):
     def notes(self, result: Result) -> list[str]:
         lines = [
             "Ranks beyond the cores share them, also the copies. gloo's transport is TCP on loopback: torch has none "
-            "for it that uses Unix sockets or shared memory; in pieces, its sums run at the same time. A step's exposed "
-            "communication is what it takes beyond one rank that trains alone.",
+            "for it that uses Unix sockets or shared memory; in pieces, its sums run at the same time. A step's "
+            "exposed communication is what it takes beyond one rank that trains alone.",
         ]
         for point in result.points:
             if "case" not in point.at:

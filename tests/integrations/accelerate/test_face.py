@@ -7,6 +7,6 @@ from retime.integrations import accelerate as face
 
 
 def test_the_face_shows_the_objects_and_nothing_else() -> None:
-    assert face.__all__ == ["FusedOptimizer", "MemoryBudget", "OutOfOrderDataParallel"]
+    assert face.__all__ == ["CPUAccumulate", "FusedOptimizer", "MemoryBudget", "OutOfOrderDataParallel"]
     homes = {getattr(face, name).__module__.rpartition(".")[2] for name in face.__all__}
-    assert homes == {"fused_optimizer", "memory_budget", "out_of_order"}
+    assert homes == {"cpu_accumulate", "fused_optimizer", "memory_budget", "out_of_order"}

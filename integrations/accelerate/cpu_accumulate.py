@@ -1,0 +1,65 @@
+"""Gradient accumulation on the host's processors for Accelerate (Sekiyama et al. 2017)."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from datetime import timedelta
+
+from accelerate import Accelerator
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from retime.mechanisms.arguments import checked
+from retime.mechanisms.ddp import BucketReduction, HostReductionReport, sparse_layer
+from retime.mechanisms.ddp.reducers import HostReducer
+from retime.mechanisms.no_effect import NoEffectWarning
+
+
+class CPUAccumulate:
+    """Let the host's processors add gradients up, in memory that the ranks of a machine share.
+
+    The loop stays as it is, accumulation, clipping and fp16 included; see
+    :class:`retime.strategies.CPUAccumulateStrategy` for what happens. All processes make one of these, on the model
+    that ``accelerator.prepare()`` returned. With one process there is nothing to add up: then this does nothing, with
+    one ``NoEffectWarning``.
+
+    Args:
+        timeout: how long another process may take; None is torch's default.
+
+    Raises:
+        ValueError: another engine than DistributedDataParallel, a communication hook of its own, sparse gradients.
+    """
+
+    @checked
+    def __init__(self, accelerator: Accelerator, model: nn.Module, *, timeout: timedelta | None = None) -> None:
+        self._reduction: BucketReduction | None = None
+        self._last_report = HostReductionReport()
+        if accelerator.num_processes < 2:
+            text = "CPUAccumulate has no effect: with one process there are no gradients to add up"
+            warnings.warn(text, NoEffectWarning, stacklevel=3)
+            return
+        if not isinstance(model, DistributedDataParallel):
+            raise ValueError(
+                f"CPUAccumulate needs the DistributedDataParallel model that accelerator.prepare() makes with two "
+                f"processes or more, got {type(model).__name__} ({accelerator.distributed_type}, "
+                f"{accelerator.num_processes} processes)"
+            )
+        layer = sparse_layer(model.module)
+        if layer is not None:
+            raise ValueError(f"CPUAccumulate cannot add up the sparse gradients of {layer!r}: use sparse=False")
+        reducer = HostReducer(accelerator.device, model.process_group, timeout)
+        self._reduction = BucketReduction(
+            model, reducer, name="accumulation on the processors", instead="leave out CPUAccumulate"
+        )
+
+    def report(self) -> HostReductionReport:
+        """What was added up so far, and where."""
+        return self._last_report if self._reduction is None else self._reduction.report()
+
+    def remove(self) -> None:
+        """Leave gradients to DistributedDataParallel again; on all processes, between two steps."""
+        self._last_report = self.report()
+        reduction, self._reduction = self._reduction, None
+        if reduction is not None:
+            reduction.close(failed=sys.exc_info()[0] is not None)

@@ -1,0 +1,25 @@
+"""Accumulation on the processors in an Accelerate loop."""
+
+import sys
+
+import pytest
+from accelerate import Accelerator
+from torch import nn
+
+from retime.integrations.accelerate import CPUAccumulate
+from retime.mechanisms.no_effect import NoEffectWarning
+from support.two_ranks import run_two_ranks
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="shared memory is for Linux")
+def test_a_loop_on_two_ranks_has_the_same_bits() -> None:
+    for run in run_two_ranks("cpu_accumulate_worker.py"):
+        assert "same bits" in run.stdout, run.stderr[-3000:]
+
+
+def test_one_process_is_left_as_it_is() -> None:
+    accelerator = Accelerator(cpu=True)
+    with pytest.warns(NoEffectWarning, match="no gradients to add up"):
+        adds = CPUAccumulate(accelerator, accelerator.prepare(nn.Linear(2, 2)))
+    assert str(adds.report()) == "gradients on the host: none were summed"
+    adds.remove()

@@ -1,0 +1,44 @@
+"""`cpuacc_targets` in small: sums and fits on two ranks, what they are held against, and the picture."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_module
+from rich.console import Console
+
+from retime.recipes.core.schema import register_all, settings_of
+from retime.recipes.cpuacc.targets import IN_FIT, OF_COPY, OUT_OF_ORDER, OVER_GLOO, SAME, STEP, SUM, Targets
+from retime.recipes.cpuacc.worker import ALONE, COPY, GLOO, HOST, PIECES
+
+SMALL = [
+    "experiment=cpuacc_targets",
+    "rank_counts=[2]",
+    "sizes_mb=[1]",
+    "rounds=2",
+    "steps=1",
+    "repeats=3",
+    "cases.VGG-like.batch_size=2",
+    "cases.VGG-like.model.width=0.03125",
+    "cases.VGG-like.model.hidden=512",
+]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="shared memory is for Linux")
+def test_it_measures_and_reports(tmp_path: Path) -> None:
+    register_all()
+    with initialize_config_module("retime.conf", version_base=None):
+        settings = settings_of(compose("config", SMALL))
+    recipe = Targets()
+    result = recipe.run(settings, tmp_path, Console(quiet=True))
+    sums, fit = result.points
+    assert sums.variants(SUM) == [HOST, GLOO, PIECES, COPY]
+    assert sums.facts["same bits"] is True
+    assert sums.facts["how"] == "2 ranks in shared memory"
+    assert fit.variants(STEP) == [*settings.variants, ALONE]
+    assert fit.facts["the same final weights"] == list(settings.variants)
+    wanted = [line.against for line in recipe.compare(result)[:5]]
+    assert wanted == [OVER_GLOO, OF_COPY, SAME, IN_FIT, OUT_OF_ORDER]
+    assert any("exposed communication" in note for note in recipe.notes(result))
+    recipe.draw(result, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 1000

@@ -1,0 +1,58 @@
+"""One of two ranks of integrations/accelerate/test_cpu_accumulate.py: the same Accelerate loop with and without."""
+
+import os
+import sys
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from retime.integrations.accelerate import CPUAccumulate, FusedOptimizer
+
+STEPS = 6
+
+
+def loop(way: str) -> tuple[list[Tensor], str]:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
+    model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.01))
+    adds = CPUAccumulate(accelerator, model) if way != "plain" else None
+    fusion = FusedOptimizer(accelerator, model, optimizer, mode="forward") if way == "fused" else None
+    if adds is not None:
+        with pytest.raises(ValueError, match="this model has one already"):
+            CPUAccumulate(accelerator, model)
+    generator = torch.Generator().manual_seed(accelerator.process_index)
+    for _ in range(STEPS):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.randn(4, 32, generator=generator)).square().mean())
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    if fusion is not None:
+        fusion.remove()
+    report = ""
+    if adds is not None:
+        adds.remove()
+        adds.remove()
+        report = str(adds.report())
+    return [parameter.detach().clone() for parameter in net.parameters()], report
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    expected, _ = loop("plain")
+    for way in ("host", "fused"):
+        ours, report = loop(way)
+        assert all(map(torch.equal, expected, ours)), way
+        assert "3 buckets" in report, report
+        assert "2 ranks in shared memory" in report, report
+    print("same bits", flush=True)
+    torch.distributed.barrier()
+    os._exit(0)  # a gloo thread that ends while the interpreter shuts down aborts the process
+
+
+if __name__ == "__main__":
+    sys.exit(main())
