@@ -47,32 +47,19 @@ class Targets(Recipe[AccumulationSettings]):
         return {"case": settings.cases[at["case"]]} if "case" in at else {}
 
     def references(self, point: Point) -> dict[str, str]:
-        best = _best(point, "ddp", STEP)
+        best = best_of(point, "ddp", STEP)
         return {} if best is None else {f"speed over {best}": best}
 
     def measure(self, settings: AccumulationSettings, at: dict[str, Any], tick: Tick) -> Measured:
         if settings.hardware.device != "cpu":
             raise ValueError(f"{settings.name} sums on a CPU: choose hardware=cpu")
-        common = {"rounds": settings.rounds, "steps": settings.steps, "seed": settings.seed}
         if "case" not in at:
-            request = {**common, "job": "sums", "mib": at["MiB"], "repeats": settings.repeats}
-            answers = self._ask(settings, at["ranks"], request, tick)
+            request = {**_common(settings), "job": "sums", "mib": at["MiB"], "repeats": settings.repeats}
+            answers = _ask(settings, at["ranks"], request, tick)
             rows = [Row(way, SUM, "ms", _slowest(answers, way)) for way in answers[0]["ms"]]
             facts = {"same bits": all(one["same"] for one in answers), "how": answers[0]["how"]}
             return Measured(rows, {**facts, "repeats": settings.repeats, "cores": _cores()})
-        case = settings.cases[at["case"]]
-        task = {key: case[key] for key in ("model", "data", "batch_size", "optimizer")}
-        request = {**common, **task, "job": "fits", "warmup_rounds": settings.warmup_rounds}
-        answers = self._ask(settings, case["ranks"], {**request, "variants": settings.variants}, tick)
-        rows = [Row(label, STEP, "ms", _slowest(answers, label)) for label in answers[0]["ms"]]
-        known = {label: {one["weights"][label] for one in answers} for label in settings.variants}
-        first = known[next(iter(settings.variants))]
-        same = [label for label, digests in known.items() if digests == first and len(first) == 1]
-        facts = {"gradient bytes": answers[0]["gradient_bytes"], "ranks": case["ranks"], "cores": _cores()}
-        return Measured(rows, {**facts, "the same final weights": same})
-
-    def _ask(self, settings: AccumulationSettings, ranks: int, request: dict[str, Any], tick: Tick) -> list[Any]:
-        return run_ranks(loopback(ranks), serve, request, timeout_s=settings.timeout_s, progress=tick)
+        return measure_fits(settings, settings.cases[at["case"]], tick)
 
     def compare(self, result: Result) -> list[Comparison]:
         lines: list[Comparison] = []
@@ -108,7 +95,7 @@ class Targets(Recipe[AccumulationSettings]):
         if sums:
             axes = left.pop(0)
             for index, point in enumerate(sums):
-                ratio = speedup(point.values(_best(point, "gloo", SUM) or GLOO, SUM), point.values(HOST, SUM))
+                ratio = speedup(point.values(best_of(point, "gloo", SUM) or GLOO, SUM), point.values(HOST, SUM))
                 charts.points_with_spread(axes, [index], [ratio], None, 0)
             charts.even_line(axes, "gloo")
             labels = [f"{point.at['ranks']} ranks\n{point.at['MiB']} MiB" for point in sums]
@@ -125,6 +112,33 @@ class Targets(Recipe[AccumulationSettings]):
         charts.save(drawing, path)
 
 
+def measure_fits(settings: AccumulationSettings, case: dict[str, Any], tick: Tick) -> Measured:
+    """Steps of a case's fits under each strategy, and where they go: rows, and what is the same."""
+    task = {key: case[key] for key in ("model", "data", "batch_size", "optimizer")}
+    request = {**_common(settings), **task, "job": "fits", "warmup_rounds": settings.warmup_rounds}
+    answers = _ask(settings, case["ranks"], {**request, "variants": settings.variants}, tick)
+    rows = [Row(label, STEP, "ms", _slowest(answers, label)) for label in answers[0]["ms"]]
+    rows += [
+        Row(label, phase.removesuffix("_ms").replace("_", " "), "ms", [round(milliseconds, 4)])
+        for label, phases in answers[0]["phases"].items()
+        for phase, milliseconds in phases.items()
+        if phase != "step_ms"
+    ]
+    known = {label: {one["weights"][label] for one in answers} for label in settings.variants}
+    first = known[next(iter(settings.variants))]
+    same = [label for label, digests in known.items() if digests == first and len(first) == 1]
+    facts = {"gradient bytes": answers[0]["gradient_bytes"], "ranks": case["ranks"], "cores": _cores()}
+    return Measured(rows, {**facts, "the same final weights": same})
+
+
+def _common(settings: AccumulationSettings) -> dict[str, Any]:
+    return {"rounds": settings.rounds, "steps": settings.steps, "seed": settings.seed}
+
+
+def _ask(settings: AccumulationSettings, ranks: int, request: dict[str, Any], tick: Tick) -> list[Any]:
+    return run_ranks(loopback(ranks), serve, request, timeout_s=settings.timeout_s, progress=tick)
+
+
 def _slowest(answers: Iterable[dict[str, Any]], way: str) -> list[float]:
     return [round(max(values), 4) for values in zip(*(one["ms"][way] for one in answers), strict=True)]
 
@@ -133,7 +147,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _best(point: Point, beginning: str, quantity: str) -> str | None:
+def best_of(point: Point, beginning: str, quantity: str) -> str | None:
     """The fastest of the variants whose labels begin like this."""
     names = [name for name in point.variants(quantity) if name.startswith(beginning)]
     return min(names, key=lambda name: spread(point.values(name, quantity)).median, default=None)
@@ -152,7 +166,7 @@ def _of_sum(point: Point) -> list[Comparison]:
 
 
 def _of_fit(point: Point) -> list[Comparison]:
-    best = {name: _best(point, name, STEP) for name in ("ddp", "cpu_accumulate_ddp", "ooo_ddp on host")}
+    best = {name: best_of(point, name, STEP) for name in ("ddp", "cpu_accumulate_ddp", "ooo_ddp on host")}
     lines = []
     for target, before, after in (
         (IN_FIT, best["ddp"], best["cpu_accumulate_ddp"]),

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback
 from torch import Tensor, nn
 
+from retime.callbacks import StepTimeline
 from retime.mechanisms.ddp.reducers import HostReducer
 from retime.recipes.core.build import CPU, build, build_batches, build_model
 from retime.recipes.core.measure import interleave
@@ -94,17 +96,32 @@ def fits(request: dict[str, Any]) -> dict[str, Any]:
 
     blocks = {label: partial(block, label) for label in [*request["variants"], ALONE]}
     times = interleave(blocks, request["rounds"], request["warmup_rounds"], tell)
-    return {"ms": times, "weights": weights, "gradient_bytes": gradient_bytes(model)}
+    phases = {label: _phases(model, batches, request, label) for label in (request["variants"] if ranks > 1 else ())}
+    return {"ms": times, "weights": weights, "gradient_bytes": gradient_bytes(model), "phases": phases}
+
+
+def _phases(model: nn.Module, batches: list[Batch], request: dict[str, Any], label: str) -> dict[str, float]:
+    """Where the steps of one more fit spend their time, as `StepTimeline` sees it: medians over its steps."""
+    timeline = StepTimeline(every_n_steps=1, warm_up=WARMUP_STEPS, log=False, png=False, trace=False)
+    _fit(model, batches, request["optimizer"], request["variants"][label], timeline)
+    steps = [timing.metrics() for timing in timeline.timings]
+    return {phase: statistics.median(step[phase] for step in steps) for phase in steps[0]}
 
 
 def _fit(
-    model: nn.Module, batches: list[Batch], optimizer: dict[str, Any], strategy: dict[str, Any] | None
+    model: nn.Module,
+    batches: list[Batch],
+    optimizer: dict[str, Any],
+    strategy: dict[str, Any] | None,
+    *callbacks: Callback,
 ) -> Training:
     gc.collect()  # Trainers are reference cycles, whose tensors would be freed in the middle of a step
     dist.barrier()
     devices = 1 if strategy is None else dist.get_world_size()
     made = {"_target_": "lightning.pytorch.strategies.SingleDeviceStrategy"} if strategy is None else strategy
-    return train(Run(lambda: build(made)), copy.deepcopy(model), batches, optimizer, devices=devices)
+    return train(
+        Run(lambda: build(made)), copy.deepcopy(model), batches, optimizer, devices=devices, callbacks=callbacks
+    )
 
 
 JOBS = {one.__name__: one for one in (sums, fits)}

@@ -1,0 +1,113 @@
+"""`cpuacc_fig3`: Figures 3 and 4 and Table 3: time of an iteration, weak scaling, and where the time goes.
+
+The paper's ranks are GPUs; these are processes on cores. One rank that trains alone runs on every rank at the same
+time, so that what ranks lose by sharing cores and memory is in the reference, and what is left is communication.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from retime.recipes.core import charts
+from retime.recipes.core.claims import Claim, Comparison
+from retime.recipes.core.measure import Spread, speedup, spread
+from retime.recipes.core.of_points import titled
+from retime.recipes.core.recipe import Measured, Recipe, Tick
+from retime.recipes.core.results import Point, Result
+from retime.recipes.core.schema import AccumulationSettings
+from retime.recipes.cpuacc.targets import STEP, best_of, measure_fits
+from retime.recipes.cpuacc.worker import ALONE
+
+EXPOSED = "communication exposed"
+PAPER = "Sekiyama et al. 2017"
+PUBLISHED = {
+    "AlexNet": Claim(PAPER, "Figure 3", "x", 1.19, "AlexNet, 4 P100, over Caffe"),
+    "GoogLeNet": Claim(PAPER, "Figure 3", "x", 1.04, "GoogLeNet, 4 P100, over Caffe"),
+    "VGG-16": Claim(PAPER, "Figure 3", "x", 1.21, "VGG-16, 4 P100, over Caffe"),
+}
+SCALING = Claim(PAPER, "Figure 4", "x", 0.9, "weak scaling efficiency, 4 P100, more than")
+EXPOSED_BEFORE = Claim(PAPER, "Table 3", "ms", 43.0, "AlexNet: broadcast and accumulation, Caffe")
+EXPOSED_AFTER = Claim(PAPER, "Table 3", "ms", 0.0218, "AlexNet: remaining gradients from the CPU")
+
+
+class Figures(Recipe[AccumulationSettings]):
+    """A point a network and number of ranks."""
+
+    axes = ("cases", "rank_counts")
+    quantity = STEP
+
+    def points(self, settings: AccumulationSettings) -> list[dict[str, Any]]:
+        return [{"network": name, "ranks": ranks} for name in settings.cases for ranks in settings.rank_counts]
+
+    def detail(self, settings: AccumulationSettings, at: dict[str, Any]) -> dict[str, Any]:
+        return {"case": settings.cases[at["network"]]}
+
+    def references(self, point: Point) -> dict[str, str]:
+        best = best_of(point, "ddp", STEP)
+        return {} if best is None else {f"speed over {best}": best}
+
+    def measure(self, settings: AccumulationSettings, at: dict[str, Any], tick: Tick) -> Measured:
+        if settings.hardware.device != "cpu":
+            raise ValueError(f"{settings.name} trains on a CPU: choose hardware=cpu")
+        return measure_fits(settings, {**settings.cases[at["network"]], "ranks": at["ranks"]}, tick)
+
+    def compare(self, result: Result) -> list[Comparison]:
+        lines = []
+        for point in result.points:
+            ours, theirs = best_of(point, "cpu_accumulate", STEP), best_of(point, "ddp", STEP)
+            if ours is None or theirs is None:
+                continue
+            where = f"{point.at['network']}, {point.at['ranks']} ranks"
+            claim = PUBLISHED.get(point.at["network"])
+            if claim is not None:
+                ratio = speedup(point.values(theirs, STEP), point.values(ours, STEP))
+                lines.append(Comparison(claim, ratio, f"{where}: {ours} over {theirs}"))
+            lines += [Comparison(SCALING, efficiency(point, label), f"{where}: {label}") for label in (ours, theirs)]
+            for label, published in ((theirs, EXPOSED_BEFORE), (ours, EXPOSED_AFTER)):
+                if point.at["network"] == "AlexNet" and point.has(label, EXPOSED):
+                    lines.append(Comparison(published, spread(point.values(label, EXPOSED)), f"{where}: {label}"))
+        return lines
+
+    def notes(self, result: Result) -> list[str]:
+        lines = [
+            "Efficiency is the step of a rank that trains alone, beside as many others that do, over the step. What "
+            "communication leaves exposed is what the step waits for at the end of the backward pass.",
+        ]
+        for point in result.points:
+            same = ", ".join(point.facts["the same final weights"])
+            mib = point.facts["gradient bytes"] / 2**20
+            lines.append(
+                f"- {point.at['network']}, {point.at['ranks']} ranks on {point.facts['cores']} cores, {mib:.0f} MiB of "
+                f"gradients: the same final weights, bit by bit: {same}"
+            )
+        return lines
+
+    def draw(self, result: Result, path: Path) -> None:
+        names = list(dict.fromkeys(point.at["network"] for point in result.points))
+        drawing, panels = charts.panels(titled(result), 2 * len(names), width=4.2 * 2 * len(names))
+        for number, name in enumerate(names):
+            points = sorted((p for p in result.points if p.at["network"] == name), key=lambda p: int(p.at["ranks"]))
+            times, scaling = panels[2 * number], panels[2 * number + 1]
+            labels = dict.fromkeys(label for point in points for label in point.variants(STEP))
+            for index, label in enumerate(labels):
+                ranks = [point.at["ranks"] for point in points if point.has(label, STEP)]
+                steps = [spread(point.values(label, STEP)) for point in points if point.has(label, STEP)]
+                charts.points_with_spread(times, ranks, steps, label, index, line=True)
+                if label != ALONE:
+                    shares = [efficiency(point, label) for point in points if point.has(label, STEP)]
+                    charts.points_with_spread(scaling, ranks, shares, label, index, line=True)
+            charts.even_line(scaling, ALONE)
+            for axes, what in ((times, "iteration (ms)"), (scaling, "weak scaling efficiency")):
+                axes.set_ylim(bottom=0)
+                axes.set_title(name, fontsize=10)
+                axes.set_xlabel("ranks")
+                axes.set_ylabel(what)
+                axes.set_xticks([point.at["ranks"] for point in points])
+        charts.legend_below(drawing, panels[0], columns=3)
+        charts.save(drawing, path)
+
+
+def efficiency(point: Point, label: str) -> Spread:
+    """Weak scaling: a rank's step alone over its step among others, 1 is no loss."""
+    return speedup(point.values(ALONE, STEP), point.values(label, STEP))

@@ -1,0 +1,43 @@
+"""`cpuacc_fig3` in small: one network on two ranks, beside what the paper says."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_module
+from rich.console import Console
+
+from retime.recipes.core.schema import register_all, settings_of
+from retime.recipes.cpuacc.figures import EXPOSED, SCALING, Figures, efficiency
+from retime.recipes.cpuacc.targets import STEP
+from retime.recipes.cpuacc.worker import ALONE
+
+SMALL = [
+    "experiment=cpuacc_fig3",
+    "~cases.AlexNet",
+    "~cases.GoogLeNet",
+    "rank_counts=[2]",
+    "rounds=2",
+    "steps=1",
+    "cases.VGG-16.batch_size=2",
+    "cases.VGG-16.model.width=0.03125",
+]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="shared memory is for Linux")
+def test_it_measures_and_draws(tmp_path: Path) -> None:
+    register_all()
+    with initialize_config_module("retime.conf", version_base=None):
+        settings = settings_of(compose("config", SMALL))
+    recipe = Figures()
+    result = recipe.run(settings, tmp_path, Console(quiet=True))
+    (point,) = result.points
+    assert point.variants(STEP) == [*settings.variants, ALONE]
+    assert point.facts["the same final weights"] == list(settings.variants)
+    assert point.has("cpu_accumulate_ddp, 25 MiB", EXPOSED)
+    assert efficiency(point, ALONE).median == 1
+    claims = [line.against for line in recipe.compare(result)]
+    assert claims.count(SCALING) == 2
+    assert len(claims) == 3
+    recipe.draw(result, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 1000
