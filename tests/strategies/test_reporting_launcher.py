@@ -12,7 +12,7 @@ from support.paths import PYTHONPATH, SUPPORT
 
 
 def test_rank_zeros_report_comes_home(tmp_path: Path) -> None:
-    names = ("fused_optimizer_ddp_fork", "memory_budget_ddp_fork")
+    names = ("fused_optimizer_ddp_fork", "memory_budget_ddp_fork", "cpu_accumulate_ddp_fork", "cpu_accumulate_ddp_spawn")
     script = SUPPORT / "reporting_launcher_worker.py"
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path), *names],
@@ -23,10 +23,13 @@ def test_rank_zeros_report_comes_home(tmp_path: Path) -> None:
     )
     assert "fused_optimizer_ddp_fork: FusionReport of 4 steps" in done.stdout, done.stderr[-3000:]
     assert "memory_budget_ddp_fork: BudgetReport of 4 steps" in done.stdout, done.stderr[-3000:]
+    for name in names[2:]:
+        assert f"{name}: HostReductionReport of gradients on the host: 4 buckets" in done.stdout, done.stderr[-3000:]
+    assert done.stdout.count("2 ranks in shared memory") == (2 if sys.platform == "linux" else 0)
 
 
 def test_every_strategy_of_several_processes_has_names_that_start_them() -> None:
-    for name in ("fused_optimizer_ddp", "ooo_ddp", "memory_budget_ddp"):
+    for name in ("fused_optimizer_ddp", "ooo_ddp", "memory_budget_ddp", "cpu_accumulate_ddp"):
         for start in ("popen", "spawn", "fork"):
             full = name if start == "popen" else f"{name}_{start}"
             assert isinstance(

@@ -19,8 +19,9 @@ def main() -> None:
         )  # fmt: skip
         trainer.fit(Net(), data)
         report = trainer.strategy.report()  # type: ignore[attr-defined]
-        print(f"{name}: {type(report).__name__} of {report.steps} steps", flush=True)
         assert str(report)
+        counted = f"{report.steps} steps" if hasattr(report, "steps") else str(report)
+        print(f"{name}: {type(report).__name__} of {counted}", flush=True)
 
 
 if __name__ == "__main__":
