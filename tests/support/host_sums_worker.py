@@ -128,7 +128,7 @@ def little_memory() -> None:
     with patch.object(SharedFile, "make", few):
         way = sums.host_sums()
     assert "in shared memory" in way.note
-    assert len(asked) == (4 if RANK == 0 else 0), asked
+    assert len(asked) == (3 if RANK == 0 else 0), asked
     assert added(way)
     way.close()
     with patch.object(SharedFile, "make", lambda size: few(2**60)):

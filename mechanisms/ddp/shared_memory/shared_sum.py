@@ -13,7 +13,7 @@ from torch import Tensor
 
 __all__ = ["RankLostError", "SharedSum", "default_chunk_bytes", "shared_bytes"]
 
-_CHUNK_BYTES, _ALL_CHUNKS_BYTES = 2**18, 2**20
+_CHUNK_BYTES, _ALL_CHUNKS_BYTES = 2**17, 2**18
 _PAGE = 2**12
 
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
