@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from retime.recipes.core import charts
-from retime.recipes.core.claims import Claim, Comparison, Target
+from retime.recipes.core.claims import Comparison, Target
 from retime.recipes.core.measure import Spread, speedup, spread
 from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Recipe, Tick
@@ -26,11 +26,6 @@ OF_COPY = Target("of the speed of a plain copy of the same bytes by as many proc
 SAME = Target("sums with the bits of adding up in the order of the ranks", "x", 1.0)
 IN_FIT = Target("cpu_accumulate_ddp over ddp in Trainer.fit, best bucket size of each", "x", 1.2)
 OUT_OF_ORDER = Target("ooo_ddp with host sums over cpu_accumulate_ddp", "x", 1.0)
-PUBLISHED = (
-    Claim("Sekiyama et al. 2017", "section 4.2.1", "x", 1.19, "AlexNet, 4 P100, over Caffe"),
-    Claim("Sekiyama et al. 2017", "section 4.2.1", "x", 1.04, "GoogLeNet, 4 P100, over Caffe"),
-    Claim("Sekiyama et al. 2017", "section 4.2.1", "x", 1.21, "VGG-16, 4 P100, over Caffe"),
-)
 
 
 class Targets(Recipe[AccumulationSettings]):
@@ -65,7 +60,7 @@ class Targets(Recipe[AccumulationSettings]):
         lines: list[Comparison] = []
         for point in result.points:
             lines += _of_fit(point) if "case" in point.at else _of_sum(point)
-        return [*lines, *(Comparison(claim) for claim in PUBLISHED)]
+        return lines
 
     def notes(self, result: Result) -> list[str]:
         lines = [
