@@ -109,8 +109,7 @@ class CommHook:
 
     def reduce_as_ddp(self, bucket: GradBucket, reducer: Reducer | None = None) -> torch.futures.Future[Tensor]:
         """What DDP does without a hook: divide by the number of ranks, then sum; by this reducer, if there is one."""
-        self.mean().divide(bucket)
-        return self.sum(bucket, reducer)
+        return self.mean().start(bucket, self._now(reducer))
 
     def sum(self, bucket: GradBucket, reducer: Reducer | None = None) -> torch.futures.Future[Tensor]:
         """Sum a full bucket, which has been divided.
@@ -120,11 +119,14 @@ class CommHook:
             reducer: None: the wrapper's own group does it, as inside of its ``join()``, where ranks that have no
                 batches left answer in that group.
         """
+        return self._now(reducer).start(bucket.index(), bucket.buffer())
+
+    def _now(self, reducer: Reducer | None) -> Reducer:
         model = self._model()
         assert model is not None
         if reducer is None or joins_uneven_inputs(model):
-            reducer = DeviceReducer(model.process_group)
-        return reducer.start(bucket.index(), bucket.buffer())
+            return DeviceReducer(model.process_group)
+        return reducer
 
 
 class _NoSlot:

@@ -7,15 +7,18 @@ reciprocal while it copies them there. With 2, 4, 8, ... ranks both give the sam
 from __future__ import annotations
 
 import weakref
+from collections.abc import Hashable
 from functools import partial
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from retime.mechanisms.ddp.reducers import Reducer, ScalingReducer
 from retime.mechanisms.torch_private import GradBucket
 
-__all__ = ["MeanOfBuckets", "scale"]
+__all__ = ["MeanOfBuckets", "scale", "start_mean"]
 
 
 def scale(values: Tensor, ranks: int, *, divide: bool) -> None:
@@ -24,6 +27,21 @@ def scale(values: Tensor, ranks: int, *, divide: bool) -> None:
         values.div_(ranks)
     else:
         values.mul_(1.0 / ranks)
+
+
+def start_mean(
+    reducer: Reducer, key: Hashable, values: Tensor, ranks: int, *, divide: bool, urgent: bool = False
+) -> torch.futures.Future[Tensor]:
+    """Begin to replace ``values`` by their mean over the ranks; a reducer divides by 2, 4, 8, ... itself, if it can."""
+    if isinstance(reducer, ScalingReducer) and is_exact(ranks):
+        return reducer.start_scaled(key, values, 1.0 / ranks, urgent=urgent)
+    scale(values, ranks, divide=divide)
+    return reducer.start(key, values, urgent=urgent)
+
+
+def is_exact(ranks: int) -> bool:
+    """Whether the reciprocal of this number is exact."""
+    return ranks & (ranks - 1) == 0
 
 
 class MeanOfBuckets:
@@ -37,8 +55,7 @@ class MeanOfBuckets:
     def __init__(self, model: DistributedDataParallel) -> None:
         self._ranks = dist.get_world_size(model.process_group)
         self._places: dict[int, int] = {}
-        exact = self._ranks & (self._ranks - 1) == 0
-        if exact or not model.gradient_as_bucket_view:
+        if is_exact(self._ranks) or not model.gradient_as_bucket_view:
             return
         handles = [
             parameter.register_post_accumulate_grad_hook(partial(_note, self._places))  # type: ignore[no-untyped-call]
@@ -46,6 +63,13 @@ class MeanOfBuckets:
             if parameter.requires_grad
         ]
         weakref.finalize(model, _remove, handles)
+
+    def start(self, bucket: GradBucket, reducer: Reducer) -> torch.futures.Future[Tensor]:
+        """Begin to replace what a full bucket holds by its mean."""
+        if not self._places:
+            return start_mean(reducer, bucket.index(), bucket.buffer(), self._ranks, divide=False)
+        self.divide(bucket)
+        return reducer.start(bucket.index(), bucket.buffer())
 
     def divide(self, bucket: GradBucket) -> None:
         """Scale what a full bucket holds, in place."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable
 import torch
 from torch import Tensor
 
-from retime.mechanisms.ddp.mean import scale
+from retime.mechanisms.ddp.mean import start_mean
 from retime.mechanisms.ddp.reducers import Reducer
 from retime.mechanisms.lazy_updates import PendingUpdate, can_wait, has_alias, is_pending, pending_of
 
@@ -60,9 +60,8 @@ class Reductions:
 
     def start(self, key: Hashable, parameters: Iterable[Tensor], values: Tensor, *, urgent: bool) -> None:
         """Begin to replace ``values``, the gradients of ``parameters``, by their mean over the ranks."""
-        scale(values, self._ranks, divide=self._divide)
         # .data has a version counter of its own: the sum's arrival is no change in place by somebody else
-        done = self._reducer.start(key, values.data, urgent=urgent)
+        done = start_mean(self._reducer, key, values.data, self._ranks, divide=self._divide, urgent=urgent)
         self._on_their_way.append(Reduction(parameters, done))
 
     def take(self) -> list[Reduction]:

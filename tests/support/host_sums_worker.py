@@ -94,8 +94,8 @@ def no_compiler_on_one() -> None:
     assert "through gloo (rank 1: sums in shared memory cannot be compiled" in way.note, way.note
     added(way)
     half = torch.ones(10, dtype=torch.float16)
-    way.add(half)
-    assert torch.equal(half, torch.full_like(half, RANKS))
+    way.add(half, 0.5)
+    assert torch.equal(half, torch.full_like(half, RANKS / 2))
     way.close()
     sums_library.cache_clear()
     os.environ.pop("CXX", None)

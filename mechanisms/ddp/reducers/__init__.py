@@ -2,11 +2,12 @@
 
 from retime.mechanisms.ddp.reducers.device import DeviceReducer, OwnGroupsReducer
 from retime.mechanisms.ddp.reducers.host import HostReducer
-from retime.mechanisms.ddp.reducers.reducer import Reducer
+from retime.mechanisms.ddp.reducers.reducer import Reducer, ScalingReducer
 
 __all__ = [
     "DeviceReducer",
     "HostReducer",
     "OwnGroupsReducer",
     "Reducer",
+    "ScalingReducer",
 ]

@@ -62,12 +62,16 @@ class HostReducer:
             values: on the device.
             urgent: the next forward pass needs these first.
         """
+        return self.start_scaled(key, values, 1.0, urgent=urgent)
+
+    def start_scaled(self, key: Hashable, values: Tensor, scale: float, *, urgent: bool = False) -> Future[Tensor]:
+        """The same, each rank's values times ``scale``, in the same turn through memory."""
         self.bytes_out += values.nbytes
         buffer = self._buffer(key, values) if values.is_cuda else values
         left = self._side.copy(buffer, values) if values.is_cuda else Mark()
         done: Future[Tensor] = Future(devices=[values.device] if values.is_cuda else [])
         lane = self._lanes[-1 if urgent else 0]
-        lane.thread.submit(self._reduce, lane.sums, values, buffer, left, done)
+        lane.thread.submit(self._reduce, lane.sums, values, buffer, scale, left, done)
         return done
 
     def _buffer(self, key: Hashable, values: Tensor) -> Tensor:
@@ -91,12 +95,14 @@ class HostReducer:
             lane.abort()
         self._buffers.clear()
 
-    def _reduce(self, sums: HostSums, values: Tensor, buffer: Tensor, left: Mark, done: Future[Tensor]) -> None:
+    def _reduce(
+        self, sums: HostSums, values: Tensor, buffer: Tensor, scale: float, left: Mark, done: Future[Tensor]
+    ) -> None:
         try:
             if values.is_cuda:
                 torch.cuda.set_device(values.device)  # a new thread's is device 0
             left.synchronize()
-            sums.add(buffer)
+            sums.add(buffer, scale)
             with self._side.after_itself():  # whoever waits for the result waits for what this stream has
                 if buffer is not values:
                     values.copy_(buffer, non_blocking=True)

@@ -1,12 +1,12 @@
 """What sums gradients over the ranks; where it does is a reducer's own affair."""
 
 from collections.abc import Hashable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-__all__ = ["Reducer"]
+__all__ = ["Reducer", "ScalingReducer"]
 
 
 class Reducer(Protocol):
@@ -14,7 +14,8 @@ class Reducer(Protocol):
 
     What holds between a reducer and the owner of DDP's communication hook that was given it:
 
-    * Who divides: the owner, before :meth:`start`, as DDP does (``ddp/mean.py``). A reducer only adds.
+    * Who divides: the owner, before :meth:`start`, as DDP does (``ddp/mean.py``). A reducer only adds, unless it
+      is a :class:`ScalingReducer` and the factor is exact.
     * What it gets: a bucket, or a piece of one: one-dimensional, contiguous, of the gradients' dtype, on the model's
       device. The sum is written there, and nobody else touches it before the future is done.
     * How it writes: with any operation of torch. Those raise a version counter, and who puts gradients aside (forward
@@ -46,3 +47,13 @@ class Reducer(Protocol):
 
     def abort(self) -> None:
         """The same after a failure: wait for nothing. What is on its way may never be done."""
+
+
+@runtime_checkable
+class ScalingReducer(Reducer, Protocol):
+    """A reducer that can scale what it sums, so that memory is gone through once less."""
+
+    def start_scaled(
+        self, key: Hashable, values: Tensor, scale: float, *, urgent: bool = False
+    ) -> torch.futures.Future[Tensor]:
+        """As :meth:`start`, each rank's values times ``scale``."""

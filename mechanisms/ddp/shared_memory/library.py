@@ -15,7 +15,9 @@ __all__ = ["sums_library"]
 def sums_library() -> ctypes.CDLL | NoLibraryError:
     """The library, or the reason why there is none."""
     folder = Path(__file__).parent
-    return Source("sums", "sums in shared memory", folder, "shared_sum.cpp", _declare, ("-O3",)).library()
+    return Source(
+        "sums", "sums in shared memory", folder, "shared_sum.cpp", _declare, ("-O3", "-ffp-contract=off")
+    ).library()
 
 
 def _declare(library: ctypes.CDLL) -> None:
@@ -34,6 +36,7 @@ def _declare(library: ctypes.CDLL) -> None:
         ctypes.c_void_p,
         ctypes.c_int64,
         ctypes.c_int,
+        ctypes.c_double,
         ctypes.c_int,
         ctypes.c_int64,
         ctypes.POINTER(ctypes.c_int),

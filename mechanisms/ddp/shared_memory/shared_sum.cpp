@@ -70,16 +70,16 @@ class Sums {
   ~Sums() { munmap(memory_, bytes_); }
 
   template <typename T, typename Sum>
-  Outcome run(T* values, int64_t count, int root, int64_t timeout_ms, int* who) {
+  Outcome run(T* values, int64_t count, double scale, int root, int64_t timeout_ms, int* who) {
     const int64_t most = ranks_ * (chunk_bytes_ / static_cast<int64_t>(sizeof(T)));
     const int64_t blocks = (count + most - 1) / most;
     timeout_ms_ = timeout_ms;
     who_ = who;
     for (int64_t step = 0; step < blocks + 2; ++step) {
       Outcome outcome = kDone;
-      if (step < blocks) outcome = bring(part(values, count, most, step), next_ + step, root);
+      if (step < blocks) outcome = bring<T, Sum>(part(values, count, most, step), next_ + step, scale, root);
       if (outcome == kDone && step >= 1 && step <= blocks) {
-        outcome = sum<T, Sum>(part(values, count, most, step - 1), next_ + step - 1, root);
+        outcome = sum<T, Sum>(part(values, count, most, step - 1), next_ + step - 1, scale, root);
       }
       if (outcome == kDone && step >= 2) outcome = take(part(values, count, most, step - 2), next_ + step - 2);
       if (outcome != kDone) return outcome;
@@ -117,15 +117,16 @@ class Sums {
     return {values + block * most, left, chunk};
   }
 
-  template <typename T>
-  Outcome bring(const Part<T>& values, uint32_t block, int root) {
+  template <typename T, typename Sum>
+  Outcome bring(const Part<T>& values, uint32_t block, double scale, int root) {
     for (int other = 0; other < ranks_; ++other) {
       const Outcome outcome = wait(counts(other).summed, block + 1 - kRing, other);
       if (outcome != kDone) return outcome;
     }
     if (root < 0 || root == rank_) {
       for (int owner = 0; owner < ranks_; ++owner) {
-        if (owner != rank_) std::memcpy(brought(rank_, block, owner), values.begin(owner), values.size(owner) * sizeof(T));
+        if (owner == rank_) continue;
+        copy<T, Sum>(static_cast<T*>(brought(rank_, block, owner)), values.begin(owner), values.size(owner), scale);
       }
     }
     publish(counts(rank_).brought, block + 1);
@@ -133,7 +134,7 @@ class Sums {
   }
 
   template <typename T, typename Sum>
-  Outcome sum(const Part<T>& values, uint32_t block, int root) {
+  Outcome sum(const Part<T>& values, uint32_t block, double scale, int root) {
     std::vector<const T*> of_rank;
     for (int other = 0; other < ranks_; ++other) {
       Outcome outcome = wait(counts(other).taken, block + 1 - kRing, other);
@@ -142,6 +143,7 @@ class Sums {
       if (root >= 0 && root != other) continue;
       of_rank.push_back(other == rank_ ? values.begin(rank_) : static_cast<T*>(brought(other, block, rank_)));
     }
+    if (scale != 1) copy<T, Sum>(values.begin(rank_), values.begin(rank_), values.size(rank_), scale);
     add<T, Sum>(of_rank, values.begin(rank_), static_cast<T*>(summed(rank_, block)), values.size(rank_));
     publish(counts(rank_).summed, block + 1);
     return kDone;
@@ -157,6 +159,17 @@ class Sums {
     }
     publish(counts(rank_).taken, block + 1);
     return kDone;
+  }
+
+  // Each element times `scale`, rounded as a tensor of this type that is scaled before it is summed.
+  template <typename T, typename Sum>
+  static void copy(T* into, const T* values, int64_t count, double scale) {
+    if (scale == 1) {
+      std::memcpy(into, values, count * sizeof(T));
+      return;
+    }
+    const Sum factor = static_cast<Sum>(scale);
+    for (int64_t i = 0; i < count; ++i) into[i] = static_cast<T>(static_cast<Sum>(values[i]) * factor);
   }
 
   // Element by element, in the order of the ranks; `mine` is also one of the summands.
@@ -277,14 +290,15 @@ void* retime_sums_open(int file, int rank, int ranks, int64_t chunk_bytes, const
   return new Sums(memory, bytes, rank, ranks, chunk_bytes, processes);
 }
 
-// Replaces `values` by their sum over the ranks or, with a root, by that rank's. `who` is the rank that was waited for.
-int retime_sums_run(void* sums, void* values, int64_t count, int dtype, int root, int64_t timeout_ms, int* who) {
+// Replaces `values` by the ranks' sum of them, each times `scale`, or, with a root, by that rank's. `who` is the rank that was waited for.
+int retime_sums_run(void* sums, void* values, int64_t count, int dtype, double scale, int root, int64_t timeout_ms,
+                    int* who) {
   auto* here = static_cast<Sums*>(sums);
   switch (dtype) {
-    case 0: return here->run<float, float>(static_cast<float*>(values), count, root, timeout_ms, who);
-    case 1: return here->run<double, double>(static_cast<double*>(values), count, root, timeout_ms, who);
-    case 2: return here->run<c10::Half, float>(static_cast<c10::Half*>(values), count, root, timeout_ms, who);
-    default: return here->run<c10::BFloat16, float>(static_cast<c10::BFloat16*>(values), count, root, timeout_ms, who);
+    case 0: return here->run<float, float>(static_cast<float*>(values), count, scale, root, timeout_ms, who);
+    case 1: return here->run<double, double>(static_cast<double*>(values), count, scale, root, timeout_ms, who);
+    case 2: return here->run<c10::Half, float>(static_cast<c10::Half*>(values), count, scale, root, timeout_ms, who);
+    default: return here->run<c10::BFloat16, float>(static_cast<c10::BFloat16*>(values), count, scale, root, timeout_ms, who);
   }
 }
 

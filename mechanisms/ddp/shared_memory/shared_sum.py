@@ -72,20 +72,24 @@ class SharedSum:
             self._forget()
             raise OSError("the shared memory cannot be mapped")
 
-    def add(self, values: Tensor) -> None:
+    def add(self, values: Tensor, scale: float = 1.0) -> None:
         """Replace ``values``, shape ``(n,)``, contiguous, by their sum; half precision is added up in float32.
+
+        Args:
+            values: of this rank.
+            scale: each rank's values are multiplied by it first.
 
         Raises:
             RankLostError: another rank ended, failed, or is late.
             TypeError: there are no sums of this dtype.
         """
-        self._run(values, -1)
+        self._run(values, -1, scale)
 
     def broadcast(self, values: Tensor, root: int) -> None:
         """Replace ``values`` by those of a rank, counted within the machine."""
         self._run(values, root)
 
-    def _run(self, values: Tensor, root: int) -> None:
+    def _run(self, values: Tensor, root: int, scale: float = 1.0) -> None:
         if values.is_complex():
             values = torch.view_as_real(values)
         if values.dtype not in _DTYPES:
@@ -97,7 +101,14 @@ class SharedSum:
         who = ctypes.c_int()
         timeout_ms = max(1, int(self._longest.total_seconds() * 1000))
         outcome = self._library.retime_sums_run(
-            self._sums, values.data_ptr(), values.numel(), _DTYPES[values.dtype], root, timeout_ms, ctypes.byref(who)
+            self._sums,
+            values.data_ptr(),
+            values.numel(),
+            _DTYPES[values.dtype],
+            scale,
+            root,
+            timeout_ms,
+            ctypes.byref(who),
         )
         if outcome:
             raise RankLostError(self._told(outcome, who.value))

@@ -32,8 +32,8 @@ class HostSums(Protocol):
     note: str
     """How, for reports."""
 
-    def add(self, values: Tensor) -> None:
-        """Replace ``values``, shape ``(n,)``, by their sum."""
+    def add(self, values: Tensor, scale: float = 1.0) -> None:
+        """Replace ``values``, shape ``(n,)``, by their sum, each rank's times ``scale``."""
 
     def stop(self) -> bool:
         """After a failure: whether a sum that another thread runs is sure to end now, with an error."""
@@ -57,8 +57,10 @@ class GlooSums:
     def __init__(self, group: Any, note: str) -> None:
         self._group, self.note = group, note
 
-    def add(self, values: Tensor) -> None:
+    def add(self, values: Tensor, scale: float = 1.0) -> None:
         """By an all-reduce; half precision in float32."""
+        if scale != 1:
+            values.mul_(scale)
         _all_reduce(values, self._group)
 
     def stop(self) -> bool:
@@ -87,9 +89,9 @@ class MachineSums:
         among = "" if machines == 1 else f", {machines} machines through gloo"
         self.note = f"{ranks} ranks in shared memory{among}"
 
-    def add(self, values: Tensor) -> None:
+    def add(self, values: Tensor, scale: float = 1.0) -> None:
         """Replace ``values`` by their sum over all ranks."""
-        self._shared.add(values)
+        self._shared.add(values, scale)
         if self._machines > 1:
             if self._leaders is not None:
                 _all_reduce(values, self._leaders)

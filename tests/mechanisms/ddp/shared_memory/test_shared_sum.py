@@ -92,6 +92,16 @@ def test_the_sum_is_that_in_the_order_of_the_ranks(ranks: Any, count: int, dtype
             assert torch.equal(found, in_order(given))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("scale", [0.5, 0.1])
+def test_scaling_has_the_bits_of_scaled_tensors(ranks: Any, scale: float, dtype: torch.dtype) -> None:
+    given = [torch.randn(3001).to(dtype) for _ in range(3)]
+    sums = [values.clone() for values in given]
+    ranks(3).each(lambda one, rank: one.add(sums[rank], scale))
+    for found in sums:
+        assert torch.equal(found, in_order([values.clone().mul_(scale) for values in given]))
+
+
 def test_ranks_that_come_late_change_no_bit(ranks: Any) -> None:
     these = ranks(3)
     given = [torch.randn(5000) * 10.0**rank for rank in range(3)]
