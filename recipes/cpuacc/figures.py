@@ -85,7 +85,7 @@ class Figures(Recipe[AccumulationSettings]):
 
     def draw(self, result: Result, path: Path) -> None:
         names = list(dict.fromkeys(point.at["network"] for point in result.points))
-        drawing, panels = charts.panels(titled(result), 2 * len(names), width=3.2 * 2 * len(names))
+        drawing, panels = charts.panels(titled(result), 2 * len(names), width=3.8 * 2 * len(names))
         for number, name in enumerate(names):
             points = sorted((p for p in result.points if p.at["network"] == name), key=lambda p: int(p.at["ranks"]))
             times, scaling = panels[2 * number], panels[2 * number + 1]

@@ -65,9 +65,10 @@ def _make_above_floor(planner: StepPlanner, step: Any, batch: Any, samples: int,
         return _MAKE(planner, step, batch, samples)
 
 
-def _needs_what_values_say(spec: Spec) -> bool:
-    """Whether batches of one shape need different memory: sequences of other lengths, branches by value."""
-    return any(node.kind == "by_value" or node.options.get("packed") for node in spec.all_nodes())
+def _needs_change(spec: Spec) -> bool:
+    """Whether batches of one shape need different memory: other lengths, branches by value, parameters that thaw."""
+    thaws = any(name == "thaw" for _, name in spec.training.between)
+    return thaws or any(node.kind == "by_value" or node.options.get("packed") for node in spec.all_nodes())
 
 
 class _Tight(Fit):
@@ -82,7 +83,7 @@ class _Tight(Fit):
             patch.object(step_planner.PlanTrial, "step_ms", lambda *_: None),
             patch.object(step_planner, "part_sizes", _few_sizes),
             patch.object(StepPlanner, "_probe_samples", lambda *_: (5, 3)[spec.seed // 2 % 2]),
-            patch.object(StepPlanner, "make", partialmethod(_make_above_floor, every=_needs_what_values_say(spec))),
+            patch.object(StepPlanner, "make", partialmethod(_make_above_floor, every=_needs_change(spec))),
         ):
             return super().fit(spec, order, MemoryBudgetStrategy(budget=_UNKNOWN))
 
