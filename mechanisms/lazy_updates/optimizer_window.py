@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from retime.mechanisms.lazy_updates.fused_adam import FusedAdam
 from retime.mechanisms.lazy_updates.per_parameter import raw_step
 from retime.mechanisms.torch_private import sparse_indices, sparse_values
 
@@ -38,6 +39,7 @@ class OptimizerWindow:
             for name in ("grad_scale", "found_inf"):
                 if name in window.__dict__:
                     window.__dict__[name] = _copied(window.__dict__[name])
+        self._kernels = [FusedAdam.of(window, self._step, group) for group in self._groups]
         self._group_of = {
             id(parameter): index for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]
         }
@@ -48,17 +50,32 @@ class OptimizerWindow:
 
     def update(self, parameters: Sequence[Tensor]) -> None:
         """Step these parameters, from their ``.grad``, with the kernels the optimizer would use for all of them."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self._update(parameters)
+        else:  # inside a backward pass
+            self._update(parameters)
+
+    def _update(self, parameters: Sequence[Tensor]) -> None:
+        if self._by_kernel(parameters):
+            return
         members: dict[int, list[Tensor]] = {}
         for parameter in parameters:
             members.setdefault(self._group_of[id(parameter)], []).append(parameter)
         self._window.param_groups = [{**self._groups[index], "params": members[index]} for index in sorted(members)]
         device = parameters[0].device.type
-        with torch.no_grad():
-            if torch.is_autocast_enabled(device):  # the caller's, around its backward pass
-                with torch.autocast(device, enabled=False):
-                    self._step(self._window)
-            else:
+        if torch.is_autocast_enabled(device):  # the caller's, around its backward pass
+            with torch.autocast(device, enabled=False):
                 self._step(self._window)
+        else:
+            self._step(self._window)
+
+    def _by_kernel(self, parameters: Sequence[Tensor]) -> bool:
+        group = self._group_of[id(parameters[0])]
+        kernel = self._kernels[group]
+        if kernel is None or any(self._group_of[id(parameter)] != group for parameter in parameters):
+            return False
+        return kernel.update(parameters)
 
     def is_outdated(self, optimizer: Optimizer) -> bool:
         """Whether hyper-parameters of the groups seen here were changed since."""
@@ -82,4 +99,4 @@ def nbytes(tensor: Tensor) -> int:
     """Bytes that ``tensor`` occupies (values and indices of a sparse one)."""
     if tensor.layout is torch.sparse_coo:
         return nbytes(sparse_values(tensor)) + nbytes(sparse_indices(tensor))
-    return tensor.numel() * tensor.element_size()
+    return tensor.nbytes

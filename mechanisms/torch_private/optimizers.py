@@ -5,6 +5,7 @@ All of them were seen to do this in torch 2.11, 2.13 and 2.14 (2.11 is the oldes
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,9 +17,11 @@ from retime.mechanisms.torch_private.missing import attribute, needed_by
 __all__ = [
     "INIT_GROUP",
     "STEP_HOOKS",
+    "foreach_add",
     "foreach_classes",
     "foreach_clamp_max",
     "foreach_clamp_min",
+    "fused_adam_kernel",
     "fused_adamw",
     "has_global_step_hooks",
     "has_step_hooks",
@@ -56,6 +59,17 @@ with needed_by("backward fusion, to clip by value as torch does,"):
 with needed_by("the recipe that measures where gradients lie"):
     fused_adamw = torch._fused_adamw_
 """The kernel of ``AdamW(fused=True)``."""
+
+with needed_by("optimizer fusion, which calls the kernel of Adam(fused=True) bucket by bucket,"):
+    foreach_add = torch._foreach_add_
+    torch._fused_adam_, torch._fused_adamw_  # noqa: B018
+"""Adds to each tensor of a list in place."""
+
+
+def fused_adam_kernel(*, decoupled: bool) -> Callable[..., Any]:
+    """The kernel of ``Adam(fused=True)``, or of ``AdamW(fused=True)`` where weight decay is ``decoupled``."""
+    return torch._fused_adamw_ if decoupled else torch._fused_adam_
+
 
 with needed_by("forward fusion, whose updates are to run by the kernels that optimizer.step() would choose,"):
     foreach_classes: list[Any] = _optimizer._foreach_supported_types

@@ -203,6 +203,22 @@ def test_gradient_place_runs_the_fused_kernel():
     assert torch.equal(mine, weight)
 
 
+@canary("foreach_add", "fused_adam_kernel", breaks="optimizer fusion's way around Optimizer.step")
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_bucket_is_updated_as_by_a_fused_step(decoupled: bool) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.arange(3.0)
+    mine, first, second, step = weight.detach().clone(), torch.zeros(3), torch.zeros(3), torch.zeros(())
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    kind([weight], lr=0.1, weight_decay=0.1, fused=True).step()
+    torch_private.foreach_add([step], 1)
+    assert step == 1
+    options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.1, "eps": 1e-8}
+    kernel = torch_private.fused_adam_kernel(decoupled=decoupled)
+    kernel([mine], [weight.grad], [first], [second], [], [step], amsgrad=False, maximize=False, **options)
+    assert torch.equal(mine, weight)
+
+
 @canary("calls_compiled", "has_compile_mark", breaks="forward fusion beside torch.compile")
 def test_forward_fusion_sees_compiled_modules():
     layer = nn.Linear(1, 1)
