@@ -64,8 +64,8 @@ class FusedAdam:
         kind = type(optimizer)
         if kind not in (Adam, AdamW) or step is not _STEP or getattr(kind, INIT_GROUP) is not _INIT_GROUP:
             return None
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            return None
+        if any(p.is_cuda for p in optimizer.state) and torch.cuda.is_current_stream_capturing():
+            return None  # step has something to say
         if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
             return None
         numbers = (group["lr"], *group["betas"], group["weight_decay"], group["eps"])
@@ -121,10 +121,13 @@ def is_the_same_here() -> bool:
         )
 
 
-def _same(kind: type[Adam], **options: bool) -> bool:
+def _same(kind: type[Adam], *, amsgrad: bool, maximize: bool) -> bool:
     values = torch.linspace(-1, 1, 12, dtype=torch.float32, device="cpu")
     ours, theirs = ([values.clone().requires_grad_(), values[:3].clone().requires_grad_()] for _ in range(2))
-    optimizers = [kind(tensors, lr=0.1, weight_decay=0.1, fused=True, **options) for tensors in (ours, theirs)]
+    optimizers = [
+        kind(tensors, lr=0.1, weight_decay=0.1, fused=True, amsgrad=amsgrad, maximize=maximize)
+        for tensors in (ours, theirs)
+    ]
     for count in range(1, 4):
         for tensors in (ours, theirs):
             for tensor in tensors:
