@@ -64,7 +64,7 @@ class FusedAdam:
         kind = type(optimizer)
         if kind not in (Adam, AdamW) or step is not _STEP or getattr(kind, INIT_GROUP) is not _INIT_GROUP:
             return None
-        if any(p.is_cuda for p in optimizer.state) and torch.cuda.is_current_stream_capturing():
+        if next((p.is_cuda for p in optimizer.state), False) and torch.cuda.is_current_stream_capturing():
             return None  # step has something to say
         if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
             return None
