@@ -5,7 +5,8 @@ the cache still has. Whether it does is the C library's choice and differs from 
 pass allocates behind its first gradient comes from the pool, whose last freed block of a size comes first. Nothing else
 of the process does.
 
-Whether that pays depends on the network and on the allocator: the first backward passes try both in turn.
+Whether that pays depends on the network and on the allocator: the first backward passes try both in turn. Where all
+tensors come from the pool anyway, there is nothing to try.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ WARM_UP = 3
 TRIED = 6
 """Backward passes of each kind in the trial."""
 _SLACK = 1.1
+_EVERYWHERE = "gradients lie in the pool, as all large tensors of the process do"
 _SMALLEST_BYTES = 256 * 1024
 """Gradients that are smaller lie in the cache wherever they are."""
 
@@ -55,6 +57,9 @@ class GradientMemory:
     def first_gradient(self) -> None:
         """To be called with every gradient: the first one of a backward pass begins it."""
         if not self._wanted or self._inside:
+            return
+        if MemoryPool.has_everything() and not self._pool.installed:
+            self.decision = _EVERYWHERE
             return
         if not self._pool.installed and not self._install():
             return

@@ -14,6 +14,7 @@ retime_backward           best one                    in backward, by bucket
 retime_forward            best one                    before the next forward, by bucket
 retime_backward_default   torch's default             in backward, by bucket: the paper's comparison with `baseline`
 retime_forward_default    torch's default             before the next forward: the paper's comparison
+kernel_in_hooks           `AdamW(fused=True)`'s       in backward, by layer, the kernel and no more: the bound on fusion
 no_update                 none                        never, gradients are dropped: the bound on any schedule
 ========================  ==========================  =============================================================
 
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from retime.mechanisms.fusion import fuse_optimizer
+from retime.mechanisms.torch_private import foreach_add, fused_adamw
 from retime.recipes.core.build import KernelUnavailable, build_optimizer, loss_of
 from retime.recipes.core.measure import PhaseClock, middle_step
 
@@ -94,6 +96,49 @@ def _fusion(mode: str) -> Callable[[nn.Module, MakeOptimizer], Wired]:
     return wire
 
 
+def _kernel_in_hooks(model: nn.Module, make: MakeOptimizer) -> Wired:
+    """A hook calls the kernel as soon as a layer has its gradients. The first step, which makes the state, is plain.
+
+    Raises:
+        KernelUnavailable: it is not ``AdamW(fused=True)``.
+    """
+    optimizer = make(model.parameters())
+    if type(optimizer) is not torch.optim.AdamW or not optimizer.defaults["fused"]:
+        raise KernelUnavailable("only AdamW(fused=True) is called kernel by kernel")
+    handles: list[Any] = []
+
+    def finish() -> None:
+        if not handles:
+            optimizer.step()
+            handles.extend(handle for layer in model.modules() for handle in _call_kernel(layer, optimizer))
+        optimizer.zero_grad()
+
+    return Wired(finish)
+
+
+def _call_kernel(layer: nn.Module, optimizer: Optimizer) -> list[Any]:
+    parameters = list(layer.parameters(recurse=False))
+    states = [optimizer.state[parameter] for parameter in parameters]
+    averages, squares, steps = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
+    group = optimizer.param_groups[0]
+    options = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
+    options["beta1"], options["beta2"] = group["betas"]
+    arrived = 0
+
+    def update(_: Tensor) -> None:
+        nonlocal arrived
+        arrived += 1
+        if arrived < len(parameters):
+            return
+        arrived = 0
+        foreach_add(steps, 1)
+        fused_adamw(parameters, [p.grad for p in parameters], averages, squares, [], steps, **options)
+        for parameter in parameters:
+            parameter.grad = None
+
+    return [parameter.register_post_accumulate_grad_hook(update) for parameter in parameters]  # type: ignore[no-untyped-call]
+
+
 def _no_update(model: nn.Module, make: MakeOptimizer) -> Wired:
     def drop(parameter: Tensor) -> None:
         parameter.grad = None
@@ -114,6 +159,7 @@ VARIANTS: dict[str, Variant] = {
     "retime_forward": Variant("retime forward", "best", _fusion("forward"), ours=True),
     "retime_backward_default": Variant("retime backward, default kernel", "default", _fusion("backward"), ours=True),
     "retime_forward_default": Variant("retime forward, default kernel", "default", _fusion("forward"), ours=True),
+    "kernel_in_hooks": Variant("kernel in hooks (bound)", "best", _kernel_in_hooks),
     "no_update": Variant("no update (bound)", "default", _no_update),
 }
 

@@ -93,6 +93,11 @@ class MemoryPool:
         """A copy, and one that is sent to another process, has not installed the pool."""
         return MemoryPool, (self._wish.everywhere,)
 
+    @staticmethod
+    def has_everything() -> bool:
+        """Whether large tensors of the whole process come from the pool, for whichever user."""
+        return _WISHES.everywhere
+
     def install(self) -> bool:
         """Let tensors come from the pool; whether they do. The first time ever, it is compiled (seconds)."""
         library = pool_library()

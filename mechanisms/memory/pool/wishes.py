@@ -33,6 +33,11 @@ class Wishes:
     def __len__(self) -> int:
         return len(self._of)
 
+    @property
+    def everywhere(self) -> bool:
+        """Whether tensors of the whole process come from the pool."""
+        return any(wish.everywhere for wish in self._of.values())
+
     def enter(self, library: ctypes.CDLL, wish: Wish) -> int:
         """One user more; the number by which it is known."""
         self._next += 1
@@ -60,4 +65,4 @@ class Wishes:
             library.retime_pool_follow(max(slacks))
         else:
             library.retime_pool_limit(limits[-1] if limits else 0)
-        library.retime_pool_turn(any(wish.everywhere for wish in self._of.values()))
+        library.retime_pool_turn(self.everywhere)

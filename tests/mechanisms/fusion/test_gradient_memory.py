@@ -122,6 +122,18 @@ def test_an_exception_in_a_backward_pass_leaves_the_pool_off():
     fusion.remove()
 
 
+def test_nothing_is_tried_where_all_tensors_come_from_the_pool(pool):
+    model, optimizer = build()
+    fusion = fuse_optimizer(model, optimizer)
+    train(model, optimizer, 2)
+    assert not fusion._memory._pool.installed
+    assert "as all large tensors of the process do" in str(fusion.report())
+    pool.remove()
+    train(model, optimizer, 2)
+    assert fusion._memory._pool.installed
+    fusion.remove()
+
+
 def test_small_gradients_need_no_pool():
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

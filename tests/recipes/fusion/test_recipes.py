@@ -42,6 +42,7 @@ def weights_after(variant: str, steps: int = 4) -> list[torch.Tensor]:
     ("variant", "reference"),
     [
         ("post_accumulate_hook", "fused"),
+        ("kernel_in_hooks", "fused"),
         ("retime_backward", "fused"),
         ("retime_forward", "fused"),
         ("retime_backward_default", "baseline"),
