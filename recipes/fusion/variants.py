@@ -132,7 +132,9 @@ def _call_kernel(layer: nn.Module, optimizer: Optimizer) -> list[Any]:
             return
         arrived = 0
         foreach_add(steps, 1)
-        fused_adamw(parameters, [p.grad for p in parameters], averages, squares, [], steps, **options)
+        fused_adamw(
+            parameters, [p.grad for p in parameters if p.grad is not None], averages, squares, [], steps, **options
+        )
         for parameter in parameters:
             parameter.grad = None
 
