@@ -117,7 +117,7 @@ def _kernel_in_hooks(model: nn.Module, make: MakeOptimizer) -> Wired:
 
 
 def _call_kernel(layer: nn.Module, optimizer: Optimizer) -> list[Any]:
-    parameters = list(layer.parameters(recurse=False))
+    parameters: list[Tensor] = list(layer.parameters(recurse=False))
     states = [optimizer.state[parameter] for parameter in parameters]
     averages, squares, steps = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
     group = optimizer.param_groups[0]
