@@ -208,6 +208,11 @@ class AccumulationSettings(Settings):
     cases: dict[str, Any] = field(default_factory=dict)  # name: {model, data, batch_size, optimizer, ranks, variants}
     variants: dict[str, Any] = field(default_factory=dict)  # label: a block with a _target_ that makes a strategy
     timeout_s: float = 900.0
+    # memory
+    batch_sizes: list[int] = field(default_factory=list)  # two, ascending: what an image takes is their difference
+    # outputs while training: `rounds` seeds
+    check_every: int = 20  # steps
+    accuracy: float = 0.5  # share of held-out images
 
 
 def register(name: str, settings: type[Settings]) -> None:

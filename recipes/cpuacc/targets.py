@@ -50,10 +50,10 @@ class Targets(Recipe[AccumulationSettings]):
             raise ValueError(f"{settings.name} sums on a CPU: choose hardware=cpu")
         if "case" not in at:
             request = {**_common(settings), "job": "sums", "mib": at["MiB"], "repeats": settings.repeats}
-            answers = _ask(settings, at["ranks"], request, tick)
+            answers = ask(settings, at["ranks"], request, tick)
             rows = [Row(way, SUM, "ms", _slowest(answers, way)) for way in answers[0]["ms"]]
             facts = {"same bits": all(one["same"] for one in answers), "how": answers[0]["how"]}
-            return Measured(rows, {**facts, "repeats": settings.repeats, "cores": _cores()})
+            return Measured(rows, {**facts, "repeats": settings.repeats, "cores": cores()})
         return measure_fits(settings, settings.cases[at["case"]], tick)
 
     def compare(self, result: Result) -> list[Comparison]:
@@ -111,7 +111,7 @@ def measure_fits(settings: AccumulationSettings, case: dict[str, Any], tick: Tic
     """Steps of a case's fits under each strategy, and where they go: rows, and what is the same."""
     task = {key: case[key] for key in ("model", "data", "batch_size", "optimizer")}
     request = {**_common(settings), **task, "job": "fits", "warmup_rounds": settings.warmup_rounds}
-    answers = _ask(settings, case["ranks"], {**request, "variants": settings.variants}, tick)
+    answers = ask(settings, case["ranks"], {**request, "variants": settings.variants}, tick)
     rows = [Row(label, STEP, "ms", _slowest(answers, label)) for label in answers[0]["ms"]]
     rows += [
         Row(label, phase.removesuffix("_ms").replace("_", " "), "ms", [round(milliseconds, 4)])
@@ -122,7 +122,7 @@ def measure_fits(settings: AccumulationSettings, case: dict[str, Any], tick: Tic
     known = {label: {one["weights"][label] for one in answers} for label in settings.variants}
     first = known[next(iter(settings.variants))]
     same = [label for label, digests in known.items() if digests == first and len(first) == 1]
-    facts = {"gradient bytes": answers[0]["gradient_bytes"], "ranks": case["ranks"], "cores": _cores()}
+    facts = {"gradient bytes": answers[0]["gradient_bytes"], "ranks": case["ranks"], "cores": cores()}
     return Measured(rows, {**facts, "the same final weights": same})
 
 
@@ -130,7 +130,8 @@ def _common(settings: AccumulationSettings) -> dict[str, Any]:
     return {"rounds": settings.rounds, "steps": settings.steps, "seed": settings.seed}
 
 
-def _ask(settings: AccumulationSettings, ranks: int, request: dict[str, Any], tick: Tick) -> list[Any]:
+def ask(settings: AccumulationSettings, ranks: int, request: dict[str, Any], tick: Tick) -> list[Any]:
+    """The ranks' answers, by rank."""
     return run_ranks(loopback(ranks), serve, request, timeout_s=settings.timeout_s, progress=tick)
 
 
@@ -138,7 +139,8 @@ def _slowest(answers: Iterable[dict[str, Any]], way: str) -> list[float]:
     return [round(max(values), 4) for values in zip(*(one["ms"][way] for one in answers), strict=True)]
 
 
-def _cores() -> int:
+def cores() -> int:
+    """That this process may use."""
     return len(os.sched_getaffinity(0))
 
 

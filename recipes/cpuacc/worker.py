@@ -17,10 +17,13 @@ from torch import Tensor, nn
 
 from retime.callbacks import StepTimeline
 from retime.mechanisms.ddp.reducers import HostReducer
+from retime.mechanisms.measure import MemoryProbe, status_bytes
 from retime.recipes.core.build import CPU, build, build_batches, build_model
 from retime.recipes.core.measure import interleave
 from retime.recipes.core.trainer_loop import Batch, Run, Training, train
 from retime.recipes.core.workers import Answer
+from retime.recipes.cpuacc.checked_outputs import CheckedOutputs
+from retime.recipes.cpuacc.layer_sums import LayerSums
 from retime.recipes.emulated.rank import joined, tell
 from retime.recipes.ooo.fits import gradient_bytes
 
@@ -52,9 +55,7 @@ def sums(request: dict[str, Any]) -> dict[str, Any]:
     def timed(do: Callable[[], Any]) -> float:
         values.copy_(given)
         dist.barrier()
-        began = time.perf_counter()
-        do()
-        return (time.perf_counter() - began) * 1e3
+        return _timed(do)
 
     def block(do: Callable[[], Any]) -> float:
         return statistics.median(timed(do) for _ in range(request["steps"]))
@@ -100,6 +101,78 @@ def fits(request: dict[str, Any]) -> dict[str, Any]:
     return {"ms": times, "weights": weights, "gradient_bytes": gradient_bytes(model), "phases": phases}
 
 
+def outputs(request: dict[str, Any]) -> dict[str, Any]:
+    """By strategy and seed: what `CheckedOutputs` saw in a fit, and how far that is from the first strategy's."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    (held_out,) = build_batches(request["held_out"], request["held_out_size"], 1)
+    found: dict[str, list[dict[str, Any]]] = {label: [] for label in request["variants"]}
+    for seed in range(request["seed"], request["seed"] + request["rounds"]):
+        model = build_model(request["model"], CPU, seed)
+        batches = build_batches(request["data"], request["batch_size"], request["steps"] * ranks)[rank::ranks]
+        first: list[Tensor] = []
+        for label, strategy in request["variants"].items():
+            checks = CheckedOutputs(request["check_every"], held_out)
+            _fit(model, batches, request["optimizer"], strategy, checks)
+            first = first or checks.answers
+            differences = [
+                float((ours - theirs).abs().max()) for ours, theirs in zip(checks.answers, first, strict=True)
+            ]
+            found[label].append({"right": checks.right, "seconds": checks.seconds, "differences": differences})
+            tell(f"{label}, seed {seed}")
+    return found
+
+
+def layers(request: dict[str, Any]) -> dict[str, Any]:
+    """Milliseconds of each layer's backward pass, sum and plain copy; of all sums beside a backward pass."""
+    (batch,) = build_batches(request["data"], request["batch_size"], 1)
+    network = LayerSums(build_model(request["model"], CPU, request["seed"]), batch)
+    reducer = HostReducer()
+    by_layer: list[dict[str, list[float]]] = [{"backward": [], "sum": [], "copy": []} for _ in network.layers]
+    beside: dict[str, list[float]] = {"backward": [], "exposed": []}
+    for turn in range(request["warmup_rounds"] + request["rounds"]):
+        dist.barrier()
+        alone = network.backward_ms()
+        dist.barrier()
+        together, exposed = network.overlapped_ms(reducer)
+        sums, copies = [], []
+        for layer in network.layers:
+            into = torch.empty_like(layer.gradients)
+            dist.barrier()
+            sums.append(_timed(lambda layer=layer: reducer.start(-1, layer.gradients).wait()))  # type: ignore[misc]
+            copies.append(_timed(lambda layer=layer, into=into: into.copy_(layer.gradients)))  # type: ignore[misc]
+        tell(f"round {turn + 1}")
+        if turn < request["warmup_rounds"]:
+            continue
+        beside["backward"].append(together)
+        beside["exposed"].append(exposed)
+        for times, *measured in zip(by_layer, alone, sums, copies, strict=True):
+            for name, milliseconds in zip(times, measured, strict=True):
+                times[name].append(milliseconds)
+    note = reducer.note
+    reducer.close()
+    names = [(layer.name, layer.gradients.numel()) for layer in network.layers]
+    return {"layers": names, "ms": by_layer, "beside": beside, "how": note}
+
+
+def resident(request: dict[str, Any]) -> dict[str, Any]:
+    """Bytes by which this process grew, at its peak, in a fit; for a process that has run nothing before."""
+    ranks = dist.get_world_size()
+    batches = build_batches(request["data"], request["batch_size"], request["steps"] * ranks)[dist.get_rank() :: ranks]
+    before = status_bytes("VmRSS")
+    model = build_model(request["model"], CPU, request["seed"])
+    probe = MemoryProbe(CPU)
+    probe.start()
+    _fit(model, batches, request["optimizer"], request["strategy"])
+    probe.stop()
+    return {"grown": probe.peaks()["batch"] - before, "parameters": gradient_bytes(model)}
+
+
+def _timed(do: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    do()
+    return (time.perf_counter() - began) * 1e3
+
+
 def _phases(model: nn.Module, batches: list[Batch], request: dict[str, Any], label: str) -> dict[str, float]:
     """Where the steps of one more fit spend their time, as `StepTimeline` sees it: medians over its steps."""
     timeline = StepTimeline(every_n_steps=1, warm_up=WARMUP_STEPS, log=False, png=False, trace=False)
@@ -124,7 +197,7 @@ def _fit(
     )
 
 
-JOBS = {one.__name__: one for one in (sums, fits)}
+JOBS = {one.__name__: one for one in (sums, fits, outputs, layers, resident)}
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,135 @@
+"""`cpuacc_training`: whole trainings on real data: the same outputs every 20 iterations, and how soon they are right.
+
+Sekiyama et al. 2017, section 4.2.5 (outputs compared every 20 iterations) and 4.2.1 (time to 50 % accuracy). A round is
+a seed of the network's first weights; the images that are looked at are not trained on.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from retime.recipes.core import charts
+from retime.recipes.core.claims import Claim, Comparison, Target
+from retime.recipes.core.measure import Spread, speedup
+from retime.recipes.core.of_points import titled
+from retime.recipes.core.recipe import Measured, Recipe, Tick
+from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.schema import AccumulationSettings
+from retime.recipes.cpuacc.targets import ask, cores
+
+STEPS_TO, SECONDS_TO, DIFFERENCE, RIGHT, ELAPSED = (
+    "steps to accuracy",
+    "time to accuracy",
+    "difference",
+    "right",
+    "time",
+)
+SOONER = Claim(
+    "Sekiyama et al. 2017", "section 4.2.1", "x", 79 / 62, "AlexNet, 4 P100, 50 % accuracy sooner than Caffe"
+)
+SAME_STEPS = Target("steps to the accuracy over those of ddp", "x", 1.0, at_most=True)
+SAME_OUTPUTS = Target("most that an output differs from ddp's, at any check", "", 0.0, at_most=True)
+
+
+class Trainings(Recipe[AccumulationSettings]):
+    """A point a network and number of ranks."""
+
+    axes = ("cases", "rank_counts")
+    quantity = SECONDS_TO
+
+    def points(self, settings: AccumulationSettings) -> list[dict[str, Any]]:
+        return [{"network": name, "ranks": ranks} for name in settings.cases for ranks in settings.rank_counts]
+
+    def detail(self, settings: AccumulationSettings, at: dict[str, Any]) -> dict[str, Any]:
+        return {"case": settings.cases[at["network"]]}
+
+    def references(self, point: Point) -> dict[str, str]:
+        first = point.variants(SECONDS_TO)[0]
+        return {f"speed over {first}": first}
+
+    def measure(self, settings: AccumulationSettings, at: dict[str, Any], tick: Tick) -> Measured:
+        if settings.hardware.device != "cpu":
+            raise ValueError(f"{settings.name} trains on a CPU: choose hardware=cpu")
+        request = {**settings.cases[at["network"]], "job": "outputs", "variants": settings.variants}
+        request |= {key: getattr(settings, key) for key in ("rounds", "steps", "seed", "check_every")}
+        answers = ask(settings, at["ranks"], request, tick)
+        rows = [row for label, fits in answers[0].items() for row in _rows(settings, label, fits)]
+        alike = all(_without_times(answer) == _without_times(answers[0]) for answer in answers)
+        facts = {"accuracy": settings.accuracy, "cores": cores(), "all ranks answer the same": alike}
+        return Measured(rows, {**facts, "checked every": settings.check_every})
+
+    def compare(self, result: Result) -> list[Comparison]:
+        lines = []
+        for point in result.points:
+            first, *others = point.variants(SECONDS_TO)
+            for label in others:
+                where = f"{point.at['network']}, {point.at['ranks']} ranks: {label} over {first}"
+                sooner = speedup(point.values(first, SECONDS_TO), point.values(label, SECONDS_TO))
+                steps = speedup(point.values(label, STEPS_TO), point.values(first, STEPS_TO))
+                most = max(point.values(label, DIFFERENCE))
+                lines += [
+                    Comparison(SOONER, sooner, where),
+                    Comparison(SAME_STEPS, steps, where),
+                    Comparison(SAME_OUTPUTS, Spread(most, most, most), where),
+                ]
+        return lines
+
+    def notes(self, result: Result) -> list[str]:
+        lines = ["Quartiles are over seeds. Each fit trains for the same steps; the time of the checks is not counted."]
+        for point in result.points:
+            share = 100 * point.facts["accuracy"]
+            lines.append(
+                f"- {point.at['network']}, {point.at['ranks']} ranks on {point.facts['cores']} cores: held-out images "
+                f"looked at every {point.facts['checked every']} steps; {share:.0f} % of them right is the accuracy; "
+                f"all ranks answer the same: {point.facts['all ranks answer the same']}; at the end "
+                + ", ".join(f"{label} {100 * point.values(label, RIGHT)[-1]:.1f} %" for label in point.variants(RIGHT))
+            )
+        return lines
+
+    def draw(self, result: Result, path: Path) -> None:
+        count = len(result.points)
+        drawing, panels = charts.panels(titled(result), count, width=5.0 * count)
+        for axes, point in zip(panels, result.points, strict=True):
+            for index, label in enumerate(point.variants(RIGHT)):
+                seconds, right = point.values(label, ELAPSED), point.values(label, RIGHT)
+                axes.plot(seconds, right, color=charts.COLOURS[index], marker="o", markersize=3, label=label)
+            axes.axhline(point.facts["accuracy"], color=charts.GREY, linewidth=1, linestyle="--")
+            axes.set_ylim(0, 1)
+            axes.set_title(f"{point.at['network']}, {point.at['ranks']} ranks", fontsize=10)
+            axes.set_xlabel("training (s), first seed")
+            axes.set_ylabel("held-out images right")
+        charts.legend_below(drawing, panels[0], columns=3)
+        charts.save(drawing, path)
+
+
+def _rows(settings: AccumulationSettings, label: str, fits: list[dict[str, Any]]) -> list[Row]:
+    reached = [_reached(settings, label, one["right"]) for one in fits]
+    seconds = [round(one["seconds"][check], 4) for one, check in zip(fits, reached, strict=True)]
+    steps = [float(settings.check_every * (check + 1)) for check in reached]
+    return [
+        Row(label, SECONDS_TO, "s", seconds),
+        Row(label, STEPS_TO, "steps", steps),
+        Row(label, DIFFERENCE, "", [max(one["differences"]) for one in fits]),
+        Row(label, RIGHT, "", [round(share, 4) for share in fits[0]["right"]]),
+        Row(label, ELAPSED, "s", [round(second, 4) for second in fits[0]["seconds"]]),
+    ]
+
+
+def _reached(settings: AccumulationSettings, label: str, right: list[float]) -> int:
+    """The first check at which the accuracy was there.
+
+    Raises:
+        ValueError: it never was.
+    """
+    for check, share in enumerate(right):
+        if share >= settings.accuracy:
+            return check
+    raise ValueError(
+        f"{label} has at most {max(right, default=0):.2f} of the held-out images right after {settings.steps} steps, "
+        f"and accuracy={settings.accuracy} is asked for: use more steps, or a smaller accuracy"
+    )
+
+
+def _without_times(answer: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    return {label: [(one["right"], one["differences"]) for one in fits] for label, fits in answer.items()}

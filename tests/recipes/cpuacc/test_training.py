@@ -1,0 +1,63 @@
+"""`cpuacc_training` in small: two ranks, checked every step, whose outputs are the same."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_module
+from rich.console import Console
+
+from retime.recipes.core.schema import AccumulationSettings, register_all, settings_of
+from retime.recipes.cpuacc.training import (
+    DIFFERENCE,
+    RIGHT,
+    SAME_OUTPUTS,
+    SAME_STEPS,
+    SECONDS_TO,
+    SOONER,
+    STEPS_TO,
+    Trainings,
+)
+
+SMALL = [
+    "experiment=cpuacc_training",
+    "rank_counts=[2]",
+    "rounds=1",
+    "steps=3",
+    "check_every=1",
+    "accuracy=0.0",
+    "cases.AlexNet.batch_size=2",
+    "cases.AlexNet.model.width=0.03125",
+    "cases.AlexNet.held_out_size=8",
+]
+
+
+@pytest.fixture
+def settings() -> AccumulationSettings:
+    register_all()
+    with initialize_config_module("retime.conf", version_base=None):
+        return settings_of(compose("config", SMALL))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="shared memory is for Linux")
+def test_outputs_are_the_same(settings: AccumulationSettings, tmp_path: Path) -> None:
+    recipe = Trainings()
+    result = recipe.run(settings, tmp_path, Console(quiet=True))
+    (point,) = result.points
+    assert point.variants(SECONDS_TO) == list(settings.variants)
+    for label in settings.variants:
+        assert point.values(label, DIFFERENCE) == [0]
+        assert point.values(label, STEPS_TO) == [1]
+        assert len(point.values(label, RIGHT)) == 3
+    assert point.facts["all ranks answer the same"] is True
+    assert [line.against for line in recipe.compare(result)] == [SOONER, SAME_STEPS, SAME_OUTPUTS] * 2
+    assert "looked at every 1 steps" in recipe.notes(result)[1]
+    recipe.draw(result, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 1000
+
+
+def test_an_accuracy_that_is_not_reached_says_what_to_change(settings: AccumulationSettings, tmp_path: Path) -> None:
+    few = {label: settings.variants[label] for label in ("ddp",)}
+    with pytest.raises(ValueError, match=r"ddp has at most .* after 3 steps, and accuracy=1.1 is asked for"):
+        Trainings().run(replace(settings, variants=few, accuracy=1.1), tmp_path, Console(quiet=True))
