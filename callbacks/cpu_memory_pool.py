@@ -83,7 +83,7 @@ class CPUMemoryPool(Callback):
         if not self._pool.installed:
             return self._last
         counts = self._pool.counts()
-        return PoolReport(counts.reused, counts.moved, counts.mapped, counts.live, counts.kept)
+        return PoolReport(counts.reused, counts.moved, counts.mapped, counts.live, counts.free)
 
     def _install(self) -> None:
         if self._pool.installed:

@@ -35,17 +35,17 @@ class PoolCounts:
 
     Attributes:
         live: of tensors.
-        kept: free, to be used again.
-        peak_live, peak_held: the most since :meth:`MemoryPool.reset_peaks`; held are live and kept together.
+        free: to be used again.
+        peak_live, peak_reserved: the most since :meth:`MemoryPool.reset_peaks`; reserved are live and free together.
         mapped: asked of the kernel since then.
         moved: of free memory that lay in pieces and was moved together since then, neither copied nor cleared.
         reused: taken from what was kept since then, as it lay.
     """
 
     live: int
-    kept: int
+    free: int
     peak_live: int
-    peak_held: int
+    peak_reserved: int
     mapped: int
     moved: int
     reused: int

@@ -39,7 +39,7 @@ constexpr int64_t kSpare = 2 * kGranule; // beyond a limit that follows what is 
 thread_local bool on_here = false; // whether this thread's tensors come from the pool although others' do not
 
 struct Counts {
-  int64_t live, kept, peak_live, peak_held, mapped, moved, reused;
+  int64_t live, free, peak_live, peak_reserved, mapped, moved, reused;
 };
 
 class Pool final : public c10::Allocator {
@@ -86,12 +86,12 @@ class Pool final : public c10::Allocator {
   void reset_peaks() {
     std::lock_guard<std::mutex> guard(mutex_);
     counts_.peak_live = counts_.live;
-    counts_.peak_held = counts_.live + free_.bytes();
+    counts_.peak_reserved = counts_.live + free_.bytes();
   }
 
   Counts counts() {
     std::lock_guard<std::mutex> guard(mutex_);
-    counts_.kept = free_.bytes();
+    counts_.free = free_.bytes();
     return counts_;
   }
 
@@ -125,7 +125,7 @@ class Pool final : public c10::Allocator {
     }
     counts_.live += size;
     counts_.peak_live = std::max(counts_.peak_live, counts_.live);
-    counts_.peak_held = std::max(counts_.peak_held, counts_.live + free_.bytes());
+    counts_.peak_reserved = std::max(counts_.peak_reserved, counts_.live + free_.bytes());
     c10::profiledCPUMemoryReporter().New(block, size);
     return block;
   }
@@ -307,7 +307,7 @@ int64_t retime_pool_size_of(void* block) { return pool()->size_of(block); }
 
 void retime_pool_counts(int64_t* counts) {
   const Counts now = pool()->counts();
-  const int64_t all[] = {now.live, now.kept, now.peak_live, now.peak_held, now.mapped, now.moved, now.reused};
+  const int64_t all[] = {now.live, now.free, now.peak_live, now.peak_reserved, now.mapped, now.moved, now.reused};
   std::copy(std::begin(all), std::end(all), counts);
 }
 

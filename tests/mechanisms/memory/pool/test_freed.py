@@ -107,7 +107,7 @@ def test_steps_hold_what_their_plan_says(
     ours.run(batch)
     counts = pool.counts()
     assert counts.peak_live > held // 2
-    assert counts.peak_held <= held + others
+    assert counts.peak_reserved <= held + others
     assert counts.reused > 4 * counts.mapped
 
 

@@ -41,7 +41,7 @@ class TestCounts:
         first = block()
         place = first.data_ptr()
         del first
-        assert pool.counts().kept >= BLOCK
+        assert pool.counts().free >= BLOCK
         assert block().data_ptr() == place
         assert pool.counts().reused == BLOCK
 
@@ -51,11 +51,11 @@ class TestCounts:
         some = [block() for _ in range(4)]  # live tensors are not limited
         assert pool.counts().live == base + 4 * BLOCK
         del some[0]
-        assert pool.counts().kept == 0
+        assert pool.counts().free == 0
         del some
-        assert base + pool.counts().kept == base + 3 * BLOCK
+        assert base + pool.counts().free == base + 3 * BLOCK
         pool.limit(0)
-        assert pool.counts().kept == 0
+        assert pool.counts().free == 0
 
     def test_held_bytes_stay_below_the_limit(self, pool):
         base = pool.counts().live
@@ -63,7 +63,7 @@ class TestCounts:
         pool.reset_peaks()
         for size in (5, 3, 7, 2, 6, 8, 1, 4):  # none fits what is kept of the one before without giving some back
             block(size * BLOCK)
-        assert pool.counts().peak_held <= base + 8 * BLOCK
+        assert pool.counts().peak_reserved <= base + 8 * BLOCK
         assert pool.counts().peak_live == base + 8 * BLOCK
 
     def test_neighbours_become_one(self, pool):
@@ -113,7 +113,7 @@ class TestMovedTogether:
         large = block(8 * GRANULE)
         assert pool.counts().mapped == 0
         assert pool.counts().moved == 8 * GRANULE
-        assert pool.counts().peak_held == base + 16 * GRANULE
+        assert pool.counts().peak_reserved == base + 16 * GRANULE
         assert sorted(large[::GRANULE].tolist()) == list(range(0, 16, 2))  # as they were freed
         for i, other in enumerate(others):
             assert all_are(other, 2 * i + 1)
@@ -121,7 +121,7 @@ class TestMovedTogether:
     def test_the_rest_of_the_last_one_stays_free(self, pool):
         _, others = self.fragmented(pool)
         large = block(5 * GRANULE + 1)
-        assert pool.counts().kept == 3 * GRANULE - PAGE
+        assert pool.counts().free == 3 * GRANULE - PAGE
         large.fill_(7)
         small = block(GRANULE // 2).fill_(9)
         assert all_are(large, 7)
@@ -135,7 +135,7 @@ class TestMovedTogether:
         counts = pool.counts()
         assert counts.moved == 8 * GRANULE
         assert counts.mapped == 3 * GRANULE + GRANULE // 2
-        assert counts.peak_held <= base + 20 * GRANULE
+        assert counts.peak_reserved <= base + 20 * GRANULE
         assert all_are(large, 3)
         del others
 
@@ -144,7 +144,7 @@ class TestMovedTogether:
         for size in (8, 3, 5, 8, 1, 7):
             assert all_are(block(size * GRANULE - 3 * PAGE).fill_(size), size)
         pool.limit(0)
-        assert pool.counts().kept == 0
+        assert pool.counts().free == 0
         del others
         assert pool.counts().live == base
 
@@ -203,10 +203,10 @@ class TestWishes:
         second.install()
         second.follow(2.0)
         del [block()][0]
-        assert pool.counts().kept == 0
+        assert pool.counts().free == 0
         pool.remove()
         del [block()][0]
-        assert second.counts().kept >= BLOCK
+        assert second.counts().free >= BLOCK
         second.remove()
 
     def test_the_last_limit_holds(self, pool):
@@ -214,9 +214,9 @@ class TestWishes:
         second.install()
         second.limit(second.counts().live + 2 * BLOCK)
         del [block()][0]
-        assert pool.counts().kept >= BLOCK
+        assert pool.counts().free >= BLOCK
         second.remove()
-        assert pool.counts().kept == 0
+        assert pool.counts().free == 0
 
 
 def test_values_survive_the_pool_and_the_other_way_round(pool):
