@@ -33,7 +33,7 @@ def most_held(pool: MemoryPool) -> int:
     """What live tensors and kept memory come to when more was freed than may be kept."""
     torch.empty(2 * AMPLE, dtype=torch.uint8)
     counts = pool.counts()
-    return counts.live + counts.kept
+    return counts.live + counts.free
 
 
 def assert_holds(pool: MemoryPool, nbytes: int) -> None:

@@ -132,7 +132,7 @@ for i in range(4000):
     if len(alive) > 20:
         alive.pop(random.randrange(20))
     counts = pool.counts()
-    held = max(held, counts.live + counts.kept)
+    held = max(held, counts.live + counts.free)
 print(most, held)
 """
     ).split()
