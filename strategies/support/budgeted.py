@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from retime.mechanisms.capabilities import Mechanism
 from retime.mechanisms.memory.batches import Split, check_choice, loss_of, samples_in, split_batch
-from retime.mechanisms.memory.dry_run import Gradients, TooMuchMade
+from retime.mechanisms.memory.dry_run import Gradients, TooMuchAllocated
 from retime.mechanisms.memory.host import check_host_text
 from retime.mechanisms.memory.planning import BudgetReport, PlannedShape, parse_budget, read_plans, write_plans
 from retime.mechanisms.memory.step import (
@@ -169,7 +169,7 @@ class Budgeted(LightningOnly, Strategy):
             _see_no_loss(parts)
             log.publish(parts)
             return None
-        except (TooMuchMade, AnotherPath):
+        except (TooMuchAllocated, AnotherPath):
             return self.training_step(*args, **kwargs)  # this time with a plan, or after a look at the way
         if not skips_backward(module.trainer):
             return output

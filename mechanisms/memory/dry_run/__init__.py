@@ -1,8 +1,8 @@
 """What a step needs, found without memory and without training: traces, profiles, replays under a plan."""
 
+from retime.mechanisms.memory.dry_run.allocated_bytes import AllocatedBytes, TooMuchAllocated
 from retime.mechanisms.memory.dry_run.gradients import Buckets, Gradients, check_held
 from retime.mechanisms.memory.dry_run.lifetimes import Lifetimes
-from retime.mechanisms.memory.dry_run.made_bytes import MadeBytes, TooMuchMade
 from retime.mechanisms.memory.dry_run.profile import LargestTask, Size, StepProfile
 from retime.mechanisms.memory.dry_run.replay import EVERYTHING, everything, profile_step, replay
 from retime.mechanisms.memory.dry_run.run import DryRun
@@ -17,11 +17,11 @@ __all__ = [
     "Gradients",
     "LargestTask",
     "Lifetimes",
-    "MadeBytes",
+    "AllocatedBytes",
     "Operation",
     "Size",
     "StepProfile",
-    "TooMuchMade",
+    "TooMuchAllocated",
     "TrainingStep",
     "check_held",
     "everything",

@@ -1,4 +1,4 @@
-"""Counts what a forward pass makes while it is trained for real: its numbers stay what they are."""
+"""Counts what a forward pass allocates while it is trained for real: its numbers stay what they are."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import Tensor
 from retime.mechanisms.memory.sandbox import Onlooker
 from retime.mechanisms.torch_private import storage_address, tree_leaves
 
-__all__ = ["MadeBytes", "TooMuchMade"]
+__all__ = ["AllocatedBytes", "TooMuchAllocated"]
 
 
-class TooMuchMade(BaseException):  # no error: the caller goes another way. A step's own `except` lets it by
-    """The forward pass has made more than it may."""
+class TooMuchAllocated(BaseException):  # no error: the caller goes another way. A step's own `except` lets it by
+    """The forward pass has allocated more than it may."""
 
 
-class MadeBytes(Onlooker):  # type: ignore[no-untyped-call]
+class AllocatedBytes(Onlooker):  # type: ignore[no-untyped-call]
     """While open, adds up the storages that operations make, as though none of them was ever freed.
 
     So a segment under activation checkpointing counts with what its backward pass makes again.
 
     Args:
-        most: raise :class:`TooMuchMade` as soon as there is more; None never does.
+        most: raise :class:`TooMuchAllocated` as soon as there is more; None never does.
 
     Attributes:
         bytes: of all storages so far.
@@ -45,7 +45,7 @@ class MadeBytes(Onlooker):  # type: ignore[no-untyped-call]
             known = {_storage(leaf)[0] for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
             self.bytes += sum(nbytes for key, nbytes in dict(map(_storage, made)).items() if key not in known)
             if self._most is not None and self.bytes > self._most:
-                raise TooMuchMade
+                raise TooMuchAllocated
         return out
 
 

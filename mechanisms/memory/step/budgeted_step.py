@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from retime.mechanisms.arguments import checked
 from retime.mechanisms.byte_sizes import parse_bytes
 from retime.mechanisms.memory.batches import BatchNormChoice, Split, check_choice, loss_of, split_batch
-from retime.mechanisms.memory.dry_run import Buckets, Gradients, TooMuchMade, check_held
+from retime.mechanisms.memory.dry_run import Buckets, Gradients, TooMuchAllocated, check_held
 from retime.mechanisms.memory.host import HostTier, check_host
 from retime.mechanisms.memory.planning import (
     BudgetReport,
@@ -185,7 +185,7 @@ class BudgetedStep:
         """Plan if need be, and run the forward pass of the first sub-batch; returns what the step returns for it."""
         try:
             return self.prepare(step, batch).forward(0)
-        except (TooMuchMade, AnotherPath):
+        except (TooMuchAllocated, AnotherPath):
             return self.prepare(step, batch).forward(0)
 
     def choose(self, step: Step, batch: Any) -> Way:

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from retime.mechanisms.byte_sizes import show_bytes
 from retime.mechanisms.lazy_updates import is_compiled
-from retime.mechanisms.memory.dry_run import MadeBytes, TooMuchMade, everything
+from retime.mechanisms.memory.dry_run import AllocatedBytes, TooMuchAllocated, everything
 from retime.mechanisms.memory.planning import PlanChoice, PlannedShape, plan_after
 from retime.mechanisms.memory.sandbox import Outside, Undo, nothing_compiled, reachable_tensors
 from retime.mechanisms.storages import strided_bytes
@@ -125,17 +125,17 @@ class FirstSteps:
         """Around the forward pass; afterwards the list holds what is now known of the shape: nothing, or all.
 
         Raises:
-            TooMuchMade: it may not fit. The model, the batch and all other tensors are as they were.
+            TooMuchAllocated: it may not fit. The model, the batch and all other tensors are as they were.
         """
         standing = self._standing_bytes(batch)
         found: list[PlannedShape] = []
         undo = Undo(self._model, batch) if self.dry_run == "auto" else None
         outside = Outside(reachable_tensors(self._model, batch), gradients=False)
-        made = MadeBytes((self._budget_bytes - 2 * standing) // _TIMES_MADE if undo else None)
+        made = AllocatedBytes((self._budget_bytes - 2 * standing) // _TIMES_MADE if undo else None)
         try:
             with made, outside.watched(bindings=nothing_compiled()) if undo else nullcontext():
                 yield found
-        except TooMuchMade:
+        except TooMuchAllocated:
             assert undo is not None
             undo.put_back()
             outside.put_back()

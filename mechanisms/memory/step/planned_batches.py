@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from retime.mechanisms.memory.batches import Certificate, NotSeparableError, Split, WeightsUnclearError, loss_of
-from retime.mechanisms.memory.dry_run import EVERYTHING, TooMuchMade
+from retime.mechanisms.memory.dry_run import EVERYTHING, TooMuchAllocated
 from retime.mechanisms.memory.offload import PlanMismatch
 from retime.mechanisms.memory.planning import BudgetReport, PlanChoice, PlannedShape, Step
 from retime.mechanisms.memory.sandbox import CompiledCode, random_state, set_random_state
@@ -152,14 +152,14 @@ class PlannedBatches:
         """Around the forward pass of a batch that is trained to find out what its shape needs.
 
         Raises:
-            TooMuchMade: it has to be planned for; nothing has happened.
+            TooMuchAllocated: it has to be planned for; nothing has happened.
         """
         plans = self._plans
         plans.memory.freed.forget_peak()
         try:
             with plans.first.counted(record.key, record.batch, shape.samples) as found:
                 yield
-        except TooMuchMade:
+        except TooMuchAllocated:
             self._uncount(self.drop())
             raise
         for known in found:
