@@ -103,7 +103,7 @@ class Memory(Recipe[AccumulationSettings]):
 def image_mib(few: Point, many: Point, label: str) -> float:
     """What an image more takes."""
     more = spread(many.values(label, GROWN)).median - spread(few.values(label, GROWN)).median
-    return more / (many.at["images"] - few.at["images"])
+    return more / float(many.at["images"] - few.at["images"])
 
 
 def more_images(few: Point, many: Point, ours: str, theirs: str) -> Spread:
