@@ -86,7 +86,8 @@ class LayerTable(Recipe[AccumulationSettings]):
         lines = [
             "Each layer's gradients are summed alone for this table, with all ranks at once, and beside the backward "
             "pass for the row of all layers, where ranks add up on the cores that they train on. A value is that of "
-            "the slowest rank. What a step waits for is also that the other ranks come to the end of theirs. A sum brings in each rank's gradients, adds them up and takes the result back.",
+            "the slowest rank. What a step waits for is also that the other ranks come to the end of theirs. A sum "
+            "brings in each rank's gradients, adds them up and takes the result back.",
         ]
         for point in result.points:
             lines.append(f"- {point.at['network']}, {point.at['ranks']} ranks on {point.facts['cores']} cores:")
