@@ -81,8 +81,8 @@ class Trainings(Recipe[AccumulationSettings]):
             lines.append(
                 f"- {point.at['network']}, {point.at['ranks']} ranks on {point.facts['cores']} cores: held-out images "
                 f"looked at every {point.facts['checked every']} steps; {share:.0f} % of them right is the accuracy; "
-                f"all ranks answer the same: {point.facts['all ranks answer the same']}; an output differs by {most:.2g} "
-                f"at most, as gloo adds up in another order on more than two ranks; right at the end: "
+                f"all ranks answer the same: {point.facts['all ranks answer the same']}; an output differs by "
+                f"{most:.2g} at most (on more than two ranks gloo adds up in another order); right at the end: "
                 + ", ".join(f"{label} {100 * point.values(label, RIGHT)[-1]:.1f} %" for label in point.variants(RIGHT))
             )
         return lines
