@@ -93,7 +93,7 @@ class Memory(Recipe[AccumulationSettings]):
             labels = point.variants(GROWN)
             for index, label in enumerate(labels):
                 charts.points_with_spread(axes, [index], [spread(point.values(label, GROWN))], None, index)
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.1 * max(max(point.values(label, GROWN)) for label in labels))
             axes.set_title(f"{point.at['network']}, {point.at['ranks']} ranks, {point.at['images']} images", fontsize=9)
             axes.set_xticks(range(len(labels)), labels, rotation=40, ha="right", fontsize=8)
         panels[0].set_ylabel("a rank's process grows by (MiB)")
