@@ -22,7 +22,7 @@ from retime.mechanisms.torch_private import INIT_GROUP, foreach_add, fused_adam_
 __all__ = ["FusedAdam"]
 
 _STEP = inspect.unwrap(Adam.step)
-_INIT_GROUP = getattr(Adam, INIT_GROUP)
+_INIT_GROUP = inspect.unwrap(getattr(Adam, INIT_GROUP))  # torch.compile wraps it on first use
 _PER_PARAMETER = ("exp_avg", "exp_avg_sq", "step")
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -62,7 +62,11 @@ class FusedAdam:
             group: one of its groups, or a copy.
         """
         kind = type(optimizer)
-        if kind not in (Adam, AdamW) or step is not _STEP or getattr(kind, INIT_GROUP) is not _INIT_GROUP:
+        if (
+            kind not in (Adam, AdamW)
+            or step is not _STEP
+            or inspect.unwrap(getattr(kind, INIT_GROUP)) is not _INIT_GROUP
+        ):
             return None
         if next((p.is_cuda for p in optimizer.state), False) and torch.cuda.is_current_stream_capturing():
             return None  # step has something to say

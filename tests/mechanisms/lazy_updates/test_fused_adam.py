@@ -1,5 +1,6 @@
 """The fused kernel without ``Optimizer.step``: the same bits, and not where step would do more."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -103,6 +104,20 @@ class Other(AdamW):
 )
 def test_what_would_do_more_than_the_kernel_steps_itself(make: Callable[[Any], Optimizer]) -> None:
     optimizer = make(parameters())
+    assert FusedAdam.of(optimizer, raw_step(optimizer), optimizer.param_groups[0]) is None
+
+
+def test_torch_compile_wraps_methods_of_optimizers_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    real: Any = Adam._init_group
+
+    @functools.wraps(real)
+    def wrapped(*arguments: Any) -> Any:
+        return real(*arguments)
+
+    monkeypatch.setattr(Adam, "_init_group", wrapped)
+    optimizer = Adam(parameters(), fused=True)
+    assert FusedAdam.of(optimizer, raw_step(optimizer), optimizer.param_groups[0]) is not None
+    monkeypatch.setattr(Adam, "_init_group", lambda *arguments: real(*arguments))  # somebody else's
     assert FusedAdam.of(optimizer, raw_step(optimizer), optimizer.param_groups[0]) is None
 
 
