@@ -91,7 +91,7 @@ def _own(module: nn.Module) -> list[nn.Parameter]:
 def _layer(name: str, module: nn.Module) -> Layer:
     parameters = _own(module)
     gradients = torch.zeros(sum(parameter.numel() for parameter in parameters))
-    parts = torch.split(gradients, [parameter.numel() for parameter in parameters])  # type: ignore[no-untyped-call]
+    parts = torch.split(gradients, [parameter.numel() for parameter in parameters])
     for parameter, part in zip(parameters, parts, strict=True):
         parameter.grad = part.view_as(parameter)
     return Layer(name, parameters, gradients)
