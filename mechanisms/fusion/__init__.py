@@ -5,6 +5,7 @@ from retime.mechanisms.fusion.bucket_bytes import check_bucket_bytes, parameters
 from retime.mechanisms.fusion.data_parallel import DataParallelFusion, ReductionHook, reduction_of
 from retime.mechanisms.fusion.forward import ForwardFusion
 from retime.mechanisms.fusion.fuse import fuse_optimizer
+from retime.mechanisms.fusion.gradient_memory import GradientMemory
 from retime.mechanisms.fusion.report import FusionReport, check_mode
 from retime.mechanisms.lazy_updates import declare_per_parameter
 
@@ -13,6 +14,7 @@ __all__ = [
     "DataParallelFusion",
     "ForwardFusion",
     "FusionReport",
+    "GradientMemory",
     "ReductionHook",
     "check_bucket_bytes",
     "check_mode",

@@ -3,7 +3,8 @@
 ``optimizer.step()`` notes what is to be done - the gradients, and the hyper-parameters as they stand now - and returns.
 Each bucket is updated when something first reads one of its parameters, usually the next forward pass, where the fresh
 values are still in the caches. All gradients exist at ``step()``, so whatever needs global information (global-norm
-clipping, GradScaler, gradient logging) is exact.
+clipping, GradScaler, gradient logging) is exact. They are freed one by one in the next forward pass; on a CPU the next
+ones come from a pool where that pays (see :mod:`~retime.mechanisms.fusion.gradient_memory`).
 """
 
 import contextlib
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 
 from retime.mechanisms.arguments import checked
 from retime.mechanisms.fusion.bucket_bytes import check_bucket_bytes, default_bucket_bytes, parameters_of
+from retime.mechanisms.fusion.gradient_memory import GradientMemory
 from retime.mechanisms.fusion.report import FusionReport
 from retime.mechanisms.lazy_updates import (
     OptimizerWindow,
@@ -76,6 +78,7 @@ class ForwardFusion:
         if isinstance(model, DistributedDataParallel):
             # gradients may live in DDP's buckets, which the coming backward pass overwrites
             self._handles.append(model.register_forward_hook(_FlushAfter(self)))
+        self._memory = self._gradient_memory()
         self._hear_of_compilations()
         self._handles.append(optimizer.register_state_dict_pre_hook(lambda _: self.flush()))
         self._handles.append(optimizer.register_load_state_dict_pre_hook(lambda *_: self.flush()))
@@ -89,6 +92,18 @@ class ForwardFusion:
         self.flush()
         return _fuse_again, (self.optimizer, self._model, self.bucket_bytes, self._report)
 
+    def _gradient_memory(self) -> GradientMemory:
+        if isinstance(self._model, DistributedDataParallel):  # whose buckets hold the gradients
+            return GradientMemory([])
+        memory = GradientMemory(parameters_of(self.optimizer))
+        if memory.wanted:
+            self._handles += [
+                parameter.register_post_accumulate_grad_hook(lambda _: memory.first_gradient())  # type: ignore[no-untyped-call]
+                for parameter in parameters_of(self.optimizer)
+                if parameter.requires_grad and parameter.is_leaf
+            ]
+        return memory
+
     def _clear(self, *args: Any, **kwargs: Any) -> None:
         set_to_none = args[0] if args else kwargs.get("set_to_none", True)
         if not set_to_none or not is_torchs_zero_grad(self._zero_grad.inner):
@@ -101,6 +116,8 @@ class ForwardFusion:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._memory.interrupted()
+        self._report.gradient_memory = self._memory.decision or self._report.gradient_memory
         self.flush()  # parameters that no forward pass read
         if any(calls_compiled(module) for module in self._modules):
             assert self._model is not None
@@ -218,6 +235,7 @@ class ForwardFusion:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._memory.remove()
         unwatch(self.optimizer)
         self._step.restore()
         self._zero_grad.restore()

@@ -1,9 +1,10 @@
-"""Where the gradients of a backward pass lie on a CPU: from the pool, each where the last one was in the cache.
+"""Where the gradients of a fused optimizer lie on a CPU: in the pool, which keeps what they leave for the next ones.
 
 Backward fusion frees a gradient as soon as it is used up, and the next one of its size could take the same place, which
-the cache still has. Whether it does is the C library's choice and differs from process to process. So what a backward
-pass allocates behind its first gradient comes from the pool, whose last freed block of a size comes first. Nothing else
-of the process does.
+the cache still has. Forward fusion frees them one by one in the next forward pass, and the C library may give each back
+to the kernel, which clears it for the backward pass to come. Both are the C library's choice and differ from process to
+process. So what a backward pass allocates behind its first gradient comes from the pool, whose last freed block of a
+size comes first. Nothing else of the process does.
 
 Whether that pays depends on the network and on the allocator: the first backward passes try both in turn. Where all
 tensors come from the pool anyway, there is nothing to try.
@@ -41,6 +42,7 @@ class GradientMemory:
 
     Attributes:
         decision: what the trial found, for a report; empty before.
+        wanted: whether there is anything to put into the pool.
     """
 
     def __init__(self, parameters: Iterable[Tensor], clock: Callable[[], float] = time.perf_counter) -> None:
@@ -52,11 +54,11 @@ class GradientMemory:
         self._inside = False
         self._started: float | None = None
         sizes = [parameter.nbytes for parameter in parameters if parameter.device.type == "cpu"]
-        self._wanted = bool(sizes) and max(sizes) >= _SMALLEST_BYTES
+        self.wanted = bool(sizes) and max(sizes) >= _SMALLEST_BYTES
 
     def first_gradient(self) -> None:
         """To be called with every gradient: the first one of a backward pass begins it."""
-        if not self._wanted or self._inside:
+        if not self.wanted or self._inside:
             return
         if MemoryPool.has_everything() and not self._pool.installed:
             self.decision = _EVERYWHERE
@@ -80,13 +82,13 @@ class GradientMemory:
         if self._pool.installed:
             self._pool.turn_here(False)
             self._pool.remove()
-        self._wanted = self._inside = False
+        self.wanted = self._inside = False
 
     def _install(self) -> bool:
         if self._pool.install():
             self._pool.follow(_SLACK)
             return True
-        self._wanted = False
+        self.wanted = False
         self.decision = f"gradients lie where the C library puts them: {self._pool.why_not}"
         return False
 

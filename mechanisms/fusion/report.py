@@ -41,7 +41,7 @@ class FusionReport:
     plain_steps: dict[str, int] = field(default_factory=dict)
     """Steps that ran the plain way, by reason."""
     gradient_memory: str = ""
-    """Backward mode on a CPU: whether gradients come from the pool, and what was measured for it."""
+    """On a CPU: whether gradients come from the pool, and what was measured for it."""
 
     def __str__(self) -> str:
         text = (

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from retime.mechanisms.ddp import GradientWatch, Reduction
-from retime.mechanisms.fusion import ForwardFusion, parameters_of
+from retime.mechanisms.fusion import ForwardFusion, GradientMemory, parameters_of
 from retime.mechanisms.lazy_updates import pending_of
 
 
@@ -30,6 +30,10 @@ class CrossIterationUpdates(ForwardFusion):
         super().__init__(optimizer, model)
         self._reduction_of = reduction_of
         self._on_remove = on_remove
+
+    def _gradient_memory(self) -> GradientMemory:
+        """DDP's buckets hold the gradients."""
+        return GradientMemory([])
 
     def remove(self) -> None:
         """Bring all parameters up to date and give the optimizer its own methods back."""

@@ -59,7 +59,7 @@ class AllocatorTargets(Recipe[AllocatorSettings]):
             batch = _saved_batch(case, Path(folder))
             common = {"batch": batch, "model": case["model"], "optimizer": case["optimizer"], "seed": settings.seed}
             for _ in range(settings.processes):
-                _generation(settings, runs, common, found, tick)
+                _generation(settings, case.get("steps", settings.steps), runs, common, found, tick)
         ends = {label: values["end"] for label, values in found.items()}
         rows = [
             *(Row(label, STEP, "ms", [round(ms, 4) for ms in values[STEP]]) for label, values in found.items()),
@@ -142,6 +142,7 @@ def _runs(settings: AllocatorSettings, case: dict[str, Any]) -> tuple[dict[str, 
 
 def _generation(
     settings: AllocatorSettings,
+    steps: int,
     runs: dict[str, dict[str, Any]],
     common: dict[str, Any],
     found: dict[str, dict[str, list[Any]]],
@@ -154,7 +155,7 @@ def _generation(
             request = {"do": "build", **common, "pool": run["pool"], "variant": run["variant"]}
             workers[label] = Worker(serve, request, settings.timeout_s, environment=run["environment"])
         blocks = {
-            label: partial(worker.ask, {"do": "block", "steps": settings.steps}) for label, worker in workers.items()
+            label: partial(worker.ask, {"do": "block", "steps": steps}) for label, worker in workers.items()
         }
         times = interleave(blocks, settings.rounds, settings.warmup_rounds, tick)
         for label, worker in workers.items():

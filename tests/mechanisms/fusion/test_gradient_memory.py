@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from retime import fuse_optimizer
-from retime.mechanisms.fusion.gradient_memory import TRIED, WARM_UP, GradientMemory
+from retime.mechanisms.fusion.gradient_memory import TRIED, WARM_UP
 from retime.mechanisms.memory.pool.memory_pool import MemoryPool
 
 WIDTH, DEPTH = 512, 6  # a weight is 1 MiB
@@ -50,21 +50,22 @@ class Clock:
 
 def decided(fusion, pooled):
     """The fusion with a trial that finds this."""
-    clock = Clock(pooled)
-    fusion._memory = GradientMemory([p for g in fusion.optimizer.param_groups for p in g["params"]], clock)
+    fusion._memory._clock = clock = Clock(pooled)
     clock.memory = fusion._memory
     return fusion
 
 
 @pytest.mark.usefixtures("there")
+@pytest.mark.parametrize("mode", ["backward", "forward"])
 @pytest.mark.parametrize(("pooled", "stays"), [(0.9, True), (1.1, False)])
-def test_the_trial_decides(pooled, stays):
+def test_the_trial_decides(mode, pooled, stays):
     model, optimizer = build()
-    fusion = decided(fuse_optimizer(model, optimizer), pooled)
+    fusion = decided(fuse_optimizer(model, optimizer, mode), pooled)
     train(model, optimizer, WARM_UP + 2 * TRIED)
     assert fusion._memory._pool.installed == stays
-    assert f"{pooled:.3f} of the time" in str(fusion.report())
     train(model, optimizer, 2)
+    assert f"{pooled:.3f} of the time" in str(fusion.report())
+    assert fusion._memory._pool.installed == stays
     assert fusion._memory._pool.installed == stays
     fusion.remove()
     assert not fusion._memory._pool.installed
@@ -93,9 +94,26 @@ def test_gradients_share_one_place_and_nothing_else_moves():
 
 
 @pytest.mark.usefixtures("there")
-def test_weights_are_those_of_the_plain_loop():
+def test_deferred_updates_leave_their_gradients_to_the_next_backward_pass():
     model, optimizer = build()
-    fuse_optimizer(model, optimizer)
+    fusion = decided(fuse_optimizer(model, optimizer, "forward"), 0.9)
+    train(model, optimizer, WARM_UP + 2 * TRIED)
+    counter = MemoryPool(everywhere=False)
+    counter.install()
+    counter.reset_peaks()
+    train(model, optimizer, 3)
+    counts = counter.counts()
+    assert counts.mapped == 0
+    assert counts.reused >= 3 * (DEPTH - 1) * WEIGHT  # the first one of each pass is the C library's
+    counter.remove()
+    fusion.remove()
+
+
+@pytest.mark.usefixtures("there")
+@pytest.mark.parametrize("mode", ["backward", "forward"])
+def test_weights_are_those_of_the_plain_loop(mode):
+    model, optimizer = build()
+    fuse_optimizer(model, optimizer, mode)
     train(model, optimizer, WARM_UP + 2 * TRIED + 3)
     plain, plain_optimizer = build()
     train(plain, plain_optimizer, WARM_UP + 2 * TRIED + 3)

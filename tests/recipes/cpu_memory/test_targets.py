@@ -24,7 +24,7 @@ SMALL = [
     "cases.linear-4.data.classes=64",
     "processes=1",
     "rounds=2",
-    "steps=1",
+    "cases.linear-4.steps=1",
     "allocators=[glibc,kept_heap,tcmalloc]",
 ]
 
