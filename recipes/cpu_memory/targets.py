@@ -154,9 +154,7 @@ def _generation(
         for label, run in runs.items():
             request = {"do": "build", **common, "pool": run["pool"], "variant": run["variant"]}
             workers[label] = Worker(serve, request, settings.timeout_s, environment=run["environment"])
-        blocks = {
-            label: partial(worker.ask, {"do": "block", "steps": steps}) for label, worker in workers.items()
-        }
+        blocks = {label: partial(worker.ask, {"do": "block", "steps": steps}) for label, worker in workers.items()}
         times = interleave(blocks, settings.rounds, settings.warmup_rounds, tick)
         for label, worker in workers.items():
             found[label][STEP].append(median(times[label]))
