@@ -1,0 +1,55 @@
+"""Pipeline parallel training: which stage on which rank, and in which order (Oh et al. 2022, section 5.2)."""
+
+from retime.schedules.pipeline.bounds import extra_ms, least_makespan_ms
+from retime.schedules.pipeline.costs import Hops, StageCosts
+from retime.schedules.pipeline.gpipe import cross_layer, gpipe
+from retime.schedules.pipeline.lanes import lane_name
+from retime.schedules.pipeline.list_scheduler import Cap, Rule, least_cap, list_schedule
+from retime.schedules.pipeline.one_forward_one_backward import (
+    interleaved,
+    interleaved_zero_bubble,
+    one_forward_one_backward,
+    zb_h1,
+)
+from retime.schedules.pipeline.ooo_pipe import FLUSH, GREEDY, ooo_pipe1, ooo_pipe2
+from retime.schedules.pipeline.placement import Placement, block, modulo, v_shape
+from retime.schedules.pipeline.search import Candidate, candidates, search
+from retime.schedules.pipeline.simulation import PipelineTimeline, simulate_pipeline
+from retime.schedules.pipeline.synchronisation import link_name, synchronised
+from retime.schedules.pipeline.validation import validate_pipeline
+from retime.schedules.pipeline.zbv import zbv
+
+__all__ = [
+    "FLUSH",
+    "GREEDY",
+    "Candidate",
+    "Cap",
+    "Hops",
+    "PipelineTimeline",
+    "Placement",
+    "Rule",
+    "StageCosts",
+    "block",
+    "candidates",
+    "cross_layer",
+    "extra_ms",
+    "gpipe",
+    "interleaved",
+    "interleaved_zero_bubble",
+    "lane_name",
+    "least_cap",
+    "least_makespan_ms",
+    "link_name",
+    "list_schedule",
+    "modulo",
+    "one_forward_one_backward",
+    "ooo_pipe1",
+    "ooo_pipe2",
+    "search",
+    "simulate_pipeline",
+    "synchronised",
+    "v_shape",
+    "validate_pipeline",
+    "zb_h1",
+    "zbv",
+]

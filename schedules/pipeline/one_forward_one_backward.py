@@ -1,0 +1,160 @@
+"""1F1B, interleaved 1F1B, ZB-H1 and interleaved zero bubble: one skeleton, warm-up then forward and backward in turn.
+
+Narayanan et al. 2019 (PipeDream) and 2021 (Megatron-LM, section 2.2.2) for 1F1B and its interleaved form; Qi et al.
+2023 ("Zero Bubble Pipeline Parallelism", section 2) for the forms that put the weight gradients off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from retime.schedules.pipeline.lanes import (
+    Chunks,
+    check_micro_batches,
+    rank_schedule,
+    require_one_chunk,
+    require_turns,
+)
+from retime.schedules.pipeline.placement import Placement
+from retime.schedules.schedule import Schedule
+from retime.schedules.tasks import Task
+
+
+def one_forward_one_backward(
+    placement: Placement, micro_batches: int, *, first_output_gradient: bool = False
+) -> Schedule:
+    """1F1B: rank r runs ``ranks - r`` micro-batches ahead, then a backward and a forward pass in turn.
+
+    >>> from retime.schedules.pipeline import block
+    >>> print(one_forward_one_backward(block(2, 2), 3))
+    rank0: F1@0 F1@1 W1@0 F1@2 W1@1 W1@2
+    rank1: F2@0 W2@0 O2@0 F2@1 W2@1 O2@1 F2@2 W2@2 O2@2
+
+    Args:
+        placement: consecutive stages on each rank.
+        micro_batches: at least 1.
+        first_output_gradient: see :func:`gpipe`.
+
+    Raises:
+        ValueError: when the placement is no :func:`block` or a number is out of its range.
+    """
+    require_one_chunk(placement, "1F1B")
+    return _in_turn(placement, micro_batches, first_output_gradient, ahead_per_rank=1, split=False)
+
+
+def zb_h1(placement: Placement, micro_batches: int, *, first_output_gradient: bool = False) -> Schedule:
+    """ZB-H1: 1F1B whose rank r puts off r weight gradients, which fills the bubble at 1F1B's memory.
+
+    >>> from retime.schedules.pipeline import block
+    >>> print(zb_h1(block(2, 2), 3))
+    rank0: F1@0 F1@1 W1@0 F1@2 W1@1 W1@2
+    rank1: F2@0 O2@0 F2@1 O2@1 W2@0 F2@2 O2@2 W2@1 W2@2
+
+    Args:
+        placement: consecutive stages on each rank.
+        micro_batches: at least 1.
+        first_output_gradient: see :func:`gpipe`.
+
+    Raises:
+        ValueError: when the placement is no :func:`block` or a number is out of its range.
+    """
+    require_one_chunk(placement, "ZB-H1")
+    return _in_turn(placement, micro_batches, first_output_gradient, ahead_per_rank=1, split=True)
+
+
+def interleaved(placement: Placement, micro_batches: int, *, first_output_gradient: bool = False) -> Schedule:
+    """Interleaved 1F1B: several chunks a rank, ``ranks`` micro-batches through one chunk, then through the next.
+
+    Args:
+        placement: the same number of chunks on each rank, in turn, as :func:`modulo` deals them.
+        micro_batches: with ``n = max(1, micro_batches // ranks)`` rounds, a multiple of n.
+        first_output_gradient: see :func:`gpipe`.
+
+    Raises:
+        ValueError: when the placement does not go round or the micro-batches do not fill the rounds.
+    """
+    _require_rounds(placement, micro_batches, "interleaved 1F1B")
+    return _in_turn(placement, micro_batches, first_output_gradient, ahead_per_rank=2, split=False)
+
+
+def interleaved_zero_bubble(
+    placement: Placement, micro_batches: int, *, first_output_gradient: bool = False
+) -> Schedule:
+    """Interleaved zero bubble: ZB-H1's deferral with several chunks a rank.
+
+    Args:
+        placement: see :func:`interleaved`.
+        micro_batches: see :func:`interleaved`.
+        first_output_gradient: see :func:`gpipe`.
+
+    Raises:
+        ValueError: see :func:`interleaved`.
+    """
+    _require_rounds(placement, micro_batches, "interleaved zero bubble")
+    return _in_turn(placement, micro_batches, first_output_gradient, ahead_per_rank=1, split=True)
+
+
+def _in_turn(
+    placement: Placement, micro_batches: int, first_output_gradient: bool, *, ahead_per_rank: int, split: bool
+) -> Schedule:
+    """The skeleton.
+
+    Args:
+        placement: see :func:`interleaved`.
+        micro_batches: see :func:`interleaved`.
+        first_output_gradient: see :func:`gpipe`.
+        ahead_per_rank: how many forward passes a rank has begun more than the rank behind it when the backward starts.
+        split: put off W, rank r by r passes.
+    """
+    check_micro_batches(micro_batches)
+    write = Chunks(placement.chunks, first_output_gradient)
+    ranks, chunks = placement.ranks, len(placement.chunks[0])
+    per_round = micro_batches // max(1, micro_batches // ranks) if chunks > 1 else 1
+    passes = list(_passes(chunks, micro_batches, per_round))
+    lanes: list[list[Task]] = []
+    for rank in range(ranks):
+        ahead = min(len(passes), (chunks - 1) * per_round + ahead_per_rank * (ranks - 1 - rank))
+        tasks = [task for chunk, micro_batch in passes[:ahead] for task in write.forward(rank, chunk, micro_batch)]
+        put_off = rank if split else 0
+        waiting: list[tuple[int, int]] = []
+        for turn, (mirrored, micro_batch) in enumerate(passes):
+            if ahead + turn < len(passes):
+                tasks += write.forward(rank, *passes[ahead + turn])
+            chunk = chunks - 1 - mirrored
+            if not split:
+                tasks += write.backward(rank, chunk, micro_batch)
+                continue
+            tasks += write.output_gradients(rank, chunk, micro_batch)
+            waiting.append((chunk, micro_batch))
+            if len(waiting) > put_off:
+                tasks += write.weight_gradients(rank, *waiting.pop(0))
+        for chunk, micro_batch in waiting:
+            tasks += write.weight_gradients(rank, chunk, micro_batch)
+        lanes.append(tasks)
+    return rank_schedule(lanes)
+
+
+def _passes(chunks: int, micro_batches: int, per_round: int) -> Iterator[tuple[int, int]]:
+    """(chunk, micro-batch) in the order of the forward passes; the backward passes mirror the chunks."""
+    for first in range(0, micro_batches, per_round):
+        for chunk in range(chunks):
+            for micro_batch in range(first, first + per_round):
+                yield chunk, micro_batch
+
+
+def _require_rounds(placement: Placement, micro_batches: int, schedule: str) -> None:
+    check_micro_batches(micro_batches)
+    chunks = len(placement.chunks[0])
+    require_turns(
+        placement,
+        [*range(placement.ranks)] * chunks,
+        schedule,
+        "needs the same number of chunks on each rank, dealt out in turn: use modulo() with a group size that divides "
+        "the stages of a rank",
+    )
+    rounds = max(1, micro_batches // placement.ranks)
+    if micro_batches % rounds:
+        raise ValueError(
+            f"micro_batches={micro_batches} do not fill {rounds} rounds over {placement.ranks} ranks: {schedule} takes "
+            f"a multiple of {rounds}, such as {micro_batches // rounds * rounds}"
+        )

@@ -1,0 +1,106 @@
+"""OOO-Pipe1 and OOO-Pipe2: gradient fast-forwarding, then modulo allocation on top (Oh et al. 2022, section 5.2)."""
+
+from __future__ import annotations
+
+from retime.schedules.pipeline.costs import Hops, StageCosts
+from retime.schedules.pipeline.lanes import require_one_chunk
+from retime.schedules.pipeline.list_scheduler import Cap, Rule, list_schedule
+from retime.schedules.pipeline.placement import Placement, modulo
+from retime.schedules.schedule import Schedule
+from retime.schedules.tasks import Kind
+
+FLUSH = Rule((Kind.F, Kind.O, Kind.W), flush=True)
+"""The paper's form: on each rank all forward passes, then output gradients, weight gradients in their gaps."""
+
+GREEDY = Rule((Kind.O, Kind.F, Kind.W))
+"""An output gradient as soon as it can run, else a forward pass, else a weight gradient."""
+
+
+def ooo_pipe1(
+    placement: Placement,
+    micro_batches: int | None,
+    *,
+    costs: StageCosts | None = None,
+    hops: Hops = 0.0,
+    cap: Cap = None,
+    rule: Rule = FLUSH,
+    first_output_gradient: bool = False,
+) -> Schedule:
+    """Gradient fast-forwarding: output gradients before weight gradients; Figures 5 (b), 6 (b) and 12 (b).
+
+    >>> from retime.schedules.pipeline import block
+    >>> print(ooo_pipe1(block(4, 2), None))
+    rank0: F1 F2 O2 W2 W1
+    rank1: F3 F4 O4 O3 W4 W3
+
+    Args:
+        placement: consecutive stages on each rank.
+        micro_batches: at least 1, or ``None`` for one whole batch (cross-layer model parallelism).
+        costs: times to decide by; one unit a task when left out.
+        hops: see :data:`Hops`.
+        cap: see :data:`Cap`.
+        rule: the paper's form when left out; :data:`GREEDY` starts the backward pass sooner.
+        first_output_gradient: see :func:`gpipe`.
+
+    Raises:
+        ValueError: when the placement is no :func:`block`, a number is out of its range, or the cap is not feasible.
+    """
+    require_one_chunk(placement, "OOO-Pipe1")
+    return _listed(placement, micro_batches, costs, hops, cap, rule, first_output_gradient)
+
+
+def ooo_pipe2(
+    stages: int,
+    ranks: int,
+    micro_batches: int | None,
+    *,
+    group: int = 1,
+    costs: StageCosts | None = None,
+    hops: Hops = 0.0,
+    cap: Cap = None,
+    rule: Rule = FLUSH,
+    first_output_gradient: bool = False,
+) -> Schedule:
+    """Fast-forwarding with modulo allocation: Figures 5 (c), 6 (c) and 12 (c).
+
+    >>> print(ooo_pipe2(4, 2, None))
+    rank0: F1 F3 O3 W3 W1
+    rank1: F2 F4 O4 W4 O2 W2
+
+    Args:
+        stages: how many.
+        ranks: how many.
+        micro_batches: see :func:`ooo_pipe1`.
+        group: consecutive stages that stay together; see :func:`modulo`.
+        costs: see :func:`ooo_pipe1`.
+        hops: see :data:`Hops`.
+        cap: see :data:`Cap`.
+        rule: see :func:`ooo_pipe1`.
+        first_output_gradient: see :func:`gpipe`.
+
+    Raises:
+        ValueError: when a number is out of its range or the cap is not feasible.
+    """
+    placement = modulo(stages, ranks, group=group)
+    return _listed(placement, micro_batches, costs, hops, cap, rule, first_output_gradient)
+
+
+def _listed(
+    placement: Placement,
+    micro_batches: int | None,
+    costs: StageCosts | None,
+    hops: Hops,
+    cap: Cap,
+    rule: Rule,
+    first_output_gradient: bool,
+) -> Schedule:
+    schedule, _ = list_schedule(
+        placement,
+        micro_batches,
+        costs or StageCosts.uniform(placement.stages),
+        hops=hops,
+        cap=cap,
+        rule=rule,
+        first_output_gradient=first_output_gradient,
+    )
+    return schedule
