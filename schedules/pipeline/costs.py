@@ -89,7 +89,8 @@ def hop_table(hops: Hops, ranks: int) -> tuple[tuple[float, ...], ...]:
     if isinstance(hops, int | float):
         table = tuple(tuple(0.0 if a == b else float(hops) for b in range(ranks)) for a in range(ranks))
     else:
-        table = tuple(tuple(map(float, row)) for row in hops)
+        # A rank sends itself nothing, whatever stands on the diagonal.
+        table = tuple(tuple(0.0 if a == b else float(hop) for b, hop in enumerate(row)) for a, row in enumerate(hops))
         if len(table) != ranks or any(len(row) != ranks for row in table):
             sizes = f"{len(table)} rows of {sorted({len(row) for row in table})}"
             raise ValueError(f"hops has {sizes} entries for {ranks} ranks: give {ranks} x {ranks}, or one number")

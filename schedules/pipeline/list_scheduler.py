@@ -66,7 +66,8 @@ def list_schedule(
         first_output_gradient: see :func:`gpipe`.
 
     Returns:
-        The schedule, and its makespan in milliseconds.
+        The schedule, and its makespan in milliseconds. Under a cap or a limit of micro-batches in flight, ranks wait
+        for each other's memory while the order is found; running it (:func:`simulate_pipeline`) may be faster.
 
     Raises:
         ValueError: when a number is out of its range, or the cap is below what one micro-batch takes; the message gives

@@ -147,10 +147,9 @@ def candidates(
             for rule in _rules(ranks, micro_batches, capped=cap is not None)
             if not rule.flush or _holds(caps, placement, costs, micro_batches)
         ]
-        schedule, makespan_ms = min(tried, key=lambda found: found[1])
-        lanes = {lane.name: lane for lane in schedule.lanes}
-        peaks = tuple(peak_alive(lanes[lane_name(rank)], costs.activation_bytes) for rank in range(ranks))
-        yield Candidate(_LISTED[name], group, placement, schedule, makespan_ms, peaks)
+        schedule, _ = min(tried, key=lambda found: found[1])
+        ran = simulate_pipeline(schedule, placement, costs, hops=hops)
+        yield Candidate(_LISTED[name], group, placement, schedule, ran.makespan_ms, ran.peak_bytes)
 
 
 def _holds(caps: tuple[float, ...], placement: Placement, costs: StageCosts, micro_batches: int) -> bool:
@@ -185,7 +184,7 @@ def _rules(ranks: int, micro_batches: int, *, capped: bool) -> Iterator[Rule]:
         return
     # A cap that is filled with early stages of many micro-batches leaves nothing for late stages of few.
     most = min(micro_batches - 1, 2 * ranks)
-    span = range(min(ranks, max(1, most // 2)), most + 1)
+    span = range(ranks if most > ranks else max(1, most // 2), most + 1)
     for limit in span[:: max(1, -(-len(span) // _LIMITS))]:
         yield Rule(GREEDY.order, in_flight=limit)
         yield Rule(_FORWARD_FIRST, in_flight=limit)

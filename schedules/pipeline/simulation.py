@@ -52,7 +52,7 @@ def simulate_pipeline(
     >>> from retime.schedules.pipeline import block, gpipe
     >>> ran = simulate_pipeline(gpipe(block(4, 2), 2), block(4, 2), StageCosts.uniform(4))
     >>> ran.makespan_ms, ran.idle_ms, ran.peak_activations
-    (16.0, (6.0, 4.0), (4, 4))
+    (17.0, (7.0, 5.0), (4, 4))
 
     Args:
         schedule: a lane a rank, named as the schedules of this room name them, and lanes of S.

@@ -1,0 +1,146 @@
+"""The published schedules have the makespans and peaks that torch's own orders of the same names have."""
+
+import pytest
+
+from retime.schedules import Kind, Task
+from retime.schedules.pipeline import (
+    GREEDY,
+    Placement,
+    StageCosts,
+    block,
+    extra_ms,
+    gpipe,
+    interleaved,
+    interleaved_zero_bubble,
+    modulo,
+    one_forward_one_backward,
+    ooo_pipe1,
+    ooo_pipe2,
+    simulate_pipeline,
+    v_shape,
+    validate_pipeline,
+    zb_h1,
+    zbv,
+)
+from retime.schedules.pipeline.lanes import rank_schedule
+
+NAMES = {
+    "GPipe": gpipe,
+    "Interleaved1F1B": interleaved,
+    "InterleavedZeroBubble": interleaved_zero_bubble,
+    "ZBVZeroBubble": zbv,
+}
+SHAPES = [
+    (name, ranks, micro_batches, chunks)
+    for name in NAMES
+    for ranks in (2, 3, 4, 8)
+    for micro_batches in (1, 2, 4, 6, 8, 16, 24)
+    for chunks in ((1,) if name == "GPipe" else (2,) if name == "ZBVZeroBubble" else (2, 3, 4))
+    if "Interleaved" not in name or micro_batches % max(1, micro_batches // ranks) == 0
+]
+
+
+def torch_schedule(name, ranks, micro_batches, chunks):
+    visualizer = pytest.importorskip("torch.distributed.pipelining._schedule_visualizer")
+    lanes, rank_of = [], {}
+    for rank, actions in enumerate(visualizer.get_schedule_ops(name, ranks, micro_batches, chunks)):
+        tasks = []
+        for action in actions:
+            letter = action and action.computation_type.value
+            if letter not in ("F", "I", "W", "B"):
+                continue
+            rank_of[action.stage_index] = rank
+            kinds = {"F": "F", "I": "O", "W": "W", "B": "WO"}[letter]
+            tasks += [Task(Kind(kind), action.stage_index + 1, action.microbatch_index) for kind in kinds]
+        lanes.append(tasks)
+    return rank_schedule(lanes), Placement(tuple(rank_of[stage] for stage in range(len(rank_of))))
+
+
+@pytest.mark.parametrize(("name", "ranks", "micro_batches", "chunks"), SHAPES)
+def test_as_torch_orders_them(name, ranks, micro_batches, chunks):
+    theirs, placement = torch_schedule(name, ranks, micro_batches, chunks)
+    ours = NAMES[name](placement, micro_batches, first_output_gradient=True)
+    validate_pipeline(ours, placement, micro_batches)
+    for forward_ms, output_ms, weight_ms, hop_ms in ((1, 1, 1, 0), (1, 1, 1, 0.5), (2, 3, 1, 0.25)):
+        stages = placement.stages
+        costs = StageCosts((forward_ms,) * stages, (output_ms,) * stages, (weight_ms,) * stages)
+        a = simulate_pipeline(ours, placement, costs, hops=hop_ms)
+        b = simulate_pipeline(theirs, placement, costs, hops=hop_ms)
+        assert (a.makespan_ms, a.peak_activations) == (b.makespan_ms, b.peak_activations)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_extra_time_over_ideal(ranks, rounds, chunks):
+    stages, micro_batches = ranks * chunks, ranks * rounds
+    ideal, equal = 3 * chunks * micro_batches, (ranks, chunks, chunks, chunks)
+    blocks, dealt = block(stages, ranks), modulo(stages, ranks)
+    uniform = StageCosts.uniform(stages)
+
+    def extra(schedule, placement):
+        return simulate_pipeline(schedule, placement, uniform).makespan_ms - ideal
+
+    def of(order, placement):
+        return extra(order(placement, micro_batches, first_output_gradient=True), placement)
+
+    assert of(gpipe, blocks) == extra_ms("gpipe", *equal)
+    assert of(one_forward_one_backward, blocks) == extra_ms("1f1b", *equal)
+    assert of(interleaved, dealt) == extra_ms("interleaved", *equal, chunks=chunks)
+    assert of(zb_h1, blocks) == extra_ms("zb_h1", *equal)
+    assert of(ooo_pipe1, blocks) == extra_ms("ooo_pipe1", *equal)
+    flush = ooo_pipe2(stages, ranks, micro_batches, first_output_gradient=True)
+    greedy = ooo_pipe2(stages, ranks, micro_batches, rule=GREEDY, first_output_gradient=True)
+    assert extra(flush, dealt) == extra_ms("ooo_pipe2", *equal, chunks=chunks)
+    assert extra(greedy, dealt) == extra_ms("ooo_pipe2_greedy", *equal, chunks=chunks)
+
+
+def test_one_forward_one_backward_bounds_the_activations_by_the_ranks():
+    placement = block(4, 4)
+    peaks = simulate_pipeline(one_forward_one_backward(placement, 12), placement, StageCosts.uniform(4))
+    assert peaks.peak_activations == (4, 3, 2, 1)
+    assert simulate_pipeline(zb_h1(placement, 12), placement, StageCosts.uniform(4)).peak_activations == (4, 4, 4, 4)
+
+
+TABLE = {  # with O1, hop 0 and hop 0.5, and the peak of live layers: F, O and W take one unit a layer
+    (4, 16, 4): {
+        "gpipe": (84, 87, 16),
+        "interleaved": (57, 72, 16),
+        "interleaved_zero_bubble": (51, 62, 16),
+        "zbv": (60, 66, 16),
+        "flush": (54, 63, 16),
+        "greedy": (51, 60, 16),
+    },
+    (8, 32, 16): {
+        "gpipe": (276, 283, 64),
+        "interleaved": (213, 244, 39),
+        "interleaved_zero_bubble": (199, 225, 32),
+        "zbv": (206, 222.5, 32),  # 222 where messages of one link do not wait for each other
+        "flush": (206, 237, 64),
+        "greedy": (199, 202.5, 56),  # 202 likewise
+    },
+}
+
+
+@pytest.mark.parametrize("shape", TABLE)
+@pytest.mark.parametrize("name", TABLE[4, 16, 4])
+def test_table_of_makespans(shape, name):
+    ranks, layers, micro_batches = shape
+    published = {
+        "gpipe": gpipe,
+        "interleaved": interleaved,
+        "interleaved_zero_bubble": interleaved_zero_bubble,
+        "zbv": zbv,
+    }
+    placement = {"gpipe": block, "zbv": v_shape}.get(name, modulo)(layers, ranks)
+    times, peaks = [], []
+    for hop_ms in (0, 0.5):
+        if name in published:
+            schedule = published[name](placement, micro_batches, first_output_gradient=True)
+        else:
+            rule = {"rule": GREEDY} if name == "greedy" else {}
+            schedule = ooo_pipe2(layers, ranks, micro_batches, hops=hop_ms, first_output_gradient=True, **rule)
+        ran = simulate_pipeline(schedule, placement, StageCosts.uniform(layers), hops=hop_ms)
+        times.append(ran.makespan_ms)
+        peaks.append(max(ran.peak_activations))
+    assert (*times, max(peaks)) == TABLE[shape][name]
