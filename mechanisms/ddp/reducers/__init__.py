@@ -1,7 +1,7 @@
 """Ways to sum gradients over ranks: where they are, or in host memory."""
 
 from retime.mechanisms.ddp.reducers.device import DeviceReducer, OwnGroupsReducer
-from retime.mechanisms.ddp.reducers.host import HostReducer
+from retime.mechanisms.ddp.reducers.host import HostReducer, TimedSum
 from retime.mechanisms.ddp.reducers.reducer import Reducer, ScalingReducer
 
 __all__ = [
@@ -10,4 +10,5 @@ __all__ = [
     "OwnGroupsReducer",
     "Reducer",
     "ScalingReducer",
+    "TimedSum",
 ]

@@ -9,8 +9,10 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import time
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -18,10 +20,22 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from retime.mechanisms.ddp.shared_memory import HostSums, host_sums
+from retime.mechanisms.ddp.shared_memory import HostSums, SumTimes, host_sums
 from retime.mechanisms.streams import Mark, SideStream
 
-__all__ = ["HostReducer"]
+__all__ = ["HostReducer", "TimedSum"]
+
+
+@dataclass(frozen=True)
+class TimedSum:
+    """One sum as it went on this rank; times of day are ``time.perf_counter()``'s."""
+
+    bytes: int
+    given: float
+    began: float
+    ended: float
+    times: SumTimes | None
+    """Where the time between went; None where sums go through gloo."""
 
 
 class HostReducer:
@@ -34,6 +48,7 @@ class HostReducer:
         group: whose ranks; None: all. Each of them makes one of these.
         timeout: how long another rank may take; None is torch's default.
         overtakes: whether urgent sums overtake others, for which a second thread adds up in memory of its own.
+        watch: gets each sum when it was made, in the thread that made it; without it no clock is asked.
 
     Attributes:
         bytes_out: sent to the host so far.
@@ -47,10 +62,15 @@ class HostReducer:
         timeout: timedelta | None = None,
         *,
         overtakes: bool = False,
+        watch: Callable[[TimedSum], None] | None = None,
     ) -> None:
         self._lanes = [_Lane(host_sums(group, timeout)) for _ in range(2 if overtakes else 1)]
         self._buffers: dict[Hashable, Tensor] = {}
         self._side = SideStream(device)
+        self._watch = watch
+        if watch is not None:
+            for lane in self._lanes:
+                lane.sums.times()
         self.note = self._lanes[0].sums.note
         self.bytes_out = 0
 
@@ -71,7 +91,8 @@ class HostReducer:
         left = self._side.copy(buffer, values) if values.is_cuda else Mark()
         done: Future[Tensor] = Future(devices=[values.device] if values.is_cuda else [])
         lane = self._lanes[-1 if urgent else 0]
-        lane.thread.submit(self._reduce, lane.sums, values, buffer, scale, left, done)
+        given = 0.0 if self._watch is None else time.perf_counter()
+        lane.thread.submit(self._reduce, lane.sums, values, buffer, scale, left, done, given)
         return done
 
     def _buffer(self, key: Hashable, values: Tensor) -> Tensor:
@@ -96,13 +117,25 @@ class HostReducer:
         self._buffers.clear()
 
     def _reduce(
-        self, sums: HostSums, values: Tensor, buffer: Tensor, scale: float, left: Mark, done: Future[Tensor]
+        self,
+        sums: HostSums,
+        values: Tensor,
+        buffer: Tensor,
+        scale: float,
+        left: Mark,
+        done: Future[Tensor],
+        given: float,
     ) -> None:
         try:
             if values.is_cuda:
                 torch.cuda.set_device(values.device)  # a new thread's is device 0
             left.synchronize()
-            sums.add(buffer, scale)
+            if self._watch is None:
+                sums.add(buffer, scale)
+            else:
+                began = time.perf_counter()
+                sums.add(buffer, scale)
+                self._watch(TimedSum(values.nbytes, given, began, time.perf_counter(), sums.times()))
             with self._side.after_itself():  # whoever waits for the result waits for what this stream has
                 if buffer is not values:
                     values.copy_(buffer, non_blocking=True)

@@ -45,11 +45,16 @@ struct alignas(kLine) RankCounts {
   Count taken;
 };
 
-int64_t now_ms() {
+// Where the time of a sum goes; what a phase waits for other ranks is in kWaiting instead.
+enum Phase { kBringing = 0, kAdding = 1, kTaking = 2, kWaiting = 3 };
+
+int64_t now_ns() {
   timespec now{};
   clock_gettime(CLOCK_MONOTONIC, &now);
-  return now.tv_sec * 1000 + now.tv_nsec / 1000000;
+  return now.tv_sec * int64_t{1000000000} + now.tv_nsec;
 }
+
+int64_t now_ms() { return now_ns() / 1000000; }
 
 long futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const timespec* timeout) {
   return syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), operation, value, timeout, nullptr, 0);
@@ -77,16 +82,26 @@ class Sums {
     who_ = who;
     for (int64_t step = 0; step < blocks + 2; ++step) {
       Outcome outcome = kDone;
-      if (step < blocks) outcome = bring<T, Sum>(part(values, count, most, step), next_ + step, scale, root);
-      if (outcome == kDone && step >= 1 && step <= blocks) {
-        outcome = sum<T, Sum>(part(values, count, most, step - 1), next_ + step - 1, scale, root);
+      if (step < blocks) {
+        outcome = timed(kBringing, [&] {
+          return bring<T, Sum>(part(values, count, most, step), next_ + step, scale, root);
+        });
       }
-      if (outcome == kDone && step >= 2) outcome = take(part(values, count, most, step - 2), next_ + step - 2);
+      if (outcome == kDone && step >= 1 && step <= blocks) {
+        outcome = timed(kAdding, [&] {
+          return sum<T, Sum>(part(values, count, most, step - 1), next_ + step - 1, scale, root);
+        });
+      }
+      if (outcome == kDone && step >= 2) {
+        outcome = timed(kTaking, [&] { return take(part(values, count, most, step - 2), next_ + step - 2); });
+      }
       if (outcome != kDone) return outcome;
     }
     next_ += static_cast<uint32_t>(blocks);
     return kDone;
   }
+
+  void time_into(int64_t* nanoseconds) { nanoseconds_ = nanoseconds; }
 
   void stop() {
     stopped_ = true;
@@ -200,6 +215,20 @@ class Sums {
     for (int spin = 0; spin < kSpins; ++spin) {
       if (reached(count.blocks.load(std::memory_order_acquire), wanted)) return kDone;
     }
+    return timed(kWaiting, [&] { return sleep(count, wanted, rank); });
+  }
+
+  // The clock is asked only where somebody wants to know.
+  template <typename Act>
+  Outcome timed(Phase phase, Act act) {
+    if (nanoseconds_ == nullptr) return act();
+    const int64_t began = now_ns(), waited = nanoseconds_[kWaiting];
+    const Outcome outcome = act();
+    nanoseconds_[phase] += now_ns() - began - (nanoseconds_[kWaiting] - waited);
+    return outcome;
+  }
+
+  Outcome sleep(Count& count, uint32_t wanted, int rank) {
     const int64_t until = now_ms() + timeout_ms_;
     while (true) {
       if (stopped_) return kStopped;
@@ -266,6 +295,7 @@ class Sums {
   int64_t chunk_bytes_;
   std::vector<int> processes_;
   uint32_t next_ = 0;
+  int64_t* nanoseconds_ = nullptr;  // one for each phase
   int64_t timeout_ms_ = 0;
   int* who_ = nullptr;
   std::atomic<bool> stopped_{false};
@@ -301,6 +331,9 @@ int retime_sums_run(void* sums, void* values, int64_t count, int dtype, double s
     default: return here->run<c10::BFloat16, float>(static_cast<c10::BFloat16*>(values), count, scale, root, timeout_ms, who);
   }
 }
+
+// Add the nanoseconds of each phase of the sums from here on to these four; null: no longer.
+void retime_sums_time(void* sums, int64_t* nanoseconds) { static_cast<Sums*>(sums)->time_into(nanoseconds); }
 
 void retime_sums_stop(void* sums) { static_cast<Sums*>(sums)->stop(); }
 void retime_sums_fail(void* sums) { static_cast<Sums*>(sums)->fail(); }

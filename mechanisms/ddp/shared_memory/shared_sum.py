@@ -6,12 +6,13 @@ import ctypes
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 from torch import Tensor
 
-__all__ = ["RankLostError", "SharedSum", "default_chunk_bytes", "shared_bytes"]
+__all__ = ["RankLostError", "SharedSum", "SumTimes", "default_chunk_bytes", "shared_bytes"]
 
 _CHUNK_BYTES, _ALL_CHUNKS_BYTES = 2**17, 2**18
 _PAGE = 2**12
@@ -22,6 +23,20 @@ _ENDED, _LATE, _STOPPED = 1, 2, 3
 
 class RankLostError(RuntimeError):
     """A rank did not bring its gradients: it ended, failed, or is late."""
+
+
+@dataclass(frozen=True)
+class SumTimes:
+    """Where the time of sums went on this rank, in milliseconds."""
+
+    bring: float
+    """Values copied into shared memory, for the ranks that add them up."""
+    add: float
+    """This rank's share added up."""
+    take: float
+    """Sums that others made copied out of shared memory."""
+    wait: float
+    """Asleep until other ranks have done their part."""
 
 
 def default_chunk_bytes(ranks: int) -> int:
@@ -65,6 +80,7 @@ class SharedSum:
     ) -> None:
         self._library, self._names, self._processes = library, list(names), list(processes)
         self._longest = timeout
+        self._nanoseconds: ctypes.Array[ctypes.c_int64] | None = None
         self._ends = [-1 if other == rank else _end_of(process) for other, process in enumerate(processes)]
         ends = (ctypes.c_int * len(self._ends))(*self._ends)
         self._sums = library.retime_sums_open(file, rank, len(processes), chunk_bytes, ends)
@@ -123,6 +139,16 @@ class SharedSum:
             seconds = self._longest.total_seconds()
             return f"{rank} has not brought its gradients for {seconds:g} s: it hangs, or needs a longer timeout"
         return f"{rank} failed or ended before it brought its gradients; see its own error, or what killed it"
+
+    def times(self) -> SumTimes:
+        """Of the sums since the last call; they are timed from the first call on."""
+        if self._nanoseconds is None:
+            self._nanoseconds = (ctypes.c_int64 * 4)()
+            self._library.retime_sums_time(self._sums, self._nanoseconds)
+        found = SumTimes(*(nanoseconds / 1e6 for nanoseconds in self._nanoseconds))
+        for phase in range(len(self._nanoseconds)):
+            self._nanoseconds[phase] = 0
+        return found
 
     def stop(self) -> None:
         """Let a sum that another thread runs end, here and on all other ranks, with an error that names this one."""

@@ -16,7 +16,7 @@ from retime.mechanisms.compiled import NoLibraryError
 from retime.mechanisms.ddp.own_group import close_group, own_group
 from retime.mechanisms.ddp.shared_memory.library import sums_library
 from retime.mechanisms.ddp.shared_memory.shared_file import SharedFile, machine
-from retime.mechanisms.ddp.shared_memory.shared_sum import SharedSum, default_chunk_bytes, shared_bytes
+from retime.mechanisms.ddp.shared_memory.shared_sum import SharedSum, SumTimes, default_chunk_bytes, shared_bytes
 
 __all__ = ["GlooSums", "HostSums", "MachineSums", "host_sums"]
 
@@ -34,6 +34,9 @@ class HostSums(Protocol):
 
     def add(self, values: Tensor, scale: float = 1.0) -> None:
         """Replace ``values``, shape ``(n,)``, by their sum, each rank's times ``scale``."""
+
+    def times(self) -> SumTimes | None:
+        """Where the time of sums went since the last call, from the first one on; None where nobody can tell."""
 
     def stop(self) -> bool:
         """After a failure: whether a sum that another thread runs is sure to end now, with an error."""
@@ -62,6 +65,10 @@ class GlooSums:
         if scale != 1:
             values.mul_(scale)
         _all_reduce(values, self._group)
+
+    def times(self) -> SumTimes | None:
+        """gloo does not tell."""
+        return None
 
     def stop(self) -> bool:
         """The group's own timeout ends it."""
@@ -96,6 +103,10 @@ class MachineSums:
             if self._leaders is not None:
                 _all_reduce(values, self._leaders)
             self._shared.broadcast(values, 0)
+
+    def times(self) -> SumTimes | None:
+        """Of this machine's sums."""
+        return self._shared.times()
 
     def stop(self) -> bool:
         """Ends a sum of this machine; one between machines ends by its timeout."""

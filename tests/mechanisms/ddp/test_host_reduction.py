@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from retime.mechanisms.ddp import BucketReduction
-from retime.mechanisms.ddp.reducers import HostReducer
+from retime.mechanisms.ddp.reducers import HostReducer, TimedSum
 from retime.mechanisms.ddp.shared_memory import sums
 from retime.strategies import MemoryBudgetDDPStrategy
 
@@ -50,6 +50,23 @@ def test_gradients_come_back(device: torch.device) -> None:
             assert two.grad is not None
             assert torch.equal(one.grad, two.grad)
     assert reducer.bytes_out == 2 * sum(parameter.nbytes for parameter in plain.parameters())
+
+
+def test_the_clock_is_asked_for_who_watches_only(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [0]
+
+    def clock() -> float:
+        asked[0] += 1
+        return float(asked[0])
+
+    monkeypatch.setattr("retime.mechanisms.ddp.reducers.host.time.perf_counter", clock)
+    seen: list[TimedSum] = []
+    for watch in (None, seen.append):
+        assert not asked[0]
+        reducer = HostReducer(device, watch=watch)
+        reducer.start(0, torch.ones(4, device=device)).wait()
+        reducer.close()
+    assert seen == [TimedSum(16, 1.0, 2.0, 3.0, None)]
 
 
 def test_a_reduction_that_fails_fails_the_backward_pass(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -20,7 +21,7 @@ from retime.mechanisms.compiled import NoLibraryError
 from retime.mechanisms.ddp.shared_memory import RankLostError
 from retime.mechanisms.ddp.shared_memory.library import sums_library
 from retime.mechanisms.ddp.shared_memory.shared_file import SharedFile
-from retime.mechanisms.ddp.shared_memory.shared_sum import SharedSum, shared_bytes
+from retime.mechanisms.ddp.shared_memory.shared_sum import SharedSum, SumTimes, shared_bytes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is for Linux")
 CHUNK_BYTES = 256
@@ -115,6 +116,24 @@ def test_ranks_that_come_late_change_no_bit(ranks: Any) -> None:
 
         for found in these.each(add):
             assert torch.equal(found, in_order(given))
+
+
+def test_times_tell_work_from_waiting(ranks: Any) -> None:
+    """Rank 1 comes when rank 0 has slept for a while; sums before anybody asked are in no times."""
+    these = ranks(2)
+    values = [torch.randn(5000) for _ in range(2)]
+
+    def timed(one: SharedSum, rank: int) -> Any:
+        one.add(values[rank].clone())
+        nothing = one.times()
+        time.sleep(rank * 0.2)
+        one.add(values[rank])
+        return nothing, one.times(), one.times()
+
+    for rank, (nothing, times, after) in enumerate(these.each(timed)):
+        assert nothing == after == SumTimes(0, 0, 0, 0)
+        assert min(times.bring, times.add, times.take) > 0
+        assert rank == 1 or times.wait > 0
 
 
 def test_complex_numbers_are_summed(ranks: Any) -> None:
