@@ -30,6 +30,11 @@ SOONER = Claim(
 )
 SAME_STEPS = Target("steps to the accuracy over those of ddp", "x", 1.0, at_most=True)
 SAME_OUTPUTS = Target("most that an output differs from ddp's, at any check", "", 0.0, at_most=True)
+FROM_ORDER, FROM_REPEAT = "difference from sums in the order of the ranks", "difference in a second run"
+IN_ORDER = Target(
+    "most that an output differs from that with torch's own sums in the order of the ranks", "", 0.0, at_most=True
+)
+REPEATED = Target("most that an output differs in a second run", "", 0.0, at_most=True)
 
 
 class Trainings(Recipe[AccumulationSettings]):
@@ -71,10 +76,19 @@ class Trainings(Recipe[AccumulationSettings]):
                 if point.at["ranks"] == 2:  # with more, gloo adds up in an order of its own
                     most = max(point.values(label, DIFFERENCE))
                     lines.append(Comparison(SAME_OUTPUTS, Spread(most, most, most), where))
+                for target, quantity in ((IN_ORDER, FROM_ORDER), (REPEATED, FROM_REPEAT)):
+                    if point.has(label, quantity):
+                        most = max(point.values(label, quantity))
+                        where = f"{point.at['network']}, {point.at['ranks']} ranks: {label}"
+                        lines.append(Comparison(target, Spread(most, most, most), where))
         return lines
 
     def notes(self, result: Result) -> list[str]:
-        lines = ["Quartiles are over seeds. Each fit trains for the same steps; the time of the checks is not counted."]
+        lines = [
+            "Quartiles are over seeds. Each fit trains for the same steps; the time of the checks is not counted. Sums "
+            "in the order of the ranks are ddp's with a hook that gathers all gradients and adds them up by torch "
+            "alone. With the first seed each strategy trains twice."
+        ]
         for point in result.points:
             most = max(value for label in point.variants(DIFFERENCE) for value in point.values(label, DIFFERENCE))
             share = 100 * point.facts["accuracy"]
@@ -111,6 +125,8 @@ def _rows(settings: AccumulationSettings, label: str, fits: list[dict[str, Any]]
         Row(label, SECONDS_TO, "s", seconds),
         Row(label, STEPS_TO, "steps", steps),
         Row(label, DIFFERENCE, "", [max(one["differences"]) for one in fits]),
+        Row(label, FROM_ORDER, "", [max(one["from_order"]) for one in fits]),
+        Row(label, FROM_REPEAT, "", [max(one["from_repeat"]) for one in fits if "from_repeat" in one]),
         Row(label, RIGHT, "", [round(share, 4) for share in fits[0]["right"]]),
         Row(label, ELAPSED, "s", [round(second, 4) for second in fits[0]["seconds"]]),
     ]
@@ -132,4 +148,4 @@ def _reached(settings: AccumulationSettings, label: str, right: list[float]) -> 
 
 
 def _without_times(answer: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    return {label: [(one["right"], one["differences"]) for one in fits] for label, fits in answer.items()}
+    return {label: [{**one, "seconds": None} for one in fits] for label, fits in answer.items()}

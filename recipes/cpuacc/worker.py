@@ -23,7 +23,8 @@ from retime.recipes.core.measure import interleave
 from retime.recipes.core.trainer_loop import Batch, Run, Training, train
 from retime.recipes.core.workers import Answer
 from retime.recipes.cpuacc.checked_outputs import CheckedOutputs
-from retime.recipes.cpuacc.layer_sums import LayerSums
+from retime.recipes.cpuacc.layer_times import QUANTITIES, LayerTimes
+from retime.recipes.cpuacc.rank_ordered import RANK_ORDERED
 from retime.recipes.emulated.rank import joined, tell
 from retime.recipes.ooo.fits import gradient_bytes
 
@@ -102,56 +103,59 @@ def fits(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def outputs(request: dict[str, Any]) -> dict[str, Any]:
-    """By strategy and seed: what `CheckedOutputs` saw in a fit, and how far that is from the first strategy's."""
+    """By strategy and seed: what `CheckedOutputs` saw in a fit, and how far that is from others'.
+
+    Those are the first strategy's, and torch's own sums in the order of the ranks. With the first seed each strategy
+    trains twice.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     (held_out,) = build_batches(request["held_out"], request["held_out_size"], 1)
     found: dict[str, list[dict[str, Any]]] = {label: [] for label in request["variants"]}
     for seed in range(request["seed"], request["seed"] + request["rounds"]):
         model = build_model(request["model"], CPU, seed)
         batches = build_batches(request["data"], request["batch_size"], request["steps"] * ranks)[rank::ranks]
-        first: list[Tensor] = []
-        for label, strategy in request["variants"].items():
+
+        def fit(strategy: dict[str, Any], model: nn.Module = model, batches: list[Batch] = batches) -> CheckedOutputs:
             checks = CheckedOutputs(request["check_every"], held_out)
             _fit(model, batches, request["optimizer"], strategy, checks)
+            return checks
+
+        in_order = fit(RANK_ORDERED).answers
+        first: list[Tensor] = []
+        for label, strategy in request["variants"].items():
+            checks = fit(strategy)
             first = first or checks.answers
-            differences = [
-                float((ours - theirs).abs().max()) for ours, theirs in zip(checks.answers, first, strict=True)
-            ]
-            found[label].append({"right": checks.right, "seconds": checks.seconds, "differences": differences})
+            one = {"right": checks.right, "seconds": checks.seconds}
+            one |= {"differences": _apart(checks.answers, first), "from_order": _apart(checks.answers, in_order)}
+            if seed == request["seed"]:
+                one["from_repeat"] = _apart(checks.answers, fit(strategy).answers)
+            found[label].append(one)
             tell(f"{label}, seed {seed}")
     return found
 
 
+def _apart(ours: list[Tensor], theirs: list[Tensor]) -> list[float]:
+    """The most that an output differs, by check."""
+    return [float((one - other).abs().max()) for one, other in zip(ours, theirs, strict=True)]
+
+
 def layers(request: dict[str, Any]) -> dict[str, Any]:
-    """Milliseconds of each layer's backward pass, sum and plain copy; of all sums beside a backward pass."""
-    (batch,) = build_batches(request["data"], request["batch_size"], 1)
-    network = LayerSums(build_model(request["model"], CPU, request["seed"]), batch)
-    reducer = HostReducer()
-    by_layer: list[dict[str, list[float]]] = [{"backward": [], "sum": [], "copy": []} for _ in network.layers]
-    beside: dict[str, list[float]] = {"backward": [], "exposed": []}
+    """Milliseconds of each layer's backward pass and of the parts of its sum beside it; of a backward pass alone."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    batch = build_batches(request["data"], request["batch_size"], ranks)[rank]
+    network = LayerTimes(build_model(request["model"], CPU, request["seed"]), batch)
+    alone: list[float] = []
+    beside: dict[str, list[list[float]]] = {quantity: [] for quantity in QUANTITIES}
     for turn in range(request["warmup_rounds"] + request["rounds"]):
-        dist.barrier()
-        alone = network.backward_ms()
-        dist.barrier()
-        together, exposed = network.overlapped_ms(reducer)
-        sums, copies = [], []
-        for layer in network.layers:
-            into = torch.empty_like(layer.gradients)
-            dist.barrier()
-            sums.append(_timed(lambda layer=layer: reducer.start(-1, layer.gradients).wait()))  # type: ignore[misc]
-            copies.append(_timed(lambda layer=layer, into=into: into.copy_(layer.gradients)))  # type: ignore[misc]
+        without, by_layer = network.alone_ms(), network.beside_ms()
         tell(f"round {turn + 1}")
         if turn < request["warmup_rounds"]:
             continue
-        beside["backward"].append(together)
-        beside["exposed"].append(exposed)
-        for times, *measured in zip(by_layer, alone, sums, copies, strict=True):
-            for name, milliseconds in zip(times, measured, strict=True):
-                times[name].append(milliseconds)
-    note = reducer.note
-    reducer.close()
-    names = [(layer.name, layer.gradients.numel()) for layer in network.layers]
-    return {"layers": names, "ms": by_layer, "beside": beside, "how": note}
+        alone.append(without)
+        for quantity, rounds in beside.items():
+            rounds.append(by_layer[quantity])
+    network.close()
+    return {"layers": network.layers, "ms": beside, "alone": alone, "how": network.note}
 
 
 def resident(request: dict[str, Any]) -> dict[str, Any]:

@@ -1,20 +1,18 @@
-"""`cpuacc_table4` in small, and the sums of layers that it times."""
+"""`cpuacc_table4` in small, and which layer a sum belongs to."""
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 from hydra import compose, initialize_config_module
 from rich.console import Console
-from torch import nn
 
-from retime.mechanisms.ddp.reducers import HostReducer
+from retime.mechanisms.ddp.reducers import TimedSum
+from retime.mechanisms.ddp.shared_memory import SumTimes
+from retime.recipes.core.results import Point, Row
 from retime.recipes.core.schema import register_all, settings_of
-from retime.recipes.cpuacc.layer_sums import LayerSums
-from retime.recipes.cpuacc.layer_table import ALL, BACKWARD, COPY, EXPOSED, OF_BACKWARD, SLOWER, SUM, WAITED, LayerTable
+from retime.recipes.cpuacc.layer_table import ALL, ALONE, OF_BACKWARD, SLOWER, TABLE, WAITED, LayerTable, exposure
+from retime.recipes.cpuacc.layer_times import ADD, BACKWARD, BRING, EXPOSED, QUANTITIES, TAKE, WAIT, of_pass
 
 SMALL = [
     "experiment=cpuacc_table4",
@@ -23,6 +21,8 @@ SMALL = [
     "warmup_rounds=0",
     "cases.AlexNet.batch_size=2",
     "cases.AlexNet.model.width=0.03125",
+    "cases.AlexNet.model.image_size=64",
+    "cases.AlexNet.data.image_size=64",
 ]
 
 
@@ -35,34 +35,50 @@ def test_it_measures_every_layer(tmp_path: Path) -> None:
     result = recipe.run(settings, tmp_path, Console(quiet=True))
     (point,) = result.points
     layers = [f"layer {number}" for number in range(8, 0, -1)]
-    assert point.variants(SUM) == point.variants(COPY) == layers
-    assert point.variants(BACKWARD) == [*layers, ALL]
-    assert len(point.values(ALL, EXPOSED)) == 2
-    assert "parameters" in point.facts["layers"]["layer 8"]
-    assert [line.against for line in recipe.compare(result)] == [OF_BACKWARD, WAITED, SLOWER]
+    for quantity in QUANTITIES:
+        assert point.variants(quantity) == [*layers, ALL]
+    for label in layers:
+        for quantity in (BACKWARD, BRING, ADD, TAKE):
+            assert min(point.values(label, quantity)) > 0, (label, quantity)
+    assert len(point.values(ALL, ALONE)) == 2
+    assert point.facts["layers"]["layer 8"] == "21, 129,000 parameters"
+    totals, by_layer = [OF_BACKWARD, WAITED, SLOWER], recipe.compare(result)[3:]
+    assert [line.against for line in recipe.compare(result)[:3]] == totals
+    assert [line.against.value for line in by_layer] == [time for times in TABLE.values() for time in times]
+    assert f"  - {exposure(point)}" in recipe.notes(result)
     recipe.draw(result, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 1000
 
 
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+def _sum(size: int, given: float, began: float, ended: float) -> TimedSum:
+    return TimedSum(size, given, began, ended, SumTimes(1.0, 2.0, 3.0, 4.0))
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_sums_beside_a_backward_pass_are_of_its_gradients() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
-    batch = torch.randn(4, 6), torch.tensor([0, 1, 2, 0])
-    nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
-    expected = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-    network = LayerSums(model, batch)
-    assert [(layer.name, layer.gradients.numel()) for layer in network.layers] == [("0", 35), ("2", 18)]
-    reducer = HostReducer()
-    for _ in range(2):
-        assert all(milliseconds > 0 for milliseconds in network.overlapped_ms(reducer))
-        assert all(map(torch.equal, expected, (parameter.grad for parameter in model.parameters())))
-    reducer.close()
-    assert all(milliseconds > 0 for milliseconds in network.backward_ms())
+def test_sums_belong_to_layers_in_the_order_of_the_backward_pass() -> None:
+    """The last layer's sum and the end of the one before it run when the backward pass, from 1 s to 4 s, is over."""
+    sums = [_sum(4, 3.0, 3.5, 4.5), _sum(8, 3.5, 4.5, 5.0), _sum(2, 4.0, 5.0, 5.25), _sum(8, 2.0, 2.0, 2.5)]
+    found = of_pass(1.0, sums, [8, 12, 2])
+    assert found[BACKWARD] == [1000, 1500, 500]
+    assert found[EXPOSED] == [0, 1000, 250]
+    assert (found[BRING], found[ADD], found[TAKE], found[WAIT]) == ([1, 2, 1], [2, 4, 2], [3, 6, 3], [4, 8, 4])
+
+
+def test_a_bucket_of_two_layers_is_refused() -> None:
+    with pytest.raises(ValueError, match="two layers"):
+        of_pass(0.0, [_sum(20, 1.0, 1.0, 2.0)], [8, 12])
+
+
+def test_sums_through_gloo_are_refused() -> None:
+    with pytest.raises(ValueError, match="gloo"):
+        of_pass(0.0, [TimedSum(8, 1.0, 1.0, 2.0, None)], [8])
+
+
+@pytest.mark.parametrize(
+    ("exposed", "said"), [((0.0, 1.0), "of layer 1: no more"), ((0.5, 1.0), "of layer 2, layer 1: more than")]
+)
+def test_what_is_exposed_is_named(exposed: tuple[float, float], said: str) -> None:
+    rows = [Row(label, ADD, "ms", [1.0]) for label in ("layer 2", "layer 1", ALL)]
+    rows += [Row(ALL, quantity, "ms", [1.0]) for quantity in (BRING, TAKE)]
+    times = (*exposed, sum(exposed))
+    rows += [Row(label, EXPOSED, "ms", [time]) for label, time in zip(("layer 2", "layer 1", ALL), times, strict=True)]
+    assert said in exposure(Point(at={}, settings={}, rows=rows))

@@ -1,4 +1,4 @@
-"""`cpuacc_training` in small: two ranks, checked every step, whose outputs are the same."""
+"""`cpuacc_training` in small, checked every step: outputs are ddp's on two ranks, those of ordered sums on four."""
 
 import sys
 from dataclasses import replace
@@ -11,6 +11,10 @@ from rich.console import Console
 from retime.recipes.core.schema import AccumulationSettings, register_all, settings_of
 from retime.recipes.cpuacc.training import (
     DIFFERENCE,
+    FROM_ORDER,
+    FROM_REPEAT,
+    IN_ORDER,
+    REPEATED,
     RIGHT,
     SAME_OUTPUTS,
     SAME_STEPS,
@@ -22,7 +26,7 @@ from retime.recipes.cpuacc.training import (
 
 SMALL = [
     "experiment=cpuacc_training",
-    "rank_counts=[2]",
+    "rank_counts=[2,4]",
     "rounds=1",
     "steps=3",
     "check_every=1",
@@ -44,14 +48,21 @@ def settings() -> AccumulationSettings:
 def test_outputs_are_the_same(settings: AccumulationSettings, tmp_path: Path) -> None:
     recipe = Trainings()
     result = recipe.run(settings, tmp_path, Console(quiet=True))
-    (point,) = result.points
-    assert point.variants(SECONDS_TO) == list(settings.variants)
-    for label in settings.variants:
-        assert point.values(label, DIFFERENCE) == [0]
-        assert point.values(label, STEPS_TO) == [1]
-        assert len(point.values(label, RIGHT)) == 3
-    assert point.facts["all ranks answer the same"] is True
-    assert [line.against for line in recipe.compare(result)] == [SOONER, SAME_STEPS, SAME_OUTPUTS] * 2
+    two, _ = result.points
+    for point in result.points:
+        first, *ours = settings.variants
+        assert point.variants(SECONDS_TO) == [first, *ours]
+        for label in settings.variants:
+            assert point.values(label, STEPS_TO) == [1]
+            assert len(point.values(label, RIGHT)) == 3
+            assert point.values(label, FROM_REPEAT) == [0]
+        for label in ours:
+            assert point.values(label, FROM_ORDER) == [0]
+        assert point.facts["all ranks answer the same"] is True
+    assert all(two.values(label, DIFFERENCE) == [0] for label in settings.variants)
+    claims = [line.against for line in recipe.compare(result)]
+    assert claims[:5] == [SOONER, SAME_STEPS, SAME_OUTPUTS, IN_ORDER, REPEATED]
+    assert claims[10:14] == [SOONER, SAME_STEPS, IN_ORDER, REPEATED]
     assert "looked at every 1 steps" in recipe.notes(result)[1]
     recipe.draw(result, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 1000
