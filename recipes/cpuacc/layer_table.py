@@ -99,9 +99,9 @@ class LayerTable(Recipe[AccumulationSettings]):
             "Gradients are in host memory already: what stands for the paper's copies between GPU and CPU is a copy "
             "into memory that the ranks share (bring) and one out of it (take back). A rank brings what others add up, "
             "and adds up its own share of each layer. All of it is timed while the backward pass goes on, on the "
-            "rank's own core, so backward times hold it too. Wait: asleep until other ranks have done their part. "
-            "Exposed: what of a layer's sum ran when the backward pass was over, waits included. A value is the "
-            "slowest rank's.",
+            "rank's own core: backward times hold it, and its times hold the turns in which the core went on with the "
+            "backward pass. Wait: asleep until other ranks have done their part. Exposed: what of a layer's sum ran "
+            "when the backward pass was over, waits included. A value is the slowest rank's.",
         ]
         for point in result.points:
             lines.append(f"- {point.at['network']}, {point.at['ranks']} ranks on {point.facts['cores']} cores:")
