@@ -50,6 +50,7 @@ class Mechanism(Enum):
     OUT_OF_ORDER_IN_STEP = "out-of-order data parallel with cross_iteration=False"
     MEMORY_BUDGET = "a memory budget"
     HOST_REDUCTION = "a reduction in host memory"
+    HOST_UPDATE = "an update on the host"
     PARALLEL_SCAN = "a parallel scan"
     USERS_HOOK = "a communication hook of one's own"
 
@@ -76,6 +77,7 @@ _RIGHTS = {
     Mechanism.OUT_OF_ORDER_IN_STEP: _Rights(frozenset({Owned.COMM_HOOK}), holds_activations=True),
     Mechanism.MEMORY_BUDGET: _Rights(frozenset({Owned.BACKWARD_PASSES, Owned.SAVED_TENSORS})),
     Mechanism.HOST_REDUCTION: _Rights(frozenset({Owned.COMM_HOOK})),
+    Mechanism.HOST_UPDATE: _Rights(frozenset({Owned.OPTIMIZER_STEP})),
     Mechanism.PARALLEL_SCAN: _Rights(frozenset()),
     Mechanism.USERS_HOOK: _Rights(frozenset({Owned.COMM_HOOK})),
 }
@@ -87,7 +89,13 @@ _BECAUSE = {
 _HELD_ACTIVATIONS = (
     "weight gradients that wait keep activations which a memory budget counts as freed: drop one of the two"
 )
+_TWO_UPDATES = "{} and an update on the host both take the optimizer's step: drop one of the two"
 _SENTENCES = {
+    **{
+        frozenset({one, Mechanism.HOST_UPDATE}): _TWO_UPDATES.format(one.value)
+        for one, rights in _RIGHTS.items()
+        if Owned.OPTIMIZER_STEP in rights.owns
+    },
     frozenset({Mechanism.BACKWARD_FUSION, Mechanism.MEMORY_BUDGET}): (
         "a memory budget may run several backward passes for one batch; use FuseOptimizer('forward')"
     ),

@@ -3,24 +3,29 @@
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
+from functools import reduce
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from retime.mechanisms.arguments import checked
 from retime.mechanisms.capabilities import Mechanism, refuse
-from retime.mechanisms.ddp import BucketReduction, HostReductionReport
+from retime.mechanisms.ddp import BucketReduction, HostReductionReport, HostUpdate, HostUpdateReport
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.strategies.support.ddp_arguments import MegaBytes, StartMethod, given
 from retime.strategies.support.ddp_hooks import hook_was_not_asked_for
 from retime.strategies.support.lightning_package import LightningOnly
+from retime.strategies.support.lightning_private import timeout_of
 from retime.strategies.support.reduction import ReducerOfChoice
 from retime.strategies.support.reporting_launcher import ReportsAcrossProcesses
 
@@ -36,13 +41,22 @@ class CPUAccumulateStrategy(ReducerOfChoice, LightningOnly, ReportsAcrossProcess
     Each element is added up in the order of the ranks, so results are the same in every run; on two ranks they are
     those of ``ddp`` bit by bit, on more they may round differently. Half precision is added up in float32.
 
-    All arguments are those of :class:`lightning.pytorch.strategies.DDPStrategy` and of the ``DistributedDataParallel``
-    that it makes, whose further ones are taken too. A communication hook is refused. With one process there is nothing
-    to add up: it trains as ``ddp`` does, with one ``NoEffectWarning``.
+    With ``update_on_host=True`` the host applies the update too (moDNN, section 6.2): each rank updates some of the
+    parameters and takes the others' weights, so that a machine holds the optimizer's state once and not once a rank.
+    Results stay bit by bit what they are, checkpoints are whole and go to ``ddp`` and back, and when the fit ends every
+    rank gets the whole state. Until then ``optimizer.state`` holds this rank's part, and ``optimizer.state_dict()`` and
+    copies of the optimizer are refused. An optimizer that cannot be taken apart, parameter by parameter, runs whole on
+    every rank, with one ``NoEffectWarning``, and so do all where ranks share no memory.
+
+    Args:
+        update_on_host: divide updates among the ranks of a machine; on processors only.
+
+    All other arguments are those of :class:`lightning.pytorch.strategies.DDPStrategy` and of the
+    ``DistributedDataParallel`` that it makes, whose further ones are taken too. A communication hook is refused. With
+    one process there is nothing to add up: it trains as ``ddp`` does, with one ``NoEffectWarning``.
     """
 
     strategy_name = "cpu_accumulate_ddp"
-    mechanisms = (Mechanism.HOST_REDUCTION,)
     reduce_on = "host"
 
     @checked
@@ -60,6 +74,7 @@ class CPUAccumulateStrategy(ReducerOfChoice, LightningOnly, ReportsAcrossProcess
         static_graph: bool = False,
         gradient_as_bucket_view: bool = False,
         broadcast_buffers: bool | None = None,
+        update_on_host: bool = False,
         accelerator: Accelerator | str | None = None,
         parallel_devices: list[Any] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -89,12 +104,21 @@ class CPUAccumulateStrategy(ReducerOfChoice, LightningOnly, ReportsAcrossProcess
             ),
             **ddp_kwargs,
         )
+        self._update_on_host = update_on_host
+        self._updates: dict[Optimizer, HostUpdate] = {}
+        self._updated = HostUpdateReport()
+        """Of optimizers that were swapped for others."""
         self._reduction: BucketReduction | None = None
         self._last_report = HostReductionReport()
 
+    @property
+    def mechanisms(self) -> tuple[Mechanism, ...]:
+        """What this strategy brings along."""
+        return (Mechanism.HOST_REDUCTION, *([Mechanism.HOST_UPDATE] if self._update_on_host else []))
+
     def __getstate__(self) -> dict[str, Any]:
         """A copy, made in the middle of a fit too, has the counts; it sums in a fit of its own."""
-        return super().__getstate__() | {"_reduction": None, "_last_report": self.report()}
+        return super().__getstate__() | {"_reduction": None, "_updates": {}, "_last_report": self.report()}
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
@@ -107,9 +131,12 @@ class CPUAccumulateStrategy(ReducerOfChoice, LightningOnly, ReportsAcrossProcess
         model = self.model
         assert isinstance(model, DistributedDataParallel)
         self._end()
+        if self._update_on_host and self.root_device.type != "cpu":
+            raise ValueError(f"update_on_host=True is for processors, not for {self.root_device}: leave it out")
         reducer = self.make_reducer(model)
         if reducer is None:
             text = f"strategy={self.strategy_name!r} has no effect: with one process there are no gradients to add up"
+            text += " and no updates to divide" if self._update_on_host else ""
             warnings.warn(text, NoEffectWarning, stacklevel=2)
             super().register_hooks()
             return
@@ -117,21 +144,68 @@ class CPUAccumulateStrategy(ReducerOfChoice, LightningOnly, ReportsAcrossProcess
             model, reducer, name="accumulation on the processors", instead="use strategy='ddp'"
         )
 
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if self._update_on_host and self._reduction is not None and optimizer not in self._updates:
+            self._divide(optimizer, self._reduction)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def _divide(self, optimizer: Optimizer, reduction: BucketReduction) -> None:
+        assert isinstance(self.model, DistributedDataParallel)
+        for swapped in [known for known in self._updates if known not in self.optimizers]:
+            update = self._updates.pop(swapped)
+            update.remove()
+            self._updated = self._updated.beside(update.report())
+        group = self.model.process_group
+        self._updates[optimizer] = HostUpdate(optimizer, reduction.parameters, group, timeout_of(self))
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Where updates are divided: whole on the first rank, which writes checkpoints, and empty on others."""
+        update = self._updates.get(getattr(optimizer, "optimizer", optimizer))
+        if update is None or not update.active:
+            return super().optimizer_state(optimizer)
+        state = update.state_dict()
+        return state if self.is_global_zero else {}
+
     def teardown(self) -> None:
-        super().teardown()
-        if self._reduction is not None:
-            self._end()
-            rank_zero_info(f"retime: {self._last_report}")
+        failed = sys.exc_info()[0] is not None
+        try:
+            if failed and self._updates and self._reduction is not None:
+                self._reduction.close(
+                    failed=True
+                )  # others that wait for gradients fail too, and put the state together
+            for update in self._updates.values():
+                update.remove(failed=failed)
+        except BaseException:
+            for update in self._updates.values():
+                update.remove(failed=True)
+            raise
+        finally:
+            super().teardown()
+            if self._reduction is not None:
+                self._end()
+                rank_zero_info(f"retime: {self._last_report}")
 
     def _end(self) -> None:
         self._last_report = self.report()
+        self._updates.clear()
+        self._updated = HostUpdateReport()
         reduction, self._reduction = self._reduction, None
         if reduction is not None:
             reduction.close(failed=sys.exc_info()[0] is not None)
 
     def report(self) -> HostReductionReport:
-        """What was added up so far, and where."""
-        return self._last_report if self._reduction is None else self._reduction.report()
+        """What was added up so far, and where; what was updated together, and the state that this rank holds for it."""
+        if self._reduction is None:
+            return self._last_report
+        divided = [update.report() for update in self._updates.values()]
+        update = reduce(HostUpdateReport.beside, divided, self._updated)
+        return replace(self._reduction.report(), update=update if self._update_on_host else None)
 
     def take_report(self, report: HostReductionReport) -> None:
         self._last_report = report

@@ -7,6 +7,7 @@ from retime.mechanisms.ddp.buckets import BucketMap, Region
 from retime.mechanisms.ddp.comm_hook import CommHook, HookOwner, comm_hook_of, sparse_layer
 from retime.mechanisms.ddp.end_of_backward import at_end_of_backward
 from retime.mechanisms.ddp.host_report import HostReductionReport
+from retime.mechanisms.ddp.host_update import HostUpdate, HostUpdateReport
 from retime.mechanisms.ddp.mean import scale
 from retime.mechanisms.ddp.own_group import close_group, own_group
 from retime.mechanisms.ddp.reductions import GradientWatch, Reduction, Reductions, release, settle_gradients
@@ -18,6 +19,8 @@ __all__ = [
     "GradientWatch",
     "HookOwner",
     "HostReductionReport",
+    "HostUpdate",
+    "HostUpdateReport",
     "RankAgreement",
     "Reduction",
     "Reductions",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,6 +32,10 @@ class BucketReduction:
         name: what it is, for errors.
         instead: what a user can do who has another hook.
 
+    Attributes:
+        parameters: those that stay alike on all ranks: the model reduces their gradients, if this is made before any is
+            frozen or thawed, and no forward pass changes them (``max_norm`` of an embedding).
+
     Raises:
         ValueError: the model lies on several devices, or has a communication hook.
     """
@@ -47,6 +51,7 @@ class BucketReduction:
         self._reducer: Reducer | None = reducer
         self._report = HostReductionReport(how=getattr(reducer, "note", ""))
         self._slot = comm_hook_of(model)
+        self.parameters = _alike(model)
         try:
             devices = {parameter.device for parameter in model.parameters()}
             if len(devices) > 1:
@@ -81,3 +86,16 @@ class BucketReduction:
             reducer.abort()
         else:
             reducer.close()
+
+
+def _alike(model: DistributedDataParallel) -> frozenset[Tensor]:
+    rescaled = {
+        layer.weight
+        for layer in model.modules()
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None
+    }
+    return frozenset(
+        parameter
+        for name, parameter in model.module.named_parameters()
+        if parameter.requires_grad and name not in model.parameters_to_ignore and parameter not in rescaled
+    )

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from retime.mechanisms.byte_sizes import show_bytes
+from retime.mechanisms.ddp.host_update import HostUpdateReport
 
 __all__ = ["HostReductionReport"]
 
@@ -15,13 +16,16 @@ class HostReductionReport:
         buckets: gradient buckets that were summed.
         bytes: of their gradients.
         how: in what memory, among how many ranks.
+        update: what the ranks of the machine updated together; None: each updates all.
     """
 
     buckets: int = 0
     bytes: int = 0
     how: str = ""
+    update: HostUpdateReport | None = None
 
     def __str__(self) -> str:
         if not self.buckets:
             return "gradients on the host: none were summed"
-        return f"gradients on the host: {self.buckets} buckets, {show_bytes(self.bytes)}, {self.how}"
+        update = "" if self.update is None else f"; {self.update}"
+        return f"gradients on the host: {self.buckets} buckets, {show_bytes(self.bytes)}, {self.how}{update}"

@@ -8,6 +8,7 @@ On several ranks: `plain="ddp"`, and a factory that hands on the DDP options a s
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -28,10 +29,12 @@ from contract.traits import (
     NORM_CLIP,
     SCALER,
     SPARSE,
+    STATE_DICT,
     STEP_HOOK,
     UNUSED,
 )
 from retime.callbacks import FuseOptimizer
+from retime.mechanisms.ddp import HostUpdateReport
 from retime.mechanisms.memory.planning.choice import PlanChoice
 from retime.mechanisms.memory.planning.report import PlannedShape
 from retime.mechanisms.memory.step import BudgetedStep
@@ -189,6 +192,12 @@ class _AddsUpOnHost(CPUAccumulateStrategy):
     def _trains(self) -> bool:
         module = self.lightning_module
         return module is not None and module.trainer.global_step > 0
+
+
+def _of_update(trainer: Trainer) -> Any:
+    """What `Row.report` reads of the update on the host: its steps, and why there were none."""
+    update = trainer.strategy.report().update or HostUpdateReport()
+    return SimpleNamespace(fused_updates=update.steps, plain_steps=dict.fromkeys(update.reasons, 1))
 
 
 class _Everything(Budgeted):
@@ -363,6 +372,22 @@ STRATEGIES = [
         only=FEW,
     ),
     Row("cpu_accumulate_ddp", lambda ddp: _AddsUpOnHost(**ddp), plain="ddp", refused={SPARSE: "sparse"}),
+    Row(
+        "cpu_accumulate_ddp_update_on_host",
+        lambda ddp: _AddsUpOnHost(update_on_host=True, **ddp),
+        plain="ddp",
+        unfused=frozenset({LBFGS, CUSTOM_OPTIMIZER, STEP_HOOK}),
+        refused={SPARSE: "sparse", STATE_DICT: "a part of the optimizer's state only"},
+        left_out={
+            "optimizer_state_logged": "trace",  # of each rank's part
+            # What a callback sees that makes a checkpoint on all ranks: only the first has the state, to write it.
+            "exception_in_training_step": "checkpoint",
+            "exception_inside_a_window": "checkpoint",
+            "exception_after_a_batch": "checkpoint",
+            "exception_in_validation": "checkpoint",
+        },
+        report=_of_update,
+    ),
     Row(
         "fused_optimizer_ddp_on_host",
         lambda ddp: FusedOptimizerDDPStrategy(reduce_on="host", **ddp),

@@ -31,7 +31,7 @@ from retime.mechanisms.capabilities import (
 )
 from retime.strategies.support.strategy_mechanisms import mechanisms_of
 
-BACKWARD, FORWARD, OOO, IN_STEP, BUDGET, HOST, SCAN, USERS = Mechanism
+BACKWARD, FORWARD, OOO, IN_STEP, BUDGET, HOST, UPDATE, SCAN, USERS = Mechanism
 DECISIONS = {
     "REFUSED": {
         (BACKWARD, BACKWARD),
@@ -39,9 +39,11 @@ DECISIONS = {
         (BACKWARD, OOO),
         (BACKWARD, IN_STEP),
         (BACKWARD, HOST),
+        (BACKWARD, UPDATE),
         (BACKWARD, USERS),
         (FORWARD, FORWARD),
         (FORWARD, OOO),
+        (FORWARD, UPDATE),
         (OOO, OOO),
         (OOO, IN_STEP),
         (IN_STEP, IN_STEP),
@@ -50,10 +52,12 @@ DECISIONS = {
         (IN_STEP, USERS),
         (OOO, BUDGET),
         (OOO, HOST),
+        (OOO, UPDATE),
         (OOO, USERS),
         (BUDGET, BUDGET),
         (HOST, HOST),
         (HOST, USERS),
+        (UPDATE, UPDATE),
         (USERS, USERS),
     },
     "ASIDE": {(BACKWARD, BUDGET)},
@@ -110,6 +114,7 @@ def test_contributing_prints_the_table() -> None:
         (lambda: OOODataParallelStrategy(reduce_on="host"), (OOO,)),
         (lambda: MemoryBudgetDDPStrategy("1GiB", reduce_on="host"), (BUDGET, HOST)),
         (lambda: CPUAccumulateStrategy(), (HOST,)),
+        (lambda: CPUAccumulateStrategy(update_on_host=True), (HOST, UPDATE)),
     ],
 )
 @pytest.mark.parametrize("mode", ["backward", "forward"])

@@ -64,6 +64,11 @@ class SharedSum:
         timeout: how long another rank may take.
         chunk_bytes: a multiple of 64; the same on all.
 
+    Attributes:
+        rank: of this process, on this machine.
+        ranks: how many there are on this machine.
+        timeout: how long another rank may take from now on.
+
     Raises:
         OSError: the memory cannot be mapped.
     """
@@ -79,7 +84,8 @@ class SharedSum:
         chunk_bytes: int,
     ) -> None:
         self._library, self._names, self._processes = library, list(names), list(processes)
-        self._longest = timeout
+        self.timeout = timeout
+        self.rank, self.ranks = rank, len(processes)
         self._nanoseconds: ctypes.Array[ctypes.c_int64] | None = None
         self._ends = [-1 if other == rank else _end_of(process) for other, process in enumerate(processes)]
         ends = (ctypes.c_int * len(self._ends))(*self._ends)
@@ -115,7 +121,7 @@ class SharedSum:
         if not self._sums:
             raise RuntimeError("sums in shared memory were closed")
         who = ctypes.c_int()
-        timeout_ms = max(1, int(self._longest.total_seconds() * 1000))
+        timeout_ms = max(1, int(self.timeout.total_seconds() * 1000))
         outcome = self._library.retime_sums_run(
             self._sums,
             values.data_ptr(),
@@ -136,7 +142,7 @@ class SharedSum:
         if outcome == _ENDED:
             return f"{rank} ended before it brought its gradients; see its own error, or what killed it"
         if outcome == _LATE:
-            seconds = self._longest.total_seconds()
+            seconds = self.timeout.total_seconds()
             return f"{rank} has not brought its gradients for {seconds:g} s: it hangs, or needs a longer timeout"
         return f"{rank} failed or ended before it brought its gradients; see its own error, or what killed it"
 

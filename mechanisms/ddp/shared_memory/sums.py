@@ -32,6 +32,10 @@ class HostSums(Protocol):
     note: str
     """How, for reports."""
 
+    @property
+    def shared(self) -> SharedSum | None:
+        """Of this machine's ranks alone; None: they share no memory."""
+
     def add(self, values: Tensor, scale: float = 1.0) -> None:
         """Replace ``values``, shape ``(n,)``, by their sum, each rank's times ``scale``."""
 
@@ -56,6 +60,8 @@ class GlooSums:
         group: of the gloo backend; closed with this.
         note: why.
     """
+
+    shared = None
 
     def __init__(self, group: Any, note: str) -> None:
         self._group, self.note = group, note
@@ -88,35 +94,34 @@ class MachineSums:
         control: all ranks' group; closed with this.
         leaders: the group of the machines' first ranks, on those, if there are several machines; closed with this.
         machines: how many there are.
-        ranks: of this machine.
     """
 
-    def __init__(self, shared: SharedSum, control: Any, leaders: Any, machines: int, ranks: int) -> None:
-        self._shared, self._control, self._leaders, self._machines = shared, control, leaders, machines
+    def __init__(self, shared: SharedSum, control: Any, leaders: Any, machines: int) -> None:
+        self.shared, self._control, self._leaders, self._machines = shared, control, leaders, machines
         among = "" if machines == 1 else f", {machines} machines through gloo"
-        self.note = f"{ranks} ranks in shared memory{among}"
+        self.note = f"{shared.ranks} ranks in shared memory{among}"
 
     def add(self, values: Tensor, scale: float = 1.0) -> None:
         """Replace ``values`` by their sum over all ranks."""
-        self._shared.add(values, scale)
+        self.shared.add(values, scale)
         if self._machines > 1:
             if self._leaders is not None:
                 _all_reduce(values, self._leaders)
-            self._shared.broadcast(values, 0)
+            self.shared.broadcast(values, 0)
 
     def times(self) -> SumTimes | None:
         """Of this machine's sums."""
-        return self._shared.times()
+        return self.shared.times()
 
     def stop(self) -> bool:
         """Ends a sum of this machine; one between machines ends by its timeout."""
-        self._shared.stop()
+        self.shared.stop()
         return self._machines == 1
 
     def close(self, *, running: bool = False) -> None:
         """Give memory and groups back; memory that a sum may still use goes with the process."""
         if not running:
-            self._shared.close()
+            self.shared.close()
         groups, self._leaders, self._control = (self._leaders, self._control), None, None
         for group in groups:
             close_group(group)
@@ -179,7 +184,7 @@ def host_sums(group: Any = None, timeout: timedelta | None = None) -> HostSums:
         first = [next(rank for rank, one in enumerate(ranks) if one.machine == name) for name in machines]
         names = [dist.get_global_rank(control, rank) for rank in first]
         leaders = dist.new_group(names, timeout=timeout, backend="gloo", use_local_synchronization=True)
-    return MachineSums(shared, control, leaders, len(machines), len(local))
+    return MachineSums(shared, control, leaders, len(machines))
 
 
 def _made(library: Any, ranks: int) -> tuple[SharedFile | None, int, str]:

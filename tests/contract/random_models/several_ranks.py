@@ -20,7 +20,7 @@ from contract.random_models.spec import Spec
 from contract.random_models.training import Order, Way, as_given
 from contract.ranks import WORLD_SIZE, RankRuns
 from contract.rows import STRATEGIES
-from retime.strategies import FusedOptimizerDDPStrategy, MemoryBudgetDDPStrategy
+from retime.strategies import CPUAccumulateStrategy, FusedOptimizerDDPStrategy, MemoryBudgetDDPStrategy
 
 SEED_S = 150
 """The longest a seed may take, on a busy machine and made small if it fails."""
@@ -72,12 +72,25 @@ def _used_in_backward(spec: Spec) -> Spec:
     return in_backward(replace(spec, training=training))
 
 
+def _state_left_alone(spec: Spec) -> Spec:
+    """Who divides the state refuses to show it between two steps."""
+    if spec.seed % 8 == 0:
+        return spec
+    between = tuple(one for one in spec.training.between if one[1] != "reload_optimizer")
+    return replace(spec, training=replace(spec.training, between=between))
+
+
 def _count(name: str) -> Any:
     def did(trainer: Trainer) -> bool:
         report = trainer.strategy.report()
         return report is not None and getattr(report, name) > 0
 
     return did
+
+
+def _updated_on_host(trainer: Trainer) -> bool:
+    update = trainer.strategy.report().update
+    return update is not None and update.steps > 0
 
 
 def _all_blocks(spec: Spec) -> Any:
@@ -103,6 +116,15 @@ ON_RANKS = [
         lambda: Fit(_all_blocks, _count("deferred_gradients")),
         _longer,
         share=30,
+        every=2,
+        here=False,
+        train=train_on_ranks,
+    ),
+    Mechanism(
+        "cpu_accumulate_ddp_update_on_host",
+        lambda: Fit(lambda spec: CPUAccumulateStrategy(update_on_host=True, **_ddp(spec)), _updated_on_host),
+        _state_left_alone,
+        late=True,
         every=2,
         here=False,
         train=train_on_ranks,

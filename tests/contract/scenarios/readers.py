@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from contract.bench import Bench
 from contract.models import Net, adam, mlp, sgd
 from contract.registry import scenario
-from contract.traits import ACCUMULATION_HOOK, ALIASES, BACKWARD_HOOK, HELD_BACK
+from contract.traits import ACCUMULATION_HOOK, ALIASES, BACKWARD_HOOK, HELD_BACK, STATE_DICT
 
 
 class AliasEMA(Callback):
@@ -226,7 +226,7 @@ def optimizer_state_cleared(bench: Bench) -> None:
     bench.fit(ClearsMoments(), max_epochs=3)
 
 
-@scenario()
+@scenario(STATE_DICT)
 def optimizer_state_reloaded(bench: Bench) -> None:
     bench.fit(ReloadsOptimizer(), max_epochs=3)
 
