@@ -82,6 +82,7 @@ from retime.mechanisms.torch_private.optimizers import (
     has_global_step_hooks,
     has_step_hooks,
 )
+from retime.mechanisms.torch_private.pipelining import PipelineAction, pipeline_runtime, torch_pipeline_orders
 from retime.mechanisms.torch_private.storages import (
     empty_host_cache,
     is_functorch_wrapped,
@@ -105,6 +106,9 @@ from retime.mechanisms.torch_private.tensors import (
 )
 
 __all__ = [
+    "PipelineAction",
+    "pipeline_runtime",
+    "torch_pipeline_orders",
     "COLLECTIVE_NAMESPACES",
     "GradBucket",
     "BatchNormBase",

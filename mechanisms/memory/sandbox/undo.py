@@ -22,17 +22,24 @@ def reachable_tensors(model: nn.Module, batch: Any) -> list[Tensor]:
 
 
 class Undo:
-    """Notes what :func:`~retime.mechanisms.memory.sandbox.undisturbed.undisturbed` notes, and copies all tensors."""
+    """Notes what :func:`~retime.mechanisms.memory.sandbox.undisturbed.undisturbed` notes, and copies all tensors.
 
-    def __init__(self, model: nn.Module, batch: Any) -> None:
+    Args:
+        model: that is about to run.
+        batch: that it is given.
+        parameters: whether the model's parameters are copied too.
+    """
+
+    def __init__(self, model: nn.Module, batch: Any, *, parameters: bool = True) -> None:
         reachable = ReachableState(model.modules())
         self._random = random_state()
         self._snapshot = Snapshot()
         self._snapshot.save_all(reachable)
+        left_out = set() if parameters else set(model.parameters())
         self._values = [
             (tensor, version_of(tensor), tensor.detach().clone())
             for tensor in _tensors_of(reachable, model, batch)
-            if not tensor.is_inference()  # those cannot be written into
+            if tensor not in left_out and not tensor.is_inference()  # those cannot be written into
         ]
 
     def put_back(self) -> None:

@@ -1,0 +1,178 @@
+"""Which rank has which parameters: those of its stages. What it does not have takes no memory there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from retime.mechanisms.lazy_updates import nbytes
+
+__all__ = ["Ownership", "reached_parameters"]
+
+
+def reached_parameters(roots: Iterable[Tensor]) -> set[Tensor]:
+    """The leaves to which a backward pass from these tensors would give a gradient."""
+    found: set[Tensor] = set()
+    nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor):
+            found.add(leaf)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
+    return found
+
+
+class Ownership:
+    """The parameters and buffers of a model that is spread over the ranks of a group.
+
+    A parameter that several ranks have (tied weights) has the sum of their gradients on all of them. Frozen parameters,
+    and those that no stage reached, stay on all ranks.
+
+    Args:
+        model: whole on all ranks.
+        needed: trainable parameters that this rank's stages use.
+        group: the ranks of the pipeline.
+        here: the layers that this rank has.
+
+    Attributes:
+        parameters: by name.
+        ranks: of the group, that have a parameter, by its name.
+        absent: names of those that this rank has not.
+        shared: the ranks of trainable parameters that several of them use.
+        unreached: names of parameters that no stage uses.
+    """
+
+    def __init__(self, model: nn.Module, needed: set[Tensor], group: Any, here: Iterable[nn.Module]) -> None:
+        self._model, self._group = model, group
+        self._rank = dist.get_rank(group)
+        self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
+        names = {parameter: name for name, parameter in self.parameters.items()}
+        mine = {names[p] for p in needed if p in names}  # type: ignore[index]
+        mine |= {names[p] for layer in here for p in layer.parameters()}
+        others: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(others, mine, group=group)
+        self.ranks: dict[str, list[int]] = {}
+        self.unreached: list[str] = []
+        self.shared: dict[str, list[int]] = {}
+        for name in self.parameters:
+            ranks = [rank for rank, found in enumerate(others) if name in found]
+            self.ranks[name] = ranks or list(range(len(others)))
+            if not ranks:
+                self.unreached.append(name)
+            elif len(ranks) > 1 and self.parameters[name].requires_grad:
+                self.shared[name] = ranks
+        self.absent = sorted(name for name, ranks in self.ranks.items() if self._rank not in ranks)
+        self._groups: dict[tuple[int, ...], Any] = {}
+        self._owner_of_buffers = self._owners_of_buffers()
+
+    def free(self) -> None:
+        """Give the memory of what other ranks have back."""
+        for name in self.absent:
+            parameter = self.parameters[name]
+            parameter.grad = None
+            parameter.data = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device).expand(
+                parameter.shape
+            )
+
+    def fetch(self, names: Iterable[str] | None = None) -> None:
+        """Bring parameters (None: all), and all buffers, to all ranks; all ranks call this."""
+        wanted = sorted(self.parameters) if names is None else sorted(names)
+        for name in wanted:
+            ranks, parameter = self.ranks[name], self.parameters[name]
+            if len(ranks) == len(self._everyone):
+                continue
+            if self._rank not in ranks:
+                parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            self._send(parameter.data, ranks[0])
+        for name, buffer in sorted(self._model.named_buffers()):
+            self._send(buffer, self._owner_of_buffers.get(name, 0))
+
+    @contextmanager
+    def whole(self, names: Iterable[str] | None = None) -> Iterator[None]:
+        """Inside, these parameters are on all ranks."""
+        self.fetch(names)
+        try:
+            yield
+        finally:
+            self.free()
+
+    def keep_gradients(self) -> dict[str, Tensor]:
+        """Put what shared parameters have of steps before aside, so that it is not summed again."""
+        kept: dict[str, Tensor] = {}
+        for name in self.shared:
+            parameter = self.parameters[name]
+            if self._rank in self.shared[name] and parameter.grad is not None:
+                kept[name], parameter.grad = parameter.grad, None
+        return kept
+
+    def sum_shared(self, kept: dict[str, Tensor]) -> None:
+        """Add up the gradients of parameters that several ranks have; all ranks call this."""
+        for name in sorted(self.shared):
+            ranks, parameter = self.shared[name], self.parameters[name]
+            group = self._group_of(tuple(ranks))
+            if self._rank not in ranks:
+                continue
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            if gradient.is_sparse:
+                gradient = gradient.to_dense()
+            gradient = gradient.contiguous()
+            dist.all_reduce(gradient, group=group)
+            parameter.grad = gradient if name not in kept else kept[name].add_(gradient)
+
+    def norm_parts(self) -> set[Tensor]:
+        """The parameters that this rank counts in a norm over all: of shared ones only the first rank."""
+        return {parameter for name, parameter in self.parameters.items() if self.ranks[name][0] == self._rank}
+
+    def counts_state(self, name: str) -> bool:
+        """Whether this rank writes a parameter or buffer into a checkpoint."""
+        if name in self.ranks:
+            return self.ranks[name][0] == self._rank
+        return self._owner_of_buffers.get(name, 0) == self._rank
+
+    @property
+    def bytes_here(self) -> int:
+        """Of the parameters that this rank has."""
+        return sum(nbytes(p) for name, p in self.parameters.items() if self._rank in self.ranks[name])
+
+    @property
+    def bytes_of_all(self) -> int:
+        """Of all parameters."""
+        return sum(map(nbytes, self.parameters.values()))
+
+    @property
+    def _everyone(self) -> range:
+        return range(dist.get_world_size(self._group))
+
+    def _group_of(self, ranks: tuple[int, ...]) -> Any:
+        if len(ranks) == len(self._everyone):
+            return self._group
+        if ranks not in self._groups:
+            world = [dist.get_global_rank(self._group, rank) for rank in ranks]
+            self._groups[ranks] = (
+                dist.new_group(world, use_local_synchronization=True) if self._rank in ranks else None
+            )
+        return self._groups[ranks]
+
+    def _owners_of_buffers(self) -> dict[str, int]:
+        """A module's buffers are those of the rank that has its parameters."""
+        owners: dict[str, int] = {}
+        for prefix, module in self._model.named_modules():
+            named = [f"{prefix}.{name}" if prefix else name for name, _ in module.named_parameters(recurse=False)]
+            first = min((self.ranks[name][0] for name in named if name in self.ranks), default=None)
+            for name, _ in module.named_buffers(recurse=False):
+                if first is not None:
+                    owners[f"{prefix}.{name}" if prefix else name] = first
+        return owners
+
+    def _send(self, tensor: Tensor, owner: int) -> None:
+        dist.broadcast(tensor, dist.get_global_rank(self._group, owner), group=self._group)

@@ -1,0 +1,249 @@
+"""Which layers make a stage, which rank has it, and in which order ranks run their stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from retime.mechanisms.pipeline.errors import PipelineError
+from retime.mechanisms.torch_private import PipelineAction, torch_pipeline_orders
+from retime.schedules import Kind, Schedule
+from retime.schedules.pipeline import (
+    FLUSH,
+    GREEDY,
+    Placement,
+    StageCosts,
+    block,
+    gpipe,
+    interleaved,
+    interleaved_zero_bubble,
+    list_schedule,
+    modulo,
+    one_forward_one_backward,
+    simulate_pipeline,
+    v_shape,
+    zb_h1,
+    zbv,
+)
+
+__all__ = ["SCHEDULES", "Costs", "PipelinePlan", "Planner"]
+
+SCHEDULES = {
+    "ooo2": "gradient fast-forwarding with modulo allocation",
+    "ooo2_flush": "the same in the paper's form, all forward passes first",
+    "ooo1": "gradient fast-forwarding on consecutive layers",
+    "ooo1_flush": "the same in the paper's form",
+    "gpipe": "GPipe",
+    "1f1b": "one forward, one backward",
+    "zb_h1": "ZB-H1",
+    "zbv": "ZBV",
+    "interleaved": "interleaved 1F1B",
+    "interleaved_zero_bubble": "interleaved zero bubble",
+}
+_ONE_CHUNK = {"ooo1", "ooo1_flush", "gpipe", "1f1b", "zb_h1"}
+_TORCHS = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+_ONE_CHUNK_OF_TORCHS = {"GPipe", "1F1B"}
+_TWO_CHUNKS = {"zbv", "ZBVZeroBubble", "DualPipeV"}
+_PUBLISHED = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "zb_h1": zb_h1,
+    "zbv": zbv,
+    "interleaved": interleaved,
+    "interleaved_zero_bubble": interleaved_zero_bubble,
+}
+_RULES = {"ooo1": GREEDY, "ooo1_flush": FLUSH, "ooo2": GREEDY, "ooo2_flush": FLUSH}
+_LETTERS: dict[Kind, Literal["F", "O", "W"]] = {Kind.F: "F", Kind.O: "O", Kind.W: "W"}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of the layers, for one micro-batch.
+
+    Attributes:
+        forward_ms: measured.
+        saved_bytes: what a layer keeps for its backward pass.
+        hop_ms: of a message between two ranks.
+    """
+
+    forward_ms: tuple[float, ...]
+    saved_bytes: tuple[int, ...]
+    hop_ms: float
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """A pipeline.
+
+    Attributes:
+        name: of the schedule.
+        stage_of: the stage of each layer, from 0.
+        rank_of: the rank of each stage.
+        orders: by rank, what it computes.
+        micro_batches: how many.
+        makespan_ms: simulated from measured forward times, with O and W as long as F; None for schedules of torch's.
+        bubble_share: by rank, of that.
+    """
+
+    name: str
+    stage_of: tuple[int, ...]
+    rank_of: tuple[int, ...]
+    orders: dict[int, list[PipelineAction]]
+    micro_batches: int
+    makespan_ms: float | None = None
+    bubble_share: tuple[float, ...] = ()
+
+    @property
+    def stages(self) -> int:
+        """How many there are."""
+        return len(self.rank_of)
+
+    def layers_of(self, stage: int) -> list[int]:
+        """The layers of a stage, in order."""
+        return [layer for layer, one in enumerate(self.stage_of) if one == stage]
+
+
+def check_schedule(name: str) -> str:
+    """Return ``name`` if it is a schedule's.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if name not in SCHEDULES and name not in _TORCHS:
+        raise ValueError(
+            f"schedule={name!r} is unknown: choose from {', '.join(SCHEDULES)}, or of torch's own {', '.join(_TORCHS)}"
+        )
+    return name
+
+
+class Planner:
+    """Plans a pipeline for any number of micro-batches; the stages stay those of the first plan.
+
+    Args:
+        schedule: one of :data:`SCHEDULES`, or a schedule of torch's.
+        ranks: of the pipeline.
+        costs: of the layers.
+        group: layers a stage under modulo allocation; ``"auto"``: those that give the shortest simulated step.
+        cap: bytes of activations that a rank may keep, for the ``ooo`` schedules.
+    """
+
+    def __init__(
+        self, schedule: str, ranks: int, costs: Costs, *, group: int | Literal["auto"] = "auto", cap: int | None = None
+    ) -> None:
+        self._schedule, self._ranks, self._costs, self._cap = check_schedule(schedule), ranks, costs, cap
+        self._group = group
+        self._chunks: int | None = None
+        layers = len(costs.forward_ms)
+        if schedule in _TWO_CHUNKS and layers < 2 * ranks:
+            raise PipelineError(
+                f"schedule={schedule!r} has two stages a rank, and {layers} layers are too few for {ranks} ranks: use "
+                "another schedule or fewer ranks"
+            )
+        if cap is not None and schedule not in _RULES:
+            raise PipelineError(
+                f"activation_cap={cap} is kept by {', '.join(_RULES)} only: choose one of them, or leave it out"
+            )
+
+    def plan(self, micro_batches: int) -> PipelinePlan:
+        """A pipeline of so many micro-batches.
+
+        Raises:
+            PipelineError: the schedule cannot have so many, or the cap is too low.
+        """
+        if self._chunks is None:
+            best = min(
+                (self._planned(chunks, micro_batches) for chunks in self._candidates()),
+                key=lambda plan: plan.makespan_ms or 0.0,
+            )
+            self._chunks = best.stages // self._ranks
+            return best
+        return self._planned(self._chunks, micro_batches)
+
+    def _candidates(self) -> list[int]:
+        """How many stages a rank may have."""
+        layers, ranks = len(self._costs.forward_ms), self._ranks
+        if self._schedule in _ONE_CHUNK | _ONE_CHUNK_OF_TORCHS or ranks == 1:
+            return [1]
+        if self._schedule in _TWO_CHUNKS:
+            return [2]
+        most = layers // ranks
+        if self._group != "auto":
+            if not 1 <= self._group <= most:
+                raise PipelineError(f"group={self._group}: {layers} layers on {ranks} ranks leave 1 to {most}")
+            return [max(1, most // self._group)]
+        if self._schedule in _TORCHS:
+            return [min(2, most)]
+        return [chunks for chunks in range(1, most + 1) if chunks <= 2 or most % chunks == 0][:12]
+
+    def _planned(self, chunks: int, micro_batches: int) -> PipelinePlan:
+        ranks, costs = self._ranks, self._costs
+        stages = chunks * ranks
+        stage_of = block(len(costs.forward_ms), stages, costs=costs.forward_ms).rank_of
+        try:
+            if self._schedule in _TORCHS:
+                orders, rank_of = torch_pipeline_orders(self._schedule, ranks, micro_batches, chunks)
+                return PipelinePlan(self._schedule, stage_of, rank_of, orders, micro_batches)
+            return self._simulated(stage_of, chunks, micro_batches)
+        except ValueError as error:
+            if isinstance(error, PipelineError):
+                raise
+            raise PipelineError(f"schedule={self._schedule!r}: {error}") from error
+
+    def _simulated(self, stage_of: tuple[int, ...], chunks: int, micro_batches: int) -> PipelinePlan:
+        name, ranks, costs = self._schedule, self._ranks, self._costs
+        stages = chunks * ranks
+        forward = _by_stage(costs.forward_ms, stage_of, stages)
+        of_stages = StageCosts(forward, forward, forward, _by_stage(costs.saved_bytes, stage_of, stages))
+        placement = _placement(name, stages, ranks)
+        if name in _RULES:
+            schedule, _ = list_schedule(
+                placement,
+                micro_batches,
+                of_stages,
+                hops=costs.hop_ms,
+                cap=self._cap,
+                rule=replace(_RULES[name]),
+                first_output_gradient=True,
+            )
+        else:
+            schedule = _PUBLISHED[name](placement, micro_batches, first_output_gradient=True)
+        ran = simulate_pipeline(schedule, placement, of_stages, hops=costs.hop_ms)
+        return PipelinePlan(
+            name,
+            stage_of,
+            placement.rank_of,
+            orders_of(schedule),
+            micro_batches,
+            ran.makespan_ms,
+            ran.bubble_share,
+        )
+
+
+def _placement(name: str, stages: int, ranks: int) -> Placement:
+    if name == "zbv":
+        return v_shape(stages, ranks)
+    return block(stages, ranks) if name in _ONE_CHUNK else modulo(stages, ranks)
+
+
+def _by_stage(values: Sequence[float], stage_of: tuple[int, ...], stages: int) -> tuple[float, ...]:
+    sums = [0.0] * stages
+    for stage, value in zip(stage_of, values, strict=True):
+        sums[stage] += value
+    return tuple(sums)
+
+
+def orders_of(schedule: Schedule) -> dict[int, list[PipelineAction]]:
+    """What each rank computes. W in front of O is how conventional orders write one backward pass."""
+    orders: dict[int, list[PipelineAction]] = {}
+    for rank, lane in enumerate(schedule.lanes):
+        order: list[PipelineAction] = []
+        for task in lane.tasks:
+            last = order[-1] if order else None
+            place = (task.layer - 1, task.micro_batch or 0)
+            if last == ("W", *place) and task.kind is Kind.O:
+                order[-1] = ("B", *place)
+            else:
+                order.append((_LETTERS[task.kind], *place))
+        orders[rank] = order
+    return orders

@@ -1,0 +1,59 @@
+"""What a pipeline did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from retime.mechanisms.byte_sizes import show_bytes
+from retime.mechanisms.pipeline.stage import Span
+
+__all__ = ["PipelineReport"]
+
+
+@dataclass
+class PipelineReport:
+    """Of this rank; empty before the first step.
+
+    Attributes:
+        schedule: its name.
+        layers: the list that the model was cut in.
+        stages: of all ranks together.
+        stages_here: the stages of this rank, from 0.
+        micro_batches: of the last step.
+        steps: that ran so far.
+        parameter_bytes: of the parameters on this rank.
+        parameter_bytes_of_all: of all parameters.
+        bubble_share: the share of the last step, from its first to its last task on this rank, without a task.
+        simulated_bubble_share: what the simulation said for this rank; None for schedules of torch's own.
+        layers_in_order: layers whose weight gradients do not wait, by reason.
+        spans: the tasks of the last step on this rank.
+    """
+
+    schedule: str = ""
+    layers: str = ""
+    stages: int = 0
+    stages_here: tuple[int, ...] = ()
+    micro_batches: int = 0
+    steps: int = 0
+    parameter_bytes: int = 0
+    parameter_bytes_of_all: int = 0
+    bubble_share: float = 0.0
+    simulated_bubble_share: float | None = None
+    layers_in_order: dict[str, int] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        if not self.stages:
+            return "pipeline: no step yet"
+        here = ", ".join(str(stage + 1) for stage in self.stages_here)
+        simulated = "" if self.simulated_bubble_share is None else f" (simulated {self.simulated_bubble_share:.0%})"
+        text = (
+            f"pipeline: {self.steps} steps of {self.micro_batches} micro-batches by {self.schedule} through "
+            f"{self.stages} stages of {self.layers!r}; here stages {here} with "
+            f"{show_bytes(self.parameter_bytes)} of {show_bytes(self.parameter_bytes_of_all)} of parameters, "
+            f"{self.bubble_share:.0%} of the last step without a task{simulated}"
+        )
+        if self.layers_in_order:
+            reasons = "; ".join(f"{count} because {reason}" for reason, count in self.layers_in_order.items())
+            text += f"; weight gradients in order: {reasons}"
+        return text

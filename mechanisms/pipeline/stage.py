@@ -1,0 +1,213 @@
+"""One stage of a pipeline on its rank, as the runtime of ``torch.distributed.pipelining`` drives it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from retime.mechanisms.pipeline.values import TensorKind
+from retime.mechanisms.weight_gradients import SplitBackward
+
+__all__ = ["Span", "Stage"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """What ran when.
+
+    Attributes:
+        kind: F, O, W, or B for both gradients.
+        stage: from 0.
+        micro_batch: from 0.
+        start_s, end_s: on this rank's clock.
+    """
+
+    kind: str
+    stage: int
+    micro_batch: int
+    start_s: float
+    end_s: float
+
+
+@dataclass
+class _InFlight:
+    """What a stage keeps of one micro-batch."""
+
+    received: list[Tensor] = field(default_factory=list)
+    inputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+
+
+class Stage:
+    """Runs a stretch of the step forward and backward; its messages go to the stages beside it.
+
+    Args:
+        index: from 0.
+        rank_of: the rank of each stage.
+        group: the ranks of the pipeline.
+        forward: runs the stretch for a micro-batch on what was received, and gives what the next stage reads (the loss,
+            on the last one).
+        split: whose weight gradients wait.
+        reads: kinds of what a stage reads of the one before, by stage and micro-batch.
+        done: called when all weight gradients of the stage are there.
+    """
+
+    has_backward = True
+
+    def __init__(
+        self,
+        index: int,
+        rank_of: Sequence[int],
+        group: Any,
+        device: torch.device,
+        forward: Callable[[int, int, list[Tensor]], list[Tensor]],
+        split: SplitBackward,
+        reads: Callable[[int, int], list[TensorKind]],
+        done: Callable[[int], None],
+    ) -> None:
+        self.stage_index, self.num_stages = index, len(rank_of)
+        self.group_rank, self.group_size = dist.get_rank(group), dist.get_world_size(group)
+        self.stage_index_to_group_rank = dict(enumerate(rank_of))
+        self.is_first, self.is_last = index == 0, index == len(rank_of) - 1
+        self.submod = nn.Module()
+        self.output_chunks: list[Any] = []
+        self.spans: list[Span] = []
+        self.awaited = ""
+        """Whose message came last, or is waited for: for errors."""
+        self._group, self._device = group, device
+        self._forward, self._split, self._reads, self._done = forward, split, reads, done
+        self._in_flight: dict[int, _InFlight] = {}
+
+    def clear(self) -> None:
+        """Forget a step."""
+        self._in_flight.clear()
+        self.spans.clear()
+
+    def get_fwd_recv_ops(self, batch: int) -> list[dist.P2POp]:
+        """Messages of the stage before."""
+        one = self._of(batch)
+        one.received = [kind.empty(self._device) for kind in self._reads(self.stage_index, batch)]
+        self.awaited = self._peer(-1)
+        return self._messages(dist.irecv, one.received, -1)
+
+    def get_fwd_send_ops(self, batch: int) -> list[dist.P2POp]:
+        """Messages to the stage behind."""
+        return self._messages(dist.isend, [t.detach().contiguous() for t in self._of(batch).outputs], 1)
+
+    def get_bwd_recv_ops(self, batch: int) -> list[dist.P2POp]:
+        """Gradients from the stage behind."""
+        one = self._of(batch)
+        kinds = [kind for kind in self._reads(self.stage_index + 1, batch) if kind.requires_grad]
+        one.gradients = [kind.empty(self._device) for kind in kinds]
+        self.awaited = self._peer(1)
+        return self._messages(dist.irecv, one.gradients, 1)
+
+    def get_bwd_send_ops(self, batch: int) -> list[dist.P2POp]:
+        """Gradients for the stage before."""
+        return self._messages(dist.isend, self._input_gradients(batch), -1)
+
+    def set_local_fwd_input(self, outputs: list[Tensor], batch: int) -> None:
+        """The stage before is on this rank."""
+        self._of(batch).received = [tensor.detach() for tensor in outputs]
+
+    def get_local_bwd_output(self, batch: int) -> list[Tensor]:
+        """For a stage before that is on this rank."""
+        return self._input_gradients(batch)
+
+    def set_local_bwd_input(self, gradients: list[Tensor], batch: int) -> None:
+        """The stage behind is on this rank."""
+        self._of(batch).gradients = gradients
+
+    def forward_one_chunk(
+        self, batch: int, args: Any = None, kwargs: Any = None, save_forward_output: bool = True
+    ) -> list[Tensor]:
+        """F."""
+        start = time.perf_counter()
+        one = self._of(batch)
+        kinds = [] if self.is_first else self._reads(self.stage_index, batch)
+        for tensor, kind in zip(one.received, kinds, strict=True):
+            tensor.requires_grad_(kind.requires_grad)
+        one.inputs = one.received
+        with self._split.begin((self.stage_index, batch)):
+            one.outputs = self._forward(self.stage_index, batch, one.received)
+        self._note("F", batch, start)
+        return one.outputs
+
+    def backward_one_chunk(
+        self, batch: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """O, or both gradients."""
+        start = time.perf_counter()
+        one = self._of(batch)
+        if self.is_last:
+            roots, gradients = one.outputs, [None]
+        else:
+            kinds = self._reads(self.stage_index + 1, batch)
+            roots = [tensor for tensor, kind in zip(one.outputs, kinds, strict=True) if kind.requires_grad]
+            gradients = one.gradients  # type: ignore[assignment]
+        roots, gradients = _with_graph(roots, gradients)
+        if roots:
+            torch.autograd.backward(roots, gradients)
+        one.outputs, one.gradients, one.received = [], [], []
+        del roots, gradients
+        if full_backward:
+            self._finish(batch)
+            self._note("B", batch, start)
+            if last_backward:
+                self._done(self.stage_index)
+        else:
+            self._note("O", batch, start)
+
+    def backward_weight_one_chunk(self, batch: int, last_backward: bool = False) -> None:
+        """W."""
+        start = time.perf_counter()
+        self._finish(batch)
+        self._note("W", batch, start)
+        if last_backward:
+            self._done(self.stage_index)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Data parallel ranks are told by ``done``."""
+
+    def _finish(self, batch: int) -> None:
+        key = (self.stage_index, batch)
+        if key in self._split.in_flight:
+            self._split.finish(key)
+
+    def _of(self, batch: int) -> _InFlight:
+        return self._in_flight.setdefault(batch, _InFlight())
+
+    def _input_gradients(self, batch: int) -> list[Tensor]:
+        """Of all inputs that need one; zeros where nothing of the loss came back."""
+        one = self._of(batch)
+        found = [
+            torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.contiguous()
+            for tensor in one.inputs
+            if tensor.requires_grad
+        ]
+        one.inputs = []
+        return found
+
+    def _messages(self, operation: Any, tensors: list[Tensor], step: int) -> list[dist.P2POp]:
+        peer = self.stage_index_to_group_rank[self.stage_index + step]
+        return [dist.P2POp(operation, tensor, group=self._group, group_peer=peer) for tensor in tensors]
+
+    def _peer(self, step: int) -> str:
+        peer = self.stage_index_to_group_rank[self.stage_index + step]
+        return f"rank {dist.get_global_rank(self._group, peer)} (stage {self.stage_index + step + 1})"
+
+    def _note(self, kind: str, batch: int, start: float) -> None:
+        self.spans.append(Span(kind, self.stage_index, batch, start, time.perf_counter()))
+
+
+def _with_graph(roots: list[Tensor], gradients: list[Any]) -> tuple[list[Tensor], list[Any]]:
+    """Those that a backward pass can start from."""
+    pairs = [(root, gradient) for root, gradient in zip(roots, gradients, strict=True) if root.requires_grad]
+    return [root for root, _ in pairs], [gradient for _, gradient in pairs]

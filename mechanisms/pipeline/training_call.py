@@ -1,0 +1,88 @@
+"""A visitor of training steps that are cut: it stops at the edges of stages and goes past what lies elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retime.mechanisms.pipeline.errors import PipelineError
+from retime.mechanisms.pipeline.plan import PipelinePlan
+from retime.mechanisms.pipeline.survey import Shapes
+from retime.mechanisms.pipeline.suspended_call import current_call
+from retime.mechanisms.pipeline.values import ValueKind, replaced_tensors, shapes_of, tensors_in_order
+
+__all__ = ["AtEdge", "TrainingCall"]
+
+
+@dataclass(frozen=True)
+class AtEdge:
+    """A step stands at the first layer of a stage.
+
+    Attributes:
+        stage: from 0, in front of which it stands.
+        given: the tensors in the layer's arguments.
+    """
+
+    stage: int
+    given: list[Tensor]
+
+
+class TrainingCall:
+    """What the layers do in a training step of one micro-batch.
+
+    Args:
+        plan: which layer runs where.
+        rank: this one.
+        device: of the model.
+        outputs: kinds of what layers return, by layer and shapes of their arguments.
+        names: of the layers, for errors.
+    """
+
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        rank: int,
+        device: torch.device,
+        outputs: Mapping[tuple[int, Shapes], ValueKind],
+        names: Sequence[str],
+    ) -> None:
+        self._plan, self._rank, self._device, self._outputs, self._names = plan, rank, device, outputs, names
+        self._firsts = {plan.layers_of(stage)[0]: stage for stage in range(plan.stages)}
+        self._mine = [plan.rank_of[stage] == rank for stage in plan.stage_of]
+
+    def before(self, layer: int, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        stage = self._firsts.get(layer)
+        if stage is None:
+            return None
+        here = self._mine[layer]
+        comes_from_here = layer > 0 and self._mine[layer - 1]
+        if not here and not comes_from_here:
+            return None
+        call = current_call()
+        if call is None:
+            raise PipelineError(
+                f"{self._names[layer]!r} was called outside of the step: the model's layers lie on several ranks, and "
+                "run in training_step, validation_step, test_step and predict_step only"
+            )
+        sent = call.stop(AtEdge(stage, tensors_in_order((args, kwargs))))
+        return replaced_tensors((args, kwargs), sent) if here and sent else None
+
+    def is_here(self, layer: int) -> bool:
+        return self._mine[layer]
+
+    def instead(self, layer: int, args: Any, kwargs: Any) -> Any:
+        kind = self._outputs.get((layer, shapes_of((args, kwargs))))
+        if kind is None:
+            raise PipelineError(
+                f"{self._names[layer]!r} was called with tensors of shapes that it never had in a batch of this shape: "
+                "what goes between the layers may depend on the batch's shape only, or use microbatches=1 without a "
+                "pipeline"
+            )
+        return kind.stand_in(self._device)
+
+    def after(self, layer: int, output: Any) -> Any:
+        return output

@@ -1,0 +1,107 @@
+"""What goes into a layer and comes out: nested values taken apart, their tensors' shapes, and stand-ins for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retime.mechanisms.torch_private import tree_flatten, tree_unflatten
+
+__all__ = ["TensorKind", "ValueKind", "kind_of", "replaced_tensors", "shapes_of", "tensors_in_order"]
+
+
+@dataclass(frozen=True)
+class TensorKind:
+    """A tensor without its values.
+
+    Attributes:
+        shape: of it.
+        dtype: of it.
+        requires_grad: whether a gradient goes back to it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorKind:
+        """The kind of a tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes its values take."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Memory for one."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    def stand_in(self, device: torch.device) -> Tensor:
+        """A tensor of this kind that takes no memory: not a number, so that whoever reads it shows."""
+        value = float("nan") if self.dtype.is_floating_point or self.dtype.is_complex else 0
+        return torch.full((), value, dtype=self.dtype, device=device).expand(self.shape)
+
+
+@dataclass(frozen=True)
+class ValueKind:
+    """A nested value with the kinds of its tensors in their places. What is neither tensor nor number is None in it."""
+
+    leaves: tuple[Any, ...]
+    structure: Any
+
+    def stand_in(self, device: torch.device) -> Any:
+        """A value of this kind; see :meth:`TensorKind.stand_in`."""
+        found = [leaf.stand_in(device) if isinstance(leaf, TensorKind) else leaf for leaf in self.leaves]
+        return tree_unflatten(found, self.structure)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Any:
+        """A value of this kind with these tensors, in order."""
+        given = iter(tensors)
+        found = [next(given) if isinstance(leaf, TensorKind) else leaf for leaf in self.leaves]
+        return tree_unflatten(found, self.structure)
+
+    @property
+    def tensors(self) -> list[TensorKind]:
+        """The kinds of its tensors, in order."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, TensorKind)]
+
+
+def kind_of(value: Any) -> ValueKind:
+    """The kind of a nested value."""
+    leaves, structure = tree_flatten(value)
+    return ValueKind(tuple(map(_kind, leaves)), structure)
+
+
+def _kind(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return TensorKind.of(leaf)
+    return leaf if isinstance(leaf, bool | int | float | str) else None
+
+
+def tensors_in_order(value: Any) -> list[Tensor]:
+    """The tensors of a nested value."""
+    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
+
+
+def replaced_tensors(value: Any, tensors: dict[int, Tensor]) -> Any:
+    """A copy of a nested value with other tensors at some places of :func:`tensors_in_order`."""
+    leaves, structure = tree_flatten(value)
+    number, found = 0, []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            found.append(tensors.get(number, leaf))
+            number += 1
+        else:
+            found.append(leaf)
+    return tree_unflatten(found, structure)
+
+
+def shapes_of(value: Any) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    """Shapes and types of a nested value's tensors: what tells one kind of batch from another."""
+    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_in_order(value))

@@ -1,0 +1,91 @@
+"""The runtime of ``torch.distributed.pipelining``, private in torch, and the orders of its own schedules.
+
+All of them were seen to do this in torch 2.13. The module takes a second to import and is loaded at first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from retime.mechanisms.torch_private.missing import needed_by
+
+__all__ = ["PipelineAction", "pipeline_runtime", "torch_pipeline_orders"]
+
+PipelineAction = tuple[Literal["F", "O", "W", "B"], int, int]
+"""What a rank does: forward, output gradient, weight gradient, or both gradients, of a stage and a micro-batch, both
+counted from 0."""
+
+_FEATURE = "ooo_pipeline, which runs its schedules on torch.distributed.pipelining,"
+
+
+def pipeline_runtime(stages: Sequence[Any], micro_batches: int, orders: Mapping[int, Sequence[PipelineAction]]) -> Any:
+    """A runtime for this rank's stages, whose ``run()`` does what ``orders`` say, with all messages between ranks.
+
+    Args:
+        stages: of this rank; what the runtime calls of a ``PipelineStage`` they have to have.
+        micro_batches: how many.
+        orders: by rank of the pipeline, what it computes.
+
+    Raises:
+        PrivateNameError: this torch has no such runtime.
+    """
+    with needed_by(_FEATURE):
+        from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
+
+        _PipelineScheduleRuntime._prepare_schedule_with_comms  # noqa: B018
+        _PipelineScheduleRuntime._step_microbatches  # noqa: B018
+        _PipelineScheduleRuntime._initialize_stages  # noqa: B018
+    kinds = {
+        "F": _ComputationType.FORWARD,
+        "O": _ComputationType.BACKWARD_INPUT,
+        "W": _ComputationType.BACKWARD_WEIGHT,
+        "B": _ComputationType.FULL_BACKWARD,
+    }
+
+    class Runtime(_PipelineScheduleRuntime):
+        """Stages know what they send and receive: nothing is tried out."""
+
+        def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
+            """Nothing to do."""
+
+        def run(self) -> None:
+            """One step."""
+            self._step_microbatches()
+
+    runtime = Runtime(list(stages), micro_batches, loss_fn=None, scale_grads=False)
+    runtime._prepare_schedule_with_comms(
+        {rank: [_Action(stage, kinds[kind], batch) for kind, stage, batch in order] for rank, order in orders.items()}
+    )
+    return runtime
+
+
+def torch_pipeline_orders(
+    name: str, ranks: int, micro_batches: int, chunks: int
+) -> tuple[dict[int, list[PipelineAction]], tuple[int, ...]]:
+    """What a schedule of torch's own does, by rank, and the rank of each stage.
+
+    Args:
+        name: as torch has it, such as ``"Interleaved1F1B"``.
+        ranks: of the pipeline.
+        micro_batches: how many.
+        chunks: stages a rank.
+
+    Raises:
+        PrivateNameError: this torch does not show its schedules' orders.
+        ValueError: it has none of that name, or these numbers do not fit it.
+    """
+    with needed_by("schedules of torch's own in ooo_pipeline"):
+        from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+    letters: dict[str, Literal["F", "O", "W", "B"]] = {"F": "F", "I": "O", "W": "W", "B": "B"}
+    orders: dict[int, list[PipelineAction]] = {}
+    where: dict[int, int] = {}
+    for rank, actions in enumerate(get_schedule_ops(name, ranks, micro_batches, chunks)):
+        orders[rank] = []
+        for action in actions:
+            for one in (action.sub_actions or (action,)) if action is not None else ():
+                kind = letters.get(one.computation_type.value)
+                if kind is not None:
+                    where[one.stage_index] = rank
+                    orders[rank].append((kind, one.stage_index, one.microbatch_index))
+    return orders, tuple(where[stage] for stage in range(len(where)))
