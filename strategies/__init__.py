@@ -5,6 +5,7 @@ from retime.strategies.fused_optimizer import FusedOptimizerDDPStrategy, FusedOp
 from retime.strategies.memory_budget import MemoryBudgetStrategy
 from retime.strategies.memory_budget_ddp import MemoryBudgetDDPStrategy
 from retime.strategies.ooo_ddp import OOODataParallelStrategy
+from retime.strategies.ooo_pipeline import OOOPipelineStrategy
 
 __all__ = [
     "CPUAccumulateStrategy",
@@ -13,4 +14,5 @@ __all__ = [
     "MemoryBudgetDDPStrategy",
     "MemoryBudgetStrategy",
     "OOODataParallelStrategy",
+    "OOOPipelineStrategy",
 ]

@@ -12,24 +12,29 @@ from torch import Tensor, nn
 
 from retime.mechanisms.lazy_updates import nbytes
 
-__all__ = ["Ownership", "reached_parameters"]
+__all__ = ["Ownership", "Reached"]
 
 
-def reached_parameters(roots: Iterable[Tensor]) -> set[Tensor]:
-    """The leaves to which a backward pass from these tensors would give a gradient."""
-    found: set[Tensor] = set()
-    nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor):
-            found.add(leaf)
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                nodes.append(following)
-    return found
+class Reached:
+    """What a backward pass from some tensors would come to.
+
+    Attributes:
+        leaves: that would get a gradient.
+        nodes: of the graph; not those of leaves.
+    """
+
+    def __init__(self, roots: Iterable[Tensor]) -> None:
+        self.leaves: set[Tensor] = set()
+        self.nodes: set[Any] = set()
+        waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
+        while waiting:
+            node = waiting.pop()
+            leaf = getattr(node, "variable", None)
+            if isinstance(leaf, Tensor):
+                self.leaves.add(leaf)
+            elif node not in self.nodes:
+                self.nodes.add(node)
+                waiting += [following for following, _ in node.next_functions if following is not None]
 
 
 class Ownership:
@@ -158,9 +163,7 @@ class Ownership:
             return self._group
         if ranks not in self._groups:
             world = [dist.get_global_rank(self._group, rank) for rank in ranks]
-            self._groups[ranks] = (
-                dist.new_group(world, use_local_synchronization=True) if self._rank in ranks else None
-            )
+            self._groups[ranks] = dist.new_group(world, use_local_synchronization=True) if self._rank in ranks else None
         return self._groups[ranks]
 
     def _owners_of_buffers(self) -> dict[str, int]:

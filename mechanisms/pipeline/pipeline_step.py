@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from retime.mechanisms.pipeline.errors import PipelineError, RankLostError
 from retime.mechanisms.pipeline.find_layers import find_layers
 from retime.mechanisms.pipeline.gates import LayerGates
 from retime.mechanisms.pipeline.losses import Reduction, reduction_of, weights_of
-from retime.mechanisms.pipeline.ownership import Ownership, reached_parameters
+from retime.mechanisms.pipeline.ownership import Ownership, Reached
 from retime.mechanisms.pipeline.plan import Costs, PipelinePlan, Planner, check_schedule
 from retime.mechanisms.pipeline.relay import Relay
 from retime.mechanisms.pipeline.report import PipelineReport
@@ -119,6 +119,8 @@ class PipelineStep:
         self._stage_parameters: dict[int, list[Tensor]] = {}
         self._frozen: tuple[bool, ...] = ()
         self._outside: list[str] = []
+        self._late: list[Tensor] = []
+        self._works: list[tuple[Any, Tensor, list[Tensor]]] = []
         self._report = PipelineReport()
         self._now: _Now | None = None
 
@@ -209,6 +211,27 @@ class PipelineStep:
         with self._owners.whole(self._outside):
             yield
 
+    def gather(self, mine: Any) -> list[Any] | None:
+        """What each rank of the pipeline gives, on its first; None on others. All ranks call this."""
+        everyone: list[Any] | None = [None] * self._ranks if self._rank == 0 else None
+        dist.gather_object(mine, everyone, dst=dist.get_global_rank(self._group, 0), group=self._group)
+        return everyone
+
+    def tell(self, what: Any) -> Any:
+        """What the rank of the last stage gives, on all ranks; all ranks call this."""
+        told = [what]
+        dist.broadcast_object_list(told, dist.get_global_rank(self._group, self.last_rank), group=self._group)
+        return told[0]
+
+    def total_norm(self, parameters: Iterable[Tensor]) -> Tensor:
+        """The 2-norm of the gradients of parameters on all ranks; all ranks call this."""
+        counted = self.owners.norm_parts()
+        gradients = [p.grad for p in parameters if p in counted and p.grad is not None]
+        square = nn.utils.get_total_norm(gradients).square() if gradients else torch.zeros((), device=self._device)
+        square = square.float()
+        dist.all_reduce(square, group=self._group)
+        return square.sqrt()
+
     def restore(self) -> None:
         """Give each rank the whole model back; all ranks call this."""
         if self._owners is not None:
@@ -269,9 +292,7 @@ class PipelineStep:
         hop = self._hop_ms(max((sum(t.nbytes for t in given) for given in found.given), default=0))
         told = [Costs(tuple(found.forward_ms), tuple(found.saved_bytes), hop)]
         dist.broadcast_object_list(told, dist.get_global_rank(self._group, 0), group=self._group)
-        self._planner = Planner(
-            self._schedule, self._ranks, told[0], group=self._layers_per_stage, cap=self._cap
-        )
+        self._planner = Planner(self._schedule, self._ranks, told[0], group=self._layers_per_stage, cap=self._cap)
         return self._planner.plan(micro_batches)
 
     def _hop_ms(self, nbytes: int) -> float:
@@ -309,9 +330,13 @@ class PipelineStep:
                 while isinstance(answer, AtEdge) and answer.stage != stage:
                     answer = call.resume()
                 assert isinstance(answer, AtEdge)
-                places = [number for number, one in enumerate(answer.given) if not _equal(one, given[number])]
+                follows = stage - 1 in mine  # nothing is sent, but each stage has a graph of its own
                 if stage:
-                    positions[stage] = places
+                    positions[stage] = [
+                        place
+                        for place, one in enumerate(answer.given)
+                        if not _equal(one, given[place]) or (follows and one.requires_grad)
+                    ]
                 sent = {place: _leaf(given[place]) for place in positions.get(stage, [])}
 
                 def stretch(sent: dict[int, Tensor] = sent) -> Any:
@@ -347,13 +372,26 @@ class PipelineStep:
         dist.all_gather_object(everyone, flags, group=self._group)
         for one in everyone:
             self._needs_gradient |= one
-        reached = {stage: reached_parameters(roots[stage]) for stage in mine}
+        graphs = {stage: Reached(roots[stage]) for stage in mine}
+        self._refuse_crossing(graphs)
+        reached = {stage: graph.leaves for stage, graph in graphs.items()}
         if plan.stages - 1 in mine and not any(root.requires_grad for root in roots[plan.stages - 1]):
             raise PipelineError("the loss of training_step has no gradient: nothing of the model is trained")
         split.watch([root for stage in mine for root in roots[stage]])
         layers = [self._list.modules[layer] for stage in mine for layer in plan.layers_of(stage)]
         self._owners = Ownership(self._model, set().union(*reached.values()) if reached else set(), self._group, layers)
         self._remember(found, mine, reached)
+
+    def _refuse_crossing(self, graphs: dict[int, Reached]) -> None:
+        stages = sorted(graphs)
+        for number, later in enumerate(stages):
+            for earlier in stages[:number]:
+                if graphs[later].nodes & graphs[earlier].nodes:
+                    raise PipelineError(
+                        f"stages {earlier + 1} and {later + 1} lie on one rank and both use a tensor that was computed "
+                        "with gradients in front of the layers (a skip connection): use a schedule with one stage a "
+                        "rank, such as schedule='ooo1' or '1f1b'"
+                    )
 
     def _remember(self, found: Survey, mine: list[int], reached: dict[int, set[Tensor]]) -> None:
         owners, plan = self._owners, self._plan
@@ -416,13 +454,10 @@ class PipelineStep:
         weights = weights_of(self._reduction, parts)
         now = self._now = _Now(self, step, parts, seeds, weights, divide_by)
         stages = [
-            Stage(
-                stage, plan.rank_of, self._group, self._device, now.forward, self._split, now.reads, self._stage_done
-            )
+            Stage(stage, plan.rank_of, self._group, self._device, now.forward, self._split, now.reads, self._stage_done)
             for stage in self._mine(plan)
         ]
         runtime = pipeline_runtime(stages, len(parts), plan.orders)
-        self._works: list[tuple[Any, Tensor, list[Tensor]]] = []
         try:
             runtime.run()
         except RuntimeError as error:
@@ -466,9 +501,7 @@ class PipelineStep:
         for parameter in parameters:
             by_type.setdefault(parameter.dtype, []).append(parameter)
         for some in by_type.values():
-            flat = torch.cat(
-                [torch.zeros_like(p).view(-1) if p.grad is None else p.grad.reshape(-1) for p in some]
-            )
+            flat = torch.cat([torch.zeros_like(p).view(-1) if p.grad is None else p.grad.reshape(-1) for p in some])
             flat /= dist.get_world_size(self._data_group)
             work = dist.all_reduce(flat, group=self._data_group, async_op=True)
             self._works.append((work, flat, some))
@@ -477,8 +510,10 @@ class PipelineStep:
         for work, flat, parameters in self._works:
             work.wait()
             for parameter, piece in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-                parameter.grad = piece.view_as(parameter) if parameter.grad is None else parameter.grad.copy_(
+                parameter.grad = (
                     piece.view_as(parameter)
+                    if parameter.grad is None
+                    else parameter.grad.copy_(piece.view_as(parameter))
                 )
         self._works = []
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retime.mechanisms.torch_private import tree_flatten, tree_unflatten
+from retime.mechanisms.torch_private import tree_flatten, tree_map, tree_unflatten
 
 __all__ = ["TensorKind", "ValueKind", "kind_of", "replaced_tensors", "shapes_of", "tensors_in_order"]
 
@@ -50,32 +50,32 @@ class TensorKind:
 
 @dataclass(frozen=True)
 class ValueKind:
-    """A nested value with the kinds of its tensors in their places. What is neither tensor nor number is None in it."""
+    """A nested value with the kinds of its tensors in their places.
 
-    leaves: tuple[Any, ...]
-    structure: Any
+    Attributes:
+        value: what is neither tensor, number nor text is None in it.
+    """
+
+    value: Any
 
     def stand_in(self, device: torch.device) -> Any:
         """A value of this kind; see :meth:`TensorKind.stand_in`."""
-        found = [leaf.stand_in(device) if isinstance(leaf, TensorKind) else leaf for leaf in self.leaves]
-        return tree_unflatten(found, self.structure)
+        return tree_map(lambda leaf: leaf.stand_in(device) if isinstance(leaf, TensorKind) else leaf, self.value)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Any:
         """A value of this kind with these tensors, in order."""
         given = iter(tensors)
-        found = [next(given) if isinstance(leaf, TensorKind) else leaf for leaf in self.leaves]
-        return tree_unflatten(found, self.structure)
+        return tree_map(lambda leaf: next(given) if isinstance(leaf, TensorKind) else leaf, self.value)
 
     @property
     def tensors(self) -> list[TensorKind]:
         """The kinds of its tensors, in order."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, TensorKind)]
+        return [leaf for leaf in tree_flatten(self.value)[0] if isinstance(leaf, TensorKind)]
 
 
 def kind_of(value: Any) -> ValueKind:
     """The kind of a nested value."""
-    leaves, structure = tree_flatten(value)
-    return ValueKind(tuple(map(_kind, leaves)), structure)
+    return ValueKind(tree_map(_kind, value))
 
 
 def _kind(leaf: Any) -> Any:

@@ -26,6 +26,7 @@ from retime.strategies import (
     MemoryBudgetDDPStrategy,
     MemoryBudgetStrategy,
     OOODataParallelStrategy,
+    OOOPipelineStrategy,
 )
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "MemoryTimeline",
     "NoEffectWarning",
     "OOODataParallelStrategy",
+    "OOOPipelineStrategy",
     "ParallelScanBackward",
     "PeakMemory",
     "ReverseFirstK",
@@ -77,6 +79,18 @@ for _name, _start in (("ooo_ddp", "popen"), ("ooo_ddp_spawn", "spawn"), ("ooo_dd
         _name,
         OOODataParallelStrategy,
         description=f"DDP with out-of-order weight gradients and cross-iteration waits, start method {_start}",
+        start_method=_start,
+    )
+
+for _name, _start in (
+    ("ooo_pipeline", "popen"),
+    ("ooo_pipeline_spawn", "spawn"),
+    ("ooo_pipeline_fork", "fork"),
+):
+    StrategyRegistry.register(
+        _name,
+        OOOPipelineStrategy,
+        description=f"pipeline parallel with out-of-order weight gradients, start method {_start}",
         start_method=_start,
     )
 

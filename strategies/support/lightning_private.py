@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
@@ -29,6 +30,8 @@ __all__ = [
     "has_batch_norm",
     "logged_step",
     "logging_as",
+    "metric_state",
+    "set_metric_state",
     "show_as_step_value",
     "skips_backward",
     "start_method_of",
@@ -145,3 +148,19 @@ def sync_on_forward(metric: Metric, sync: bool) -> None:
 def show_as_step_value(metric: Metric, value: Any) -> None:
     """Make ``value`` what Lightning logs as the metric's value of this step; for memory budgets (torchmetrics)."""
     write_private(metric, "_forward_cache", value, "the step's value of metrics under memory budgets")
+
+
+_SENT = ("_update_count", "_computed", "_forward_cache")
+
+
+def metric_state(metric: Metric) -> dict[str, Any]:
+    """All that updates change in a metric; for pipelines, whose last stage alone sees outputs (torchmetrics)."""
+    feature = "metrics in a pipeline"
+    names = [*read_private(metric, "_defaults", feature), *_SENT]
+    return {name: read_private(metric, name, feature) for name in names}
+
+
+def set_metric_state(metric: Metric, state: dict[str, Any]) -> None:
+    """Give a metric what :func:`metric_state` gave of another; for pipelines (torchmetrics)."""
+    for name, value in state.items():
+        write_private(metric, name, move_data_to_device(value, metric.device), "metrics in a pipeline")
