@@ -61,8 +61,8 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
     Args:
         pipeline_parallel_size: ranks that share one model; ``"auto"``: all that ``data_parallel_size`` leaves.
         data_parallel_size: of such groups, each with its own batches; ``"auto"``: 1, or what the pipeline leaves.
-        schedule: ``"ooo2"`` (both of the paper's), ``"ooo1"`` (fast-forwarding alone), each also with ``"_flush"`` as in
-            the paper's figures, ``"gpipe"``, ``"1f1b"``, ``"zb_h1"``, ``"zbv"``, ``"interleaved"``,
+        schedule: ``"ooo2"`` (both of the paper's), ``"ooo1"`` (fast-forwarding alone), each also with ``"_flush"`` as
+            in the paper's figures, ``"gpipe"``, ``"1f1b"``, ``"zb_h1"``, ``"zbv"``, ``"interleaved"``,
             ``"interleaved_zero_bubble"``, or one of torch's own by its name.
         microbatches: of each batch; ``"auto"``: two for each rank of the pipeline.
         layers: path of the list of layers in the module; None: it is found.
@@ -234,10 +234,10 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         told = None
         if found:
             calls, weights = [one.output[_LOGGED] for one in found], [one.weight for one in found]
-            loss = torch.stack([one.weight * one.output["loss"].float() for one in found]).sum()
-            told = loss.cpu(), log.collected(calls, weights)
-        loss, logged = self._step.tell(told)
-        loss = loss.to(self.root_device)
+            total = torch.stack([one.weight * one.output["loss"].float() for one in found]).sum()
+            told = total.cpu(), log.collected(calls, weights)
+        whole, logged = self._step.tell(told)
+        loss: Tensor = whole.to(self.root_device)
         self.pre_backward(loss)
         self.precision_plugin.pre_backward(loss, module)
         self.precision_plugin.post_backward(loss, module)
@@ -335,17 +335,14 @@ def sizes_of(world: int, pipeline: int | Auto, data: int | Auto) -> tuple[int, i
     Raises:
         ValueError: they do not make up all processes.
     """
-    if pipeline == "auto":
-        data = 1 if data == "auto" else data
-        pipeline = max(1, world // data)
-    elif data == "auto":
-        data = max(1, world // pipeline)
-    if pipeline * data != world:
+    replicas = data if data != "auto" else 1 if pipeline == "auto" else max(1, world // pipeline)
+    stages = max(1, world // replicas) if pipeline == "auto" else pipeline
+    if stages * replicas != world:
         raise ValueError(
-            f"pipeline_parallel_size={pipeline} and data_parallel_size={data} make {pipeline * data} ranks, and there "
-            f"are {world}: let their product be the number of processes, or leave one of them 'auto'"
+            f"pipeline_parallel_size={stages} and data_parallel_size={replicas} make {stages * replicas} ranks, and "
+            f"there are {world}: let their product be the number of processes, or leave one of them 'auto'"
         )
-    return pipeline, data
+    return stages, replicas
 
 
 def _check(module: LightningModule, trainer: Trainer, precision: Precision) -> None:

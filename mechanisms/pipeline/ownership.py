@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from retime.mechanisms.lazy_updates import nbytes
+from retime.mechanisms.pipeline.errors import PipelineError
 
 __all__ = ["Ownership", "Reached"]
 
@@ -133,6 +134,16 @@ class Ownership:
             gradient = gradient.contiguous()
             dist.all_reduce(gradient, group=group)
             parameter.grad = gradient if name not in kept else kept[name].add_(gradient)
+
+    def refuse_strays(self) -> None:
+        """Raise PipelineError if a parameter that no stage used in the first batch has a gradient."""
+        for name in self.unreached:
+            parameter = self.parameters[name]
+            if parameter.requires_grad and parameter.grad is not None:
+                raise PipelineError(
+                    f"{name!r} got a gradient that it did not get in the first batch, so it is not known which ranks "
+                    "need it: use all trainable parameters in the first batch, or freeze this one"
+                )
 
     def norm_parts(self) -> set[Tensor]:
         """The parameters that this rank counts in a norm over all: of shared ones only the first rank."""

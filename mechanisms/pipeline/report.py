@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from retime.mechanisms.byte_sizes import show_bytes
-from retime.mechanisms.pipeline.stage import Span
+from retime.mechanisms.pipeline.plan import PipelinePlan
+from retime.mechanisms.pipeline.stage import Span, Stage
 
 __all__ = ["PipelineReport"]
 
@@ -41,6 +43,16 @@ class PipelineReport:
     simulated_bubble_share: float | None = None
     layers_in_order: dict[str, int] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
+
+    def note(self, stages: Sequence[Stage], plan: PipelinePlan, rank: int) -> None:
+        """One more step has run on this rank."""
+        self.steps += 1
+        self.micro_batches = plan.micro_batches
+        self.simulated_bubble_share = plan.bubble_share[rank] if plan.bubble_share else None
+        self.spans = sorted((span for stage in stages for span in stage.spans), key=lambda span: span.start_s)
+        whole = max(span.end_s for span in self.spans) - self.spans[0].start_s
+        busy = sum(span.end_s - span.start_s for span in self.spans)
+        self.bubble_share = max(0.0, 1 - busy / whole) if whole else 0.0
 
     def __str__(self) -> str:
         if not self.stages:

@@ -79,8 +79,8 @@ class Stage:
         self.submod = nn.Module()
         self.output_chunks: list[Any] = []
         self.spans: list[Span] = []
-        self.awaited = ""
-        """Whose message came last, or is waited for: for errors."""
+        self.awaited: dict[tuple[str, int], tuple[float, str]] = {}
+        """Messages that were asked for and not read yet, with when and whose: for errors."""
         self._group, self._device = group, device
         self._forward, self._split, self._reads, self._done = forward, split, reads, done
         self._in_flight: dict[int, _InFlight] = {}
@@ -94,7 +94,7 @@ class Stage:
         """Messages of the stage before."""
         one = self._of(batch)
         one.received = [kind.empty(self._device) for kind in self._reads(self.stage_index, batch)]
-        self.awaited = self._peer(-1)
+        self.awaited["F", batch] = time.perf_counter(), self._peer(-1)
         return self._messages(dist.irecv, one.received, -1)
 
     def get_fwd_send_ops(self, batch: int) -> list[dist.P2POp]:
@@ -106,7 +106,7 @@ class Stage:
         one = self._of(batch)
         kinds = [kind for kind in self._reads(self.stage_index + 1, batch) if kind.requires_grad]
         one.gradients = [kind.empty(self._device) for kind in kinds]
-        self.awaited = self._peer(1)
+        self.awaited["O", batch] = time.perf_counter(), self._peer(1)
         return self._messages(dist.irecv, one.gradients, 1)
 
     def get_bwd_send_ops(self, batch: int) -> list[dist.P2POp]:
@@ -130,6 +130,7 @@ class Stage:
     ) -> list[Tensor]:
         """F."""
         start = time.perf_counter()
+        self.awaited.pop(("F", batch), None)
         one = self._of(batch)
         kinds = [] if self.is_first else self._reads(self.stage_index, batch)
         for tensor, kind in zip(one.received, kinds, strict=True):
@@ -145,6 +146,7 @@ class Stage:
     ) -> None:
         """O, or both gradients."""
         start = time.perf_counter()
+        self.awaited.pop(("O", batch), None)
         one = self._of(batch)
         if self.is_last:
             roots, gradients = one.outputs, [None]

@@ -119,6 +119,6 @@ def survey(call: Callable[[], Any], gates: LayerGates, names: list[str]) -> Surv
 
 
 def _now() -> float:
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -81,7 +81,7 @@ class SuspendedCall:
         self._outbox: SimpleQueue[Any] = SimpleQueue()
         self._dtype = torch.get_default_dtype()
         self._grad = torch.is_grad_enabled()
-        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._wants_end = False
 
     def resume(self, value: Any = None) -> Any:

@@ -53,7 +53,7 @@ def pipeline_runtime(stages: Sequence[Any], micro_batches: int, orders: Mapping[
             """One step."""
             self._step_microbatches()
 
-    runtime = Runtime(list(stages), micro_batches, loss_fn=None, scale_grads=False)
+    runtime: Any = Runtime(list(stages), micro_batches, loss_fn=None, scale_grads=False)  # type: ignore[no-untyped-call]
     runtime._prepare_schedule_with_comms(
         {rank: [_Action(stage, kinds[kind], batch) for kind, stage, batch in order] for rank, order in orders.items()}
     )
@@ -85,7 +85,7 @@ def torch_pipeline_orders(
         for action in actions:
             for one in (action.sub_actions or (action,)) if action is not None else ():
                 kind = letters.get(one.computation_type.value)
-                if kind is not None:
+                if kind is not None and one.microbatch_index is not None:
                     where[one.stage_index] = rank
                     orders[rank].append((kind, one.stage_index, one.microbatch_index))
     return orders, tuple(where[stage] for stage in range(len(where)))

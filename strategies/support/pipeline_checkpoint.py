@@ -15,7 +15,7 @@ __all__ = ["forget_absent", "whole_model_state", "whole_optimizer_state"]
 def whole_model_state(model: nn.Module, state: dict[str, Any], pipeline: PipelineStep) -> dict[str, Any]:
     """A state dict with every rank's own values in it, on the first rank of the pipeline; all ranks call this."""
     names = {tensor: name for name, tensor in pipeline.owners.parameters.items()}
-    key_of = {key: names[p] for key, p in model.named_parameters(remove_duplicate=False)}  # type: ignore[index]
+    key_of = {key: names[p] for key, p in model.named_parameters(remove_duplicate=False)}
     mine = {
         key: value.detach().cpu()
         for key, value in state.items()

@@ -1,4 +1,4 @@
-"""What a training step logs in a pipeline: said on the last stage's rank, for each micro-batch, and logged on all ranks."""
+"""What a training step logs in a pipeline: for each micro-batch where the last stage is, and then on all ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class PipelineLog:
     @contextmanager
     def micro_batch(self) -> Iterator[list[dict[str, Any]]]:
         """Around one of them, in its thread; yields what it logs."""
-        self._here.calls = calls = []
+        calls: list[dict[str, Any]] = []
+        self._here.calls = calls
         try:
             yield calls
         finally:

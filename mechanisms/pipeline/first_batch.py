@@ -1,0 +1,229 @@
+"""The first batch, run on each rank without a trace: what goes between layers, and who needs which parameters."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from retime.mechanisms.memory.batches import loss_of
+from retime.mechanisms.memory.sandbox import Undo
+from retime.mechanisms.pipeline.errors import PipelineError
+from retime.mechanisms.pipeline.find_layers import LayerList
+from retime.mechanisms.pipeline.gates import LayerGates
+from retime.mechanisms.pipeline.losses import Reduction, reduction_of
+from retime.mechanisms.pipeline.ownership import Ownership, Reached
+from retime.mechanisms.pipeline.plan import Costs, PipelinePlan, Planner
+from retime.mechanisms.pipeline.spread import Place, Spread, Whole
+from retime.mechanisms.pipeline.survey import Survey, survey
+from retime.mechanisms.pipeline.suspended_call import Returned, SuspendedCall, Workers
+from retime.mechanisms.pipeline.training_call import AtEdge, TrainingCall
+from retime.mechanisms.pipeline.values import tensors_in_order
+from retime.mechanisms.weight_gradients import SplitBackward
+
+__all__ = ["FirstBatch", "Wishes"]
+
+_PINGS = 4
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """How the model is to be spread.
+
+    Attributes:
+        schedule: by name.
+        layers_per_stage: under modulo allocation.
+        activation_cap: bytes a rank.
+    """
+
+    schedule: str
+    layers_per_stage: int | Literal["auto"]
+    activation_cap: int | None
+
+
+class FirstBatch:
+    """Looks at the first batch.
+
+    Args:
+        model: whole.
+        layers: of it.
+        gates: at the layers.
+        place: of this process.
+        workers: for suspended calls.
+    """
+
+    def __init__(self, model: nn.Module, layers: LayerList, gates: LayerGates, place: Place, workers: Workers) -> None:
+        self._model, self._layers, self._gates, self._place, self._workers = model, layers, gates, place, workers
+
+    def spread(self, step: Callable[[Any], Any], batch: Any, parts: Sequence[Any], wishes: Wishes) -> Spread:
+        """Run it, and let each rank keep its stages only.
+
+        Args:
+            step: the training step.
+            batch: whole.
+            parts: its micro-batches.
+            wishes: of the user.
+
+        Raises:
+            PipelineError: the model or the batch cannot go through a pipeline.
+        """
+        self._check_same(batch)
+        undo = Undo(self._model, batch)
+        try:
+            reduction = reduction_of(self._model, step, batch, parts)
+            undo.put_back()
+            found = survey(lambda: seeded(step, parts[0]), self._gates, self._place.names)
+            undo.put_back()
+            planner = self._planner(found, wishes)
+            spread = self._cut(step, parts[0], found, planner, planner.plan(len(parts)), reduction)
+        finally:
+            self._gates.visitor = None
+            undo.put_back()
+        spread.owners.free()
+        return spread
+
+    def _check_same(self, batch: Any) -> None:
+        sums = [(tuple(t.shape), float(t.detach().double().sum())) for t in tensors_in_order(batch)]
+        everyone = self._place.all_gather(sums)
+        if any(one != everyone[0] for one in everyone):
+            raise PipelineError(
+                "the ranks of a pipeline were given different batches: each needs the same one. Give the sampler "
+                "num_replicas and rank of the data parallel ranks, or leave it to the Trainer"
+            )
+
+    def _planner(self, found: Survey, wishes: Wishes) -> Planner:
+        hop = self._hop_ms(max((sum(t.nbytes for t in given) for given in found.given), default=0))
+        costs = self._place.broadcast(Costs(tuple(found.forward_ms), tuple(found.saved_bytes), hop), 0)
+        return Planner(
+            wishes.schedule, self._place.ranks, costs, group=wishes.layers_per_stage, cap=wishes.activation_cap
+        )
+
+    def _hop_ms(self, nbytes: int) -> float:
+        """Of a message of so many bytes from rank 0 to rank 1, as these see it."""
+        place = self._place
+        if place.ranks < 2 or place.rank > 1:
+            return 0.0
+        message = torch.zeros(max(1, nbytes), dtype=torch.uint8, device=place.device)
+        peer, took = place.world_rank(1 - place.rank), []
+        for _ in range(_PINGS):
+            start = time.perf_counter()
+            for sender in (0, 1):
+                if place.rank == sender:
+                    dist.send(message, peer, place.group)
+                else:
+                    dist.recv(message, peer, place.group)
+            took.append((time.perf_counter() - start) / 2)
+        return 1000 * min(took[1:])
+
+    def _cut(
+        self,
+        step: Callable[[Any], Any],
+        part: Any,
+        found: Survey,
+        planner: Planner,
+        plan: PipelinePlan,
+        reduction: Reduction,
+    ) -> Spread:
+        """Run one micro-batch in stages on this rank alone: what a stage is sent, and which parameters it uses."""
+        place, whole = self._place, Whole(self._model)
+        split = SplitBackward(whole)
+        self._gates.visitor = TrainingCall(plan, place.rank, place.device, found.outputs, place.names)
+        mine = [stage for stage, rank in enumerate(plan.rank_of) if rank == place.rank]
+        positions: dict[int, list[int]] = {}
+        edges: dict[int, list[Tensor]] = {}
+        call = SuspendedCall(lambda: seeded(step, part), self._workers)
+        try:
+            answer: Any = call.resume()
+            for stage in mine:
+                given = found.given[plan.layers_of(stage)[0]]
+                while isinstance(answer, AtEdge) and answer.stage != stage:
+                    answer = call.resume()
+                assert isinstance(answer, AtEdge)
+                follows = stage - 1 in mine  # nothing is sent, but each stage has a graph of its own
+                if stage:
+                    positions[stage] = [
+                        number
+                        for number, one in enumerate(answer.given)
+                        if not _equal(one, given[number]) or (follows and one.requires_grad)
+                    ]
+                sent = {number: _leaf(given[number]) for number in positions.get(stage, [])}
+                with split.begin(stage):
+                    answer = whole(lambda sent=sent: call.resume(sent))
+                edges[stage] = [loss_of(answer.value)] if isinstance(answer, Returned) else answer.given
+        finally:
+            call.close()
+        positions = _merged(place.all_gather(positions))
+        roots = {
+            stage: edges[stage]
+            if stage + 1 == plan.stages
+            else [edges[stage][number] for number in positions[stage + 1]]
+            for stage in mine
+        }
+        flags = {stage + 1: [one.requires_grad for one in roots[stage]] for stage in mine if stage + 1 < plan.stages}
+        needs_gradient = _merged(place.all_gather(flags))
+        graphs = {stage: Reached(roots[stage]) for stage in mine}
+        self._check_graphs(graphs, roots, plan)
+        split.watch([root for stage in mine for root in roots[stage]])
+        for stage in mine:
+            split.drop(stage)
+        owners = self._owners(graphs, plan)
+        spread = Spread(place, planner, plan, whole, split, owners, reduction, found.outputs, positions, needs_gradient)
+        self._divide(spread, {stage: graph.leaves for stage, graph in graphs.items()})
+        return spread
+
+    def _check_graphs(self, graphs: dict[int, Reached], roots: dict[int, list[Tensor]], plan: PipelinePlan) -> None:
+        stages = sorted(graphs)
+        for number, later in enumerate(stages):
+            for earlier in stages[:number]:
+                if graphs[later].nodes & graphs[earlier].nodes:
+                    raise PipelineError(
+                        f"stages {earlier + 1} and {later + 1} lie on one rank and both use a tensor that was computed "
+                        "with gradients in front of the layers (a skip connection): use a schedule with one stage a "
+                        "rank, such as schedule='ooo1' or '1f1b'"
+                    )
+        last = roots.get(plan.stages - 1)
+        if last is not None and not any(root.requires_grad for root in last):
+            raise PipelineError("the loss of training_step has no gradient: nothing of the model is trained")
+
+    def _owners(self, graphs: dict[int, Reached], plan: PipelinePlan) -> Ownership:
+        here = [self._layers.modules[layer] for stage in graphs for layer in plan.layers_of(stage)]
+        needed = {leaf for graph in graphs.values() for leaf in graph.leaves}
+        return Ownership(self._model, needed, self._place.group, here)
+
+    def _divide(self, spread: Spread, reached: dict[int, set[Tensor]]) -> None:
+        """Which parameters belong to one stage, and which to several."""
+        owners, mine = spread.owners, spread.mine
+        inside = {p for module in self._layers.modules for p in module.parameters()}
+        spread.outside = [name for name, p in owners.parameters.items() if p not in inside]
+        shared = {owners.parameters[name] for name in owners.shared}
+        twice = {p for a in mine for b in mine if a < b for p in reached[a] & reached[b]}
+        ordered = list(owners.parameters.values())
+        for stage in mine:
+            chosen = reached[stage] - shared - twice
+            spread.stage_parameters[stage] = [p for p in ordered if p in chosen]
+        late = (shared | twice) & {p for one in reached.values() for p in one}
+        spread.late = [p for p in ordered if p in late]
+
+
+def seeded(step: Callable[[Any], Any], part: Any) -> Any:
+    """Run a step on random numbers that are the same on all ranks."""
+    torch.manual_seed(0)
+    return step(part)
+
+
+def _merged(everyone: Sequence[dict[int, Any]]) -> dict[int, Any]:
+    return {stage: one for found in everyone for stage, one in found.items()}
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    leaf = tensor.detach().clone()
+    return leaf.requires_grad_(leaf.dtype.is_floating_point or leaf.dtype.is_complex)

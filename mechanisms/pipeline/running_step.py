@@ -1,0 +1,121 @@
+"""One batch on its way through a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retime.mechanisms.memory.batches import loss_of
+from retime.mechanisms.pipeline.errors import PipelineError
+from retime.mechanisms.pipeline.losses import weights_of
+from retime.mechanisms.pipeline.spread import Spread
+from retime.mechanisms.pipeline.suspended_call import Returned, SuspendedCall, Workers
+from retime.mechanisms.pipeline.training_call import AtEdge
+from retime.mechanisms.pipeline.values import TensorKind, shapes_of
+
+__all__ = ["MicroBatchResult", "RunningStep"]
+
+_OTHER_NUMBERS = 0x9E3779B97F4A7C15
+"""Stages of one micro-batch draw from seeds that are this far apart."""
+
+
+@dataclass(frozen=True)
+class MicroBatchResult:
+    """What a step returned for one micro-batch; on the rank of the last stage only.
+
+    Attributes:
+        output: of the step, without its graph.
+        weight: of its loss in the batch's.
+    """
+
+    output: Any
+    weight: float
+
+
+class RunningStep:
+    """The micro-batches' calls of the training step on this rank, each as far as its stages have come.
+
+    Args:
+        spread: over which ranks.
+        step: the training step.
+        parts: micro-batches.
+        seeds: of the micro-batches, the same on all ranks: what runs in front of the layers draws the same numbers
+            everywhere, whatever the schedule.
+        divide_by: of the losses, beside their weights.
+        workers: for suspended calls.
+    """
+
+    def __init__(
+        self,
+        spread: Spread,
+        step: Callable[[Any], Any],
+        parts: Sequence[Any],
+        seeds: Sequence[int],
+        divide_by: int,
+        workers: Workers,
+    ) -> None:
+        self._spread, self._seeds, self._divide_by = spread, seeds, divide_by
+        self._weights = weights_of(spread.reduction, parts)
+        self._keys = [shapes_of(part) for part in parts]
+        self._calls = [_call(step, part, workers) for part in parts]
+        self._at: list[Any] = [None] * len(parts)
+        self._results: dict[int, MicroBatchResult] = {}
+
+    @property
+    def results(self) -> list[MicroBatchResult]:
+        """By micro-batch; empty on ranks without the last stage."""
+        return [self._results[batch] for batch in sorted(self._results)]
+
+    def reads(self, stage: int, batch: int) -> list[TensorKind]:
+        """Kinds of what a stage reads of the one before."""
+        return self._spread.reads[stage, self._keys[batch]]
+
+    def forward(self, stage: int, batch: int, received: list[Tensor]) -> list[Tensor]:
+        """Run the step of a micro-batch through a stage; what the next stage reads, or the weighted loss."""
+        spread, call = self._spread, self._calls[batch]
+        if self._at[batch] is None:
+            torch.manual_seed(self._seeds[batch])
+            self._at[batch] = call.resume()
+        answer = self._at[batch]
+        while isinstance(answer, AtEdge) and answer.stage != stage:
+            answer = call.resume()
+        if not isinstance(answer, AtEdge):
+            first = spread.place.names[spread.plan.layers_of(stage)[0]]
+            raise PipelineError(
+                f"training_step did not come to {first!r}, as it did in the first batch: a pipeline needs each layer "
+                "once in every micro-batch"
+            )
+        if stage:  # the first one draws what it draws without a pipeline
+            torch.manual_seed((self._seeds[batch] + _OTHER_NUMBERS * stage) % 2**63)
+        sent = dict(zip(spread.positions.get(stage, []), received, strict=True))
+        answer = self._at[batch] = spread.whole(lambda: call.resume(sent))
+        if isinstance(answer, Returned):
+            return [self._weighted(batch, answer.value)]
+        return [answer.given[number] for number in spread.positions[stage + 1]]
+
+    def close(self) -> None:
+        """End what is left of the calls."""
+        for call in self._calls:
+            call.close()
+
+    def _weighted(self, batch: int, output: Any) -> Tensor:
+        try:
+            loss = loss_of(output)
+        except ValueError as error:
+            raise PipelineError(f"training_step gave no loss for a micro-batch: {error}") from error
+        self._results[batch] = MicroBatchResult(_detached(output), self._weights[batch])
+        return loss * (self._weights[batch] / self._divide_by)
+
+
+def _call(step: Callable[[Any], Any], part: Any, workers: Workers) -> SuspendedCall:
+    return SuspendedCall(lambda: step(part), workers)
+
+
+def _detached(output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return output.detach()
+    return {key: _detached(value) for key, value in output.items()} if isinstance(output, dict) else output

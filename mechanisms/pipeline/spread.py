@@ -1,0 +1,125 @@
+"""A model that is spread over ranks: what one rank knows of it after the first batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from retime.mechanisms.pipeline.losses import Reduction
+from retime.mechanisms.pipeline.ownership import Ownership
+from retime.mechanisms.pipeline.plan import PipelinePlan, Planner
+from retime.mechanisms.pipeline.relay import Relay
+from retime.mechanisms.pipeline.survey import Shapes
+from retime.mechanisms.pipeline.training_call import TrainingCall
+from retime.mechanisms.pipeline.values import TensorKind, ValueKind
+from retime.mechanisms.weight_gradients import SplitBackward
+
+__all__ = ["Place", "Spread", "Whole"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands.
+
+    Attributes:
+        group: the ranks of the pipeline.
+        device: of the model.
+        names: of the layers.
+    """
+
+    group: Any
+    device: torch.device
+    names: list[str]
+
+    @property
+    def rank(self) -> int:
+        """In the group."""
+        return dist.get_rank(self.group)
+
+    @property
+    def ranks(self) -> int:
+        """Of the group."""
+        return dist.get_world_size(self.group)
+
+    def world_rank(self, rank: int) -> int:
+        """Of a rank of the group."""
+        return dist.get_global_rank(self.group, rank)
+
+    def all_gather(self, mine: Any) -> list[Any]:
+        """What each rank gives, on all of them."""
+        everyone: list[Any] = [None] * self.ranks
+        dist.all_gather_object(everyone, mine, group=self.group)
+        return everyone
+
+    def broadcast(self, mine: Any, rank: int) -> Any:
+        """What one rank gives, on all of them."""
+        told = [mine]
+        dist.broadcast_object_list(told, self.world_rank(rank), group=self.group)
+        return told[0]
+
+
+class Whole(nn.Module):
+    """Runs a stretch of a step, as if it were a module's forward pass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, stretch: Callable[[], Any]) -> Any:
+        """Run it."""
+        return stretch()
+
+
+@dataclass
+class Spread:
+    """What the first batch has shown.
+
+    Attributes:
+        place: of this process.
+        planner: for other numbers of micro-batches.
+        plan: the one in use.
+        whole: runs stretches of a step for ``split``.
+        split: of this rank's stages.
+        owners: of the parameters.
+        reduction: how losses add up.
+        outputs: kinds of what layers return, by layer and shapes of their arguments.
+        positions: by stage, which tensors of its first layer's arguments come from the stage before.
+        needs_gradient: of those.
+        reads: kinds of those, by stage and shapes of a micro-batch.
+        stage_parameters: by stage, the trainable parameters that only it uses.
+        late: this rank's parameters that several stages use.
+        outside: names of the parameters in front of the layers and behind them.
+    """
+
+    place: Place
+    planner: Planner
+    plan: PipelinePlan
+    whole: Whole
+    split: SplitBackward
+    owners: Ownership
+    reduction: Reduction
+    outputs: dict[tuple[int, Shapes], ValueKind]
+    positions: dict[int, list[int]]
+    needs_gradient: dict[int, list[bool]]
+    reads: dict[tuple[int, Shapes], list[TensorKind]] = field(default_factory=dict)
+    stage_parameters: dict[int, list[Tensor]] = field(default_factory=dict)
+    late: list[Tensor] = field(default_factory=list)
+    outside: list[str] = field(default_factory=list)
+
+    @property
+    def mine(self) -> list[int]:
+        """This rank's stages."""
+        return [stage for stage, rank in enumerate(self.plan.rank_of) if rank == self.place.rank]
+
+    def training_call(self) -> TrainingCall:
+        """The layers of training steps."""
+        return TrainingCall(self.plan, self.place.rank, self.place.device, self.outputs, self.place.names)
+
+    def relay(self) -> Relay:
+        """The layers of steps without gradients."""
+        return Relay(self.plan, self.place.group, self.place.device, self.outputs)
