@@ -75,9 +75,11 @@ class FirstBatch:
         self._check_same(batch)
         undo = Undo(self._model, batch)
         try:
-            reduction = reduction_of(self._model, step, batch, parts)
+            reduction = self._place.agreed(reduction_of(self._model, step, batch, parts))
             undo.put_back()
-            found = survey(lambda: seeded(step, parts[0]), self._gates, self._place.names)
+            found = survey(
+                lambda: seeded(step, parts[0]), self._gates, self._layers.modules, self._place.names
+            )
             undo.put_back()
             planner = self._planner(found, wishes)
             spread = self._cut(step, parts[0], found, planner, planner.plan(len(parts)), reduction)
@@ -98,7 +100,7 @@ class FirstBatch:
 
     def _planner(self, found: Survey, wishes: Wishes) -> Planner:
         hop = self._hop_ms(max((sum(t.nbytes for t in given) for given in found.given), default=0))
-        costs = self._place.broadcast(Costs(tuple(found.forward_ms), tuple(found.saved_bytes), hop), 0)
+        costs = self._place.agreed(Costs(tuple(found.forward_ms), tuple(found.saved_bytes), hop))
         return Planner(
             wishes.schedule, self._place.ranks, costs, group=wishes.layers_per_stage, cap=wishes.activation_cap
         )
@@ -177,18 +179,10 @@ class FirstBatch:
         return spread
 
     def _check_graphs(self, graphs: dict[int, Reached], roots: dict[int, list[Tensor]], plan: PipelinePlan) -> None:
-        stages = sorted(graphs)
-        for number, later in enumerate(stages):
-            for earlier in stages[:number]:
-                if graphs[later].nodes & graphs[earlier].nodes:
-                    raise PipelineError(
-                        f"stages {earlier + 1} and {later + 1} lie on one rank and both use a tensor that was computed "
-                        "with gradients in front of the layers (a skip connection): use a schedule with one stage a "
-                        "rank, such as schedule='ooo1' or '1f1b'"
-                    )
-        last = roots.get(plan.stages - 1)
-        if last is not None and not any(root.requires_grad for root in last):
-            raise PipelineError("the loss of training_step has no gradient: nothing of the model is trained")
+        """Raise on all ranks what one of them finds."""
+        for found in self._place.all_gather(_why_not(graphs, roots, plan)):
+            if found is not None:
+                raise PipelineError(found)
 
     def _owners(self, graphs: dict[int, Reached], plan: PipelinePlan) -> Ownership:
         here = [self._layers.modules[layer] for stage in graphs for layer in plan.layers_of(stage)]
@@ -214,6 +208,23 @@ def seeded(step: Callable[[Any], Any], part: Any) -> Any:
     """Run a step on random numbers that are the same on all ranks."""
     torch.manual_seed(0)
     return step(part)
+
+
+def _why_not(graphs: dict[int, Reached], roots: dict[int, list[Tensor]], plan: PipelinePlan) -> str | None:
+    """What is wrong with the graphs of this rank's stages."""
+    stages = sorted(graphs)
+    for number, later in enumerate(stages):
+        for earlier in stages[:number]:
+            if graphs[later].nodes & graphs[earlier].nodes:
+                return (
+                    f"stages {earlier + 1} and {later + 1} lie on one rank and both use a tensor that was computed with "
+                    "gradients in front of the layers (a skip connection): use a schedule with one stage a rank, such "
+                    "as schedule='ooo1' or '1f1b'"
+                )
+    last = roots.get(plan.stages - 1)
+    if last is not None and not any(root.requires_grad for root in last):
+        return "the loss of training_step has no gradient: nothing of the model is trained"
+    return None
 
 
 def _merged(everyone: Sequence[dict[int, Any]]) -> dict[int, Any]:

@@ -73,4 +73,7 @@ def weights_of(reduction: Reduction, parts: Sequence[Any]) -> list[float]:
 
 def _loss(step: Callable[[Any], Any], part: Any, seed: int) -> Tensor:
     torch.manual_seed(seed)
-    return loss_of(step(part)).detach().float()
+    try:
+        return loss_of(step(part)).detach().float()
+    except ValueError as error:
+        raise PipelineError(f"training_step gave no loss: {error}") from error

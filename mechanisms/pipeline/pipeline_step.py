@@ -82,7 +82,7 @@ class PipelineStep:
         self._wishes = Wishes(check_schedule(schedule), layers_per_stage, activation_cap)
         self._layers = find_layers(model, layers, dist.get_world_size(group))
         names = [f"{self._layers.path}.{number}".lstrip(".") for number in range(len(self._layers.modules))]
-        self._place = Place(group, next(model.parameters()).device, names)
+        self._place = Place(group, data_group, next(model.parameters()).device, names)
         self._gates = LayerGates(self._layers.modules)
         self._workers = Workers()
         self._sums = GradientSums(data_group)

@@ -42,8 +42,8 @@ SCHEDULES = {
     "interleaved_zero_bubble": "interleaved zero bubble",
 }
 _ONE_CHUNK = {"ooo1", "ooo1_flush", "gpipe", "1f1b", "zb_h1"}
-_TORCHS = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-_ONE_CHUNK_OF_TORCHS = {"GPipe", "1F1B"}
+_TORCHS = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+_SAME_AS_TORCHS = {"GPipe": "gpipe", "1F1B": "1f1b"}
 _TWO_CHUNKS = {"zbv", "ZBVZeroBubble", "DualPipeV"}
 _PUBLISHED = {
     "gpipe": gpipe,
@@ -105,14 +105,16 @@ class PipelinePlan:
 
 
 def check_schedule(name: str) -> str:
-    """Return ``name`` if it is a schedule's.
+    """Return the schedule's own name.
 
     Raises:
-        ValueError: it is none.
+        ValueError: there is none of that name.
     """
+    name = _SAME_AS_TORCHS.get(name, name)
     if name not in SCHEDULES and name not in _TORCHS:
         raise ValueError(
-            f"schedule={name!r} is unknown: choose from {', '.join(SCHEDULES)}, or of torch's own {', '.join(_TORCHS)}"
+            f"schedule={name!r} is unknown: choose from {', '.join(SCHEDULES)}, or of torch's own "
+            f"{', '.join((*_SAME_AS_TORCHS, *_TORCHS))}"
         )
     return name
 
@@ -163,7 +165,7 @@ class Planner:
     def _candidates(self) -> list[int]:
         """How many stages a rank may have."""
         layers, ranks = len(self._costs.forward_ms), self._ranks
-        if self._schedule in _ONE_CHUNK | _ONE_CHUNK_OF_TORCHS or ranks == 1:
+        if self._schedule in _ONE_CHUNK or ranks == 1:
             return [1]
         if self._schedule in _TWO_CHUNKS:
             return [2]

@@ -28,11 +28,13 @@ class Place:
 
     Attributes:
         group: the ranks of the pipeline.
+        data_group: the ranks with the same stages in other pipelines; None: there are none.
         device: of the model.
         names: of the layers.
     """
 
     group: Any
+    data_group: Any
     device: torch.device
     names: list[str]
 
@@ -55,6 +57,14 @@ class Place:
         everyone: list[Any] = [None] * self.ranks
         dist.all_gather_object(everyone, mine, group=self.group)
         return everyone
+
+    def agreed(self, mine: Any) -> Any:
+        """What the first rank of the first pipeline gives, on all ranks of all pipelines."""
+        if self.data_group is not None and self.rank == 0:
+            told = [mine]
+            dist.broadcast_object_list(told, dist.get_global_rank(self.data_group, 0), group=self.data_group)
+            mine = told[0]
+        return self.broadcast(mine, 0)
 
     def broadcast(self, mine: Any, rank: int) -> Any:
         """What one rank gives, on all of them."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from retime.mechanisms.pipeline.errors import PipelineError
@@ -25,7 +26,8 @@ class Survey:
     Attributes:
         given: the values of the tensors in its arguments.
         outputs: kinds of what it returned, by the shapes of what it was given.
-        forward_ms: how long it ran; the first one's with all before it, the last one's with all behind it.
+        forward_ms: how long it ran, the same for layers that are alike; the first one's with all before it, the last
+            one's with all behind it.
         saved_bytes: what it saved for its backward pass.
         output: what the step returned.
     """
@@ -44,6 +46,7 @@ class _Looks:
     def __init__(self, found: Survey, names: Callable[[int], str]) -> None:
         self._found, self._name = found, names
         self._since = _now()
+        self._before_ms = self._after_ms = 0.0
         self.next = 0
         self._shapes: Shapes = ()
         self._seen: set[int] = set()
@@ -58,8 +61,11 @@ class _Looks:
         self.next += 1
         self._found.given[layer] = [tensor.detach().clone() for tensor in tensors_in_order((args, kwargs))]
         self._shapes = shapes_of((args, kwargs))
+        took = self._lap()
         if layer:
-            self._found.forward_ms[layer - 1] += self._lap()
+            self._found.forward_ms[layer - 1] += took
+        else:
+            self._before_ms = took
 
     def is_here(self, layer: int) -> bool:
         return True
@@ -69,19 +75,33 @@ class _Looks:
 
     def after(self, layer: int, output: Any) -> Any:
         self._found.outputs[layer, self._shapes] = kind_of(output)
+        if layer + 1 == len(self._found.given):
+            self._found.forward_ms[layer] += self._lap()
         return output
 
     def saved(self, tensor: Tensor) -> Tensor:
         """A tensor is saved for a backward pass: the one of the layer that runs."""
-        if tensor.layout == torch.strided and not isinstance(tensor, torch.nn.Parameter):
+        if tensor.layout == torch.strided and not isinstance(tensor, nn.Parameter):
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in self._seen:
                 self._seen.add(storage.data_ptr())
                 self._found.saved_bytes[max(0, self.next - 1)] += storage.nbytes()
         return tensor
 
-    def end(self) -> None:
-        self._found.forward_ms[-1] += self._lap()
+    def end(self, layers: Sequence[nn.Module]) -> None:
+        """The step has run: layers that are alike take the same, and what is around them counts with the outermost."""
+        after, found = self._lap(), self._found
+        alike: dict[tuple[Any, ...], list[int]] = {}
+        for number, layer in enumerate(layers):
+            shapes = tuple((tuple(t.shape), t.dtype) for t in found.given[number])
+            kind = type(layer), tuple(tuple(p.shape) for p in layer.parameters()), shapes
+            alike.setdefault(kind, []).append(number)
+        for numbers in alike.values():
+            typical = median(found.forward_ms[number] for number in numbers)
+            for number in numbers:
+                found.forward_ms[number] = typical
+        found.forward_ms[0] += self._before_ms
+        found.forward_ms[-1] += after
 
     def _lap(self) -> float:
         now = _now()
@@ -89,12 +109,15 @@ class _Looks:
         return 1000 * took
 
 
-def survey(call: Callable[[], Any], gates: LayerGates, names: list[str]) -> Survey:
+def survey(
+    call: Callable[[], Any], gates: LayerGates, layers: Sequence[nn.Module], names: Sequence[str]
+) -> Survey:
     """Run a step whole on this rank, twice: libraries are warm in the second, which is timed.
 
     Args:
         call: the step, of one micro-batch.
         gates: of all layers.
+        layers: in order.
         names: of the layers, for errors.
 
     Raises:
@@ -109,12 +132,12 @@ def survey(call: Callable[[], Any], gates: LayerGates, names: list[str]) -> Surv
                 found.output = call()
         finally:
             gates.visitor = None
-        looks.end()
         if looks.next < len(names):
             raise PipelineError(
                 f"training_step does not call {names[looks.next]!r}: a pipeline needs each layer of the list once and "
                 "in order, through module(...) and not through .forward; name another list with layers="
             )
+        looks.end(layers)
     return found
 
 

@@ -1,0 +1,88 @@
+"""Pipelines over real gloo ranks: gradients of one device, memory of a share, errors that say what to change."""
+
+import pytest
+
+from support.two_ranks import run_ranks
+
+OURS = "ooo2,ooo2_flush,ooo1,ooo1_flush,gpipe,1f1b,zb_h1,zbv,interleaved,interleaved_zero_bubble"
+TORCHS = "GPipe,1F1B,Interleaved1F1B,LoopedBFS,InterleavedZeroBubble,ZBVZeroBubble"
+WORKER = "pipeline_worker.py"
+
+
+def outputs(ranks: int, *arguments: str) -> list[str]:
+    """What the ranks of a case print; none may fail."""
+    done = run_ranks(ranks, WORKER, *arguments, timeout_s=300)
+    for one in done:
+        assert one.returncode == 0, one.stderr[-3000:]
+    return [one.stdout.strip() for one in done]
+
+
+@pytest.mark.parametrize("schedules", [OURS, TORCHS], ids=["ours", "torch's"])
+def test_gradients_are_those_of_one_device(schedules):
+    assert outputs(2, "gradients", "sequential", schedules, "1") == ["same"] * 2
+
+
+def test_gradients_on_four_ranks():
+    schedules = f"{OURS.replace(',zbv', '')},InterleavedZeroBubble"
+    assert outputs(4, "gradients", "sequential", schedules, "1") == ["same"] * 4
+
+
+def test_gradients_of_pipelines_side_by_side():
+    assert outputs(4, "gradients", "sequential,tied,residual", "ooo1,1f1b", "2") == ["same"] * 4
+    assert outputs(2, "gradients", "sequential", "ooo2", "2") == ["same"] * 2
+
+
+def test_models_that_share_weights_or_freeze_them():
+    assert outputs(2, "gradients", "summed,tied,frozen", "ooo2,zbv,gpipe", "1") == ["same"] * 2
+    assert outputs(2, "gradients", "residual", "ooo1,1f1b", "1") == ["same"] * 2
+
+
+def test_unmodified_transformers():
+    pytest.importorskip("transformers")
+    assert outputs(2, "gradients", "gpt2,bert,llama", "ooo2,zbv", "1") == ["same"] * 2
+
+
+def test_each_rank_keeps_its_share():
+    said = outputs(4, "memory")
+    assert all("with 2.004 MiB of 8.016 MiB of parameters" in one for one in said)
+
+
+def test_batches_of_other_shapes():
+    assert outputs(2, "shapes") == ["same"] * 2
+
+
+def test_random_numbers_do_not_depend_on_the_schedule():
+    assert outputs(2, "numbers") == ["same"] * 2
+
+
+REFUSALS = {
+    "twice": "calls '0' a second time: a pipeline needs each layer once",
+    "skipped": "does not call '7'",
+    "whole loss": "is neither the mean over its samples",
+    "no loss": "a step must return its loss",
+    "no gradient": "has no gradient",
+    "batches": "were given different batches",
+    "path": "layers='nowhere' is no module of the model; lists of layers in it: ''",
+    "short": "name the list with layers=",
+    "chunks": "schedule='zbv' has two stages a rank, and 3 layers are too few for 2 ranks",
+    "cap": "the least feasible cap",
+    "frozen": "were frozen or thawed",
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_bad_input_says_what_to_change(case):
+    for said in outputs(2, "refused", case):
+        assert REFUSALS[case] in said
+
+
+def test_a_killed_rank_is_named():
+    first, last = run_ranks(2, WORKER, "lost", "killed", timeout_s=120)
+    assert last.returncode != 0
+    assert "a message of rank 1 (stage" in first.stdout, first.stderr[-2000:]
+
+
+def test_an_exception_comes_through_on_its_rank():
+    first, last = run_ranks(2, WORKER, "lost", "raises", timeout_s=120)
+    assert last.stdout.strip() == "own of the step's own"
+    assert "a message of rank 1 (stage" in first.stdout, first.stderr[-2000:]

@@ -1,0 +1,117 @@
+"""Models and steps for pipelines: each entry gives a model, a training step and a batch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+WIDTH = 144  # a weight is 81 KiB: more than what is computed in order for being small
+Made = tuple[nn.Module, Callable[[Any], Any], Any]
+
+
+class Residual(nn.Module):
+    """What the embedding gives goes into every layer: ranks without it in front must have a copy of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, WIDTH)
+        self.blocks = nn.ModuleList(nn.Bilinear(WIDTH, 1, WIDTH) for _ in range(4))
+        self.gate = nn.Linear(WIDTH, 1)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        first = self.embed(tokens)
+        weight, x = torch.sigmoid(self.gate(first)), first
+        for block in self.blocks:
+            x = torch.tanh(block(x, weight))
+        logits: Tensor = self.head(x)
+        return logits
+
+
+class Tied(nn.Module):
+    """The embedding is the head, and two layers share their weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.layers[3].weight = self.layers[0].weight
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def sequential(layers: int = 8) -> Made:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(layers)))
+    batch = torch.randn(16, WIDTH), torch.randn(16, WIDTH)
+    return model, lambda part: (model(part[0]) - part[1]).square().mean(), batch
+
+
+def summed() -> Made:
+    model, _, batch = sequential()
+    return model, lambda part: {"loss": (model(part[0]) - part[1]).square().sum() / 100}, batch
+
+
+def residual() -> Made:
+    model = Residual()
+    batch = {"tokens": torch.randint(0, 11, (10,)), "labels": torch.randint(0, 3, (10,))}
+    return model, lambda part: nn.functional.cross_entropy(model(part["tokens"]), part["labels"]), batch
+
+
+def tied() -> Made:
+    model = Tied()
+    batch = torch.randint(0, 11, (12,)), torch.randint(0, 11, (12,))
+    return model, lambda part: nn.functional.cross_entropy(model(part[0]), part[1]), batch
+
+
+def frozen() -> Made:
+    """A frozen embedding, a frozen layer, and a layer that nobody calls."""
+    model, step, batch = tied()
+    model.embed.weight.requires_grad_(False)  # type: ignore[union-attr]
+    model.layers[1].requires_grad_(False)  # type: ignore[index]
+    model.spare = nn.Linear(3, 3)
+    return model, step, batch
+
+
+def transformer(kind: str) -> Made:
+    """A small model of transformers, made from its configuration alone."""
+    import transformers
+
+    tokens = torch.randint(0, 101, (8, 12))
+    if kind == "gpt2":
+        sizes = {"n_layer": 4, "n_embd": WIDTH, "n_head": 2, "n_positions": 16, "vocab_size": 101}
+        drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **drops))
+    elif kind == "bert":
+        sizes = {"num_hidden_layers": 4, "hidden_size": WIDTH, "num_attention_heads": 2, "vocab_size": 101}
+        drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "intermediate_size": 2 * WIDTH}
+        model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes, **drops))
+    else:
+        sizes = {"num_hidden_layers": 4, "hidden_size": WIDTH, "num_attention_heads": 2, "vocab_size": 101}
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, intermediate_size=2 * WIDTH))
+    return model, lambda part: model(input_ids=part["tokens"], labels=part["tokens"]).loss, {"tokens": tokens}
+
+
+MODELS: dict[str, Callable[[], Made]] = {
+    "sequential": sequential,
+    "summed": summed,
+    "residual": residual,
+    "tied": tied,
+    "frozen": frozen,
+    "gpt2": lambda: transformer("gpt2"),
+    "bert": lambda: transformer("bert"),
+    "llama": lambda: transformer("llama"),
+}
+
+
+def made(name: str) -> Made:
+    """The same on all ranks."""
+    torch.manual_seed(0)
+    return MODELS[name]()

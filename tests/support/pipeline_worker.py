@@ -1,0 +1,250 @@
+"""One rank of the tests of mechanisms/pipeline; the first argument names the case, the others are its own."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from retime.mechanisms.pipeline import PipelineError, PipelineStep, RankLostError
+from support.pipeline_models import WIDTH, made, sequential
+
+STEPS = 3
+RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def gradients(names: str, schedules: str, data: str) -> None:
+    """Gradients of three steps are those of one device, with any schedule, and the model is whole afterwards."""
+    replicas = int(data)
+    stages = RANKS // replicas
+    group = [dist.new_group(list(range(first, first + stages))) for first in range(0, RANKS, stages)][RANK // stages]
+    others = [dist.new_group(list(range(first, RANKS, stages))) for first in range(stages)][RANK % stages]
+    for name in names.split(","):
+        for schedule in schedules.split(","):
+            _compare(name, schedule, group, others if replicas > 1 else None, RANK // stages, replicas)
+    print("same")
+
+
+def _compare(name: str, schedule: str, group: Any, others: Any, replica: int, replicas: int) -> None:
+    expected = [_plain(name, replica_of, replicas) for replica_of in range(replicas)]
+    model, step, batch = made(name)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    pipeline = PipelineStep(model, group=group, data_group=others, microbatches=4, schedule=schedule)
+    losses = []
+    for number in range(STEPS):
+        found = pipeline.train(step, _shifted(batch, number + STEPS * replica), divide_by=2)
+        losses += [sum(one.weight * _loss(one.output) for one in found)] if found else []
+        for parameter_name, parameter in model.named_parameters():
+            if RANK % dist.get_world_size(group) not in pipeline.owners.ranks[parameter_name]:
+                assert parameter.grad is None, parameter_name
+                continue
+            means = [one[number][0][parameter_name] for one in expected]
+            if means[0] is None:
+                assert parameter.grad is None, (name, schedule, parameter_name)
+                continue
+            mean = torch.stack(means).mean(0)  # type: ignore[arg-type]
+            assert parameter.grad is not None, (name, schedule, parameter_name)
+            error = (parameter.grad - mean).abs().max() / mean.abs().max().clamp(min=1e-6)
+            assert error <= 1e-5, (name, schedule, number, parameter_name, float(error))
+            parameter.grad = mean.clone()  # so that errors do not add up over steps
+        optimizer.step()
+        optimizer.zero_grad()
+    if losses:
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor([one[1] for one in expected[replica]]))
+    report = pipeline.report()
+    assert report.steps == STEPS
+    assert report.schedule.lower() in (schedule.lower(), schedule)
+    if schedule.startswith(("ooo", "z", "Z")) and name in ("sequential", "gpt2"):
+        assert pipeline._known.split.deferred_gradients > 0
+    pipeline.restore()
+    whole = dict(model.named_parameters())
+    for parameter_name, value in expected[0][-1][2].items():
+        torch.testing.assert_close(whole[parameter_name].detach(), value, rtol=1e-4, atol=1e-6)
+    assert "forward" not in {key for module in model.modules() for key in vars(module)}
+    loss = step(batch)
+    (loss if isinstance(loss, Tensor) else loss["loss"]).backward()  # as ever
+
+
+def _plain(name: str, replica: int, replicas: int) -> list[tuple[dict[str, Tensor | None], float, dict[str, Tensor]]]:
+    """Gradients, losses and weights of one device; with several replicas, of one of them, on the others' weights."""
+    models = [made(name) for _ in range(replicas)]
+    found = []
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model, _, _ in models]
+    for number in range(STEPS):
+        losses = []
+        for index, (_, step, batch) in enumerate(models):
+            output = step(_shifted(batch, number + STEPS * index))
+            loss = output if isinstance(output, Tensor) else output["loss"]
+            (loss / 2).backward()
+            losses.append(loss.item())
+        mine = {key: None if p.grad is None else p.grad.clone() for key, p in models[replica][0].named_parameters()}
+        for tensors in zip(*(model.parameters() for model, _, _ in models), strict=True):
+            if tensors[0].grad is not None:
+                mean = torch.stack([one.grad for one in tensors]).mean(0)
+                for one in tensors:
+                    one.grad = mean.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        weights = {key: p.detach().clone() for key, p in models[0][0].named_parameters()}
+        found.append((mine, losses[replica], weights))
+    return found
+
+
+def _shifted(batch: Any, number: int) -> Any:
+    if isinstance(batch, dict):
+        return {key: _shifted(value, number) for key, value in batch.items()}
+    return batch.roll(number, 0) if isinstance(batch, Tensor) else tuple(_shifted(one, number) for one in batch)
+
+
+def _loss(output: Any) -> float:
+    return float(output["loss"] if isinstance(output, dict) else output)
+
+
+def memory() -> None:
+    """Each rank keeps its share of parameters, gradients and states."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+    batch = (torch.randn(512, 512),)
+    step = lambda part: model(part[0]).square().mean()  # noqa: E731
+    optimizer = torch.optim.AdamW(model.parameters())
+    pipeline = PipelineStep(model, microbatches=4)
+    pipeline.train(step, batch)
+    optimizer.step()
+    held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    states = [v for state in optimizer.state.values() for v in state.values()]
+    tensors = [*states, *(p.grad for p in model.parameters() if p.grad is not None)]
+    mine = sum(held.values()) + sum(tensor.nbytes for tensor in tensors)
+    assert mine <= 0.3 * 4 * pipeline.report().parameter_bytes_of_all, mine
+    print(pipeline.report())
+
+
+def shapes() -> None:
+    """Batches of other sizes, smaller than the number of micro-batches, and longer sequences."""
+    model, step, _ = made("gpt2")
+    pipeline = PipelineStep(model, microbatches=4, schedule="ooo2")
+    reference, plain, _ = made("gpt2")
+    for samples, length in ((8, 12), (5, 12), (3, 12), (8, 9), (8, 12), (1, 4)):
+        batch = {"tokens": torch.randint(0, 101, (samples, length))}
+        pipeline.train(step, batch)
+        plain(batch).backward()
+        for (name, parameter), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+            if RANK in pipeline.owners.ranks[name]:
+                torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-6)
+    assert pipeline.report().micro_batches == 1
+    print("same")
+
+
+def numbers() -> None:
+    """What a step draws in front of the layers is the same on all ranks and with all schedules."""
+    for schedule in ("ooo2", "gpipe"):
+        model, _, batch = made("sequential")
+
+        def step(part: Any, model: nn.Module = model) -> Tensor:
+            noise = torch.randn_like(part[0])
+            return (model(part[0] + noise) - part[1] * noise).square().mean()
+
+        pipeline = PipelineStep(model, microbatches=4, schedule=schedule)
+        torch.manual_seed(5)
+        with torch.random.fork_rng():
+            seeds = torch.randint(2**62, (4,)).tolist()
+        pipeline.train(step, batch)
+        after = torch.rand(3)
+        torch.manual_seed(5)
+        torch.randint(2**62, (4,))
+        assert torch.equal(after, torch.rand(3))
+        mine = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        reference, _, _ = made("sequential")
+        for index, seed in enumerate(seeds):
+            torch.manual_seed(seed)
+            (step(tuple(one[4 * index : 4 * index + 4] for one in batch), reference) / 4).backward()
+        for name, parameter in reference.named_parameters():
+            if name in mine:
+                torch.testing.assert_close(mine[name], parameter.grad, rtol=1e-4, atol=1e-6)
+        pipeline.remove()
+    print("same")
+
+
+def refused(name: str) -> None:
+    """Bad input: the error, printed, on all ranks that see it."""
+    model, step, batch = made("sequential")
+    options: dict[str, Any] = {"microbatches": 4}
+    steps: list[Callable[[Any], Any]] = [step]
+    batches = [batch, batch]
+    if name == "twice":
+        steps = [lambda part: model(model(part[0])).mean()]
+    elif name == "skipped":
+        steps = [lambda part: model[:-1](part[0]).mean()]
+    elif name == "whole loss":
+        steps = [lambda part: model(part[0]).std()]
+    elif name == "no loss":
+        steps = [lambda part: None]
+    elif name == "no gradient":
+        steps = [lambda part: model(part[0]).detach().mean()]
+    elif name == "batches":
+        batches = [tuple(one + RANK for one in batch)]
+    elif name == "path":
+        options["layers"] = "nowhere"
+    elif name == "short":
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    elif name == "chunks":
+        model, _, _ = sequential(3)
+        options["schedule"] = "zbv"
+        steps = [lambda part: model(part[0]).mean()]
+    elif name == "cap":
+        options["activation_cap"] = 10
+    elif name == "frozen":
+        steps = [step, lambda part: model[0].requires_grad_(False) and step(part)]
+    elif name == "later":
+        calls = iter([True] * 40)
+        steps = [step, lambda part: step(part) if next(calls) and False else model[0](part[0]).mean()]
+    try:
+        pipeline = PipelineStep(model, **options)
+        for one, given in zip(steps * 2, batches, strict=False):
+            if name == "frozen" and pipeline.is_spread:
+                model[0].requires_grad_(False)  # type: ignore[index]
+            pipeline.train(one, given)
+    except PipelineError as error:
+        print(error)
+    except RankLostError:
+        print("lost")
+
+
+def lost(when: str) -> None:
+    """One rank is killed; the other says whose message did not come."""
+    model, step, batch = made("sequential")
+    pipeline = PipelineStep(model, microbatches=4)
+    pipeline.train(step, batch)
+    calls = 0
+
+    def failing(part: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if RANK == RANKS - 1 and calls == 3:
+            if when == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ArithmeticError("of the step's own")
+        loss: Tensor = step(part)
+        return loss
+
+    try:
+        for _ in range(3):
+            pipeline.train(failing, batch)
+    except RankLostError as error:
+        print(error)
+    except ArithmeticError as error:
+        print("own", error)
+        os._exit(0)  # as a launcher ends a process that failed
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    globals()[sys.argv[1]](*sys.argv[2:])
+    if sys.argv[1] not in ("lost",):
+        dist.barrier()
+        dist.destroy_process_group()
