@@ -161,7 +161,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
             group=self._pipeline_group,
             data_group=self._data_group,
             microbatches=count,
-            quiet=lambda: muted_logging(trainer),
+            quiet=lambda: self._tried_out(trainer),
             **self._wanted,
         )
         self._log = PipelineLog(module)
@@ -229,8 +229,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         with log.batch():
             found = self._step.train(step, batch, divide_by=trainer.accumulate_grad_batches)
         if not was_spread:
-            for one in self.optimizers:
-                forget_absent(one, self._step)
+            self._look_at_examples(self._step, log)
         told = None
         if found:
             calls, weights = [one.output[_LOGGED] for one in found], [one.weight for one in found]
@@ -245,6 +244,20 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         log.publish(logged, changed_here=bool(found))
         self._results.put(loss, trainer.accumulate_grad_batches)
         return loss / trainer.accumulate_grad_batches
+
+    @contextmanager
+    def _tried_out(self, trainer: Trainer) -> Iterator[None]:
+        """What runs inside logs nothing, and says what it would have."""
+        assert self._log is not None
+        with muted_logging(trainer), self._log.batch():
+            yield
+
+    def _look_at_examples(self, step: PipelineStep, log: PipelineLog) -> None:
+        for one in self.optimizers:
+            forget_absent(one, step)
+        examples = step.take_examples()
+        if examples is not None:
+            log.warn(examples.whole[_LOGGED], [part[_LOGGED] for part in examples.parts], examples.weights)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._evaluating():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -73,21 +74,27 @@ class FirstBatch:
             PipelineError: the model or the batch cannot go through a pipeline.
         """
         self._check_same(batch)
+        with self._no_trace(batch):
+            reduction, examples = reduction_of(self._model, step, batch, parts)
+            reduction = self._place.agreed(reduction)
+        with self._no_trace(batch):
+            found = survey(lambda: seeded(step, parts[0]), self._gates, self._layers.modules, self._place.names)
+        planner = self._planner(found, wishes)
+        with self._no_trace(batch):
+            spread = self._cut(step, parts[0], found, planner, planner.plan(len(parts)), reduction)
+        spread.examples = examples
+        spread.owners.free()
+        return spread
+
+    @contextmanager
+    def _no_trace(self, batch: Any) -> Iterator[None]:
+        """What runs inside leaves the model, the batch and random numbers as they were."""
         undo = Undo(self._model, batch)
         try:
-            reduction = self._place.agreed(reduction_of(self._model, step, batch, parts))
-            undo.put_back()
-            found = survey(
-                lambda: seeded(step, parts[0]), self._gates, self._layers.modules, self._place.names
-            )
-            undo.put_back()
-            planner = self._planner(found, wishes)
-            spread = self._cut(step, parts[0], found, planner, planner.plan(len(parts)), reduction)
+            yield
         finally:
             self._gates.visitor = None
             undo.put_back()
-        spread.owners.free()
-        return spread
 
     def _check_same(self, batch: Any) -> None:
         sums = [(tuple(t.shape), float(t.detach().double().sum())) for t in tensors_in_order(batch)]
@@ -217,8 +224,8 @@ def _why_not(graphs: dict[int, Reached], roots: dict[int, list[Tensor]], plan: P
         for earlier in stages[:number]:
             if graphs[later].nodes & graphs[earlier].nodes:
                 return (
-                    f"stages {earlier + 1} and {later + 1} lie on one rank and both use a tensor that was computed with "
-                    "gradients in front of the layers (a skip connection): use a schedule with one stage a rank, such "
+                    f"stages {earlier + 1} and {later + 1} lie on one rank and both use a tensor that was computed "
+                    "with gradients in front of the layers (a skip connection): use a schedule with one stage a rank, such "
                     "as schedule='ooo1' or '1f1b'"
                 )
     last = roots.get(plan.stages - 1)

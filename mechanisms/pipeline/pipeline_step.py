@@ -18,6 +18,7 @@ from retime.mechanisms.pipeline.find_layers import find_layers
 from retime.mechanisms.pipeline.first_batch import FirstBatch, Wishes, seeded
 from retime.mechanisms.pipeline.gates import LayerGates
 from retime.mechanisms.pipeline.gradient_sums import GradientSums
+from retime.mechanisms.pipeline.losses import Examples
 from retime.mechanisms.pipeline.ownership import Ownership
 from retime.mechanisms.pipeline.plan import check_schedule
 from retime.mechanisms.pipeline.report import PipelineReport
@@ -151,6 +152,11 @@ class PipelineStep:
         spread.owners.refuse_strays()
         return running.results
 
+    def take_examples(self) -> Examples | None:
+        """What the step returned for the first batch, whole and in parts; once, behind the first step."""
+        examples, self._known.examples = self._known.examples, None
+        return examples
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Inside, steps without gradients run over the ranks; all ranks run the same ones, and get all values."""
@@ -266,7 +272,9 @@ class PipelineStep:
         except RuntimeError as error:
             if not _is_lost(error):
                 raise
-            awaited = min((found for stage in stages for found in stage.awaited.values()), default=(0.0, "another rank"))
+            awaited = min(
+                (found for stage in stages for found in stage.awaited.values()), default=(0.0, "another rank")
+            )
             raise RankLostError(
                 f"a message of {awaited[1]} did not come, as it has ended or failed: look at its error. ({error})"
             ) from error

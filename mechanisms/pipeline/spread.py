@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from retime.mechanisms.pipeline.losses import Reduction
+from retime.mechanisms.pipeline.losses import Examples, Reduction
 from retime.mechanisms.pipeline.ownership import Ownership
 from retime.mechanisms.pipeline.plan import PipelinePlan, Planner
 from retime.mechanisms.pipeline.relay import Relay
@@ -104,6 +104,7 @@ class Spread:
         stage_parameters: by stage, the trainable parameters that only it uses.
         late: this rank's parameters that several stages use.
         outside: names of the parameters in front of the layers and behind them.
+        examples: what the step returned for the first batch, whole and in parts, until somebody has looked at it.
     """
 
     place: Place
@@ -120,6 +121,7 @@ class Spread:
     stage_parameters: dict[int, list[Tensor]] = field(default_factory=dict)
     late: list[Tensor] = field(default_factory=list)
     outside: list[str] = field(default_factory=list)
+    examples: Examples | None = None
 
     @property
     def mine(self) -> list[int]:

@@ -109,9 +109,7 @@ class _Looks:
         return 1000 * took
 
 
-def survey(
-    call: Callable[[], Any], gates: LayerGates, layers: Sequence[nn.Module], names: Sequence[str]
-) -> Survey:
+def survey(call: Callable[[], Any], gates: LayerGates, layers: Sequence[nn.Module], names: Sequence[str]) -> Survey:
     """Run a step whole on this rank, twice: libraries are warm in the second, which is timed.
 
     Args:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import math
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
+from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.replaced_attributes import replaced_attributes
 from retime.strategies.support.lightning_private import logging_as, metric_state, set_metric_state
 
@@ -21,6 +24,7 @@ __all__ = ["PipelineLog"]
 
 _LOG = inspect.signature(LightningModule.log)
 _METRIC = "metric"
+_NEAR = 1e-3
 
 
 class PipelineLog:
@@ -63,18 +67,36 @@ class PipelineLog:
             calls: of each micro-batch.
             weights: of their losses.
         """
-        numbers: dict[tuple[str, int], list[tuple[dict[str, Any], float]]] = {}
-        for micro_batch, weight in zip(calls, weights, strict=True):
-            counted: Counter[str] = Counter()
-            for call in micro_batch:
-                numbers.setdefault((call["name"], counted[call["name"]]), []).append((call, weight))
-                counted[call["name"]] += 1
         states = {
             name: metric_state(metric)
             for name, metric in self._metrics.items()
             if metric.update_count != self._counts[name]
         }
-        return [_combined(found) for found in numbers.values()], states
+        return [_combined(found) for found in _numbers(calls, weights).values()], states
+
+    def warn(self, whole: Sequence[dict[str, Any]], parts: Sequence[Sequence[dict[str, Any]]], weights: Any) -> None:
+        """Say of each number that micro-batches make another of it than a whole batch.
+
+        Args:
+            whole: what a batch logged.
+            parts: what its micro-batches logged.
+            weights: of their losses.
+        """
+        expected = dict(_numbered(whole))
+        made = {key: _combined(found) for key, found in _numbers(parts, weights).items()}
+        for key, call in expected.items():
+            other = made.get(key)
+            if _METRIC in call or other is None:
+                continue
+            there, here = float(call["value"]), float(other["value"])
+            if not math.isclose(there, here, rel_tol=_NEAR, abs_tol=_NEAR) and not math.isnan(there):
+                warnings.warn(
+                    f"the logged value {call['name']!r} is put together from micro-batches under a pipeline, and is "
+                    f"not the whole batch's ({here:.4g} for {there:.4g} in the first batch): log a torchmetrics object, or "
+                    "a mean over samples",
+                    NoEffectWarning,
+                    stacklevel=2,
+                )
 
     def publish(self, told: Any, *, changed_here: bool) -> None:
         """Log on this rank what :meth:`collected` gave on the last stage's.
@@ -117,6 +139,26 @@ class PipelineLog:
         )
         for name, value in items:
             self._log(name, value, *arguments, **options)
+
+
+_Key = tuple[str, int]
+_Found = list[tuple[dict[str, Any], float]]
+
+
+def _numbered(calls: Sequence[dict[str, Any]]) -> Iterator[tuple[_Key, dict[str, Any]]]:
+    """The n-th call with a name is another number than the first."""
+    counted: Counter[str] = Counter()
+    for call in calls:
+        yield (call["name"], counted[call["name"]]), call
+        counted[call["name"]] += 1
+
+
+def _numbers(calls: Sequence[Sequence[dict[str, Any]]], weights: Sequence[float]) -> dict[_Key, _Found]:
+    numbers: dict[_Key, _Found] = {}
+    for micro_batch, weight in zip(calls, weights, strict=True):
+        for key, call in _numbered(micro_batch):
+            numbers.setdefault(key, []).append((call, weight))
+    return numbers
 
 
 def _combined(found: Sequence[tuple[dict[str, Any], float]]) -> dict[str, Any]:

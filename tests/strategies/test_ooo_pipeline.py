@@ -1,0 +1,127 @@
+"""`ooo_pipeline`: a plain LightningModule does not notice, whatever the Trainer is asked for."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+
+from retime import NoEffectWarning, OOOPipelineStrategy
+from retime.strategies.ooo_pipeline import sizes_of
+from support.pipeline_fits import FITS, Classifier, loader, trainer
+from support.two_ranks import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec")
+TOLERANCES = {"half_precision": 0.05}
+
+
+@pytest.fixture(scope="module")
+def fits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with both ranks' outcomes of all fits."""
+    folder = tmp_path_factory.mktemp("fits")
+    for one in run_ranks(2, "pipeline_fits.py", str(folder), *FITS, timeout_s=200):
+        assert one.returncode == 0, one.stderr[-4000:]
+    return folder
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_equals_one_device(name: str, fits: Path, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = FITS[name]("auto", tmp_path, 1)
+    near = TOLERANCES.get(name, 1e-4)
+    for rank in (0, 1):
+        found = torch.load(fits / f"{name}.{rank}.pt", weights_only=False)
+        assert found["steps"] == expected["steps"]
+        assert found["metrics"].keys() == expected["metrics"].keys()
+        for key, value in expected["metrics"].items():
+            assert found["metrics"][key] == pytest.approx(value, rel=near, abs=near), key
+        assert found["seen"] == pytest.approx(expected["seen"], rel=near, abs=near)
+        for key, value in expected["weights"].items():
+            torch.testing.assert_close(found["weights"][key], value, rtol=near, atol=near, msg=key)
+        for key in ("best", "epochs", "tested"):
+            if key in expected:
+                assert found[key] == pytest.approx(expected[key], rel=near), key
+        if "predicted" in expected:
+            torch.testing.assert_close(found["predicted"], expected["predicted"], rtol=near, atol=near)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_a_checkpoint_loads_in_a_plain_trainer(fits: Path, tmp_path: Path) -> None:
+    found = torch.load(fits / "resumed.0.pt", weights_only=False)
+    expected = torch.load(fits / "plain_fit.0.pt", weights_only=False)
+    module = Classifier()
+    fit = trainer(
+        "auto", tmp_path, devices=1, callbacks=[ModelCheckpoint(Path(found["saved"]).parent)], enable_checkpointing=True
+    )
+    fit.fit(module, loader(), loader(), ckpt_path=found["saved"])
+    for key, value in expected["weights"].items():
+        torch.testing.assert_close(module.state_dict()[key], value, rtol=1e-4, atol=1e-4)
+
+
+def test_one_process_trains_as_ever(tmp_path: Path) -> None:
+    module = Classifier()
+    fit = trainer("ooo_pipeline", tmp_path, devices=1, max_steps=2)
+    with pytest.warns(NoEffectWarning, match="with one rank there are no stages"):
+        fit.fit(module, loader(), loader())
+    assert fit.global_step == 2
+    assert "no step yet" in str(fit.strategy.report())
+
+
+def test_sizes() -> None:
+    assert sizes_of(4, "auto", "auto") == (4, 1)
+    assert sizes_of(4, "auto", 2) == (2, 2)
+    assert sizes_of(4, 2, "auto") == (2, 2)
+    assert sizes_of(1, "auto", "auto") == (1, 1)
+    with pytest.raises(ValueError, match=r"make 6 ranks, and there are 4"):
+        sizes_of(4, 3, 2)
+    with pytest.raises(ValueError, match=r"make 3 ranks, and there are 4"):
+        sizes_of(4, 3, "auto")
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(ValueError, match=r"schedule='2f2b' is unknown: choose from ooo2,"):
+        OOOPipelineStrategy(schedule="2f2b")
+    with pytest.raises(ValueError, match="microbatches=0"):
+        OOOPipelineStrategy(microbatches=0)
+    with pytest.raises(ValueError, match="activation_cap"):
+        OOOPipelineStrategy(activation_cap="much")
+
+
+class Manual(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "why"),
+    [
+        (Manual(), {}, "needs automatic optimization"),
+        (Classifier(), {"callbacks": [StochasticWeightAveraging(0.1)]}, "averages all weights"),
+    ],
+)
+def test_what_cannot_go_together_is_refused(module, options, why, monkeypatch) -> None:
+    from retime.strategies import ooo_pipeline
+
+    fit = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **options)
+    with pytest.raises(ValueError, match=why):
+        ooo_pipeline._check(module, fit, fit.precision_plugin)
+
+
+def test_what_micro_batches_change_is_said() -> None:
+    from retime.strategies import ooo_pipeline
+
+    with pytest.warns(NoEffectWarning, match=r"'net.1' and other BatchNorm layers"):
+        ooo_pipeline._warn_of_parts(Classifier(batch_norm=True))
+
+
+def test_numbers_that_micro_batches_change_are_named(tmp_path: Path) -> None:
+    done = run_ranks(2, "pipeline_counting.py", str(tmp_path), timeout_s=100)
+    for one in done:
+        assert one.returncode == 0, one.stderr[-3000:]
+        assert "'samples' is put together from micro-batches" in one.stdout
+        assert "'spread' is put together from micro-batches" in one.stdout
+        assert "'loss' is put" not in one.stdout

@@ -1,0 +1,29 @@
+"""One rank: logs numbers that are no means over samples, and prints what is warned of."""
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from support.pipeline_fits import Classifier, loader, trainer
+
+
+class Counting(Classifier):
+    """Logs a count and a standard deviation."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("samples", float(len(batch[1])))
+        self.log("spread", batch[0].std())
+        return super().training_step(batch, batch_idx)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit = trainer("ooo_pipeline", Path(sys.argv[1]), devices=2, max_steps=1)
+        fit.fit(Counting(), loader(), loader())
+    for warning in caught:
+        print(warning.message)

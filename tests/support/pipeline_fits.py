@@ -1,0 +1,219 @@
+"""Fits that run under a plain Trainer and over the ranks of a pipeline, and what of them is compared."""
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchmetrics
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from retime import OOOPipelineStrategy
+from support.pipeline_models import transformer
+
+FEATURES, CLASSES = 12, 3
+
+
+class Classifier(LightningModule):
+    """A plain module, as anybody would write it."""
+
+    def __init__(self, batch_norm: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        width = 32
+        between = nn.BatchNorm1d(width) if batch_norm else nn.Tanh()
+        self.net = nn.Sequential(
+            nn.Linear(FEATURES, width), between, nn.Linear(width, width), nn.Tanh(), nn.Linear(width, CLASSES)
+        )
+        self.accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=CLASSES)
+        self.validated = torchmetrics.Accuracy(task="multiclass", num_classes=CLASSES)
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        inputs, labels = batch
+        logits = self.net(inputs)
+        loss = nn.functional.cross_entropy(logits, labels)
+        self.accuracy(logits, labels)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        self.log_dict({"largest": logits.detach().max()}, reduce_fx="max")
+        return {"loss": loss}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(float(outputs["loss"]))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        logits = self.net(batch[0])
+        self.validated(logits, batch[1])
+        self.log("val_loss", nn.functional.cross_entropy(logits, batch[1]))
+        self.log("val_accuracy", self.validated)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits: Tensor = self.net(batch[0])
+        return logits
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.2, momentum=0.9, weight_decay=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class LanguageModel(LightningModule):
+    """An unmodified GPT-2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model, _, _ = transformer("gpt2")
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(input_ids=batch[0], labels=batch[0]).loss
+        self.log("loss", loss)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(float(outputs["loss"]))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.model(input_ids=batch[0], labels=batch[0]).loss)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def loader(kind: str = "classes") -> DataLoader[Any]:
+    """46 samples in batches of 10: the last one is smaller."""
+    drawn = torch.Generator().manual_seed(1)
+    if kind == "tokens":
+        return DataLoader(TensorDataset(torch.randint(0, 101, (22, 10), generator=drawn)), batch_size=8)
+    inputs, labels = torch.randn(46, FEATURES, generator=drawn), torch.randint(0, CLASSES, (46,), generator=drawn)
+    return DataLoader(TensorDataset(inputs, labels), batch_size=10)
+
+
+def trainer(strategy: Any, folder: Path, **options: Any) -> Trainer:
+    """On processors, quiet."""
+    given: dict[str, Any] = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,
+        "default_root_dir": folder,
+        "max_epochs": 2,
+    }
+    return Trainer(strategy=strategy, **given | options)
+
+
+def outcome(module: Any, fit: Trainer) -> dict[str, Any]:
+    """What is compared."""
+    weights = {key: value.detach().clone() for key, value in module.state_dict().items()}
+    metrics = {key: float(value) for key, value in fit.callback_metrics.items()}
+    return {"weights": weights, "metrics": metrics, "seen": list(module.seen), "steps": fit.global_step}
+
+
+def plain_fit(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
+    module = Classifier()
+    fit = trainer(strategy, folder, devices=devices)
+    fit.fit(module, loader(), loader())
+    return outcome(module, fit)
+
+
+def clipped(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
+    module = Classifier()
+    fit = trainer(strategy, folder, devices=devices, gradient_clip_val=0.1, accumulate_grad_batches=2)
+    fit.fit(module, loader(), loader())
+    return outcome(module, fit)
+
+
+def callbacks(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
+    """Checkpoints, early stopping and monitors, which read what is logged."""
+    module = Classifier()
+    saves = ModelCheckpoint(folder / f"best{devices}", monitor="val_loss", save_top_k=1, mode="max")
+    stops = EarlyStopping("loss_epoch", patience=1, mode="max")
+    logger = CSVLogger(folder / f"csv{devices}")
+    fit = trainer(
+        strategy,
+        folder,
+        devices=devices,
+        max_epochs=6,
+        callbacks=[saves, stops, LearningRateMonitor()],
+        enable_checkpointing=True,
+        logger=logger,
+        log_every_n_steps=1,
+    )
+    fit.fit(module, loader(), loader())
+    return outcome(module, fit) | {"best": float(saves.best_model_score or 0), "epochs": fit.current_epoch}
+
+
+def resumed(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
+    """One epoch, a checkpoint, and another epoch from it."""
+    saving = Classifier()
+    saves = ModelCheckpoint(folder / f"saved{devices}", save_last=True)
+    half = trainer(strategy, folder, devices=devices, max_epochs=1, callbacks=[saves], enable_checkpointing=True)
+    half.fit(saving, loader(), loader())
+    module = Classifier()
+    goes_on = ModelCheckpoint(folder / f"saved{devices}", save_last=True)
+    fit = trainer(again(strategy), folder, devices=devices, callbacks=[goes_on], enable_checkpointing=True)
+    fit.fit(module, loader(), loader(), ckpt_path=saves.last_model_path)
+    return outcome(module, fit) | {"saved": saves.last_model_path}
+
+
+def language_model(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
+    module = LanguageModel()
+    fit = trainer(strategy, folder, devices=devices)
+    fit.fit(module, loader("tokens"), loader("tokens"))
+    return outcome(module, fit)
+
+
+def half_precision(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
+    module = Classifier()
+    fit = trainer(strategy, folder, devices=devices, precision="bf16-mixed")
+    fit.fit(module, loader(), loader())
+    return outcome(module, fit)
+
+
+def afterwards(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
+    """After the fit the module is whole."""
+    module = Classifier()
+    fit = trainer(strategy, folder, devices=devices, limit_val_batches=0)
+    fit.fit(module, loader())
+    found = outcome(module, fit)
+    (tested,) = fit.test(module, loader(), verbose=False)
+    predicted = fit.predict(module, loader())
+    assert predicted is not None
+    return found | {"tested": tested, "predicted": torch.cat(predicted)}  # type: ignore[arg-type]
+
+
+FITS = {
+    one.__name__: one for one in (plain_fit, clipped, callbacks, resumed, language_model, half_precision, afterwards)
+}
+
+
+def again(strategy: Any) -> Any:
+    """One more of the same."""
+    return strategy if isinstance(strategy, str) else OOOPipelineStrategy(schedule="1f1b", microbatches=3)
+
+
+def main() -> None:
+    """One rank."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    for name in sys.argv[2:]:
+        strategy: Any = "ooo_pipeline" if name == "plain_fit" else again(None)
+        found = FITS[name](strategy, folder, int(os.environ["WORLD_SIZE"]))
+        torch.save(found, folder / f"{name}.{os.environ['RANK']}.pt")
+
+
+if __name__ == "__main__":
+    main()
