@@ -28,6 +28,7 @@ from retime.mechanisms.byte_sizes import parse_bytes
 from retime.mechanisms.memory.batches import loss_of
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.pipeline import PipelineReport, PipelineStep, check_schedule
+from retime.mechanisms.torch_private import BatchNormBase
 from retime.strategies.support.ddp_arguments import StartMethod, given
 from retime.strategies.support.lightning_package import LightningOnly
 from retime.strategies.support.muted_logging import muted_logging
@@ -41,7 +42,7 @@ __all__ = ["OOOPipelineStrategy"]
 Auto = Literal["auto"]
 _LOGGED = "logged"
 _MICRO_BATCHES_A_RANK = 2
-_DIFFERENT_UNDER_PARTS = (nn.modules.batchnorm._BatchNorm,)
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
@@ -380,7 +381,7 @@ def _check(module: LightningModule, trainer: Trainer, precision: Precision) -> N
 
 
 def _warn_of_parts(module: LightningModule) -> None:
-    norms = [name for name, one in module.named_modules() if isinstance(one, _DIFFERENT_UNDER_PARTS)]
+    norms = [name for name, one in module.named_modules() if isinstance(one, BatchNormBase)]
     if norms:
         warnings.warn(
             f"{norms[0]!r} and other BatchNorm layers take their statistics from micro-batches under a pipeline, so "
@@ -388,7 +389,7 @@ def _warn_of_parts(module: LightningModule) -> None:
             NoEffectWarning,
             stacklevel=2,
         )
-    drops = [name for name, one in module.named_modules() if isinstance(one, nn.modules.dropout._DropoutNd) and one.p]
+    drops = [name for name, one in module.named_modules() if isinstance(one, _DROPOUT) and one.p]
     if drops:
         warnings.warn(
             f"{drops[0]!r} and other dropout layers draw other masks under a pipeline than on one device",

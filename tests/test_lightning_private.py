@@ -208,6 +208,17 @@ def test_metrics_show_the_batchs_value():
     assert fit(model=Model()).callback_metrics["metric"] == 7
 
 
+@canary("metric_state", "set_metric_state", breaks="metrics in a pipeline, whose last stage alone sees outputs")
+def test_metrics_take_the_state_of_another_ranks():
+    there, here = MeanMetric(), MeanMetric()
+    there(torch.tensor([1.0, 5.0]))
+    lightning_private.set_metric_state(here, lightning_private.metric_state(there))
+    assert here.compute() == 3
+    assert here.update_count == 1
+    here.reset()
+    assert there.compute() == 3
+
+
 @canary("has_compile_mark", breaks="forward fusion of LightningModules that are compiled")
 def test_forward_fusion_sees_compiled_lightning_modules():
     model = BoringModel()

@@ -111,6 +111,15 @@ BUDGET = {
 }
 DDP = {"bucket_cap_mb": NO_SIZE, "start_method": NO_CHOICE}
 REDUCING = DDP | {"reduce_on": NO_CHOICE}
+PIPELINE = {
+    "pipeline_parallel_size": (*NOT_POSITIVE, *NO_CHOICE),
+    "data_parallel_size": (*NOT_POSITIVE, *NO_CHOICE),
+    "microbatches": (*NOT_POSITIVE, *NO_CHOICE),
+    "group": (*NOT_POSITIVE, *NO_CHOICE),
+    "schedule": NO_CHOICE,
+    "activation_cap": NO_BYTES,
+    "start_method": NO_CHOICE,
+}
 LIGHTNINGS = ("ddp_comm_state", "ddp_kwargs", "kwargs")
 MEASURING = {"every_n_steps": NOT_POSITIVE, "warm_up": NEGATIVE}
 
@@ -132,6 +141,7 @@ CASES = [
     Case(retime.FusedOptimizerDDPStrategy, wrong=FUSED | REDUCING, free=LIGHTNINGS),
     Case(retime.OOODataParallelStrategy, wrong=OUT_OF_ORDER | REDUCING, free=LIGHTNINGS),
     Case(retime.CPUAccumulateStrategy, wrong=DDP, free=LIGHTNINGS),
+    Case(retime.OOOPipelineStrategy, wrong=PIPELINE, free=LIGHTNINGS),
     Case(retime.MemoryBudgetStrategy, wrong=BUDGET, free=("device",)),
     Case(retime.MemoryBudgetDDPStrategy, wrong=BUDGET | REDUCING, free=LIGHTNINGS),
     Case(retime.fuse_optimizer, _trained, wrong=FUSED | {"clip_value": NO_SIZE, "backward_passes": NOT_POSITIVE}),

@@ -225,8 +225,8 @@ def _why_not(graphs: dict[int, Reached], roots: dict[int, list[Tensor]], plan: P
             if graphs[later].nodes & graphs[earlier].nodes:
                 return (
                     f"stages {earlier + 1} and {later + 1} lie on one rank and both use a tensor that was computed "
-                    "with gradients in front of the layers (a skip connection): use a schedule with one stage a rank, such "
-                    "as schedule='ooo1' or '1f1b'"
+                    "with gradients in front of the layers (a skip connection): use a schedule with one stage a rank, "
+                    "such as schedule='ooo1' or '1f1b'"
                 )
     last = roots.get(plan.stages - 1)
     if last is not None and not any(root.requires_grad for root in last):

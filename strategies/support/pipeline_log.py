@@ -92,8 +92,8 @@ class PipelineLog:
             if not math.isclose(there, here, rel_tol=_NEAR, abs_tol=_NEAR) and not math.isnan(there):
                 warnings.warn(
                     f"the logged value {call['name']!r} is put together from micro-batches under a pipeline, and is "
-                    f"not the whole batch's ({here:.4g} for {there:.4g} in the first batch): log a torchmetrics object, or "
-                    "a mean over samples",
+                    f"not the whole batch's ({here:.4g} for {there:.4g} in the first batch): log a torchmetrics "
+                    "object, or a mean over samples",
                     NoEffectWarning,
                     stacklevel=2,
                 )

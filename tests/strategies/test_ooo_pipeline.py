@@ -1,10 +1,12 @@
 """`ooo_pipeline`: a plain LightningModule does not notice, whatever the Trainer is asked for."""
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 
@@ -13,8 +15,18 @@ from retime.strategies.ooo_pipeline import sizes_of
 from support.pipeline_fits import FITS, Classifier, loader, trainer
 from support.two_ranks import run_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*sync_dist"),  # one process
+]
 TOLERANCES = {"half_precision": 0.05}
+
+
+@pytest.fixture(autouse=True)
+def _no_group_is_left() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

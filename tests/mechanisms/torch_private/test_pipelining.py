@@ -1,0 +1,65 @@
+"""The pipeline runtime of torch and the orders of its schedules."""
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+from retime.mechanisms import torch_private
+from support.private_canaries import canary
+
+
+class Stage:
+    """The only one of a pipeline, which notes what it is asked for."""
+
+    stage_index, num_stages, group_rank, group_size = 0, 1, 0, 1
+    is_first = is_last = has_backward = True
+    submod = nn.Module()
+    output_chunks: list[Any] = []  # noqa: RUF012
+    stage_index_to_group_rank = {0: 0}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+
+    def forward_one_chunk(self, batch: int, *args: Any, **kwargs: Any) -> list[Any]:
+        self.asked.append(("F", batch))
+        return []
+
+    def backward_one_chunk(self, batch: int, loss: Any, full_backward: bool, last_backward: bool) -> None:
+        self.asked.append(("B" if full_backward else "O", batch, last_backward))
+
+    def backward_weight_one_chunk(self, batch: int, last_backward: bool) -> None:
+        self.asked.append(("W", batch, last_backward))
+
+    def perform_reduce_grad(self, factor: int) -> None:
+        self.asked.append(("reduce", factor))
+
+
+@pytest.fixture
+def group():
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+@canary("pipeline_runtime", breaks="ooo_pipeline")
+def test_the_runtime_does_what_it_is_told():
+    stage = Stage()
+    orders = {0: [("F", 0, 0), ("F", 0, 1), ("O", 0, 1), ("B", 0, 0), ("W", 0, 1)]}
+    torch_private.pipeline_runtime([stage], 2, orders).run()
+    assert stage.asked == [("F", 0), ("F", 1), ("O", 1, False), ("B", 0, False), ("W", 1, True), ("reduce", 1)]
+
+
+@canary("torch_pipeline_orders", "PipelineAction", breaks="torch's own schedules in ooo_pipeline")
+def test_orders_of_torchs_schedules():
+    orders, rank_of = torch_private.torch_pipeline_orders("InterleavedZeroBubble", 2, 4, 2)
+    assert rank_of == (0, 1, 0, 1)
+    for rank, order in orders.items():
+        assert sorted(order) == sorted(
+            (kind, stage, batch) for kind in "FOW" for stage in (rank, rank + 2) for batch in range(4)
+        )
+    with pytest.raises(ValueError, match="Unknown schedule"):
+        torch_private.torch_pipeline_orders("Nonesuch", 2, 4, 2)
