@@ -23,6 +23,7 @@ from retime.recipes.core.measure import interleave
 from retime.recipes.core.trainer_loop import Batch, Run, Training, train
 from retime.recipes.core.workers import Answer
 from retime.recipes.cpuacc.checked_outputs import CheckedOutputs
+from retime.recipes.cpuacc.held_state import HeldState
 from retime.recipes.cpuacc.layer_times import QUANTITIES, LayerTimes
 from retime.recipes.cpuacc.rank_ordered import RANK_ORDERED
 from retime.recipes.emulated.rank import joined, tell
@@ -30,6 +31,7 @@ from retime.recipes.ooo.fits import gradient_bytes
 
 ALONE = "one rank alone"
 HOST, GLOO, PIECES, COPY = "shared memory", "gloo", "gloo, 4 pieces at once", "plain copy"
+STATE, GROWN, STEP = "optimizer state", "grown by", "step"
 WARMUP_STEPS = 4
 """DDP rebuilds its buckets after the first step; allocators and caches settle in the next ones."""
 _PIECES = 4
@@ -171,6 +173,19 @@ def resident(request: dict[str, Any]) -> dict[str, Any]:
     return {"grown": probe.peaks()["batch"] - before, "parameters": gradient_bytes(model)}
 
 
+def held(request: dict[str, Any]) -> dict[str, Any]:
+    """Bytes of state and of memory of this rank in a fit, and a median step; for a process that has run nothing."""
+    ranks = dist.get_world_size()
+    steps = WARMUP_STEPS + 1 + request["steps"]
+    batches = build_batches(request["data"], request["batch_size"], steps * ranks)[dist.get_rank() :: ranks]
+    before = status_bytes("VmRSS")
+    model = build_model(request["model"], CPU, request["seed"])
+    most = HeldState()
+    done = _fit(model, batches, request["optimizer"], request["strategy"], most)
+    answer = {STATE: most.state, GROWN: most.resident - before, STEP: statistics.median(done.step_ms[WARMUP_STEPS:])}
+    return {**answer, "weights": done.weights, "parameters": gradient_bytes(model)}
+
+
 def _timed(do: Callable[[], Any]) -> float:
     began = time.perf_counter()
     do()
@@ -201,7 +216,7 @@ def _fit(
     )
 
 
-JOBS = {one.__name__: one for one in (sums, fits, outputs, layers, resident)}
+JOBS = {one.__name__: one for one in (sums, fits, outputs, layers, resident, held)}
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,48 @@
+"""`cpuacc_update` in small: a rank's state, memory and steps under each strategy."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_module
+from rich.console import Console
+
+from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.schema import register_all, settings_of
+from retime.recipes.cpuacc.update import GROWN, MEMORY, SHARE, SPEED, STATE, STEP, Updates
+
+SMALL = ["experiment=cpuacc_update", "rounds=1", "steps=2", "rank_counts=[2]", "cases.VGG-16.model.width=0.125"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="shared memory is for Linux")
+def test_a_rank_holds_its_share_of_the_state(tmp_path: Path) -> None:
+    register_all()
+    with initialize_config_module("retime.conf", version_base=None):
+        settings = settings_of(compose("config", SMALL))
+    recipe = Updates()
+    result = recipe.run(settings, tmp_path, Console(quiet=True))
+    (point,) = result.points
+    assert point.facts["the same final weights"] == list(settings.variants)
+    held = {label: point.values(label, STATE)[0] for label in settings.variants}
+    whole = 2 * point.facts["parameters' bytes"] / 2**20
+    assert held["ddp"] == held["cpu_accumulate_ddp"] == pytest.approx(whole, rel=0.01)
+    assert held["update_on_host"] == pytest.approx(whole / 2, rel=0.1)
+    assert all(point.values(label, quantity)[0] > 0 for label in held for quantity in (GROWN, STEP))
+    assert [line.against for line in recipe.compare(result)] == [SHARE, MEMORY, SPEED]
+    assert "the same final weights: ddp, cpu_accumulate_ddp, update_on_host" in recipe.notes(result)[1]
+    recipe.draw(result, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 1000
+
+
+def test_the_last_is_compared_with_the_first() -> None:
+    numbers = {"ddp": (100.0, 400.0, 30.0), "other": (100.0, 410.0, 25.0), "ours": (30.0, 340.0, 20.0)}
+    rows = [
+        Row(label, quantity, "", [value])
+        for label, values in numbers.items()
+        for quantity, value in zip((STATE, GROWN, STEP), values, strict=True)
+    ]
+    point = Point(at={"network": "N", "ranks": 4}, settings={}, rows=rows)
+    result = Result.__new__(Result)
+    object.__setattr__(result, "points", [point])
+    measured = [line.measured.median for line in Updates().compare(result) if line.measured is not None]
+    assert measured == pytest.approx([1.2, 0.85, 1.5])
