@@ -52,6 +52,7 @@ class Mechanism(Enum):
     HOST_REDUCTION = "a reduction in host memory"
     HOST_UPDATE = "an update on the host"
     PARALLEL_SCAN = "a parallel scan"
+    PIPELINE = "a pipeline"
     USERS_HOOK = "a communication hook of one's own"
 
     @classmethod
@@ -79,6 +80,7 @@ _RIGHTS = {
     Mechanism.HOST_REDUCTION: _Rights(frozenset({Owned.COMM_HOOK})),
     Mechanism.HOST_UPDATE: _Rights(frozenset({Owned.OPTIMIZER_STEP})),
     Mechanism.PARALLEL_SCAN: _Rights(frozenset()),
+    Mechanism.PIPELINE: _Rights(frozenset(Owned), holds_activations=True),
     Mechanism.USERS_HOOK: _Rights(frozenset({Owned.COMM_HOOK})),
 }
 _BECAUSE = {
@@ -90,7 +92,15 @@ _HELD_ACTIVATIONS = (
     "weight gradients that wait keep activations which a memory budget counts as freed: drop one of the two"
 )
 _TWO_UPDATES = "{} and an update on the host both take the optimizer's step: drop one of the two"
+_PARTS_OF_A_MODEL = "each rank of a pipeline has a part of the model only, which {} cannot work on: drop one of the two"
 _SENTENCES = {
+    **{
+        frozenset({one, Mechanism.PIPELINE}): _PARTS_OF_A_MODEL.format(
+            "another pipeline" if one is Mechanism.PIPELINE else one.value
+        )
+        for one, rights in _RIGHTS.items()
+        if rights.owns
+    },
     **{
         frozenset({one, Mechanism.HOST_UPDATE}): _TWO_UPDATES.format(one.value)
         for one, rights in _RIGHTS.items()

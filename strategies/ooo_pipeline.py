@@ -25,6 +25,7 @@ from torchmetrics import Metric
 
 from retime.mechanisms.arguments import AtLeast, checked
 from retime.mechanisms.byte_sizes import parse_bytes
+from retime.mechanisms.capabilities import Mechanism
 from retime.mechanisms.memory.batches import loss_of
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.pipeline import PipelineReport, PipelineStep, check_schedule
@@ -80,7 +81,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
     """
 
     strategy_name = "ooo_pipeline"
-    mechanisms = ()
+    mechanisms = (Mechanism.PIPELINE,)
 
     @checked
     def __init__(

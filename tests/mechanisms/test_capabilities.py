@@ -17,6 +17,7 @@ from retime import (
     MemoryBudgetDDPStrategy,
     MemoryBudgetStrategy,
     OOODataParallelStrategy,
+    OOOPipelineStrategy,
 )
 from retime.callbacks import FuseOptimizer
 from retime.mechanisms.capabilities import (
@@ -31,7 +32,7 @@ from retime.mechanisms.capabilities import (
 )
 from retime.strategies.support.strategy_mechanisms import mechanisms_of
 
-BACKWARD, FORWARD, OOO, IN_STEP, BUDGET, HOST, UPDATE, SCAN, USERS = Mechanism
+BACKWARD, FORWARD, OOO, IN_STEP, BUDGET, HOST, UPDATE, SCAN, PIPE, USERS = Mechanism
 DECISIONS = {
     "REFUSED": {
         (BACKWARD, BACKWARD),
@@ -58,6 +59,8 @@ DECISIONS = {
         (HOST, HOST),
         (HOST, USERS),
         (UPDATE, UPDATE),
+        *((other, PIPE) for other in (BACKWARD, FORWARD, OOO, IN_STEP, BUDGET, HOST, UPDATE, PIPE)),
+        (PIPE, USERS),
         (USERS, USERS),
     },
     "ASIDE": {(BACKWARD, BUDGET)},
@@ -113,6 +116,7 @@ def test_contributing_prints_the_table() -> None:
         (lambda: FusedOptimizerDDPStrategy(reduce_on="host"), (BACKWARD,)),
         (lambda: OOODataParallelStrategy(reduce_on="host"), (OOO,)),
         (lambda: MemoryBudgetDDPStrategy("1GiB", reduce_on="host"), (BUDGET, HOST)),
+        (lambda: OOOPipelineStrategy(), (PIPE,)),
         (lambda: CPUAccumulateStrategy(), (HOST,)),
         (lambda: CPUAccumulateStrategy(update_on_host=True), (HOST, UPDATE)),
     ],
