@@ -5,6 +5,7 @@ from retime.callbacks.fuse_optimizer import FuseOptimizer
 from retime.callbacks.memory_timeline import MemoryTimeline
 from retime.callbacks.parallel_scan_backward import ParallelScanBackward
 from retime.callbacks.peak_memory import PeakMemory
+from retime.callbacks.pipeline_timeline import PipelineTimeline
 from retime.callbacks.reverse_first_k import ReverseFirstK
 from retime.callbacks.step_timeline import StepTimeline
 
@@ -14,6 +15,7 @@ __all__ = [
     "MemoryTimeline",
     "ParallelScanBackward",
     "PeakMemory",
+    "PipelineTimeline",
     "ReverseFirstK",
     "StepTimeline",
 ]

@@ -30,6 +30,7 @@ from retime.mechanisms.memory.batches import loss_of
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.pipeline import PipelineReport, PipelineStep, check_schedule
 from retime.mechanisms.torch_private import BatchNormBase
+from retime.schedules.timeline import Span
 from retime.strategies.support.ddp_arguments import StartMethod, given
 from retime.strategies.support.lightning_package import LightningOnly
 from retime.strategies.support.muted_logging import muted_logging
@@ -335,6 +336,10 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
                 rank_zero_info(f"retime: {self._last_report}")
         self._log = self._pipeline_group = self._data_group = None
         super().teardown()
+
+    def timeline(self) -> list[Span] | None:
+        """What all ranks of this rank's pipeline did in the last step, on its first rank; all ranks call this."""
+        return None if self._step is None else self._step.timeline()
 
     def report(self) -> PipelineReport:
         """What this rank did so far."""

@@ -130,6 +130,7 @@ CASES = [
     Case(retime.CPUMemoryPool, wrong={"slack": (0.9, -1.0, float("nan"))}),
     Case(retime.PeakMemory, wrong={"every_n_steps": NOT_POSITIVE}),
     Case(retime.ReverseFirstK, wrong={"k": (*NEGATIVE, *NO_CHOICE), "search_every_n_epochs": NOT_POSITIVE}),
+    Case(retime.PipelineTimeline, wrong={"every_n_steps": NOT_POSITIVE}),
     Case(retime.StepTimeline, wrong=MEASURING),
     Case(retime.ScanRNN, _sizes, wrong={**SCAN, "nonlinearity": NO_CHOICE}, free=("device", "dtype")),
     Case(retime.ScanGRU, _sizes, wrong=SCAN, free=("device", "dtype")),

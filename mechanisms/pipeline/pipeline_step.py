@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -28,6 +30,8 @@ from retime.mechanisms.pipeline.stage import Stage
 from retime.mechanisms.pipeline.suspended_call import Workers
 from retime.mechanisms.pipeline.values import shapes_of
 from retime.mechanisms.torch_private import pipeline_runtime
+from retime.schedules.pipeline import lane_name
+from retime.schedules.timeline import Span as TimelineSpan
 
 __all__ = ["PipelineStep"]
 
@@ -219,6 +223,30 @@ class PipelineStep:
             reasons = self._spread.split.layers_in_order.items()
             self._report.layers_in_order = {reason: count for reason, count in reasons if "first step" not in reason}
         return self._report
+
+    def timeline(self) -> list[TimelineSpan] | None:
+        """What all ranks of the pipeline did in the last step, on its first; None on others. All ranks call this.
+
+        Clocks are those of the machines: ranks on other machines begin at their own first task.
+        """
+        spans = self._report.spans
+        gathered = self.gather((platform.node(), spans))
+        if gathered is None:
+            return None
+        begins: dict[str, float] = {}
+        for node, some in gathered:
+            begins[node] = min([begins.get(node, math.inf), *(one.start_s for one in some)])
+        return [
+            TimelineSpan(
+                f"{one.kind}{one.stage + 1}@{one.micro_batch}",
+                lane_name(rank),
+                1000 * (one.start_s - begins[node]),
+                1000 * (one.end_s - one.start_s),
+                one.kind,
+            )
+            for rank, (node, some) in enumerate(gathered)
+            for one in some
+        ]
 
     def _begin(self, step: Callable[[Any], Any], batch: Any, parts: Sequence[Any]) -> None:
         first = FirstBatch(self._model, self._layers, self._gates, self._place, self._workers)

@@ -13,6 +13,7 @@ from retime.callbacks import (
     MemoryTimeline,
     ParallelScanBackward,
     PeakMemory,
+    PipelineTimeline,
     ReverseFirstK,
     StepTimeline,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "OOOPipelineStrategy",
     "ParallelScanBackward",
     "PeakMemory",
+    "PipelineTimeline",
     "ReverseFirstK",
     "ScanGRU",
     "ScanLSTM",

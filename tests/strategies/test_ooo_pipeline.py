@@ -1,5 +1,6 @@
 """`ooo_pipeline`: a plain LightningModule does not notice, whatever the Trainer is asked for."""
 
+import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 
-from retime import NoEffectWarning, OOOPipelineStrategy
+from retime import NoEffectWarning, OOOPipelineStrategy, PipelineTimeline
 from retime.strategies.ooo_pipeline import sizes_of
 from support.pipeline_fits import FITS, Classifier, loader, trainer
 from support.two_ranks import run_ranks
@@ -137,3 +138,15 @@ def test_numbers_that_micro_batches_change_are_named(tmp_path: Path) -> None:
         assert "'samples' is put together from micro-batches" in one.stdout
         assert "'spread' is put together from micro-batches" in one.stdout
         assert "'loss' is put" not in one.stdout
+    assert (tmp_path / "drawn" / "2.png").stat().st_size > 1000
+    events = json.loads((tmp_path / "drawn" / "2.json").read_text())["traceEvents"]
+    tasks = [event for event in events if event["ph"] == "X"]
+    assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} == {"rank0", "rank1"}
+    stages, micro_batches = len({event["name"][1] for event in tasks}), 4
+    assert len({event["name"] for event in tasks}) == len(tasks) == 3 * stages * micro_batches
+    assert min(event["ts"] for event in tasks) == 0
+
+
+def test_timelines_are_of_pipelines(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="use StepTimeline"):
+        trainer("auto", tmp_path, devices=1, callbacks=[PipelineTimeline()]).fit(Classifier(), loader(), loader())

@@ -1,4 +1,4 @@
-"""One rank: logs numbers that are no means over samples, and prints what is warned of."""
+"""One rank: logs numbers that are no means over samples, prints what is warned of, and draws what ran."""
 
 import sys
 import warnings
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from retime import PipelineTimeline
 from support.pipeline_fits import Classifier, loader, trainer
 
 
@@ -23,7 +24,9 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit = trainer("ooo_pipeline", Path(sys.argv[1]), devices=2, max_steps=1)
+        folder = Path(sys.argv[1])
+        draws = PipelineTimeline(2, folder / "drawn")
+        fit = trainer("ooo_pipeline", folder, devices=2, max_steps=2, callbacks=[draws])
         fit.fit(Counting(), loader(), loader())
     for warning in caught:
         print(warning.message)
