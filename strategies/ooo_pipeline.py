@@ -28,13 +28,21 @@ from retime.mechanisms.byte_sizes import parse_bytes
 from retime.mechanisms.capabilities import Mechanism
 from retime.mechanisms.memory.batches import loss_of
 from retime.mechanisms.no_effect import NoEffectWarning
-from retime.mechanisms.pipeline import PipelineReport, PipelineStep, check_schedule
-from retime.mechanisms.torch_private import BatchNormBase
+from retime.mechanisms.pipeline import (
+    PipelineReport,
+    PipelineStep,
+    check_schedule,
+    forget_absent,
+    make_groups,
+    sizes_of,
+    warn_of_parts,
+    whole_model_state,
+    whole_optimizer_state,
+)
 from retime.schedules.timeline import Span
 from retime.strategies.support.ddp_arguments import StartMethod, given
 from retime.strategies.support.lightning_package import LightningOnly
 from retime.strategies.support.muted_logging import muted_logging
-from retime.strategies.support.pipeline_checkpoint import forget_absent, whole_model_state, whole_optimizer_state
 from retime.strategies.support.pipeline_log import PipelineLog
 from retime.strategies.support.reporting_launcher import ReportsAcrossProcesses
 from retime.strategies.support.whole_batch_results import WholeBatchResults
@@ -44,7 +52,6 @@ __all__ = ["OOOPipelineStrategy"]
 Auto = Literal["auto"]
 _LOGGED = "logged"
 _MICRO_BATCHES_A_RANK = 2
-_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
@@ -156,8 +163,8 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
             warnings.warn(text, NoEffectWarning, stacklevel=2)
             if data == 1:
                 return
-        self._make_groups(pipeline, data)
-        _warn_of_parts(module)
+        self._pipeline_group, self._data_group = make_groups(pipeline, data, self._message_timeout)
+        warn_of_parts(module)
         count = _MICRO_BATCHES_A_RANK * pipeline if self._microbatches == "auto" else self._microbatches
         self._step = PipelineStep(
             module,
@@ -178,19 +185,6 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
             assert self.model is not None
             for tensor in [*self.model.parameters(), *self.model.buffers()]:
                 dist.broadcast(tensor.detach(), 0)
-
-    def _make_groups(self, pipeline: int, data: int) -> None:
-        """Ranks of one pipeline have neighbouring numbers; the n-th ranks of all pipelines add gradients up."""
-        for index in range(data):
-            ranks = list(range(index * pipeline, (index + 1) * pipeline))
-            group = dist.new_group(ranks, timeout=self._message_timeout)
-            if self.global_rank in ranks:
-                self._pipeline_group = group
-        for index in range(pipeline if data > 1 else 0):
-            ranks = list(range(index, pipeline * data, pipeline))
-            group = dist.new_group(ranks)
-            if self.global_rank in ranks:
-                self._data_group = group
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -349,22 +343,6 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         self._last_report = report
 
 
-def sizes_of(world: int, pipeline: int | Auto, data: int | Auto) -> tuple[int, int]:
-    """Ranks of a pipeline, and pipelines.
-
-    Raises:
-        ValueError: they do not make up all processes.
-    """
-    replicas = data if data != "auto" else 1 if pipeline == "auto" else max(1, world // pipeline)
-    stages = max(1, world // replicas) if pipeline == "auto" else pipeline
-    if stages * replicas != world:
-        raise ValueError(
-            f"pipeline_parallel_size={stages} and data_parallel_size={replicas} make {stages * replicas} ranks, and "
-            f"there are {world}: let their product be the number of processes, or leave one of them 'auto'"
-        )
-    return stages, replicas
-
-
 def _check(module: LightningModule, trainer: Trainer, precision: Precision) -> None:
     if not module.automatic_optimization:
         raise ValueError(
@@ -383,24 +361,6 @@ def _check(module: LightningModule, trainer: Trainer, precision: Precision) -> N
     if any(p.device.type == "meta" for p in module.parameters()):
         raise ValueError(
             "parameters are on the meta device, and the first batch needs them whole: build the module with values"
-        )
-
-
-def _warn_of_parts(module: LightningModule) -> None:
-    norms = [name for name, one in module.named_modules() if isinstance(one, BatchNormBase)]
-    if norms:
-        warnings.warn(
-            f"{norms[0]!r} and other BatchNorm layers take their statistics from micro-batches under a pipeline, so "
-            "training differs from that on one device: use microbatches=1, or another normalisation",
-            NoEffectWarning,
-            stacklevel=2,
-        )
-    drops = [name for name, one in module.named_modules() if isinstance(one, _DROPOUT) and one.p]
-    if drops:
-        warnings.warn(
-            f"{drops[0]!r} and other dropout layers draw other masks under a pipeline than on one device",
-            NoEffectWarning,
-            stacklevel=2,
         )
 
 

@@ -1,10 +1,13 @@
 """Pipeline parallel training of ordinary modules, with gradient fast-forwarding and modulo allocation."""
 
+from retime.mechanisms.pipeline.checkpoint import forget_absent, whole_model_state, whole_optimizer_state
 from retime.mechanisms.pipeline.errors import PipelineError, RankLostError
+from retime.mechanisms.pipeline.groups import Size, make_groups, sizes_of
 from retime.mechanisms.pipeline.pipeline_step import PipelineStep
 from retime.mechanisms.pipeline.plan import SCHEDULES, check_schedule
 from retime.mechanisms.pipeline.report import PipelineReport
 from retime.mechanisms.pipeline.running_step import MicroBatchResult
+from retime.mechanisms.pipeline.warn_of_parts import warn_of_parts
 
 __all__ = [
     "SCHEDULES",
@@ -13,5 +16,12 @@ __all__ = [
     "PipelineReport",
     "PipelineStep",
     "RankLostError",
+    "Size",
     "check_schedule",
+    "forget_absent",
+    "make_groups",
+    "sizes_of",
+    "warn_of_parts",
+    "whole_model_state",
+    "whole_optimizer_state",
 ]

@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 
 from retime import NoEffectWarning, OOOPipelineStrategy, PipelineTimeline
-from retime.strategies.ooo_pipeline import sizes_of
+from retime.mechanisms.pipeline import warn_of_parts
 from support.pipeline_fits import FITS, Classifier, loader, trainer
 from support.two_ranks import run_ranks
 
@@ -83,17 +83,6 @@ def test_one_process_trains_as_ever(tmp_path: Path) -> None:
     assert "no step yet" in str(fit.strategy.report())
 
 
-def test_sizes() -> None:
-    assert sizes_of(4, "auto", "auto") == (4, 1)
-    assert sizes_of(4, "auto", 2) == (2, 2)
-    assert sizes_of(4, 2, "auto") == (2, 2)
-    assert sizes_of(1, "auto", "auto") == (1, 1)
-    with pytest.raises(ValueError, match=r"make 6 ranks, and there are 4"):
-        sizes_of(4, 3, 2)
-    with pytest.raises(ValueError, match=r"make 3 ranks, and there are 4"):
-        sizes_of(4, 3, "auto")
-
-
 def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match=r"schedule='2f2b' is unknown: choose from ooo2,"):
         OOOPipelineStrategy(schedule="2f2b")
@@ -125,10 +114,9 @@ def test_what_cannot_go_together_is_refused(module, options, why, monkeypatch) -
 
 
 def test_what_micro_batches_change_is_said() -> None:
-    from retime.strategies import ooo_pipeline
 
     with pytest.warns(NoEffectWarning, match=r"'net.1' and other BatchNorm layers"):
-        ooo_pipeline._warn_of_parts(Classifier(batch_norm=True))
+        warn_of_parts(Classifier(batch_norm=True))
 
 
 def test_numbers_that_micro_batches_change_are_named(tmp_path: Path) -> None:

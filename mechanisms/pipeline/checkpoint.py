@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from retime.mechanisms.pipeline import PipelineStep
+from retime.mechanisms.pipeline.pipeline_step import PipelineStep
 
 __all__ = ["forget_absent", "whole_model_state", "whole_optimizer_state"]
 
