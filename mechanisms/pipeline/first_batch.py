@@ -97,8 +97,7 @@ class FirstBatch:
             undo.put_back()
 
     def _check_same(self, batch: Any) -> None:
-        sums = [(tuple(t.shape), float(t.detach().double().sum())) for t in tensors_in_order(batch)]
-        everyone = self._place.all_gather(sums)
+        everyone = self._place.all_gather([_fingerprint(tensor) for tensor in tensors_in_order(batch)])
         if any(one != everyone[0] for one in everyone):
             raise PipelineError(
                 "the ranks of a pipeline were given different batches: each needs the same one. Give the sampler "
@@ -236,6 +235,13 @@ def _why_not(graphs: dict[int, Reached], roots: dict[int, list[Tensor]], plan: P
 
 def _merged(everyone: Sequence[dict[int, Any]]) -> dict[int, Any]:
     return {stage: one for found in everyone for stage, one in found.items()}
+
+
+def _fingerprint(tensor: Tensor) -> tuple[torch.Size, list[str]]:
+    """Shape and sums, of which one tells samples in another order; as texts, so that NaN is like NaN."""
+    values = tensor.detach().double().flatten()
+    places = torch.arange(1, len(values) + 1, dtype=values.dtype, device=values.device)
+    return tensor.shape, [str(float(values.sum())), str(float((values * places).sum()))]
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

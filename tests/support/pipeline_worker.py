@@ -187,6 +187,8 @@ def refused(name: str) -> None:
         steps = [lambda part: model(part[0]).detach().mean()]
     elif name == "batches":
         batches = [tuple(one + RANK for one in batch)]
+    elif name == "order":
+        batches = [tuple(one.roll(RANK, 0) for one in batch)]
     elif name == "path":
         options["layers"] = "nowhere"
     elif name == "short":

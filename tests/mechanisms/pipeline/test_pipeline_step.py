@@ -62,6 +62,7 @@ REFUSALS = {
     "no loss": "a step must return its loss",
     "no gradient": "has no gradient",
     "batches": "were given different batches",
+    "order": "were given different batches",
     "path": "layers='nowhere' is no module of the model; lists of layers in it: ''",
     "short": "name the list with layers=",
     "chunks": "schedule='zbv' has two stages a rank, and 3 layers are too few for 2 ranks",
