@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.compile import from_compiled, to_uncompiled
 from torch import nn
 from torchmetrics import MeanMetric
 
-from retime.integrations.accelerate.accelerate_private import renew_captured_steps
+from retime.integrations.accelerate.accelerate_private import prepared_schedulers, renew_captured_steps
 from retime.mechanisms import torch_private
 from retime.mechanisms.torch_private import compiling
 from retime.strategies.support import lightning_private
@@ -240,6 +240,16 @@ def test_accelerates_optimizer_calls_the_new_step(monkeypatch):
     renew_captured_steps(optimizer)
     optimizer.step()
     assert called == ["ours"]
+
+
+@canary("prepared_schedulers", breaks="OutOfOrderPipeline with a prepared scheduler")
+def test_accelerate_knows_the_schedulers_that_it_prepared():
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    prepared, scheduler = accelerator.prepare(optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+    assert prepared_schedulers(accelerator) == [scheduler]
+    assert scheduler.optimizers == [prepared]
+    assert (scheduler.step_with_optimizer, scheduler.split_batches) == (True, False)
 
 
 def test_a_private_attribute_that_is_gone_names_the_feature():

@@ -22,6 +22,7 @@ from retime.integrations import accelerate as for_accelerate
 from retime.mechanisms import arguments, fusion, memory, out_of_order
 from retime.schedules.budget import OffloadPlan
 
+pytestmark = pytest.mark.filterwarnings("ignore:OutOfOrderPipeline has no effect")  # with one process
 NEGATIVE = (-1, -(10**9))
 NOT_POSITIVE = (0, *NEGATIVE)
 NO_CHOICE = ("nonsense", "")
@@ -158,6 +159,7 @@ CASES = [
     ),
     Case(for_accelerate.FusedOptimizer, _prepared, wrong=FUSED | {"clip_value": NO_SIZE}),
     Case(for_accelerate.MemoryBudget, _prepared, wrong=BUDGET, free=("options",)),
+    Case(for_accelerate.OutOfOrderPipeline, _prepared, wrong=PIPELINE),
 ]
 
 

@@ -16,6 +16,7 @@ except ModuleNotFoundError as error:
 from retime.integrations.accelerate.cpu_accumulate import CPUAccumulate
 from retime.integrations.accelerate.fused_optimizer import FusedOptimizer
 from retime.integrations.accelerate.memory_budget import MemoryBudget
+from retime.integrations.accelerate.ooo_pipeline import OutOfOrderPipeline
 from retime.integrations.accelerate.out_of_order import OutOfOrderDataParallel
 
-__all__ = ["CPUAccumulate", "FusedOptimizer", "MemoryBudget", "OutOfOrderDataParallel"]
+__all__ = ["CPUAccumulate", "FusedOptimizer", "MemoryBudget", "OutOfOrderDataParallel", "OutOfOrderPipeline"]

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer, patch_optimizer_step
+from accelerate.scheduler import AcceleratedScheduler
 
-from retime.mechanisms.torch_private import write_private
+from retime.mechanisms.torch_private import read_private, write_private
 
-__all__ = ["renew_captured_steps"]
+__all__ = ["prepared_schedulers", "renew_captured_steps"]
+
+
+def prepared_schedulers(accelerator: Accelerator) -> list[AcceleratedScheduler]:
+    """The schedulers that ``accelerator.prepare()`` has wrapped.
+
+    Raises:
+        PrivateNameError: it keeps them by another name.
+    """
+    schedulers: list[AcceleratedScheduler] = read_private(accelerator, "_schedulers", "OutOfOrderPipeline")
+    return schedulers
 
 
 def renew_captured_steps(optimizer: AcceleratedOptimizer) -> None:

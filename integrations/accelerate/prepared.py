@@ -34,13 +34,18 @@ def prepared_optimizer(optimizer: Optimizer, name: str) -> AcceleratedOptimizer:
     return optimizer
 
 
-def refuse_beside(optimizer: AcceleratedOptimizer, wanted: Mechanism) -> None:
+def refuse_beside(optimizer: AcceleratedOptimizer, wanted: Mechanism, *, once: bool = False) -> None:
     """Raise for a mechanism that does not go with those which this optimizer has already.
+
+    Args:
+        optimizer: prepared.
+        wanted: the mechanism.
+        once: a second one of the same is refused here too, where it does not refuse that itself.
 
     Raises:
         ValueError: with what to do.
     """
-    refuse(wanted, (there for there in _there(optimizer) if there is not wanted))
+    refuse(wanted, (there for there in _there(optimizer) if once or there is not wanted))
 
 
 def note_there(optimizer: AcceleratedOptimizer, mechanism: Mechanism) -> None:

@@ -1,0 +1,290 @@
+"""One rank of integrations/accelerate/test_ooo_pipeline.py; the first argument names the case."""
+
+import os
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from retime.integrations.accelerate import FusedOptimizer, OutOfOrderPipeline
+from retime.mechanisms.pipeline import PipelineError
+
+WIDTH, BATCH, BATCHES, ACCUMULATED = 96, 8, 8, 2
+RANKS = int(os.environ["WORLD_SIZE"])
+
+
+class Net(nn.Module):
+    """Six equal layers between an embedding and a head that share their weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+        self.head = nn.Linear(WIDTH, 13)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.tensor(1.0))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        logits: Tensor = self.head(x) * self.scale
+        return logits
+
+
+def net(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def loss_of(model: nn.Module) -> Any:
+    return lambda part: nn.functional.cross_entropy(model(part[0]), part[1])
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 13, (2, BATCH * BATCHES), generator=generator)
+    return TensorDataset(tokens[0], tokens[1])
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def schedule_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+
+
+class Plain:
+    """A loop on one device, with the batches of all pipelines in each of its own."""
+
+    def __init__(self, replicas: int = 1, state: Any = None, optimizer_state: Any = None) -> None:
+        self.model = net()
+        self.optimizer = optimizer_of(self.model)
+        self.scheduler = schedule_of(self.optimizer)
+        if state is not None:
+            self.model.load_state_dict(state)
+            self.optimizer.load_state_dict(optimizer_state)
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self._replicas = replicas
+
+    def run(self) -> None:
+        parts: list[Tensor] = []
+        for number, batch in enumerate(DataLoader(data(), BATCH)):
+            loss = loss_of(self.model)(batch)
+            (loss / ACCUMULATED / self._replicas).backward()
+            parts.append(loss.item())
+            if (number + 1) % (ACCUMULATED * self._replicas) == 0:
+                self.norms.append(float(nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)))
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+        self.losses = parts
+
+
+def train(pipeline: OutOfOrderPipeline, accelerator: Accelerator, parts: Any) -> tuple[list[float], list[float]]:
+    """Losses of the batches, and norms of the gradients."""
+    model, optimizer, scheduler, loader = parts
+    losses, norms = [], []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = pipeline.train_batch(batch, loss_of(model))
+            assert loss.shape == ()
+            assert not loss.requires_grad
+            losses.append(loss.item())
+            if accelerator.sync_gradients:
+                norms.append(float(pipeline.clip_grad_norm_(0.5)))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    return losses, norms
+
+
+def close(ours: Any, plain: Any) -> None:
+    torch.testing.assert_close(ours, plain, rtol=2e-4, atol=2e-5)
+
+
+def same(replicas: str) -> None:
+    """Losses, norms, weights, evaluation and checkpoints are those of one device."""
+    count = int(replicas)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATED)
+    model = net(seed=accelerator.process_index)  # the first process's values count
+    plain_optimizer = optimizer_of(model)
+    if count == 1:
+        optimizer, scheduler = accelerator.prepare(plain_optimizer, schedule_of(plain_optimizer))
+    else:
+        optimizer, scheduler = accelerator.prepare(plain_optimizer), None
+        unprepared = schedule_of(plain_optimizer)
+        scheduler = _When(accelerator, unprepared)
+    pipeline = OutOfOrderPipeline(
+        accelerator, model, optimizer, data_parallel_size=count, microbatches=4, schedule="ooo2"
+    )
+    whole = pipeline.state_dict()
+    assert (whole is not None) == (accelerator.process_index % (RANKS // count) == 0)
+    loader = prepare_data_loader(
+        DataLoader(data(), BATCH),
+        num_processes=pipeline.data_parallel_size,
+        process_index=pipeline.data_parallel_rank,
+    )
+    plain = Plain(count)
+    plain.run()
+    losses, norms = train(pipeline, accelerator, (model, optimizer, scheduler, loader))
+    close(losses, plain.losses[pipeline.data_parallel_rank :: count])
+    close(norms, plain.norms)
+    report = pipeline.report()
+    assert report.parameter_bytes < report.parameter_bytes_of_all
+    assert f"{report.steps}" == str(BATCHES // count)
+    tokens = torch.arange(13)
+    model.eval()
+    with torch.no_grad():
+        close(pipeline.evaluate(tokens, model), plain.model(tokens))
+    model.train()
+    state, optimizer_state = pipeline.state_dict(), pipeline.optimizer_state_dict()
+    if accelerator.process_index == 0:
+        close(state, dict(plain.model.state_dict()))
+        close(optimizer_state["state"], plain.optimizer.state_dict()["state"])
+        assert list(state) == list(plain.model.state_dict())
+        again = Plain(count, state, optimizer_state)  # plain code goes on from there
+        plain.run()
+        again.run()
+        close(again.losses, plain.losses)
+    else:
+        plain.run()
+    told = [state, optimizer_state]
+    dist.broadcast_object_list(told, 0)
+    pipeline.restore()
+    for tensor in model.parameters():
+        assert not tensor.isnan().any()
+    with pytest.raises(RuntimeError, match="was restored"):
+        pipeline.train_batch(tokens, loss_of(model))
+    pipeline.restore()
+    assert pipeline.report().steps == report.steps
+    if count == 1:
+        _resumed(accelerator, told, plain)
+    print("same")
+
+
+def _resumed(accelerator: Accelerator, told: list[Any], plain: Plain) -> None:
+    """Another pipeline goes on from a checkpoint, as plain code does."""
+    model = net(seed=9)
+    plain_optimizer = optimizer_of(model)
+    plain_optimizer.load_state_dict(told[1])
+    model.load_state_dict(told[0])
+    optimizer = accelerator.prepare(plain_optimizer)
+    pipeline = OutOfOrderPipeline(accelerator, model, optimizer, microbatches=2, schedule="1f1b")
+    scheduler = _When(accelerator, schedule_of(plain_optimizer))
+    for group, other in zip(plain_optimizer.param_groups, plain.optimizer.param_groups, strict=True):
+        assert "lr" in group
+        assert "lr" in other
+    losses, _ = train(pipeline, accelerator, (model, optimizer, scheduler, DataLoader(data(), BATCH)))
+    reference = Plain(1, *told)
+    reference.run()
+    close(losses, reference.losses)
+    pipeline.restore()
+
+
+class _When:
+    """A scheduler that was not prepared, stepped where a step ends."""
+
+    def __init__(self, accelerator: Accelerator, scheduler: Any) -> None:
+        self._accelerator, self._scheduler = accelerator, scheduler
+
+    def step(self) -> None:
+        if self._accelerator.sync_gradients:
+            self._scheduler.step()
+
+
+def refused() -> None:
+    """What would train something else is refused, with what to do; what is left can be used again."""
+    accelerator = Accelerator(cpu=True)
+    wrapped = accelerator.prepare(net())
+    optimizer = accelerator.prepare(optimizer_of(wrapped))
+    with pytest.raises(ValueError, match=r"prepare only the optimizer and the scheduler, and pass the model"):
+        OutOfOrderPipeline(accelerator, wrapped, optimizer)
+    model = net()
+    with pytest.raises(ValueError, match="parameters that are not the model's"):
+        OutOfOrderPipeline(accelerator, model, optimizer)
+    with pytest.raises(TypeError, match="takes the optimizer that prepare returned"):
+        OutOfOrderPipeline(accelerator, model, optimizer_of(model))
+    plain = optimizer_of(model)
+    optimizer, scheduler = accelerator.prepare(plain, schedule_of(plain))
+    with pytest.raises(ValueError, match=r"make 3 ranks, and there are 2"):
+        OutOfOrderPipeline(accelerator, model, optimizer, pipeline_parallel_size=3)
+    fused = FusedOptimizer(accelerator, model, optimizer, mode="forward")
+    with pytest.raises(ValueError, match="forward fusion cannot work on: drop"):
+        OutOfOrderPipeline(accelerator, model, optimizer)
+    fused.remove()
+    before = dict(vars(accelerator))
+    pipeline = OutOfOrderPipeline(accelerator, model, optimizer, microbatches=2)
+    with pytest.raises(ValueError, match="forward fusion cannot work on: drop"):
+        FusedOptimizer(accelerator, model, optimizer, mode="forward")
+    with pytest.raises(ValueError, match="another pipeline cannot work on"):
+        OutOfOrderPipeline(accelerator, model, optimizer)
+    with pytest.raises(RuntimeError, match=r"use OutOfOrderPipeline\.clip_grad_norm_"):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    other = nn.Linear(2, 2)
+    other(torch.ones(2)).sum().backward()
+    assert accelerator.clip_grad_norm_(other.parameters(), 1.0) > 0
+    with pytest.raises(RuntimeError, match=r"accelerator\.save\(\) them"):
+        accelerator.save_state("nowhere")
+    tokens = torch.arange(13)
+    with pytest.raises(PipelineError, match="were given different batches"):
+        pipeline.train_batch((tokens.roll(accelerator.process_index), tokens), loss_of(model))
+    pipeline.restore()
+    assert scheduler.split_batches is False
+    assert vars(accelerator).keys() == before.keys()
+    pipeline = OutOfOrderPipeline(accelerator, model, optimizer, pipeline_parallel_size=2, microbatches=2)
+    pipeline.train_batch((tokens, tokens), loss_of(model))
+    assert scheduler.split_batches is True
+    pipeline.restore()
+    assert scheduler.split_batches is False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        alone = OutOfOrderPipeline(accelerator, model, optimizer, pipeline_parallel_size=1)
+    assert alone.data_parallel_size == 2
+    with pytest.raises(ValueError, match="do not prepare the scheduler"):
+        alone.train_batch((tokens, tokens), loss_of(model))
+    alone.restore()
+    print("refused")
+
+
+def half() -> None:
+    """Under bf16 the loss code runs in autocast, on the last stage's rank too."""
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = net()
+    optimizer = accelerator.prepare(optimizer_of(model))
+    pipeline = OutOfOrderPipeline(accelerator, model, optimizer, microbatches=2)
+    tokens, seen = torch.arange(12), []
+
+    def step(part: Any) -> Tensor:
+        logits = model(part[0])
+        seen.append(logits.dtype)
+        return nn.functional.cross_entropy(logits.float(), part[1])
+
+    loss = pipeline.train_batch((tokens, tokens.roll(1)), step)
+    assert set(seen) == {torch.bfloat16}, seen
+    expected = nn.functional.cross_entropy(net()(tokens), tokens.roll(1))
+    torch.testing.assert_close(loss, expected.detach(), rtol=0.02, atol=0.02)
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters() if p.grad is not None)
+    pipeline.restore()
+    print("half")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    globals()[sys.argv[1]](*sys.argv[2:])
+    sys.stdout.flush()
+    dist.barrier()
+    os._exit(0)  # a gloo thread that ends while the interpreter shuts down aborts the process
+
+
+if __name__ == "__main__":
+    main()
