@@ -73,7 +73,7 @@ class OutOfOrderPipeline:
 
     Raises:
         ValueError: a model in DistributedDataParallel, another engine, fp16, sizes that do not fit the number of
-            processes, an unknown schedule, another mechanism on this optimizer.
+            processes, an unknown schedule, another mechanism on this optimizer, state of it on some processes only.
         TypeError: the optimizer is not prepared.
         PipelineError: there is nothing to cut.
     """
@@ -113,6 +113,7 @@ class OutOfOrderPipeline:
             warnings.warn(text, NoEffectWarning, stacklevel=3)
         if accelerator.num_processes == 1:
             return
+        _check_state(self._optimizer.optimizer)
         model.to(accelerator.device)
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor.detach(), 0)
@@ -212,7 +213,7 @@ class OutOfOrderPipeline:
         return self._last_report if self._step is None else self._step.report()
 
     def restore(self) -> None:
-        """Give each process the whole model back, the end of training; after an exception each keeps its layers."""
+        """Give each process the whole model back, but not the optimizer's state; after an exception its layers stay."""
         step, self._step = self._step, None
         self._guards.close()
         if step is None:
@@ -259,3 +260,15 @@ def _check(accelerator: Accelerator, model: nn.Module, optimizer: Optimizer) -> 
     known = set(model.parameters())
     if any(parameter not in known for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError("the optimizer has parameters that are not the model's: give them an optimizer of their own")
+
+
+def _check_state(optimizer: Optimizer) -> None:
+    """Raise for a state that only some processes have: each would go on with a part of it, or without."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, [number for number, one in enumerate(parameters) if one in optimizer.state])
+    if any(one != everyone[0] for one in everyone):
+        raise ValueError(
+            "the processes have the optimizer's state of different parameters, as after the restore() of another "
+            "pipeline: give all of them what optimizer_state_dict() returned on the first, by load_state_dict()"
+        )
