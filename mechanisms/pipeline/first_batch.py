@@ -80,8 +80,14 @@ class FirstBatch:
         with self._no_trace(batch):
             found = survey(lambda: seeded(step, parts[0]), self._gates, self._layers.modules, self._place.names)
         planner = self._planner(found, wishes)
-        with self._no_trace(batch):
-            spread = self._cut(step, parts[0], found, planner, planner.plan(len(parts)), reduction)
+        plan, whole = planner.plan(len(parts)), Whole(self._model)
+        split = SplitBackward(whole)  # its hooks on layers are to stay: not inside of what leaves no trace
+        try:
+            with self._no_trace(batch):
+                spread = self._cut(step, parts[0], found, planner, plan, reduction, whole, split)
+        except BaseException:
+            split.remove()
+            raise
         spread.examples = examples
         spread.owners.free()
         return spread
@@ -136,10 +142,11 @@ class FirstBatch:
         planner: Planner,
         plan: PipelinePlan,
         reduction: Reduction,
+        whole: Whole,
+        split: SplitBackward,
     ) -> Spread:
         """Run one micro-batch in stages on this rank alone: what a stage is sent, and which parameters it uses."""
-        place, whole = self._place, Whole(self._model)
-        split = SplitBackward(whole)
+        place = self._place
         self._gates.visitor = TrainingCall(plan, place.rank, place.device, found.outputs, place.names)
         mine = [stage for stage, rank in enumerate(plan.rank_of) if rank == place.rank]
         positions: dict[int, list[int]] = {}
