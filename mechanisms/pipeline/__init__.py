@@ -4,17 +4,19 @@ from retime.mechanisms.pipeline.checkpoint import forget_absent, whole_model_sta
 from retime.mechanisms.pipeline.errors import PipelineError, RankLostError
 from retime.mechanisms.pipeline.groups import Size, make_groups, sizes_of
 from retime.mechanisms.pipeline.pipeline_step import PipelineStep
-from retime.mechanisms.pipeline.plan import SCHEDULES, check_schedule
+from retime.mechanisms.pipeline.plan import SCHEDULES, Costs, Planner, check_schedule
 from retime.mechanisms.pipeline.report import PipelineReport
 from retime.mechanisms.pipeline.running_step import MicroBatchResult
 from retime.mechanisms.pipeline.warn_of_parts import warn_of_parts
 
 __all__ = [
     "SCHEDULES",
+    "Costs",
     "MicroBatchResult",
     "PipelineError",
     "PipelineReport",
     "PipelineStep",
+    "Planner",
     "RankLostError",
     "Size",
     "check_schedule",

@@ -215,6 +215,18 @@ class AccumulationSettings(Settings):
     accuracy: float = 0.5  # share of held-out images
 
 
+@dataclass
+class PipelineSettings(Settings):
+    """Pipelines of layers that sleep, on ranks of this machine."""
+
+    rank_counts: list[int] = field(default_factory=list)
+    layers: int = 16
+    micro_batches: int = 4
+    unit_ms: float = 20.0  # that each of a layer's F, O and W takes for a micro-batch
+    schedules: list[str] = field(default_factory=list)
+    timeout_s: float = 900.0
+
+
 def register(name: str, settings: type[Settings]) -> None:
     """Offer a settings class to experiment files as `/schema: <name>`.
 
@@ -240,6 +252,7 @@ def register_all() -> None:
     register("modnn", MemorySettings)
     register("cpu_memory", AllocatorSettings)
     register("cpuacc", AccumulationSettings)
+    register("pipeline", PipelineSettings)
     OmegaConf.register_new_resolver("by_hardware", _by_hardware, replace=True)
 
 

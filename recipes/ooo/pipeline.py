@@ -1,0 +1,159 @@
+"""`ooo_pipeline_targets`: steps of a pipeline by schedule, on real ranks whose layers sleep, beside their simulation.
+
+Compute is emulated, so that more ranks than cores can run. Messages, threads and the runtime that orders tasks are
+those of `PipelineStep`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from retime.mechanisms.pipeline import Costs, Planner
+from retime.recipes.core import charts
+from retime.recipes.core.claims import Claim, Comparison, Target
+from retime.recipes.core.measure import Spread, speedup, spread
+from retime.recipes.core.of_points import titled
+from retime.recipes.core.recipe import Measured, Recipe, Tick
+from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.schema import PipelineSettings
+from retime.recipes.emulated import loopback, run_ranks
+from retime.recipes.ooo.pipeline_worker import serve
+
+STEP = "step"
+OURS = "ooo2"
+OVER = {
+    "gpipe": Target("out-of-order pipeline with modulo allocation over GPipe", "x", 1.5),
+    "zbv": Target("over ZBV", "x", 1.1),
+    "interleaved_zero_bubble": Target("over interleaved zero bubble", "x", 1.0),
+}
+PAPER = Claim("Oh et al. 2022", "section 8.4.1", "x", 1.5, "OOO-Pipe2 over GPipe, 16 layers on 4 GPUs")
+SIMULATED = Target("largest difference of a schedule's step from its simulation", "%", 5.0, at_most=True)
+
+
+class PipelineTargets(Recipe[PipelineSettings]):
+    """A point a number of ranks."""
+
+    axes = ("rank_counts",)
+    quantity = STEP
+
+    def points(self, settings: PipelineSettings) -> list[dict[str, Any]]:
+        return [{"ranks": ranks} for ranks in settings.rank_counts]
+
+    def blocks(self, settings: PipelineSettings) -> int | None:
+        return (settings.rounds + settings.warmup_rounds) * len(settings.schedules)
+
+    def references(self, point: Point) -> dict[str, str]:
+        return {"speed over gpipe": "gpipe"} if point.has("gpipe", STEP) else {}
+
+    def measure(self, settings: PipelineSettings, at: dict[str, Any], tick: Tick) -> Measured:
+        if settings.hardware.device != "cpu":
+            raise ValueError(f"{settings.name} runs ranks that sleep: choose hardware=cpu")
+        request = {
+            name: getattr(settings, name)
+            for name in ("layers", "micro_batches", "unit_ms", "schedules", "steps", "rounds", "warmup_rounds", "seed")
+        }
+        answers = run_ranks(loopback(at["ranks"]), serve, request, timeout_s=settings.timeout_s, progress=tick)
+        hop_ms = max(one["hop_ms"] for one in answers)
+        rows, simulated = [], {}
+        for schedule in settings.schedules:
+            rounds = zip(*(one["ms"][schedule] for one in answers), strict=True)
+            rows.append(Row(schedule, STEP, "ms", [round(max(values), 3) for values in rounds]))
+            simulated[schedule] = round(simulated_ms(settings, at["ranks"], schedule, hop_ms), 3)
+        facts = {
+            "simulated ms": simulated,
+            "message ms": round(hop_ms, 4),
+            "stages": answers[0]["stages"],
+            "task ms": {schedule: _largest([one["tasks"][schedule] for one in answers]) for schedule in simulated},
+        }
+        return Measured(rows, facts)
+
+    def compare(self, result: Result) -> list[Comparison]:
+        lines = []
+        for point in result.points:
+            where = f"{point.at['ranks']} ranks, emulated compute"
+            known = point.variants(STEP)
+            for peer, target in OVER.items():
+                if OURS in known and peer in known:
+                    ratio = speedup(point.values(peer, STEP), point.values(OURS, STEP))
+                    planned = point.facts["simulated ms"][peer] / point.facts["simulated ms"][OURS]
+                    note = f"{where}; simulated {planned:.3f} x"
+                    if peer == "gpipe":
+                        lines.append(Comparison(PAPER, ratio, note))
+                    lines.append(Comparison(target, ratio, note))
+            worst = max(known, key=lambda schedule: abs(error_percent(point, schedule).median))
+            error = error_percent(point, worst)
+            apart = spread([abs(value) for value in error.rounds])
+            lines.append(Comparison(SIMULATED, apart, f"{where}: {worst}"))
+        return lines
+
+    def notes(self, result: Result) -> list[str]:
+        lines = [
+            "Layers sleep for F, O and W, each as long as the others: compute is emulated, messages (gloo on loopback) "
+            "and the runtime are real. Simulated are the same tasks at the unit's length, with the measured message."
+        ]
+        for point in result.points:
+            errors = ", ".join(
+                f"{schedule} {point.facts['simulated ms'][schedule]:.0f} ms "
+                f"({error_percent(point, schedule).median:+.1f} %)"
+                for schedule in point.variants(STEP)
+            )
+            lines.append(
+                f"- {point.at['ranks']} ranks, a message takes {point.facts['message ms']:.2f} ms: simulated, and how "
+                f"far the measured step is from it: {errors}"
+            )
+        return lines
+
+    def draw(self, result: Result, path: Path) -> None:
+        count = len(result.points)
+        drawing, panels = charts.panels(titled(result), count, width=max(7.5, 5.5 * count), height=4.8)
+        for axes, point in zip(panels, result.points, strict=True):
+            schedules = point.variants(STEP)
+            for index, schedule in enumerate(schedules):
+                took = spread(point.values(schedule, STEP))
+                axes.bar(index, took.median, width=0.65, color=charts.COLOURS[0 if schedule.startswith("ooo") else 5])
+                whiskers = [[took.median - took.low], [took.high - took.median]]
+                axes.errorbar(index, took.median, yerr=whiskers, color="black", capsize=3, linewidth=1)
+                axes.annotate(
+                    f"{took.median:.0f}",
+                    (index, took.high),
+                    xytext=(0, 7),
+                    textcoords="offset points",
+                    ha="center",
+                    fontsize=8,
+                )
+            simulated = [point.facts["simulated ms"][schedule] for schedule in schedules]
+            axes.plot(range(len(schedules)), simulated, "D", color="black", markerfacecolor="none", markersize=7)
+            axes.set_xticks(range(len(schedules)), schedules, rotation=30, ha="right", fontsize=8)
+            axes.set_ylabel("step (ms)")
+            axes.grid(axis="x", visible=False)
+            axes.margins(y=0.12)
+            axes.set_title(f"{point.at['ranks']} ranks", fontsize=9)
+        keys = [
+            charts.colour_key("measured, gradient fast-forwarding", charts.COLOURS[0]),
+            charts.colour_key("measured, others", charts.COLOURS[5]),
+            charts.marker_key("simulated", "D", "black", filled=False),
+        ]
+        drawing.legend(handles=keys, fontsize=8, loc="outside lower center", ncols=3, frameon=False)
+        charts.save(drawing, path)
+
+
+def simulated_ms(settings: PipelineSettings, ranks: int, schedule: str, hop_ms: float) -> float:
+    """A step's length on paper, with layers of the unit's length."""
+    costs = Costs((settings.unit_ms,) * settings.layers, (1,) * settings.layers, hop_ms)
+    length = Planner(schedule, ranks, costs, group=1).plan(settings.micro_batches).makespan_ms
+    if length is None:
+        raise ValueError(f"schedules: {schedule!r} is torch's own, which is not simulated: leave it out")
+    return length
+
+
+def error_percent(point: Point, schedule: str) -> Spread:
+    """How much longer a step takes than its simulation."""
+    simulated = point.facts["simulated ms"][schedule]
+    return spread([100 * (value / simulated - 1) for value in point.values(schedule, STEP)])
+
+
+def _largest(found: list[dict[str, float]]) -> dict[str, float]:
+    """By kind, over ranks."""
+    kinds = sorted({kind for one in found for kind in one})
+    return {kind: round(max(one.get(kind, 0.0) for one in found), 3) for kind in kinds}
