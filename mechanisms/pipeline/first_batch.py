@@ -164,7 +164,8 @@ class FirstBatch:
                     positions[stage] = [
                         number
                         for number, one in enumerate(answer.given)
-                        if not _equal(one, given[number]) or (follows and one.requires_grad)
+                        if (not _equal(one, given[number]) or (follows and one.requires_grad))
+                        and all(one is not other for other in answer.given[:number])
                     ]
                 sent = {number: _leaf(given[number]) for number in positions.get(stage, [])}
                 with split.begin(stage):
@@ -183,6 +184,7 @@ class FirstBatch:
         needs_gradient = _merged(place.all_gather(flags))
         graphs = {stage: Reached(roots[stage]) for stage in mine}
         self._check_graphs(graphs, roots, plan)
+        self._check_values(edges, found, plan)
         split.watch([root for stage in mine for root in roots[stage]])
         for stage in mine:
             split.drop(stage)
@@ -196,6 +198,22 @@ class FirstBatch:
         for found in self._place.all_gather(_why_not(graphs, roots, plan)):
             if found is not None:
                 raise PipelineError(found)
+
+    def _check_values(self, edges: dict[int, list[Tensor]], found: Survey, plan: PipelinePlan) -> None:
+        """Raise on all ranks where a stage gives something else than the whole model did."""
+        wrong = None
+        for stage, tensors in edges.items():
+            last = stage + 1 == plan.stages
+            whole = [loss_of(found.output)] if last else found.given[plan.layers_of(stage + 1)[0]]
+            if not all(_near(one, other) for one, other in zip(tensors, whole, strict=True)):
+                wrong = wrong or (
+                    f"what stands between the layers and around them gives other numbers when stage {stage + 1} runs "
+                    "by itself: a tensor goes past the layers of other ranks that is no argument of the next layer. "
+                    "Let the layers of the list take all they need as arguments, or name another list with layers="
+                )
+        for said in self._place.all_gather(wrong):
+            if said is not None:
+                raise PipelineError(said)
 
     def _owners(self, graphs: dict[int, Reached], plan: PipelinePlan) -> Ownership:
         here = [self._layers.modules[layer] for stage in graphs for layer in plan.layers_of(stage)]
@@ -253,6 +271,12 @@ def _fingerprint(tensor: Tensor) -> tuple[torch.Size, list[str]]:
 
 def _equal(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _near(one: Tensor, other: Tensor) -> bool:
+    if not one.dtype.is_floating_point:
+        return _equal(one, other)
+    return torch.allclose(one.detach(), other.detach(), rtol=1e-3, atol=1e-5, equal_nan=True)
 
 
 def _leaf(tensor: Tensor) -> Tensor:

@@ -29,7 +29,6 @@ class Relay:
     ) -> None:
         self._plan, self._group, self._device, self._outputs = plan, group, device, outputs
         self._rank = dist.get_rank(group)
-        self._ends = {plan.layers_of(stage)[-1] for stage in range(plan.stages)}
         self._shapes: Shapes = ()
         self.given: dict[int, list[TensorKind]] = {}
         """Kinds of the tensors in the arguments of each layer, in the last step."""
@@ -46,8 +45,6 @@ class Relay:
         if key not in self._outputs:
             self._outputs[key] = self._told(layer, None)
         kind = self._outputs[key]
-        if layer not in self._ends:
-            return kind.stand_in(self._device)
         tensors = [one.empty(self._device) for one in kind.tensors]
         for tensor in tensors:
             dist.broadcast(tensor, self._source(layer), group=self._group)
@@ -57,9 +54,8 @@ class Relay:
         key = layer, self._shapes
         if key not in self._outputs:
             self._outputs[key] = self._told(layer, kind_of(output))
-        if layer in self._ends:
-            for tensor in tensors_in_order(output):
-                dist.broadcast(tensor.detach().contiguous(), self._source(layer), group=self._group)
+        for tensor in tensors_in_order(output):
+            dist.broadcast(tensor.detach().contiguous(), self._source(layer), group=self._group)
         return output
 
     def _told(self, layer: int, kind: ValueKind | None) -> ValueKind:

@@ -74,8 +74,13 @@ class RunningStep:
         """Kinds of what a stage reads of the one before."""
         return self._spread.reads[stage, self._keys[batch]]
 
-    def forward(self, stage: int, batch: int, received: list[Tensor]) -> list[Tensor]:
-        """Run the step of a micro-batch through a stage; what the next stage reads, or the weighted loss."""
+    def forward(self, stage: int, batch: int, received: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Run the step of a micro-batch through a stage.
+
+        Returns:
+            What the next stage reads, or the weighted loss; and what ``received`` became in the step, to which its
+            gradients go.
+        """
         spread, call = self._spread, self._calls[batch]
         if self._at[batch] is None:
             torch.manual_seed(self._seeds[batch])
@@ -92,10 +97,11 @@ class RunningStep:
         if stage:  # the first one draws what it draws without a pipeline
             torch.manual_seed((self._seeds[batch] + _OTHER_NUMBERS * stage) % 2**63)
         sent = dict(zip(spread.positions.get(stage, []), received, strict=True))
+        call.leaves = []
         answer = self._at[batch] = spread.whole(lambda: call.resume(sent))
         if isinstance(answer, Returned):
-            return [self._weighted(batch, answer.value)]
-        return [answer.given[number] for number in spread.positions[stage + 1]]
+            return [self._weighted(batch, answer.value)], call.leaves
+        return [answer.given[number] for number in spread.positions[stage + 1]], call.leaves
 
     def close(self) -> None:
         """End what is left of the calls."""

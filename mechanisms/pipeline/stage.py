@@ -53,7 +53,7 @@ class Stage:
         rank_of: the rank of each stage.
         group: the ranks of the pipeline.
         forward: runs the stretch for a micro-batch on what was received, and gives what the next stage reads (the loss,
-            on the last one).
+            on the last one), and what the received tensors became.
         split: whose weight gradients wait.
         reads: kinds of what a stage reads of the one before, by stage and micro-batch.
         done: called when all weight gradients of the stage are there.
@@ -67,7 +67,7 @@ class Stage:
         rank_of: Sequence[int],
         group: Any,
         device: torch.device,
-        forward: Callable[[int, int, list[Tensor]], list[Tensor]],
+        forward: Callable[[int, int, list[Tensor]], tuple[list[Tensor], list[Tensor]]],
         split: SplitBackward,
         reads: Callable[[int, int], list[TensorKind]],
         done: Callable[[int], None],
@@ -135,9 +135,9 @@ class Stage:
         kinds = [] if self.is_first else self._reads(self.stage_index, batch)
         for tensor, kind in zip(one.received, kinds, strict=True):
             tensor.requires_grad_(kind.requires_grad)
-        one.inputs = one.received
         with self._split.begin((self.stage_index, batch)):
-            one.outputs = self._forward(self.stage_index, batch, one.received)
+            one.outputs, one.inputs = self._forward(self.stage_index, batch, one.received)
+        one.received = []
         self._note("F", batch, start)
         return one.outputs
 

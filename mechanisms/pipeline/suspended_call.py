@@ -13,6 +13,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
+from torch import Tensor
 
 __all__ = ["Returned", "SuspendedCall", "Workers", "current_call"]
 
@@ -72,9 +73,13 @@ class SuspendedCall:
     Args:
         call: without arguments.
         workers: one of which runs it.
+
+    Attributes:
+        leaves: what received tensors are inside of the call, from the last edge on.
     """
 
     def __init__(self, call: Callable[[], Any], workers: Workers) -> None:
+        self.leaves: list[Tensor] = []
         self._call: Callable[[], Any] | None = call
         self._workers = workers
         self._inbox: SimpleQueue[Any] = SimpleQueue()

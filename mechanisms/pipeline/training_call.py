@@ -13,7 +13,7 @@ from retime.mechanisms.pipeline.errors import PipelineError
 from retime.mechanisms.pipeline.plan import PipelinePlan
 from retime.mechanisms.pipeline.survey import Shapes
 from retime.mechanisms.pipeline.suspended_call import current_call
-from retime.mechanisms.pipeline.values import ValueKind, replaced_tensors, shapes_of, tensors_in_order
+from retime.mechanisms.pipeline.values import ValueKind, becomes, replaced_tensors, shapes_of, tensors_in_order
 
 __all__ = ["AtEdge", "TrainingCall"]
 
@@ -68,8 +68,15 @@ class TrainingCall:
                 f"{self._names[layer]!r} was called outside of the step: the model's layers lie on several ranks, and "
                 "run in training_step, validation_step, test_step and predict_step only"
             )
-        sent = call.stop(AtEdge(stage, tensors_in_order((args, kwargs))))
-        return replaced_tensors((args, kwargs), sent) if here and sent else None
+        given = tensors_in_order((args, kwargs))
+        # what is sent is a copy: code between the layers may go on to write into it
+        sent = call.stop(AtEdge(stage, [one.clone() for one in given] if comes_from_here else given))
+        if not here or not sent:
+            return None
+        # in place where that can be: code between the layers may use it beside the layer (a residual connection)
+        leaves = {place: given[place] if becomes(given[place], one) else one for place, one in sent.items()}
+        call.leaves = [leaves[place] for place in sent]
+        return replaced_tensors((args, kwargs), leaves)
 
     def is_here(self, layer: int) -> bool:
         return self._mine[layer]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from retime.mechanisms.torch_private import tree_flatten, tree_map, tree_unflatten
 
-__all__ = ["TensorKind", "ValueKind", "kind_of", "replaced_tensors", "shapes_of", "tensors_in_order"]
+__all__ = ["TensorKind", "ValueKind", "becomes", "kind_of", "replaced_tensors", "shapes_of", "tensors_in_order"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,9 @@ class TensorKind:
     def stand_in(self, device: torch.device) -> Tensor:
         """A tensor of this kind that takes no memory: not a number, so that whoever reads it shows."""
         value = float("nan") if self.dtype.is_floating_point or self.dtype.is_complex else 0
-        return torch.full((), value, dtype=self.dtype, device=device).expand(self.shape)
+        one = torch.full((1,), value, dtype=self.dtype, device=device)
+        # not by expand(): a view cannot become another tensor
+        return one.new_empty(0).set_(one.untyped_storage(), 0, self.shape, (0,) * len(self.shape))
 
 
 @dataclass(frozen=True)
@@ -105,3 +107,15 @@ def replaced_tensors(value: Any, tensors: dict[int, Tensor]) -> Any:
 def shapes_of(value: Any) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
     """Shapes and types of a nested value's tensors: what tells one kind of batch from another."""
     return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_in_order(value))
+
+
+def becomes(old: Tensor, new: Tensor) -> bool:
+    """Let a tensor, wherever user code holds it, be a leaf with the values of another; whether it could."""
+    if old.requires_grad:
+        try:
+            old.detach_()
+        except RuntimeError:  # a view, whose base has a graph
+            return False
+    old.data = new.detach()
+    old.requires_grad_(new.requires_grad)
+    return True

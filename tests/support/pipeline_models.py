@@ -48,6 +48,52 @@ class Tied(nn.Module):
         return logits
 
 
+class Between(nn.Module):
+    """Residual connections stand between the layers, one of them written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+        self.head = nn.Linear(WIDTH, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for number, block in enumerate(self.blocks):
+            change = torch.tanh(block(x))
+            if number == 5:
+                x = x.clone()
+                x += change
+            else:
+                x = x + change
+        logits: Tensor = self.head(x)
+        return logits
+
+
+class Skipping(Between):
+    """What all layers give goes past the later ones to the head."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, kept = self.embed(tokens), []
+        for block in self.blocks:
+            kept.append(block(x))
+            x = torch.tanh(kept[-1])
+        logits: Tensor = self.head(torch.stack(kept).mean(0))
+        return logits
+
+
+def between() -> Made:
+    model = Between()
+    batch = torch.randint(0, 11, (12,)), torch.randint(0, 11, (12,))
+    return model, lambda part: nn.functional.cross_entropy(model(part[0]), part[1]), batch
+
+
+def skipping() -> Made:
+    model = Skipping()
+    batch = torch.randint(0, 11, (12,)), torch.randint(0, 11, (12,))
+    return model, lambda part: nn.functional.cross_entropy(model(part[0]), part[1]), batch
+
+
 def sequential(layers: int = 8) -> Made:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(layers)))
     batch = torch.randn(16, WIDTH), torch.randn(16, WIDTH)
@@ -105,6 +151,8 @@ MODELS: dict[str, Callable[[], Made]] = {
     "residual": residual,
     "tied": tied,
     "frozen": frozen,
+    "between": between,
+    "skipping": skipping,
     "gpt2": lambda: transformer("gpt2"),
     "bert": lambda: transformer("bert"),
     "llama": lambda: transformer("llama"),

@@ -169,6 +169,22 @@ def numbers() -> None:
     print("same")
 
 
+def relays() -> None:
+    """Steps without gradients have all values on all ranks."""
+    model, step, batch = made("between")
+    expected, plain, _ = made("between")
+    pipeline = PipelineStep(model, microbatches=4)
+    for _ in range(3):
+        pipeline.train(step, batch)
+        plain(batch).backward()
+        with torch.inference_mode(), pipeline.outside_whole(), pipeline.evaluating():
+            torch.testing.assert_close(step(batch), plain(batch))
+    for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        if RANK in pipeline.owners.ranks[name]:
+            torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-6)
+    print("same")
+
+
 def refused(name: str) -> None:
     """Bad input: the error, printed, on all ranks that see it."""
     model, step, batch = made("sequential")
@@ -177,6 +193,9 @@ def refused(name: str) -> None:
     batches = [batch, batch]
     if name == "twice":
         steps = [lambda part: model(model(part[0])).mean()]
+    elif name == "skip":
+        model, step, batch = made("skipping")
+        steps, batches, options["schedule"] = [step], [batch], "1f1b"
     elif name == "skipped":
         steps = [lambda part: model[:-1](part[0]).mean()]
     elif name == "whole loss":

@@ -37,6 +37,15 @@ def test_models_that_share_weights_or_freeze_them():
     assert outputs(2, "gradients", "residual", "ooo1,1f1b", "1") == ["same"] * 2
 
 
+def test_residual_connections_between_the_layers():
+    assert outputs(2, "gradients", "between", "ooo2,zbv,1f1b", "1") == ["same"] * 2
+    assert outputs(4, "gradients", "between", "ooo2", "1") == ["same"] * 4
+
+
+def test_without_gradients_all_ranks_have_all_values():
+    assert outputs(2, "relays") == ["same"] * 2
+
+
 def test_unmodified_transformers():
     pytest.importorskip("transformers")
     assert outputs(2, "gradients", "gpt2,bert,llama", "ooo2,zbv", "1") == ["same"] * 2
@@ -57,6 +66,7 @@ def test_random_numbers_do_not_depend_on_the_schedule():
 
 REFUSALS = {
     "twice": "calls '0' a second time: a pipeline needs each layer once",
+    "skip": "gives other numbers when stage 2 runs",
     "skipped": "does not call '7'",
     "whole loss": "is neither the mean over its samples",
     "no loss": "a step must return its loss",
