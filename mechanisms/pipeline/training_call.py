@@ -76,7 +76,8 @@ class TrainingCall:
         # in place where that can be: code between the layers may use it beside the layer (a residual connection)
         leaves = {place: given[place] if becomes(given[place], one) else one for place, one in sent.items()}
         call.leaves = [leaves[place] for place in sent]
-        return replaced_tensors((args, kwargs), leaves)
+        changed: tuple[Any, Any] = replaced_tensors((args, kwargs), leaves)
+        return changed
 
     def is_here(self, layer: int) -> bool:
         return self._mine[layer]
