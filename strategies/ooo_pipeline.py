@@ -72,8 +72,9 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         pipeline_parallel_size: ranks that share one model; ``"auto"``: all that ``data_parallel_size`` leaves.
         data_parallel_size: of such groups, each with its own batches; ``"auto"``: 1, or what the pipeline leaves.
         schedule: ``"ooo2"`` (both of the paper's), ``"ooo1"`` (fast-forwarding alone), each also with ``"_flush"`` as
-            in the paper's figures, ``"gpipe"``, ``"1f1b"``, ``"zb_h1"``, ``"zbv"``, ``"interleaved"``,
-            ``"interleaved_zero_bubble"``, or one of torch's own by its name.
+            in the paper's figures, ``"ooo_v"`` (fast-forwarding where ZBV has its layers), ``"ooo"`` (of these the
+            shortest on paper, for layers of different lengths and slow links), ``"gpipe"``, ``"1f1b"``, ``"zb_h1"``,
+            ``"zbv"``, ``"interleaved"``, ``"interleaved_zero_bubble"``, or one of torch's own by its name.
         microbatches: of each batch; ``"auto"``: two for each rank of the pipeline.
         layers: path of the list of layers in the module; None: it is found.
         group: layers a stage in schedules that deal them out in turn; ``"auto"``: those that give the shortest step,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from retime.mechanisms.pipeline.errors import PipelineError
@@ -11,10 +11,10 @@ from retime.mechanisms.torch_private import PipelineAction, torch_pipeline_order
 from retime.schedules import Kind, Schedule
 from retime.schedules.pipeline import (
     FLUSH,
-    GREEDY,
     Placement,
     StageCosts,
     block,
+    fastest_list_schedule,
     gpipe,
     interleaved,
     interleaved_zero_bubble,
@@ -34,6 +34,8 @@ SCHEDULES = {
     "ooo2_flush": "the same in the paper's form, all forward passes first",
     "ooo1": "gradient fast-forwarding on consecutive layers",
     "ooo1_flush": "the same in the paper's form",
+    "ooo_v": "gradient fast-forwarding down the ranks and up again, as ZBV places layers",
+    "ooo": "of ooo1, ooo2 and ooo_v the one with the shortest step on paper",
     "gpipe": "GPipe",
     "1f1b": "one forward, one backward",
     "zb_h1": "ZB-H1",
@@ -44,7 +46,7 @@ SCHEDULES = {
 _ONE_CHUNK = {"ooo1", "ooo1_flush", "gpipe", "1f1b", "zb_h1"}
 _TORCHS = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 _SAME_AS_TORCHS = {"GPipe": "gpipe", "1F1B": "1f1b"}
-_TWO_CHUNKS = {"zbv", "ZBVZeroBubble", "DualPipeV"}
+_TWO_CHUNKS = {"ooo_v", "zbv", "ZBVZeroBubble", "DualPipeV"}
 _PUBLISHED = {
     "gpipe": gpipe,
     "1f1b": one_forward_one_backward,
@@ -53,7 +55,12 @@ _PUBLISHED = {
     "interleaved": interleaved,
     "interleaved_zero_bubble": interleaved_zero_bubble,
 }
-_RULES = {"ooo1": GREEDY, "ooo1_flush": FLUSH, "ooo2": GREEDY, "ooo2_flush": FLUSH}
+_SEARCHED = ("ooo1", "ooo2", "ooo_v")
+_ANY = "ooo"
+_FLUSH_FORMS = ("ooo1_flush", "ooo2_flush")
+_CAPPED = (_ANY, *_SEARCHED, *_FLUSH_FORMS)
+_AS_GOOD = 1.01
+"""Of plans so close to the shortest the one with the fewest stages is taken: each task costs some time of its own."""
 _LETTERS: dict[Kind, Literal["F", "O", "W"]] = {Kind.F: "F", Kind.O: "O", Kind.W: "W"}
 
 
@@ -127,7 +134,7 @@ class Planner:
         ranks: of the pipeline.
         costs: of the layers.
         group: layers a stage under modulo allocation; ``"auto"``: those that give the shortest simulated step.
-        cap: bytes of activations that a rank may keep, for the ``ooo`` schedules.
+        cap: bytes of activations that a rank may keep, for the schedules whose names begin with ``ooo``.
     """
 
     def __init__(
@@ -135,16 +142,16 @@ class Planner:
     ) -> None:
         self._schedule, self._ranks, self._costs, self._cap = check_schedule(schedule), ranks, costs, cap
         self._group = group
-        self._chunks: int | None = None
+        self._chosen: tuple[str, int] | None = None  # schedule and stages of the first plan
         layers = len(costs.forward_ms)
         if schedule in _TWO_CHUNKS and layers < 2 * ranks:
             raise PipelineError(
                 f"schedule={schedule!r} has two stages a rank, and {layers} layers are too few for {ranks} ranks: use "
                 "another schedule or fewer ranks"
             )
-        if cap is not None and schedule not in _RULES:
+        if cap is not None and schedule not in _CAPPED:
             raise PipelineError(
-                f"activation_cap={cap} is kept by {', '.join(_RULES)} only: choose one of them, or leave it out"
+                f"activation_cap={cap} is kept by {', '.join(_CAPPED)} only: choose one of them, or leave it out"
             )
 
     def plan(self, micro_batches: int) -> PipelinePlan:
@@ -153,59 +160,81 @@ class Planner:
         Raises:
             PipelineError: the schedule cannot have so many, or the cap is too low.
         """
-        if self._chunks is None:
-            best = min(
-                (self._planned(chunks, micro_batches) for chunks in self._candidates()),
-                key=lambda plan: plan.makespan_ms or 0.0,
-            )
-            self._chunks = best.stages // self._ranks
+        if self._chosen is None:
+            plans = self._tried(micro_batches)
+            longest = min(plan.makespan_ms or 0.0 for plan in plans) * _AS_GOOD
+            best = min((plan for plan in plans if (plan.makespan_ms or 0.0) <= longest), key=lambda plan: plan.stages)
+            self._chosen = best.name, best.stages
             return best
-        return self._planned(self._chunks, micro_batches)
+        return self._planned(*self._chosen, micro_batches)
 
-    def _candidates(self) -> list[int]:
-        """How many stages a rank may have."""
+    def _tried(self, micro_batches: int) -> list[PipelinePlan]:
+        """A plan for each way to cut the layers.
+
+        Raises:
+            PipelineError: none is possible.
+        """
+        if self._schedule != _ANY:
+            return [self._planned(self._schedule, stages, micro_batches) for stages in self._cuts(self._schedule)]
+        plans, refused = [], None
+        for kind in _SEARCHED:
+            for stages in self._cuts(kind):
+                try:
+                    plans.append(self._planned(kind, stages, micro_batches))
+                except PipelineError as error:  # such as a cap that other cuts can keep
+                    refused = refused or error
+        if not plans:
+            assert refused is not None
+            raise refused
+        return plans
+
+    def _cuts(self, kind: str) -> list[int]:
+        """How many stages there may be."""
         layers, ranks = len(self._costs.forward_ms), self._ranks
-        if self._schedule in _ONE_CHUNK or ranks == 1:
-            return [1]
-        if self._schedule in _TWO_CHUNKS:
-            return [2]
+        if kind in _ONE_CHUNK or ranks == 1:
+            return [ranks]
+        if kind in _TWO_CHUNKS:
+            two = [2 * ranks] if layers >= 2 * ranks else []
+            return [*two, layers] if kind == "ooo_v" and layers > 2 * ranks else two
         most = layers // ranks
         if self._group != "auto":
             if not 1 <= self._group <= most:
                 raise PipelineError(f"group={self._group}: {layers} layers on {ranks} ranks leave 1 to {most}")
-            return [max(1, most // self._group)]
-        if self._schedule in _TORCHS:
-            return [min(2, most)]
-        return [chunks for chunks in range(1, most + 1) if chunks <= 2 or most % chunks == 0][:12]
+            return [ranks * max(1, most // self._group)]
+        if kind in _TORCHS:
+            return [ranks * min(2, most)]
+        return [ranks * chunks for chunks in range(1, most + 1) if chunks <= 2 or most % chunks == 0][:12]
 
-    def _planned(self, chunks: int, micro_batches: int) -> PipelinePlan:
+    def _planned(self, kind: str, stages: int, micro_batches: int) -> PipelinePlan:
         ranks, costs = self._ranks, self._costs
-        stages = chunks * ranks
         stage_of = block(len(costs.forward_ms), stages, costs=costs.forward_ms).rank_of
         try:
-            if self._schedule in _TORCHS:
-                orders, rank_of = torch_pipeline_orders(self._schedule, ranks, micro_batches, chunks)
-                return PipelinePlan(self._schedule, stage_of, rank_of, orders, micro_batches)
-            return self._simulated(stage_of, chunks, micro_batches)
+            if kind in _TORCHS:
+                orders, rank_of = torch_pipeline_orders(kind, ranks, micro_batches, stages // ranks)
+                return PipelinePlan(kind, stage_of, rank_of, orders, micro_batches)
+            return self._simulated(kind, stage_of, stages, micro_batches)
         except ValueError as error:
             if isinstance(error, PipelineError):
                 raise
-            raise PipelineError(f"schedule={self._schedule!r}: {error}") from error
+            raise PipelineError(f"schedule={kind!r}: {error}") from error
 
-    def _simulated(self, stage_of: tuple[int, ...], chunks: int, micro_batches: int) -> PipelinePlan:
-        name, ranks, costs = self._schedule, self._ranks, self._costs
-        stages = chunks * ranks
+    def _simulated(self, name: str, stage_of: tuple[int, ...], stages: int, micro_batches: int) -> PipelinePlan:
+        ranks, costs = self._ranks, self._costs
         forward = _by_stage(costs.forward_ms, stage_of, stages)
         of_stages = StageCosts(forward, forward, forward, _by_stage(costs.saved_bytes, stage_of, stages))
-        placement = _placement(name, stages, ranks)
-        if name in _RULES:
+        placement = _placement(name, stages, ranks, forward)
+        if name in _SEARCHED:
+            schedule = fastest_list_schedule(
+                placement, micro_batches, of_stages, hops=costs.hop_ms, cap=self._cap, first_output_gradient=True
+            )
+        elif name in _FLUSH_FORMS:
             schedule, _ = list_schedule(
                 placement,
                 micro_batches,
                 of_stages,
                 hops=costs.hop_ms,
                 cap=self._cap,
-                rule=replace(_RULES[name]),
+                rule=FLUSH,
                 first_output_gradient=True,
             )
         else:
@@ -222,9 +251,11 @@ class Planner:
         )
 
 
-def _placement(name: str, stages: int, ranks: int) -> Placement:
+def _placement(name: str, stages: int, ranks: int, costs: Sequence[float]) -> Placement:
     if name == "zbv":
         return v_shape(stages, ranks)
+    if name == "ooo_v" and ranks > 1:
+        return v_shape(stages, ranks, costs=costs)
     return block(stages, ranks) if name in _ONE_CHUNK else modulo(stages, ranks)
 
 

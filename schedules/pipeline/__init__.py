@@ -13,7 +13,7 @@ from retime.schedules.pipeline.one_forward_one_backward import (
 )
 from retime.schedules.pipeline.ooo_pipe import FLUSH, GREEDY, ooo_pipe1, ooo_pipe2
 from retime.schedules.pipeline.placement import Placement, block, modulo, v_shape
-from retime.schedules.pipeline.search import Candidate, candidates, search
+from retime.schedules.pipeline.search import Candidate, candidates, fastest_list_schedule, search
 from retime.schedules.pipeline.simulation import PipelineTimeline, simulate_pipeline
 from retime.schedules.pipeline.synchronisation import link_name, synchronised
 from retime.schedules.pipeline.validation import validate_pipeline
@@ -33,6 +33,7 @@ __all__ = [
     "candidates",
     "cross_layer",
     "extra_ms",
+    "fastest_list_schedule",
     "gpipe",
     "interleaved",
     "interleaved_zero_bubble",

@@ -37,11 +37,14 @@ class Rule:
         flush: no backward on a rank before all of its forward passes: the paper's form, which keeps the activations
             of all micro-batches alive.
         in_flight: how many micro-batches may be between their first forward pass and their last weight gradient.
+        wait_ms: how long a free rank waits for a more urgent task that is on its way, instead of beginning one that is
+            ready: a task that has begun is not interrupted, so what comes just behind its beginning waits for it all.
     """
 
     order: tuple[Kind, ...] = (Kind.O, Kind.F, Kind.W)
     flush: bool = False
     in_flight: int | None = None
+    wait_ms: float = 0.0
 
 
 def list_schedule(
@@ -78,6 +81,8 @@ def list_schedule(
     rule = rule or Rule()
     if sorted(rule.order) != sorted((Kind.F, Kind.O, Kind.W)):
         raise ValueError(f"order={rule.order}: give F, O and W, each once")
+    if rule.wait_ms < 0:
+        raise ValueError(f"wait_ms={rule.wait_ms}: give 0 or more milliseconds")
     if rule.in_flight is not None and (rule.in_flight < 1 or rule.flush):
         why = "the flush form has all micro-batches in flight" if rule.flush else "give 1 or more, or None for no limit"
         raise ValueError(f"in_flight={rule.in_flight}: {why}")
@@ -164,6 +169,8 @@ class _Run:
             {kind: [] for kind in rule.order} for _ in range(self._ranks)
         ]
         self._link_free: dict[tuple[int, int], float] = {}
+        # By rank: tasks that a running task of another rank leads to, and when they will be there.
+        self._coming: list[dict[_Cell, float]] = [{} for _ in range(self._ranks)]
         self._events: list[tuple[float, int, int, _Cell | None, int]] = []  # time, number, rank, what ended, -1 or 0
         self._count = 0
         self._running: list[_Cell | None] = [None] * self._ranks
@@ -204,6 +211,8 @@ class _Run:
         ready = self._ready[rank]
         for kind in self._rule.order:
             if not ready[kind]:
+                if self._comes_soon(rank, kind):
+                    return
                 continue
             if kind is Kind.F:
                 cell = self._admitted(rank)
@@ -218,7 +227,30 @@ class _Run:
             return
         self._running[rank] = cell
         self.lanes[rank].append(cell)
-        self._post(self.now + self._time[cell[0]][cell[1]], rank, cell, arrived=0)
+        end = self.now + self._time[cell[0]][cell[1]]
+        self._post(end, rank, cell, arrived=0)
+        self._announce(rank, cell, end)
+
+    def _announce(self, rank: int, cell: _Cell, end: float) -> None:
+        """Note when the task that follows on another rank will be there."""
+        if not self._rule.wait_ms:
+            return
+        kind, stage, batch = cell
+        if kind is Kind.F and stage + 1 < self._stages:
+            follows: _Cell = (Kind.F, stage + 1, batch)
+        elif kind is Kind.O and stage > self._lowest_o:
+            follows = (Kind.O, stage - 1, batch)
+        else:
+            return
+        target = self._rank_of[follows[1]]
+        if target != rank:
+            self._coming[target][follows] = end + self._hops[rank][target]
+
+    def _comes_soon(self, rank: int, kind: Kind) -> bool:
+        if self._rule.flush:
+            return False
+        latest = self.now + self._rule.wait_ms
+        return any(cell[0] is kind and self.now < time <= latest for cell, time in self._coming[rank].items())
 
     def _admitted(self, rank: int) -> _Cell | None:
         """Take the most urgent forward pass that leaves every micro-batch that has begun a way to its end."""
@@ -292,6 +324,7 @@ class _Run:
         self._offer(Kind.O if stage >= self._lowest_o else Kind.W, stage, batch)
 
     def _offer(self, kind: Kind, stage: int, batch: int) -> None:
+        self._coming[self._rank_of[stage]].pop((kind, stage, batch), None)
         key = (-stage, batch) if kind is Kind.F else (batch, -stage)
         heapq.heappush(self._ready[self._rank_of[stage]][kind], (key, stage, batch))
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from retime.schedules.pipeline.costs import Hops, StageCosts
+from retime.schedules.pipeline.costs import Hops, StageCosts, hop_table
 from retime.schedules.pipeline.gpipe import gpipe
 from retime.schedules.pipeline.lanes import check_micro_batches, lane_name
 from retime.schedules.pipeline.list_scheduler import Cap, Rule, cap_table, least_cap, list_schedule
@@ -25,6 +25,9 @@ from retime.schedules.tasks import Kind
 _FORWARD_FIRST = (Kind.F, Kind.O, Kind.W)
 _LIMITS = 8
 """How many limits of micro-batches in flight are tried where a cap binds."""
+
+_WAITS = (1.0, 2.0, 3.0)
+"""Messages that a free rank waits for a more urgent task: two, and an answer to what it has just sent is there."""
 
 _SAME = 1e-9
 """Two makespans this close, relatively, count as equal, and the earlier candidate stays."""
@@ -134,22 +137,48 @@ def candidates(
                 continue
             ran = simulate_pipeline(schedule, placement, costs, hops=hops)
             yield Candidate(order_name, group, placement, schedule, ran.makespan_ms, ran.peak_bytes)
-        tried = [
-            list_schedule(
-                placement,
-                micro_batches,
-                costs,
-                hops=hops,
-                cap=cap,
-                rule=rule,
-                first_output_gradient=first_output_gradient,
-            )
-            for rule in _rules(ranks, micro_batches, capped=cap is not None)
-            if not rule.flush or _holds(caps, placement, costs, micro_batches)
-        ]
-        schedule, _ = min(tried, key=lambda found: found[1])
+        schedule = fastest_list_schedule(
+            placement, micro_batches, costs, hops=hops, cap=cap, first_output_gradient=first_output_gradient
+        )
         ran = simulate_pipeline(schedule, placement, costs, hops=hops)
         yield Candidate(_LISTED[name], group, placement, schedule, ran.makespan_ms, ran.peak_bytes)
+
+
+def fastest_list_schedule(
+    placement: Placement,
+    micro_batches: int,
+    costs: StageCosts,
+    *,
+    hops: Hops = 0.0,
+    cap: Cap = None,
+    first_output_gradient: bool = False,
+) -> Schedule:
+    """The list schedule with the least makespan, of several rules: gradient fast-forwarding on a placement.
+
+    Args:
+        placement: which rank holds which stage.
+        micro_batches: at least 1.
+        costs: of the stages.
+        hops: see :data:`Hops`.
+        cap: see :data:`Cap`.
+        first_output_gradient: see :func:`gpipe`.
+
+    Raises:
+        ValueError: when a number is out of its range or the cap is not feasible.
+    """
+    caps = cap_table(cap, placement, costs)
+    hop_ms = max(map(max, hop_table(hops, placement.ranks)))
+    best: tuple[float, Schedule] | None = None
+    for rule in _rules(placement.ranks, micro_batches, hop_ms, capped=cap is not None):
+        if rule.flush and not _holds(caps, placement, costs, micro_batches):
+            continue
+        schedule, took_ms = list_schedule(
+            placement, micro_batches, costs, hops=hops, cap=cap, rule=rule, first_output_gradient=first_output_gradient
+        )
+        if best is None or took_ms < best[0] * (1 - _SAME):
+            best = took_ms, schedule
+    assert best is not None
+    return best[1]
 
 
 def _holds(caps: tuple[float, ...], placement: Placement, costs: StageCosts, micro_batches: int) -> bool:
@@ -177,8 +206,10 @@ def _placements(costs: StageCosts, ranks: int) -> Iterator[tuple[str, int | None
         yield "v", None, v_shape(stages, ranks, costs=costs.total_ms)
 
 
-def _rules(ranks: int, micro_batches: int, *, capped: bool) -> Iterator[Rule]:
+def _rules(ranks: int, micro_batches: int, hop_ms: float, *, capped: bool) -> Iterator[Rule]:
     yield GREEDY
+    for messages in _WAITS if hop_ms else ():
+        yield replace(GREEDY, wait_ms=messages * hop_ms)
     yield FLUSH
     if not capped:
         return

@@ -14,6 +14,8 @@ from retime.mechanisms.pipeline import PipelineError, PipelineStep, RankLostErro
 from support.pipeline_models import WIDTH, made, sequential
 
 STEPS = 3
+ALSO = {"ooo": ("ooo1", "ooo2", "ooo_v")}
+"""What a schedule may be reported as, beside its own name."""
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
@@ -57,7 +59,7 @@ def _compare(name: str, schedule: str, group: Any, others: Any, replica: int, re
         torch.testing.assert_close(torch.tensor(losses), torch.tensor([one[1] for one in expected[replica]]))
     report = pipeline.report()
     assert report.steps == STEPS
-    assert report.schedule.lower() in (schedule.lower(), schedule)
+    assert report.schedule.lower() in ALSO.get(schedule, (schedule.lower(), schedule))
     if schedule.startswith(("ooo", "z", "Z")) and name in ("sequential", "gpt2"):
         assert pipeline._known.split.deferred_gradients > 0
     pipeline.restore()

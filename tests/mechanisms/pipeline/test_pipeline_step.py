@@ -4,7 +4,7 @@ import pytest
 
 from support.two_ranks import run_ranks
 
-OURS = "ooo2,ooo2_flush,ooo1,ooo1_flush,gpipe,1f1b,zb_h1,zbv,interleaved,interleaved_zero_bubble"
+OURS = "ooo2,ooo,ooo_v,ooo2_flush,ooo1,ooo1_flush,gpipe,1f1b,zb_h1,zbv,interleaved,interleaved_zero_bubble"
 TORCHS = "GPipe,1F1B,Interleaved1F1B,LoopedBFS,InterleavedZeroBubble,ZBVZeroBubble"
 WORKER = "pipeline_worker.py"
 

@@ -44,7 +44,8 @@ def test_random_models(seed):
     least = least_cap(placement, costs)
     cap = chance.choice((None, least, [1.4 * size for size in least], max(least)))
     limit = chance.choice((None, 1, 3))
-    for rule in (GREEDY, Rule(FORWARD_FIRST, in_flight=limit), Rule((Kind.O, Kind.W, Kind.F)), FLUSH):
+    waiting = Rule(wait_ms=chance.choice((0.1, 1.0, 4.0)))
+    for rule in (GREEDY, waiting, Rule(FORWARD_FIRST, in_flight=limit), Rule((Kind.O, Kind.W, Kind.F)), FLUSH):
         if rule.flush:
             cap = None
         schedule, makespan_ms = list_schedule(
@@ -52,9 +53,9 @@ def test_random_models(seed):
         )
         validate_pipeline(schedule, placement, micro_batches, cap=cap, costs=costs)
         ran = simulate_pipeline(schedule, placement, costs, hops=hops)
-        if cap is None and rule.in_flight is None:
+        if cap is None and rule.in_flight is None and not rule.wait_ms:
             assert ran.makespan_ms == pytest.approx(makespan_ms)
-        else:  # ranks that waited for memory while the order was found need not
+        else:  # ranks that waited while the order was found need not
             assert ran.makespan_ms <= makespan_ms * (1 + 1e-9)
         bound = least_makespan_ms(placement, micro_batches, costs, hops=hops, first_output_gradient=lists_o1)
         assert ran.makespan_ms >= bound * (1 - 1e-9)
@@ -133,3 +134,17 @@ def test_fast_forwarding_needs_blocks():
         ooo_pipe1(modulo(4, 2), 2)
     with pytest.raises(ValueError, match="group=5"):
         ooo_pipe2(4, 2, 2, group=5)
+
+
+def test_a_rank_waits_for_what_is_on_its_way():
+    """A weight gradient that begins just before an output gradient arrives holds it up; one that waits does not."""
+    placement, costs = modulo(16, 4), StageCosts.uniform(16, 20, 20)
+    at_once, waiting = (
+        list_schedule(placement, 4, costs, hops=1.0, rule=Rule(wait_ms=wait), first_output_gradient=True)
+        for wait in (0.0, 2.0)
+    )
+    assert at_once[1] == 1056
+    assert waiting[1] == 1038
+    validate_pipeline(waiting[0], placement, 4)
+    with pytest.raises(ValueError, match="wait_ms=-1"):
+        list_schedule(placement, 4, costs, rule=Rule(wait_ms=-1.0))

@@ -1,0 +1,73 @@
+"""What the planner chooses: fast-forwarding that no published order of equal layers beats, within a cap."""
+
+import random
+
+import pytest
+
+from retime.mechanisms.pipeline import Costs, PipelineError, Planner
+
+PUBLISHED = ("gpipe", "1f1b", "zb_h1", "zbv", "interleaved", "interleaved_zero_bubble")
+
+
+def alive(plan):
+    """By rank, the most layers whose activations an order keeps."""
+    found = []
+    for order in plan.orders.values():
+        now = most = 0
+        for kind, stage, _ in order:
+            now += {"F": 1, "W": -1, "B": -1}.get(kind, 0) * len(plan.layers_of(stage))
+            most = max(most, now)
+        found.append(most)
+    return found
+
+
+@pytest.mark.parametrize("hop_ms", [0.0, 0.5, 1.0, 3.0, 10.0, 36.0])
+@pytest.mark.parametrize(("layers", "ranks", "micro_batches"), [(16, 4, 4), (32, 8, 16), (12, 4, 8), (12, 2, 4)])
+def test_no_published_order_is_faster_on_paper(layers, ranks, micro_batches, hop_ms):
+    costs = Costs((20.0,) * layers, (1,) * layers, hop_ms)
+    ours = Planner("ooo2", ranks, costs).plan(micro_batches).makespan_ms
+    for name in PUBLISHED:
+        assert ours <= Planner(name, ranks, costs).plan(micro_batches).makespan_ms * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_with_layers_of_different_lengths_none_of_the_same_allocation_is(seed):
+    chance = random.Random(seed)
+    layers, ranks = chance.randint(8, 16), chance.choice((2, 4))
+    costs = Costs(tuple(chance.choice((1.0, 2.0)) for _ in range(layers)), (1,) * layers, chance.choice((0.0, 0.1)))
+    ours = Planner("ooo2", ranks, costs).plan(4).makespan_ms
+    any_cut = Planner("ooo", ranks, costs).plan(4).makespan_ms
+    assert any_cut <= ours
+    for name in ("interleaved", "interleaved_zero_bubble"):
+        assert ours <= Planner(name, ranks, costs).plan(4).makespan_ms * (1 + 1e-9)
+
+
+def test_a_cap_is_kept():
+    costs = Costs((20.0,) * 16, (1,) * 16, 1.0)
+    free = Planner("ooo2", 4, costs, group=1).plan(8)
+    capped = Planner("ooo2", 4, costs, group=1, cap=16).plan(8)
+    assert max(alive(free)) > 16 >= max(alive(capped))
+    assert capped.makespan_ms >= free.makespan_ms
+    with pytest.raises(PipelineError, match="cap=3 on rank 0 is below what one micro-batch keeps alive"):
+        Planner("ooo2", 4, costs, group=1, cap=3).plan(8)
+    with pytest.raises(PipelineError, match="activation_cap=16 is kept by ooo, ooo1, ooo2, ooo_v, ooo1_flush"):
+        Planner("gpipe", 4, costs, cap=16)
+
+
+def test_of_all_cuts_the_one_with_the_shortest_step_is_kept():
+    costs = Costs((1.0,) * 32, (1,) * 32, 0.5)
+    planner = Planner("ooo", 8, costs, cap=32)
+    plan = planner.plan(16)
+    assert (plan.name, plan.stages, plan.makespan_ms) == ("ooo_v", 32, 216.5)
+    assert max(alive(plan)) <= 32
+    again = planner.plan(4)  # a last batch that is shorter: stages stay where they are
+    assert (again.name, again.rank_of) == ("ooo_v", plan.rank_of)
+    with pytest.raises(PipelineError, match="cap=3 on rank 0 is below"):
+        Planner("ooo", 8, costs, cap=3).plan(16)
+
+
+def test_few_layers_leave_cuts_out():
+    costs = Costs((1.0,) * 5, (1,) * 5, 0.0)
+    assert Planner("ooo", 4, costs).plan(4).name in ("ooo1", "ooo2")
+    with pytest.raises(PipelineError, match="'ooo_v' has two stages a rank, and 5 layers are too few for 4 ranks"):
+        Planner("ooo_v", 4, costs)
