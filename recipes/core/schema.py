@@ -219,11 +219,20 @@ class AccumulationSettings(Settings):
 class PipelineSettings(Settings):
     """Pipelines of layers that sleep, on ranks of this machine."""
 
-    rank_counts: list[int] = field(default_factory=list)
+    cases: dict[str, Any] = field(default_factory=dict)  # name: any of the settings below
+    ranks: int = 4
     layers: int = 16
     micro_batches: int = 4
     unit_ms: float = 20.0  # that each of a layer's F, O and W takes for a micro-batch
+    # "ooo@32": with at most 32 layers' activations of a micro-batch alive on a rank
     schedules: list[str] = field(default_factory=list)
+    rate: str | None = None  # of links between ranks, such as 200mbit; null: loopback
+    message_kib: int = 1  # what goes from layer to layer for a micro-batch
+    # ranks that compute
+    model: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    batch_size: int = 16
+    peers: list[str] = field(default_factory=list)  # torch's schedules and stages a rank: "Interleaved1F1B 2"
     timeout_s: float = 900.0
 
 

@@ -6,6 +6,9 @@ those of `PipelineStep`.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,68 +20,93 @@ from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import PipelineSettings
-from retime.recipes.emulated import loopback, run_ranks
-from retime.recipes.ooo.pipeline_worker import serve
+from retime.recipes.emulated import (
+    ClusterUnavailable,
+    Network,
+    emulated_network,
+    loopback,
+    parse_rate,
+    run_ranks,
+    unavailable,
+)
+from retime.recipes.ooo.pipeline_worker import GROUP, schedule_of, serve
 
 STEP = "step"
+GPIPE, ZBV = "gpipe", "zbv"
 OURS = "ooo2"
+_OF_A_CASE = (
+    *("ranks", "layers", "micro_batches", "unit_ms", "schedules", "rate", "message_kib", "rounds", "steps"),
+    *("model", "data", "batch_size", "peers"),
+)
+_TO_RANKS = (
+    *("layers", "micro_batches", "unit_ms", "schedules", "message_kib"),
+    *("steps", "rounds", "warmup_rounds", "seed"),
+)
 OVER = {
-    "gpipe": Target("out-of-order pipeline with modulo allocation over GPipe", "x", 1.5),
-    "zbv": Target("over ZBV", "x", 1.1),
-    "interleaved_zero_bubble": Target("over interleaved zero bubble", "x", 1.0),
+    (4, OURS, GPIPE): Target("out-of-order pipeline with modulo allocation over GPipe", "x", 1.5),
+    (4, OURS, ZBV): Target("over ZBV", "x", 1.1),
+    (4, OURS, "interleaved_zero_bubble"): Target("over interleaved zero bubble", "x", 1.0),
+    (8, "ooo@32", ZBV): Target("out-of-order pipeline over ZBV at its activation memory", "x", 1.0),
+    (8, "ooo@51", ZBV): Target("out-of-order pipeline over ZBV with 1.6 times its activation memory", "x", 1.08),
+    (8, OURS, "interleaved_zero_bubble"): Target("over interleaved zero bubble", "x", 1.0),
 }
+"""By ranks, schedule and peer."""
+PAPERS_RANKS = 4
 PAPER = Claim("Oh et al. 2022", "section 8.4.1", "x", 1.5, "OOO-Pipe2 over GPipe, 16 layers on 4 GPUs")
 SIMULATED = Target("largest difference of a schedule's step from its simulation", "%", 5.0, at_most=True)
 
 
 class PipelineTargets(Recipe[PipelineSettings]):
-    """A point a number of ranks."""
+    """A point a case."""
 
-    axes = ("rank_counts",)
+    axes = ("cases",)
     quantity = STEP
 
     def points(self, settings: PipelineSettings) -> list[dict[str, Any]]:
-        return [{"ranks": ranks} for ranks in settings.rank_counts]
+        return [{"case": name} for name in settings.cases]
 
     def blocks(self, settings: PipelineSettings) -> int | None:
-        return (settings.rounds + settings.warmup_rounds) * len(settings.schedules)
+        cases = [of_case(settings, name) for name in settings.cases]
+        return sum((case.rounds + case.warmup_rounds) * len(case.schedules) for case in cases)
 
     def references(self, point: Point) -> dict[str, str]:
-        return {"speed over gpipe": "gpipe"} if point.has("gpipe", STEP) else {}
+        return {f"speed over {peer}": peer for peer in (GPIPE, ZBV) if point.has(peer, STEP)}
 
     def measure(self, settings: PipelineSettings, at: dict[str, Any], tick: Tick) -> Measured:
-        if settings.hardware.device != "cpu":
-            raise ValueError(f"{settings.name} runs ranks that sleep: choose hardware=cpu")
-        request = {
-            name: getattr(settings, name)
-            for name in ("layers", "micro_batches", "unit_ms", "schedules", "steps", "rounds", "warmup_rounds", "seed")
-        }
-        answers = run_ranks(loopback(at["ranks"]), serve, request, timeout_s=settings.timeout_s, progress=tick)
+        case = of_case(settings, at["case"])
+        if case.hardware.device != "cpu":
+            raise ValueError(f"{case.name} runs ranks that sleep: choose hardware=cpu")
+        request = {name: getattr(case, name) for name in _TO_RANKS}
+        with _network(case) as network:
+            answers = run_ranks(network, serve, request, timeout_s=case.timeout_s, progress=tick)
         hop_ms = max(one["hop_ms"] for one in answers)
         rows, simulated = [], {}
-        for schedule in settings.schedules:
+        for schedule in case.schedules:
             rounds = zip(*(one["ms"][schedule] for one in answers), strict=True)
             rows.append(Row(schedule, STEP, "ms", [round(max(values), 3) for values in rounds]))
-            simulated[schedule] = round(simulated_ms(settings, at["ranks"], schedule, hop_ms), 3)
+            simulated[schedule] = round(simulated_ms(case, schedule, hop_ms), 3)
         facts = {
+            "ranks": case.ranks,
             "simulated ms": simulated,
             "message ms": round(hop_ms, 4),
             "stages": answers[0]["stages"],
             "task ms": {schedule: _largest([one["tasks"][schedule] for one in answers]) for schedule in simulated},
+            "layers alive": {schedule: max(one["alive"][schedule] for one in answers) for schedule in simulated},
         }
         return Measured(rows, facts)
 
     def compare(self, result: Result) -> list[Comparison]:
         lines = []
         for point in result.points:
-            where = f"{point.at['ranks']} ranks, emulated compute"
+            where = f"{point.at['case']}, emulated compute"
             known = point.variants(STEP)
-            for peer, target in OVER.items():
-                if OURS in known and peer in known:
-                    ratio = speedup(point.values(peer, STEP), point.values(OURS, STEP))
-                    planned = point.facts["simulated ms"][peer] / point.facts["simulated ms"][OURS]
-                    note = f"{where}; simulated {planned:.3f} x"
-                    if peer == "gpipe":
+            for (ranks, ours, peer), target in OVER.items():
+                if ranks == point.facts["ranks"] and ours in known and peer in known:
+                    ratio = speedup(point.values(peer, STEP), point.values(ours, STEP))
+                    planned = point.facts["simulated ms"][peer] / point.facts["simulated ms"][ours]
+                    kept = point.facts["layers alive"]
+                    note = f"{where}; simulated {planned:.3f} x; layers alive {kept[ours]:g} and {kept[peer]:g}"
+                    if ranks == PAPERS_RANKS and peer == GPIPE:
                         lines.append(Comparison(PAPER, ratio, note))
                     lines.append(Comparison(target, ratio, note))
             worst = max(known, key=lambda schedule: abs(error_percent(point, schedule).median))
@@ -90,7 +118,9 @@ class PipelineTargets(Recipe[PipelineSettings]):
     def notes(self, result: Result) -> list[str]:
         lines = [
             "Layers sleep for F, O and W, each as long as the others: compute is emulated, messages (gloo on loopback) "
-            "and the runtime are real. Simulated are the same tasks at the unit's length, with the measured message."
+            "and the runtime are real. Simulated are the same tasks at the unit's length, with the measured message. "
+            "`ooo@32`: at most 32 layers' activations of a micro-batch alive on a rank; `ooo` is the best of `ooo1` "
+            "(fast-forwarding alone), `ooo2` (with modulo allocation) and `ooo_v` (two stages a rank, in a V) on paper."
         ]
         for point in result.points:
             errors = ", ".join(
@@ -99,14 +129,14 @@ class PipelineTargets(Recipe[PipelineSettings]):
                 for schedule in point.variants(STEP)
             )
             lines.append(
-                f"- {point.at['ranks']} ranks, a message takes {point.facts['message ms']:.2f} ms: simulated, and how "
+                f"- {point.at['case']}, a message takes {point.facts['message ms']:.2f} ms: simulated, and how "
                 f"far the measured step is from it: {errors}"
             )
         return lines
 
     def draw(self, result: Result, path: Path) -> None:
         count = len(result.points)
-        drawing, panels = charts.panels(titled(result), count, width=max(7.5, 5.5 * count), height=4.8)
+        drawing, panels = charts.panels(titled(result), count, width=max(7.5, 4.8 * count), height=4.8)
         for axes, point in zip(panels, result.points, strict=True):
             schedules = point.variants(STEP)
             for index, schedule in enumerate(schedules):
@@ -128,7 +158,7 @@ class PipelineTargets(Recipe[PipelineSettings]):
             axes.set_ylabel("step (ms)")
             axes.grid(axis="x", visible=False)
             axes.margins(y=0.12)
-            axes.set_title(f"{point.at['ranks']} ranks", fontsize=9)
+            axes.set_title(point.at["case"], fontsize=9)
         keys = [
             charts.colour_key("measured, gradient fast-forwarding", charts.COLOURS[0]),
             charts.colour_key("measured, others", charts.COLOURS[5]),
@@ -138,12 +168,38 @@ class PipelineTargets(Recipe[PipelineSettings]):
         charts.save(drawing, path)
 
 
-def simulated_ms(settings: PipelineSettings, ranks: int, schedule: str, hop_ms: float) -> float:
+def of_case(settings: PipelineSettings, name: str) -> PipelineSettings:
+    """The settings of one case.
+
+    Raises:
+        ValueError: a key that a case cannot have.
+    """
+    case = dict(settings.cases[name])
+    unknown = [key for key in case if key not in _OF_A_CASE]
+    if unknown:
+        raise ValueError(f"cases.{name}.{unknown[0]} is no setting of a case; there are {', '.join(_OF_A_CASE)}")
+    return replace(settings, **case)
+
+
+@contextlib.contextmanager
+def _network(case: PipelineSettings) -> Iterator[Network]:
+    if case.rate is None:
+        yield loopback(case.ranks)
+        return
+    reason = unavailable()
+    if reason:
+        raise ClusterUnavailable(f"rate={case.rate} shapes links: {reason}. Leave out the cases that have a rate")
+    with emulated_network(case.ranks, parse_rate(case.rate)) as network:
+        yield network
+
+
+def simulated_ms(case: PipelineSettings, variant: str, hop_ms: float) -> float:
     """A step's length on paper, with layers of the unit's length."""
-    costs = Costs((settings.unit_ms,) * settings.layers, (1,) * settings.layers, hop_ms)
-    length = Planner(schedule, ranks, costs, group=1).plan(settings.micro_batches).makespan_ms
+    schedule, alive = schedule_of(variant)
+    costs = Costs((case.unit_ms,) * case.layers, (1,) * case.layers, hop_ms)
+    length = Planner(schedule, case.ranks, costs, group=GROUP, cap=alive).plan(case.micro_batches).makespan_ms
     if length is None:
-        raise ValueError(f"schedules: {schedule!r} is torch's own, which is not simulated: leave it out")
+        raise ValueError(f"schedules: {variant!r} is torch's own, which is not simulated: leave it out")
     return length
 
 

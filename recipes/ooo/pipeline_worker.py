@@ -19,16 +19,24 @@ from retime.recipes.emulated.rank import joined, tell
 
 _ELEMENTS = 2**15
 """Of a layer's weight: gradients of up to 64 KiB do not wait."""
-_WIDTH = 32
+_SAMPLES = 2
+"""Of a micro-batch."""
+GROUP = 1
+"""Layers a stage under modulo allocation, the finest."""
 _PINGS = 20
 
 
 class SleepingModel(nn.Module):
-    """Layers that take `unit_ms` for each of F, O and W. The first one has an output gradient to compute, too."""
+    """Layers that take `unit_ms` for each of F, O and W, and keep their output, so that what is alive can be counted.
+
+    The first one has an output gradient to compute, too.
+    """
 
     def __init__(self, layers: int, unit_ms: float) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(SleepingLayer(unit_ms, unit_ms, unit_ms, _ELEMENTS) for _ in range(layers)))
+        self.layers = nn.Sequential(
+            *(nn.Sequential(SleepingLayer(unit_ms, unit_ms, unit_ms, _ELEMENTS), nn.Tanh()) for _ in range(layers))
+        )
 
     def forward(self, inputs: Tensor) -> Tensor:
         outputs: Tensor = self.layers(inputs.detach().requires_grad_())
@@ -38,26 +46,44 @@ class SleepingModel(nn.Module):
 def steps(request: dict[str, Any]) -> dict[str, Any]:
     """By schedule: milliseconds of a step a round, and of the last step's tasks by kind; milliseconds of a message."""
     generator = torch.Generator().manual_seed(request["seed"])
-    samples = 2 * request["micro_batches"]
-    batch = (torch.randn(samples, _WIDTH, generator=generator), torch.randn(samples, _WIDTH, generator=generator))
+    samples, width = _SAMPLES * request["micro_batches"], request["message_kib"] * 1024 // (4 * _SAMPLES)
+    batch = torch.randn(samples, width, generator=generator)
     pipelines: dict[str, PipelineStep] = {}
     blocks = {}
-    for schedule in request["schedules"]:
+    for variant in request["schedules"]:
+        schedule, alive = schedule_of(variant)
         model = SleepingModel(request["layers"], request["unit_ms"])
-        pipelines[schedule] = PipelineStep(
-            model, microbatches=request["micro_batches"], schedule=schedule, layers_per_stage=1
+        pipelines[variant] = PipelineStep(
+            model,
+            microbatches=request["micro_batches"],
+            schedule=schedule,
+            layers_per_stage=GROUP,
+            activation_cap=None if alive is None else alive * _SAMPLES * width * 4,
         )
-        blocks[schedule] = partial(_block, pipelines[schedule], model, batch, request["steps"])
-    hop_ms = _hop_ms()
+        blocks[variant] = partial(_block, pipelines[variant], model, batch, request["steps"])
+    hop_ms = _hop_ms(_SAMPLES * width)
     times = interleave(blocks, request["rounds"], request["warmup_rounds"], tell)
-    tasks = {schedule: _task_ms(pipeline) for schedule, pipeline in pipelines.items()}
-    stages = {schedule: pipeline.report().stages for schedule, pipeline in pipelines.items()}
+    tasks = {variant: _task_ms(pipeline) for variant, pipeline in pipelines.items()}
+    stages = {variant: pipeline.report().stages for variant, pipeline in pipelines.items()}
+    layers = {variant: _alive(pipelines[variant]) * request["layers"] / stages[variant] for variant in pipelines}
     for pipeline in pipelines.values():
         pipeline.remove()
-    return {"ms": times, "hop_ms": hop_ms, "tasks": tasks, "stages": stages}
+    return {"ms": times, "hop_ms": hop_ms, "tasks": tasks, "stages": stages, "alive": layers}
 
 
-def _block(pipeline: PipelineStep, model: nn.Module, batch: tuple[Tensor, Tensor], count: int) -> float:
+def schedule_of(variant: str) -> tuple[str, int | None]:
+    """The schedule, and how many layers' activations may be alive on a rank; ``"ooo@32"`` names both.
+
+    Raises:
+        ValueError: no whole number behind the sign.
+    """
+    schedule, sign, alive = variant.partition("@")
+    if sign and not alive.isdigit():
+        raise ValueError(f"schedules: {variant!r} has no number of layers behind '@': write it as in 'ooo@32'")
+    return schedule, int(alive) if sign else None
+
+
+def _block(pipeline: PipelineStep, model: nn.Module, batch: Tensor, count: int) -> float:
     if not pipeline.is_spread:  # the first batch also runs whole
         pipeline.train(lambda part: _loss(model, part), batch)
     took = []
@@ -71,9 +97,10 @@ def _block(pipeline: PipelineStep, model: nn.Module, batch: tuple[Tensor, Tensor
     return statistics.median(took)
 
 
-def _loss(model: nn.Module, part: Any) -> Tensor:
-    inputs, targets = part
-    return nn.functional.mse_loss(model(inputs), targets)
+def _loss(model: nn.Module, part: Tensor) -> Tensor:
+    """A loss that keeps nothing for its backward pass: what is alive are the layers'."""
+    loss: Tensor = model(part).mean()
+    return loss
 
 
 def _task_ms(pipeline: PipelineStep) -> dict[str, float]:
@@ -85,9 +112,19 @@ def _task_ms(pipeline: PipelineStep) -> dict[str, float]:
     return {kind: statistics.median(values) for kind, values in found.items()}
 
 
-def _hop_ms() -> float:
-    """The median one-way message between ranks 0 and 1, of a micro-batch's size, as these see it; 0 on others."""
-    rank, message, took = dist.get_rank(), torch.zeros(2, _WIDTH), []
+def _alive(pipeline: PipelineStep) -> int:
+    """The most stages whose activations this rank kept at once in the last step."""
+    spans = sorted(pipeline.report().spans, key=lambda span: span.start_s)
+    alive = most = 0
+    for span in spans:
+        alive += {"F": 1, "W": -1, "B": -1}.get(span.kind, 0)
+        most = max(most, alive)
+    return most
+
+
+def _hop_ms(elements: int) -> float:
+    """The median one-way message between ranks 0 and 1, as these see it; 0 on others."""
+    rank, message, took = dist.get_rank(), torch.zeros(elements), []
     if rank > 1:
         return 0.0
     for _ in range(_PINGS):

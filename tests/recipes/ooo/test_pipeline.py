@@ -8,9 +8,10 @@ from rich.console import Console
 
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import PipelineSettings, register_all, settings_of
-from retime.recipes.ooo.pipeline import OVER, PAPER, SIMULATED, STEP, PipelineTargets, simulated_ms
+from retime.recipes.ooo.pipeline import OVER, PAPER, SIMULATED, STEP, PipelineTargets, of_case, simulated_ms
 
-SMALL = ["rounds=1", "warmup_rounds=0", "steps=1", "rank_counts=[2]", "layers=4", "micro_batches=2", "unit_ms=2"]
+ONE_CASE = ["~cases.eight_ranks", "~cases.eight_ranks_far"]
+SMALL = [*ONE_CASE, "rounds=1", "warmup_rounds=0", "steps=1", "ranks=2", "layers=4", "micro_batches=2", "unit_ms=2"]
 
 
 def settings_with(*overrides: str) -> PipelineSettings:
@@ -22,14 +23,17 @@ def settings_with(*overrides: str) -> PipelineSettings:
 
 
 def test_every_schedule_runs_with_weight_gradients_that_wait(tmp_path: Path) -> None:
-    settings, recipe = settings_with(*SMALL), PipelineTargets()
+    schedules = "ooo2,ooo2@2,ooo2_flush,ooo1,gpipe,1f1b,zbv,interleaved,interleaved_zero_bubble"
+    settings, recipe = settings_with(*SMALL, f"schedules=[{schedules}]"), PipelineTargets()
     result = recipe.run(settings, tmp_path, Console(quiet=True))
     (point,) = result.points
     assert point.variants(STEP) == list(settings.schedules)
     assert point.facts["stages"] == {
-        **{"ooo2": 4, "ooo2_flush": 4, "ooo1": 2, "gpipe": 2},
+        **{"ooo2": 4, "ooo2@2": 4, "ooo2_flush": 4, "ooo1": 2, "gpipe": 2},
         **{"1f1b": 2, "zbv": 4, "interleaved": 4, "interleaved_zero_bubble": 4},
     }
+    assert point.facts["layers alive"]["ooo2@2"] == 2
+    assert point.facts["layers alive"]["gpipe"] == 4
     for schedule in ("ooo2", "ooo2_flush", "ooo1", "zbv", "interleaved_zero_bubble"):
         for kind in "FOW":  # W sleeps apart from O; tasks may be late, but never too short
             assert point.facts["task ms"][schedule][kind] >= settings.unit_ms
@@ -39,19 +43,34 @@ def test_every_schedule_runs_with_weight_gradients_that_wait(tmp_path: Path) -> 
 
 def test_the_simulation_is_that_of_the_paper() -> None:
     """16 layers, 4 micro-batches, 4 ranks: GPipe takes 84 units, and 1.62 times as long as ours at most."""
-    settings = settings_with("unit_ms=1")
-    assert simulated_ms(settings, 4, "gpipe", 0.0) == 84
-    assert 84 / simulated_ms(settings, 4, "ooo2", 0.0) == pytest.approx(1.62, abs=0.05)
+    case = of_case(settings_with("unit_ms=1"), "four_ranks")
+    assert simulated_ms(case, "gpipe", 0.0) == 84
+    assert 84 / simulated_ms(case, "ooo2", 0.0) == pytest.approx(1.62, abs=0.05)
     with pytest.raises(ValueError, match="'Interleaved1F1B' is torch's own"):
-        simulated_ms(settings, 4, "Interleaved1F1B", 0.0)
+        simulated_ms(case, "Interleaved1F1B", 0.0)
+
+
+def test_the_targets_at_zbvs_memory_can_be_met_on_paper() -> None:
+    case = of_case(settings_with("unit_ms=1"), "eight_ranks_far")
+    zbv = simulated_ms(case, "zbv", 0.5)
+    assert zbv / simulated_ms(case, "ooo@32", 0.5) >= 1
+    assert zbv / simulated_ms(case, "ooo@51", 0.5) >= 1.08
+
+
+def test_a_case_says_what_it_cannot_have() -> None:
+    with pytest.raises(ValueError, match=r"cases\.four_ranks\.stages is no setting of a case; there are ranks, layers"):
+        of_case(settings_with("+cases.four_ranks.stages=4"), "four_ranks")
+    with pytest.raises(ValueError, match="'ooo2@many' has no number of layers"):
+        simulated_ms(of_case(settings_with(), "four_ranks"), "ooo2@many", 0.0)
 
 
 def test_steps_are_compared_with_peers_and_with_their_simulation() -> None:
     took = {"ooo2": [100.0], "gpipe": [160.0], "zbv": [120.0], "interleaved_zero_bubble": [90.0]}
-    facts = {"simulated ms": {"ooo2": 100.0, "gpipe": 150.0, "zbv": 120.0, "interleaved_zero_bubble": 100.0}}
+    simulated = {"ooo2": 100.0, "gpipe": 150.0, "zbv": 120.0, "interleaved_zero_bubble": 100.0}
+    facts = {"ranks": 4, "simulated ms": simulated, "layers alive": dict.fromkeys(took, 16)}
     rows = [Row(schedule, STEP, "ms", values) for schedule, values in took.items()]
-    result = Result("t", "recipe", "ooo-backprop", "where", "title", [Point({"ranks": 4}, {}, rows, facts)])
+    result = Result("t", "recipe", "ooo-backprop", "where", "title", [Point({"case": "four_ranks"}, {}, rows, facts)])
     lines = PipelineTargets().compare(result)
-    assert [line.against for line in lines] == [PAPER, *OVER.values(), SIMULATED]
+    assert [line.against for line in lines] == [PAPER, *(OVER[key] for key in OVER if key[0] == 4), SIMULATED]
     assert [line.measured.median for line in lines if line.measured] == pytest.approx([1.6, 1.6, 1.2, 0.9, 10.0])
     assert lines[-1].note.endswith("interleaved_zero_bubble")  # shorter counts as well
