@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from retime.mechanisms.memory.batches import loss_of
-from retime.mechanisms.memory.sandbox import Undo
+from retime.mechanisms.memory.sandbox import Undo, seed_torch
 from retime.mechanisms.pipeline.errors import PipelineError
 from retime.mechanisms.pipeline.find_layers import LayerList
 from retime.mechanisms.pipeline.gates import LayerGates
@@ -237,7 +237,7 @@ class FirstBatch:
 
 def seeded(step: Callable[[Any], Any], part: Any) -> Any:
     """Run a step on random numbers that are the same on all ranks."""
-    torch.manual_seed(0)
+    seed_torch(0)
     return step(part)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from retime.mechanisms.memory.batches import loss_of, samples_in
+from retime.mechanisms.memory.sandbox import seed_torch
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.pipeline.errors import PipelineError
 
@@ -94,7 +95,7 @@ def weights_of(reduction: Reduction, parts: Sequence[Any]) -> list[float]:
 
 
 def _run(step: Callable[[Any], Any], part: Any, seed: int) -> Any:
-    torch.manual_seed(seed)
+    seed_torch(seed)
     return step(part)
 
 

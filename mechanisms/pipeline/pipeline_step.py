@@ -142,7 +142,7 @@ class PipelineStep:
         for part in parts:
             self._know(spread, step, part)
         if spread.plan.micro_batches != len(parts):
-            spread.plan = spread.planner.plan(len(parts))
+            spread.use(spread.planner.plan(len(parts)))
         seeds = torch.randint(2**62, (len(parts),)).tolist()
         random, kept = random_state(), spread.owners.keep_gradients()
         running = RunningStep(spread, step, parts, seeds, divide_by, self._workers)
@@ -294,7 +294,8 @@ class PipelineStep:
             Stage(stage, plan.rank_of, place.group, place.device, running.forward, spread.split, running.reads, done)
             for stage in spread.mine
         ]
-        runtime = pipeline_runtime(stages, plan.micro_batches, plan.orders)
+        runtime = pipeline_runtime(stages, plan.micro_batches, plan.orders, spread.with_messages)
+        spread.with_messages = runtime.with_messages
         try:
             runtime.run()
         except RuntimeError as error:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from retime.mechanisms.memory.batches import loss_of
+from retime.mechanisms.memory.sandbox import seed_torch
 from retime.mechanisms.pipeline.errors import PipelineError
 from retime.mechanisms.pipeline.losses import weights_of
 from retime.mechanisms.pipeline.spread import Spread
@@ -83,7 +83,7 @@ class RunningStep:
         """
         spread, call = self._spread, self._calls[batch]
         if self._at[batch] is None:
-            torch.manual_seed(self._seeds[batch])
+            seed_torch(self._seeds[batch])
             self._at[batch] = call.resume()
         answer = self._at[batch]
         while isinstance(answer, AtEdge) and answer.stage != stage:
@@ -95,7 +95,7 @@ class RunningStep:
                 "once in every micro-batch"
             )
         if stage:  # the first one draws what it draws without a pipeline
-            torch.manual_seed((self._seeds[batch] + _OTHER_NUMBERS * stage) % 2**63)
+            seed_torch((self._seeds[batch] + _OTHER_NUMBERS * stage) % 2**63)
         sent = dict(zip(spread.positions.get(stage, []), received, strict=True))
         call.leaves = []
         answer = self._at[batch] = spread.whole(lambda: call.resume(sent))

@@ -105,6 +105,7 @@ class Spread:
         late: this rank's parameters that several stages use.
         outside: names of the parameters in front of the layers and behind them.
         examples: what the step returned for the first batch, whole and in parts, until somebody has looked at it.
+        with_messages: the plan's orders with all messages, as the runtime found them.
     """
 
     place: Place
@@ -122,6 +123,11 @@ class Spread:
     late: list[Tensor] = field(default_factory=list)
     outside: list[str] = field(default_factory=list)
     examples: Examples | None = None
+    with_messages: Any = None
+
+    def use(self, plan: PipelinePlan) -> None:
+        """Another one, of as many stages."""
+        self.plan, self.with_messages = plan, None
 
     @property
     def mine(self) -> list[int]:

@@ -19,13 +19,21 @@ counted from 0."""
 _FEATURE = "ooo_pipeline, which runs its schedules on torch.distributed.pipelining,"
 
 
-def pipeline_runtime(stages: Sequence[Any], micro_batches: int, orders: Mapping[int, Sequence[PipelineAction]]) -> Any:
+def pipeline_runtime(
+    stages: Sequence[Any],
+    micro_batches: int,
+    orders: Mapping[int, Sequence[PipelineAction]],
+    with_messages: Any = None,
+) -> Any:
     """A runtime for this rank's stages, whose ``run()`` does what ``orders`` say, with all messages between ranks.
+
+    Where these belong is found once: the runtime's ``with_messages`` can be given to those of later steps.
 
     Args:
         stages: of this rank; what the runtime calls of a ``PipelineStage`` they have to have.
         micro_batches: how many.
         orders: by rank of the pipeline, what it computes.
+        with_messages: of an earlier runtime of the same orders.
 
     Raises:
         PrivateNameError: this torch has no such runtime.
@@ -53,10 +61,22 @@ def pipeline_runtime(stages: Sequence[Any], micro_batches: int, orders: Mapping[
             """One step."""
             self._step_microbatches()
 
+        @property
+        def with_messages(self) -> Any:
+            """What each rank does, messages included."""
+            return self.pipeline_order_with_comms
+
     runtime: Any = Runtime(list(stages), micro_batches, loss_fn=None, scale_grads=False)  # type: ignore[no-untyped-call]
-    runtime._prepare_schedule_with_comms(
-        {rank: [_Action(stage, kinds[kind], batch) for kind, stage, batch in order] for rank, order in orders.items()}
-    )
+    if with_messages is None:
+        actions = {
+            rank: [_Action(stage, kinds[kind], batch) for kind, stage, batch in order] for rank, order in orders.items()
+        }
+        runtime._prepare_schedule_with_comms(actions)
+    else:
+        runtime.pipeline_order_with_comms = with_messages
+        rank_of = {stage: rank for rank, order in orders.items() for _, stage, _ in order}
+        for one in stages:  # a new runtime has dealt them out in turn
+            one.stage_index_to_group_rank = rank_of
     return runtime
 
 

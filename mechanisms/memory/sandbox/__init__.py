@@ -2,7 +2,7 @@
 
 from retime.mechanisms.memory.sandbox.bound_names import BoundNames
 from retime.mechanisms.memory.sandbox.dry_mode import DryMode
-from retime.mechanisms.memory.sandbox.generators import cuda_generators
+from retime.mechanisms.memory.sandbox.generators import cuda_generators, seed_torch
 from retime.mechanisms.memory.sandbox.model_state import (
     Untouched,
     random_state,
@@ -43,6 +43,7 @@ __all__ = [
     "nothing_compiled",
     "random_state",
     "seed_all",
+    "seed_torch",
     "set_random_state",
     "stand_in_optimizer",
     "stand_ins",

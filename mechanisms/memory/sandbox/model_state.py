@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from retime.mechanisms.memory.sandbox.bound_names import BoundNames
-from retime.mechanisms.memory.sandbox.generators import cuda_generators
+from retime.mechanisms.memory.sandbox.generators import cuda_generators, seed_torch
 from retime.mechanisms.memory.sandbox.lazy_copy import lazy_copy
 from retime.mechanisms.memory.sandbox.outside import Outside
 from retime.mechanisms.memory.sandbox.reachable_state import ReachableState, replaced
@@ -195,9 +195,7 @@ def why_not_replaced(model: nn.Module) -> str:
 
 def seed_all() -> None:
     """Put torch's, Python's and NumPy's global generators at one fixed state."""
-    torch.default_generator.manual_seed(0)
-    for generator in cuda_generators():
-        generator.manual_seed(0)
+    seed_torch(0)
     random.seed(0)
     numpy = sys.modules.get("numpy")
     if numpy is not None:

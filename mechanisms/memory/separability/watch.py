@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from retime.mechanisms.memory.batches import COMPARED, OPPOSITE, tensors_of
-from retime.mechanisms.memory.sandbox import cuda_generators
+from retime.mechanisms.memory.sandbox import cuda_generators, seed_torch
 from retime.mechanisms.memory.separability.altered import Altered
 from retime.mechanisms.memory.separability.flow import READS, Flow
 from retime.mechanisms.memory.separability.zero_weights import ZeroWeights
@@ -192,13 +192,13 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _by_sample(self, func: Any, args: Any, kwargs: Any, base: int) -> Any:
         found = self._batch_dimension(func, args)
         if found is None:
-            _seed(base)
+            seed_torch(base)
             return func(*args, **kwargs)
         dimension, length = found
         block = length // len(self.names)
         results = []
         for position, name in enumerate(self.names):
-            _seed(base + 1 + name)
+            seed_torch(base + 1 + name)
             rows = [_rows(value, dimension, length, position * block, block) for value in args]
             named = {key: _rows(value, dimension, length, position * block, block) for key, value in kwargs.items()}
             results.append(func(*rows, **named))
@@ -274,9 +274,3 @@ def _rows(value: Any, dimension: int, length: int, start: int, count: int) -> An
     if size is not None and len(size) > dimension and size[dimension] == length:
         return [*size[:dimension], count, *size[dimension + 1 :]]
     return value
-
-
-def _seed(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-    for generator in cuda_generators():
-        generator.manual_seed(seed)
