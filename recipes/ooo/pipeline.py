@@ -51,6 +51,9 @@ OVER = {
     (8, OURS, "interleaved_zero_bubble"): Target("over interleaved zero bubble", "x", 1.0),
 }
 """By ranks, schedule and peer."""
+KEPT = Target(
+    "most layers' activations alive on a rank, modulo allocation over fast-forwarding alone", "x", 1.0, at_most=True
+)
 PAPERS_RANKS = 4
 PAPER = Claim("Oh et al. 2022", "section 8.4.1", "x", 1.5, "OOO-Pipe2 over GPipe, 16 layers on 4 GPUs")
 SIMULATED = Target("largest difference of a schedule's step from its simulation", "%", 5.0, at_most=True)
@@ -109,6 +112,10 @@ class PipelineTargets(Recipe[PipelineSettings]):
                     if ranks == PAPERS_RANKS and peer == GPIPE:
                         lines.append(Comparison(PAPER, ratio, note))
                     lines.append(Comparison(target, ratio, note))
+            if OURS in known and "ooo1" in known:
+                kept = point.facts["layers alive"]
+                share = spread([kept[OURS] / kept["ooo1"]])
+                lines.append(Comparison(KEPT, share, f"{where}; {kept[OURS]:g} and {kept['ooo1']:g}; section 5.2.1"))
             worst = max(known, key=lambda schedule: abs(error_percent(point, schedule).median))
             error = error_percent(point, worst)
             apart = spread([abs(value) for value in error.rounds])

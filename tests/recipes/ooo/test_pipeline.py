@@ -8,7 +8,7 @@ from rich.console import Console
 
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import PipelineSettings, register_all, settings_of
-from retime.recipes.ooo.pipeline import OVER, PAPER, SIMULATED, STEP, PipelineTargets, of_case, simulated_ms
+from retime.recipes.ooo.pipeline import KEPT, OVER, PAPER, SIMULATED, STEP, PipelineTargets, of_case, simulated_ms
 
 ONE_CASE = ["~cases.eight_ranks", "~cases.eight_ranks_far"]
 SMALL = [*ONE_CASE, "rounds=1", "warmup_rounds=0", "steps=1", "ranks=2", "layers=4", "micro_batches=2", "unit_ms=2"]
@@ -65,12 +65,12 @@ def test_a_case_says_what_it_cannot_have() -> None:
 
 
 def test_steps_are_compared_with_peers_and_with_their_simulation() -> None:
-    took = {"ooo2": [100.0], "gpipe": [160.0], "zbv": [120.0], "interleaved_zero_bubble": [90.0]}
-    simulated = {"ooo2": 100.0, "gpipe": 150.0, "zbv": 120.0, "interleaved_zero_bubble": 100.0}
-    facts = {"ranks": 4, "simulated ms": simulated, "layers alive": dict.fromkeys(took, 16)}
+    took = {"ooo2": [100.0], "ooo1": [100.0], "gpipe": [160.0], "zbv": [120.0], "interleaved_zero_bubble": [90.0]}
+    simulated = {"ooo2": 100.0, "ooo1": 100.0, "gpipe": 150.0, "zbv": 120.0, "interleaved_zero_bubble": 100.0}
+    facts = {"ranks": 4, "simulated ms": simulated, "layers alive": dict.fromkeys(took, 16) | {"ooo2": 12}}
     rows = [Row(schedule, STEP, "ms", values) for schedule, values in took.items()]
     result = Result("t", "recipe", "ooo-backprop", "where", "title", [Point({"case": "four_ranks"}, {}, rows, facts)])
     lines = PipelineTargets().compare(result)
-    assert [line.against for line in lines] == [PAPER, *(OVER[key] for key in OVER if key[0] == 4), SIMULATED]
-    assert [line.measured.median for line in lines if line.measured] == pytest.approx([1.6, 1.6, 1.2, 0.9, 10.0])
+    assert [line.against for line in lines] == [PAPER, *(OVER[key] for key in OVER if key[0] == 4), KEPT, SIMULATED]
+    assert [line.measured.median for line in lines if line.measured] == pytest.approx([1.6, 1.6, 1.2, 0.9, 0.75, 10.0])
     assert lines[-1].note.endswith("interleaved_zero_bubble")  # shorter counts as well
