@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from retime.mechanisms.measure import forget_peak
-from retime.mechanisms.memory.pool.heap import give_back_freed_memory
+from retime.mechanisms.memory.pool.heap import give_back_freed_memory, trim_heap
 from retime.mechanisms.memory.pool.memory_pool import MemoryPool
 
 
@@ -42,6 +43,12 @@ class FreedMemory:
         """
         if self._pool.installed:
             self._pool.limit(nbytes - self._pool.bytes_elsewhere(among))
+
+    def trim(self) -> None:
+        """Give back what Python and the C library keep of objects that are gone, which no limit of tensors counts."""
+        if self._device.type == "cpu":
+            gc.collect()
+            trim_heap()
 
     def forget_peak(self) -> None:
         """From now on :meth:`peak_bytes` counts."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from retime.mechanisms.byte_sizes import show_bytes
+from retime.mechanisms.memory.batches import part_lengths
 from retime.mechanisms.memory.dry_run import everything
 from retime.mechanisms.memory.offload import PlanMismatch
 from retime.mechanisms.memory.planning import (
@@ -119,7 +121,8 @@ class BatchPlans:
         if not paths.new or shape.certificate is None or record.samples < 2:
             return shape
         self._say("the step computes something else than the one that was planned for")
-        again = self.planner.certify(step, record.batch, among=shape.certificate)
+        with self.room(record.batch):
+            again = self.planner.certify(step, record.batch, among=shape.certificate)
         stopped = paths.accept()
         warn_of_paths(again, paths, stopped)
         return self.book.recertify(record, again) if again.separable else None
@@ -131,9 +134,10 @@ class BatchPlans:
         )
         self.memory.limit(record.batch, self.planner.budget_bytes)
         with self._tried_out(), self._compiled.looked_for():
-            shape = self._made_or_taken(step, record)
+            shape = self._with_parts_compared(step, record, self._made_or_taken(step, record))
         if not shape.plain:
             self._compiled.warn()
+        self.memory.freed.trim()  # planning is over: what it took is the steps'
         return self.keep(record, shape)
 
     def _made_or_taken(self, step: Step, record: BatchRecord) -> PlannedShape:
@@ -147,6 +151,33 @@ class BatchPlans:
         shape = self._make_plan(self.planner, step, batch, samples)
         return replace(shape, note="; ".join(filter(None, (shape.note, self.memory.freed.note))))
 
+    def _with_parts_compared(self, step: Step, record: BatchRecord, shape: PlannedShape) -> PlannedShape:
+        """The same, once its parts are known to do what the probed samples do; else a plan for the whole batch.
+
+        The first batch would find it out too, but has no room for a dry run.
+        """
+        known = shape.certificate
+        if known is None or not known.samples:
+            return shape
+        sub_batch = min(shape.choice.plan.sub_batch, record.samples)
+        sizes = {record.samples, *part_lengths(record.samples, -(-record.samples // sub_batch))} - known.sizes
+        compared = self.planner.compared(step, record.batch, known, sizes) if sizes else known
+        if compared.separable:
+            return replace(shape, certificate=compared)
+        warn_of_whole(compared.reason)
+        with self._kept_whole(compared.reason):
+            return self._made_or_taken(step, record)
+
+    @contextmanager
+    def room(self, batch: Any) -> Iterator[None]:
+        """Around what examines a step in the midst of training: freed memory that is kept makes room for it."""
+        self.memory.limit(batch, 0)
+        try:
+            yield
+        finally:
+            self.memory.freed.trim()
+            self._limit_freed(batch)
+
     def keep(self, record: BatchRecord, shape: PlannedShape) -> PlannedShape:
         """From now on batches like this one run under this plan."""
         self._reserve([*self.book.shapes(but=record), shape])
@@ -159,9 +190,14 @@ class BatchPlans:
     def keep_whole(self, step: Step, record: BatchRecord, reason: str) -> None:
         """Batches like this one are not split any more."""
         warn_of_whole(reason)
+        with self._kept_whole(reason):
+            self._plan_anew(step, record)
+
+    @contextmanager
+    def _kept_whole(self, reason: str) -> Iterator[None]:
         before, self.planner.whole_because = self.planner.whole_because, reason
         try:
-            self._plan_anew(step, record)
+            yield
         finally:
             self.planner.whole_because = before
 

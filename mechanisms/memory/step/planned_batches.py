@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -70,6 +70,14 @@ class PlannedBatches:
             with around():
                 return self._forward(step, part, shape, paths)
 
+        def certify_again(whole: Any, known: Certificate) -> Certificate:
+            with self._plans.room(record.batch):
+                return planner.certify(step, whole, among=known)
+
+        def compare(whole: Any, known: Certificate, sizes: Collection[int]) -> Certificate:
+            with self._plans.room(record.batch):
+                return planner.compared(step, whole, known, sizes)
+
         try:
             now = SubBatches(
                 planner.model,
@@ -78,8 +86,8 @@ class PlannedBatches:
                 max(1, sub_batch),
                 shape.certificate or Certificate(None, "this batch is not to be split"),
                 split=self._split,
-                certify_again=lambda whole, known: planner.certify(step, whole, among=known),
-                compare=lambda whole, known, sizes: planner.compared(step, whole, known, sizes),
+                certify_again=certify_again,
+                compare=compare,
                 ghost=planner.batchnorm == "ghost",
             )
         except (NotSeparableError, WeightsUnclearError) as error:  # this batch told what those before did not
