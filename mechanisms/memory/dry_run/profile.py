@@ -80,24 +80,24 @@ class StepProfile:
         """The most that the step's tensors held at once."""
         return self.trace.peak_bytes
 
-    def held_bytes(self) -> list[int]:
-        """What tensors hold during each operation."""
+    def held_bytes(self, smallest: int = 0) -> list[int]:
+        """What tensors hold during each operation; of those that the step makes only such of so many bytes or more."""
         steps = [0] * (len(self.trace.operations) + 1)
         for storage in self.trace.storages:
             born, dies = max(storage.born, 0), min(storage.dies, self._end)
-            if dies >= born:
+            if dies >= born and (storage.born < 0 or storage.nbytes >= smallest):
                 steps[born] += storage.nbytes
                 steps[dies + 1] -= storage.nbytes
         return list(accumulate(steps[:-1]))
 
-    def peak_with(self, scratch: Mapping[tuple[Phase, str, str], Size]) -> int:
-        """The peak with what operations allocate for themselves, by their kind."""
+    def peak_with(self, scratch: Mapping[tuple[Phase, str, str], Size], smallest: int = 0) -> int:
+        """The peak with what operations allocate for themselves, by their kind; ``smallest`` as above."""
         none = Size(0)
         return max(
-            self.peak_bytes,
+            0 if smallest else self.peak_bytes,
             *(
                 held + scratch.get(operation.kind, none).at(self.plan.sub_batch)
-                for held, operation in zip(self.held_bytes(), self.trace.operations, strict=True)
+                for held, operation in zip(self.held_bytes(smallest), self.trace.operations, strict=True)
             ),
         )
 

@@ -112,6 +112,7 @@ def examined(memory: StepMemory, choice: PlanChoice) -> PlanChoice:
     return replace(
         choice,
         tensor_bytes=tensors,
+        small_bytes=memory.small_bytes(choice.plan, choice.in_flight_bytes),
         peak_bytes=tensors + choice.peak_bytes - choice.tensor_bytes,
         out_bytes=count * out_bytes,
         in_bytes=count * in_bytes,
@@ -126,7 +127,7 @@ def with_exact_peak(memory: StepMemory, choice: PlanChoice, budget_bytes: int) -
         peak, tensors = memory.exact_bytes(plan, choice.in_flight_bytes)
         if peak <= budget_bytes - scratch:
             exact = predicted_choice(memory, plan, choice.in_flight_bytes, peak, choice.plain_ms)
-            return replace(exact, tensor_bytes=tensors)
+            return replace(exact, tensor_bytes=tensors, small_bytes=memory.small_bytes(plan, choice.in_flight_bytes))
         room -= peak - (budget_bytes - scratch)
         numbers = smallest_offload(memory, plan.sub_batch, plan.prefetch, choice.in_flight_bytes, room)
         if numbers is None or numbers == plan.offload:

@@ -22,6 +22,8 @@ class PlanChoice:
         scratch_bytes: of these, what is needed beside tensors and what operations allocate.
         spare_bytes: left free in the budget beside the peak; 0 where nothing was measured.
         tensor_bytes: of the peak of tensors alone; 0 where nothing can be run dry.
+        small_bytes: of these, by how much the peak is lower without the tensors that the step makes and that are too
+            small for the pool. The C library's heap holds them, beside what is reserved.
         step_ms: predicted time of a step.
         plain_ms: predicted time of the step without a plan.
         out_bytes, in_bytes: copied in a whole step.
@@ -41,9 +43,10 @@ class PlanChoice:
     scratch_bytes: int = 0
     spare_bytes: int = 0
     tensor_bytes: int = 0
+    small_bytes: int = 0
 
     def reserved_bytes(self, budget_bytes: int) -> int:
-        """What live tensors, and freed memory cached for the next ones, may take together at most.
+        """What live tensors of the pool, and freed memory cached for the next ones, may take together at most.
 
         A plan that was measured holds its peak, and a little more where the budget has room for it, as freed ranges do
         not fit the next tensors exactly; what operations need beside it stays free. One that was not measured has more
@@ -51,6 +54,7 @@ class PlanChoice:
         """
         if not self.spare_bytes:
             return min(budget_bytes, int(_UNMEASURED * self.peak_bytes))
-        needed = self.peak_bytes - self.scratch_bytes
-        room = budget_bytes - self.scratch_bytes - self.spare_bytes
+        beside = self.scratch_bytes + self.small_bytes
+        needed = self.peak_bytes - beside
+        room = budget_bytes - beside - self.spare_bytes
         return max(needed, min(int(_UNEVEN * needed), room))

@@ -70,6 +70,7 @@ def search_plan(
                 scratch_bytes=scratch,
                 spare_bytes=spare,
                 tensor_bytes=memory.plain.peak_bytes,
+                small_bytes=memory.small_bytes(plan),
             )
     budget_bytes -= costs.spare_bytes
     candidates = _in_order(list(candidate_plans(memory, budget_bytes, plain_ms)))
@@ -96,6 +97,7 @@ def _at_floor(memory: StepMemory, plain_ms: float) -> PlanChoice:
         scratch_bytes=floor.scratch_bytes - spare,
         spare_bytes=spare,
         tensor_bytes=tensors,
+        small_bytes=memory.small_bytes(floor.plan),
     )
 
 

@@ -92,6 +92,10 @@ class StepMemory:
         """
         return self._runs.exact_bytes(plan, in_flight_bytes, self.costs.operations)
 
+    def small_bytes(self, plan: OffloadPlan, in_flight_bytes: int = 0) -> int:
+        """By how much the peak is lower without the tensors that a pool leaves to the C library; 0 where unknown."""
+        return self._runs.small_bytes(plan, in_flight_bytes, self.costs.operations)
+
     def exact_run(self, plan: OffloadPlan, in_flight_bytes: int = 0) -> StepProfile:
         """A dry run under this very plan, without the update, for steps that can be run dry."""
         return self._runs.exact_run(plan, in_flight_bytes)

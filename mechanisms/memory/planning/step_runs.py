@@ -12,6 +12,7 @@ from retime.mechanisms.memory.batches import batch_statistics_layers, part_lengt
 from retime.mechanisms.memory.dry_run import DryRun, Lifetimes, Size, StepProfile, TrainingStep, everything
 from retime.mechanisms.memory.host import HostNone
 from retime.mechanisms.memory.offload import NoHooksError
+from retime.mechanisms.memory.pool import POOLED_BYTES
 from retime.mechanisms.storages import has_storage, tensors_in
 from retime.mechanisms.torch_private import storage_address
 from retime.schedules.budget import OffloadPlan, Phase
@@ -71,6 +72,7 @@ class StepRuns:
         self._host: HostNone | None = None
         self._dry_run: DryRun | None = None
         self._profile: StepProfile | None = None
+        self._exact: tuple[OffloadPlan, int, StepProfile] | None = None
         self._not_run_really: list[str] = []
         self._done: dict[tuple[Any, ...], Any] = {}
         if earlier is not None:
@@ -139,9 +141,22 @@ class StepRuns:
         run = self.exact_run(plan, in_flight_bytes)
         return max(self.update_bytes, run.peak_with(operations)), max(self.update_bytes, run.peak_bytes)
 
+    def small_bytes(self, plan: OffloadPlan, in_flight_bytes: int, operations: Operations) -> int:
+        """By how much the peak is lower without the tensors that a pool leaves to the C library; 0 where unknown."""
+        if self.plain is None:
+            return 0
+        whole = plan.sub_batch >= self.step.samples and not plan.offload
+        run = self.plain if whole else self.exact_run(plan, in_flight_bytes)
+        peaks = (run.peak_with(operations, smallest) for smallest in (1, POOLED_BYTES))
+        total, large = (max(self.update_bytes, peak) for peak in peaks)
+        return total - large
+
     def exact_run(self, plan: OffloadPlan, in_flight_bytes: int = 0) -> StepProfile:
-        """A dry run under this very plan, without the update, for steps that can be run dry."""
-        return self._dry.run(plan, in_flight_bytes=in_flight_bytes, update=False, as_cut=True)
+        """A dry run under this very plan, without the update, for steps that can be run dry; the last one is kept."""
+        if self._exact is None or self._exact[:2] != (plan, in_flight_bytes):
+            run = self._dry.run(plan, in_flight_bytes=in_flight_bytes, update=False, as_cut=True)
+            self._exact = plan, in_flight_bytes, run
+        return self._exact[2]
 
     @property
     def _dry(self) -> DryRun:

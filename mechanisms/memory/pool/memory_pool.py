@@ -26,6 +26,9 @@ from retime.mechanisms.memory.pool.library import pool_library
 from retime.mechanisms.memory.pool.wishes import Wish, Wishes
 from retime.mechanisms.torch_private import storage_address
 
+POOLED_BYTES = 16 * 1024
+"""Smaller tensors come from the C library, as the pool's machine code says."""
+
 _WISHES = Wishes()
 
 
