@@ -30,6 +30,8 @@ from retime.mechanisms.weight_gradients import SplitBackward
 __all__ = ["FirstBatch", "Wishes"]
 
 _PINGS = 4
+_TASK_MS = 0.5
+"""Of the runtime, for each task: threads that take turns, hooks, a call of autograd; as seen on processors."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,9 @@ class FirstBatch:
             found = survey(lambda: seeded(step, parts[0]), self._gates, self._layers.modules, self._place.names)
         planner = self._planner(found, wishes)
         plan, whole = planner.plan(len(parts)), Whole(self._model)
-        split = SplitBackward(whole)  # its hooks on layers are to stay: not inside of what leaves no trace
+        split = SplitBackward(
+            whole, defers=lambda: whole.splits
+        )  # its hooks on layers are to stay: not inside of what leaves no trace
         try:
             with self._no_trace(batch):
                 spread = self._cut(step, parts[0], found, planner, plan, reduction, whole, split)
@@ -112,7 +116,7 @@ class FirstBatch:
 
     def _planner(self, found: Survey, wishes: Wishes) -> Planner:
         hop = self._hop_ms(max((sum(t.nbytes for t in given) for given in found.given), default=0))
-        costs = self._place.agreed(Costs(tuple(found.forward_ms), tuple(found.saved_bytes), hop))
+        costs = self._place.agreed(Costs(tuple(found.forward_ms), tuple(found.saved_bytes), hop, _TASK_MS))
         return Planner(
             wishes.schedule, self._place.ranks, costs, group=wishes.layers_per_stage, cap=wishes.activation_cap
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from retime.mechanisms.pipeline.errors import PipelineError
@@ -72,11 +73,13 @@ class Costs:
         forward_ms: measured.
         saved_bytes: what a layer keeps for its backward pass.
         hop_ms: of a message between two ranks.
+        task_ms: what a task takes beside its layers, in the runtime.
     """
 
     forward_ms: tuple[float, ...]
     saved_bytes: tuple[int, ...]
     hop_ms: float
+    task_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,13 @@ class PipelinePlan:
     def stages(self) -> int:
         """How many there are."""
         return len(self.rank_of)
+
+    @cached_property
+    def waiting(self) -> frozenset[tuple[int, int]]:
+        """The stages and micro-batches whose weight gradients run apart; others have both gradients in one pass."""
+        return frozenset(
+            (stage, batch) for order in self.orders.values() for kind, stage, batch in order if kind == "W"
+        )
 
     def layers_of(self, stage: int) -> list[int]:
         """The layers of a stage, in order."""
@@ -220,7 +230,7 @@ class Planner:
 
     def _simulated(self, name: str, stage_of: tuple[int, ...], stages: int, micro_batches: int) -> PipelinePlan:
         ranks, costs = self._ranks, self._costs
-        forward = _by_stage(costs.forward_ms, stage_of, stages)
+        forward = tuple(took + costs.task_ms for took in _by_stage(costs.forward_ms, stage_of, stages))
         of_stages = StageCosts(forward, forward, forward, _by_stage(costs.saved_bytes, stage_of, stages))
         placement = _placement(name, stages, ranks, forward)
         if name in _SEARCHED:
@@ -267,14 +277,19 @@ def _by_stage(values: Sequence[float], stage_of: tuple[int, ...], stages: int) -
 
 
 def orders_of(schedule: Schedule) -> dict[int, list[PipelineAction]]:
-    """What each rank computes. W in front of O is how conventional orders write one backward pass."""
+    """What each rank computes.
+
+    One backward pass is how conventional orders are meant that write W in front of O, and what the first stage runs
+    where its W follows its O at once: nobody waits for that one.
+    """
     orders: dict[int, list[PipelineAction]] = {}
     for rank, lane in enumerate(schedule.lanes):
         order: list[PipelineAction] = []
         for task in lane.tasks:
             last = order[-1] if order else None
             place = (task.layer - 1, task.micro_batch or 0)
-            if last == ("W", *place) and task.kind is Kind.O:
+            conventional = last == ("W", *place) and task.kind is Kind.O
+            if conventional or (last == ("O", *place) and task.kind is Kind.W and task.layer == 1):
                 order[-1] = ("B", *place)
             else:
                 order.append((_LETTERS[task.kind], *place))

@@ -98,6 +98,7 @@ class RunningStep:
             seed_torch((self._seeds[batch] + _OTHER_NUMBERS * stage) % 2**63)
         sent = dict(zip(spread.positions.get(stage, []), received, strict=True))
         call.leaves = []
+        spread.whole.splits = (stage, batch) in spread.plan.waiting
         answer = self._at[batch] = spread.whole(lambda: call.resume(sent))
         if isinstance(answer, Returned):
             return [self._weighted(batch, answer.value)], call.leaves

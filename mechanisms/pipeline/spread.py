@@ -79,6 +79,8 @@ class Whole(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        self.splits = True
+        """Whether weight gradients of what runs next are to wait."""
 
     def forward(self, stretch: Callable[[], Any]) -> Any:
         """Run it."""

@@ -66,6 +66,22 @@ def test_of_all_cuts_the_one_with_the_shortest_step_is_kept():
         Planner("ooo", 8, costs, cap=3).plan(16)
 
 
+def test_what_each_task_takes_beside_its_layers_makes_for_fewer_stages():
+    layers = (1.0,) * 16
+    free = Planner("ooo2", 2, Costs(layers, (1,) * 16, 0.0)).plan(4)
+    dear = Planner("ooo2", 2, Costs(layers, (1,) * 16, 0.0, 0.5)).plan(4)
+    assert dear.stages < free.stages
+
+
+def test_the_first_stage_runs_both_gradients_where_they_follow_each_other():
+    costs = Costs((1.0,) * 4, (1,) * 4, 0.0)
+    plan = Planner("zb_h1", 2, costs).plan(4)
+    kinds = {kind for kind, stage, _ in plan.orders[0] if stage == 0}
+    assert kinds == {"F", "B"}
+    assert plan.waiting == {(1, batch) for batch in range(4)}
+    assert Planner("gpipe", 2, costs).plan(4).waiting == frozenset()
+
+
 def test_few_layers_leave_cuts_out():
     costs = Costs((1.0,) * 5, (1,) * 5, 0.0)
     assert Planner("ooo", 4, costs).plan(4).name in ("ooo1", "ooo2")
