@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from retime.mechanisms.pipeline import Costs, Planner
@@ -83,15 +84,17 @@ class PipelineTargets(Recipe[PipelineSettings]):
         with _network(case) as network:
             answers = run_ranks(network, serve, request, timeout_s=case.timeout_s, progress=tick)
         hop_ms = max(one["hop_ms"] for one in answers)
+        beside_ms = median(one["beside_ms"] for one in answers)
         rows, simulated = [], {}
         for schedule in case.schedules:
             rounds = zip(*(one["ms"][schedule] for one in answers), strict=True)
             rows.append(Row(schedule, STEP, "ms", [round(max(values), 3) for values in rounds]))
-            simulated[schedule] = round(simulated_ms(case, schedule, hop_ms), 3)
+            simulated[schedule] = round(simulated_ms(case, schedule, hop_ms, beside_ms), 3)
         facts = {
             "ranks": case.ranks,
             "simulated ms": simulated,
             "message ms": round(hop_ms, 4),
+            "a task beside its layers ms": round(beside_ms, 4),
             "stages": answers[0]["stages"],
             "task ms": {schedule: _largest([one["tasks"][schedule] for one in answers]) for schedule in simulated},
             "layers alive": {schedule: max(one["alive"][schedule] for one in answers) for schedule in simulated},
@@ -125,7 +128,8 @@ class PipelineTargets(Recipe[PipelineSettings]):
     def notes(self, result: Result) -> list[str]:
         lines = [
             "Layers sleep for F, O and W, each as long as the others: compute is emulated, messages (gloo on loopback) "
-            "and the runtime are real. Simulated are the same tasks at the unit's length, with the measured message. "
+            "and the runtime are real. Simulated are the same tasks at the unit's length, with the measured message, "
+            "and with what a task took beside its layer in another pipeline (one layer a rank, ZB-H1). "
             "`ooo@32`: at most 32 layers' activations of a micro-batch alive on a rank; `ooo` is the best of `ooo1` "
             "(fast-forwarding alone), `ooo2` (with modulo allocation) and `ooo_v` (two stages a rank, in a V) on paper."
         ]
@@ -136,7 +140,8 @@ class PipelineTargets(Recipe[PipelineSettings]):
                 for schedule in point.variants(STEP)
             )
             lines.append(
-                f"- {point.at['case']}, a message takes {point.facts['message ms']:.2f} ms: simulated, and how "
+                f"- {point.at['case']}, a message takes {point.facts['message ms']:.2f} ms, a task "
+                f"{point.facts['a task beside its layers ms']:.2f} ms beside its layers: simulated, and how "
                 f"far the measured step is from it: {errors}"
             )
         return lines
@@ -200,10 +205,10 @@ def _network(case: PipelineSettings) -> Iterator[Network]:
         yield network
 
 
-def simulated_ms(case: PipelineSettings, variant: str, hop_ms: float) -> float:
-    """A step's length on paper, with layers of the unit's length."""
+def simulated_ms(case: PipelineSettings, variant: str, hop_ms: float, beside_ms: float = 0.0) -> float:
+    """A step's length on paper, with layers of the unit's length and tasks that take ``beside_ms`` more."""
     schedule, alive = schedule_of(variant)
-    costs = Costs((case.unit_ms,) * case.layers, (1,) * case.layers, hop_ms)
+    costs = Costs((case.unit_ms,) * case.layers, (1,) * case.layers, hop_ms, beside_ms)
     length = Planner(schedule, case.ranks, costs, group=GROUP, cap=alive).plan(case.micro_batches).makespan_ms
     if length is None:
         raise ValueError(f"schedules: {variant!r} is torch's own, which is not simulated: leave it out")

@@ -44,7 +44,7 @@ class SleepingModel(nn.Module):
 
 
 def steps(request: dict[str, Any]) -> dict[str, Any]:
-    """By schedule: milliseconds of a step a round, and of the last step's tasks by kind; milliseconds of a message."""
+    """By schedule: milliseconds of a step a round, and of the last step's tasks by kind; what a simulation needs."""
     generator = torch.Generator().manual_seed(request["seed"])
     samples, width = _SAMPLES * request["micro_batches"], request["message_kib"] * 1024 // (4 * _SAMPLES)
     batch = torch.randn(samples, width, generator=generator)
@@ -61,14 +61,14 @@ def steps(request: dict[str, Any]) -> dict[str, Any]:
             activation_cap=None if alive is None else alive * _SAMPLES * width * 4,
         )
         blocks[variant] = partial(_block, pipelines[variant], model, batch, request["steps"])
-    hop_ms = _hop_ms(_SAMPLES * width)
+    hop_ms, beside_ms = _hop_ms(_SAMPLES * width), _beside_ms(request["unit_ms"], batch)
     times = interleave(blocks, request["rounds"], request["warmup_rounds"], tell)
     tasks = {variant: _task_ms(pipeline) for variant, pipeline in pipelines.items()}
     stages = {variant: pipeline.report().stages for variant, pipeline in pipelines.items()}
     layers = {variant: _alive(pipelines[variant]) * request["layers"] / stages[variant] for variant in pipelines}
     for pipeline in pipelines.values():
         pipeline.remove()
-    return {"ms": times, "hop_ms": hop_ms, "tasks": tasks, "stages": stages, "alive": layers}
+    return {"ms": times, "hop_ms": hop_ms, "beside_ms": beside_ms, "tasks": tasks, "stages": stages, "alive": layers}
 
 
 def schedule_of(variant: str) -> tuple[str, int | None]:
@@ -120,6 +120,18 @@ def _alive(pipeline: PipelineStep) -> int:
         alive += {"F": 1, "W": -1, "B": -1}.get(span.kind, 0)
         most = max(most, alive)
     return most
+
+
+def _beside_ms(unit_ms: float, batch: Tensor) -> float:
+    """What a task takes beside its layer, for the simulation: of a pipeline with one layer a rank, by ZB-H1."""
+    model = SleepingModel(dist.get_world_size(), unit_ms)
+    pipeline = PipelineStep(model, microbatches=len(batch) // _SAMPLES, schedule="zb_h1")
+    for _ in range(2):
+        model.zero_grad()
+        pipeline.train(lambda part: _loss(model, part), batch)
+    took = [1000 * (span.end_s - span.start_s) for span in pipeline.report().spans if span.kind != "B"]
+    pipeline.remove()
+    return statistics.median(took) - unit_ms
 
 
 def _hop_ms(elements: int) -> float:
