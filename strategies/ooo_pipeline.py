@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Annotated, Any, Literal
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -31,9 +31,12 @@ from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.pipeline import (
     PipelineReport,
     PipelineStep,
+    check_optimizer,
     check_schedule,
     forget_absent,
     make_groups,
+    messages_of_group,
+    refuse_part_of_model,
     sizes_of,
     warn_of_parts,
     whole_model_state,
@@ -66,7 +69,9 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
     The first batch runs whole on each rank, without a trace, to see what goes between layers; memory for one whole
     model is needed until then. Gradients are those of one device up to rounding, dropout draws other masks, and
     BatchNorm sees micro-batches, of which a warning tells. Checkpoints are one file, as of a plain Trainer. Validation
-    in a fit runs over the ranks too; after the fit the module is whole on all of them.
+    in a fit runs over the ranks too; after the fit the module is whole on all of them, and the optimizer's state is
+    each rank's own. During the fit a rank has its own layers: parameters of others are NaN there, have no gradient and
+    cannot be written.
 
     Args:
         pipeline_parallel_size: ranks that share one model; ``"auto"``: all that ``data_parallel_size`` leaves.
@@ -164,6 +169,9 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
             warnings.warn(text, NoEffectWarning, stacklevel=2)
             if data == 1:
                 return
+        if pipeline > 1:
+            for one in self.optimizers:
+                check_optimizer(one)
         self._pipeline_group, self._data_group = make_groups(pipeline, data, self._message_timeout)
         warn_of_parts(module)
         count = _MICRO_BATCHES_A_RANK * pipeline if self._microbatches == "auto" else self._microbatches
@@ -231,8 +239,9 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         told = None
         if found:
             calls, weights = [one.output[_LOGGED] for one in found], [one.weight for one in found]
-            total = torch.stack([one.weight * one.output["loss"].float() for one in found]).sum()
-            told = total.cpu(), log.collected(calls, weights)
+            losses = [one.output["loss"] for one in found]
+            total = torch.stack([one.weight * loss.double() for one, loss in zip(found, losses, strict=True)]).sum()
+            told = total.to(losses[0].dtype).cpu(), log.collected(calls, weights)
         whole, logged = self._step.tell(told)
         loss: Tensor = whole.to(self.root_device)
         self.pre_backward(loss)
@@ -299,6 +308,14 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
             dist.all_reduce(counted)
         return int(counted) == self.world_size if all else int(counted) > 0
 
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Of all ranks, as behind a checkpoint that the first one writes."""
+        if self._step is None:
+            super().barrier(*args, **kwargs)
+            return
+        with messages_of_group(None):
+            super().barrier(*args, **kwargs)
+
     # Checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -314,6 +331,17 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
             return state
         return whole_optimizer_state(getattr(optimizer, "optimizer", optimizer), state, self._step)
 
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Also in the middle of a fit, as tuners do."""
+        with nullcontext() if self._step is None else self._step.whole():
+            super().load_model_state_dict(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        if self._step is not None and self._step.is_spread:
+            for one in self.optimizers:
+                forget_absent(one, self._step)
+
     def teardown(self) -> None:
         step, self._step = self._step, None
         self._whole_outside.close()
@@ -323,7 +351,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
             self._results = None
         if step is not None:
             self._last_report = step.report()
-            if sys.exc_info()[0] is None:
+            if sys.exc_info()[0] is None or self._ended_by_tuner():
                 step.restore()
             else:
                 step.remove()
@@ -331,6 +359,11 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
                 rank_zero_info(f"retime: {self._last_report}")
         self._log = self._pipeline_group = self._data_group = None
         super().teardown()
+
+    def _ended_by_tuner(self) -> bool:
+        """Lightning's tuners leave a fit by an exception, on all ranks at once, and no other leaves it running."""
+        module = self.lightning_module
+        return module is not None and not module.trainer.interrupted
 
     def timeline(self) -> list[Span] | None:
         """What all ranks of this rank's pipeline did in the last step, on its first rank; all ranks call this."""
@@ -357,8 +390,13 @@ def _check(module: LightningModule, trainer: Trainer, precision: Precision) -> N
             )
     if getattr(precision, "scaler", None) is not None:
         raise ValueError("a pipeline does not scale losses: use precision='bf16-mixed' in place of '16-mixed'")
-    if any(isinstance(one, StochasticWeightAveraging) for one in trainer.callbacks):  # type: ignore[attr-defined]
-        raise ValueError("StochasticWeightAveraging averages all weights on each rank, which has its own layers only")
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+            raise ValueError(
+                f"{type(callback).__name__} averages all weights on each rank, which has its own layers only: leave it "
+                "out, or average the weights of checkpoints"
+            )
+    refuse_part_of_model(module)
     if any(p.device.type == "meta" for p in module.parameters()):
         raise ValueError(
             "parameters are on the meta device, and the first batch needs them whole: build the module with values"

@@ -33,9 +33,11 @@ from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.pipeline import (
     PipelineReport,
     PipelineStep,
+    check_optimizer,
     check_schedule,
     forget_absent,
     make_groups,
+    refuse_part_of_model,
     sizes_of,
     warn_of_parts,
     whole_model_state,
@@ -113,6 +115,9 @@ class OutOfOrderPipeline:
             warnings.warn(text, NoEffectWarning, stacklevel=3)
         if accelerator.num_processes == 1:
             return
+        if stages > 1:
+            check_optimizer(self._optimizer.optimizer)
+        refuse_part_of_model(model)
         _check_state(self._optimizer.optimizer)
         model.to(accelerator.device)
         for tensor in [*model.parameters(), *model.buffers()]:

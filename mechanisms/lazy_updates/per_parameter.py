@@ -50,22 +50,29 @@ def raw_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
 
 def why_not_per_parameter(optimizer: Optimizer) -> str | None:
     """The reason why this optimizer must step as a whole, or None when it can be taken apart."""
-    kind = type(optimizer)
-    name = kind.__name__
+    name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         return "LBFGS needs all parameters and gradients at once; choose a first-order optimizer to fuse"
+    why = why_class_not_per_parameter(type(optimizer))
+    if why is not None:
+        return why
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return f"{name}(differentiable=True) needs the graph of the whole step"
+    if has_step_hooks(optimizer) or has_global_step_hooks():
+        return f"{name} has step hooks, which see all parameters between two steps; remove them to fuse"
+    return None
+
+
+def why_class_not_per_parameter(kind: type[Optimizer]) -> str | None:
+    """The reason why nothing is known of an optimizer class's updates, or None for torch's own and declared ones."""
     if kind not in _declared:
         for method in ("step", INIT_GROUP):
             function = inspect.unwrap(getattr(kind, method, _absent))
             if not function.__module__.startswith("torch.optim"):
                 return (
-                    f"{name}.{method} is not torch's own, so its updates may depend on each other; "
-                    f"if they do not, call retime.declare_per_parameter({name})"
+                    f"{kind.__name__}.{method} is not torch's own, so its updates may depend on each other; "
+                    f"if they do not, call retime.declare_per_parameter({kind.__name__})"
                 )
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        return f"{name}(differentiable=True) needs the graph of the whole step"
-    if has_step_hooks(optimizer) or has_global_step_hooks():
-        return f"{name} has step hooks, which see all parameters between two steps; remove them to fuse"
     return None
 
 

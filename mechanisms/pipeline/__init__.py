@@ -1,8 +1,10 @@
 """Pipeline parallel training of ordinary modules, with gradient fast-forwarding and modulo allocation."""
 
+from retime.mechanisms.pipeline.check_optimizer import check_optimizer
 from retime.mechanisms.pipeline.checkpoint import forget_absent, whole_model_state, whole_optimizer_state
-from retime.mechanisms.pipeline.errors import PipelineError, RankLostError
+from retime.mechanisms.pipeline.errors import PipelineError, RankLostError, messages_of_group
 from retime.mechanisms.pipeline.groups import Size, make_groups, sizes_of
+from retime.mechanisms.pipeline.ownership import refuse_part_of_model
 from retime.mechanisms.pipeline.pipeline_step import PipelineStep
 from retime.mechanisms.pipeline.plan import SCHEDULES, Costs, Planner, check_schedule
 from retime.mechanisms.pipeline.report import PipelineReport
@@ -19,9 +21,12 @@ __all__ = [
     "Planner",
     "RankLostError",
     "Size",
+    "check_optimizer",
     "check_schedule",
     "forget_absent",
     "make_groups",
+    "messages_of_group",
+    "refuse_part_of_model",
     "sizes_of",
     "warn_of_parts",
     "whole_model_state",

@@ -39,6 +39,8 @@ def find_layers(model: nn.Module, path: str | None, ranks: int) -> LayerList:
     Raises:
         PipelineError: there is no such list, it is too short, or it is compiled.
     """
+    if any(is_compiled(module) for module in model.modules()):
+        raise PipelineError("a compiled model cannot be cut between its layers: leave out torch.compile")
     total = sum(map(nbytes, model.parameters()))
     found = _at(model, path) if path is not None else _best(model, total, ranks)
     if len(found.modules) < ranks:
@@ -46,8 +48,6 @@ def find_layers(model: nn.Module, path: str | None, ranks: int) -> LayerList:
             f"{found.path!r} has {len(found.modules)} layers for {ranks} ranks: use fewer ranks, or give layers= the "
             "path of a longer list"
         )
-    if any(is_compiled(module) for module in model.modules()):
-        raise PipelineError("a compiled model cannot be cut between its layers: leave out torch.compile")
     return found
 
 

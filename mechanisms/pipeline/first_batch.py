@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from retime.mechanisms.memory.batches import loss_of
 from retime.mechanisms.memory.sandbox import Undo, seed_torch
-from retime.mechanisms.pipeline.errors import PipelineError
+from retime.mechanisms.pipeline.errors import PipelineError, messages_of
 from retime.mechanisms.pipeline.find_layers import LayerList
 from retime.mechanisms.pipeline.gates import LayerGates
 from retime.mechanisms.pipeline.losses import Reduction, reduction_of
 from retime.mechanisms.pipeline.ownership import Ownership, Reached
 from retime.mechanisms.pipeline.plan import Costs, PipelinePlan, Planner
 from retime.mechanisms.pipeline.spread import Place, Spread, Whole
-from retime.mechanisms.pipeline.survey import Survey, survey
+from retime.mechanisms.pipeline.survey import FIRST_SEED, Survey, survey
 from retime.mechanisms.pipeline.suspended_call import Returned, SuspendedCall, Workers
 from retime.mechanisms.pipeline.training_call import AtEdge, TrainingCall
 from retime.mechanisms.pipeline.values import tensors_in_order
@@ -128,14 +128,15 @@ class FirstBatch:
             return 0.0
         message = torch.zeros(max(1, nbytes), dtype=torch.uint8, device=place.device)
         peer, took = place.world_rank(1 - place.rank), []
-        for _ in range(_PINGS):
-            start = time.perf_counter()
-            for sender in (0, 1):
-                if place.rank == sender:
-                    dist.send(message, peer, place.group)
-                else:
-                    dist.recv(message, peer, place.group)
-            took.append((time.perf_counter() - start) / 2)
+        with messages_of(lambda: f"rank {peer}"):
+            for _ in range(_PINGS):
+                start = time.perf_counter()
+                for sender in (0, 1):
+                    if place.rank == sender:
+                        dist.send(message, peer, place.group)
+                    else:
+                        dist.recv(message, peer, place.group)
+                took.append((time.perf_counter() - start) / 2)
         return 1000 * min(took[1:])
 
     def _cut(
@@ -155,7 +156,7 @@ class FirstBatch:
         mine = [stage for stage, rank in enumerate(plan.rank_of) if rank == place.rank]
         positions: dict[int, list[int]] = {}
         edges: dict[int, list[Tensor]] = {}
-        call = SuspendedCall(lambda: seeded(step, part), self._workers)
+        call = SuspendedCall(lambda: seeded(step, part), self._workers, FIRST_SEED)
         try:
             answer: Any = call.resume()
             for stage in mine:
@@ -241,7 +242,7 @@ class FirstBatch:
 
 def seeded(step: Callable[[Any], Any], part: Any) -> Any:
     """Run a step on random numbers that are the same on all ranks."""
-    seed_torch(0)
+    seed_torch(FIRST_SEED)
     return step(part)
 
 

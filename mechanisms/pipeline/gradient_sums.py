@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from retime.mechanisms.pipeline.errors import messages_of_group
+
 __all__ = ["GradientSums"]
 
 
@@ -39,7 +41,8 @@ class GradientSums:
         """Wait for all, and put them where they belong."""
         while self._on_the_way:
             work, flat, parameters = self._on_the_way.pop(0)
-            work.wait()
+            with messages_of_group(self._group):
+                work.wait()
             for parameter, piece in zip(parameters, torch.split(flat, [p.numel() for p in parameters]), strict=True):
                 mean = piece.view_as(parameter)
                 parameter.grad = mean.clone() if parameter.grad is None else parameter.grad.copy_(mean)

@@ -58,12 +58,18 @@ def reduction_of(
     try:
         with torch.no_grad():
             everything, again = _run(step, batch, 0), _run(step, batch, 1)
+            if not _same(everything, again) and not _same(everything, _run(step, batch, 0)):
+                raise PipelineError(
+                    "the loss of the same batch with the same random numbers changes from call to call: training_step "
+                    "keeps a state of its own, and a pipeline calls it once for each micro-batch. Change the state in "
+                    "a hook, such as on_train_batch_end"
+                )
             outputs = [_run(step, part, 0) for part in parts]
     finally:
         for module, training in modes.items():
             module.training = training
     whole, losses = _loss(everything), [_loss(output) for output in outputs]
-    if not torch.equal(whole, _loss(again)):
+    if not _same(everything, again):
         warnings.warn(
             "the loss draws random numbers, so it is not known whether a batch's loss is the mean over its samples; it "
             "is taken for that under a pipeline",
@@ -71,7 +77,16 @@ def reduction_of(
             stacklevel=2,
         )
         return "mean", None
+    if not whole.isfinite():
+        warnings.warn(
+            f"the loss of the first batch is {whole:.6g}, so it is not known whether a batch's loss is the mean over "
+            "its samples; it is taken for that under a pipeline",
+            NoEffectWarning,
+            stacklevel=2,
+        )
+        return "mean", None
     tolerance = _TOLERANCE.get(whole.dtype, _LOW_PRECISION)
+    whole, losses = whole.double(), [loss.double() for loss in losses]
     mean = torch.stack([w * loss for w, loss in zip(weights_of("mean", parts), losses, strict=True)]).sum()
     scale = torch.stack([loss.abs() for loss in losses]).max().clamp(min=1e-12)
     if (mean - whole).abs() <= tolerance * scale:
@@ -96,11 +111,23 @@ def weights_of(reduction: Reduction, parts: Sequence[Any]) -> list[float]:
 
 def _run(step: Callable[[Any], Any], part: Any, seed: int) -> Any:
     seed_torch(seed)
-    return step(part)
+    try:
+        return step(part)
+    except RuntimeError as error:
+        if "does not require grad" not in str(error):
+            raise
+        raise PipelineError(
+            "training_step differentiates by itself, which needs the layers of all ranks: a pipeline has no gradients "
+            f"inside of a step ({error})"
+        ) from error
+
+
+def _same(one: Any, other: Any) -> bool:
+    return torch.allclose(_loss(one), _loss(other), rtol=0, atol=0, equal_nan=True)
 
 
 def _loss(output: Any) -> Tensor:
     try:
-        return loss_of(output).detach().float()
+        return loss_of(output).detach()
     except ValueError as error:
         raise PipelineError(f"training_step gave no loss: {error}") from error

@@ -11,9 +11,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from retime.mechanisms.lazy_updates import nbytes
-from retime.mechanisms.pipeline.errors import PipelineError
+from retime.mechanisms.pipeline.errors import PipelineError, messages_of_group
 
-__all__ = ["Ownership", "Reached"]
+__all__ = ["Ownership", "Reached", "refuse_part_of_model"]
+
+
+def refuse_part_of_model(model: nn.Module) -> None:
+    """Raise PipelineError if parameters of this model were given away to other ranks, and are not back."""
+    for name, parameter in model.named_parameters():
+        if parameter.numel() > 1 and not any(parameter.stride()) and parameter.detach().isnan().all():
+            raise PipelineError(
+                f"{name!r} lies on another rank, since training over ranks that ended with an exception: build the "
+                "model anew, and load a checkpoint"
+            )
 
 
 class Reached:
@@ -77,6 +87,7 @@ class Ownership:
                 self.unreached.append(name)
             elif len(ranks) > 1 and self.parameters[name].requires_grad:
                 self.shared[name] = ranks
+        self._strides = {name: p.stride() for name, p in self.parameters.items()}
         self.absent = sorted(name for name, ranks in self.ranks.items() if self._rank not in ranks)
         self._groups: dict[tuple[int, ...], Any] = {}
         self._owner_of_buffers = self._owners_of_buffers()
@@ -98,7 +109,9 @@ class Ownership:
             if len(ranks) == len(self._everyone):
                 continue
             if self._rank not in ranks:
-                parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+                parameter.data = torch.empty_strided(
+                    parameter.shape, self._strides[name], dtype=parameter.dtype, device=parameter.device
+                )
             self._send(parameter.data, ranks[0])
         for name, buffer in sorted(self._model.named_buffers()):
             self._send(buffer, self._owner_of_buffers.get(name, 0))
@@ -132,7 +145,8 @@ class Ownership:
             if gradient.is_sparse:
                 gradient = gradient.to_dense()
             gradient = gradient.contiguous()
-            dist.all_reduce(gradient, group=group)
+            with messages_of_group(group):
+                dist.all_reduce(gradient, group=group)
             parameter.grad = gradient if name not in kept else kept[name].add_(gradient)
 
     def refuse_strays(self) -> None:
@@ -189,4 +203,8 @@ class Ownership:
         return owners
 
     def _send(self, tensor: Tensor, owner: int) -> None:
-        dist.broadcast(tensor, dist.get_global_rank(self._group, owner), group=self._group)
+        message = tensor.contiguous()  # else what is sent is in the order of the memory, which ranks may differ in
+        with messages_of_group(self._group):
+            dist.broadcast(message, dist.get_global_rank(self._group, owner), group=self._group)
+        if message is not tensor:
+            tensor.copy_(message)

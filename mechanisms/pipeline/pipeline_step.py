@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from retime.mechanisms.memory.batches import balanced_parts, samples_in
 from retime.mechanisms.memory.sandbox import Undo, random_state, set_random_state
-from retime.mechanisms.pipeline.errors import PipelineError, RankLostError
+from retime.mechanisms.pipeline.errors import PipelineError, messages_of, messages_of_group
 from retime.mechanisms.pipeline.find_layers import find_layers
 from retime.mechanisms.pipeline.first_batch import FirstBatch, Wishes, seeded
 from retime.mechanisms.pipeline.gates import LayerGates
@@ -29,7 +29,7 @@ from retime.mechanisms.pipeline.spread import Place, Spread
 from retime.mechanisms.pipeline.stage import Stage
 from retime.mechanisms.pipeline.suspended_call import Workers
 from retime.mechanisms.pipeline.values import shapes_of
-from retime.mechanisms.torch_private import pipeline_runtime
+from retime.mechanisms.torch_private import pipeline_runtime, post_accumulate_hooks
 from retime.schedules.pipeline import lane_name
 from retime.schedules.timeline import Span as TimelineSpan
 
@@ -134,10 +134,12 @@ class PipelineStep:
         if self._spread is None:
             self._begin(step, batch, parts)
         spread = self._known
+        if len(parts) > 1:
+            self._refuse_hooks()
         if self._frozen != self._flags():
             raise PipelineError(
-                "parameters were frozen or thawed while training goes on: a pipeline's ranks have divided them by "
-                "what was trained in the first batch. Freeze or thaw before the fit"
+                "parameters were frozen or thawed, or have joined, while training goes on: a pipeline's ranks have "
+                "divided them by what was trained in the first batch. Do so before the fit"
             )
         for part in parts:
             self._know(spread, step, part)
@@ -174,6 +176,15 @@ class PipelineStep:
             self._gates.visitor = before
 
     @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, all parameters are on all ranks; all ranks enter."""
+        if self._spread is None:
+            yield
+            return
+        with self._spread.owners.whole():
+            yield
+
+    @contextmanager
     def outside_whole(self) -> Iterator[None]:
         """Inside, what lies in front of the layers and behind them is on all ranks."""
         if self._spread is None:
@@ -185,7 +196,8 @@ class PipelineStep:
     def gather(self, mine: Any) -> list[Any] | None:
         """What each rank of the pipeline gives, on its first; None on others. All ranks call this."""
         everyone: list[Any] | None = [None] * self._place.ranks if self._place.rank == 0 else None
-        dist.gather_object(mine, everyone, dst=self._place.world_rank(0), group=self._place.group)
+        with messages_of_group(self._place.group):
+            dist.gather_object(mine, everyone, dst=self._place.world_rank(0), group=self._place.group)
         return everyone
 
     def tell(self, what: Any) -> Any:
@@ -199,7 +211,8 @@ class PipelineStep:
         square = torch.zeros((), device=self._place.device)
         if gradients:
             square += nn.utils.get_total_norm(gradients).float().square()
-        dist.all_reduce(square, group=self._place.group)
+        with messages_of_group(self._place.group):
+            dist.all_reduce(square, group=self._place.group)
         return square.sqrt()
 
     def restore(self) -> None:
@@ -297,16 +310,9 @@ class PipelineStep:
         runtime = pipeline_runtime(stages, plan.micro_batches, plan.orders, spread.with_messages)
         spread.with_messages = runtime.with_messages
         try:
-            runtime.run()
-        except RuntimeError as error:
-            if not _is_lost(error):
-                raise
-            awaited = min(
-                (found for stage in stages for found in stage.awaited.values()), default=(0.0, "another rank")
-            )
-            raise RankLostError(
-                f"a message of {awaited[1]} did not come, as it has ended or failed: look at its error. ({error})"
-            ) from error
+            running.begin()
+            with messages_of(lambda: _awaited(stages)):
+                runtime.run()
         finally:
             running.close()
             for key in spread.split.in_flight:
@@ -314,10 +320,19 @@ class PipelineStep:
         self._sums.end()
         self._report.note(stages, plan, place.rank)
 
+    def _refuse_hooks(self) -> None:
+        for name, parameter in self._model.named_parameters():
+            if post_accumulate_hooks(parameter):
+                raise PipelineError(
+                    f"{name!r} has a hook that runs when a gradient has been accumulated, and would run once for each "
+                    "micro-batch: remove it, or use microbatches=1"
+                )
+
     def _flags(self) -> tuple[bool, ...]:
         return tuple(parameter.requires_grad for parameter in self._model.parameters())
 
 
-def _is_lost(error: RuntimeError) -> bool:
-    text = str(error).lower()
-    return any(word in text for word in ("connection", "timed out", "timeout", "peer", "socket"))
+def _awaited(stages: Iterable[Stage]) -> str:
+    """Whose message was asked for first and has not come."""
+    waiting = [found for stage in stages for found in stage.awaited.values()]
+    return min(waiting)[1] if waiting else "another rank"

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from retime.mechanisms.pipeline.errors import messages_of_group
 from retime.mechanisms.pipeline.plan import PipelinePlan
 from retime.mechanisms.pipeline.survey import Shapes
 from retime.mechanisms.pipeline.values import TensorKind, ValueKind, kind_of, shapes_of, tensors_in_order
@@ -47,7 +49,7 @@ class Relay:
         kind = self._outputs[key]
         tensors = [one.empty(self._device) for one in kind.tensors]
         for tensor in tensors:
-            dist.broadcast(tensor, self._source(layer), group=self._group)
+            self._broadcast(tensor, layer)
         return kind.with_tensors(tensors)
 
     def after(self, layer: int, output: Any) -> Any:
@@ -55,14 +57,19 @@ class Relay:
         if key not in self._outputs:
             self._outputs[key] = self._told(layer, kind_of(output))
         for tensor in tensors_in_order(output):
-            dist.broadcast(tensor.detach().contiguous(), self._source(layer), group=self._group)
+            self._broadcast(tensor.detach().contiguous(), layer)
         return output
 
     def _told(self, layer: int, kind: ValueKind | None) -> ValueKind:
         told = [kind]
-        dist.broadcast_object_list(told, self._source(layer), group=self._group)
+        with messages_of_group(self._group):
+            dist.broadcast_object_list(told, self._source(layer), group=self._group)
         assert told[0] is not None
         return told[0]
+
+    def _broadcast(self, tensor: Tensor, layer: int) -> None:
+        with messages_of_group(self._group):
+            dist.broadcast(tensor, self._source(layer), group=self._group)
 
     def _source(self, layer: int) -> int:
         return dist.get_global_rank(self._group, self._plan.rank_of[self._plan.stage_of[layer]])

@@ -19,9 +19,6 @@ from retime.mechanisms.pipeline.values import TensorKind, shapes_of
 
 __all__ = ["MicroBatchResult", "RunningStep"]
 
-_OTHER_NUMBERS = 0x9E3779B97F4A7C15
-"""Stages of one micro-batch draw from seeds that are this far apart."""
-
 
 @dataclass(frozen=True)
 class MicroBatchResult:
@@ -61,7 +58,7 @@ class RunningStep:
         self._spread, self._seeds, self._divide_by = spread, seeds, divide_by
         self._weights = weights_of(spread.reduction, parts)
         self._keys = [shapes_of(part) for part in parts]
-        self._calls = [_call(step, part, workers) for part in parts]
+        self._calls = [_call(step, part, workers, seed) for part, seed in zip(parts, seeds, strict=True)]
         self._at: list[Any] = [None] * len(parts)
         self._results: dict[int, MicroBatchResult] = {}
 
@@ -69,6 +66,16 @@ class RunningStep:
     def results(self) -> list[MicroBatchResult]:
         """By micro-batch; empty on ranks without the last stage."""
         return [self._results[batch] for batch in sorted(self._results)]
+
+    def begin(self) -> None:
+        """Begin the first micro-batch's call on ranks that wait for a message before their first stage.
+
+        What a step raises in front of its layers, it then raises on all ranks, and none waits for another.
+        """
+        mine = self._spread.mine
+        if 0 not in mine:
+            with self._spread.split.begin((min(mine), 0)):
+                self._start(0)
 
     def reads(self, stage: int, batch: int) -> list[TensorKind]:
         """Kinds of what a stage reads of the one before."""
@@ -82,9 +89,7 @@ class RunningStep:
             gradients go.
         """
         spread, call = self._spread, self._calls[batch]
-        if self._at[batch] is None:
-            seed_torch(self._seeds[batch])
-            self._at[batch] = call.resume()
+        self._start(batch)
         answer = self._at[batch]
         while isinstance(answer, AtEdge) and answer.stage != stage:
             answer = call.resume()
@@ -94,8 +99,6 @@ class RunningStep:
                 f"training_step did not come to {first!r}, as it did in the first batch: a pipeline needs each layer "
                 "once in every micro-batch"
             )
-        if stage:  # the first one draws what it draws without a pipeline
-            seed_torch((self._seeds[batch] + _OTHER_NUMBERS * stage) % 2**63)
         sent = dict(zip(spread.positions.get(stage, []), received, strict=True))
         call.leaves = []
         spread.whole.splits = (stage, batch) in spread.plan.waiting
@@ -109,6 +112,11 @@ class RunningStep:
         for call in self._calls:
             call.close()
 
+    def _start(self, batch: int) -> None:
+        if self._at[batch] is None:
+            seed_torch(self._seeds[batch])
+            self._at[batch] = self._calls[batch].resume()
+
     def _weighted(self, batch: int, output: Any) -> Tensor:
         try:
             loss = loss_of(output)
@@ -118,8 +126,8 @@ class RunningStep:
         return loss * (self._weights[batch] / self._divide_by)
 
 
-def _call(step: Callable[[Any], Any], part: Any, workers: Workers) -> SuspendedCall:
-    return SuspendedCall(lambda: step(part), workers)
+def _call(step: Callable[[Any], Any], part: Any, workers: Workers, seed: int) -> SuspendedCall:
+    return SuspendedCall(lambda: step(part), workers, seed)
 
 
 def _detached(output: Any) -> Any:

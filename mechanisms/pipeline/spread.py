@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from retime.mechanisms.pipeline.errors import messages_of_group
 from retime.mechanisms.pipeline.losses import Examples, Reduction
 from retime.mechanisms.pipeline.ownership import Ownership
 from retime.mechanisms.pipeline.plan import PipelinePlan, Planner
@@ -55,21 +56,24 @@ class Place:
     def all_gather(self, mine: Any) -> list[Any]:
         """What each rank gives, on all of them."""
         everyone: list[Any] = [None] * self.ranks
-        dist.all_gather_object(everyone, mine, group=self.group)
+        with messages_of_group(self.group):
+            dist.all_gather_object(everyone, mine, group=self.group)
         return everyone
 
     def agreed(self, mine: Any) -> Any:
         """What the first rank of the first pipeline gives, on all ranks of all pipelines."""
         if self.data_group is not None and self.rank == 0:
             told = [mine]
-            dist.broadcast_object_list(told, dist.get_global_rank(self.data_group, 0), group=self.data_group)
+            with messages_of_group(self.data_group):
+                dist.broadcast_object_list(told, dist.get_global_rank(self.data_group, 0), group=self.data_group)
             mine = told[0]
         return self.broadcast(mine, 0)
 
     def broadcast(self, mine: Any, rank: int) -> Any:
         """What one rank gives, on all of them."""
         told = [mine]
-        dist.broadcast_object_list(told, self.world_rank(rank), group=self.group)
+        with messages_of_group(self.group):
+            dist.broadcast_object_list(told, self.world_rank(rank), group=self.group)
         return told[0]
 
 

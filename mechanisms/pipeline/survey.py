@@ -13,10 +13,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from retime.mechanisms.pipeline.errors import PipelineError
 from retime.mechanisms.pipeline.gates import LayerGates
+from retime.mechanisms.pipeline.suspended_call import draw_for
 from retime.mechanisms.pipeline.values import ValueKind, kind_of, shapes_of, tensors_in_order
 
-__all__ = ["Survey", "survey"]
+__all__ = ["FIRST_SEED", "Survey", "survey"]
 
+FIRST_SEED = 0
+"""Of the first batch, whole or in stages."""
 Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
@@ -68,6 +71,7 @@ class _Looks:
             self._before_ms = took
 
     def is_here(self, layer: int) -> bool:
+        draw_for(layer, FIRST_SEED)
         return True
 
     def instead(self, layer: int, args: Any, kwargs: Any) -> Any:

@@ -15,9 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Returned", "SuspendedCall", "Workers", "current_call"]
+from retime.mechanisms.memory.sandbox import seed_torch
+
+__all__ = ["Returned", "SuspendedCall", "Workers", "current_call", "draw_for"]
 
 _HERE = threading.local()
+_OTHER_NUMBERS = 0x9E3779B97F4A7C15
+"""Layers of one micro-batch draw from seeds that are this far apart."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +77,16 @@ class SuspendedCall:
     Args:
         call: without arguments.
         workers: one of which runs it.
+        seed: of what it draws in front of the layers; each layer behind the first has one of its own, so that numbers
+            do not depend on where the model is cut. None: nothing is seeded.
 
     Attributes:
         leaves: what received tensors are inside of the call, from the last edge on.
     """
 
-    def __init__(self, call: Callable[[], Any], workers: Workers) -> None:
+    def __init__(self, call: Callable[[], Any], workers: Workers, seed: int | None = None) -> None:
         self.leaves: list[Tensor] = []
+        self._seed = seed
         self._call: Callable[[], Any] | None = call
         self._workers = workers
         self._inbox: SimpleQueue[Any] = SimpleQueue()
@@ -121,6 +128,11 @@ class SuspendedCall:
             raise _Closed
         return answer
 
+    def draw_for(self, layer: int) -> None:
+        """Inside of the call: a layer begins."""
+        if self._seed is not None:
+            draw_for(layer, self._seed)
+
     def close(self) -> None:
         """The rest is not wanted: the call ends where it stands, with its ``finally`` blocks."""
         if self._wants_end or self._call is not None:
@@ -145,6 +157,12 @@ class SuspendedCall:
         _HERE.call = None
         self._wants_end = True
         self._outbox.put(answer)
+
+
+def draw_for(layer: int, seed: int) -> None:
+    """A layer begins in a call with this seed; the first one draws what it draws without a pipeline."""
+    if layer:
+        seed_torch((seed + _OTHER_NUMBERS * layer) % 2**63)
 
 
 def current_call() -> SuspendedCall | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from retime.mechanisms.pipeline.errors import PipelineError
 from retime.mechanisms.pipeline.plan import PipelinePlan
 from retime.mechanisms.pipeline.survey import Shapes
-from retime.mechanisms.pipeline.suspended_call import current_call
+from retime.mechanisms.pipeline.suspended_call import SuspendedCall, current_call
 from retime.mechanisms.pipeline.values import ValueKind, becomes, replaced_tensors, shapes_of, tensors_in_order
 
 __all__ = ["AtEdge", "TrainingCall"]
@@ -62,12 +62,7 @@ class TrainingCall:
         comes_from_here = layer > 0 and self._mine[layer - 1]
         if not here and not comes_from_here:
             return None
-        call = current_call()
-        if call is None:
-            raise PipelineError(
-                f"{self._names[layer]!r} was called outside of the step: the model's layers lie on several ranks, and "
-                "run in training_step, validation_step, test_step and predict_step only"
-            )
+        call = self._call(layer)
         given = tensors_in_order((args, kwargs))
         # what is sent is a copy: code between the layers may go on to write into it
         sent = call.stop(AtEdge(stage, [one.clone() for one in given] if comes_from_here else given))
@@ -80,9 +75,13 @@ class TrainingCall:
         return changed
 
     def is_here(self, layer: int) -> bool:
-        return self._mine[layer]
+        here = self._mine[layer]
+        if here:
+            self._call(layer).draw_for(layer)
+        return here
 
     def instead(self, layer: int, args: Any, kwargs: Any) -> Any:
+        self._call(layer)
         kind = self._outputs.get((layer, shapes_of((args, kwargs))))
         if kind is None:
             raise PipelineError(
@@ -94,3 +93,12 @@ class TrainingCall:
 
     def after(self, layer: int, output: Any) -> Any:
         return output
+
+    def _call(self, layer: int) -> SuspendedCall:
+        call = current_call()
+        if call is None:
+            raise PipelineError(
+                f"{self._names[layer]!r} was called outside of the step: the model's layers lie on several ranks, and "
+                "run in training_step, validation_step, test_step and predict_step only"
+            )
+        return call

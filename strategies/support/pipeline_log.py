@@ -169,10 +169,11 @@ def _combined(found: Sequence[tuple[dict[str, Any], float]]) -> dict[str, Any]:
         call["batch_size"] = sum(sizes)
     if _METRIC in call or len(found) == 1:
         return call
-    values = torch.stack([torch.as_tensor(one["value"], dtype=torch.float32).cpu().squeeze() for one, _ in found])
+    given = [torch.as_tensor(one["value"]).cpu().squeeze() for one, _ in found]
+    values = torch.stack([value.double() for value in given])
     reduce = call.get("reduce_fx", "mean")
     name = reduce if isinstance(reduce, str) else getattr(reduce, "__name__", "mean")
-    weights = torch.tensor([weight for _, weight in found])
+    weights = torch.tensor([weight for _, weight in found], dtype=torch.float64)
     if name == "sum":
         call["value"] = values.sum()
     elif name in ("max", "amax"):
@@ -181,4 +182,6 @@ def _combined(found: Sequence[tuple[dict[str, Any], float]]) -> dict[str, Any]:
         call["value"] = values.min()
     else:
         call["value"] = (values * weights).sum() / weights.sum()
+    kind = given[0].dtype if given[0].is_floating_point() else torch.get_default_dtype()
+    call["value"] = call["value"].to(kind)
     return call

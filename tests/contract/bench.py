@@ -25,6 +25,7 @@ KNOWN_WARNINGS = {
     "have no `val_dataloader`": "one module serves scenarios with and without validation",
     "LeafSpec": "Lightning calls torch's older name",
     "AMP with fp16 is not supported on CPU": "a scenario asks for 16-mixed to see what becomes of it",
+    "It is recommended to use `self.log('test_loss'": "a plain Trainer in a process of a pipeline evaluates by itself",
     "Using `DistributedSampler` with the dataloaders": "two ranks evaluate here, to compare what each of them logs",
     "`broadcast_buffers` is deprecated": "newer torch renames the option, older torch has only this name",
     "functional.all_gather is deprecated": "Lightning calls torch's older name",
@@ -96,19 +97,34 @@ class Scenario:
     several: bool = False
     ddp: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def marks(self) -> frozenset[str]:
+        """Its traits, and its name."""
+        return self.traits | {self.name}
+
     def fits(self, row: Row) -> bool:
         """Whether it makes sense under this row."""
-        return self.name.startswith(row.only) and not (self.single if row.plain == "ddp" else self.several)
+        if not self.name.startswith(row.only):
+            return False
+        if row.is_pipeline:  # what only DDP cannot do may be refused here
+            return not self.several and (not self.single or row.refusal(self.marks) is not None)
+        return not (self.single if row.on_ranks else self.several)
 
 
 class Bench:
-    """Runs fits under a row's strategy and keeps what they leave behind."""
+    """Runs fits under a row's strategy and keeps what they leave behind.
+
+    Attributes:
+        world_size: ranks that have batches of their own.
+        devices: ranks.
+    """
 
     def __init__(self, row: Row, scenario: Scenario, folder: Path, world_size: int = 1) -> None:
         self.row = row
         self.scenario = scenario
         self.folder = folder
-        self.world_size = world_size
+        self.devices = world_size
+        self.world_size = 1 if row.is_pipeline else world_size
         self.record = Record()
         self._retimed: list[Trainer] = []
 
@@ -127,9 +143,10 @@ class Bench:
 
     def trainer(self, plain: bool = False, **kwargs: Any) -> Trainer:
         """A quiet Trainer with the row's strategy (`plain`: with the strategy the row is measured against)."""
+        row = self.row.reference if plain else self.row
         quiet: dict[str, Any] = {
             "accelerator": "cpu",
-            "devices": self.world_size,
+            "devices": self.devices if row.on_ranks else 1,
             "default_root_dir": self.folder,
             "logger": MemoryLogger(),
             "log_every_n_steps": 1,
@@ -140,9 +157,10 @@ class Bench:
             "enable_model_summary": False,
         }
         callbacks = kwargs.pop("callbacks", [])
-        row = self.row.reference if plain else self.row
         trainer = Trainer(
-            **quiet | kwargs, strategy=row.strategy(self.scenario.ddp), callbacks=[*callbacks, *row.callbacks()]
+            **quiet | dict(row.trainer) | kwargs,
+            strategy=row.strategy(self.scenario.ddp),
+            callbacks=[*callbacks, *row.callbacks()],
         )
         if row.report is not None:
             self._retimed.append(trainer)

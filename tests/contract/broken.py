@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
+from contract.pipelines import PIPELINE, wrong_on_one_rank
 from contract.rows import Row
 
 
@@ -95,4 +96,5 @@ def _report(updates: int, **plain_steps: int) -> Any:
 SILENTLY_OFF = Row("silently_off", lambda _: "auto", report=_report(0))
 NEVER_OFF = Row("never_off", lambda _: "auto", report=_report(10), unfused=frozenset({"a trait"}))
 OFF_WITHOUT_WARNING = Row("no_warning", lambda _: "auto", report=_report(0, why=3), unfused=frozenset({"a trait"}))
+WRONG_IN_STAGES = Row("wrong_in_stages", wrong_on_one_rank, **PIPELINE)
 FAILS_ON_ONE_RANK = Row("fails_on_one_rank", lambda ddp: FailsOnOneRank(**ddp), plain="ddp")

@@ -85,12 +85,12 @@ def assert_same_run(plain: Record, ours: Record, tolerance: float = 0.0) -> None
 
 
 def without(record: Record, part: str | None) -> Record:
-    """The record, but for one part of each of its fits, or but for everything."""
+    """The record, but for one part of each of its fits, or one beside them, or but for everything."""
     if part is None:
         return record
     if part == "everything":
         return Record()
-    return Record({name: _less(entry, part) for name, entry in record.entries.items()})
+    return Record({name: _less(entry, part) for name, entry in record.entries.items() if name != part})
 
 
 def _less(entry: Any, part: str) -> Any:

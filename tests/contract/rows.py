@@ -15,6 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 
 from contract.in_parts import SplitsEverything, SplitsEverythingOnAllRanks
+from contract.pipelines import PIPELINE, in_stages
 from contract.record import Record
 from contract.traits import (
     ACCUMULATION_HOOK,
@@ -62,7 +63,8 @@ class Row:
     Attributes:
         name: how the test is called.
         strategy: what to pass to `Trainer(strategy=)`, from the DDP keyword arguments a scenario needs.
-        plain: "auto" for one device or "ddp" for two gloo ranks.
+        plain: "auto" for one device, "ddp" for two gloo ranks, or "pipeline" for two gloo ranks that have one device's
+            batches and must equal one device.
         callbacks: fresh callbacks for one Trainer.
         tolerance: 0 compares the bits; otherwise the relative and absolute tolerance the docstring promises.
         looser: beginnings of the names of scenarios in which rounding shows more, each with its tolerance.
@@ -70,9 +72,11 @@ class Row:
             reason.
         left_out: scenarios of which a documented difference is not compared: what of a fit (`trace`), or "everything".
         unfused: the traits for which the mechanism must be off. Without any of them it must be on.
-        warned: traits with which a part of the mechanism is off, with a warning, although the rest is on.
+        warned: traits, or scenarios, with which a part of the mechanism is off, with a warning; the rest is on.
         report: where the mechanism's `report()` is; None when the row has no mechanism.
-        refused: traits that end the run with an error, each with a pattern of its message.
+        refused: traits, or scenarios, that end the run with an error, each with a pattern of its message.
+        trainer: further arguments of the row's Trainers.
+        cannot: scenarios that cannot apply, each with the reason; they are skipped.
         only: beginnings of the scenarios' names, for a row that shares most of its code with another.
     """
 
@@ -88,14 +92,26 @@ class Row:
     warned: frozenset[str] = frozenset()
     report: Callable[[Trainer], Any] | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+    cannot: Mapping[str, str] = field(default_factory=dict)
     only: tuple[str, ...] = ("",)
 
     @property
     def reference(self) -> "Row":
-        return PLAIN[self.plain]
+        return PLAIN["auto" if self.is_pipeline else self.plain]
+
+    @property
+    def on_ranks(self) -> bool:
+        """Whether it runs on two ranks."""
+        return self.plain != "auto"
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether its ranks are one device to the Trainer."""
+        return self.plain == "pipeline"
 
     def refusal(self, traits: frozenset[str]) -> str | None:
-        """The pattern of the error that a scenario with these traits must end with."""
+        """The pattern of the error that a scenario with these traits (its name is one) must end with."""
         return next((pattern for trait, pattern in self.refused.items() if trait in traits), None)
 
     def refuses(self, traits: frozenset[str], error: BaseException) -> bool:
@@ -412,6 +428,13 @@ STRATEGIES = [
         plain="ddp",
         refused={**BUDGET_DDP["refused"], SPARSE: "sparse"},
         only=FEW,
+    ),
+    Row("ooo_pipeline", in_stages(microbatches=2), **PIPELINE),
+    Row(
+        "ooo_pipeline_of_single_samples",
+        in_stages(schedule="1f1b"),
+        only=("clip_by", "checkpoint_", "optimizer_adam", "precision_b"),
+        **PIPELINE,
     ),
     Row(
         "ooo_ddp_on_host",

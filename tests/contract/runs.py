@@ -24,7 +24,7 @@ class Runs:
 
     def of(self, row: Row, scenario: str) -> list[Record]:
         """One record for each rank; raises what the run raised."""
-        if row.plain == "ddp":
+        if row.on_ranks:
             return self._on_ranks(row).records(scenario)
         folder = self._folder / row.name / scenario
         if row is not row.reference:  # only a plain run is wanted again
@@ -35,7 +35,7 @@ class Runs:
 
     def _on_ranks(self, row: Row) -> RankRuns:
         if row.name not in self._ranks:
-            names = [name for name in SCENARIOS if name in self._chosen[row.name]]
+            names = [name for name in SCENARIOS if name in self._chosen[row.name] - row.cannot.keys()]
             self._ranks[row.name] = RankRuns(row.name, names, self._folder / row.name)
         return self._ranks[row.name]
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 
 from contract.bench import run
-from contract.broken import FAILS_ON_ONE_RANK
+from contract.broken import FAILS_ON_ONE_RANK, WRONG_IN_STAGES
 from contract.record import Refusal
 from contract.rows import PLAIN, STRATEGIES
 from contract.scenarios import SCENARIOS
 
-ROWS = {row.name: row for row in [*PLAIN.values(), *STRATEGIES, FAILS_ON_ONE_RANK]}
+ROWS = {row.name: row for row in [*PLAIN.values(), *STRATEGIES, FAILS_ON_ONE_RANK, WRONG_IN_STAGES]}
 
 
 def main(row: str, folder: Path, scenarios: list[str]) -> int:
@@ -30,7 +30,7 @@ def main(row: str, folder: Path, scenarios: list[str]) -> int:
             result = run(ROWS[row], SCENARIOS[name], folder / name, world_size)
         except BaseException as error:
             text = traceback.format_exc()
-            if ROWS[row].refuses(SCENARIOS[name].traits, error):  # as all ranks do, at the same place
+            if ROWS[row].refuses(SCENARIOS[name].marks, error):  # as all ranks do, at the same place
                 _write(Refusal(text), path)
                 continue
             # The ranks' collectives no longer match after an error, so this pair of processes is of no more use.

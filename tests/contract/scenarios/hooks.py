@@ -11,16 +11,21 @@ from contract.registry import scenario
 from contract.traits import GRADIENT_HOOK
 
 
+def gradients_of(module: Net) -> list[torch.Tensor]:
+    """Those that are there: a rank of a pipeline has those of its layers."""
+    return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+
+
 class ScalesBeforeStep(Net):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        for parameter in self.parameters():
-            parameter.grad.mul_(0.5)
+        for gradient in gradients_of(self):
+            gradient.mul_(0.5)
 
 
 class ScalesAfterBackward(Net):
     def on_after_backward(self) -> None:
-        for parameter in self.parameters():
-            parameter.grad.mul_(0.5)
+        for gradient in gradients_of(self):
+            gradient.mul_(0.5)
 
 
 class ReadsBeforeZeroGrad(Net):
@@ -33,8 +38,8 @@ class ClipsItself(Net):
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
     ) -> None:
-        for parameter in self.parameters():
-            parameter.grad.clamp_(-0.02, 0.02)
+        for gradient in gradients_of(self):
+            gradient.clamp_(-0.02, 0.02)
 
 
 class OwnBackward(Net):
@@ -44,13 +49,15 @@ class OwnBackward(Net):
 
 class GradientCallback(Callback):
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        pl_module.trace.append({"grad norm": torch.stack([p.grad.norm() for p in pl_module.parameters()])})
+        norms = {name: p.grad.norm() for name, p in pl_module.named_parameters() if p.grad is not None}
+        pl_module.trace.append({"grad norms": norms})
 
 
 class AfterBackwardCallback(Callback):
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         for parameter in pl_module.parameters():
-            parameter.grad.add_(0.01 * parameter.detach())
+            if parameter.grad is not None:
+                parameter.grad.add_(0.01 * parameter.detach())
 
 
 class EveryOtherBatch(Net):
