@@ -159,7 +159,16 @@ MODELS: dict[str, Callable[[], Made]] = {
 }
 
 
-def made(name: str) -> Made:
+def made(name: str, dtype: torch.dtype = torch.float32) -> Made:
     """The same on all ranks."""
     torch.manual_seed(0)
-    return MODELS[name]()
+    model, step, batch = MODELS[name]()
+    return model.to(dtype), step, _in(dtype, batch)
+
+
+def _in(dtype: torch.dtype, batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return {key: _in(dtype, value) for key, value in batch.items()}
+    if isinstance(batch, tuple):
+        return tuple(_in(dtype, value) for value in batch)
+    return batch.to(dtype) if batch.is_floating_point() else batch

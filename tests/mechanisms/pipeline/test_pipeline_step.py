@@ -17,18 +17,20 @@ def outputs(ranks: int, *arguments: str) -> list[str]:
     return [one.stdout.strip() for one in done]
 
 
-@pytest.mark.parametrize("schedules", [OURS, TORCHS], ids=["ours", "torch's"])
-def test_gradients_are_those_of_one_device(schedules):
-    assert outputs(2, "gradients", "sequential", schedules, "1") == ["same"] * 2
+@pytest.mark.parametrize(("ranks", "data"), [(2, 1), (4, 1), (2, 2)])
+def test_gradients_are_those_of_one_device(ranks, data):
+    """With all schedules of ours; in float64, and on two ranks in float32 too."""
+    types = "float64,float32" if ranks == 2 else "float64"
+    assert outputs(ranks * data, "gradients", "sequential", OURS, str(data), types) == ["same"] * ranks * data
 
 
-def test_gradients_on_four_ranks():
-    schedules = f"{OURS.replace(',zbv', '')},InterleavedZeroBubble"
-    assert outputs(4, "gradients", "sequential", schedules, "1") == ["same"] * 4
+def test_gradients_with_torchs_schedules():
+    assert outputs(2, "gradients", "sequential", TORCHS, "1") == ["same"] * 2
+    assert outputs(4, "gradients", "sequential", "InterleavedZeroBubble", "1", "float64") == ["same"] * 4
 
 
 def test_gradients_of_pipelines_side_by_side():
-    assert outputs(4, "gradients", "sequential,tied,residual", "ooo1,1f1b", "2") == ["same"] * 4
+    assert outputs(4, "gradients", "tied,residual", "ooo1,1f1b", "2", "float64") == ["same"] * 4
     assert outputs(2, "gradients", "sequential", "ooo2", "2") == ["same"] * 2
 
 
@@ -39,7 +41,7 @@ def test_models_that_share_weights_or_freeze_them():
 
 def test_residual_connections_between_the_layers():
     assert outputs(2, "gradients", "between", "ooo2,zbv,1f1b", "1") == ["same"] * 2
-    assert outputs(4, "gradients", "between", "ooo2", "1") == ["same"] * 4
+    assert outputs(4, "gradients", "between", "ooo2", "1", "float64") == ["same"] * 4
 
 
 def test_without_gradients_all_ranks_have_all_values():
@@ -87,13 +89,25 @@ def test_bad_input_says_what_to_change(case):
         assert REFUSALS[case] in said
 
 
-def test_a_killed_rank_is_named():
-    first, last = run_ranks(2, WORKER, "lost", "killed", timeout_s=120)
+@pytest.mark.parametrize("when", ["forward", "backward", "sends", "shared"])
+def test_a_killed_rank_is_named(when):
+    first, last = run_ranks(2, WORKER, "lost", when, timeout_s=60)
     assert last.returncode != 0
+    whose = "rank 1 did not come" if when == "shared" else "rank 1 (stage"
+    assert f"a message of {whose}" in first.stdout, first.stderr[-2000:]
+
+
+def test_a_rank_that_sends_nothing_is_named_after_the_timeout():
+    first, _ = run_ranks(2, WORKER, "lost", "hangs", timeout_s=60)
     assert "a message of rank 1 (stage" in first.stdout, first.stderr[-2000:]
+    assert "imed out" in first.stdout
 
 
 def test_an_exception_comes_through_on_its_rank():
-    first, last = run_ranks(2, WORKER, "lost", "raises", timeout_s=120)
+    first, last = run_ranks(2, WORKER, "lost", "raises", timeout_s=60)
     assert last.stdout.strip() == "own of the step's own"
     assert "a message of rank 1 (stage" in first.stdout, first.stderr[-2000:]
+
+
+def test_a_nan_in_one_micro_batch_is_that_of_one_device():
+    assert outputs(2, "not_a_number") == ["same"] * 2
