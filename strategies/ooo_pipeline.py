@@ -64,7 +64,8 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
     code runs on the rank of the last stage. Output gradients go before weight gradients (gradient fast-forwarding,
     section 5.2.1), and layers may be dealt out in turn (modulo allocation). What ``training_step`` calls has to be a
     model with one ``Sequential`` or ``ModuleList`` that holds most of the parameters and whose entries run once each,
-    in order: an ``nn.Sequential``, transformers' GPT-2, BERT or Llama.
+    in order (an ``nn.Sequential``, transformers' GPT-2, BERT or Llama), or, with ``layers="auto"``, modules that are
+    called once each, in the same order in training and evaluation (``self.fc1``, ``self.fc2``).
 
     The first batch runs whole on each rank, without a trace, to see what goes between layers; memory for one whole
     model is needed until then. Gradients are those of one device up to rounding, dropout draws other masks, and
@@ -81,7 +82,8 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
             shortest on paper, for layers of different lengths and slow links), ``"gpipe"``, ``"1f1b"``, ``"zb_h1"``,
             ``"zbv"``, ``"interleaved"``, ``"interleaved_zero_bubble"``, or one of torch's own by its name.
         microbatches: of each batch; ``"auto"``: two for each rank of the pipeline.
-        layers: path of the list of layers in the module; None: it is found.
+        layers: path of the list of layers in the module; None: it is found; ``"auto"``: where there is none,
+            the modules that ``training_step`` calls are the layers.
         group: layers a stage in schedules that deal them out in turn; ``"auto"``: those that give the shortest step,
             simulated from measured times.
         activation_cap: bytes (or ``"2GiB"``) of activations that a rank may keep, for the ``ooo`` schedules.

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from retime.mechanisms.memory.batches import balanced_parts, samples_in
 from retime.mechanisms.memory.sandbox import Undo, random_state, set_random_state
+from retime.mechanisms.pipeline.call_chain import call_chain
 from retime.mechanisms.pipeline.errors import PipelineError, messages_of, messages_of_group
-from retime.mechanisms.pipeline.find_layers import find_layers
+from retime.mechanisms.pipeline.find_layers import LayerList, find_layers
 from retime.mechanisms.pipeline.first_batch import FirstBatch, Wishes, seeded
 from retime.mechanisms.pipeline.gates import LayerGates
 from retime.mechanisms.pipeline.gradient_sums import GradientSums
@@ -57,7 +58,8 @@ class PipelineStep:
         data_group: ranks with the same stages, whose gradients are averaged; None: this rank is alone.
         microbatches: of each batch; batches of fewer samples have fewer.
         schedule: one of :data:`~retime.mechanisms.pipeline.SCHEDULES`, or a schedule of torch's own by name.
-        layers: path of the ``Sequential`` or ``ModuleList`` that is cut; None: to be found.
+        layers: path of the ``Sequential`` or ``ModuleList`` that is cut; None: to be found; ``"auto"``: where
+            there is none, the modules that the first step calls once each, in that order.
         layers_per_stage: under modulo allocation; ``"auto"``: those that give the shortest simulated step.
         activation_cap: bytes of activations that a rank may keep.
         quiet: a context around runs that are only tried out.
@@ -86,9 +88,10 @@ class PipelineStep:
         self._model, self._microbatches, self._quiet = model, microbatches, quiet
         self._wishes = Wishes(check_schedule(schedule), layers_per_stage, activation_cap)
         self._layers = find_layers(model, layers, dist.get_world_size(group))
-        names = [f"{self._layers.path}.{number}".lstrip(".") for number in range(len(self._layers.modules))]
-        self._place = Place(group, data_group, next(model.parameters()).device, names)
-        self._gates = LayerGates(self._layers.modules)
+        self._place = Place(group, data_group, next(model.parameters()).device, [])
+        self._gates = LayerGates([])
+        if self._layers is not None:
+            self._stand_at(self._layers)
         self._workers = Workers()
         self._sums = GradientSums(data_group)
         self._spread: Spread | None = None
@@ -261,15 +264,32 @@ class PipelineStep:
             for one in some
         ]
 
+    def _stand_at(self, layers: LayerList) -> None:
+        self._layers, self._gates = layers, LayerGates(layers.modules)
+        self._place = replace(self._place, names=layers.names)
+
+    def _called_in_order(self, step: Callable[[Any], Any], part: Any) -> LayerList:
+        """The layers of a model that has no list of them, without a trace."""
+        undo = Undo(self._model, part)
+        try:
+            with torch.no_grad():
+                return call_chain(self._model, lambda: seeded(step, part), self._place.ranks)
+        finally:
+            undo.put_back()
+
     def _begin(self, step: Callable[[Any], Any], batch: Any, parts: Sequence[Any]) -> None:
-        first = FirstBatch(self._model, self._layers, self._gates, self._place, self._workers)
         with self._quiet():
+            layers = self._layers
+            if layers is None:
+                layers = self._called_in_order(step, parts[0])
+                self._stand_at(layers)
+            first = FirstBatch(self._model, layers, self._gates, self._place, self._workers)
             spread = self._spread = first.spread(step, batch, parts, self._wishes)
         self._gates.visitor = spread.training_call()
         self._frozen = self._flags()
         self._report = PipelineReport(
             schedule=spread.plan.name,
-            layers=self._layers.path,
+            layers=layers.path,
             stages=spread.plan.stages,
             stages_here=tuple(spread.mine),
             parameter_bytes=spread.owners.bytes_here,

@@ -28,7 +28,7 @@ class Classifier(LightningModule):
         torch.manual_seed(0)
         width = 32
         between = nn.BatchNorm1d(width) if batch_norm else nn.Tanh()
-        self.net = nn.Sequential(
+        self.net: nn.Module = nn.Sequential(
             nn.Linear(FEATURES, width), between, nn.Linear(width, width), nn.Tanh(), nn.Linear(width, CLASSES)
         )
         self.accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=CLASSES)
@@ -64,6 +64,20 @@ class Classifier(LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), 0.2, momentum=0.9, weight_decay=0.01)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class Unlisted(nn.Module):
+    """Layers that are attributes, with functions between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.first = nn.Linear(32, CLASSES), nn.Linear(FEATURES, 32)
+        self.norm, self.second = nn.LayerNorm(32), nn.Linear(32, 32)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x = torch.tanh(self.norm(self.first(inputs)))
+        logits: Tensor = self.out(torch.relu(self.second(x)))
+        return logits
 
 
 class LanguageModel(LightningModule):
@@ -123,6 +137,16 @@ def outcome(module: Any, fit: Trainer) -> dict[str, Any]:
 
 def plain_fit(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
     module = Classifier()
+    fit = trainer(strategy, folder, devices=devices)
+    fit.fit(module, loader(), loader())
+    return outcome(module, fit)
+
+
+def without_a_list(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
+    module = Classifier()
+    module.net = Unlisted()
+    if not isinstance(strategy, str):
+        strategy = OOOPipelineStrategy(layers="auto", microbatches=3)
     fit = trainer(strategy, folder, devices=devices)
     fit.fit(module, loader(), loader())
     return outcome(module, fit)
@@ -195,7 +219,8 @@ def afterwards(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
 
 
 FITS = {
-    one.__name__: one for one in (plain_fit, clipped, callbacks, resumed, language_model, half_precision, afterwards)
+    one.__name__: one
+    for one in (plain_fit, without_a_list, clipped, callbacks, resumed, language_model, half_precision, afterwards)
 }
 
 

@@ -82,6 +82,43 @@ class Skipping(Between):
         return logits
 
 
+class Attributes(nn.Module):
+    """No list of layers: attributes with functions between them, some of them a module deeper; one is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(WIDTH, 11)  # not in the order of its call
+        self.embed = nn.Embedding(11, WIDTH)
+        self.body = Body()
+        self.twice = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.act = nn.Tanh()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.twice(self.body(self.act(self.embed(tokens))))
+        logits: Tensor = self.last(self.act(self.twice(x)))
+        return logits
+
+
+class Body(nn.Module):
+    """Called by `Attributes`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc2, self.fc1 = nn.Linear(2 * WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.norm, self.fc3 = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.fc1(x))
+        x = self.norm(self.fc2(x).tanh())
+        return torch.tanh(self.fc3(x))
+
+
+def attributes() -> Made:
+    model = Attributes()
+    batch = torch.randint(0, 11, (12,)), torch.randint(0, 11, (12,))
+    return model, lambda part: nn.functional.cross_entropy(model(part[0]), part[1]), batch
+
+
 def between() -> Made:
     model = Between()
     batch = torch.randint(0, 11, (12,)), torch.randint(0, 11, (12,))
@@ -152,6 +189,7 @@ MODELS: dict[str, Callable[[], Made]] = {
     "tied": tied,
     "frozen": frozen,
     "between": between,
+    "attributes": attributes,
     "skipping": skipping,
     "gpt2": lambda: transformer("gpt2"),
     "bert": lambda: transformer("bert"),

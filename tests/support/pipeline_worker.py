@@ -53,7 +53,9 @@ def _compare(
     expected = [_plain(name, replica_of, replicas, dtype) for replica_of in range(replicas)]
     model, step, batch = made(name, dtype)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    pipeline = PipelineStep(model, group=group, data_group=others, microbatches=MICRO_BATCHES, schedule=schedule)
+    pipeline = PipelineStep(
+        model, group=group, data_group=others, microbatches=MICRO_BATCHES, schedule=schedule, layers="auto"
+    )
     worst = 0.0
     losses = []
     for number in range(STEPS):
@@ -222,11 +224,11 @@ def _drop_alike() -> None:
     assert len(set(losses[0])) == len(losses[0])
 
 
-def relays() -> None:
+def relays(name: str) -> None:
     """Steps without gradients have all values on all ranks."""
-    model, step, batch = made("between")
-    expected, plain, _ = made("between")
-    pipeline = PipelineStep(model, microbatches=4)
+    model, step, batch = made(name)
+    expected, plain, _ = made(name)
+    pipeline = PipelineStep(model, microbatches=4, layers="auto")
     for _ in range(3):
         pipeline.train(step, batch)
         plain(batch).backward()
@@ -265,6 +267,11 @@ def refused(name: str) -> None:
         options["layers"] = "nowhere"
     elif name == "short":
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    elif name == "no chain":
+        model, step, batch = made("attributes")
+        options["layers"] = "auto"
+        body = model.body
+        steps, batches = [lambda part: body.fc3(body.fc3(model.embed(part[0]))).mean()], [batch]  # type: ignore
     elif name == "chunks":
         model, _, _ = sequential(3)
         options["schedule"] = "zbv"

@@ -45,7 +45,13 @@ def test_residual_connections_between_the_layers():
 
 
 def test_without_gradients_all_ranks_have_all_values():
-    assert outputs(2, "relays") == ["same"] * 2
+    assert outputs(2, "relays", "between") == ["same"] * 2
+    assert outputs(2, "relays", "attributes") == ["same"] * 2
+
+
+def test_models_without_a_list_of_layers():
+    assert outputs(2, "gradients", "attributes", "ooo2,zbv,1f1b", "1") == ["same"] * 2
+    assert outputs(4, "gradients", "attributes", "ooo2", "1") == ["same"] * 4
 
 
 def test_unmodified_transformers():
@@ -77,6 +83,7 @@ REFUSALS = {
     "order": "were given different batches",
     "path": "layers='nowhere' is no module of the model; lists of layers in it: ''",
     "short": "name the list with layers=",
+    "no chain": "does not call 2 modules or more with half of them",
     "chunks": "schedule='zbv' has two stages a rank, and 3 layers are too few for 2 ranks",
     "cap": "the least feasible cap",
     "frozen": "were frozen or thawed",
