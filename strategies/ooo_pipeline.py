@@ -33,6 +33,7 @@ from retime.mechanisms.pipeline import (
     PipelineStep,
     check_optimizer,
     check_schedule,
+    find_layers,
     forget_absent,
     make_groups,
     messages_of_group,
@@ -162,6 +163,9 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and self.world_size > 1:
             _check(module, trainer, self.precision_plugin)
+            pipeline, _ = sizes_of(self.world_size, *self._sizes)
+            if pipeline > 1:  # before ranks speak to each other, so that all of them end with the same error
+                find_layers(module, self._wanted["layers"], pipeline)
         super().setup(trainer)
         if not fitting:
             return

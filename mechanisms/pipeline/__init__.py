@@ -3,6 +3,7 @@
 from retime.mechanisms.pipeline.check_optimizer import check_optimizer
 from retime.mechanisms.pipeline.checkpoint import forget_absent, whole_model_state, whole_optimizer_state
 from retime.mechanisms.pipeline.errors import PipelineError, RankLostError, messages_of_group
+from retime.mechanisms.pipeline.find_layers import find_layers
 from retime.mechanisms.pipeline.groups import Size, make_groups, sizes_of
 from retime.mechanisms.pipeline.ownership import refuse_part_of_model
 from retime.mechanisms.pipeline.pipeline_step import PipelineStep
@@ -23,6 +24,7 @@ __all__ = [
     "Size",
     "check_optimizer",
     "check_schedule",
+    "find_layers",
     "forget_absent",
     "make_groups",
     "messages_of_group",

@@ -36,6 +36,8 @@ from retime.schedules.timeline import Span as TimelineSpan
 
 __all__ = ["PipelineStep"]
 
+_ASK_AHEAD = 8
+"""Tasks, by which gloo is asked for messages in advance: each holds memory from then on. NCCL's wait for each other."""
 _NOT_YET = "the model is whole on all ranks before its first batch"
 
 
@@ -327,7 +329,8 @@ class PipelineStep:
             Stage(stage, plan.rank_of, place.group, place.device, running.forward, spread.split, running.reads, done)
             for stage in spread.mine
         ]
-        runtime = pipeline_runtime(stages, plan.micro_batches, plan.orders, spread.with_messages)
+        ahead = _ASK_AHEAD if dist.get_backend(place.group) == "gloo" else 0
+        runtime = pipeline_runtime(stages, plan.micro_batches, plan.orders, spread.with_messages, ask_ahead=ahead)
         spread.with_messages = runtime.with_messages
         try:
             running.begin()

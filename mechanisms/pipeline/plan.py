@@ -12,6 +12,7 @@ from retime.mechanisms.torch_private import PipelineAction, torch_pipeline_order
 from retime.schedules import Kind, Schedule
 from retime.schedules.pipeline import (
     FLUSH,
+    Hops,
     Placement,
     StageCosts,
     block,
@@ -72,13 +73,13 @@ class Costs:
     Attributes:
         forward_ms: measured.
         saved_bytes: what a layer keeps for its backward pass.
-        hop_ms: of a message between two ranks.
+        hop_ms: of a message between two ranks, or by ranks; see :data:`~retime.schedules.pipeline.Hops`.
         task_ms: what a task takes beside its layers, in the runtime.
     """
 
     forward_ms: tuple[float, ...]
     saved_bytes: tuple[int, ...]
-    hop_ms: float
+    hop_ms: Hops
     task_ms: float = 0.0
 
 

@@ -24,6 +24,8 @@ def pipeline_runtime(
     micro_batches: int,
     orders: Mapping[int, Sequence[PipelineAction]],
     with_messages: Any = None,
+    *,
+    ask_ahead: int = 0,
 ) -> Any:
     """A runtime for this rank's stages, whose ``run()`` does what ``orders`` say, with all messages between ranks.
 
@@ -34,6 +36,8 @@ def pipeline_runtime(
         micro_batches: how many.
         orders: by rank of the pipeline, what it computes.
         with_messages: of an earlier runtime of the same orders.
+        ask_ahead: by how many tasks a message is asked for before torch would ask, which is when it is sent. Messages
+            of a rank that wait for nobody (gloo's, which travel once both sides have asked) are there sooner then.
 
     Raises:
         PrivateNameError: this torch has no such runtime.
@@ -72,12 +76,33 @@ def pipeline_runtime(
             rank: [_Action(stage, kinds[kind], batch) for kind, stage, batch in order] for rank, order in orders.items()
         }
         runtime._prepare_schedule_with_comms(actions)
+        runtime.pipeline_order_with_comms = {
+            rank: _asked_ahead(order, ask_ahead) for rank, order in runtime.pipeline_order_with_comms.items()
+        }
     else:
         runtime.pipeline_order_with_comms = with_messages
         rank_of = {stage: rank for rank, order in orders.items() for _, stage, _ in order}
         for one in stages:  # a new runtime has dealt them out in turn
             one.stage_index_to_group_rank = rank_of
     return runtime
+
+
+def _asked_ahead(order: Sequence[Any], ahead: int) -> list[Any]:
+    """The order with receives up to ``ahead`` computations earlier; they stay behind each other."""
+    found: list[Any] = []
+    for action in order:
+        place = len(found)
+        if _is_receive(action):
+            passed = 0
+            while place and not _is_receive(found[place - 1]) and passed + found[place - 1].is_compute_op <= ahead:
+                place -= 1
+                passed += found[place].is_compute_op
+        found.insert(place, action)
+    return found
+
+
+def _is_receive(action: Any) -> bool:
+    return str(action.computation_type.name).startswith("RECV")
 
 
 def torch_pipeline_orders(

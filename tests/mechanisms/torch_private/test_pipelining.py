@@ -63,3 +63,32 @@ def test_orders_of_torchs_schedules():
         )
     with pytest.raises(ValueError, match="Unknown schedule"):
         torch_private.torch_pipeline_orders("Nonesuch", 2, 4, 2)
+
+
+class OneOfTwo(Stage):
+    """The first stage of two, on the first rank."""
+
+    num_stages, group_size = 2, 2
+    is_last = False
+    stage_index_to_group_rank = {0: 0, 1: 1}  # noqa: RUF012
+
+
+@pytest.mark.usefixtures("group")
+def test_messages_are_asked_for_ahead():
+    orders = {
+        0: [("F", 0, batch) for batch in range(4)] + [("B", 0, batch) for batch in range(4)],
+        1: [(kind, 1, batch) for batch in range(4) for kind in "FB"],
+    }
+
+    def received(ask_ahead: int) -> tuple[list[str], list[str]]:
+        found = torch_private.pipeline_runtime([OneOfTwo()], 4, orders, ask_ahead=ask_ahead).with_messages[1]
+        names = [str(action) for action in found]
+        return names, [name for name in names if "RECV" in name]
+
+    plain, receives = received(0)
+    ahead, receives_ahead = received(1)
+    assert receives_ahead == receives
+    assert [name for name in ahead if name not in receives] == [name for name in plain if name not in receives]
+    earlier = [plain.index(name) - ahead.index(name) for name in receives]
+    assert min(earlier) >= 0
+    assert max(earlier) > 0
