@@ -236,6 +236,19 @@ class PipelineSettings(Settings):
     timeout_s: float = 900.0
 
 
+@dataclass
+class PaperPipelineSettings(SimulatedSettings):
+    """Pipelines on paper; times are in units, of a layer's F, O or W for a micro-batch."""
+
+    # Figures 5, 6 and 12
+    layer_counts: list[int] = field(default_factory=list)
+    ranks: int = 2
+    micro_batches: int | None = None  # null: the batch is whole, as in cross-layer model parallelism
+    # Figures 11 and 13
+    schedules: list[str] = field(default_factory=list)
+    cases: dict[str, Any] = field(default_factory=dict)  # name: {layers, ranks, micro_batches, ratio, ...}
+
+
 def register(name: str, settings: type[Settings]) -> None:
     """Offer a settings class to experiment files as `/schema: <name>`.
 
@@ -262,6 +275,7 @@ def register_all() -> None:
     register("cpu_memory", AllocatorSettings)
     register("cpuacc", AccumulationSettings)
     register("pipeline", PipelineSettings)
+    register("paper_pipeline", PaperPipelineSettings)
     OmegaConf.register_new_resolver("by_hardware", _by_hardware, replace=True)
 
 
