@@ -13,6 +13,7 @@ from retime.schedules import Kind, Schedule
 from retime.schedules.pipeline import (
     FLUSH,
     Hops,
+    PipelineTimeline,
     Placement,
     StageCosts,
     block,
@@ -63,6 +64,8 @@ _FLUSH_FORMS = ("ooo1_flush", "ooo2_flush")
 _CAPPED = (_ANY, *_SEARCHED, *_FLUSH_FORMS)
 _AS_GOOD = 1.01
 """Of plans so close to the shortest the one with the fewest stages is taken: each task costs some time of its own."""
+_FAST_FORWARDING = {"ooo1": zb_h1, "ooo2": interleaved_zero_bubble, "ooo_v": zbv}
+"""Orders of others that let weight gradients wait, by allocation."""
 _LETTERS: dict[Kind, Literal["F", "O", "W"]] = {Kind.F: "F", Kind.O: "O", Kind.W: "W"}
 
 
@@ -235,9 +238,7 @@ class Planner:
         of_stages = StageCosts(forward, forward, forward, _by_stage(costs.saved_bytes, stage_of, stages))
         placement = _placement(name, stages, ranks, forward)
         if name in _SEARCHED:
-            schedule = fastest_list_schedule(
-                placement, micro_batches, of_stages, hops=costs.hop_ms, cap=self._cap, first_output_gradient=True
-            )
+            schedule = self._fastest(name, placement, of_stages, micro_batches)
         elif name in _FLUSH_FORMS:
             schedule, _ = list_schedule(
                 placement,
@@ -250,7 +251,7 @@ class Planner:
             )
         else:
             schedule = _PUBLISHED[name](placement, micro_batches, first_output_gradient=True)
-        ran = simulate_pipeline(schedule, placement, of_stages, hops=costs.hop_ms)
+        ran = self._ran(schedule, placement, of_stages)
         return PipelinePlan(
             name,
             stage_of,
@@ -260,6 +261,22 @@ class Planner:
             ran.makespan_ms,
             ran.bubble_share,
         )
+
+    def _fastest(self, name: str, placement: Placement, costs: StageCosts, micro_batches: int) -> Schedule:
+        """The shorter of the list schedules and, without a cap, the published order with the same allocation."""
+        listed = fastest_list_schedule(
+            placement, micro_batches, costs, hops=self._costs.hop_ms, cap=self._cap, first_output_gradient=True
+        )
+        if self._cap is not None:
+            return listed
+        try:
+            published = _FAST_FORWARDING[name](placement, micro_batches, first_output_gradient=True)
+        except ValueError:  # such as micro-batches that do not fill its rounds
+            return listed
+        return min(listed, published, key=lambda order: self._ran(order, placement, costs).makespan_ms)
+
+    def _ran(self, schedule: Schedule, placement: Placement, costs: StageCosts) -> PipelineTimeline:
+        return simulate_pipeline(schedule, placement, costs, hops=self._costs.hop_ms)
 
 
 def _placement(name: str, stages: int, ranks: int, costs: Sequence[float]) -> Placement:

@@ -30,6 +30,14 @@ def test_no_published_order_is_faster_on_paper(layers, ranks, micro_batches, hop
         assert ours <= Planner(name, ranks, costs).plan(micro_batches).makespan_ms * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(("layers", "ranks"), [(12, 8), (24, 16), (10, 4)])
+def test_nor_where_ranks_have_different_numbers_of_layers(layers, ranks):
+    costs = Costs((1.0,) * layers, (1,) * layers, 0.05)
+    ours = Planner("ooo2", ranks, costs).plan(ranks).makespan_ms
+    for name in ("gpipe", "1f1b", "zb_h1", "interleaved", "interleaved_zero_bubble"):
+        assert ours <= Planner(name, ranks, costs).plan(ranks).makespan_ms * 1.01
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_with_layers_of_different_lengths_none_of_the_same_allocation_is(seed):
     chance = random.Random(seed)
