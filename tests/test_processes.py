@@ -12,7 +12,7 @@ def test_rows_with_one_plain_run_share_a_process() -> None:
     shares = {row.plain: set() for row in STRATEGIES}
     for row in STRATEGIES:
         shares[row.plain].add(share_of(f"{TABLE}::test_equals_the_plain_strategy[{row.name}-a_scenario]"))
-    assert shares == {"auto": {TABLE}, "ddp": {f"{TABLE} on several ranks"}}
+    assert shares == {"auto": {TABLE}, "pipeline": {TABLE}, "ddp": {f"{TABLE} on several ranks"}}
 
 
 def test_a_file_is_a_share() -> None:
