@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from retime.integrations.accelerate.pipeline_folders import keep_in_folders, whole_folders
 from retime.integrations.accelerate.pipeline_guards import guards, one_step_a_batch
 from retime.integrations.accelerate.prepared import (
     ONE_PROCESS_OR_DDP,
@@ -64,8 +65,13 @@ class OutOfOrderPipeline:
         pipeline.restore()                                  # the model is whole again
 
     See :class:`retime.strategies.OOOPipelineStrategy` for what happens, which models can be cut, and the arguments. All
-    processes make one of these, and all call its methods. They begin with the values of the first process; load
-    checkpoints, of the optimizer on all processes, before the first batch.
+    processes make one of these, and all call its methods. They begin with the values of the first process.
+
+    ``accelerator.save_state()`` and ``load_state()`` have the model too, behind those that were prepared, and the
+    whole optimizer's state: folders are those of a script on one device that prepares the model, and either is loaded
+    by the other, on any number of processes, at any time while the pipeline is there. All processes call them;
+    ``accelerator.get_state_dict(model)`` and ``save_model`` too. Other checkpoints, of the optimizer on all processes,
+    are loaded before the first batch.
 
     Each process of a pipeline needs the same batches. With one pipeline a loader that was not prepared, with the same
     seed everywhere, gives them; with several, ``accelerate.data_loader.prepare_data_loader(loader,
@@ -109,11 +115,13 @@ class OutOfOrderPipeline:
         self._step: PipelineStep | None = None
         self._guards = ExitStack()
         self._is_over = False
+        self._elsewhere: list[nn.Parameter] = []
         self._last_report = PipelineReport()
         if stages == 1:
             text = "OutOfOrderPipeline has no effect: with one rank there are no stages to share out"
             warnings.warn(text, NoEffectWarning, stacklevel=3)
         if accelerator.num_processes == 1:
+            keep_in_folders(accelerator, model, self.state_dict, self._refuse_parts)
             return
         if stages > 1:
             check_optimizer(self._optimizer.optimizer)
@@ -136,7 +144,9 @@ class OutOfOrderPipeline:
         )
         note_there(self._optimizer, Mechanism.PIPELINE)
         self._guards.callback(note_gone, self._optimizer, Mechanism.PIPELINE)
-        self._guards.enter_context(guards(accelerator, model))
+        self._guards.enter_context(guards(accelerator, model, self.state_dict))
+        keep_in_folders(accelerator, model, self.state_dict, self._refuse_parts)
+        self._guards.enter_context(whole_folders(accelerator, self._optimizer, self._step, self.optimizer_state_dict))
 
     def train_batch(self, batch: Any, loss_fn: Callable[[Any], Any]) -> Tensor:
         """Add a batch's gradients, divided by ``gradient_accumulation_steps``, to ``.grad``.
@@ -218,11 +228,16 @@ class OutOfOrderPipeline:
         return self._last_report if self._step is None else self._step.report()
 
     def restore(self) -> None:
-        """Give each process the whole model back, but not the optimizer's state; after an exception its layers stay."""
+        """Give each process the whole model back, but not the optimizer's state; after an exception its layers stay.
+
+        From then on ``accelerator.save_state()`` is refused, if the optimizer has a state, until a whole one is loaded.
+        """
         step, self._step = self._step, None
         self._guards.close()
         if step is None:
             return
+        if step.is_spread:
+            self._elsewhere = [step.owners.parameters[name] for name in step.owners.absent]
         self._last_report, self._is_over = step.report(), True
         if sys.exc_info()[0] is None:
             step.restore()
@@ -235,6 +250,18 @@ class OutOfOrderPipeline:
                 return step(part)
 
         return run
+
+    def _refuse_parts(self) -> None:
+        """Raise where a folder would have a part of the model, or of the optimizer's state, for the whole."""
+        if self._step is not None:
+            return
+        refuse_part_of_model(self._model)
+        state = self._optimizer.optimizer.state
+        if state and any(parameter not in state for parameter in self._elsewhere):
+            raise RuntimeError(
+                "this OutOfOrderPipeline was restored, and accelerator.save_state() would write the optimizer's state "
+                "of the first process's layers alone: call save_state() before restore()"
+            )
 
     def _refuse_if_over(self) -> None:
         if self._is_over:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,14 +15,18 @@ from retime.mechanisms.replaced_attributes import replaced_attributes
 
 
 @contextmanager
-def guards(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
-    """Inside, clipping by the norm of one process and saving the state of one process are refused.
+def guards(
+    accelerator: Accelerator, model: nn.Module, whole_state: Callable[[], dict[str, Any] | None]
+) -> Iterator[None]:
+    """Inside, clipping by the norm of one process is refused, and ``get_state_dict`` of the model gives the whole.
 
     Args:
         accelerator: of the loop.
         model: that is spread over processes.
+        whole_state: that of the whole model, on the process that writes, None on others; all call it.
     """
     plain, ours = accelerator.clip_grad_norm_, set(model.parameters())
+    plain_state = accelerator.get_state_dict
 
     def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -33,18 +37,16 @@ def guards(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
             "OutOfOrderPipeline.clip_grad_norm_(max_norm)"
         )
 
-    def save_state(models: Any, weights: Any, folder: str) -> None:
-        raise RuntimeError(
-            "accelerator.save_state() would write the optimizer's state of the first process's layers alone: call "
-            "OutOfOrderPipeline.state_dict() and optimizer_state_dict() on all processes, and accelerator.save() them"
-        )
+    def get_state_dict(given: nn.Module, *args: Any, **kwargs: Any) -> Any:  # save_model() asks here too
+        return whole_state() if given is model else plain_state(given, *args, **kwargs)
 
-    handle = accelerator.register_save_state_pre_hook(save_state)
-    try:
-        with replaced_attributes(accelerator, clip_grad_norm_=clip_grad_norm_):
-            yield
-    finally:
-        handle.remove()
+    with replaced_attributes(accelerator, clip_grad_norm_=clip_grad_norm_, get_state_dict=get_state_dict):
+        yield
+
+
+def same_model(model: nn.Module, models: Iterable[nn.Module]) -> bool:
+    """Whether a model is one of these."""
+    return any(one is model for one in models)
 
 
 def one_step_a_batch(accelerator: Accelerator, optimizer: AcceleratedOptimizer, replicas: int, undo: ExitStack) -> None:

@@ -14,12 +14,11 @@ __all__ = ["forget_absent", "whole_model_state", "whole_optimizer_state"]
 
 def whole_model_state(model: nn.Module, state: dict[str, Any], pipeline: PipelineStep) -> dict[str, Any]:
     """A state dict with every rank's own values in it, on the first rank of the pipeline; all ranks call this."""
-    names = {tensor: name for name, tensor in pipeline.owners.parameters.items()}
-    key_of = {key: names[p] for key, p in model.named_parameters(remove_duplicate=False)}
+    owner_of = _first_names(model)
     mine = {
-        key: value.detach().cpu()
+        owner_of.get(key, key): value.detach().cpu()
         for key, value in state.items()
-        if isinstance(value, Tensor) and pipeline.owners.counts_state(key_of.get(key, key))
+        if isinstance(value, Tensor) and pipeline.owners.counts_state(owner_of.get(key, key))
     }
     gathered = pipeline.gather(mine)
     if gathered is None:
@@ -27,7 +26,14 @@ def whole_model_state(model: nn.Module, state: dict[str, Any], pipeline: Pipelin
     found: dict[str, Any] = {}
     for part in gathered:
         found |= part
-    return type(state)((key, found.get(key, value)) for key, value in state.items())
+    return type(state)((key, found.get(owner_of.get(key, key), value)) for key, value in state.items())
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """By each name of a parameter or buffer, its first: tied weights are sent once, and one tensor in the file too."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    first: dict[Tensor, str] = {}
+    return {name: first.setdefault(tensor, name) for name, tensor in named}
 
 
 def whole_optimizer_state(optimizer: Optimizer, state: dict[str, Any], pipeline: PipelineStep) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from retime.integrations.accelerate import FusedOptimizer, OutOfOrderPipeline
 from retime.mechanisms.pipeline import PipelineError
 
 WIDTH, BATCH, BATCHES, ACCUMULATED = 96, 8, 8, 2
-RANKS = int(os.environ["WORLD_SIZE"])
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Net(nn.Module):
@@ -231,14 +231,12 @@ def refused() -> None:
     other = nn.Linear(2, 2)
     other(torch.ones(2)).sum().backward()
     assert accelerator.clip_grad_norm_(other.parameters(), 1.0) > 0
-    with pytest.raises(RuntimeError, match=r"accelerator\.save\(\) them"):
-        accelerator.save_state("nowhere")
     tokens = torch.arange(13)
     with pytest.raises(PipelineError, match="were given different batches"):
         pipeline.train_batch((tokens.roll(accelerator.process_index), tokens), loss_of(model))
     pipeline.restore()
     assert scheduler.split_batches is False
-    assert vars(accelerator).keys() == before.keys()
+    assert vars(accelerator).keys() - before.keys() == {"_retime_models_in_folders"}
     pipeline = OutOfOrderPipeline(accelerator, model, optimizer, pipeline_parallel_size=2, microbatches=2)
     pipeline.train_batch((tokens, tokens), loss_of(model))
     assert scheduler.split_batches is True
