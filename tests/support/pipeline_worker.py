@@ -85,7 +85,8 @@ def _compare(
     assert report.steps == STEPS
     assert report.schedule.lower() in ALSO.get(schedule, (schedule.lower(), schedule))
     spread = pipeline._known
-    assert bool(spread.plan.waiting) == (schedule not in CONVENTIONAL)
+    if dist.get_world_size(group) > 1:  # alone, a rank may have nothing to put off
+        assert bool(spread.plan.waiting) == (schedule not in CONVENTIONAL)
     if name == "sequential":  # one backward pass where nothing waits
         waits = any(stage in spread.mine for stage, _ in spread.plan.waiting)
         assert (spread.split.deferred_gradients > 0) == waits

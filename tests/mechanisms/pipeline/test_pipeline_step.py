@@ -24,6 +24,17 @@ def test_gradients_are_those_of_one_device(ranks, data):
     assert outputs(ranks * data, "gradients", "sequential", OURS, str(data), types) == ["same"] * ranks * data
 
 
+def test_gradients_of_models_that_are_not_cut():
+    """Two ranks, each with a whole model; ZBV takes two stages a rank and refuses one."""
+    assert outputs(2, "gradients", "sequential", OURS.replace(",zbv", ""), "2", "float64") == ["same"] * 2
+
+
+def test_gradients_on_eight_ranks():
+    """Four for each of two models; the schedules that differ most, and a model with tied weights."""
+    assert outputs(8, "gradients", "sequential", "ooo2,ooo,1f1b,zbv", "2", "float64") == ["same"] * 8
+    assert outputs(8, "gradients", "tied", "ooo1", "2", "float64") == ["same"] * 8
+
+
 def test_gradients_with_torchs_schedules():
     assert outputs(2, "gradients", "sequential", TORCHS, "1") == ["same"] * 2
     assert outputs(4, "gradients", "sequential", "InterleavedZeroBubble", "1", "float64") == ["same"] * 4
