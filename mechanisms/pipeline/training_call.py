@@ -13,7 +13,7 @@ from retime.mechanisms.pipeline.errors import PipelineError
 from retime.mechanisms.pipeline.plan import PipelinePlan
 from retime.mechanisms.pipeline.survey import Shapes
 from retime.mechanisms.pipeline.suspended_call import SuspendedCall, current_call
-from retime.mechanisms.pipeline.values import ValueKind, becomes, replaced_tensors, shapes_of, tensors_in_order
+from retime.mechanisms.pipeline.values import ValueKind, leads_to, replaced_tensors, shapes_of, tensors_in_order
 
 __all__ = ["AtEdge", "TrainingCall"]
 
@@ -69,9 +69,9 @@ class TrainingCall:
         if not here or not sent:
             return None
         # in place where that can be: code between the layers may use it beside the layer (a residual connection)
-        leaves = {place: given[place] if becomes(given[place], one) else one for place, one in sent.items()}
-        call.leaves = [leaves[place] for place in sent]
-        changed: tuple[Any, Any] = replaced_tensors((args, kwargs), leaves)
+        inputs = {place: leads_to(given[place], one, has_backward=comes_from_here) for place, one in sent.items()}
+        call.leaves = [leaf for _, leaf in inputs.values()]
+        changed: tuple[Any, Any] = replaced_tensors((args, kwargs), {place: one for place, (one, _) in inputs.items()})
         return changed
 
     def is_here(self, layer: int) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from retime.mechanisms.torch_private import tree_flatten, tree_map, tree_unflatten
 
-__all__ = ["TensorKind", "ValueKind", "becomes", "kind_of", "replaced_tensors", "shapes_of", "tensors_in_order"]
+__all__ = ["TensorKind", "ValueKind", "kind_of", "leads_to", "replaced_tensors", "shapes_of", "tensors_in_order"]
 
 
 @dataclass(frozen=True)
@@ -109,13 +109,40 @@ def shapes_of(value: Any) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
     return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_in_order(value))
 
 
-def becomes(old: Tensor, new: Tensor) -> bool:
-    """Let a tensor, wherever user code holds it, be a leaf with the values of another; whether it could."""
+def leads_to(old: Tensor, new: Tensor, *, has_backward: bool) -> tuple[Tensor, Tensor]:
+    """Let a tensor, wherever user code holds it, have the values of another, and its graph end there.
+
+    Args:
+        old: came from a layer, or stands for what did. A view of what has a graph stays what it is.
+        new: without a graph, but it may need a gradient.
+        has_backward: the graph of ``old`` is run backward on this rank.
+
+    Returns:
+        What to use in the place of ``old``, itself where that can be; and the leaf that gets the gradient.
+    """
     if old.requires_grad:
         try:
             old.detach_()
         except RuntimeError:  # a view, whose base has a graph
-            return False
+            return new, new
     old.data = new.detach()
-    old.requires_grad_(new.requires_grad)
-    return True
+    if not new.requires_grad:
+        return old, new
+    if has_backward:  # the graph may have saved it, so it must not count as written into
+        return old.requires_grad_(), old
+    # no leaf, so that layers may write into it, as ReLU(inplace=True) does
+    led: Tensor = _LeadsTo.apply(old, new)  # type: ignore[no-untyped-call]
+    return led, new
+
+
+class _LeadsTo(torch.autograd.Function):
+    """A tensor without a graph, as if it had been computed from another with the same values."""
+
+    @staticmethod
+    def forward(ctx: Any, old: Tensor, new: Tensor) -> Tensor:
+        ctx.mark_dirty(old)
+        return old
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, gradient

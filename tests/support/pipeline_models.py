@@ -70,6 +70,28 @@ class Between(nn.Module):
         return logits
 
 
+class WritesInput(nn.Linear):
+    """Writes into what it is given, as `ReLU(inplace=True)` does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(0.9).tanh_())
+
+
+class InPlace(Between):
+    """What the layers have written into goes on beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(WritesInput(WIDTH, WIDTH) for _ in range(8))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
 class Skipping(Between):
     """What all layers give goes past the later ones to the head."""
 
@@ -121,6 +143,12 @@ def attributes() -> Made:
 
 def between() -> Made:
     model = Between()
+    batch = torch.randint(0, 11, (12,)), torch.randint(0, 11, (12,))
+    return model, lambda part: nn.functional.cross_entropy(model(part[0]), part[1]), batch
+
+
+def in_place() -> Made:
+    model = InPlace()
     batch = torch.randint(0, 11, (12,)), torch.randint(0, 11, (12,))
     return model, lambda part: nn.functional.cross_entropy(model(part[0]), part[1]), batch
 
@@ -189,6 +217,7 @@ MODELS: dict[str, Callable[[], Made]] = {
     "tied": tied,
     "frozen": frozen,
     "between": between,
+    "in_place": in_place,
     "attributes": attributes,
     "skipping": skipping,
     "gpt2": lambda: transformer("gpt2"),
