@@ -30,6 +30,7 @@ from retime.mechanisms.pipeline.spread import Place, Spread
 from retime.mechanisms.pipeline.stage import Stage
 from retime.mechanisms.pipeline.suspended_call import Workers
 from retime.mechanisms.pipeline.values import shapes_of
+from retime.mechanisms.pipeline.warn_of_parts import ChangedBuffers
 from retime.mechanisms.torch_private import pipeline_runtime, post_accumulate_hooks
 from retime.schedules.pipeline import lane_name
 from retime.schedules.timeline import Span as TimelineSpan
@@ -153,6 +154,7 @@ class PipelineStep:
         seeds = torch.randint(2**62, (len(parts),)).tolist()
         random, kept = random_state(), spread.owners.keep_gradients()
         running = RunningStep(spread, step, parts, seeds, divide_by, self._workers)
+        buffers = ChangedBuffers(self._model) if len(parts) > 1 and not self._report.steps else None
         try:
             self._run(spread, running)
         finally:
@@ -161,6 +163,8 @@ class PipelineStep:
         self._sums.begin(spread.late)
         self._sums.end()
         spread.owners.refuse_strays()
+        if buffers is not None:
+            buffers.warn()
         return running.results
 
     def take_examples(self) -> Examples | None:
@@ -213,12 +217,13 @@ class PipelineStep:
         """The 2-norm of the gradients of parameters on all ranks; all ranks call this."""
         counted = self.owners.norm_parts()
         gradients = [p.grad for p in parameters if p in counted and p.grad is not None]
-        square = torch.zeros((), device=self._place.device)
+        square = torch.zeros((), dtype=torch.float64, device=self._place.device)
         if gradients:
-            square += nn.utils.get_total_norm(gradients).float().square()
+            square += nn.utils.get_total_norm(gradients).double().square()
         with messages_of_group(self._place.group):
             dist.all_reduce(square, group=self._place.group)
-        return square.sqrt()
+        types = {parameter.dtype for parameter in self._model.parameters()}
+        return square.sqrt().to(torch.float64 if torch.float64 in types else torch.float32)
 
     def restore(self) -> None:
         """Give each rank the whole model back; all ranks call this."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import warnings
 
-from torch import nn
+from torch import Tensor, nn
 
 from retime.mechanisms.no_effect import NoEffectWarning
-from retime.mechanisms.torch_private import BatchNormBase
+from retime.mechanisms.torch_private import BatchNormBase, version_of
 
 __all__ = ["warn_of_parts"]
 
@@ -31,3 +31,49 @@ def warn_of_parts(model: nn.Module) -> None:
             NoEffectWarning,
             stacklevel=2,
         )
+    tables = [name for name, one in model.named_modules() if getattr(one, "scale_grad_by_freq", False)]
+    if tables:
+        warnings.warn(
+            f"{tables[0]!r} divides gradients by how often a row was read (scale_grad_by_freq), in a micro-batch under "
+            "a pipeline, so training differs from that on one device: use microbatches=1, or leave it out",
+            NoEffectWarning,
+            stacklevel=2,
+        )
+
+
+class ChangedBuffers:
+    """Says which buffers a step changes, as spectral norms do: once a micro-batch, in place of once a batch.
+
+    Args:
+        model: before the step. BatchNorm's buffers do not count, of which :func:`warn_of_parts` tells.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._before = self._found()
+
+    def warn(self) -> None:
+        """After the step."""
+        changed = [name for name, found in self._found().items() if found != self._before.get(name)]
+        if changed:
+            others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            warnings.warn(
+                f"the forward pass changes the buffer {changed[0]!r}{others}, and runs once a micro-batch under a "
+                "pipeline, so training may differ from that on one device: use microbatches=1, or change it once a "
+                "batch, in a hook",
+                NoEffectWarning,
+                stacklevel=3,
+            )
+
+    def _found(self) -> dict[str, tuple[int, int]]:
+        """Which tensor a buffer is, and how often it was written in place."""
+        norms = {f"{name}." for name, one in self._model.named_modules() if isinstance(one, BatchNormBase)}
+        return {
+            name: _identity(buffer)
+            for name, buffer in self._model.named_buffers()
+            if f"{name.rpartition('.')[0]}." not in norms
+        }
+
+
+def _identity(buffer: Tensor) -> tuple[int, int]:
+    return id(buffer), 0 if buffer.is_inference() else version_of(buffer)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from torch import nn
 
 from retime import NoEffectWarning, OOOPipelineStrategy, PipelineTimeline
 from retime.mechanisms.pipeline import warn_of_parts
@@ -117,6 +118,8 @@ def test_what_micro_batches_change_is_said() -> None:
 
     with pytest.warns(NoEffectWarning, match=r"'net.1' and other BatchNorm layers"):
         warn_of_parts(Classifier(batch_norm=True))
+    with pytest.warns(NoEffectWarning, match=r"'0' divides gradients by how often a row was read"):
+        warn_of_parts(nn.Sequential(nn.Embedding(3, 3, scale_grad_by_freq=True), nn.Embedding(3, 3)))
 
 
 def test_numbers_that_micro_batches_change_are_named(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from retime.mechanisms.memory.batches import balanced_parts, samples_in
+from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.pipeline import PipelineError, PipelineStep, RankLostError
 from retime.mechanisms.pipeline.stage import Stage
 from support.pipeline_models import WIDTH, made, sequential
@@ -63,6 +65,9 @@ def _compare(
         losses += [sum(one.weight * _loss(one.output) for one in found)] if found else []
         everything = [one[number][0] for one in expected]
         largest = max(float(gradient.norm()) for gradient in everything[0].values() if gradient is not None)
+        whole_norm = torch.stack([mean.norm() for mean in _means(everything)]).norm()
+        error = float((pipeline.total_norm(model.parameters()) - whole_norm).abs() / whole_norm)
+        assert error <= NEAR[dtype], (name, schedule, dtype, number, "norm", error)
         for parameter_name, parameter in model.named_parameters():
             if RANK % dist.get_world_size(group) not in pipeline.owners.ranks[parameter_name]:
                 assert parameter.grad is None, parameter_name
@@ -98,6 +103,12 @@ def _compare(
     loss = step(batch)
     (loss if isinstance(loss, Tensor) else loss["loss"]).backward()  # as ever
     return worst
+
+
+def _means(everything: list[dict[str, Tensor | None]]) -> list[Tensor]:
+    """The gradients of all parameters that have one, over replicas."""
+    each = [[one for one in found.values() if one is not None] for found in everything]
+    return [torch.stack(alike).mean(0) for alike in zip(*each, strict=True)]
 
 
 def _plain(
@@ -223,6 +234,22 @@ def _drop_alike() -> None:
         pipeline.remove()
     assert losses[0] == losses[1] == losses[2], losses
     assert len(set(losses[0])) == len(losses[0])
+
+
+def parts() -> None:
+    """Layers that see micro-batches where they would see batches: a warning each, of the layers that are here."""
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)]
+    layers[3] = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))  # type: ignore[call-overload]
+    model = nn.Sequential(nn.Embedding(5, 8), *layers)
+    tokens = torch.arange(8) % 5
+    for count in (1, 4):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            pipeline = PipelineStep(model, microbatches=count, schedule="1f1b")
+            for _ in range(2):
+                pipeline.train(lambda part: model(part[0]).square().mean(), (tokens,))
+            pipeline.restore()
+        print(count, *(str(one.message) for one in found if issubclass(one.category, NoEffectWarning)))
 
 
 def relays(name: str) -> None:

@@ -55,6 +55,10 @@ def test_residual_connections_between_the_layers():
     assert outputs(4, "gradients", "between", "ooo2", "1", "float64") == ["same"] * 4
 
 
+def test_layers_that_write_into_what_they_are_given():
+    assert outputs(2, "gradients", "in_place", "ooo2,1f1b", "1") == ["same"] * 2
+
+
 def test_without_gradients_all_ranks_have_all_values():
     assert outputs(2, "relays", "between") == ["same"] * 2
     assert outputs(2, "relays", "attributes") == ["same"] * 2
@@ -81,6 +85,15 @@ def test_batches_of_other_shapes():
 
 def test_random_numbers_do_not_depend_on_the_schedule():
     assert outputs(2, "numbers") == ["same"] * 2
+
+
+def test_buffers_that_each_micro_batch_changes_are_named():
+    first, last = outputs(2, "parts")
+    assert first == "1\n4"
+    assert last.startswith(
+        "1\n4 the forward pass changes the buffer '4.parametrizations.weight.0._u' and 1 more, and runs"
+    )
+    assert last.count("the forward pass changes") == 1
 
 
 REFUSALS = {
