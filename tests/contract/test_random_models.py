@@ -37,6 +37,7 @@ CLEAN = (
     "fused_optimizer_ddp",
     "ooo_ddp",
     "memory_budget_ddp",
+    "ooo_pipeline",
 )
 
 

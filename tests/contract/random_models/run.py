@@ -67,7 +67,7 @@ def describe(mechanism: Mechanism, seed: int, verdict: Verdict, judge: Callable[
         again = judge(mechanism.fit(spec))
         return again.kind == "failed" and _nature(again) == wanted
 
-    small = minimise(whole, fails)
+    small = mechanism.fit(minimise(whole, fails))
     text = judge(small).text or verdict.text
     return f"{mechanism.name}, seed {seed}:\n{small}\n{text}"
 

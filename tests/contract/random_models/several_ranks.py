@@ -15,6 +15,7 @@ from contract.random_models.fits import Fit
 from contract.random_models.losses import loss_of
 from contract.random_models.mechanisms import UPDATED_TWICE, Mechanism, in_backward
 from contract.random_models.model import batches, build
+from contract.random_models.pipelines import PIPELINE
 from contract.random_models.run import Outcome
 from contract.random_models.spec import Spec
 from contract.random_models.training import Order, Way, as_given
@@ -137,6 +138,7 @@ ON_RANKS = [
         here=False,
         train=train_on_ranks,
     ),
+    PIPELINE,
 ]
 
 

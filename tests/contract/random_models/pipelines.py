@@ -1,0 +1,115 @@
+"""The pipeline on two ranks, beside one device that has the same batches."""
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+
+from contract.in_stages import completed
+from contract.random_models.fits import Fit
+from contract.random_models.mechanisms import Mechanism, double
+from contract.random_models.spec import Node, Spec
+from contract.random_models.training import Order, Way, as_given
+from contract.ranks import WORLD_SIZE
+from retime.mechanisms.pipeline import RankLostError
+from retime.strategies import OOOPipelineStrategy
+
+SCHEDULES = ("ooo2", "ooo1", "gpipe", "1f1b", "zb_h1", "ooo2_flush", "ooo1_flush", "ooo")
+OF_MANY_LAYERS = ("ooo2", "zbv", "ooo_v", "interleaved", "interleaved_zero_bubble", "ooo")
+MANY = 4
+"""Layers, of which each rank can have two stages."""
+_MEANS_OR_SUMS = ("mean", "sum", "classes", "smoothed", "penalty")
+_BETWEEN = {"reload_optimizer", "lower_rate", "reset_state", "evaluate", "copy", "change_class_weights"}
+"""What does not write parameters of other ranks, and freezes none."""
+_BY_BATCH = {"batchnorm", "counter", "running_mean", "spectral_norm", "by_value"}
+"""What sees micro-batches, as the card and warnings say: buffers that passes change, branches by a batch's values."""
+_COUNTED = {"tokens", "masked_mean", "by_lengths", "hardest", "weighted_classes"}
+"""Losses that may be a mean over samples in the first batch, where counts happen to be alike, and not in the next."""
+
+
+def _strategy(spec: Spec) -> OOOPipelineStrategy:
+    names = OF_MANY_LAYERS if len(spec.nodes) >= MANY and spec.seed % 2 else SCHEDULES
+    return OOOPipelineStrategy(
+        schedule=names[spec.seed // 2 % len(names)],
+        microbatches=2 + spec.seed % 3,
+        layers="net.layers" if spec.seed % 8 else None,
+        timeout=timedelta(seconds=20),
+    )
+
+
+def _ran(trainer: Trainer) -> bool:
+    report = trainer.strategy.report()
+    return bool(report.steps > 0 and report.micro_batches > 1)
+
+
+def train_in_stages(spec: Spec, way: Way, order: Order = as_given) -> dict[str, Any]:
+    """For `Mechanism.train`; a `Way` that is no `Fit` stands for one device.
+
+    Returns:
+        What both ranks left, put together: each has its layers' gradients and state of the optimizer.
+    """
+    if not isinstance(way, Fit):
+        return _told(spec, Fit().fit(spec, order))
+    way.ranks = WORLD_SIZE
+    left, error = None, None
+    try:
+        left = way.fit(spec, order)
+    except Exception as found:
+        error = found
+    everyone: list[Any] = [(left, repr(error))]
+    if dist.is_initialized():
+        everyone = [None] * WORLD_SIZE
+        dist.all_gather_object(everyone, (left, repr(error)))
+    if any(one[0] is None for one in everyone):
+        if error is None or isinstance(error, RankLostError):
+            raise AssertionError(f"one rank alone was refused: {[one[1] for one in everyone]}")
+        raise error
+    assert left is not None
+    for other, _ in everyone:
+        left = completed(left, other)
+    return _told(spec, left)
+
+
+def _told(spec: Spec, left: dict[str, Any]) -> dict[str, Any]:
+    """Without what a warning says to differ: what is logged of micro-batches is their mean, where a loss is a sum."""
+    return {name: value for name, value in left.items() if name != "logged" or spec.training.loss != "sum"}
+
+
+def in_a_row(spec: Spec) -> Spec:
+    """Layers one after another and a loss that is a mean or a sum; one spec in eight stays as it is drawn."""
+    spec = double(spec)
+    training = replace(spec.training, between=tuple(one for one in spec.training.between if one[1] in _BETWEEN))
+    nodes = list(map(_by_sample, spec.nodes))
+    while len(nodes) < 2 + spec.seed % 4:
+        nodes.append(Node("linear"))
+    if spec.seed % 8:
+        nodes = [replace(node, of=(1,) * len(node.of), like=0, unused=False) for node in nodes]
+        if training.loss not in _MEANS_OR_SUMS:
+            training = replace(training, loss=_MEANS_OR_SUMS[spec.seed % len(_MEANS_OR_SUMS)])
+    elif training.loss in _COUNTED:
+        training = replace(training, loss="mean")
+    return replace(spec, nodes=tuple(nodes), training=training)
+
+
+def _by_sample(node: Node) -> Node:
+    if node.kind in _BY_BATCH:
+        return Node("linear", node.of)
+    alone = {"norm": "", "by_freq": False}
+    options = {
+        name: alone[name] if value in ("batch", True) and name in alone else value
+        for name, value in node.options.items()
+    }
+    return replace(node, options=options, inner=tuple(map(_by_sample, node.inner)))
+
+
+PIPELINE = Mechanism(
+    "ooo_pipeline",
+    lambda: Fit(_strategy, _ran),
+    in_a_row,
+    exact=False,
+    every=4,
+    here=False,
+    train=train_in_stages,
+)
