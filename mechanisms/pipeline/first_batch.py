@@ -80,7 +80,9 @@ class FirstBatch:
             reduction, examples = reduction_of(self._model, step, batch, parts)
             reduction = self._place.agreed(reduction)
         with self._no_trace(batch):
-            found = survey(lambda: seeded(step, parts[0]), self._gates, self._layers.modules, self._place.names)
+            found = survey(
+                lambda: seeded(step, parts[0]), self._model, self._gates, self._layers.modules, self._place.names
+            )
         planner = self._planner(found, wishes)
         plan, whole = planner.plan(len(parts)), Whole(self._model)
         split = SplitBackward(
@@ -115,29 +117,32 @@ class FirstBatch:
             )
 
     def _planner(self, found: Survey, wishes: Wishes) -> Planner:
-        hop = self._hop_ms(max((sum(t.nbytes for t in given) for given in found.given), default=0))
-        costs = self._place.agreed(Costs(tuple(found.forward_ms), tuple(found.saved_bytes), hop, _TASK_MS))
+        hop, message = self._hop_ms(max((sum(t.nbytes for t in given) for given in found.given), default=0))
+        times = tuple(map(tuple, (found.forward_ms, found.output_gradient_ms, found.weight_gradient_ms)))
+        costs = self._place.agreed(Costs(times[0], tuple(found.saved_bytes), hop, _TASK_MS, *times[1:], message))
         return Planner(
             wishes.schedule, self._place.ranks, costs, group=wishes.layers_per_stage, cap=wishes.activation_cap
         )
 
-    def _hop_ms(self, nbytes: int) -> float:
-        """Of a message of so many bytes from rank 0 to rank 1, as these see it."""
+    def _hop_ms(self, nbytes: int) -> tuple[float, float]:
+        """Of a message of so many bytes from rank 0 to rank 1, as these see it: on its way, and of their processors."""
         place = self._place
         if place.ranks < 2 or place.rank > 1:
-            return 0.0
+            return 0.0, 0.0
         message = torch.zeros(max(1, nbytes), dtype=torch.uint8, device=place.device)
         peer, took = place.world_rank(1 - place.rank), []
         with messages_of(lambda: f"rank {peer}"):
             for _ in range(_PINGS):
-                start = time.perf_counter()
+                start, busy = time.perf_counter(), time.process_time()
                 for sender in (0, 1):
                     if place.rank == sender:
                         dist.send(message, peer, place.group)
                     else:
                         dist.recv(message, peer, place.group)
-                took.append((time.perf_counter() - start) / 2)
-        return 1000 * min(took[1:])
+                took.append((time.perf_counter() - start, time.process_time() - busy))
+        whole, own = (500 * min(values) for values in zip(*took[1:], strict=True))
+        own = own if place.device.type == "cpu" else 0.0  # other devices compute on
+        return max(0.0, whole - 2 * own), own
 
     def _cut(
         self,

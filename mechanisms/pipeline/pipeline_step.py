@@ -347,6 +347,8 @@ class PipelineStep:
                 spread.split.drop(key)
         self._sums.end()
         self._report.note(stages, plan, place.rank)
+        if place.device.type == "cpu" and plan.makespan_ms is not None and spread.times.note(self._report.spans):
+            spread.plan_from_steps()  # tasks on other devices only begin when they are noted
 
     def _refuse_hooks(self) -> None:
         for name, parameter in self._model.named_parameters():

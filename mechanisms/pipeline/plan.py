@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -78,12 +79,27 @@ class Costs:
         saved_bytes: what a layer keeps for its backward pass.
         hop_ms: of a message between two ranks, or by ranks; see :data:`~retime.schedules.pipeline.Hops`.
         task_ms: what a task takes beside its layers, in the runtime.
+        output_gradient_ms, weight_gradient_ms: measured; as long as forward passes when left out.
+        message_ms: of the processor of either rank, which computes nothing meanwhile, for a message between them.
     """
 
     forward_ms: tuple[float, ...]
     saved_bytes: tuple[int, ...]
     hop_ms: Hops
     task_ms: float = 0.0
+    output_gradient_ms: tuple[float, ...] = ()
+    weight_gradient_ms: tuple[float, ...] = ()
+    message_ms: float = 0.0
+
+    @property
+    def by_kind(self) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
+        """Of F, O and W, by layer."""
+        return self.forward_ms, self.output_gradient_ms or self.forward_ms, self.weight_gradient_ms or self.forward_ms
+
+    @property
+    def total_ms(self) -> tuple[float, ...]:
+        """Of F, O and W together, by layer."""
+        return tuple(map(sum, zip(*self.by_kind, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -96,7 +112,7 @@ class PipelinePlan:
         rank_of: the rank of each stage.
         orders: by rank, what it computes.
         micro_batches: how many.
-        makespan_ms: simulated from measured forward times, with O and W as long as F; None for schedules of torch's.
+        makespan_ms: simulated from measured times; None for schedules of torch's.
         bubble_share: by rank, of that.
     """
 
@@ -157,6 +173,9 @@ class Planner:
         self._schedule, self._ranks, self._costs, self._cap = check_schedule(schedule), ranks, costs, cap
         self._group = group
         self._chosen: tuple[str, int] | None = None  # schedule and stages of the first plan
+        self._measured: StageCosts | None = None
+        self._rank_of: tuple[int, ...] | None = None
+        self._found: dict[tuple[str, int, int], Schedule] = {}  # by name, stages and micro-batches
         layers = len(costs.forward_ms)
         if schedule in _TWO_CHUNKS and layers < 2 * ranks:
             raise PipelineError(
@@ -178,9 +197,29 @@ class Planner:
             plans = self._tried(micro_batches)
             longest = min(plan.makespan_ms or 0.0 for plan in plans) * _AS_GOOD
             best = min((plan for plan in plans if (plan.makespan_ms or 0.0) <= longest), key=lambda plan: plan.stages)
-            self._chosen = best.name, best.stages
+            self._chosen, self._rank_of = (best.name, best.stages), best.rank_of
             return best
         return self._planned(*self._chosen, micro_batches)
+
+    def know(self, times: Mapping[int, tuple[float, float, float]]) -> None:
+        """Plan with measured times from now on; stages stay as they are and where they are.
+
+        Args:
+            times: milliseconds of F, O and W, by stage.
+        """
+        assert self._chosen is not None
+        _, stages = self._chosen
+        by_kind = zip(*(times[stage] for stage in range(stages)), strict=True)
+        forward, output, weight = (tuple(values) for values in by_kind)
+        self._measured = StageCosts(forward, output, weight, self._bytes_of(stages))
+
+    def weight_share(self, stage: int) -> float:
+        """Of W in O and W together, as the first batch has shown."""
+        assert self._chosen is not None
+        _, stages = self._chosen
+        _, output, weight = (_by_stage(times, self._stage_of(stages), stages) for times in self._costs.by_kind)
+        both = output[stage] + weight[stage]
+        return weight[stage] / both if both else 0.5
 
     def _tried(self, micro_batches: int) -> list[PipelinePlan]:
         """A plan for each way to cut the layers.
@@ -220,8 +259,7 @@ class Planner:
         return [ranks * chunks for chunks in range(1, most + 1) if chunks <= 2 or most % chunks == 0][:12]
 
     def _planned(self, kind: str, stages: int, micro_batches: int) -> PipelinePlan:
-        ranks, costs = self._ranks, self._costs
-        stage_of = block(len(costs.forward_ms), stages, costs=costs.forward_ms).rank_of
+        ranks, stage_of = self._ranks, self._stage_of(stages)
         try:
             if kind in _TORCHS:
                 orders, rank_of = torch_pipeline_orders(kind, ranks, micro_batches, stages // ranks)
@@ -233,10 +271,12 @@ class Planner:
             raise PipelineError(f"schedule={kind!r}: {error}") from error
 
     def _simulated(self, name: str, stage_of: tuple[int, ...], stages: int, micro_batches: int) -> PipelinePlan:
-        ranks, costs = self._ranks, self._costs
-        forward = tuple(took + costs.task_ms for took in _by_stage(costs.forward_ms, stage_of, stages))
-        of_stages = StageCosts(forward, forward, forward, _by_stage(costs.saved_bytes, stage_of, stages))
-        placement = _placement(name, stages, ranks, forward)
+        costs, of_stages = self._costs, self._measured or self._estimated(stages)
+        if self._rank_of is None:
+            placement = _placement(name, stages, self._ranks, of_stages.total_ms)
+        else:
+            placement = Placement(self._rank_of)
+        of_stages = _with_messages(of_stages, placement, costs.message_ms)
         if name in _SEARCHED:
             schedule = self._fastest(name, placement, of_stages, micro_batches)
         elif name in _FLUSH_FORMS:
@@ -251,6 +291,7 @@ class Planner:
             )
         else:
             schedule = _PUBLISHED[name](placement, micro_batches, first_output_gradient=True)
+        self._found[name, stages, micro_batches] = schedule
         ran = self._ran(schedule, placement, of_stages)
         return PipelinePlan(
             name,
@@ -262,18 +303,34 @@ class Planner:
             ran.bubble_share,
         )
 
+    def _stage_of(self, stages: int) -> tuple[int, ...]:
+        costs = self._costs
+        return block(len(costs.forward_ms), stages, costs=costs.total_ms).rank_of
+
+    def _bytes_of(self, stages: int) -> tuple[float, ...]:
+        return _by_stage(self._costs.saved_bytes, self._stage_of(stages), stages)
+
+    def _estimated(self, stages: int) -> StageCosts:
+        """From what the layers took in the first batch."""
+        costs, stage_of = self._costs, self._stage_of(stages)
+        forward, output, weight = (
+            tuple(took + costs.task_ms for took in _by_stage(times, stage_of, stages)) for times in costs.by_kind
+        )
+        return StageCosts(forward, output, weight, self._bytes_of(stages))
+
     def _fastest(self, name: str, placement: Placement, costs: StageCosts, micro_batches: int) -> Schedule:
-        """The shorter of the list schedules and, without a cap, the published order with the same allocation."""
+        """The shortest of the list schedules, the last one and, without a cap, a published order of this allocation."""
         listed = fastest_list_schedule(
             placement, micro_batches, costs, hops=self._costs.hop_ms, cap=self._cap, first_output_gradient=True
         )
-        if self._cap is not None:
-            return listed
-        try:
-            published = _FAST_FORWARDING[name](placement, micro_batches, first_output_gradient=True)
-        except ValueError:  # such as micro-batches that do not fill its rounds
-            return listed
-        return min(listed, published, key=lambda order: self._ran(order, placement, costs).makespan_ms)
+        orders = [listed]
+        before = self._found.get((name, placement.stages, micro_batches))
+        if before is not None:
+            orders.append(before)
+        if self._cap is None:
+            with suppress(ValueError):  # such as micro-batches that do not fill its rounds
+                orders.append(_FAST_FORWARDING[name](placement, micro_batches, first_output_gradient=True))
+        return min(orders, key=lambda order: self._ran(order, placement, costs).makespan_ms)
 
     def _ran(self, schedule: Schedule, placement: Placement, costs: StageCosts) -> PipelineTimeline:
         return simulate_pipeline(schedule, placement, costs, hops=self._costs.hop_ms)
@@ -285,6 +342,20 @@ def _placement(name: str, stages: int, ranks: int, costs: Sequence[float]) -> Pl
     if name == "ooo_v" and ranks > 1:
         return v_shape(stages, ranks, costs=costs)
     return block(stages, ranks) if name in _ONE_CHUNK else modulo(stages, ranks)
+
+
+def _with_messages(costs: StageCosts, placement: Placement, took_ms: float) -> StageCosts:
+    """F and O of each stage with what it sends to other ranks and receives from them."""
+    rank_of = placement.rank_of
+    ends = [
+        sum(rank_of[other] != rank for other in (stage - 1, stage + 1) if 0 <= other < len(rank_of))
+        for stage, rank in enumerate(rank_of)
+    ]
+    forward, output = (
+        tuple(own + took_ms * count for own, count in zip(times, ends, strict=True))
+        for times in (costs.forward_ms, costs.output_gradient_ms)
+    )
+    return replace(costs, forward_ms=forward, output_gradient_ms=output)
 
 
 def _by_stage(values: Sequence[float], stage_of: tuple[int, ...], stages: int) -> tuple[float, ...]:

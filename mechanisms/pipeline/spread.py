@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from retime.mechanisms.pipeline.errors import messages_of_group
 from retime.mechanisms.pipeline.losses import Examples, Reduction
+from retime.mechanisms.pipeline.measured_times import MeasuredTimes
 from retime.mechanisms.pipeline.ownership import Ownership
 from retime.mechanisms.pipeline.plan import PipelinePlan, Planner
 from retime.mechanisms.pipeline.relay import Relay
@@ -130,10 +131,18 @@ class Spread:
     outside: list[str] = field(default_factory=list)
     examples: Examples | None = None
     with_messages: Any = None
+    times: MeasuredTimes = field(default_factory=MeasuredTimes)
 
     def use(self, plan: PipelinePlan) -> None:
         """Another one, of as many stages."""
         self.plan, self.with_messages = plan, None
+
+    def plan_from_steps(self) -> None:
+        """Order the tasks anew, by what they took in the steps so far; all ranks call this."""
+        shares = {stage: self.planner.weight_share(stage) for stage in self.mine}
+        everyone = self.place.all_gather(self.times.by_stage(shares))
+        self.planner.know(self.place.agreed({stage: took for one in everyone for stage, took in one.items()}))
+        self.use(self.planner.plan(self.plan.micro_batches))
 
     @property
     def mine(self) -> list[int]:

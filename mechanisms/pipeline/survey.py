@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from retime.mechanisms.pipeline.alike import alike, typical
+from retime.mechanisms.pipeline.backward_times import BackwardTimes, now
 from retime.mechanisms.pipeline.errors import PipelineError
 from retime.mechanisms.pipeline.gates import LayerGates
 from retime.mechanisms.pipeline.suspended_call import draw_for
@@ -31,6 +31,7 @@ class Survey:
         outputs: kinds of what it returned, by the shapes of what it was given.
         forward_ms: how long it ran, the same for layers that are alike; the first one's with all before it, the last
             one's with all behind it.
+        output_gradient_ms, weight_gradient_ms: likewise; empty where that cannot be told.
         saved_bytes: what it saved for its backward pass.
         output: what the step returned.
     """
@@ -39,6 +40,8 @@ class Survey:
         self.given: list[list[Tensor]] = [[] for _ in range(layers)]
         self.outputs: dict[tuple[int, Shapes], ValueKind] = {}
         self.forward_ms = [0.0] * layers
+        self.output_gradient_ms: list[float] = []
+        self.weight_gradient_ms: list[float] = []
         self.saved_bytes = [0] * layers
         self.output: Any = None
 
@@ -48,8 +51,9 @@ class _Looks:
 
     def __init__(self, found: Survey, names: Callable[[int], str]) -> None:
         self._found, self._name = found, names
-        self._since = _now()
-        self._before_ms = self._after_ms = 0.0
+        self._since = now()
+        self.backward = BackwardTimes(len(found.given))
+        self._before_ms = 0.0
         self.next = 0
         self._shapes: Shapes = ()
         self._seen: set[int] = set()
@@ -64,6 +68,7 @@ class _Looks:
         self.next += 1
         self._found.given[layer] = [tensor.detach().clone() for tensor in tensors_in_order((args, kwargs))]
         self._shapes = shapes_of((args, kwargs))
+        self.backward.enter(layer, tensors_in_order((args, kwargs)))
         took = self._lap()
         if layer:
             self._found.forward_ms[layer - 1] += took
@@ -80,6 +85,7 @@ class _Looks:
     def after(self, layer: int, output: Any) -> Any:
         self._found.outputs[layer, self._shapes] = kind_of(output)
         if layer + 1 == len(self._found.given):
+            self.backward.enter(layer + 1, tensors_in_order(output))
             self._found.forward_ms[layer] += self._lap()
         return output
 
@@ -92,32 +98,31 @@ class _Looks:
                 self._found.saved_bytes[max(0, self.next - 1)] += storage.nbytes()
         return tensor
 
-    def end(self, layers: Sequence[nn.Module]) -> None:
+    def end(self, model: nn.Module, layers: Sequence[nn.Module], *, gradients: bool) -> None:
         """The step has run: layers that are alike take the same, and what is around them counts with the outermost."""
         after, found = self._lap(), self._found
-        alike: dict[tuple[Any, ...], list[int]] = {}
-        for number, layer in enumerate(layers):
-            shapes = tuple((tuple(t.shape), t.dtype) for t in found.given[number])
-            kind = type(layer), tuple(tuple(p.shape) for p in layer.parameters()), shapes
-            alike.setdefault(kind, []).append(number)
-        for numbers in alike.values():
-            typical = median(found.forward_ms[number] for number in numbers)
-            for number in numbers:
-                found.forward_ms[number] = typical
+        groups = alike(layers, found.given)
+        found.forward_ms = typical(found.forward_ms, groups)
         found.forward_ms[0] += self._before_ms
         found.forward_ms[-1] += after
+        times = self.backward.measure(found.output, model, layers, groups) if gradients else None
+        if times is not None:
+            found.output_gradient_ms, found.weight_gradient_ms = times
 
     def _lap(self) -> float:
-        now = _now()
-        took, self._since = now - self._since, now
+        at = now()
+        took, self._since = at - self._since, at
         return 1000 * took
 
 
-def survey(call: Callable[[], Any], gates: LayerGates, layers: Sequence[nn.Module], names: Sequence[str]) -> Survey:
-    """Run a step whole on this rank, twice: libraries are warm in the second, which is timed.
+def survey(
+    call: Callable[[], Any], model: nn.Module, gates: LayerGates, layers: Sequence[nn.Module], names: Sequence[str]
+) -> Survey:
+    """Run a step whole on this rank, three times: forward passes are timed in the second, which needs no new memory.
 
     Args:
         call: the step, of one micro-batch.
+        model: whole.
         gates: of all layers.
         layers: in order.
         names: of the layers, for errors.
@@ -125,25 +130,28 @@ def survey(call: Callable[[], Any], gates: LayerGates, layers: Sequence[nn.Modul
     Raises:
         PipelineError: it does not call each layer once and in order.
     """
-    for _ in range(2):
+
+    def once(*, gradients: bool) -> Survey:
         found = Survey(len(names))
         looks = _Looks(found, lambda layer: repr(names[layer]))
         gates.visitor = looks
         try:
-            with saved_tensors_hooks(looks.saved, lambda tensor: tensor):
+            with torch.set_grad_enabled(gradients), saved_tensors_hooks(looks.saved, lambda tensor: tensor):
                 found.output = call()
+            gates.visitor = None
+            if looks.next < len(names):
+                raise PipelineError(
+                    f"training_step does not call {names[looks.next]!r}: a pipeline needs each layer of the list once "
+                    "and in order, through module(...) and not through .forward; name another list with layers="
+                )
+            looks.end(model, layers, gradients=gradients)
         finally:
             gates.visitor = None
-        if looks.next < len(names):
-            raise PipelineError(
-                f"training_step does not call {names[looks.next]!r}: a pipeline needs each layer of the list once and "
-                "in order, through module(...) and not through .forward; name another list with layers="
-            )
-        looks.end(layers)
+            looks.backward.remove()
+        return found
+
+    once(gradients=False)
+    forward_ms = once(gradients=False).forward_ms
+    found = once(gradients=True)
+    found.forward_ms = forward_ms
     return found
-
-
-def _now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()

@@ -81,6 +81,17 @@ def test_what_each_task_takes_beside_its_layers_makes_for_fewer_stages():
     assert dear.stages < free.stages
 
 
+def test_messages_that_take_the_processor_make_for_fewer_stages():
+    layers = (1.0,) * 16
+    free = Planner("ooo2", 2, Costs(layers, (1,) * 16, 0.01)).plan(4)
+    dear = Planner("ooo2", 2, Costs(layers, (1,) * 16, 0.01, message_ms=0.5)).plan(4)
+    assert dear.stages < free.stages
+    assert dear.makespan_ms > free.makespan_ms
+    one = Planner("ooo1", 2, Costs((1.0,) * 2, (1,) * 2, 0.0)).plan(1).makespan_ms
+    # F1, F2, O2, W2 and both gradients of stage 1, with one message forth and one back: each is sent and received
+    assert Planner("ooo1", 2, Costs((1.0,) * 2, (1,) * 2, 0.0, message_ms=0.5)).plan(1).makespan_ms == one + 4 * 0.5
+
+
 def test_the_first_stage_runs_both_gradients_where_they_follow_each_other():
     costs = Costs((1.0,) * 4, (1,) * 4, 0.0)
     plan = Planner("zb_h1", 2, costs).plan(4)
