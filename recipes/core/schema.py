@@ -181,6 +181,7 @@ class MemorySettings(Settings):
     limit: str = "training"  # RLIMIT_DATA holds from the first step on; "planning": from before the model is built
     powercap: str = "/sys/class/powercap"  # where the kernel counts a processor's energy (Figures 15 and 16)
     allocators: list[str] = field(default_factory=list)  # with which the step without a budget trains too
+    in_sub_batches: bool = False  # it trains in the plans' sub-batches too
     libraries: dict[str, Any] = field(default_factory=dict)  # name: file, for libraries in unusual places
     timeout_s: float = 900.0
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from retime.mechanisms.measure import MemoryProbe
+from retime.mechanisms.memory.batches import balanced_parts
 from retime.mechanisms.memory.dry_run import TrainingStep
 from retime.mechanisms.memory.host import parse_host
 from retime.mechanisms.memory.planning import PlanChoice, PlannedShape, StepMemory, calibrate, search_plan
@@ -48,6 +49,7 @@ class Training:
         self.inside: BudgetedStep | None = None
         self.vdnn: Vdnn | None = None
         self._freed: FreedMemory | None = None
+        self._parts = balanced_parts(batch, request.get("sub_batch", self.samples))
 
     def loss(self, batch: Batch) -> Tensor:
         return loss_of(self.model(batch[0]), batch[1])
@@ -100,7 +102,8 @@ class Training:
         elif self.vdnn is not None:
             self.vdnn.run()
         else:
-            self.loss(self.batch).backward()  # type: ignore[no-untyped-call]
+            for part in self._parts:
+                (self.loss(part) * (len(part[0]) / self.samples)).backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
 
     def close(self) -> None:
@@ -163,7 +166,9 @@ class Server:
         if budget is not None and limit == "training":
             _limit_data(data_bytes + budget + request["headroom_bytes"])
         self._probe.start()
-        return {"planning_s": planning_s, "budget_bytes": budget}
+        inside = training.inside
+        sub_batch = None if inside is None else inside.report().shapes[-1].choice.plan.sub_batch
+        return {"planning_s": planning_s, "budget_bytes": budget, "sub_batch": sub_batch}
 
     def _rehearse(self, request: dict[str, Any]) -> dict[str, Any] | None:
         """Plan and train held to nothing, so that what libraries keep from now on is code, not the model's.

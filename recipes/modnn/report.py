@@ -14,6 +14,7 @@ from retime.recipes.modnn.side_by_side import (
     DIFFERENCE,
     FAILURES,
     GIVING_BACK,
+    IN_SUB_BATCHES,
     MEASURED,
     POOLED,
     PREDICTED,
@@ -48,7 +49,8 @@ def untrained(point: Point, budgets: Iterable[Any]) -> list[str]:
 
 def fastest_plain(point: Point) -> str | None:
     """The step without a budget with whatever allocator serves it best, the pool of our own included."""
-    plain = [name for name in point.variants(STEP) if name.startswith(UNLIMITED) and name != GIVING_BACK]
+    others = (GIVING_BACK, IN_SUB_BATCHES.format(""))
+    plain = [name for name in point.variants(STEP) if name.startswith(UNLIMITED) and not name.startswith(others)]
     return min(plain, key=lambda name: spread(point.values(name, STEP)).median, default=None)
 
 
@@ -92,10 +94,13 @@ def _over(point: Point, name: str) -> str:
     plain = fastest_plain(point)
     if plain is None or not point.has(name, STEP):
         return ""
-    if plain == UNLIMITED or not point.has(UNLIMITED, STEP):
-        return f", over {plain}"
-    usual = spread([a / b for a, b in zip(point.values(name, STEP), point.values(UNLIMITED, STEP), strict=True)])
-    return f", over {plain}; {amount(usual.median, 'x')} over {UNLIMITED}"
+    text = f", over {plain}"
+    if plain != UNLIMITED and point.has(UNLIMITED, STEP):
+        usual = spread([a / b for a, b in zip(point.values(name, STEP), point.values(UNLIMITED, STEP), strict=True)])
+        text += f"; {amount(usual.median, 'x')} over {UNLIMITED}"
+    cut = IN_SUB_BATCHES.format(point.facts["plans"][name]["sub_batch"])
+    bound = slowdown(point, cut)
+    return text if bound is None else f"{text}; {cut}: {amount(bound.median, 'x')}"
 
 
 def differences(points: Iterable[Point], missing: Iterable[str]) -> Iterator[Comparison]:

@@ -28,6 +28,8 @@ MIB = 2**20
 UNLIMITED, GIVING_BACK, FLOOR = "unlimited", "unlimited, freed memory given back", "floor"
 POOLED = "unlimited, with the pool"
 """The plain step, with tensors from the pool that steps inside budgets use."""
+IN_SUB_BATCHES = "unlimited, in sub-batches of {}"
+"""That step in the sub-batches of a plan, without its budget: what is left is what the budget itself takes."""
 OTHER_ALLOCATOR = "unlimited, {}"
 """The plain step in a process that was started with another allocator, by that one's label."""
 STEP, PREDICTED, MEASURED, MOVED, DIFFERENCE, BUDGET = (
@@ -161,6 +163,9 @@ def side_by_side(
                     continue
                 if budget is not None:
                     rows.append(Row(name, BUDGET, "MiB", [workers[name].ready["budget_bytes"] / MIB]))
+            for size in sorted(_sub_batches(workers, network.batch_size)) if settings.in_sub_batches else []:
+                name, pooled = IN_SUB_BATCHES.format(size), known["plain_reserved_bytes"]
+                workers[name] = network.process(None, reserved_bytes=pooled, sub_batch=size)
             blocks = {name: partial(block, worker, settings.steps, name, facts) for name, worker in workers.items()}
             for name, kept in interleave(blocks, settings.rounds, settings.warmup_rounds, tick).items():
                 if all(kept):  # it lived through all of them
@@ -203,6 +208,11 @@ def _named(
             if budget != FLOOR
         ),
     ]
+
+
+def _sub_batches(workers: dict[str, Worker], samples: int) -> set[int]:
+    """The sizes of the plans' sub-batches, where they cut the batch."""
+    return {size for worker in workers.values() if (size := worker.ready["sub_batch"]) not in (None, samples)}
 
 
 def _other_allocators(settings: MemorySettings) -> tuple[list[tuple[str, None, dict[str, Any]]], dict[str, str]]:

@@ -28,6 +28,7 @@ from retime.recipes.modnn.side_by_side import (
     BUDGET,
     DIFFERENCE,
     GIVING_BACK,
+    IN_SUB_BATCHES,
     MEASURED,
     OTHER_ALLOCATOR,
     POOLED,
@@ -209,12 +210,15 @@ def test_budget_sweep(run: Command) -> None:
             "budgets=[50]",
             "headroom_mb=8",
             "allocators=[kept_heap]",
+            "in_sub_batches=true",
         )
     )
     (point,) = result.points
     assert point.facts["out of memory"] == point.facts["refused"] == {}
     theirs, kept = VDNN_PLUS.format("all", "50 %"), OTHER_ALLOCATOR.format("glibc, heap kept")
-    assert point.variants(STEP) == [UNLIMITED, GIVING_BACK, POOLED, "50 %", theirs, kept]
+    cut = IN_SUB_BATCHES.format(point.facts["plans"]["50 %"]["sub_batch"])
+    assert point.variants(STEP) == [UNLIMITED, GIVING_BACK, POOLED, "50 %", theirs, kept, cut]
+    assert 0 < point.values(cut, DIFFERENCE)[0] < 10  # ppm: it adds up part by part
     assert point.values(kept, DIFFERENCE) == [0.0]
     assert budgets_of(point) == ["50 %"]
     assert fastest_plain(point) in (UNLIMITED, POOLED, kept)
