@@ -118,8 +118,17 @@ class FirstBatch:
 
     def _planner(self, found: Survey, wishes: Wishes) -> Planner:
         hop, message = self._hop_ms(max((sum(t.nbytes for t in given) for given in found.given), default=0))
-        times = tuple(map(tuple, (found.forward_ms, found.output_gradient_ms, found.weight_gradient_ms)))
-        costs = self._place.agreed(Costs(times[0], tuple(found.saved_bytes), hop, _TASK_MS, *times[1:], message))
+        costs = self._place.agreed(
+            Costs(
+                tuple(found.forward_ms),
+                tuple(found.saved_bytes),
+                hop,
+                _TASK_MS,
+                tuple(found.output_gradient_ms),
+                tuple(found.weight_gradient_ms),
+                message,
+            )
+        )
         return Planner(
             wishes.schedule, self._place.ranks, costs, group=wishes.layers_per_stage, cap=wishes.activation_cap
         )
