@@ -79,6 +79,10 @@ def test_each_rank_keeps_its_share():
     assert all("with 2.004 MiB of 8.016 MiB of parameters" in one for one in said)
 
 
+def test_orders_are_planned_anew_from_what_tasks_took():
+    assert outputs(2, "replanned") == ["same"] * 2
+
+
 def test_batches_of_other_shapes():
     assert outputs(2, "shapes") == ["same"] * 2
 
