@@ -25,7 +25,7 @@ from retime.mechanisms.pipeline.survey import FIRST_SEED, Survey, survey
 from retime.mechanisms.pipeline.suspended_call import Returned, SuspendedCall, Workers
 from retime.mechanisms.pipeline.training_call import AtEdge, TrainingCall
 from retime.mechanisms.pipeline.values import tensors_in_order
-from retime.mechanisms.weight_gradients import SplitBackward
+from retime.mechanisms.weight_gradients import SMALL, SplitBackward
 
 __all__ = ["FirstBatch", "Wishes"]
 
@@ -85,9 +85,9 @@ class FirstBatch:
             )
         planner = self._planner(found, wishes)
         plan, whole = planner.plan(len(parts)), Whole(self._model)
-        split = SplitBackward(
-            whole, defers=lambda: whole.splits
-        )  # its hooks on layers are to stay: not inside of what leaves no trace
+        # its hooks on layers are to stay: not inside of what leaves no trace
+        split = SplitBackward(whole, chosen=lambda: whole.waits, defers=lambda: whole.splits)
+        whole.waits = set(split.layers)
         try:
             with self._no_trace(batch):
                 spread = self._cut(step, parts[0], found, planner, plan, reduction, whole, split)
@@ -207,6 +207,8 @@ class FirstBatch:
         split.watch([root for stage in mine for root in roots[stage]])
         for stage in mine:
             split.drop(stage)
+        # a small gradient is computed with the output gradient in any case; nobody waits for its place in a sum
+        whole.waits = {layer for layer in split.layers if layer.why_buffered != SMALL}
         owners = self._owners(graphs, plan)
         spread = Spread(place, planner, plan, whole, split, owners, reduction, found.outputs, positions, needs_gradient)
         self._divide(spread, {stage: graph.leaves for stage, graph in graphs.items()})

@@ -22,6 +22,7 @@ from retime.schedules.pipeline import (
     gpipe,
     interleaved,
     interleaved_zero_bubble,
+    joined_gradients,
     list_schedule,
     modulo,
     one_forward_one_backward,
@@ -65,6 +66,8 @@ _FLUSH_FORMS = ("ooo1_flush", "ooo2_flush")
 _CAPPED = (_ANY, *_SEARCHED, *_FLUSH_FORMS)
 _AS_GOOD = 1.01
 """Of plans so close to the shortest the one with the fewest stages is taken: each task costs some time of its own."""
+_AS_SHORT = 1.005
+"""Of orders so close to the shortest, in measured times, the one with the fewest split backward passes is taken."""
 _FAST_FORWARDING = {"ooo1": zb_h1, "ooo2": interleaved_zero_bubble, "ooo_v": zbv}
 """Orders of others that let weight gradients wait, by allocation."""
 _LETTERS: dict[Kind, Literal["F", "O", "W"]] = {Kind.F: "F", Kind.O: "O", Kind.W: "W"}
@@ -292,6 +295,7 @@ class Planner:
         else:
             schedule = _PUBLISHED[name](placement, micro_batches, first_output_gradient=True)
         self._found[name, stages, micro_batches] = schedule
+        schedule = joined_gradients(schedule, placement, of_stages, hops=costs.hop_ms)
         ran = self._ran(schedule, placement, of_stages)
         return PipelinePlan(
             name,
@@ -330,7 +334,16 @@ class Planner:
         if self._cap is None:
             with suppress(ValueError):  # such as micro-batches that do not fill its rounds
                 orders.append(_FAST_FORWARDING[name](placement, micro_batches, first_output_gradient=True))
-        return min(orders, key=lambda order: self._ran(order, placement, costs).makespan_ms)
+        took = [self._ran(order, placement, costs).makespan_ms for order in orders]
+        longest = min(took) * (1.0 if self._measured is None else _AS_SHORT)
+        hops = self._costs.hop_ms
+
+        def splits(order: Schedule) -> int:
+            joined = orders_of(joined_gradients(order, placement, costs, hops=hops))
+            return sum(kind == "W" for tasks in joined.values() for kind, _, _ in tasks)
+
+        good = [order for order, ms in zip(orders, took, strict=True) if ms <= longest]
+        return min(good, key=splits) if len(good) > 1 else good[0]
 
     def _ran(self, schedule: Schedule, placement: Placement, costs: StageCosts) -> PipelineTimeline:
         return simulate_pipeline(schedule, placement, costs, hops=self._costs.hop_ms)
@@ -366,19 +379,14 @@ def _by_stage(values: Sequence[float], stage_of: tuple[int, ...], stages: int) -
 
 
 def orders_of(schedule: Schedule) -> dict[int, list[PipelineAction]]:
-    """What each rank computes.
-
-    One backward pass is how conventional orders are meant that write W in front of O, and what the first stage runs
-    where its W follows its O at once: nobody waits for that one.
-    """
+    """What each rank computes: one backward pass where W stands in front of O, as in conventional orders."""
     orders: dict[int, list[PipelineAction]] = {}
     for rank, lane in enumerate(schedule.lanes):
         order: list[PipelineAction] = []
         for task in lane.tasks:
             last = order[-1] if order else None
             place = (task.layer - 1, task.micro_batch or 0)
-            conventional = last == ("W", *place) and task.kind is Kind.O
-            if conventional or (last == ("O", *place) and task.kind is Kind.W and task.layer == 1):
+            if last == ("W", *place) and task.kind is Kind.O:
                 order[-1] = ("B", *place)
             else:
                 order.append((_LETTERS[task.kind], *place))

@@ -19,7 +19,7 @@ from retime.mechanisms.pipeline.relay import Relay
 from retime.mechanisms.pipeline.survey import Shapes
 from retime.mechanisms.pipeline.training_call import TrainingCall
 from retime.mechanisms.pipeline.values import TensorKind, ValueKind
-from retime.mechanisms.weight_gradients import SplitBackward
+from retime.mechanisms.weight_gradients import Layer, SplitBackward
 
 __all__ = ["Place", "Spread", "Whole"]
 
@@ -86,6 +86,8 @@ class Whole(nn.Module):
         self.model = model
         self.splits = True
         """Whether weight gradients of what runs next are to wait."""
+        self.waits: set[Layer] = set()
+        """Those of these layers, then."""
 
     def forward(self, stretch: Callable[[], Any]) -> Any:
         """Run it."""

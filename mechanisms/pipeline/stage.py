@@ -181,7 +181,7 @@ class Stage:
     def _finish(self, batch: int) -> None:
         key = (self.stage_index, batch)
         if key in self._split.in_flight:
-            self._split.finish(key)
+            self._split.finish_together(key)
 
     def _of(self, batch: int) -> _InFlight:
         return self._in_flight.setdefault(batch, _InFlight())

@@ -183,7 +183,7 @@ class _Cut(torch.autograd.Function):
 
 
 def run_weight_gradients(waiting: list[WeightGradient]) -> bool:
-    """Compute the weight gradients of one layer's calls in one backward pass; hooks on its parameters fire once.
+    """Compute the weight gradients of calls in one backward pass; hooks on the parameters fire once.
 
     Returns:
         Whether there was one: parameters may have been frozen since the forward pass.

@@ -1,7 +1,7 @@
 """The weight gradients that wait, by pass: what belongs to one micro-batch waits and ends apart from the others."""
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -125,6 +125,22 @@ class WaitingPass:
             del self.stand_ins[layer]
             stand_ins.release()
         return Finished(deferred, handed)
+
+    def finish_together(self, layers: Iterable[Layer]) -> Finished:
+        """Compute, or hand on, what waits of all these layers, in one call of autograd for each backward pass.
+
+        Faster than layer by layer; which gradient is there first is autograd's choice.
+        """
+        by_backward: dict[int, list[WeightGradient]] = {}
+        layers, deferred = list(layers), 0
+        for layer in layers:
+            for backward, waiting in self._waiting.pop(layer, {}).items():
+                by_backward.setdefault(backward, []).extend(waiting)
+                deferred += any(leaf.variable.requires_grad for one in waiting for leaf in one.leaves)
+        for backward in sorted(by_backward):
+            run_weight_gradients(by_backward[backward])
+        handed = [self.finish_layer(layer) for layer in layers if layer in self.stand_ins]
+        return Finished(deferred, sum(one.buffered for one in handed))
 
     def forget_waiting(self, *, but: int | None = None) -> None:
         """Drop what waits of backward passes that failed, or of all but one."""

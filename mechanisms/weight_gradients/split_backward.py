@@ -13,7 +13,7 @@ from retime.mechanisms.weight_gradients.first_pass import FirstPass
 from retime.mechanisms.weight_gradients.guard import Guard
 from retime.mechanisms.weight_gradients.layer_hooks import LayerHooks
 from retime.mechanisms.weight_gradients.layers import Layer, find_layers
-from retime.mechanisms.weight_gradients.passes import PassesInFlight, WaitingPass
+from retime.mechanisms.weight_gradients.passes import Finished, PassesInFlight, WaitingPass
 
 
 class SplitBackward:
@@ -145,6 +145,16 @@ class SplitBackward:
         """
         self._finish(self.passes.of(key), self.order if layers is None else layers)
 
+    def finish_together(self, key: Hashable) -> None:
+        """Compute all weight gradients that wait in this pass, in one call of autograd: faster, in an order of its own.
+
+        Raises:
+            ValueError: no such pass is in flight.
+        """
+        one = self.passes.of(key)
+        self._count(one.finish_together(self.order))
+        self.passes.settle(one)
+
     def finish_all(self) -> None:
         """Finish all passes in flight, in the order in which they began."""
         for key in self.in_flight:
@@ -166,9 +176,12 @@ class SplitBackward:
                 if "marked" in str(error) and "ready" in str(error):
                     error.add_note(f"retime: the parameters of {layer.name!r} are read by other code too: use k=0")
                 raise
-            self.deferred_gradients += done.deferred
-            self.buffered_gradients += done.buffered
+            self._count(done)
         self.passes.settle(one)
+
+    def _count(self, done: Finished) -> None:
+        self.deferred_gradients += done.deferred
+        self.buffered_gradients += done.buffered
 
     def forget_forward(self) -> None:
         """The forward pass that was last is over: :meth:`guard` guards nothing until the next."""

@@ -3,6 +3,7 @@
 from retime.schedules.pipeline.bounds import extra_ms, least_makespan_ms
 from retime.schedules.pipeline.costs import Hops, StageCosts
 from retime.schedules.pipeline.gpipe import cross_layer, gpipe
+from retime.schedules.pipeline.joined import joined_gradients
 from retime.schedules.pipeline.lanes import lane_name
 from retime.schedules.pipeline.list_scheduler import Cap, Rule, least_cap, list_schedule
 from retime.schedules.pipeline.one_forward_one_backward import (
@@ -37,6 +38,7 @@ __all__ = [
     "gpipe",
     "interleaved",
     "interleaved_zero_bubble",
+    "joined_gradients",
     "lane_name",
     "least_cap",
     "least_makespan_ms",

@@ -77,6 +77,35 @@ def test_gradients_add_up_in_the_order_in_which_passes_are_finished(backward_ord
     assert (parts.deferred_gradients, parts.buffered_gradients) == (9, 3)
 
 
+def test_all_weight_gradients_of_a_pass_in_one_call() -> None:
+    plain, model, parts = split()
+    fired: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))  # type: ignore[misc]
+    for number in range(3):
+        loss_of(plain, number).backward()
+    calls = []
+
+    def backward(*args: object, **kwargs: object) -> None:
+        calls.append(args)
+        run(*args, **kwargs)
+
+    ours, run = losses(model, parts, range(3)), torch.autograd.backward
+    for loss in ours:
+        loss.backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.autograd, "backward", backward)
+        for number in range(3):
+            parts.finish_together(number)
+    assert len(calls) == 3 + 3  # the three that were cut at once, and the small one, which is handed on
+    assert sorted(fired) == sorted(3 * [name for name, _ in model.named_parameters()])
+    assert_same(model, plain)
+    assert parts.in_flight == []
+    assert (parts.deferred_gradients, parts.buffered_gradients) == (9, 3)
+    with pytest.raises(ValueError, match="no pass 7 is in flight"):
+        parts.finish_together(7)
+
+
 def test_backward_passes_between_forward_passes() -> None:
     """One forward, one backward (1F1B), with weight gradients two micro-batches late."""
     plain, model, parts = split()
