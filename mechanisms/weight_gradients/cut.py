@@ -188,10 +188,15 @@ def run_weight_gradients(waiting: list[WeightGradient]) -> bool:
     Returns:
         Whether there was one: parameters may have been frozen since the forward pass.
     """
-    leaves: Any = {leaf: None for one in waiting for leaf in one.leaves}
-    wanted = [leaf.variable for leaf in leaves if leaf.variable.requires_grad]
+    wanted = trained(waiting)
     if wanted:
         edges = [edge for one in waiting for edge in one.outputs]
         gradients: list[Any] = [one.gradient for one in waiting]
         torch.autograd.backward(edges, gradients, retain_graph=waiting[0].keep_graph, inputs=wanted)
     return bool(wanted)
+
+
+def trained(waiting: list[WeightGradient]) -> list[Tensor]:
+    """The parameters that these gradients are for, but for those that have been frozen since."""
+    leaves: Any = {leaf: None for one in waiting for leaf in one.leaves}
+    return [leaf.variable for leaf in leaves if leaf.variable.requires_grad]

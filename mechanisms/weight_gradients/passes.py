@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch.autograd.graph import Node
 
 from retime.mechanisms.torch_private import graph_task_id, keeps_graph, will_execute
-from retime.mechanisms.weight_gradients.cut import Call, WeightGradient, run_weight_gradients
+from retime.mechanisms.weight_gradients.cut import Call, WeightGradient, run_weight_gradients, trained
 from retime.mechanisms.weight_gradients.layers import Layer
 from retime.mechanisms.weight_gradients.stand_ins import StandIns
 
@@ -136,7 +136,7 @@ class WaitingPass:
         for layer in layers:
             for backward, waiting in self._waiting.pop(layer, {}).items():
                 by_backward.setdefault(backward, []).extend(waiting)
-                deferred += any(leaf.variable.requires_grad for one in waiting for leaf in one.leaves)
+                deferred += bool(trained(waiting))
         for backward in sorted(by_backward):
             run_weight_gradients(by_backward[backward])
         handed = [self.finish_layer(layer) for layer in layers if layer in self.stand_ins]
