@@ -29,12 +29,15 @@ from retime.mechanisms.capabilities import Mechanism
 from retime.mechanisms.memory.batches import loss_of
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.pipeline import (
+    HollowModel,
     PipelineReport,
     PipelineStep,
     check_optimizer,
     check_schedule,
     find_layers,
     forget_absent,
+    is_on_meta,
+    load_into_meta,
     make_groups,
     messages_of_group,
     refuse_part_of_model,
@@ -69,7 +72,10 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
     called once each, in the same order in training and evaluation (``self.fc1``, ``self.fc2``).
 
     The first batch runs whole on each rank, without a trace, to see what goes between layers; memory for one whole
-    model is needed until then. Gradients are those of one device up to rounding, dropout draws other masks, and
+    model is needed until then, but for a module whose parameters are on the meta device (``configure_model`` under
+    ``torch.device("meta")``): there each layer has values only while it runs, by its ``reset_parameters()`` or the
+    ``_init_weights(module)`` of a module around it, or all from ``ckpt_path``, and behind the fit each rank keeps its
+    own layers. Gradients are those of one device up to rounding, dropout draws other masks, and
     BatchNorm sees micro-batches, of which a warning tells. Checkpoints are one file, as of a plain Trainer. Validation
     in a fit runs over the ranks too; after the fit the module is whole on all of them, and the optimizer's state is
     each rank's own. During the fit a rank has its own layers: parameters of others are NaN there, have no gradient and
@@ -145,6 +151,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         self._now: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._pipeline_group: Any = None
         self._data_group: Any = None
+        self._without_values: set[Tensor] = set()
         self._whole_outside = ExitStack()
         self._for_fit = ExitStack()
         self._last_report = PipelineReport()
@@ -152,7 +159,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
     def __getstate__(self) -> dict[str, Any]:
         """A copy, made in the middle of a fit too, has the report; its pipeline begins with its own fit."""
         gone = ("_step", "_log", "_results", "_now", "_pipeline_group", "_data_group")
-        kept = {"_last_report": self.report(), "_whole_outside": ExitStack(), "_for_fit": ExitStack()}
+        kept = {"_last_report": self.report(), "_without_values": set(), "_whole_outside": ExitStack(), "_for_fit": ExitStack()}
         return super().__getstate__() | dict.fromkeys(gone) | kept
 
     # Setting up
@@ -166,6 +173,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
             pipeline, _ = sizes_of(self.world_size, *self._sizes)
             if pipeline > 1:  # before ranks speak to each other, so that all of them end with the same error
                 find_layers(module, self._wanted["layers"], pipeline)
+        hollow = self._off_the_meta_device(module, fitting)
         super().setup(trainer)
         if not fitting:
             return
@@ -187,6 +195,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
             data_group=self._data_group,
             microbatches=count,
             quiet=lambda: self._tried_out(trainer),
+            hollow=hollow,
             **self._wanted,
         )
         self._log = PipelineLog(module)
@@ -194,12 +203,30 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         self._for_fit.enter_context(_clipped_by_all(self.precision_plugin, self._step))
         self._for_fit.enter_context(_metrics_of(module, self._data_group))
 
+    def _off_the_meta_device(self, module: LightningModule, fitting: bool) -> HollowModel | None:
+        """A module that was built there has parameters from now on; on several ranks they have no memory yet."""
+        if not is_on_meta(module):
+            return None
+        if not fitting:
+            raise ValueError(
+                "parameters are on the meta device, and only a fit gives them values: give a ckpt_path, or build the "
+                "module with values"
+            )
+        hollow = HollowModel(module, self.root_device, self.broadcast(torch.initial_seed() % 2**63))
+        pipeline, _ = sizes_of(self.world_size, *self._sizes)
+        if pipeline > 1:
+            self._without_values = set(hollow.parameters)
+            return hollow
+        hollow.fill(module)
+        return None
+
     def configure_ddp(self) -> None:
         """No wrapper: all ranks begin with the values of the first."""
         if self.world_size > 1:
             assert self.model is not None
             for tensor in [*self.model.parameters(), *self.model.buffers()]:
-                dist.broadcast(tensor.detach(), 0)
+                if tensor not in self._without_values:  # those are given the same by all
+                    dist.broadcast(tensor.detach(), 0)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -326,8 +353,11 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state = super().lightning_module_state_dict()
-        if self._step is None or not self._step.is_spread:
+        if self._step is None:
             return state
+        if not self._step.is_spread:
+            with self._step.whole():  # layers may have values only while they run
+                return super().lightning_module_state_dict()
         assert self.lightning_module is not None
         return whole_model_state(self.lightning_module, state, self._step)
 
@@ -338,7 +368,13 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         return whole_optimizer_state(getattr(optimizer, "optimizer", optimizer), state, self._step)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Also in the middle of a fit, as tuners do."""
+        """Also in the middle of a fit, as tuners do; parameters on the meta device become those of the checkpoint."""
+        assert self.lightning_module is not None
+        if is_on_meta(self.lightning_module):
+            load_into_meta(self.lightning_module, checkpoint["state_dict"], strict)
+            return
+        if self._step is not None and not self._step.is_spread and self._without_values:
+            raise ValueError("a model that was built on the meta device is loaded by ckpt_path, in front of the fit")
         with nullcontext() if self._step is None else self._step.whole():
             super().load_model_state_dict(checkpoint, strict)
 
@@ -364,6 +400,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
             if self._last_report.steps:
                 rank_zero_info(f"retime: {self._last_report}")
         self._log = self._pipeline_group = self._data_group = None
+        self._without_values = set()
         super().teardown()
 
     def _ended_by_tuner(self) -> bool:
@@ -403,10 +440,6 @@ def _check(module: LightningModule, trainer: Trainer, precision: Precision) -> N
                 "out, or average the weights of checkpoints"
             )
     refuse_part_of_model(module)
-    if any(p.device.type == "meta" for p in module.parameters()):
-        raise ValueError(
-            "parameters are on the meta device, and the first batch needs them whole: build the module with values"
-        )
 
 
 @contextmanager

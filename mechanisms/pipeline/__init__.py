@@ -5,6 +5,7 @@ from retime.mechanisms.pipeline.checkpoint import forget_absent, whole_model_sta
 from retime.mechanisms.pipeline.errors import PipelineError, RankLostError, messages_of_group
 from retime.mechanisms.pipeline.find_layers import find_layers
 from retime.mechanisms.pipeline.groups import Size, make_groups, sizes_of
+from retime.mechanisms.pipeline.hollow import HollowModel, is_on_meta, load_into_meta
 from retime.mechanisms.pipeline.ownership import refuse_part_of_model
 from retime.mechanisms.pipeline.pipeline_step import PipelineStep
 from retime.mechanisms.pipeline.plan import SCHEDULES, Costs, Planner, check_schedule
@@ -15,6 +16,7 @@ from retime.mechanisms.pipeline.warn_of_parts import warn_of_parts
 __all__ = [
     "SCHEDULES",
     "Costs",
+    "HollowModel",
     "MicroBatchResult",
     "PipelineError",
     "PipelineReport",
@@ -26,6 +28,8 @@ __all__ = [
     "check_schedule",
     "find_layers",
     "forget_absent",
+    "is_on_meta",
+    "load_into_meta",
     "make_groups",
     "messages_of_group",
     "refuse_part_of_model",

@@ -17,6 +17,7 @@ from retime.mechanisms.memory.sandbox import Undo, seed_torch
 from retime.mechanisms.pipeline.errors import PipelineError, messages_of
 from retime.mechanisms.pipeline.find_layers import LayerList
 from retime.mechanisms.pipeline.gates import LayerGates
+from retime.mechanisms.pipeline.hollow import HollowModel
 from retime.mechanisms.pipeline.losses import Reduction, reduction_of
 from retime.mechanisms.pipeline.ownership import Ownership, Reached
 from retime.mechanisms.pipeline.plan import Costs, PipelinePlan, Planner
@@ -58,10 +59,20 @@ class FirstBatch:
         gates: at the layers.
         place: of this process.
         workers: for suspended calls.
+        hollow: the model, where its layers have their values only while they run.
     """
 
-    def __init__(self, model: nn.Module, layers: LayerList, gates: LayerGates, place: Place, workers: Workers) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: LayerList,
+        gates: LayerGates,
+        place: Place,
+        workers: Workers,
+        hollow: HollowModel | None = None,
+    ) -> None:
         self._model, self._layers, self._gates, self._place, self._workers = model, layers, gates, place, workers
+        self._hollow = hollow
 
     def spread(self, step: Callable[[Any], Any], batch: Any, parts: Sequence[Any], wishes: Wishes) -> Spread:
         """Run it, and let each rank keep its stages only.
@@ -96,12 +107,18 @@ class FirstBatch:
             raise
         spread.examples = examples
         spread.owners.free()
+        if self._hollow is not None:
+            absent = set(spread.owners.absent)
+            self._hollow.keep(
+                self._layers.modules, {p for name, p in spread.owners.parameters.items() if name not in absent}
+            )
+            spread.owners.free()
         return spread
 
     @contextmanager
     def _no_trace(self, batch: Any) -> Iterator[None]:
         """What runs inside leaves the model, the batch and random numbers as they were."""
-        undo = Undo(self._model, batch)
+        undo = Undo(self._model, batch, parameters=self._hollow is None)
         try:
             yield
         finally:

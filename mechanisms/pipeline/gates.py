@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
 
@@ -36,6 +37,8 @@ class LayerGates:
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self.visitor: Visitor | None = None
+        self.around: Callable[[nn.Module], AbstractContextManager[None]] | None = None
+        """In which a layer runs, for those that have their values only then."""
         self._layers = list(layers)
         self._handles = [
             layer.register_forward_pre_hook(_Before(self, number), prepend=True, with_kwargs=True)
@@ -82,13 +85,19 @@ class _Gate:
             vars(self._layer)["forward"] = self._own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self._own or partial(type(self._layer).forward, self._layer)
         visitor = None if self._gates is None else self._gates.visitor
         if visitor is None:
-            return forward(*args, **kwargs)
+            return self._forward(*args, **kwargs)
         if not visitor.is_here(self._number):
             return visitor.instead(self._number, args, kwargs)
-        return visitor.after(self._number, forward(*args, **kwargs))
+        return visitor.after(self._number, self._forward(*args, **kwargs))
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self._own or partial(type(self._layer).forward, self._layer)
+        if self._gates is None or self._gates.around is None:
+            return forward(*args, **kwargs)
+        with self._gates.around(self._layer):
+            return forward(*args, **kwargs)
 
     def __reduce__(self) -> Any:
         return _Gate, (None, self._number, self._layer, self._own)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from retime.mechanisms.pipeline.find_layers import LayerList, find_layers
 from retime.mechanisms.pipeline.first_batch import FirstBatch, Wishes, seeded
 from retime.mechanisms.pipeline.gates import LayerGates
 from retime.mechanisms.pipeline.gradient_sums import GradientSums
+from retime.mechanisms.pipeline.hollow import HollowModel
 from retime.mechanisms.pipeline.losses import Examples
 from retime.mechanisms.pipeline.ownership import Ownership
 from retime.mechanisms.pipeline.plan import check_schedule
@@ -66,6 +67,8 @@ class PipelineStep:
         layers_per_stage: under modulo allocation; ``"auto"``: those that give the shortest simulated step.
         activation_cap: bytes of activations that a rank may keep.
         quiet: a context around runs that are only tried out.
+        hollow: the model, if it was built on the meta device: each rank gives values to its own layers only, and keeps
+            them in the end.
 
     Raises:
         PipelineError: there is nothing to cut.
@@ -84,6 +87,7 @@ class PipelineStep:
         layers_per_stage: int | Literal["auto"] = "auto",
         activation_cap: int | None = None,
         quiet: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        hollow: HollowModel | None = None,
     ) -> None:
         if microbatches < 1:
             raise ValueError(f"microbatches={microbatches}: give 1 or more")
@@ -95,6 +99,15 @@ class PipelineStep:
         self._gates = LayerGates([])
         if self._layers is not None:
             self._stand_at(self._layers)
+        self._hollow = hollow
+        if hollow is not None:
+            if self._layers is None:
+                raise PipelineError(
+                    "parameters are on the meta device and no list of layers holds them, so none can have its values "
+                    "while it runs: put the layers into an nn.Sequential, or build the module with values"
+                )
+            hollow.fill_outside(self._layers.modules)
+            self._gates.around = hollow.filled
         self._workers = Workers()
         self._sums = GradientSums(data_group)
         self._spread: Spread | None = None
@@ -188,7 +201,12 @@ class PipelineStep:
     def whole(self) -> Iterator[None]:
         """Inside, all parameters are on all ranks; all ranks enter."""
         if self._spread is None:
-            yield
+            with ExitStack() as stack:
+                if self._hollow is not None:
+                    assert self._layers is not None
+                    for layer in self._layers.modules:
+                        stack.enter_context(self._hollow.filled(layer))
+                yield
             return
         with self._spread.owners.whole():
             yield
@@ -226,8 +244,8 @@ class PipelineStep:
         return square.sqrt().to(torch.float64 if torch.float64 in types else torch.float32)
 
     def restore(self) -> None:
-        """Give each rank the whole model back; all ranks call this."""
-        if self._spread is not None:
+        """Give each rank the whole model back, but for one that began on the meta device; all ranks call this."""
+        if self._spread is not None and self._hollow is None:
             self._spread.owners.fetch()
         self.remove()
 
@@ -290,8 +308,9 @@ class PipelineStep:
             if layers is None:
                 layers = self._called_in_order(step, parts[0])
                 self._stand_at(layers)
-            first = FirstBatch(self._model, layers, self._gates, self._place, self._workers)
+            first = FirstBatch(self._model, layers, self._gates, self._place, self._workers, self._hollow)
             spread = self._spread = first.spread(step, batch, parts, self._wishes)
+        self._gates.around = None
         self._gates.visitor = spread.training_call()
         self._frozen = self._flags()
         self._report = PipelineReport(

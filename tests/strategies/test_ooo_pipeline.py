@@ -14,7 +14,7 @@ from torch import nn
 
 from retime import NoEffectWarning, OOOPipelineStrategy, PipelineTimeline
 from retime.mechanisms.pipeline import warn_of_parts
-from support.pipeline_fits import FITS, Classifier, loader, trainer
+from support.pipeline_fits import FITS, Classifier, OnMeta, loader, trainer
 from support.two_ranks import run_ranks
 
 pytestmark = [
@@ -73,6 +73,13 @@ def test_a_checkpoint_loads_in_a_plain_trainer(fits: Path, tmp_path: Path) -> No
     fit.fit(module, loader(), loader(), ckpt_path=found["saved"])
     for key, value in expected["weights"].items():
         torch.testing.assert_close(module.state_dict()[key], value, rtol=1e-4, atol=1e-4)
+
+
+def test_on_the_meta_device_only_a_fit_gives_values(tmp_path: Path) -> None:
+    module = OnMeta()
+    fit = trainer("ooo_pipeline", tmp_path, devices=1)
+    with pytest.raises(ValueError, match="only a fit gives them values: give a ckpt_path"):
+        fit.validate(module, loader("tokens"), verbose=False)
 
 
 def test_one_process_trains_as_ever(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from retime import OOOPipelineStrategy
+from retime.mechanisms.pipeline import HollowModel
 from support.pipeline_models import transformer
 
 FEATURES, CLASSES = 12, 3
@@ -102,6 +103,20 @@ class LanguageModel(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class OnMeta(LanguageModel):
+    """Built on the meta device, as models are that do not fit on one rank."""
+
+    def __init__(self) -> None:
+        LightningModule.__init__(self)
+        self.model = None  # type: ignore[assignment]
+        self.seen: list[float] = []
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            with torch.device("meta"):
+                self.model, _, _ = transformer("gpt2")
 
 
 def loader(kind: str = "classes") -> DataLoader[Any]:
@@ -199,6 +214,26 @@ def language_model(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
     return outcome(module, fit)
 
 
+def on_meta(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
+    """Half of it from a checkpoint; the last one has the whole model."""
+    path, found = None, []
+    for epochs in (1, 2):
+        torch.manual_seed(5)
+        module = OnMeta()
+        if devices == 1:
+            module.configure_model()
+            HollowModel(module, torch.device("cpu"), 5).fill(module)
+        saves = ModelCheckpoint(folder / f"meta{devices}{epochs}", save_last=True)
+        fit = trainer(
+            again(strategy), folder, devices=devices, max_epochs=epochs, callbacks=[saves], enable_checkpointing=True
+        )
+        fit.fit(module, loader("tokens"), loader("tokens"), ckpt_path=path)
+        path = saves.last_model_path
+        found += module.seen
+    module.seen = found
+    return outcome(module, fit) | {"weights": torch.load(path, weights_only=False)["state_dict"]}
+
+
 def half_precision(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
     module = Classifier()
     fit = trainer(strategy, folder, devices=devices, precision="bf16-mixed")
@@ -220,7 +255,7 @@ def afterwards(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
 
 FITS = {
     one.__name__: one
-    for one in (plain_fit, without_a_list, clipped, callbacks, resumed, language_model, half_precision, afterwards)
+    for one in (plain_fit, without_a_list, clipped, callbacks, resumed, language_model, on_meta, half_precision, afterwards)
 }
 
 

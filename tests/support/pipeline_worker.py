@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from retime.mechanisms.memory.batches import balanced_parts, samples_in
 from retime.mechanisms.no_effect import NoEffectWarning
-from retime.mechanisms.pipeline import PipelineError, PipelineStep, RankLostError
+from retime.mechanisms.pipeline import HollowModel, PipelineError, PipelineStep, RankLostError
 from retime.mechanisms.pipeline.stage import Stage
-from support.pipeline_models import WIDTH, made, sequential
+from support.pipeline_models import MODELS, WIDTH, made, sequential
 
 ALSO = {"ooo": ("ooo1", "ooo2", "ooo_v")}
 """What a schedule may be reported as, beside its own name."""
@@ -218,6 +218,57 @@ def replanned() -> None:
         assert len(set(map(str, spread.place.all_gather(spread.plan.orders)))) == 1
         pipeline.remove()
     print("same")
+
+
+def hollow(name: str) -> None:
+    """Models on the meta device begin and train as the same model with all of its values on one device."""
+    with torch.device("meta"):
+        whole, _, _ = MODELS[name]()
+    HollowModel(whole, torch.device("cpu"), 3).fill(whole)
+    _, _, batch = made(name)
+    first = {key: p.detach().clone() for key, p in whole.named_parameters()}
+    for part in balanced_parts(batch, -(-samples_in(batch) // MICRO_BATCHES)):
+        (_with(whole, name)(part) * (samples_in(part) / samples_in(batch))).backward()
+    with torch.device("meta"):
+        model, _, _ = MODELS[name]()
+    values = HollowModel(model, torch.device("cpu"), 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    pipeline = PipelineStep(model, microbatches=MICRO_BATCHES, hollow=values)
+    most, fill = 0, values._fill
+
+    def counted(modules: list[nn.Module]) -> None:
+        nonlocal most
+        fill(modules)
+        most = max(most, sum(p.nbytes for p in values._filled))
+
+    values._fill = counted  # type: ignore[method-assign]
+    with torch.no_grad():
+        before = float(_with(model, name)(batch))
+    assert before == float(_with(whole, name)(batch))  # a layer has values while it runs
+    pipeline.train(_with(model, name), batch)
+    here = 0
+    for (key, parameter), other in zip(model.named_parameters(), whole.parameters(), strict=True):
+        if RANK not in pipeline.owners.ranks[key]:
+            assert parameter.grad is None
+            assert parameter.untyped_storage().nbytes() == parameter.element_size()
+            continue
+        here += parameter.nbytes
+        assert torch.equal(parameter, first[key]), key
+        assert parameter.grad is not None, key
+        error = float((parameter.grad - other.grad).norm() / max(1e-3, float(other.grad.norm())))  # type: ignore[operator]
+        assert error < 1e-5, (key, error)
+    everything = sum(p.nbytes for p in whole.parameters())
+    outside = sum(p.nbytes for key, p in model.named_parameters() if key in pipeline._known.outside)
+    optimizer.step()
+    print(f"{here / everything:.3f} {(most - outside) / everything:.3f}")
+    pipeline.restore()
+
+
+def _with(model: nn.Module, name: str) -> Callable[[Any], Tensor]:
+    """The step of a case, on another model."""
+    if name == "gpt2":
+        return lambda part: model(input_ids=part["tokens"], labels=part["tokens"]).loss
+    return lambda part: (model(part[0]) - part[1]).square().mean()
 
 
 def numbers() -> None:

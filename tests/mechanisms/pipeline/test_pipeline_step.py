@@ -83,6 +83,18 @@ def test_orders_are_planned_anew_from_what_tasks_took():
     assert outputs(2, "replanned") == ["same"] * 2
 
 
+def test_models_on_the_meta_device_have_a_ranks_layers_only():
+    for said in outputs(4, "hollow", "sequential"):
+        in_training, at_most = map(float, said.split())
+        assert in_training == 0.25
+        assert at_most == 0.25  # before that, one layer of eight at a time
+
+
+def test_transformers_on_the_meta_device():
+    pytest.importorskip("transformers")
+    outputs(2, "hollow", "gpt2")
+
+
 def test_batches_of_other_shapes():
     assert outputs(2, "shapes") == ["same"] * 2
 

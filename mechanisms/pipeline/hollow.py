@@ -1,0 +1,138 @@
+"""Models on the meta device: parameters that take no memory until a rank knows that it needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from retime.mechanisms.pipeline.errors import PipelineError
+from retime.mechanisms.pipeline.initial_values import initial_buffers, initial_values
+from retime.mechanisms.torch_private import own_buffers, own_parameters
+
+__all__ = ["HollowModel", "is_on_meta", "load_into_meta"]
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    """Whether parameters of a model are on the meta device."""
+    return any(parameter.device.type == "meta" for parameter in model.parameters())
+
+
+def load_into_meta(model: nn.Module, values: Mapping[str, Tensor], strict: bool) -> None:
+    """Let values be a model's parameters and buffers, in place of those on the meta device; tied weights stay tied.
+
+    Raises:
+        RuntimeError: names or shapes that do not fit, as of ``load_state_dict``.
+    """
+    places: dict[Tensor, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        places.setdefault(parameter, []).append(name)
+    model.load_state_dict(values, strict=strict, assign=True)
+    for first, *others in places.values():
+        parameter = model.get_parameter(first)
+        for name in others:
+            path, _, key = name.rpartition(".")
+            own_parameters(model.get_submodule(path))[key] = parameter
+
+
+class HollowModel:
+    """Gives a model that was built on the meta device parameters, and these their values layer by layer.
+
+    All parameters are on the device from now on, for an optimizer to hold, and have neither values nor memory. Those of
+    a module come with :meth:`fill`, or :meth:`filled` for a while. They are the same bits on all ranks, any number of them,
+    and whenever they are asked for. A parameter that several modules have is given its value by the first of them.
+
+    Args:
+        model: built under ``torch.device("meta")``.
+        device: of the model from now on.
+        seed: of the initial values, the same on all ranks.
+
+    Raises:
+        PipelineError: a module does not say how its parameters or buffers begin.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, seed: int) -> None:
+        self._model, self._seed = model, seed
+        self._names = {module: name for name, module in model.named_modules()}
+        self._owner: dict[Tensor, nn.Module] = {}
+        self._filled: set[Tensor] = set()
+        made: dict[Tensor, nn.Parameter] = {}
+        with_buffers: list[nn.Module] = []
+        for name, module in model.named_modules():
+            for key, parameter in list(own_parameters(module).items()):
+                if parameter is None or parameter.device.type != "meta":
+                    continue
+                if parameter not in made:
+                    made[parameter] = nn.Parameter(_nothing(parameter, device), requires_grad=parameter.requires_grad)
+                    self._owner[made[parameter]] = module
+                own_parameters(module)[key] = made[parameter]
+            for key, buffer in list(own_buffers(module).items()):
+                if buffer is not None and buffer.device.type == "meta":
+                    own_buffers(module)[key] = torch.zeros_like(buffer, device=device)
+                    with_buffers.append(module)
+        for module in with_buffers:
+            initial_buffers(model, self._names, module)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Those that were on the meta device."""
+        return list(self._owner)
+
+    def fill(self, module: nn.Module) -> None:
+        """Give the parameters of a module and of all inside of it their memory and initial values."""
+        self._fill(list(module.modules()))
+
+    def fill_outside(self, layers: Iterable[nn.Module]) -> None:
+        """Likewise those of all modules that are in none of these.
+
+        Raises:
+            PipelineError: a layer's parameter is used outside of it, where it would have no values.
+        """
+        every = [one for one in self._model.modules() if any(p is not None for p in own_parameters(one).values())]
+        outside = every
+        for layer in layers:
+            inside, owned = set(layer.modules()), self._owned(layer.modules())
+            for one in every:
+                tied = [p for p in own_parameters(one).values() if p in owned and one not in inside]
+                if tied:
+                    raise PipelineError(
+                        f"{self._names[one]!r} has a weight of {self._names[layer]!r}, and both are on the meta device, "
+                        "where a layer has values only while it runs: build the module with values"
+                    )
+            outside = [one for one in outside if one not in inside]
+        self._fill(outside)
+
+    @contextmanager
+    def filled(self, layer: nn.Module) -> Iterator[None]:
+        """Inside, a layer has its values."""
+        before = set(self._filled)
+        self.fill(layer)
+        try:
+            yield
+        finally:
+            for parameter in self._filled - before:
+                parameter.data = _nothing(parameter, parameter.device)
+            self._filled = before
+
+    def keep(self, layers: Sequence[nn.Module], wanted: set[Tensor]) -> None:
+        """Give the layers that have one of these parameters their values for good."""
+        for layer in layers:
+            if self._owned(layer.modules()) & wanted - self._filled:
+                self.fill(layer)
+
+    def _fill(self, modules: list[nn.Module]) -> None:
+        wanted = self._owned(modules) - self._filled
+        if wanted:
+            initial_values(self._model, self._names, modules, wanted, self._seed)
+            self._filled |= wanted
+
+    def _owned(self, modules: Iterable[nn.Module]) -> set[Tensor]:
+        """The parameters that these are the first to have."""
+        return {p for one in modules for p in own_parameters(one).values() if p is not None and self._owner.get(p) is one}
+
+
+def _nothing(parameter: Tensor, device: torch.device) -> Tensor:
+    """Not a number in this shape, without memory: whoever reads it shows."""
+    return torch.full((), float("nan"), dtype=parameter.dtype, device=device).expand(parameter.shape)
