@@ -159,7 +159,12 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
     def __getstate__(self) -> dict[str, Any]:
         """A copy, made in the middle of a fit too, has the report; its pipeline begins with its own fit."""
         gone = ("_step", "_log", "_results", "_now", "_pipeline_group", "_data_group")
-        kept = {"_last_report": self.report(), "_without_values": set(), "_whole_outside": ExitStack(), "_for_fit": ExitStack()}
+        kept = {
+            "_last_report": self.report(),
+            "_without_values": set(),
+            "_whole_outside": ExitStack(),
+            "_for_fit": ExitStack(),
+        }
         return super().__getstate__() | dict.fromkeys(gone) | kept
 
     # Setting up
@@ -401,7 +406,8 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
                 rank_zero_info(f"retime: {self._last_report}")
         self._log = self._pipeline_group = self._data_group = None
         self._without_values = set()
-        super().teardown()
+        with _left_on_meta(self.lightning_module):
+            super().teardown()
 
     def _ended_by_tuner(self) -> bool:
         """Lightning's tuners leave a fit by an exception, on all ranks at once, and no other leaves it running."""
@@ -440,6 +446,19 @@ def _check(module: LightningModule, trainer: Trainer, precision: Precision) -> N
                 "out, or average the weights of checkpoints"
             )
     refuse_part_of_model(module)
+
+
+@contextmanager
+def _left_on_meta(module: LightningModule | None) -> Iterator[None]:
+    """Inside, a module that was refused as it is on the meta device may be asked for on the processor."""
+    if module is None or not is_on_meta(module):
+        yield
+        return
+    vars(module)["cpu"] = lambda: module
+    try:
+        yield
+    finally:
+        del vars(module)["cpu"]
 
 
 @contextmanager

@@ -41,8 +41,8 @@ class HollowModel:
     """Gives a model that was built on the meta device parameters, and these their values layer by layer.
 
     All parameters are on the device from now on, for an optimizer to hold, and have neither values nor memory. Those of
-    a module come with :meth:`fill`, or :meth:`filled` for a while. They are the same bits on all ranks, any number of them,
-    and whenever they are asked for. A parameter that several modules have is given its value by the first of them.
+    a module come with :meth:`fill`, or :meth:`filled` for a while. They are the same bits on all ranks, any number of
+    them, and whenever they are asked for. A parameter of several modules is given its value by the first of them.
 
     Args:
         model: built under ``torch.device("meta")``.
@@ -60,7 +60,7 @@ class HollowModel:
         self._filled: set[Tensor] = set()
         made: dict[Tensor, nn.Parameter] = {}
         with_buffers: list[nn.Module] = []
-        for name, module in model.named_modules():
+        for module in model.modules():
             for key, parameter in list(own_parameters(module).items()):
                 if parameter is None or parameter.device.type != "meta":
                     continue
@@ -98,8 +98,8 @@ class HollowModel:
                 tied = [p for p in own_parameters(one).values() if p in owned and one not in inside]
                 if tied:
                     raise PipelineError(
-                        f"{self._names[one]!r} has a weight of {self._names[layer]!r}, and both are on the meta device, "
-                        "where a layer has values only while it runs: build the module with values"
+                        f"{self._names[one]!r} has a weight of {self._names[layer]!r}, and both are on the meta "
+                        "device, where a layer has values only while it runs: build the module with values"
                     )
             outside = [one for one in outside if one not in inside]
         self._fill(outside)
@@ -130,7 +130,9 @@ class HollowModel:
 
     def _owned(self, modules: Iterable[nn.Module]) -> set[Tensor]:
         """The parameters that these are the first to have."""
-        return {p for one in modules for p in own_parameters(one).values() if p is not None and self._owner.get(p) is one}
+        return {
+            p for one in modules for p in own_parameters(one).values() if p is not None and self._owner.get(p) is one
+        }
 
 
 def _nothing(parameter: Tensor, device: torch.device) -> Tensor:

@@ -93,14 +93,10 @@ def initial_buffers(model: nn.Module, names: Mapping[nn.Module, str], module: nn
 
 def _unknown(module: nn.Module, wanted: set[Tensor]) -> list[str]:
     """Names of the module's own parameters that still have no values."""
-    return [
-        key for key, p in own_parameters(module).items() if p is not None and p in wanted and bool(p.isnan().any())
-    ]
+    return [key for key, p in own_parameters(module).items() if p is not None and p in wanted and bool(p.isnan().any())]
 
 
-def _who_says(
-    model: nn.Module, names: Mapping[nn.Module, str], module: nn.Module
-) -> list[Callable[[nn.Module], Any]]:
+def _who_says(model: nn.Module, names: Mapping[nn.Module, str], module: nn.Module) -> list[Callable[[nn.Module], Any]]:
     """Those that may know how a module begins, the nearest around it first, and it itself last."""
     found: list[Callable[[nn.Module], Any]] = []
     parts = names[module].split(".") if names[module] else []

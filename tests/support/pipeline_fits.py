@@ -253,10 +253,8 @@ def afterwards(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
     return found | {"tested": tested, "predicted": torch.cat(predicted)}  # type: ignore[arg-type]
 
 
-FITS = {
-    one.__name__: one
-    for one in (plain_fit, without_a_list, clipped, callbacks, resumed, language_model, on_meta, half_precision, afterwards)
-}
+_ALL = (plain_fit, without_a_list, clipped, callbacks, resumed, language_model, on_meta, half_precision, afterwards)
+FITS = {one.__name__: one for one in _ALL}
 
 
 def again(strategy: Any) -> Any:
