@@ -58,6 +58,8 @@ class HollowModel:
         self._names = {module: name for name, module in model.named_modules()}
         self._owner: dict[Tensor, nn.Module] = {}
         self._filled: set[Tensor] = set()
+        self._spare: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+        """Memory of parameters that had values for a while: allocators may not give the same twice."""
         made: dict[Tensor, nn.Parameter] = {}
         with_buffers: list[nn.Module] = []
         for module in model.modules():
@@ -105,14 +107,16 @@ class HollowModel:
         self._fill(outside)
 
     @contextmanager
-    def filled(self, layer: nn.Module) -> Iterator[None]:
-        """Inside, a layer has its values."""
+    def filled(self, layer: nn.Module, *, again: bool = True) -> Iterator[None]:
+        """Inside, a layer has its values; afterwards their memory is used ``again``, by others."""
         before = set(self._filled)
         self.fill(layer)
         try:
             yield
         finally:
             for parameter in self._filled - before:
+                if again:
+                    self._spare.setdefault((parameter.shape, parameter.dtype), []).append(parameter.data)
                 parameter.data = _nothing(parameter, parameter.device)
             self._filled = before
 
@@ -121,12 +125,17 @@ class HollowModel:
         for layer in layers:
             if self._owned(layer.modules()) & wanted - self._filled:
                 self.fill(layer)
+        self._spare.clear()
 
     def _fill(self, modules: list[nn.Module]) -> None:
         wanted = self._owned(modules) - self._filled
         if wanted:
-            initial_values(self._model, self._names, modules, wanted, self._seed)
+            initial_values(self._model, self._names, modules, wanted, self._seed, self._memory_for)
             self._filled |= wanted
+
+    def _memory_for(self, parameter: Tensor) -> Tensor:
+        spare = self._spare.get((parameter.shape, parameter.dtype))
+        return spare.pop() if spare else torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
     def _owned(self, modules: Iterable[nn.Module]) -> set[Tensor]:
         """The parameters that these are the first to have."""

@@ -20,7 +20,12 @@ _APART = 0x9E3779B97F4A7C15
 
 
 def initial_values(
-    model: nn.Module, names: Mapping[nn.Module, str], modules: Sequence[nn.Module], wanted: set[Tensor], seed: int
+    model: nn.Module,
+    names: Mapping[nn.Module, str],
+    modules: Sequence[nn.Module],
+    wanted: set[Tensor],
+    seed: int,
+    memory_for: Callable[[Tensor], Tensor],
 ) -> None:
     """Give parameters memory and values; other parameters of these modules, and random numbers, stay as they are.
 
@@ -33,6 +38,7 @@ def initial_values(
         modules: those with the parameters, and all inside of them, outer ones first.
         wanted: the parameters.
         seed: of all values.
+        memory_for: gives a tensor for the values of a parameter.
 
     Raises:
         PipelineError: nobody says how a parameter begins.
@@ -40,7 +46,7 @@ def initial_values(
     held = {p for module in modules for p in own_parameters(module).values() if p is not None}
     kept = {p: p.data for p in held if p not in wanted}
     for parameter in held:  # what is not wanted has a copy to write into
-        parameter.data = torch.full(parameter.shape, float("nan"), dtype=parameter.dtype, device=parameter.device)
+        parameter.data = memory_for(parameter).fill_(float("nan"))
     random = random_state()
     try:
         with torch.no_grad():

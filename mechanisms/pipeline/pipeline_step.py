@@ -205,7 +205,7 @@ class PipelineStep:
                 if self._hollow is not None:
                     assert self._layers is not None
                     for layer in self._layers.modules:
-                        stack.enter_context(self._hollow.filled(layer))
+                        stack.enter_context(self._hollow.filled(layer, again=False))
                 yield
             return
         with self._spread.owners.whole():

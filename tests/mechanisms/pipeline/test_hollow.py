@@ -84,6 +84,20 @@ def test_values_depend_on_names_and_seed_alone():
     assert torch.equal(torch.get_rng_state(), random)
 
 
+def test_memory_is_used_again_but_where_somebody_may_hold_it():
+    model = made(linear, linear)
+    hollow = hollow_of(model)
+    with hollow.filled(model[0]):
+        first = model[0].weight.data_ptr()
+    with hollow.filled(model[1], again=False):
+        assert model[1].weight.data_ptr() == first
+        held = model[1].weight.detach()
+        values = held.clone()
+    hollow.fill(model[0])
+    assert model[0].weight.data_ptr() != held.data_ptr()
+    assert torch.equal(held, values)
+
+
 def test_those_that_stay_are_kept():
     model = made(linear, linear)
     hollow = hollow_of(model)
