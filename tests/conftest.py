@@ -41,10 +41,11 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_address_left() -> Iterator[None]:
-    """Lightning leaves the address of a process group in the environment: processes that a later test starts would
-    listen there, where this process still does."""
-    names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK")
+def _nothing_left_in_the_environment() -> Iterator[None]:
+    """Lightning leaves the address of a process group there: processes that a later test starts would listen there,
+    where this process still does. And a seed, which they would begin with."""
+    addresses = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK")
+    names = (*addresses, "PL_GLOBAL_SEED", "PL_SEED_WORKERS")
     before = {name: os.environ.get(name) for name in names}
     yield
     for name, value in before.items():

@@ -20,6 +20,8 @@ def run_ranks(
 ) -> list[subprocess.CompletedProcess[str]]:
     """Start `tests/support/<script>` so many times, with torchrun's variables; every process is gone afterwards.
 
+    What Lightning wrote into this process's environment (``PL_...``: a seed, for one) is not passed on.
+
     Args:
         warm: with everything imported; else from nothing, so that the environment's settings of the C library count.
     """
@@ -36,13 +38,14 @@ def run_ranks(
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
     }
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PL_")}
     start = Warm if warm else Cold
     path = str(Path(__file__).with_name(script))
     with ExitStack() as ends:
         folder = Path(ends.enter_context(TemporaryDirectory()))
         ranks = []
         for rank in range(count):
-            own = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            own = {**inherited, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             out, errors = folder / f"{rank}.out", folder / f"{rank}.err"
             ranks.append((ends.enter_context(start(path, [*arguments], own, out, errors)), out, errors))
         for worker, _, _ in ranks:
