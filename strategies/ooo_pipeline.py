@@ -43,6 +43,7 @@ from retime.mechanisms.pipeline import (
     refuse_part_of_model,
     sizes_of,
     warn_of_parts,
+    whole_loss,
     whole_model_state,
     whole_optimizer_state,
 )
@@ -277,9 +278,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         told = None
         if found:
             calls, weights = [one.output[_LOGGED] for one in found], [one.weight for one in found]
-            losses = [one.output["loss"] for one in found]
-            total = torch.stack([one.weight * loss.double() for one, loss in zip(found, losses, strict=True)]).sum()
-            told = total.to(losses[0].dtype).cpu(), log.collected(calls, weights)
+            told = whole_loss(found).to(found[0].output["loss"].dtype).cpu(), log.collected(calls, weights)
         whole, logged = self._step.tell(told)
         loss: Tensor = whole.to(self.root_device)
         self.pre_backward(loss)

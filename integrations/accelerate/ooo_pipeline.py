@@ -41,6 +41,7 @@ from retime.mechanisms.pipeline import (
     refuse_part_of_model,
     sizes_of,
     warn_of_parts,
+    whole_loss,
     whole_model_state,
     whole_optimizer_state,
 )
@@ -175,8 +176,7 @@ class OutOfOrderPipeline:
         if not was_spread:
             forget_absent(self._optimizer.optimizer, self._step)
             self._step.take_examples()
-        weighted = [one.weight * loss_of(one.output).float() for one in found]
-        told: Tensor = self._step.tell(torch.stack(weighted).sum().cpu() if weighted else None)
+        told: Tensor = self._step.tell(whole_loss(found).float().cpu() if found else None)
         return told.to(self._accelerator.device)
 
     def evaluate(self, batch: Any, step: Callable[[Any], Any]) -> Any:

@@ -10,7 +10,7 @@ from retime.mechanisms.pipeline.ownership import refuse_part_of_model
 from retime.mechanisms.pipeline.pipeline_step import PipelineStep
 from retime.mechanisms.pipeline.plan import SCHEDULES, Costs, Planner, check_schedule
 from retime.mechanisms.pipeline.report import PipelineReport
-from retime.mechanisms.pipeline.running_step import MicroBatchResult
+from retime.mechanisms.pipeline.running_step import MicroBatchResult, whole_loss
 from retime.mechanisms.pipeline.warn_of_parts import warn_of_parts
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "refuse_part_of_model",
     "sizes_of",
     "warn_of_parts",
+    "whole_loss",
     "whole_model_state",
     "whole_optimizer_state",
 ]

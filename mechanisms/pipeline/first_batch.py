@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from retime.mechanisms.memory.batches import loss_of
+from retime.mechanisms.memory.batches import Certificate, loss_of
 from retime.mechanisms.memory.sandbox import Undo, seed_torch
 from retime.mechanisms.pipeline.errors import PipelineError, messages_of
 from retime.mechanisms.pipeline.find_layers import LayerList
 from retime.mechanisms.pipeline.gates import LayerGates
 from retime.mechanisms.pipeline.hollow import HollowModel
-from retime.mechanisms.pipeline.losses import Reduction, reduction_of
+from retime.mechanisms.pipeline.losses import certified
 from retime.mechanisms.pipeline.ownership import Ownership, Reached
 from retime.mechanisms.pipeline.plan import Costs, PipelinePlan, Planner
 from retime.mechanisms.pipeline.spread import Place, Spread, Whole
@@ -88,8 +88,8 @@ class FirstBatch:
         """
         self._check_same(batch)
         with self._no_trace(batch):
-            reduction, examples = reduction_of(self._model, step, batch, parts)
-            reduction = self._place.agreed(reduction)
+            certificate, examples = certified(self._model, step, batch, parts)
+            certificate = self._place.agreed(certificate)
         with self._no_trace(batch):
             found = survey(
                 lambda: seeded(step, parts[0]), self._model, self._gates, self._layers.modules, self._place.names
@@ -101,7 +101,7 @@ class FirstBatch:
         whole.waits = set(split.layers)
         try:
             with self._no_trace(batch):
-                spread = self._cut(step, parts[0], found, planner, plan, reduction, whole, split)
+                spread = self._cut(step, parts[0], found, planner, plan, certificate, whole, split)
         except BaseException:
             split.remove()
             raise
@@ -177,7 +177,7 @@ class FirstBatch:
         found: Survey,
         planner: Planner,
         plan: PipelinePlan,
-        reduction: Reduction,
+        certificate: Certificate,
         whole: Whole,
         split: SplitBackward,
     ) -> Spread:
@@ -227,7 +227,9 @@ class FirstBatch:
         # a small gradient is computed with the output gradient in any case; nobody waits for its place in a sum
         whole.waits = {layer for layer in split.layers if layer.why_buffered != SMALL}
         owners = self._owners(graphs, plan)
-        spread = Spread(place, planner, plan, whole, split, owners, reduction, found.outputs, positions, needs_gradient)
+        spread = Spread(
+            place, planner, plan, whole, split, owners, certificate, found.outputs, positions, needs_gradient
+        )
         self._divide(spread, {stage: graph.leaves for stage, graph in graphs.items()})
         return spread
 

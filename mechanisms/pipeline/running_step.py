@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from retime.mechanisms.memory.batches import loss_of
@@ -17,7 +18,7 @@ from retime.mechanisms.pipeline.suspended_call import Returned, SuspendedCall, W
 from retime.mechanisms.pipeline.training_call import AtEdge
 from retime.mechanisms.pipeline.values import TensorKind, shapes_of
 
-__all__ = ["MicroBatchResult", "RunningStep"]
+__all__ = ["MicroBatchResult", "RunningStep", "whole_loss"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,11 @@ class MicroBatchResult:
 
     output: Any
     weight: float
+
+
+def whole_loss(results: Sequence[MicroBatchResult]) -> Tensor:
+    """The loss of a batch, a scalar in float64: that of its micro-batches, but for those that count for nothing."""
+    return torch.stack([one.weight * loss_of(one.output).detach().double() for one in results if one.weight]).sum()
 
 
 class RunningStep:
@@ -56,7 +62,7 @@ class RunningStep:
         workers: Workers,
     ) -> None:
         self._spread, self._seeds, self._divide_by = spread, seeds, divide_by
-        self._weights = weights_of(spread.reduction, parts)
+        self._weights = weights_of(spread.certificate, parts)
         self._keys = [shapes_of(part) for part in parts]
         self._calls = [_call(step, part, workers, seed) for part, seed in zip(parts, seeds, strict=True)]
         self._at: list[Any] = [None] * len(parts)
@@ -123,7 +129,8 @@ class RunningStep:
         except ValueError as error:
             raise PipelineError(f"training_step gave no loss for a micro-batch: {error}") from error
         self._results[batch] = MicroBatchResult(_detached(output), self._weights[batch])
-        return loss * (self._weights[batch] / self._divide_by)
+        weight = self._weights[batch] / self._divide_by
+        return loss * weight if weight else loss.detach()  # a mean over nothing has no gradient either
 
 
 def _call(step: Callable[[Any], Any], part: Any, workers: Workers, seed: int) -> SuspendedCall:

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from retime.mechanisms.memory.batches import Certificate
 from retime.mechanisms.pipeline.errors import messages_of_group
-from retime.mechanisms.pipeline.losses import Examples, Reduction
+from retime.mechanisms.pipeline.losses import Examples
 from retime.mechanisms.pipeline.measured_times import MeasuredTimes
 from retime.mechanisms.pipeline.ownership import Ownership
 from retime.mechanisms.pipeline.plan import PipelinePlan, Planner
@@ -105,7 +106,7 @@ class Spread:
         whole: runs stretches of a step for ``split``.
         split: of this rank's stages.
         owners: of the parameters.
-        reduction: how losses add up.
+        certificate: how losses add up.
         outputs: kinds of what layers return, by layer and shapes of their arguments.
         positions: by stage, which tensors of its first layer's arguments come from the stage before.
         needs_gradient: of those.
@@ -123,7 +124,7 @@ class Spread:
     whole: Whole
     split: SplitBackward
     owners: Ownership
-    reduction: Reduction
+    certificate: Certificate
     outputs: dict[tuple[int, Shapes], ValueKind]
     positions: dict[int, list[int]]
     needs_gradient: dict[int, list[bool]]

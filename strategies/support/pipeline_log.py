@@ -181,7 +181,8 @@ def _combined(found: Sequence[tuple[dict[str, Any], float]]) -> dict[str, Any]:
     elif name in ("min", "amin"):
         call["value"] = values.min()
     else:
-        call["value"] = (values * weights).sum() / weights.sum()
+        counts = weights != 0  # a loss over nothing has no value
+        call["value"] = (values * weights)[counts].sum() / weights.sum()
     kind = given[0].dtype if given[0].is_floating_point() else torch.get_default_dtype()
     call["value"] = call["value"].to(kind)
     return call

@@ -99,6 +99,13 @@ def test_batches_of_other_shapes():
     assert outputs(2, "shapes") == ["same"] * 2
 
 
+@pytest.mark.parametrize("schedule", ["ooo2", "1f1b"])
+def test_means_over_labels_that_are_not_padding(schedule):
+    """The first batch has none of it."""
+    pytest.importorskip("transformers")
+    assert outputs(2, "padded", schedule) == ["same"] * 2
+
+
 def test_random_numbers_do_not_depend_on_the_schedule():
     assert outputs(2, "numbers") == ["same"] * 2
 
