@@ -52,6 +52,7 @@ _ONE_CHUNK = {"ooo1", "ooo1_flush", "gpipe", "1f1b", "zb_h1"}
 _TORCHS = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 _SAME_AS_TORCHS = {"GPipe": "gpipe", "1F1B": "1f1b"}
 _TWO_CHUNKS = {"ooo_v", "zbv", "ZBVZeroBubble", "DualPipeV"}
+_TWO_OR_MORE = {*_TWO_CHUNKS, "InterleavedZeroBubble"}
 _PUBLISHED = {
     "gpipe": gpipe,
     "1f1b": one_forward_one_backward,
@@ -180,7 +181,7 @@ class Planner:
         self._rank_of: tuple[int, ...] | None = None
         self._found: dict[tuple[str, int, int], Schedule] = {}  # by name, stages and micro-batches
         layers = len(costs.forward_ms)
-        if schedule in _TWO_CHUNKS and layers < 2 * ranks:
+        if schedule in _TWO_OR_MORE and 1 < ranks and layers < 2 * ranks:
             raise PipelineError(
                 f"schedule={schedule!r} has two stages a rank, and {layers} layers are too few for {ranks} ranks: use "
                 "another schedule or fewer ranks"
@@ -264,6 +265,8 @@ class Planner:
     def _planned(self, kind: str, stages: int, micro_batches: int) -> PipelinePlan:
         ranks, stage_of = self._ranks, self._stage_of(stages)
         try:
+            if ranks == 1 and kind in (*_TORCHS, "zbv"):  # one stage: there is nothing to interleave
+                return replace(self._simulated("1f1b", stage_of, stages, micro_batches), name=kind)
             if kind in _TORCHS:
                 orders, rank_of = torch_pipeline_orders(kind, ranks, micro_batches, stages // ranks)
                 return PipelinePlan(kind, stage_of, rank_of, orders, micro_batches)
