@@ -183,7 +183,7 @@ class FirstBatch:
     ) -> Spread:
         """Run one micro-batch in stages on this rank alone: what a stage is sent, and which parameters it uses."""
         place = self._place
-        self._gates.visitor = TrainingCall(plan, place.rank, place.device, found.outputs, place.names)
+        self._gates.visitor = TrainingCall(plan, place.rank, place.device, found.outputs, place.names, found.writes)
         mine = [stage for stage, rank in enumerate(plan.rank_of) if rank == place.rank]
         positions: dict[int, list[int]] = {}
         edges: dict[int, list[Tensor]] = {}
@@ -228,7 +228,17 @@ class FirstBatch:
         whole.waits = {layer for layer in split.layers if layer.why_buffered != SMALL}
         owners = self._owners(graphs, plan)
         spread = Spread(
-            place, planner, plan, whole, split, owners, certificate, found.outputs, positions, needs_gradient
+            place,
+            planner,
+            plan,
+            whole,
+            split,
+            owners,
+            certificate,
+            found.outputs,
+            positions,
+            needs_gradient,
+            found.writes,
         )
         self._divide(spread, {stage: graph.leaves for stage, graph in graphs.items()})
         return spread

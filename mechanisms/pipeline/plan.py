@@ -181,7 +181,7 @@ class Planner:
         self._rank_of: tuple[int, ...] | None = None
         self._found: dict[tuple[str, int, int], Schedule] = {}  # by name, stages and micro-batches
         layers = len(costs.forward_ms)
-        if schedule in _TWO_OR_MORE and 1 < ranks and layers < 2 * ranks:
+        if schedule in _TWO_OR_MORE and ranks > 1 and layers < 2 * ranks:
             raise PipelineError(
                 f"schedule={schedule!r} has two stages a rank, and {layers} layers are too few for {ranks} ranks: use "
                 "another schedule or fewer ranks"

@@ -110,6 +110,7 @@ class Spread:
         outputs: kinds of what layers return, by layer and shapes of their arguments.
         positions: by stage, which tensors of its first layer's arguments come from the stage before.
         needs_gradient: of those.
+        writes: layers that write into what they are given.
         reads: kinds of those, by stage and shapes of a micro-batch.
         stage_parameters: by stage, the trainable parameters that only it uses.
         late: this rank's parameters that several stages use.
@@ -128,6 +129,7 @@ class Spread:
     outputs: dict[tuple[int, Shapes], ValueKind]
     positions: dict[int, list[int]]
     needs_gradient: dict[int, list[bool]]
+    writes: set[int]
     reads: dict[tuple[int, Shapes], list[TensorKind]] = field(default_factory=dict)
     stage_parameters: dict[int, list[Tensor]] = field(default_factory=dict)
     late: list[Tensor] = field(default_factory=list)
@@ -154,7 +156,7 @@ class Spread:
 
     def training_call(self) -> TrainingCall:
         """The layers of training steps."""
-        return TrainingCall(self.plan, self.place.rank, self.place.device, self.outputs, self.place.names)
+        return TrainingCall(self.plan, self.place.rank, self.place.device, self.outputs, self.place.names, self.writes)
 
     def relay(self) -> Relay:
         """The layers of steps without gradients."""

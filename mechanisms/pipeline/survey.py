@@ -15,6 +15,7 @@ from retime.mechanisms.pipeline.errors import PipelineError
 from retime.mechanisms.pipeline.gates import LayerGates
 from retime.mechanisms.pipeline.suspended_call import draw_for
 from retime.mechanisms.pipeline.values import ValueKind, kind_of, shapes_of, tensors_in_order
+from retime.mechanisms.torch_private import version_of
 
 __all__ = ["FIRST_SEED", "Survey", "survey"]
 
@@ -33,6 +34,7 @@ class Survey:
             one's with all behind it.
         output_gradient_ms, weight_gradient_ms: likewise; empty where that cannot be told.
         saved_bytes: what it saved for its backward pass.
+        writes: layers that write into what they are given.
         output: what the step returned.
     """
 
@@ -43,6 +45,7 @@ class Survey:
         self.output_gradient_ms: list[float] = []
         self.weight_gradient_ms: list[float] = []
         self.saved_bytes = [0] * layers
+        self.writes: set[int] = set()
         self.output: Any = None
 
 
@@ -56,6 +59,7 @@ class _Looks:
         self._before_ms = 0.0
         self.next = 0
         self._shapes: Shapes = ()
+        self._given: list[tuple[Tensor, int]] = []  # to the layer that runs, with its version
         self._seen: set[int] = set()
 
     def before(self, layer: int, args: Any, kwargs: Any) -> None:
@@ -66,9 +70,11 @@ class _Looks:
                 "the list; name another list with layers="
             )
         self.next += 1
-        self._found.given[layer] = [tensor.detach().clone() for tensor in tensors_in_order((args, kwargs))]
+        given = tensors_in_order((args, kwargs))
+        self._found.given[layer] = [tensor.detach().clone() for tensor in given]
+        self._given = [(tensor, version_of(tensor)) for tensor in given]
         self._shapes = shapes_of((args, kwargs))
-        self.backward.enter(layer, tensors_in_order((args, kwargs)))
+        self.backward.enter(layer, given)
         took = self._lap()
         if layer:
             self._found.forward_ms[layer - 1] += took
@@ -84,6 +90,9 @@ class _Looks:
 
     def after(self, layer: int, output: Any) -> Any:
         self._found.outputs[layer, self._shapes] = kind_of(output)
+        if any(version_of(tensor) != version for tensor, version in self._given):
+            self._found.writes.add(layer)
+        self._given.clear()
         if layer + 1 == len(self._found.given):
             self.backward.enter(layer + 1, tensors_in_order(output))
             self._found.forward_ms[layer] += self._lap()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,7 @@ class TrainingCall:
         device: of the model.
         outputs: kinds of what layers return, by layer and shapes of their arguments.
         names: of the layers, for errors.
+        writes: layers that write into what they are given.
     """
 
     def __init__(
@@ -49,9 +50,11 @@ class TrainingCall:
         device: torch.device,
         outputs: Mapping[tuple[int, Shapes], ValueKind],
         names: Sequence[str],
+        writes: Container[int] = (),
     ) -> None:
         self._plan, self._rank, self._device, self._outputs, self._names = plan, rank, device, outputs, names
         self._firsts = {plan.layers_of(stage)[0]: stage for stage in range(plan.stages)}
+        self._writes = writes
         self._mine = [plan.rank_of[stage] == rank for stage in plan.stage_of]
 
     def before(self, layer: int, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -69,7 +72,10 @@ class TrainingCall:
         if not here or not sent:
             return None
         # in place where that can be: code between the layers may use it beside the layer (a residual connection)
-        inputs = {place: leads_to(given[place], one, has_backward=comes_from_here) for place, one in sent.items()}
+        inputs = {
+            place: leads_to(given[place], one, has_backward=comes_from_here, written=layer in self._writes)
+            for place, one in sent.items()
+        }
         call.leaves = [leaf for _, leaf in inputs.values()]
         changed: tuple[Any, Any] = replaced_tensors((args, kwargs), {place: one for place, (one, _) in inputs.items()})
         return changed

@@ -109,13 +109,14 @@ def shapes_of(value: Any) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
     return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_in_order(value))
 
 
-def leads_to(old: Tensor, new: Tensor, *, has_backward: bool) -> tuple[Tensor, Tensor]:
+def leads_to(old: Tensor, new: Tensor, *, has_backward: bool, written: bool) -> tuple[Tensor, Tensor]:
     """Let a tensor, wherever user code holds it, have the values of another, and its graph end there.
 
     Args:
         old: came from a layer, or stands for what did. A view of what has a graph stays what it is.
         new: without a graph, but it may need a gradient.
         has_backward: the graph of ``old`` is run backward on this rank.
+        written: a layer writes into it.
 
     Returns:
         What to use in the place of ``old``, itself where that can be; and the leaf that gets the gradient.
@@ -129,7 +130,8 @@ def leads_to(old: Tensor, new: Tensor, *, has_backward: bool) -> tuple[Tensor, T
     if not new.requires_grad:
         return old, new
     if has_backward:  # the graph may have saved it, so it must not count as written into
-        return old.requires_grad_(), old
+        leaf = old.requires_grad_()
+        return leaf.clone() if written else leaf, leaf
     # no leaf, so that layers may write into it, as ReLU(inplace=True) does
     led: Tensor = _LeadsTo.apply(old, new)  # type: ignore[no-untyped-call]
     return led, new

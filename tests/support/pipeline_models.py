@@ -92,6 +92,17 @@ class InPlace(Between):
         return logits
 
 
+class InPlaceAlone(InPlace):
+    """Nothing else uses what the layers have written into."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
 class Skipping(Between):
     """What all layers give goes past the later ones to the head."""
 
@@ -147,8 +158,8 @@ def between() -> Made:
     return model, lambda part: nn.functional.cross_entropy(model(part[0]), part[1]), batch
 
 
-def in_place() -> Made:
-    model = InPlace()
+def in_place(kind: type[InPlace] = InPlace) -> Made:
+    model = kind()
     batch = torch.randint(0, 11, (12,)), torch.randint(0, 11, (12,))
     return model, lambda part: nn.functional.cross_entropy(model(part[0]), part[1]), batch
 
@@ -218,6 +229,7 @@ MODELS: dict[str, Callable[[], Made]] = {
     "frozen": frozen,
     "between": between,
     "in_place": in_place,
+    "in_place_alone": lambda: in_place(InPlaceAlone),
     "attributes": attributes,
     "skipping": skipping,
     "gpt2": lambda: transformer("gpt2"),

@@ -395,6 +395,9 @@ def refused(name: str) -> None:
     elif name == "skip":
         model, step, batch = made("skipping")
         steps, batches, options["schedule"] = [step], [batch], "1f1b"
+    elif name == "written":
+        model, step, batch = made("in_place")
+        steps, batches, options["schedule"] = [step], [batch], "zbv"
     elif name == "skipped":
         steps = [lambda part: model[:-1](part[0]).mean()]
     elif name == "whole loss":

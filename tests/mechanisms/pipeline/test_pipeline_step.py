@@ -56,7 +56,8 @@ def test_residual_connections_between_the_layers():
 
 
 def test_layers_that_write_into_what_they_are_given():
-    assert outputs(2, "gradients", "in_place", "ooo2,1f1b", "1") == ["same"] * 2
+    assert outputs(2, "gradients", "in_place", "ooo2,1f1b", "1")
+    assert outputs(2, "gradients", "in_place_alone", "zbv,ooo_v,ooo2", "1") == ["same"] * 2 == ["same"] * 2
 
 
 def test_without_gradients_all_ranks_have_all_values():
@@ -122,6 +123,7 @@ def test_buffers_that_each_micro_batch_changes_are_named():
 REFUSALS = {
     "twice": "calls '0' a second time: a pipeline needs each layer once",
     "skip": "gives other numbers when stage 2 runs",
+    "written": "gives other numbers when stage 3 runs",
     "skipped": "does not call '7'",
     "whole loss": "is neither the mean over its samples",
     "no loss": "a step must return its loss",
