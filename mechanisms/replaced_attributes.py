@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,3 +19,40 @@ def replaced_attributes(owner: object, **attributes: Any) -> Iterator[None]:
         for name in attributes:
             own.pop(name, None)
         own.update(before)
+
+
+class _Layer:
+    """A method in front of another; when it is gone, that one alone."""
+
+    def __init__(self, owner: object, name: str, method: Callable[..., Any]) -> None:
+        self._owner, self._name, self._method = owner, name, method
+        self._own = vars(owner).get(name)
+        self._inner = getattr(owner, name)
+        vars(owner)[name] = self
+        self._gone = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (self._inner if self._gone else self._method)(*args, **kwargs)
+
+    def take_out(self) -> None:
+        self._gone = True
+        own = vars(self._owner)
+        while isinstance(top := own.get(self._name), _Layer) and top._gone:
+            if top._own is None:
+                del own[self._name]
+            else:
+                own[self._name] = top._own
+
+
+@contextmanager
+def layered_methods(owner: object, **methods: Callable[..., Any]) -> Iterator[None]:
+    """While open, ``owner`` has these methods in front of those it had, which they may call.
+
+    Unlike with :func:`replaced_attributes`, several of these may be closed in any order.
+    """
+    layers = [_Layer(owner, name, method) for name, method in methods.items()]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.take_out()

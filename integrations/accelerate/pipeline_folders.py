@@ -13,7 +13,7 @@ from torch import nn
 
 from retime.integrations.accelerate.pipeline_guards import same_model
 from retime.mechanisms.pipeline import PipelineStep, forget_absent
-from retime.mechanisms.replaced_attributes import replaced_attributes
+from retime.mechanisms.replaced_attributes import layered_methods, replaced_attributes
 
 _State = Callable[[], dict[str, Any] | None]
 
@@ -77,5 +77,5 @@ def whole_folders(
         if step.is_spread:
             forget_absent(optimizer.optimizer, step)
 
-    with replaced_attributes(accelerator, save_state=save_state, load_state=load_state):
+    with layered_methods(accelerator, save_state=save_state, load_state=load_state):
         yield

@@ -11,7 +11,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from retime.integrations.accelerate.accelerate_private import prepared_schedulers
-from retime.mechanisms.replaced_attributes import replaced_attributes
+from retime.mechanisms.replaced_attributes import layered_methods, replaced_attributes
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def guards(
     def get_state_dict(given: nn.Module, *args: Any, **kwargs: Any) -> Any:  # save_model() asks here too
         return whole_state() if given is model else plain_state(given, *args, **kwargs)
 
-    with replaced_attributes(accelerator, clip_grad_norm_=clip_grad_norm_, get_state_dict=get_state_dict):
+    with layered_methods(accelerator, clip_grad_norm_=clip_grad_norm_, get_state_dict=get_state_dict):
         yield
 
 

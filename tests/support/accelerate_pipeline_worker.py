@@ -1,7 +1,9 @@
 """One rank of integrations/accelerate/test_ooo_pipeline.py; the first argument names the case."""
 
 import os
+import shutil
 import sys
+import tempfile
 import warnings
 from typing import Any
 
@@ -169,6 +171,60 @@ def same(replicas: str) -> None:
     assert pipeline.report().steps == report.steps
     if count == 1:
         _resumed(accelerator, told)
+    print("same")
+
+
+def beside() -> None:
+    """Two pipelines of one accelerator, of which the first ends first; folders have both."""
+    accelerator = Accelerator(cpu=True)
+    models, plain = [net(1), net(2)], [net(1), net(2)]
+    optimizers = [accelerator.prepare(optimizer_of(model)) for model in models]
+    pipelines = [
+        OutOfOrderPipeline(accelerator, model, optimizer, microbatches=4)
+        for model, optimizer in zip(models, optimizers, strict=True)
+    ]
+    folder = [tempfile.mkdtemp() if accelerator.process_index == 0 else None]
+    dist.broadcast_object_list(folder, 0)
+    assert folder[0] is not None
+    ours = [optimizer_of(model) for model in plain]
+    batches = list(DataLoader(data(), BATCH))
+    for index, batch in enumerate(batches[:4]):
+        if index == 2:
+            accelerator.save_state(folder[0])
+            pipelines[0].restore()
+            for parameter, other in zip(models[0].parameters(), plain[0].parameters(), strict=True):
+                close(parameter, other)
+        for model, optimizer, pipeline in list(zip(models, optimizers, pipelines, strict=True))[index // 2 :]:
+            pipeline.train_batch(batch, loss_of(model))
+            with pytest.raises(RuntimeError, match=r"use OutOfOrderPipeline\.clip_grad_norm_"):
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            norm = pipeline.clip_grad_norm_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        for model, optimizer in list(zip(plain, ours, strict=True))[index // 2 :]:
+            loss_of(model)(batch).backward()
+            expected = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        close(norm, expected)
+    state = accelerator.get_state_dict(models[1])
+    if state is not None:
+        close(dict(state), dict(plain[1].state_dict()))
+    pipelines[1].restore()
+    assert not {"save_state", "load_state", "clip_grad_norm_", "get_state_dict"} & vars(accelerator).keys()
+    accelerator.clip_grad_norm_(models[0].parameters(), 0.5)
+    accelerator.load_state(folder[0])
+    reference = net(1)
+    optimizer = optimizer_of(reference)
+    for batch in batches[:2]:
+        loss_of(reference)(batch).backward()
+        nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    close(dict(models[0].state_dict()), dict(reference.state_dict()))
+    accelerator.wait_for_everyone()
+    if accelerator.process_index == 0:
+        shutil.rmtree(folder[0])
     print("same")
 
 

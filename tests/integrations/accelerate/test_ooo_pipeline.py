@@ -29,6 +29,10 @@ def test_two_pipelines_train_on_all_of_their_batches() -> None:
     assert outputs(4, "same", "2") == ["same"] * 4
 
 
+def test_two_models_of_one_accelerator() -> None:
+    outputs(2, "beside")
+
+
 def test_what_would_train_something_else_is_refused() -> None:
     assert outputs(2, "refused") == ["refused"] * 2
 
