@@ -200,7 +200,8 @@ class Planner:
         if self._chosen is None:
             plans = self._tried(micro_batches)
             longest = min(plan.makespan_ms or 0.0 for plan in plans) * _AS_GOOD
-            best = min((plan for plan in plans if (plan.makespan_ms or 0.0) <= longest), key=lambda plan: plan.stages)
+            good = [plan for plan in plans if (plan.makespan_ms or 0.0) <= longest]
+            best = min(good, key=lambda plan: (plan.stages, plan.makespan_ms or 0.0))
             self._chosen, self._rank_of = (best.name, best.stages), best.rank_of
             return best
         return self._planned(*self._chosen, micro_batches)
@@ -326,7 +327,7 @@ class Planner:
         return StageCosts(forward, output, weight, self._bytes_of(stages))
 
     def _fastest(self, name: str, placement: Placement, costs: StageCosts, micro_batches: int) -> Schedule:
-        """The shortest of the list schedules, the last one and, without a cap, a published order of this allocation."""
+        """The shortest of the list schedules, the last one and, within the cap, a published order of this allocation."""
         listed = fastest_list_schedule(
             placement, micro_batches, costs, hops=self._costs.hop_ms, cap=self._cap, first_output_gradient=True
         )
@@ -334,9 +335,10 @@ class Planner:
         before = self._found.get((name, placement.stages, micro_batches))
         if before is not None:
             orders.append(before)
-        if self._cap is None:
-            with suppress(ValueError):  # such as micro-batches that do not fill its rounds
-                orders.append(_FAST_FORWARDING[name](placement, micro_batches, first_output_gradient=True))
+        with suppress(ValueError):  # such as micro-batches that do not fill its rounds
+            published = _FAST_FORWARDING[name](placement, micro_batches, first_output_gradient=True)
+            if self._cap is None or max(self._ran(published, placement, costs).peak_bytes) <= self._cap:
+                orders.append(published)
         took = [self._ran(order, placement, costs).makespan_ms for order in orders]
         longest = min(took) * (1.0 if self._measured is None else _AS_SHORT)
         hops = self._costs.hop_ms

@@ -30,6 +30,16 @@ def test_no_published_order_is_faster_on_paper(layers, ranks, micro_batches, hop
         assert ours <= Planner(name, ranks, costs).plan(micro_batches).makespan_ms * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("hop_ms", [0.0, 2.0, 16.0])
+def test_nor_is_zbv_at_its_own_memory(hop_ms):
+    """Where list schedules under the cap are longer, the order is ZBV's."""
+    costs = Costs((30.0,) * 32, (1,) * 32, hop_ms, task_ms=0.8)
+    zbv = Planner("zbv", 8, costs).plan(16)
+    ours = Planner("ooo", 8, costs, group=1, cap=32).plan(16)
+    assert max(alive(ours)) <= max(alive(zbv)) == 32
+    assert ours.makespan_ms <= zbv.makespan_ms * (1 + 1e-9)
+
+
 @pytest.mark.parametrize(("layers", "ranks"), [(12, 8), (24, 16), (10, 4)])
 def test_nor_where_ranks_have_different_numbers_of_layers(layers, ranks):
     costs = Costs((1.0,) * layers, (1,) * layers, 0.05)
