@@ -327,7 +327,7 @@ class Planner:
         return StageCosts(forward, output, weight, self._bytes_of(stages))
 
     def _fastest(self, name: str, placement: Placement, costs: StageCosts, micro_batches: int) -> Schedule:
-        """The shortest of the list schedules, the last one and, within the cap, a published order of this allocation."""
+        """The shortest of the list schedules, the last one and, within the cap, a published order of the allocation."""
         listed = fastest_list_schedule(
             placement, micro_batches, costs, hops=self._costs.hop_ms, cap=self._cap, first_output_gradient=True
         )
