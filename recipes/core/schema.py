@@ -229,6 +229,7 @@ class PipelineSettings(Settings):
     schedules: list[str] = field(default_factory=list)
     rate: str | None = None  # of links between ranks, such as 200mbit; null: loopback
     message_kib: int = 1  # what goes from layer to layer for a micro-batch
+    layers_per_stage: Any = 1  # under modulo allocation; "auto": those with the shortest step on paper
     # ranks that compute
     model: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)

@@ -30,17 +30,17 @@ from retime.recipes.emulated import (
     run_ranks,
     unavailable,
 )
-from retime.recipes.ooo.pipeline_worker import GROUP, schedule_of, serve
+from retime.recipes.ooo.pipeline_worker import schedule_of, serve
 
 STEP = "step"
 GPIPE, ZBV = "gpipe", "zbv"
 OURS = "ooo2"
 _OF_A_CASE = (
     *("ranks", "layers", "micro_batches", "unit_ms", "schedules", "rate", "message_kib", "rounds", "steps"),
-    *("model", "data", "batch_size", "peers"),
+    *("layers_per_stage", "model", "data", "batch_size", "peers"),
 )
 _TO_RANKS = (
-    *("layers", "micro_batches", "unit_ms", "schedules", "message_kib"),
+    *("layers", "layers_per_stage", "micro_batches", "unit_ms", "schedules", "message_kib"),
     *("steps", "rounds", "warmup_rounds", "seed"),
 )
 OVER = {
@@ -127,8 +127,8 @@ class PipelineTargets(Recipe[PipelineSettings]):
 
     def notes(self, result: Result) -> list[str]:
         lines = [
-            "Layers sleep for F, O and W, each as long as the others: compute is emulated, messages (gloo on loopback) "
-            "and the runtime are real. Simulated are the same tasks at the unit's length, with the measured message, "
+            "Layers sleep for F, O and W, each as long as the others: compute is emulated, messages (gloo) and the "
+            "runtime are real. Simulated are the same tasks at the unit's length, with the measured message, "
             "and with what a task took beside its layer in another pipeline (one layer a rank, ZB-H1). "
             "`ooo@32`: at most 32 layers' activations of a micro-batch alive on a rank; `ooo` is the best of `ooo1` "
             "(fast-forwarding alone), `ooo2` (with modulo allocation) and `ooo_v` (two stages a rank, in a V) on paper."
@@ -209,7 +209,11 @@ def simulated_ms(case: PipelineSettings, variant: str, hop_ms: float, beside_ms:
     """A step's length on paper, with layers of the unit's length and tasks that take ``beside_ms`` more."""
     schedule, alive = schedule_of(variant)
     costs = Costs((case.unit_ms,) * case.layers, (1,) * case.layers, hop_ms, beside_ms)
-    length = Planner(schedule, case.ranks, costs, group=GROUP, cap=alive).plan(case.micro_batches).makespan_ms
+    length = (
+        Planner(schedule, case.ranks, costs, group=case.layers_per_stage, cap=alive)
+        .plan(case.micro_batches)
+        .makespan_ms
+    )
     if length is None:
         raise ValueError(f"schedules: {variant!r} is torch's own, which is not simulated: leave it out")
     return length

@@ -21,8 +21,6 @@ _ELEMENTS = 2**15
 """Of a layer's weight: gradients of up to 64 KiB do not wait."""
 _SAMPLES = 2
 """Of a micro-batch."""
-GROUP = 1
-"""Layers a stage under modulo allocation, the finest."""
 _PINGS = 20
 
 
@@ -57,7 +55,7 @@ def steps(request: dict[str, Any]) -> dict[str, Any]:
             model,
             microbatches=request["micro_batches"],
             schedule=schedule,
-            layers_per_stage=GROUP,
+            layers_per_stage=request["layers_per_stage"],
             activation_cap=None if alive is None else alive * _SAMPLES * width * 4,
         )
         blocks[variant] = partial(_block, pipelines[variant], model, batch, request["steps"])

@@ -1,23 +1,26 @@
 """`ooo_pipeline_targets` in small: two ranks with sleeping layers, and what the report says of a result."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_module
 from rich.console import Console
 
+from retime.recipes.core.claims import Claim
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import PipelineSettings, register_all, settings_of
 from retime.recipes.ooo.pipeline import KEPT, OVER, PAPER, SIMULATED, STEP, PipelineTargets, of_case, simulated_ms
+from retime.recipes.ooo.pipeline_links import PipelineLinks
 
 ONE_CASE = ["~cases.eight_ranks", "~cases.eight_ranks_far"]
 SMALL = [*ONE_CASE, "rounds=1", "warmup_rounds=0", "steps=1", "ranks=2", "layers=4", "micro_batches=2", "unit_ms=2"]
 
 
-def settings_with(*overrides: str) -> PipelineSettings:
+def settings_with(*overrides: str, experiment: str = "ooo_pipeline_targets") -> PipelineSettings:
     register_all()
     with initialize_config_module("retime.conf", version_base=None):
-        settings = settings_of(compose("config", ["experiment=ooo_pipeline_targets", *overrides]))
+        settings = settings_of(compose("config", [f"experiment={experiment}", *overrides]))
     assert isinstance(settings, PipelineSettings)
     return settings
 
@@ -74,3 +77,32 @@ def test_steps_are_compared_with_peers_and_with_their_simulation() -> None:
     assert [line.against for line in lines] == [PAPER, *(OVER[key] for key in OVER if key[0] == 4), KEPT, SIMULATED]
     assert [line.measured.median for line in lines if line.measured] == pytest.approx([1.6, 1.6, 1.2, 0.9, 0.75, 10.0])
     assert lines[-1].note.endswith("interleaved_zero_bubble")  # shorter counts as well
+
+
+def test_figure_11_takes_as_many_layers_a_stage_as_are_the_shortest_on_paper() -> None:
+    settings = settings_with(experiment="ooo_fig11_links")
+    ethernet = of_case(settings, "BERT-24 Ethernet")
+    assert (ethernet.layers, ethernet.ranks, ethernet.message_kib) == (24, 4, 985)
+    fine = replace(ethernet, layers_per_stage=1)
+    hop_ms = 1.8 * ethernet.unit_ms
+    gpipe, groups, each = (
+        simulated_ms(case, name, hop_ms)
+        for case, name in ((ethernet, "gpipe"), (ethernet, "ooo2_flush"), (fine, "ooo2_flush"))
+    )
+    assert gpipe / groups > 1.2
+    assert each / groups > 1.3
+
+
+def test_figure_11_is_compared_with_the_papers() -> None:
+    took = {"gpipe": [200.0], "ooo2_flush": [160.0], "ooo2": [100.0]}
+    facts = {"simulated ms": {"gpipe": 190.0, "ooo2_flush": 160.0, "ooo2": 100.0}}
+    rows = [Row(schedule, STEP, "ms", values) for schedule, values in took.items()]
+    points = [Point({"case": "BERT-24 Ethernet"}, {}, rows, facts)]
+    paper, error = PipelineLinks().compare(Result("t", "recipe", "ooo-backprop", "where", "title", points))
+    assert isinstance(paper.against, Claim)
+    assert paper.against.value == 1.48
+    assert paper.measured is not None
+    assert paper.measured.median == 1.25
+    assert paper.note.endswith("simulated 1.19; ooo2 2.00")
+    assert error.against == SIMULATED
+    assert error.note.endswith("gpipe")
