@@ -82,7 +82,7 @@ def test_steps_are_compared_with_peers_and_with_their_simulation() -> None:
 def test_figure_11_takes_as_many_layers_a_stage_as_are_the_shortest_on_paper() -> None:
     settings = settings_with(experiment="ooo_fig11_links")
     ethernet = of_case(settings, "BERT-24 Ethernet")
-    assert (ethernet.layers, ethernet.ranks, ethernet.message_kib) == (24, 4, 985)
+    assert (ethernet.layers, ethernet.ranks, ethernet.message_kib) == (24, 4, 765)
     fine = replace(ethernet, layers_per_stage=1)
     hop_ms = 1.8 * ethernet.unit_ms
     gpipe, groups, each = (
