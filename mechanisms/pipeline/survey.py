@@ -72,7 +72,8 @@ class _Looks:
         self.next += 1
         given = tensors_in_order((args, kwargs))
         self._found.given[layer] = [tensor.detach().clone() for tensor in given]
-        self._given = [(tensor, version_of(tensor)) for tensor in given]
+        # of inference tensors there is no version
+        self._given = [(tensor, version_of(tensor)) for tensor in given if not tensor.is_inference()]
         self._shapes = shapes_of((args, kwargs))
         self.backward.enter(layer, given)
         took = self._lap()
