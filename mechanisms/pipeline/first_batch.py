@@ -92,7 +92,12 @@ class FirstBatch:
             certificate = self._place.agreed(certificate)
         with self._no_trace(batch):
             found = survey(
-                lambda: seeded(step, parts[0]), self._model, self._gates, self._layers.modules, self._place.names
+                lambda: seeded(step, parts[0]),
+                self._model,
+                self._gates,
+                self._layers.modules,
+                self._place.names,
+                lambda: self._no_trace(batch, parameters=False),
             )
         planner = self._planner(found, wishes)
         plan, whole = planner.plan(len(parts)), Whole(self._model)
@@ -116,9 +121,9 @@ class FirstBatch:
         return spread
 
     @contextmanager
-    def _no_trace(self, batch: Any) -> Iterator[None]:
+    def _no_trace(self, batch: Any, *, parameters: bool = True) -> Iterator[None]:
         """What runs inside leaves the model, the batch and random numbers as they were."""
-        undo = Undo(self._model, batch, parameters=self._hollow is None)
+        undo = Undo(self._model, batch, parameters=parameters and self._hollow is None)
         try:
             yield
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -126,7 +127,12 @@ class _Looks:
 
 
 def survey(
-    call: Callable[[], Any], model: nn.Module, gates: LayerGates, layers: Sequence[nn.Module], names: Sequence[str]
+    call: Callable[[], Any],
+    model: nn.Module,
+    gates: LayerGates,
+    layers: Sequence[nn.Module],
+    names: Sequence[str],
+    apart: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Survey:
     """Run a step whole on this rank, three times: forward passes are timed in the second, which needs no new memory.
 
@@ -136,6 +142,7 @@ def survey(
         gates: of all layers.
         layers: in order.
         names: of the layers, for errors.
+        apart: inside, a run leaves no trace, so that the last one begins as the first did (spectral norms).
 
     Raises:
         PipelineError: it does not call each layer once and in order.
@@ -160,8 +167,10 @@ def survey(
             looks.backward.remove()
         return found
 
-    once(gradients=False)
-    forward_ms = once(gradients=False).forward_ms
+    with apart():
+        once(gradients=False)
+    with apart():
+        forward_ms = once(gradients=False).forward_ms
     found = once(gradients=True)
     found.forward_ms = forward_ms
     return found
