@@ -268,7 +268,9 @@ def hollow(name: str) -> None:
         model, _, _ = MODELS[name]()
     values = HollowModel(model, torch.device("cpu"), 3)
     optimizer = torch.optim.AdamW(model.parameters())
-    pipeline = PipelineStep(model, microbatches=MICRO_BATCHES, hollow=values)
+    pipeline = PipelineStep(  # one layer a stage: stages are not cut by measured times
+        model, microbatches=MICRO_BATCHES, hollow=values, layers_per_stage=1
+    )
     most, fill = 0, values._fill
 
     def counted(modules: list[nn.Module]) -> None:
