@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from support.garbage import pass_over_what_is_there
+
 if TYPE_CHECKING:
     from contract.runs import Runs
     from retime.mechanisms.memory.pool.memory_pool import MemoryPool
@@ -38,6 +40,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)  # the tensors are tiny: more threads only wait for one another
+
+
+@pytest.fixture(autouse=True)
+def _short_collections() -> None:
+    pass_over_what_is_there()
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,7 @@ from contract.models import BATCH, FEATURES
 from contract.record import Record, snapshot
 from contract.rows import Row
 from retime.mechanisms.no_effect import NoEffectWarning
+from support.garbage import pass_over_what_is_there
 from support.quiet import only_errors_logged
 
 KNOWN_WARNINGS = {
@@ -209,6 +210,7 @@ class Bench:
 def run(row: Row, scenario: Scenario, folder: Path, world_size: int = 1) -> Record:
     """Run `scenario` under `row` from fixed seeds; unknown warnings are errors."""
     folder.mkdir(parents=True, exist_ok=True)
+    pass_over_what_is_there()
     random.seed(0)
     torch.manual_seed(0)
     bench = Bench(row, scenario, folder, world_size)

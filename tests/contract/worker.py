@@ -3,7 +3,6 @@
 Usage: `python -m contract.worker ROW FOLDER SCENARIO...` with the environment variables torchrun sets.
 """
 
-import gc
 import os
 import sys
 import traceback
@@ -22,7 +21,6 @@ ROWS = {row.name: row for row in [*PLAIN.values(), *STRATEGIES, FAILS_ON_ONE_RAN
 
 def main(row: str, folder: Path, scenarios: list[str]) -> int:
     torch.set_num_threads(1)
-    gc.freeze()  # collections, of which dry runs and scenarios ask for many, then pass over torch's own objects
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     for name in scenarios:
         path = folder / f"{name}.{rank}.pt"

@@ -4,6 +4,7 @@ A server (the standard library's) has imported them and forks itself; a child th
 What has to start from nothing, such as a launcher or a process whose memory is limited, is a `Cold` process.
 """
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -113,6 +114,7 @@ class Warm:
 
 
 def _run(script: str, arguments: list[str], environment: dict[str, str], out: Path, errors: Path) -> None:
+    gc.freeze()  # what was imported: collections, of which plans ask for many, then pass over it
     os.setsid()  # so that whatever it starts ends with it
     for path, number in ((out, 1), (errors, 2)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

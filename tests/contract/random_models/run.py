@@ -1,6 +1,5 @@
 """Many seeds under one mechanism, and what to print of those that fail."""
 
-import gc
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from contract.random_models.generator import generate
 from contract.random_models.mechanisms import Mechanism
 from contract.random_models.minimiser import minimise
 from contract.random_models.spec import Spec
+from support.garbage import pass_over_what_is_there
 
 MINIMISED = 2
 """So many failures of a run are made small; the rest are listed."""
@@ -47,13 +47,9 @@ class Outcome:
 def run(mechanism: Mechanism, seeds: Iterable[int]) -> Outcome:
     """Check all of these."""
     outcome = Outcome()
-    gc.collect()
-    gc.freeze()  # planning collects garbage again and again; this spares it torch's own objects
-    try:
-        for seed in seeds:
-            outcome.add(seed, check(mechanism, seed))
-    finally:
-        gc.unfreeze()
+    for seed in seeds:
+        pass_over_what_is_there()
+        outcome.add(seed, check(mechanism, seed))
     return outcome
 
 

@@ -3,7 +3,6 @@
 Usage: `python -m contract.random_models.worker MECHANISM FOLDER SEED...` with the variables torchrun sets.
 """
 
-import gc
 import os
 import sys
 from dataclasses import replace
@@ -16,18 +15,19 @@ from contract.random_models.generator import generate
 from contract.random_models.run import MINIMISED, describe
 from contract.random_models.several_ranks import ON_RANKS, agreed
 from contract.random_models.spec import Spec
+from support.garbage import pass_over_what_is_there
 
 
 def main(name: str, folder: Path, seeds: list[str]) -> None:
     torch.set_num_threads(1)
     mechanism = next(one for one in ON_RANKS if one.name == name)
-    gc.freeze()
     small = 0
 
     def judge(spec: Spec) -> Verdict:
         return agreed(check_spec(mechanism, spec))
 
     for seed in seeds:
+        pass_over_what_is_there()
         verdict = judge(mechanism.fit(generate(int(seed))))
         if verdict.kind == "failed" and small < MINIMISED:
             small += 1
