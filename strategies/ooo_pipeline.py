@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -194,6 +194,8 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
                 check_optimizer(one)
         self._pipeline_group, self._data_group = make_groups(pipeline, data, self._message_timeout)
         warn_of_parts(module)
+        if pipeline > 1:
+            _warn_of_gradient_hooks(module, trainer)
         count = _MICRO_BATCHES_A_RANK * pipeline if self._microbatches == "auto" else self._microbatches
         self._step = PipelineStep(
             module,
@@ -367,6 +369,14 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         state = super().optimizer_state(optimizer)
+        if self._step is None and self._last_report.stages > len(self._last_report.stages_here) > 0:
+            warnings.warn(
+                "behind a fit over ranks each has the optimizer's state of its own layers, and so has this checkpoint: "
+                "training that goes on from it begins anew for the others. Use ModelCheckpoint(save_last=True), which "
+                "saves in the fit, or save_checkpoint(..., weights_only=True)",
+                NoEffectWarning,
+                stacklevel=2,
+            )
         if self._step is None or not self._step.is_spread:
             return state
         return whole_optimizer_state(getattr(optimizer, "optimizer", optimizer), state, self._step)
@@ -431,11 +441,10 @@ def _check(module: LightningModule, trainer: Trainer, precision: Precision) -> N
             "a pipeline needs automatic optimization: with manual optimization nobody knows where a step begins and "
             "ends. Set automatic_optimization=True, or use retime.mechanisms.pipeline.PipelineStep in a loop of yours"
         )
-    for hook in ("backward", "optimizer_zero_grad"):
-        if hook == "backward" and is_overridden(hook, module):
-            raise ValueError(
-                "a pipeline runs the backward pass in stages and cannot call the module's own backward(): remove it"
-            )
+    if is_overridden("backward", module):
+        raise ValueError(
+            "a pipeline runs the backward pass in stages and cannot call the module's own backward(): remove it"
+        )
     if getattr(precision, "scaler", None) is not None:
         raise ValueError("a pipeline does not scale losses: use precision='bf16-mixed' in place of '16-mixed'")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -445,6 +454,22 @@ def _check(module: LightningModule, trainer: Trainer, precision: Precision) -> N
                 "out, or average the weights of checkpoints"
             )
     refuse_part_of_model(module)
+
+
+def _warn_of_gradient_hooks(module: LightningModule, trainer: Trainer) -> None:
+    """Hooks that see gradients may take a norm of them, which is that of one rank's layers."""
+    names = ("configure_gradient_clipping", "on_before_optimizer_step")
+    found = [f"{type(module).__name__}.{name}" for name in names if is_overridden(name, module)]
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    found += [f"{type(one).__name__}.{names[1]}" for one in callbacks if is_overridden(names[1], one, parent=Callback)]
+    if found:
+        warnings.warn(
+            f"under a pipeline {', '.join(found)} sees the gradients of one rank's layers: a norm taken there, by "
+            "torch.nn.utils.clip_grad_norm_ too, is not that of the model. Use Trainer(gradient_clip_val=...) or "
+            "self.clip_gradients(), which count all ranks",
+            NoEffectWarning,
+            stacklevel=2,
+        )
 
 
 @contextmanager

@@ -75,7 +75,7 @@ class PipelineLog:
         return [_combined(found) for found in _numbers(calls, weights).values()], states
 
     def warn(self, whole: Sequence[dict[str, Any]], parts: Sequence[Sequence[dict[str, Any]]], weights: Any) -> None:
-        """Say of each number that micro-batches make another of it than a whole batch.
+        """Say of each number, and each metric of a step, that micro-batches make another of it than a whole batch.
 
         Args:
             whole: what a batch logged.
@@ -86,6 +86,14 @@ class PipelineLog:
         made = {key: _combined(found) for key, found in _numbers(parts, weights).items()}
         for key, call in expected.items():
             other = made.get(key)
+            if _METRIC in call and call.get("on_step") is not False and len(parts) > 1:
+                warnings.warn(
+                    f"the metric {call['name']!r} is logged in each step: what is shown there is its last micro-batch's "
+                    "under a pipeline, and the epoch's value is that of all samples. Log it with on_step=False, "
+                    "on_epoch=True",
+                    NoEffectWarning,
+                    stacklevel=2,
+                )
             if _METRIC in call or other is None:
                 continue
             there, here = float(call["value"]), float(other["value"])

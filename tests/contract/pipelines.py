@@ -19,6 +19,13 @@ FROZEN = "were frozen or thawed, or have joined, while training goes on"
 READS_ALL = "between two batches it reads weights of all layers at once; each rank has its own, and NaN for others"
 OTHER_ORDER = "the second epoch's order is drawn from random numbers of which micro-batches have had others"
 
+SEE_GRADIENTS = (
+    "hook_before_optimizer_step",
+    "hook_configure_gradient_clipping",
+    "callback_before_optimizer_step",
+)
+"""Scenarios whose hooks could take a norm of gradients: those of one rank's layers, as a warning says."""
+
 REFUSED = {
     MANUAL: "needs automatic optimization",
     SCALER: "does not scale losses",
@@ -100,7 +107,7 @@ PIPELINE: dict[str, Any] = {
     "refused": REFUSED,
     "left_out": LEFT_OUT,
     "cannot": CANNOT,
-    "warned": frozenset({CUSTOM_OPTIMIZER, "deterministic_twice"}),
+    "warned": frozenset({CUSTOM_OPTIMIZER, "deterministic_twice", *SEE_GRADIENTS}),
 }
 
 

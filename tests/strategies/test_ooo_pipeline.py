@@ -4,12 +4,13 @@ import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging
 from torch import nn
 
 from retime import NoEffectWarning, OOOPipelineStrategy, PipelineTimeline
@@ -121,6 +122,26 @@ def test_what_cannot_go_together_is_refused(module, options, why, monkeypatch) -
         ooo_pipeline._check(module, fit, fit.precision_plugin)
 
 
+class _LooksAtGradients(Callback):
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """A norm, for one."""
+
+
+def test_hooks_that_see_one_ranks_gradients_are_named(recwarn: pytest.WarningsRecorder) -> None:
+    from retime.strategies import ooo_pipeline
+
+    def warned(*callbacks: Callback) -> list[str]:
+        fit = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[*callbacks])
+        recwarn.clear()
+        ooo_pipeline._warn_of_gradient_hooks(Classifier(), fit)
+        return [str(one.message) for one in recwarn if one.category is NoEffectWarning]
+
+    assert warned() == []
+    (text,) = warned(_LooksAtGradients())
+    assert "_LooksAtGradients.on_before_optimizer_step sees the gradients of one rank's layers" in text
+    assert "gradient_clip_val" in text
+
+
 def test_what_micro_batches_change_is_said() -> None:
 
     with pytest.warns(NoEffectWarning, match=r"'net.1' and other BatchNorm layers"):
@@ -136,6 +157,8 @@ def test_numbers_that_micro_batches_change_are_named(tmp_path: Path) -> None:
         assert "'samples' is put together from micro-batches" in one.stdout
         assert "'spread' is put together from micro-batches" in one.stdout
         assert "'loss' is put" not in one.stdout
+        assert "'recent' is logged in each step: what is shown there is its last micro-batch's" in one.stdout
+        assert "so has this checkpoint: training that goes on from it begins anew" in one.stdout
     assert (tmp_path / "drawn" / "2.png").stat().st_size > 1000
     events = json.loads((tmp_path / "drawn" / "2.json").read_text())["traceEvents"]
     tasks = [event for event in events if event["ph"] == "X"]
