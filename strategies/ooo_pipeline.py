@@ -30,6 +30,7 @@ from retime.mechanisms.memory.batches import loss_of
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.pipeline import (
     HollowModel,
+    Ownership,
     PipelineReport,
     PipelineStep,
     check_optimizer,
@@ -77,9 +78,9 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
     ``torch.device("meta")``): there each layer has values only while it runs, by its ``reset_parameters()`` or the
     ``_init_weights(module)`` of a module around it, or all from ``ckpt_path``, and behind the fit each rank keeps its
     own layers. Gradients are those of one device up to rounding, dropout draws other masks, and
-    BatchNorm sees micro-batches, of which a warning tells. Checkpoints are one file, as of a plain Trainer. Validation
-    in a fit runs over the ranks too; after the fit the module is whole on all of them, and the optimizer's state is
-    each rank's own. During the fit a rank has its own layers: parameters of others are NaN there, have no gradient and
+    BatchNorm sees micro-batches, of which a warning tells. Checkpoints are one file, as of a plain Trainer, also
+    behind the fit: all ranks save it. Validation in a fit runs over the ranks too; after the fit the module is whole on
+    all of them, and the optimizer's state is each rank's own. During the fit a rank has its own layers: parameters of others are NaN there, have no gradient and
     cannot be written.
 
     Args:
@@ -155,11 +156,12 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         self._without_values: set[Tensor] = set()
         self._whole_outside = ExitStack()
         self._for_fit = ExitStack()
+        self._owners_before: Ownership | None = None
         self._last_report = PipelineReport()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, made in the middle of a fit too, has the report; its pipeline begins with its own fit."""
-        gone = ("_step", "_log", "_results", "_now", "_pipeline_group", "_data_group")
+        gone = ("_step", "_log", "_results", "_now", "_pipeline_group", "_data_group", "_owners_before")
         kept = {
             "_last_report": self.report(),
             "_without_values": set(),
@@ -183,6 +185,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         super().setup(trainer)
         if not fitting:
             return
+        self._owners_before = None
         pipeline, data = sizes_of(self.world_size, *self._sizes)
         if pipeline == 1:
             text = f"strategy={self.strategy_name!r} has no effect: with one rank there are no stages to share out"
@@ -300,7 +303,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
 
     def _look_at_examples(self, step: PipelineStep, log: PipelineLog) -> None:
         for one in self.optimizers:
-            forget_absent(one, step)
+            forget_absent(one, step.owners)
         examples = step.take_examples()
         if examples is not None:
             log.warn(examples.whole[_LOGGED], [part[_LOGGED] for part in examples.parts], examples.weights)
@@ -358,28 +361,29 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
     # Checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        state = super().lightning_module_state_dict()
-        if self._step is None:
-            return state
-        if not self._step.is_spread:
+        if self._step is not None and not self._step.is_spread:
             with self._step.whole():  # layers may have values only while they run
                 return super().lightning_module_state_dict()
-        assert self.lightning_module is not None
-        return whole_model_state(self.lightning_module, state, self._step)
+        module, owners, state = self.lightning_module, self._owners, super().lightning_module_state_dict()
+        if module is None:
+            return state
+        if owners is None:
+            refuse_part_of_model(module)
+            return state
+        return whole_model_state(module, state, owners)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         state = super().optimizer_state(optimizer)
-        if self._step is None and self._last_report.stages > len(self._last_report.stages_here) > 0:
-            warnings.warn(
-                "behind a fit over ranks each has the optimizer's state of its own layers, and so has this checkpoint: "
-                "training that goes on from it begins anew for the others. Use ModelCheckpoint(save_last=True), which "
-                "saves in the fit, or save_checkpoint(..., weights_only=True)",
-                NoEffectWarning,
-                stacklevel=2,
-            )
-        if self._step is None or not self._step.is_spread:
+        if self._owners is None:
             return state
-        return whole_optimizer_state(getattr(optimizer, "optimizer", optimizer), state, self._step)
+        return whole_optimizer_state(getattr(optimizer, "optimizer", optimizer), state, self._owners)
+
+    @property
+    def _owners(self) -> Ownership | None:
+        """Who has which parameters, in a fit, or had them in the last one; None: all ranks have the whole."""
+        if self._step is None:
+            return self._owners_before
+        return self._step.owners if self._step.is_spread else None
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Also in the middle of a fit, as tuners do; parameters on the meta device become those of the checkpoint."""
@@ -396,7 +400,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         super().load_optimizer_state_dict(checkpoint)
         if self._step is not None and self._step.is_spread:
             for one in self.optimizers:
-                forget_absent(one, self._step)
+                forget_absent(one, self._step.owners)
 
     def teardown(self) -> None:
         step, self._step = self._step, None
@@ -408,6 +412,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         if step is not None:
             self._last_report = step.report()
             if sys.exc_info()[0] is None or self._ended_by_tuner():
+                self._owners_before = step.owners if step.is_spread else None
                 step.restore()
             else:
                 step.remove()

@@ -174,7 +174,7 @@ class OutOfOrderPipeline:
         was_spread = self._step.is_spread
         found = self._step.train(step, batch, divide_by=self._accelerator.gradient_accumulation_steps)
         if not was_spread:
-            forget_absent(self._optimizer.optimizer, self._step)
+            forget_absent(self._optimizer.optimizer, self._step.owners)
             self._step.take_examples()
         told: Tensor = self._step.tell(whole_loss(found).float().cpu() if found else None)
         return told.to(self._accelerator.device)
@@ -207,7 +207,7 @@ class OutOfOrderPipeline:
         """That of the whole model on the first process of a pipeline, None on others; all processes call this."""
         state = self._model.state_dict()
         if self._step is not None and self._step.is_spread:
-            state = whole_model_state(self._model, state, self._step)
+            state = whole_model_state(self._model, state, self._step.owners)
         return state if self._is_first else None
 
     def optimizer_state_dict(self) -> dict[str, Any] | None:
@@ -220,7 +220,7 @@ class OutOfOrderPipeline:
         optimizer = self._optimizer.optimizer
         state: dict[str, Any] = optimizer.state_dict()
         if self._step is not None and self._step.is_spread:
-            state = whole_optimizer_state(optimizer, state, self._step)
+            state = whole_optimizer_state(optimizer, state, self._step.owners)
         return state if self._is_first else None
 
     def report(self) -> PipelineReport:

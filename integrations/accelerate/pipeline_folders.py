@@ -75,7 +75,7 @@ def whole_folders(
         with step.whole():
             plain_load(*args, **kwargs)
         if step.is_spread:
-            forget_absent(optimizer.optimizer, step)
+            forget_absent(optimizer.optimizer, step.owners)
 
     with layered_methods(accelerator, save_state=save_state, load_state=load_state):
         yield

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from retime.mechanisms.memory.batches import Certificate, loss_of
-from retime.mechanisms.memory.sandbox import Undo, seed_torch
+from retime.mechanisms.memory.sandbox import Undo, seed_all
+from retime.mechanisms.pipeline.agreement import DIFFERENT
 from retime.mechanisms.pipeline.errors import PipelineError, messages_of
 from retime.mechanisms.pipeline.find_layers import LayerList
 from retime.mechanisms.pipeline.gates import LayerGates
@@ -33,6 +34,10 @@ __all__ = ["FirstBatch", "Wishes"]
 _PINGS = 4
 _TASK_MS = 0.5
 """Of the runtime, for each task: threads that take turns, hooks, a call of autograd; as seen on processors."""
+_ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-5}
+_LOW_PRECISION = 1e-2
+_SMALLEST = 0.1
+"""Where all values are smaller, they are compared as if one were this large: they may be differences of larger ones."""
 
 
 @dataclass(frozen=True)
@@ -133,10 +138,7 @@ class FirstBatch:
     def _check_same(self, batch: Any) -> None:
         everyone = self._place.all_gather([_fingerprint(tensor) for tensor in tensors_in_order(batch)])
         if any(one != everyone[0] for one in everyone):
-            raise PipelineError(
-                "the ranks of a pipeline were given different batches: each needs the same one. Give the sampler "
-                "num_replicas and rank of the data parallel ranks, or leave it to the Trainer"
-            )
+            raise PipelineError(DIFFERENT)
 
     def _planner(self, found: Survey, wishes: Wishes) -> Planner:
         hop, message = self._hop_ms(max((sum(t.nbytes for t in given) for given in found.given), default=0))
@@ -263,8 +265,9 @@ class FirstBatch:
             if not all(_near(one, other) for one, other in zip(tensors, whole, strict=True)):
                 wrong = wrong or (
                     f"what stands between the layers and around them gives other numbers when stage {stage + 1} runs "
-                    "by itself: a tensor goes past the layers of other ranks that is no argument of the next layer. "
-                    "Let the layers of the list take all they need as arguments, or name another list with layers="
+                    "by itself: a tensor goes past the layers of other ranks that is no argument of the next layer, as "
+                    "a loss that a layer keeps on itself (of mixtures of experts). Let the layers of the list take and "
+                    "return all that is needed, or name another list with layers="
                 )
         for said in self._place.all_gather(wrong):
             if said is not None:
@@ -292,7 +295,7 @@ class FirstBatch:
 
 def seeded(step: Callable[[Any], Any], part: Any) -> Any:
     """Run a step on random numbers that are the same on all ranks."""
-    seed_torch(FIRST_SEED)
+    seed_all(FIRST_SEED)
     return step(part)
 
 
@@ -331,7 +334,11 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 def _near(one: Tensor, other: Tensor) -> bool:
     if not one.dtype.is_floating_point:
         return _equal(one, other)
-    return torch.allclose(one.detach(), other.detach(), rtol=1e-3, atol=1e-5, equal_nan=True)
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    rounding = _ROUNDING.get(one.dtype, _LOW_PRECISION)
+    largest = float(other.detach().abs().nan_to_num(0, 0, 0).max()) if other.numel() else 0.0
+    return torch.allclose(one.detach(), other.detach(), rtol=rounding, atol=rounding * max(largest, _SMALLEST), equal_nan=True)
 
 
 def _leaf(tensor: Tensor) -> Tensor:

@@ -7,7 +7,9 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-__all__ = ["Size", "make_groups", "sizes_of"]
+from retime.mechanisms.pipeline.errors import messages_of_group
+
+__all__ = ["Size", "gathered", "make_groups", "sizes_of"]
 
 Size = int | Literal["auto"]
 
@@ -53,3 +55,12 @@ def make_groups(pipeline: int, data: int, timeout: timedelta) -> tuple[Any, Any]
         if dist.get_rank() in ranks:
             data_group = group
     return pipeline_group, data_group
+
+
+def gathered(mine: Any, group: Any) -> list[Any] | None:
+    """What each rank of a group gives, on its first; None on others. All ranks call this."""
+    is_first = dist.get_rank(group) == 0
+    everyone: list[Any] | None = [None] * dist.get_world_size(group) if is_first else None
+    with messages_of_group(group):
+        dist.gather_object(mine, everyone, dst=dist.get_global_rank(group, 0), group=group)
+    return everyone

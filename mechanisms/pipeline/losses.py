@@ -20,7 +20,7 @@ from retime.mechanisms.memory.batches import (
     samples_in,
     split_batch,
 )
-from retime.mechanisms.memory.sandbox import seed_torch
+from retime.mechanisms.memory.sandbox import seed_all
 from retime.mechanisms.memory.separability import WeightsByFlow, weights_by_flow
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.pipeline.errors import PipelineError
@@ -172,7 +172,7 @@ def _sum(weighting: Weighting, losses: Sequence[Tensor], parts: Sequence[Any]) -
 
 
 def _run(step: Callable[[Any], Any], part: Any, seed: int) -> Any:
-    seed_torch(seed)
+    seed_all(seed)
     try:
         return step(part)
     except RuntimeError as error:

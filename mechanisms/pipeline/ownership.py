@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from retime.mechanisms.lazy_updates import nbytes
 from retime.mechanisms.pipeline.errors import PipelineError, messages_of_group
+from retime.mechanisms.pipeline.groups import gathered
 
 __all__ = ["Ownership", "Reached", "refuse_part_of_model"]
 
@@ -168,6 +169,16 @@ class Ownership:
         if name in self.ranks:
             return self.ranks[name][0] == self._rank
         return self._owner_of_buffers.get(name, 0) == self._rank
+
+    def gather(self, mine: dict[Any, Any]) -> dict[Any, Any] | None:
+        """What all ranks give, on the first; of a key that several give, its value. None on others; all call this."""
+        everyone = gathered(mine, self._group)
+        if everyone is None:
+            return None
+        found: dict[Any, Any] = {}
+        for part in reversed(everyone):
+            found |= part
+        return found
 
     @property
     def bytes_here(self) -> int:

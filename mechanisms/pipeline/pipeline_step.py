@@ -15,12 +15,14 @@ from torch import Tensor, nn
 
 from retime.mechanisms.memory.batches import balanced_parts, samples_in
 from retime.mechanisms.memory.sandbox import Undo, random_state, set_random_state
+from retime.mechanisms.pipeline.agreement import agreed_seeds
 from retime.mechanisms.pipeline.call_chain import call_chain
 from retime.mechanisms.pipeline.errors import PipelineError, messages_of, messages_of_group
 from retime.mechanisms.pipeline.find_layers import LayerList, find_layers
 from retime.mechanisms.pipeline.first_batch import FirstBatch, Wishes, seeded
 from retime.mechanisms.pipeline.gates import LayerGates
 from retime.mechanisms.pipeline.gradient_sums import GradientSums
+from retime.mechanisms.pipeline.groups import gathered
 from retime.mechanisms.pipeline.hollow import HollowModel
 from retime.mechanisms.pipeline.losses import Examples
 from retime.mechanisms.pipeline.ownership import Ownership
@@ -153,6 +155,7 @@ class PipelineStep:
         if self._spread is None:
             self._begin(step, batch, parts)
         spread = self._known
+        seeds = agreed_seeds(self._place, batch, len(parts))
         if len(parts) > 1:
             self._refuse_hooks()
         if self._frozen != self._flags():
@@ -164,7 +167,6 @@ class PipelineStep:
             self._know(spread, step, part)
         if spread.plan.micro_batches != len(parts):
             spread.use(spread.planner.plan(len(parts)))
-        seeds = torch.randint(2**62, (len(parts),)).tolist()
         random, kept = random_state(), spread.owners.keep_gradients()
         running = RunningStep(spread, step, parts, seeds, divide_by, self._workers)
         buffers = ChangedBuffers(self._model) if len(parts) > 1 and not self._report.steps else None
@@ -220,13 +222,6 @@ class PipelineStep:
         with self._spread.owners.whole(self._spread.outside):
             yield
 
-    def gather(self, mine: Any) -> list[Any] | None:
-        """What each rank of the pipeline gives, on its first; None on others. All ranks call this."""
-        everyone: list[Any] | None = [None] * self._place.ranks if self._place.rank == 0 else None
-        with messages_of_group(self._place.group):
-            dist.gather_object(mine, everyone, dst=self._place.world_rank(0), group=self._place.group)
-        return everyone
-
     def tell(self, what: Any) -> Any:
         """What the rank of the last stage gives, on all ranks; all ranks call this."""
         return self._place.broadcast(what, self._known.plan.rank_of[-1])
@@ -271,11 +266,11 @@ class PipelineStep:
         Clocks are those of the machines: ranks on other machines begin at their own first task.
         """
         spans = self._report.spans
-        gathered = self.gather((platform.node(), spans))
-        if gathered is None:
+        everyone = gathered((platform.node(), spans), self._place.group)
+        if everyone is None:
             return None
         begins: dict[str, float] = {}
-        for node, some in gathered:
+        for node, some in everyone:
             begins[node] = min([begins.get(node, math.inf), *(one.start_s for one in some)])
         return [
             TimelineSpan(
@@ -285,7 +280,7 @@ class PipelineStep:
                 1000 * (one.end_s - one.start_s),
                 one.kind,
             )
-            for rank, (node, some) in enumerate(gathered)
+            for rank, (node, some) in enumerate(everyone)
             for one in some
         ]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from retime.mechanisms.memory.batches import loss_of
-from retime.mechanisms.memory.sandbox import seed_torch
+from retime.mechanisms.memory.sandbox import seed_all
 from retime.mechanisms.pipeline.errors import PipelineError
 from retime.mechanisms.pipeline.losses import weights_of
 from retime.mechanisms.pipeline.spread import Spread
@@ -120,7 +120,7 @@ class RunningStep:
 
     def _start(self, batch: int) -> None:
         if self._at[batch] is None:
-            seed_torch(self._seeds[batch])
+            seed_all(self._seeds[batch])
             self._at[batch] = self._calls[batch].resume()
 
     def _weighted(self, batch: int, output: Any) -> Tensor:

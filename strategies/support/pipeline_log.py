@@ -89,7 +89,7 @@ class PipelineLog:
             if _METRIC in call and call.get("on_step") is not False and len(parts) > 1:
                 warnings.warn(
                     f"the metric {call['name']!r} is logged in each step: what is shown there is its last micro-batch's "
-                    "under a pipeline, and the epoch's value is that of all samples. Log it with on_step=False, "
+                    "under a pipeline, and the epoch's value is that of all samples: log it with on_step=False, "
                     "on_epoch=True",
                     NoEffectWarning,
                     stacklevel=2,

@@ -25,6 +25,10 @@ def test_the_other_rank_ends_with_its_name(how: str, tmp_path: Path) -> None:
     failed = ranks[1 - other]
     if how == "raises":
         assert failed.stdout.partition("\n")[2].startswith("ArithmeticError of the module's own")
+        for one in ranks:  # behind it, a checkpoint would have a part of the model
+            assert "PipelineError 'net." in one.stdout
+            assert "lies on another rank, since training over ranks that ended with an exception" in one.stdout
+        assert not (tmp_path / "part.ckpt").exists()
     else:
         assert failed.returncode == -9
     for process in (pid, failed.stdout.split()[0]):

@@ -207,6 +207,18 @@ def resumed(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
     return outcome(module, fit) | {"saved": saves.last_model_path}
 
 
+def saved_behind(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
+    """One epoch, a checkpoint that is saved behind the fit, and another epoch from it."""
+    half = trainer(strategy, folder, devices=devices, max_epochs=1)
+    half.fit(Classifier(), loader(), loader())
+    path = folder / f"behind{devices}.ckpt"
+    half.save_checkpoint(path)
+    module = Classifier()
+    fit = trainer(again(strategy), folder, devices=devices)
+    fit.fit(module, loader(), loader(), ckpt_path=path)
+    return outcome(module, fit)
+
+
 def language_model(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
     module = LanguageModel()
     fit = trainer(strategy, folder, devices=devices)
@@ -231,6 +243,8 @@ def on_meta(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
         path = saves.last_model_path
         found += module.seen
     module.seen = found
+    path = folder / f"meta{devices}.ckpt"
+    fit.save_checkpoint(path)
     return outcome(module, fit) | {"weights": torch.load(path, weights_only=False)["state_dict"]}
 
 
@@ -253,7 +267,8 @@ def afterwards(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
     return found | {"tested": tested, "predicted": torch.cat(predicted)}  # type: ignore[arg-type]
 
 
-_ALL = (plain_fit, without_a_list, clipped, callbacks, resumed, language_model, on_meta, half_precision, afterwards)
+_ALL = (plain_fit, without_a_list, clipped, callbacks, resumed, saved_behind, language_model, on_meta, half_precision)
+_ALL += (afterwards,)
 FITS = {one.__name__: one for one in _ALL}
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import random
 import signal
 import sys
 import time
@@ -11,11 +12,13 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from retime.mechanisms.memory.batches import balanced_parts, samples_in
+from retime.mechanisms.memory.sandbox import seed_all
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.pipeline import HollowModel, PipelineError, PipelineStep, RankLostError
 from retime.mechanisms.pipeline.stage import Stage
@@ -309,27 +312,31 @@ def _with(model: nn.Module, name: str) -> Callable[[Any], Tensor]:
 
 
 def numbers() -> None:
-    """What a step draws in front of the layers is the same on all ranks and with all schedules."""
+    """What a step draws in front of the layers is the same on all ranks and with all schedules.
+
+    Also where ranks draw different numbers otherwise; Python's and NumPy's are agreed upon too.
+    """
     for schedule in ("ooo2", "gpipe"):
         model, _, batch = made("sequential")
 
         def step(part: Any, model: nn.Module = model) -> Tensor:
-            noise = torch.randn_like(part[0])
+            noise = torch.randn_like(part[0]) * random.random() + float(np.random.rand())
             return (model(part[0] + noise) - part[1] * noise).square().mean()
 
         pipeline = PipelineStep(model, microbatches=4, schedule=schedule)
-        torch.manual_seed(5)
-        with torch.random.fork_rng():
-            seeds = torch.randint(2**62, (4,)).tolist()
+        seed_all(5)
+        first = int(torch.randint(2**62, ()))
+        seeds = torch.randint(2**62, (4,), generator=torch.Generator().manual_seed(first)).tolist()
+        seed_all(5 + RANK)
         pipeline.train(step, batch)
-        after = torch.rand(3)
-        torch.manual_seed(5)
-        torch.randint(2**62, (4,))
-        assert torch.equal(after, torch.rand(3))
+        after = torch.rand(3).tolist(), random.random(), np.random.rand()
+        seed_all(5 + RANK)
+        torch.randint(2**62, ())
+        assert after == (torch.rand(3).tolist(), random.random(), np.random.rand())
         mine = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         reference, _, _ = made("sequential")
         for index, seed in enumerate(seeds):
-            torch.manual_seed(seed)
+            seed_all(seed)
             (step(tuple(one[4 * index : 4 * index + 4] for one in batch), reference) / 4).backward()
         for name, parameter in reference.named_parameters():
             if name in mine:
@@ -417,6 +424,11 @@ def refused(name: str) -> None:
         batches = [tuple(one + RANK for one in batch)]
     elif name == "order":
         batches = [tuple(one.roll(RANK, 0) for one in batch)]
+    elif name == "later batches":
+        steps, batches = [step], [batch, tuple(one + RANK for one in batch)]
+    elif name == "kept":
+        model[1].register_forward_hook(lambda module, _, given: setattr(module, "kept", given.square().mean()))
+        steps = [lambda part: step(part) + 1e-4 * getattr(model[1], "kept", 0.0)]
     elif name == "path":
         options["layers"] = "nowhere"
     elif name == "short":
@@ -445,8 +457,12 @@ def refused(name: str) -> None:
             pipeline.train(one, given)
     except PipelineError as error:
         print(error)
+        if name == "later batches":
+            sys.stdout.flush()
+            os._exit(0)  # as a launcher ends a process that failed
     except RankLostError:
-        print("lost")
+        print("lost", flush=True)
+        os._exit(0)
 
 
 def lost(when: str) -> None:

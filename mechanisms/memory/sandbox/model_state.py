@@ -193,13 +193,13 @@ def why_not_replaced(model: nn.Module) -> str:
     return ""
 
 
-def seed_all() -> None:
+def seed_all(seed: int = 0) -> None:
     """Put torch's, Python's and NumPy's global generators at one fixed state."""
-    seed_torch(0)
-    random.seed(0)
+    seed_torch(seed)
+    random.seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        numpy.random.seed(0)
+        numpy.random.seed(seed % 2**32)
 
 
 def random_state() -> list[Any]:

@@ -130,6 +130,7 @@ REFUSALS = {
     "no gradient": "has no gradient",
     "batches": "were given different batches",
     "order": "were given different batches",
+    "kept": "gives other numbers when stage 2 runs by itself",
     "path": "layers='nowhere' is no module of the model; lists of layers in it: ''",
     "short": "name the list with layers=",
     "no chain": "does not call 2 modules or more with half of them",
@@ -143,6 +144,13 @@ REFUSALS = {
 def test_bad_input_says_what_to_change(case):
     for said in outputs(2, "refused", case):
         assert REFUSALS[case] in said
+
+
+def test_batches_that_differ_later_end_the_step_before_it_begins():
+    first, last = outputs(2, "refused", "later batches")
+    assert first == "lost"
+    assert "were given different batches" in last
+    assert "The first batches were the same" in last
 
 
 @pytest.mark.parametrize("when", ["forward", "backward", "sends", "shared"])
