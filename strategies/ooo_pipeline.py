@@ -12,12 +12,14 @@ from typing import Annotated, Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -26,7 +28,7 @@ from torchmetrics import Metric
 from retime.mechanisms.arguments import AtLeast, checked
 from retime.mechanisms.byte_sizes import parse_bytes
 from retime.mechanisms.capabilities import Mechanism
-from retime.mechanisms.memory.batches import loss_of
+from retime.mechanisms.memory.batches import combined
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.pipeline import (
     HollowModel,
@@ -41,6 +43,7 @@ from retime.mechanisms.pipeline import (
     load_into_meta,
     make_groups,
     messages_of_group,
+    needed_loss,
     refuse_part_of_model,
     sizes_of,
     warn_of_parts,
@@ -50,7 +53,9 @@ from retime.mechanisms.pipeline import (
 )
 from retime.schedules.timeline import Span
 from retime.strategies.support.ddp_arguments import StartMethod, given
+from retime.strategies.support.kept_attributes import KeptAttributes
 from retime.strategies.support.lightning_package import LightningOnly
+from retime.strategies.support.lightning_private import in_the_loaders_order
 from retime.strategies.support.muted_logging import muted_logging
 from retime.strategies.support.pipeline_log import PipelineLog
 from retime.strategies.support.reporting_launcher import ReportsAcrossProcesses
@@ -59,7 +64,7 @@ from retime.strategies.support.whole_batch_results import WholeBatchResults
 __all__ = ["OOOPipelineStrategy"]
 
 Auto = Literal["auto"]
-_LOGGED = "logged"
+_LOGGED, _OTHERS = "logged", "others"
 _MICRO_BATCHES_A_RANK = 2
 
 
@@ -77,11 +82,13 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
     model is needed until then, but for a module whose parameters are on the meta device (``configure_model`` under
     ``torch.device("meta")``): there each layer has values only while it runs, by its ``reset_parameters()`` or the
     ``_init_weights(module)`` of a module around it, or all from ``ckpt_path``, and behind the fit each rank keeps its
-    own layers. Gradients are those of one device up to rounding, dropout draws other masks, and
-    BatchNorm sees micro-batches, of which a warning tells. Checkpoints are one file, as of a plain Trainer, also
-    behind the fit: all ranks save it. Validation in a fit runs over the ranks too; after the fit the module is whole on
-    all of them, and the optimizer's state is each rank's own. During the fit a rank has its own layers: parameters of others are NaN there, have no gradient and
-    cannot be written.
+    own layers.
+
+    Gradients are those of one device up to rounding, dropout draws other masks, and BatchNorm sees micro-batches, of
+    which a warning tells. Checkpoints are one file, as of a plain Trainer, also behind the fit: all ranks save it.
+    Validation in a fit runs over the ranks too; after the fit the module is whole on all of them, and the optimizer's
+    state is each rank's own. During the fit a rank has its own layers: parameters of others are NaN there, have no
+    gradient and cannot be written. A training loader without ``shuffle`` keeps its order where there is one pipeline.
 
     Args:
         pipeline_parallel_size: ranks that share one model; ``"auto"``: all that ``data_parallel_size`` leaves.
@@ -89,7 +96,8 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         schedule: ``"ooo2"`` (both of the paper's), ``"ooo1"`` (fast-forwarding alone), each also with ``"_flush"`` as
             in the paper's figures, ``"ooo_v"`` (fast-forwarding where ZBV has its layers), ``"ooo"`` (of these the
             shortest on paper, for layers of different lengths and slow links), ``"gpipe"``, ``"1f1b"``, ``"zb_h1"``,
-            ``"zbv"``, ``"interleaved"``, ``"interleaved_zero_bubble"``, or one of torch's own by its name.
+            ``"zbv"``, ``"interleaved"``, ``"interleaved_zero_bubble"``, or one of torch's own by its name, such as
+            ``"LoopedBFS"`` or ``"ScheduleDualPipeV"``.
         microbatches: of each batch; ``"auto"``: two for each rank of the pipeline.
         layers: path of the list of layers in the module; None: it is found; ``"auto"``: where there is none,
             the modules that ``training_step`` calls are the layers.
@@ -149,6 +157,9 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         self._microbatches, self._message_timeout = microbatches, timeout
         self._step: PipelineStep | None = None
         self._log: PipelineLog | None = None
+        self._kept: KeptAttributes | None = None
+        self._parts = 1
+        self._wants_outputs = False
         self._results: WholeBatchResults | None = None
         self._now: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._pipeline_group: Any = None
@@ -161,7 +172,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, made in the middle of a fit too, has the report; its pipeline begins with its own fit."""
-        gone = ("_step", "_log", "_results", "_now", "_pipeline_group", "_data_group", "_owners_before")
+        gone = ("_step", "_log", "_kept", "_results", "_now", "_pipeline_group", "_data_group", "_owners_before")
         kept = {
             "_last_report": self.report(),
             "_without_values": set(),
@@ -182,6 +193,8 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
             if pipeline > 1:  # before ranks speak to each other, so that all of them end with the same error
                 find_layers(module, self._wanted["layers"], pipeline)
         hollow = self._off_the_meta_device(module, fitting)
+        if fitting and self.world_size > 1 and sizes_of(self.world_size, *self._sizes)[1] == 1:
+            self._for_fit.enter_context(in_the_loaders_order(trainer))  # before an optimizer asks for the steps to come
         super().setup(trainer)
         if not fitting:
             return
@@ -196,10 +209,11 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
             for one in self.optimizers:
                 check_optimizer(one)
         self._pipeline_group, self._data_group = make_groups(pipeline, data, self._message_timeout)
-        warn_of_parts(module)
+        count = _MICRO_BATCHES_A_RANK * pipeline if self._microbatches == "auto" else self._microbatches
+        self._parts = count
+        warn_of_parts(module, count)
         if pipeline > 1:
             _warn_of_gradient_hooks(module, trainer)
-        count = _MICRO_BATCHES_A_RANK * pipeline if self._microbatches == "auto" else self._microbatches
         self._step = PipelineStep(
             module,
             group=self._pipeline_group,
@@ -209,7 +223,8 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
             hollow=hollow,
             **self._wanted,
         )
-        self._log = PipelineLog(module)
+        self._log, self._kept = PipelineLog(module), KeptAttributes(module)
+        self._wants_outputs = _wants_outputs(module, trainer)
         self._results = WholeBatchResults(trainer)
         self._for_fit.enter_context(_clipped_by_all(self.precision_plugin, self._step))
         self._for_fit.enter_context(_metrics_of(module, self._data_group))
@@ -271,39 +286,56 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         trainer = module.trainer
 
         def step(part: Any) -> dict[str, Any]:
-            with log.micro_batch() as calls:
+            with log.micro_batch() as calls, nullcontext() if kept is None else kept.noticing():
                 output = plain(part, *rest, **options)
-            return {"loss": loss_of(output), _LOGGED: calls}
+            return {"loss": needed_loss(output), _LOGGED: calls, _OTHERS: self._others(output)}
 
-        was_spread = self._step.is_spread
+        kept = None if self._step.is_spread else self._kept
         with log.batch():
             found = self._step.train(step, batch, divide_by=trainer.accumulate_grad_batches)
-        if not was_spread:
-            self._look_at_examples(self._step, log)
         told = None
         if found:
             calls, weights = [one.output[_LOGGED] for one in found], [one.weight for one in found]
-            told = whole_loss(found).to(found[0].output["loss"].dtype).cpu(), log.collected(calls, weights)
-        whole, logged = self._step.tell(told)
-        loss: Tensor = whole.to(self.root_device)
-        self.pre_backward(loss)
-        self.precision_plugin.pre_backward(loss, module)
-        self.precision_plugin.post_backward(loss, module)
-        self.post_backward(loss)
+            loss = whole_loss(found).to(found[0].output["loss"].dtype).cpu()
+            others = combined([one.output[_OTHERS] for one in found], [one.samples for one in found], lambda _: weights)
+            told = loss, log.collected(calls, weights), move_data_to_device(others, torch.device("cpu"))
+        whole, logged, others = self._step.tell(told)
+        loss = whole.to(self.root_device)
+        divided: Tensor = loss / trainer.accumulate_grad_batches
+        self.pre_backward(divided)
+        self.precision_plugin.pre_backward(divided, module)
+        self.precision_plugin.post_backward(divided, module)
+        self.post_backward(divided)
         log.publish(logged, changed_here=bool(found))
-        self._results.put(loss, trainer.accumulate_grad_batches)
-        return loss / trainer.accumulate_grad_batches
+        if kept is not None:
+            self._look_at_first(self._step, log, kept)
+        self._results.put(
+            {"loss": loss, **move_data_to_device(others, self.root_device)}, trainer.accumulate_grad_batches
+        )
+        return divided
+
+    def _others(self, output: Any) -> dict[str, Any]:
+        """What a step returns beside its loss, if a hook may look at it."""
+        if not self._wants_outputs or not isinstance(output, Mapping):
+            return {}
+        others = {key: value for key, value in output.items() if key != "loss"}
+        return apply_to_collection(others, Tensor, Tensor.detach)  # type: ignore[no-any-return]
 
     @contextmanager
     def _tried_out(self, trainer: Trainer) -> Iterator[None]:
         """What runs inside logs nothing, and says what it would have."""
         assert self._log is not None
-        with muted_logging(trainer), self._log.batch():
+        assert self._kept is not None
+        with muted_logging(trainer, self._kept.note_logger), self._log.batch():
             yield
 
-    def _look_at_examples(self, step: PipelineStep, log: PipelineLog) -> None:
+    def _look_at_first(self, step: PipelineStep, log: PipelineLog, kept: KeptAttributes) -> None:
+        """Behind the first batch: say what micro-batches change, as far as it was seen."""
         for one in self.optimizers:
             forget_absent(one, step.owners)
+        kept.warn()
+        if self._parts > 1:
+            log.warn_of_aggregates()
         examples = step.take_examples()
         if examples is not None:
             log.warn(examples.whole[_LOGGED], [part[_LOGGED] for part in examples.parts], examples.weights)
@@ -418,7 +450,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
                 step.remove()
             if self._last_report.steps:
                 rank_zero_info(f"retime: {self._last_report}")
-        self._log = self._pipeline_group = self._data_group = None
+        self._log = self._kept = self._pipeline_group = self._data_group = None
         self._without_values = set()
         with _left_on_meta(self.lightning_module):
             super().teardown()
@@ -459,6 +491,14 @@ def _check(module: LightningModule, trainer: Trainer, precision: Precision) -> N
                 "out, or average the weights of checkpoints"
             )
     refuse_part_of_model(module)
+
+
+def _wants_outputs(module: LightningModule, trainer: Trainer) -> bool:
+    """Whether a hook of the user's is given what ``training_step`` returns."""
+    hook = "on_train_batch_end"
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    others = [one for one in callbacks if not type(one).__module__.startswith(("lightning.", "retime."))]
+    return is_overridden(hook, module) or any(is_overridden(hook, one, parent=Callback) for one in others)
 
 
 def _warn_of_gradient_hooks(module: LightningModule, trainer: Trainer) -> None:

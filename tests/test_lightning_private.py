@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.compile import from_compiled, to_uncompiled
 from torch import nn
 from torchmetrics import MeanMetric
@@ -269,3 +270,19 @@ def test_canaries_die_of_a_lightning_that_behaves_otherwise(monkeypatch):
     with monkeypatch.context() as patch:  # hooks are registered at another moment
         patch.setattr(DDPStrategy, "configure_ddp", lambda self: None)
         dies(test_ddp_strategies_are_called_at_their_moments, patch)
+
+
+@canary("in_the_loaders_order", breaks="the order of training batches in a pipeline")
+def test_a_loader_that_does_not_shuffle_keeps_its_order():
+    trainer = Trainer(strategy="ddp", accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
+    connector, data = trainer._data_connector, RandomDataset(32, 4)
+
+    def shuffles(**options: bool) -> bool:
+        loader = torch.utils.data.DataLoader(data, **options)
+        return connector._prepare_dataloader(loader, shuffle=True, mode=RunningStage.TRAINING).sampler.shuffle
+
+    assert shuffles()
+    with lightning_private.in_the_loaders_order(trainer):
+        assert not shuffles()
+        assert shuffles(shuffle=True)
+    assert shuffles()

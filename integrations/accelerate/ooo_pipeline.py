@@ -131,13 +131,14 @@ class OutOfOrderPipeline:
         model.to(accelerator.device)
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor.detach(), 0)
-        warn_of_parts(model)
+        count = _MICRO_BATCHES_A_RANK * stages if microbatches == "auto" else microbatches
+        warn_of_parts(model, count)
         pipeline_group, data_group = make_groups(stages, replicas, timeout)
         self._step = PipelineStep(
             model,
             group=pipeline_group,
             data_group=data_group,
-            microbatches=_MICRO_BATCHES_A_RANK * stages if microbatches == "auto" else microbatches,
+            microbatches=count,
             schedule=schedule,
             layers=layers,
             layers_per_stage=group,

@@ -6,6 +6,7 @@ from retime.mechanisms.pipeline.errors import PipelineError, RankLostError, mess
 from retime.mechanisms.pipeline.find_layers import find_layers
 from retime.mechanisms.pipeline.groups import Size, make_groups, sizes_of
 from retime.mechanisms.pipeline.hollow import HollowModel, is_on_meta, load_into_meta
+from retime.mechanisms.pipeline.losses import needed_loss
 from retime.mechanisms.pipeline.ownership import Ownership, refuse_part_of_model
 from retime.mechanisms.pipeline.pipeline_step import PipelineStep
 from retime.mechanisms.pipeline.plan import SCHEDULES, Costs, Planner, check_schedule
@@ -33,6 +34,7 @@ __all__ = [
     "load_into_meta",
     "make_groups",
     "messages_of_group",
+    "needed_loss",
     "refuse_part_of_model",
     "sizes_of",
     "warn_of_parts",

@@ -39,7 +39,9 @@ def agreed_seeds(place: Place, batch: Any, count: int) -> list[int]:
             dist.broadcast(told, place.world_rank(0), group=place.group)
     seed, checksum = told.tolist()
     if checksum != int(mine[1]):
-        raise PipelineError(f"{DIFFERENT}. The first batches were the same, so look for a shuffle that ranks seed apart")
+        raise PipelineError(
+            f"{DIFFERENT}. The first batches were the same, so look for a shuffle that ranks seed apart"
+        )
     return torch.randint(2**62, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 

@@ -19,6 +19,7 @@ from retime.mechanisms.pipeline.errors import PipelineError, messages_of
 from retime.mechanisms.pipeline.find_layers import LayerList
 from retime.mechanisms.pipeline.gates import LayerGates
 from retime.mechanisms.pipeline.hollow import HollowModel
+from retime.mechanisms.pipeline.kinds_between import KindsBetween
 from retime.mechanisms.pipeline.losses import certified
 from retime.mechanisms.pipeline.ownership import Ownership, Reached
 from retime.mechanisms.pipeline.plan import Costs, PipelinePlan, Planner
@@ -93,6 +94,7 @@ class FirstBatch:
         """
         self._check_same(batch)
         with self._no_trace(batch):
+            self._gates.visitor = KindsBetween(self._place.names)
             certificate, examples = certified(self._model, step, batch, parts)
             certificate = self._place.agreed(certificate)
         with self._no_trace(batch):
@@ -338,7 +340,9 @@ def _near(one: Tensor, other: Tensor) -> bool:
         return False
     rounding = _ROUNDING.get(one.dtype, _LOW_PRECISION)
     largest = float(other.detach().abs().nan_to_num(0, 0, 0).max()) if other.numel() else 0.0
-    return torch.allclose(one.detach(), other.detach(), rtol=rounding, atol=rounding * max(largest, _SMALLEST), equal_nan=True)
+    return torch.allclose(
+        one.detach(), other.detach(), rtol=rounding, atol=rounding * max(largest, _SMALLEST), equal_nan=True
+    )
 
 
 def _leaf(tensor: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from retime.mechanisms.memory.separability import WeightsByFlow, weights_by_flow
 from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.pipeline.errors import PipelineError
 
-__all__ = ["Examples", "certified", "weights_of"]
+__all__ = ["Examples", "certified", "needed_loss", "weights_of"]
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _LOW_PRECISION = 3e-2
@@ -188,8 +188,20 @@ def _same(one: Any, other: Any) -> bool:
     return torch.allclose(_loss(one), _loss(other), rtol=0, atol=0, equal_nan=True)
 
 
-def _loss(output: Any) -> Tensor:
+def needed_loss(output: Any) -> Tensor:
+    """The loss in what a step returned.
+
+    Raises:
+        PipelineError: there is none.
+    """
     try:
-        return loss_of(output).detach()
+        return loss_of(output)
     except ValueError as error:
-        raise PipelineError(f"training_step gave no loss: {error}") from error
+        raise PipelineError(
+            f"training_step gave no loss for a micro-batch ({error}), and a pipeline cannot skip batches: return "
+            "0 * loss in place of None"
+        ) from error
+
+
+def _loss(output: Any) -> Tensor:
+    return needed_loss(output).detach()

@@ -90,6 +90,7 @@ class Ownership:
                 self.shared[name] = ranks
         self._strides = {name: p.stride() for name, p in self.parameters.items()}
         self.absent = sorted(name for name, ranks in self.ranks.items() if self._rank not in ranks)
+        self._finite = [name for name in self.unreached if self._is_finite(name)]
         self._groups: dict[tuple[int, ...], Any] = {}
         self._owner_of_buffers = self._owners_of_buffers()
 
@@ -159,6 +160,19 @@ class Ownership:
                     f"{name!r} got a gradient that it did not get in the first batch, so it is not known which ranks "
                     "need it: use all trainable parameters in the first batch, or freeze this one"
                 )
+
+    def refuse_averages(self) -> None:
+        """Raise PipelineError if a parameter that no stage uses, such as an average of others, became NaN."""
+        for name in self._finite:
+            if not self._is_finite(name):
+                raise PipelineError(
+                    f"{name!r} is not used in the step, and became NaN with the first batch: code between the batches "
+                    "reads weights of all layers into it, as averages of weights do, and those of other ranks' layers "
+                    "are NaN here. Average the weights of checkpoints instead"
+                )
+
+    def _is_finite(self, name: str) -> bool:
+        return not bool(self.parameters[name].detach().isnan().any())
 
     def norm_parts(self) -> set[Tensor]:
         """The parameters that this rank counts in a norm over all: of shared ones only the first rank."""

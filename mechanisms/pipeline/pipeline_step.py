@@ -33,7 +33,7 @@ from retime.mechanisms.pipeline.spread import Place, Spread
 from retime.mechanisms.pipeline.stage import Stage
 from retime.mechanisms.pipeline.suspended_call import Workers
 from retime.mechanisms.pipeline.values import shapes_of
-from retime.mechanisms.pipeline.warn_of_parts import ChangedBuffers
+from retime.mechanisms.pipeline.warn_of_parts import ChangedBuffers, warn_of_gradient_hooks
 from retime.mechanisms.torch_private import pipeline_runtime, post_accumulate_hooks
 from retime.schedules.pipeline import lane_name
 from retime.schedules.timeline import Span as TimelineSpan
@@ -155,6 +155,8 @@ class PipelineStep:
         if self._spread is None:
             self._begin(step, batch, parts)
         spread = self._known
+        if self._report.steps == 1:
+            spread.owners.refuse_averages()
         seeds = agreed_seeds(self._place, batch, len(parts))
         if len(parts) > 1:
             self._refuse_hooks()
@@ -169,7 +171,10 @@ class PipelineStep:
             spread.use(spread.planner.plan(len(parts)))
         random, kept = random_state(), spread.owners.keep_gradients()
         running = RunningStep(spread, step, parts, seeds, divide_by, self._workers)
-        buffers = ChangedBuffers(self._model) if len(parts) > 1 and not self._report.steps else None
+        buffers = None
+        if len(parts) > 1 and not self._report.steps:
+            buffers = ChangedBuffers(self._model)
+            warn_of_gradient_hooks(self._model)
         try:
             self._run(spread, running)
         finally:

@@ -151,6 +151,7 @@ def check_schedule(name: str) -> str:
     Raises:
         ValueError: there is none of that name.
     """
+    name = name.removeprefix("Schedule")  # torch's classes are called so
     name = _SAME_AS_TORCHS.get(name, name)
     if name not in SCHEDULES and name not in _TORCHS:
         raise ValueError(

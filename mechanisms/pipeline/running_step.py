@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retime.mechanisms.memory.batches import loss_of
+from retime.mechanisms.memory.batches import loss_of, samples_in
 from retime.mechanisms.memory.sandbox import seed_all
 from retime.mechanisms.pipeline.errors import PipelineError
-from retime.mechanisms.pipeline.losses import weights_of
+from retime.mechanisms.pipeline.losses import needed_loss, weights_of
 from retime.mechanisms.pipeline.spread import Spread
 from retime.mechanisms.pipeline.suspended_call import Returned, SuspendedCall, Workers
 from retime.mechanisms.pipeline.training_call import AtEdge
@@ -28,10 +28,12 @@ class MicroBatchResult:
     Attributes:
         output: of the step, without its graph.
         weight: of its loss in the batch's.
+        samples: in it.
     """
 
     output: Any
     weight: float
+    samples: int
 
 
 def whole_loss(results: Sequence[MicroBatchResult]) -> Tensor:
@@ -63,6 +65,7 @@ class RunningStep:
     ) -> None:
         self._spread, self._seeds, self._divide_by = spread, seeds, divide_by
         self._weights = weights_of(spread.certificate, parts)
+        self._samples = [samples_in(part) for part in parts]
         self._keys = [shapes_of(part) for part in parts]
         self._calls = [_call(step, part, workers, seed) for part, seed in zip(parts, seeds, strict=True)]
         self._at: list[Any] = [None] * len(parts)
@@ -124,11 +127,8 @@ class RunningStep:
             self._at[batch] = self._calls[batch].resume()
 
     def _weighted(self, batch: int, output: Any) -> Tensor:
-        try:
-            loss = loss_of(output)
-        except ValueError as error:
-            raise PipelineError(f"training_step gave no loss for a micro-batch: {error}") from error
-        self._results[batch] = MicroBatchResult(_detached(output), self._weights[batch])
+        loss = needed_loss(output)
+        self._results[batch] = MicroBatchResult(_detached(output), self._weights[batch], self._samples[batch])
         weight = self._weights[batch] / self._divide_by
         return loss * weight if weight else loss.detach()  # a mean over nothing has no gradient either
 

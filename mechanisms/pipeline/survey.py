@@ -14,6 +14,7 @@ from retime.mechanisms.pipeline.alike import alike, typical
 from retime.mechanisms.pipeline.backward_times import BackwardTimes, now
 from retime.mechanisms.pipeline.errors import PipelineError
 from retime.mechanisms.pipeline.gates import LayerGates
+from retime.mechanisms.pipeline.kinds_between import refuse_kinds
 from retime.mechanisms.pipeline.suspended_call import draw_for
 from retime.mechanisms.pipeline.values import ValueKind, kind_of, shapes_of, tensors_in_order
 from retime.mechanisms.torch_private import version_of
@@ -71,6 +72,7 @@ class _Looks:
                 "the list; name another list with layers="
             )
         self.next += 1
+        refuse_kinds(self._name(layer), (args, kwargs))
         given = tensors_in_order((args, kwargs))
         self._found.given[layer] = [tensor.detach().clone() for tensor in given]
         # of inference tensors there is no version
@@ -91,6 +93,7 @@ class _Looks:
         raise AssertionError
 
     def after(self, layer: int, output: Any) -> Any:
+        refuse_kinds(self._name(layer), output)
         self._found.outputs[layer, self._shapes] = kind_of(output)
         if any(version_of(tensor) != version for tensor, version in self._given):
             self._found.writes.add(layer)

@@ -7,17 +7,18 @@ import warnings
 from torch import Tensor, nn
 
 from retime.mechanisms.no_effect import NoEffectWarning
-from retime.mechanisms.torch_private import BatchNormBase, version_of
+from retime.mechanisms.torch_private import BatchNormBase, tensor_hooks, version_of
 
-__all__ = ["warn_of_parts"]
+__all__ = ["ChangedBuffers", "warn_of_gradient_hooks", "warn_of_parts"]
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
-def warn_of_parts(model: nn.Module) -> None:
-    """Say of layers that see parts of a batch that they do, once each kind."""
+def warn_of_parts(model: nn.Module, microbatches: int) -> None:
+    """Say of layers that see parts of a batch that they do, and of those that draw random numbers; once each kind."""
+    parts = microbatches > 1
     norms = [name for name, one in model.named_modules() if isinstance(one, BatchNormBase)]
-    if norms:
+    if norms and parts:
         warnings.warn(
             f"{norms[0]!r} and other BatchNorm layers take their statistics from micro-batches under a pipeline, so "
             "training differs from that on one device: use microbatches=1, or another normalisation",
@@ -32,12 +33,26 @@ def warn_of_parts(model: nn.Module) -> None:
             stacklevel=2,
         )
     tables = [name for name, one in model.named_modules() if getattr(one, "scale_grad_by_freq", False)]
-    if tables:
+    if tables and parts:
         warnings.warn(
             f"{tables[0]!r} divides gradients by how often a row was read (scale_grad_by_freq), in a micro-batch under "
             "a pipeline, so training differs from that on one device: use microbatches=1, or leave it out",
             NoEffectWarning,
             stacklevel=2,
+        )
+
+
+def warn_of_gradient_hooks(model: nn.Module) -> None:
+    """Say of hooks on parameters' gradients that they see those of micro-batches."""
+    hooked = [name for name, one in model.named_parameters() if one.requires_grad and tensor_hooks(one)]
+    if hooked:
+        others = f" and {len(hooked) - 1} more" if len(hooked) > 1 else ""
+        warnings.warn(
+            f"{hooked[0]!r}{others} has a hook on its gradient (register_hook), which runs once a micro-batch under a "
+            "pipeline, on that one's share: a hook that is not linear, such as a clamp, trains something else there. "
+            "Use microbatches=1, or change gradients in on_before_optimizer_step",
+            NoEffectWarning,
+            stacklevel=3,
         )
 
 

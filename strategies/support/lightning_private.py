@@ -16,8 +16,10 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.trainer.states import RunningStage
 from torchmetrics import Metric
 
+from retime.mechanisms.replaced_attributes import replaced_attributes
 from retime.mechanisms.torch_private import needed_by, read_private, write_private
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "MomentsOfDDP",
     "ProcessLauncher",
     "averages_models",
+    "in_the_loaders_order",
     "ddp_options",
     "given_device",
     "has_batch_norm",
@@ -47,6 +50,8 @@ with needed_by("the reports of strategies that start processes of their own (...
     DDPStrategy._configure_launcher  # noqa: B018
 """The launcher that starts processes and brings their results home."""
 
+with needed_by("the order of training batches in a pipeline"):
+    from lightning.pytorch.utilities.data import _is_dataloader_shuffled as _shuffles
 with needed_by("ooo_ddp and fused_optimizer_ddp, whose reductions are DDP's communication hook,"):
     DDPStrategy._register_ddp_hooks  # noqa: B018
 
@@ -114,6 +119,23 @@ def logged_step(trainer: Trainer) -> int:
     """The loggers' x axis, as Lightning's monitors use it; for StepTimeline, PeakMemory and MemoryTimeline."""
     feature = "the place of StepTimeline's and PeakMemory's numbers on the loggers' x axis"
     return int(read_private(trainer.fit_loop.epoch_loop, "_batches_that_stepped", feature))
+
+
+@contextmanager
+def in_the_loaders_order(trainer: Trainer) -> Iterator[None]:
+    """Inside, a training loader that does not shuffle is not shuffled by the sampler that Lightning gives it.
+
+    Lightning gives loaders one that divides batches between ranks, which those of one pipeline must not do.
+    """
+    feature = "the order of training batches in a pipeline"
+    connector = read_private(trainer, "_data_connector", feature)
+    prepare = read_private(connector, "_prepare_dataloader", feature)
+
+    def prepare_dataloader(dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+        return prepare(dataloader, shuffle=shuffle and _shuffles(dataloader), mode=mode)
+
+    with replaced_attributes(connector, _prepare_dataloader=prepare_dataloader):
+        yield
 
 
 def has_batch_norm(callback: StochasticWeightAveraging) -> bool:

@@ -23,8 +23,9 @@ SEE_GRADIENTS = (
     "hook_before_optimizer_step",
     "hook_configure_gradient_clipping",
     "callback_before_optimizer_step",
+    "tensor_hooks",
 )
-"""Scenarios whose hooks could take a norm of gradients: those of one rank's layers, as a warning says."""
+"""Scenarios whose hooks see the gradients of one rank's layers, or of a micro-batch, as a warning says."""
 
 REFUSED = {
     MANUAL: "needs automatic optimization",

@@ -145,9 +145,9 @@ def test_hooks_that_see_one_ranks_gradients_are_named(recwarn: pytest.WarningsRe
 def test_what_micro_batches_change_is_said() -> None:
 
     with pytest.warns(NoEffectWarning, match=r"'net.1' and other BatchNorm layers"):
-        warn_of_parts(Classifier(batch_norm=True))
+        warn_of_parts(Classifier(batch_norm=True), 2)
     with pytest.warns(NoEffectWarning, match=r"'0' divides gradients by how often a row was read"):
-        warn_of_parts(nn.Sequential(nn.Embedding(3, 3, scale_grad_by_freq=True), nn.Embedding(3, 3)))
+        warn_of_parts(nn.Sequential(nn.Embedding(3, 3, scale_grad_by_freq=True), nn.Embedding(3, 3)), 2)
 
 
 def test_numbers_that_micro_batches_change_are_named(tmp_path: Path) -> None:
