@@ -83,7 +83,7 @@ class Asked:
         return {name: parameter.grad for name, parameter in model.named_parameters()}
 
     def named_bytes(self, budget_bytes: int) -> int:
-        """The least of three: what a process has is counted in batches of pages, and once in 450 runs some were more."""
+        """The least of three: a process is counted in batches of pages, and once in 450 runs some were more."""
         return min(self._named_bytes(budget_bytes) for _ in range(3))
 
     def _named_bytes(self, budget_bytes: int) -> int:
