@@ -18,7 +18,7 @@ from retime.callbacks import (
     StepTimeline,
 )
 from retime.mechanisms.fusion import declare_per_parameter, fuse_optimizer
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.no_effect import DifferenceWarning, NoEffectWarning
 from retime.modules import ScanGRU, ScanLSTM, ScanRNN, ScanSequential, convert, convert_back
 from retime.strategies import (
     CPUAccumulateStrategy,
@@ -33,6 +33,7 @@ from retime.strategies import (
 __all__ = [
     "CPUAccumulateStrategy",
     "CPUMemoryPool",
+    "DifferenceWarning",
     "FuseOptimizer",
     "FusedOptimizerDDPStrategy",
     "FusedOptimizerStrategy",
