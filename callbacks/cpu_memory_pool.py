@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from types import TracebackType
 from typing import Annotated
 
@@ -10,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from retime.mechanisms.arguments import AtLeast, checked
 from retime.mechanisms.memory.pool import MemoryPool, PoolReport
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.no_effect import warn_no_effect
 
 __all__ = ["CPUMemoryPool"]
 
@@ -97,7 +96,7 @@ class CPUMemoryPool(Callback):
 
     def _leave_out(self, reason: str) -> None:
         if self._last.note != reason:
-            warnings.warn(f"no CPU memory pool: {reason}", NoEffectWarning, stacklevel=4)
+            warn_no_effect(f"no CPU memory pool: {reason}")
         self._last = PoolReport(note=reason)
 
     def _remove(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 import warnings
 
 import torch.distributed as dist
@@ -10,16 +11,10 @@ import torch.distributed as dist
 __all__ = ["DifferenceWarning", "NoEffectWarning", "warn_difference", "warn_no_effect"]
 
 _LIBRARIES = (
-    "retime",
-    "torch",
-    "lightning",
-    "lightning_fabric",
-    "accelerate",
-    "transformers",
-    "contextlib",
-    "threading",
+    *("retime", "torch", "torchmetrics", "lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"),
+    *("accelerate", "transformers", "hydra", "jsonargparse", "pluggy", "_pytest", "pytest"),
 )
-"""Packages whose frames are not the user's."""
+"""Packages whose frames are not the user's, beside Python's own."""
 
 
 class NoEffectWarning(UserWarning):
@@ -56,10 +51,26 @@ def _warn(text: str, category: type[UserWarning], every_rank: bool) -> None:
 
 
 def _depth_of_users_line() -> int:
-    """Return the ``stacklevel``, as :func:`_warn` counts, of the innermost frame that no library owns."""
-    frame, depth = sys._getframe(2), 2
+    """Return the ``stacklevel``, as :func:`_warn` counts, of the innermost frame that no library owns.
+
+    Where a process has none, as a spawned rank has, it is the outermost frame of a library that started no process.
+    """
+    frame: types.FrameType | None = sys._getframe(2)
+    depth, outermost = 2, 3
     while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
+        module = _module_of(frame)
+        package = module.partition(".")[0]
+        if package not in _LIBRARIES and package not in sys.stdlib_module_names:
             return depth
+        if package in _LIBRARIES and "multiprocessing" not in module:
+            outermost = depth
+        if module in ("multiprocessing.spawn", "multiprocessing.forkserver"):
+            break  # what is outside of it is the process's command line
         frame, depth = frame.f_back, depth + 1
-    return 3
+    return outermost
+
+
+def _module_of(frame: types.FrameType) -> str:
+    """Return the module's name, of ``python -m`` too."""
+    name: str = frame.f_globals.get("__name__", "")
+    return getattr(frame.f_globals.get("__spec__"), "name", name) if name == "__main__" else name

@@ -5,13 +5,12 @@ optimizers know, tied parameters stay tied, and hooks, training mode, dtype, dev
 wrappers around it stay as they are; the model itself may be the torch.nn.GRU that is converted.
 """
 
-import warnings
 from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
 from retime.mechanisms.arguments import checked
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.no_effect import warn_no_effect
 from retime.mechanisms.scan import Solver, check_solver
 from retime.mechanisms.torch_private import flat_weights
 from retime.modules.conversion_report import ConversionReport
@@ -61,7 +60,7 @@ def convert(
         vars(module)["solver"] = solver
         report.swapped[name] = f"{plain.__name__} -> {type(module).__name__}"
     if not report.swapped:
-        warnings.warn(_nothing(model, report), NoEffectWarning, stacklevel=2)
+        warn_no_effect(_nothing(model, report))
     return report
 
 

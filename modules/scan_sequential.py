@@ -5,7 +5,6 @@ Legend: B batch, x_k the output of layer k (x_0 the input), J_k the transposed J
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -16,7 +15,7 @@ from torch.nn.utils.prune import BasePruningMethod
 
 from retime.mechanisms.arguments import AtLeast, checked
 from retime.mechanisms.jacobian import JacobianScan, LayerJacobian, UnknownJacobian, jacobian_of
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.no_effect import warn_no_effect
 from retime.mechanisms.torch_private import forward_hooks, forward_pre_hooks, has_backward_hooks
 
 
@@ -143,13 +142,11 @@ class ScanSequential(nn.Sequential):
     def _warn(self) -> None:
         if self._report.plain and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn_no_effect(
                 f"{len(self._report.plain)} of {len(self._report.plain) + len(self._report.scanned)} layers of "
                 f"{type(self).__name__} run in plain autograd: "
                 + "; ".join(f"{name}: {reason}" for name, reason in self._report.plain.items())
-                + ". Replace them by layers with a known Jacobian, or put them outside.",
-                NoEffectWarning,
-                stacklevel=4,
+                + ". Replace them by layers with a known Jacobian, or put them outside."
             )
 
 

@@ -1,7 +1,6 @@
 """Gradient accumulation on the host's processors as a Lightning strategy (Sekiyama et al. 2017)."""
 
 import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -21,7 +20,7 @@ from torch.optim import Optimizer
 from retime.mechanisms.arguments import checked
 from retime.mechanisms.capabilities import Mechanism, refuse
 from retime.mechanisms.ddp import BucketReduction, HostReductionReport, HostUpdate, HostUpdateReport
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.no_effect import warn_no_effect
 from retime.strategies.support.ddp_arguments import MegaBytes, StartMethod, given
 from retime.strategies.support.ddp_hooks import hook_was_not_asked_for
 from retime.strategies.support.lightning_package import LightningOnly
@@ -137,7 +136,7 @@ class CPUAccumulateStrategy(ReducerOfChoice, LightningOnly, ReportsAcrossProcess
         if reducer is None:
             text = f"strategy={self.strategy_name!r} has no effect: with one process there are no gradients to add up"
             text += " and no updates to divide" if self._update_on_host else ""
-            warnings.warn(text, NoEffectWarning, stacklevel=2)
+            warn_no_effect(text)
             super().register_hooks()
             return
         self._reduction = BucketReduction(

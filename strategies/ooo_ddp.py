@@ -22,7 +22,7 @@ from retime.mechanisms.byte_sizes import parse_bytes
 from retime.mechanisms.capabilities import Mechanism, refuse
 from retime.mechanisms.ddp import bucket_mb, measured_seconds_per_mb, sparse_layer
 from retime.mechanisms.fusion import FusionReport
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.no_effect import warn_no_effect
 from retime.mechanisms.out_of_order import ALONE, K, OutOfOrderDataParallel, OutOfOrderReport, SavedK, read_saved_k
 from retime.strategies.support.ddp_arguments import MegaBytes, StartMethod, given
 from retime.strategies.support.ddp_hooks import hook_was_not_asked_for
@@ -181,7 +181,7 @@ class OOODataParallelStrategy(ReducerOfChoice, LightningOnly, ReportsAcrossProce
 
     def register_hooks(self) -> None:
         if self._is_alone:
-            warnings.warn(f"strategy={self.strategy_name!r} has no effect: {ALONE}", NoEffectWarning, stacklevel=2)
+            warn_no_effect(f"strategy={self.strategy_name!r} has no effect: {ALONE}")
             super().register_hooks()
             return
         model = self.model

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -29,7 +28,7 @@ from retime.mechanisms.arguments import AtLeast, checked
 from retime.mechanisms.byte_sizes import parse_bytes
 from retime.mechanisms.capabilities import Mechanism
 from retime.mechanisms.memory.batches import combined
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.no_effect import warn_difference, warn_no_effect
 from retime.mechanisms.pipeline import (
     HollowModel,
     Ownership,
@@ -201,8 +200,9 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         self._owners_before = None
         pipeline, data = sizes_of(self.world_size, *self._sizes)
         if pipeline == 1:
-            text = f"strategy={self.strategy_name!r} has no effect: with one rank there are no stages to share out"
-            warnings.warn(text, NoEffectWarning, stacklevel=2)
+            warn_no_effect(
+                f"strategy={self.strategy_name!r} has no effect: with one rank there are no stages to share out"
+            )
             if data == 1:
                 return
         if pipeline > 1:
@@ -508,12 +508,10 @@ def _warn_of_gradient_hooks(module: LightningModule, trainer: Trainer) -> None:
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     found += [f"{type(one).__name__}.{names[1]}" for one in callbacks if is_overridden(names[1], one, parent=Callback)]
     if found:
-        warnings.warn(
+        warn_difference(
             f"under a pipeline {', '.join(found)} sees the gradients of one rank's layers: a norm taken there, by "
             "torch.nn.utils.clip_grad_norm_ too, is not that of the model. Use Trainer(gradient_clip_val=...) or "
-            "self.clip_gradients(), which count all ranks",
-            NoEffectWarning,
-            stacklevel=2,
+            "self.clip_gradients(), which count all ranks"
         )
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from retime import NoEffectWarning
+from retime import DifferenceWarning, NoEffectWarning
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -133,6 +133,7 @@ def test_a_block_runs_and_prints_what_the_page_says(block: Block) -> None:
     code = compile("\n" * block.line + block.code, str(block.page), "exec")
     with warnings.catch_warnings(), contextlib.redirect_stdout(out):
         warnings.simplefilter("ignore")
+        warnings.simplefilter("error", DifferenceWarning)
         warnings.simplefilter("error", NoEffectWarning)
         exec(code, names())
     if block.printed is not None:

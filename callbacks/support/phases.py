@@ -9,7 +9,6 @@ and for the measured batch only.
 from __future__ import annotations
 
 import tempfile
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from lightning.pytorch.strategies import Strategy
 
 from retime.mechanisms.arguments import AtLeast, checked
 from retime.mechanisms.measure import OTHER
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.no_effect import warn_no_effect
 from retime.strategies.support.lightning_private import logged_step
 
 _MISSING = object()
@@ -227,12 +226,10 @@ class PhaseCallback(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._abandon()
-        if self._seen and not self._measured and trainer.is_global_zero:
-            warnings.warn(
+        if self._seen and not self._measured:
+            warn_no_effect(
                 f"{type(self).__name__} measured 0 of {self._seen} steps, since it leaves out the first "
-                f"warm_up={self.warm_up}: train longer, or give a smaller warm_up.",
-                NoEffectWarning,
-                stacklevel=2,
+                f"warm_up={self.warm_up}: train longer, or give a smaller warm_up."
             )
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

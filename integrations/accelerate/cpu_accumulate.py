@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from datetime import timedelta
 
 from accelerate import Accelerator
@@ -13,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from retime.mechanisms.arguments import checked
 from retime.mechanisms.ddp import BucketReduction, HostReductionReport, sparse_layer
 from retime.mechanisms.ddp.reducers import HostReducer
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.no_effect import warn_no_effect
 
 
 class CPUAccumulate:
@@ -36,8 +35,7 @@ class CPUAccumulate:
         self._reduction: BucketReduction | None = None
         self._last_report = HostReductionReport()
         if accelerator.num_processes < 2:
-            text = "CPUAccumulate has no effect: with one process there are no gradients to add up"
-            warnings.warn(text, NoEffectWarning, stacklevel=3)
+            warn_no_effect("CPUAccumulate has no effect: with one process there are no gradients to add up")
             return
         if not isinstance(model, DistributedDataParallel):
             raise ValueError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
@@ -30,7 +29,7 @@ from retime.mechanisms.arguments import AtLeast, checked
 from retime.mechanisms.byte_sizes import parse_bytes
 from retime.mechanisms.capabilities import Mechanism
 from retime.mechanisms.memory.batches import loss_of
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.no_effect import warn_no_effect
 from retime.mechanisms.pipeline import (
     PipelineReport,
     PipelineStep,
@@ -119,8 +118,7 @@ class OutOfOrderPipeline:
         self._elsewhere: list[nn.Parameter] = []
         self._last_report = PipelineReport()
         if stages == 1:
-            text = "OutOfOrderPipeline has no effect: with one rank there are no stages to share out"
-            warnings.warn(text, NoEffectWarning, stacklevel=3)
+            warn_no_effect("OutOfOrderPipeline has no effect: with one rank there are no stages to share out")
         if accelerator.num_processes == 1:
             keep_in_folders(accelerator, model, self.state_dict, self._refuse_parts)
             return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,7 +20,7 @@ from retime.integrations.accelerate.prepared import (
 from retime.integrations.accelerate.state_file import StateFile
 from retime.mechanisms.arguments import checked
 from retime.mechanisms.capabilities import Mechanism
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.no_effect import warn_no_effect
 from retime.mechanisms.out_of_order import ALONE, K, OutOfOrderReport, data_parallel, read_saved_k
 
 
@@ -55,8 +54,7 @@ class OutOfOrderDataParallel:
         self._optimizer = prepared_optimizer(optimizer, type(self).__name__)
         self._ooo: data_parallel.OutOfOrderDataParallel | None = None
         if accelerator.num_processes < 2:
-            text = f"OutOfOrderDataParallel has no effect: {ALONE}"
-            warnings.warn(text, NoEffectWarning, stacklevel=3)
+            warn_no_effect(f"OutOfOrderDataParallel has no effect: {ALONE}")
             self._kept = self._keep(accelerator)
             return
         if not isinstance(model, DistributedDataParallel):

@@ -7,7 +7,6 @@ more. A file beside them is ignored by plain code, and a folder without it is as
 from __future__ import annotations
 
 import json
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.no_effect import warn_no_effect
 
 
 class StateFile:
@@ -68,5 +67,5 @@ class StateFile:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, RecursionError) as error:
-            warnings.warn(f"{path} has no effect, it cannot be read: {error}", NoEffectWarning, stacklevel=2)
+            warn_no_effect(f"{path} has no effect, it cannot be read: {error}")
             return None

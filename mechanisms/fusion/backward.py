@@ -20,7 +20,6 @@ gradient would take new pages (seen as 17,000 page faults a step). So all bookke
 once.
 """
 
-import warnings
 from typing import Annotated, Any
 
 from torch import Tensor
@@ -45,7 +44,7 @@ from retime.mechanisms.fusion.refusals import (
 from retime.mechanisms.fusion.report import FusionReport
 from retime.mechanisms.fusion.unfused import why_unfused
 from retime.mechanisms.lazy_updates import OptimizerWindow, nbytes
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.no_effect import warn_no_effect
 from retime.mechanisms.streams import SideStream
 from retime.mechanisms.torch_private import version_of
 
@@ -166,7 +165,7 @@ class BackwardFusion(Arming):
             return
         followed.unfused = True
         if why not in self._report.unfused:
-            warnings.warn(f"backward fusion has no effect on parameters {why}", NoEffectWarning, stacklevel=2)
+            warn_no_effect(f"backward fusion has no effect on parameters {why}")
         self._report.note_unfused(why)
 
     def _update_bucket(self, window: OptimizerWindow) -> None:

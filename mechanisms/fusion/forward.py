@@ -8,7 +8,6 @@ ones come from a pool where that pays (see :mod:`~retime.mechanisms.fusion.gradi
 """
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,7 +38,7 @@ from retime.mechanisms.lazy_updates import (
     watch,
     why_not_per_parameter,
 )
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.no_effect import warn_no_effect
 from retime.mechanisms.torch_private import (
     calls_compiled,
     compilation_callbacks,
@@ -157,7 +156,7 @@ class ForwardFusion:
 
     def _plain_step(self, reason: str, loss: Any) -> Any:
         if reason not in self._report.plain_steps:
-            warnings.warn(f"forward fusion has no effect on these steps: {reason}", NoEffectWarning, stacklevel=4)
+            warn_no_effect(f"forward fusion has no effect on these steps: {reason}")
         self._report.note_plain(reason)
         self._step.inner()
         return loss

@@ -6,7 +6,6 @@ gradients of the first k blocks run last, in forward order, and each block's gra
 the next forward pass needs them first.
 """
 
-import warnings
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
@@ -21,7 +20,7 @@ from retime.mechanisms.arguments import checked
 from retime.mechanisms.byte_sizes import parse_bytes
 from retime.mechanisms.ddp import at_end_of_backward, comm_hook_of, scale
 from retime.mechanisms.ddp.reducers import OwnGroupsReducer, Reducer
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.no_effect import warn_no_effect
 from retime.mechanisms.out_of_order.arrivals import Arrivals
 from retime.mechanisms.out_of_order.attached import AttachedUpdates
 from retime.mechanisms.out_of_order.k_choice import K, KChoice
@@ -112,7 +111,7 @@ class OutOfOrderDataParallel:
         self._handles: list[Any] = []
         self._removed = False
         if dist.get_world_size(model.process_group) < 2:
-            warnings.warn(f"out-of-order data parallel has no effect: {ALONE}", NoEffectWarning, stacklevel=3)
+            warn_no_effect(f"out-of-order data parallel has no effect: {ALONE}")
             self._removed = True
             self._deferral.remove()
             return
@@ -141,7 +140,7 @@ class OutOfOrderDataParallel:
 
     def keep_order(self, reason: str) -> None:
         """Leave all weight gradients in the conventional order from now on; whoever asked for a k is warned."""
-        self._choice.keep_order(reason, stacklevel=3)
+        self._choice.keep_order(reason)
 
     @property
     def is_searching(self) -> bool:

@@ -4,7 +4,6 @@ All ranks come to the same number, within the memory bound; where they differ in
 """
 
 import time
-import warnings
 import zlib
 from typing import Annotated, Literal
 
@@ -14,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from retime.mechanisms.arguments import AtLeast
 from retime.mechanisms.ddp import RankAgreement
 from retime.mechanisms.measure import peak_so_far
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.no_effect import warn_no_effect
 from retime.mechanisms.out_of_order.k_tuner import KTuner
 from retime.mechanisms.out_of_order.memory import largest_affordable_k
 from retime.mechanisms.out_of_order.saved_k import SavedK
@@ -96,12 +95,11 @@ class KChoice:
         world_size = dist.get_world_size(self._model.process_group)
         return SavedK(self._deferral.k, blocks, self._model.bucket_bytes_cap / 2**20, world_size)
 
-    def keep_order(self, reason: str, *, stacklevel: int) -> None:
+    def keep_order(self, reason: str) -> None:
         """Leave all weight gradients in the conventional order from now on; whoever asked for a k is warned."""
         self.order_stays_because = reason
         if isinstance(self._wanted, int) and self._wanted > 0:
-            text = f"k={self._wanted} has no effect: {reason}"
-            warnings.warn(text, NoEffectWarning, stacklevel=stacklevel + 1)
+            warn_no_effect(f"k={self._wanted} has no effect: {reason}")
 
     def check_range(self, k: K | None = None) -> None:
         """Look at this k, or the one that was asked for, once the number of blocks is known.
@@ -166,7 +164,7 @@ class KChoice:
         found = repr([(block.name, [layer.name for layer in block.layers]) for block in self._deferral.blocks])
         mark = float(zlib.crc32(found.encode()))
         if (self._largest(mark), -self._largest(-mark)) != (mark, mark):
-            self.keep_order(RANKS_DIFFER, stacklevel=2)
+            self.keep_order(RANKS_DIFFER)
 
     def _bounded(self, k: int) -> int:
         self.check_range(k)

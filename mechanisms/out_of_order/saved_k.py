@@ -1,10 +1,9 @@
 """The k of a run as plain data, for checkpoints; what comes back is data from outside, and checked whole."""
 
-import warnings
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.no_effect import warn_no_effect
 
 _MOST_MB = 2**20
 
@@ -44,5 +43,5 @@ def read_saved_k(state: object) -> SavedK | None:
     off = "it is no mapping with k, blocks, bucket_cap_mb and world_size" if saved is None else saved.what_is_off()
     if off is None:
         return saved
-    warnings.warn(f"the k of an earlier run has no effect, and is found anew: {off}", NoEffectWarning, stacklevel=3)
+    warn_no_effect(f"the k of an earlier run has no effect, and is found anew: {off}")
     return None

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-
 from torch.optim import LBFGS, Optimizer
 
 from retime.mechanisms.lazy_updates import why_class_not_per_parameter
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.no_effect import warn_difference
 
 __all__ = ["check_optimizer"]
 
@@ -25,5 +23,4 @@ def check_optimizer(optimizer: Optimizer) -> None:
         )
     why = why_class_not_per_parameter(type(optimizer))
     if why is not None:
-        text = f"each rank of a pipeline updates its own layers only, and {why}"
-        warnings.warn(text, NoEffectWarning, stacklevel=2)
+        warn_difference(f"each rank of a pipeline updates its own layers only, and {why}")

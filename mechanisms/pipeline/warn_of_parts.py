@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
-
 from torch import Tensor, nn
 
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.no_effect import warn_difference
 from retime.mechanisms.torch_private import BatchNormBase, tensor_hooks, version_of
 
 __all__ = ["ChangedBuffers", "warn_of_gradient_hooks", "warn_of_parts"]
@@ -19,26 +17,18 @@ def warn_of_parts(model: nn.Module, microbatches: int) -> None:
     parts = microbatches > 1
     norms = [name for name, one in model.named_modules() if isinstance(one, BatchNormBase)]
     if norms and parts:
-        warnings.warn(
+        warn_difference(
             f"{norms[0]!r} and other BatchNorm layers take their statistics from micro-batches under a pipeline, so "
-            "training differs from that on one device: use microbatches=1, or another normalisation",
-            NoEffectWarning,
-            stacklevel=2,
+            "training differs from that on one device: use microbatches=1, or another normalisation"
         )
     drops = [name for name, one in model.named_modules() if isinstance(one, _DROPOUT) and one.p]
     if drops:
-        warnings.warn(
-            f"{drops[0]!r} and other dropout layers draw other masks under a pipeline than on one device",
-            NoEffectWarning,
-            stacklevel=2,
-        )
+        warn_difference(f"{drops[0]!r} and other dropout layers draw other masks under a pipeline than on one device")
     tables = [name for name, one in model.named_modules() if getattr(one, "scale_grad_by_freq", False)]
     if tables and parts:
-        warnings.warn(
+        warn_difference(
             f"{tables[0]!r} divides gradients by how often a row was read (scale_grad_by_freq), in a micro-batch under "
-            "a pipeline, so training differs from that on one device: use microbatches=1, or leave it out",
-            NoEffectWarning,
-            stacklevel=2,
+            "a pipeline, so training differs from that on one device: use microbatches=1, or leave it out"
         )
 
 
@@ -47,12 +37,10 @@ def warn_of_gradient_hooks(model: nn.Module) -> None:
     hooked = [name for name, one in model.named_parameters() if one.requires_grad and tensor_hooks(one)]
     if hooked:
         others = f" and {len(hooked) - 1} more" if len(hooked) > 1 else ""
-        warnings.warn(
+        warn_difference(
             f"{hooked[0]!r}{others} has a hook on its gradient (register_hook), which runs once a micro-batch under a "
             "pipeline, on that one's share: a hook that is not linear, such as a clamp, trains something else there. "
-            "Use microbatches=1, or change gradients in on_before_optimizer_step",
-            NoEffectWarning,
-            stacklevel=3,
+            "Use microbatches=1, or change gradients in on_before_optimizer_step"
         )
 
 
@@ -72,12 +60,11 @@ class ChangedBuffers:
         changed = [name for name, found in self._found().items() if found != self._before.get(name)]
         if changed:
             others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-            warnings.warn(
+            warn_difference(
                 f"the forward pass changes the buffer {changed[0]!r}{others}, and runs once a micro-batch under a "
                 "pipeline, so training may differ from that on one device: use microbatches=1, or change it once a "
                 "batch, in a hook",
-                NoEffectWarning,
-                stacklevel=3,
+                every_rank=True,
             )
 
     def _found(self) -> dict[str, tuple[int, int]]:

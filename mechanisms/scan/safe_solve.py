@@ -1,11 +1,9 @@
 """Solve a scan, and once more the safe way where a product of Jacobians left the range of its type."""
 
-import warnings
-
 import torch
 from torch import Tensor
 
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.no_effect import warn_no_effect
 from retime.mechanisms.scan.capture import capturing
 from retime.mechanisms.scan.jacobians import LocalJacobians
 from retime.mechanisms.scan.sequential import Sequential
@@ -27,11 +25,10 @@ def safe_solve(solver: Solver, jacobians: LocalJacobians, gradient: Tensor) -> t
     name = repr(solver)
     if name not in _warned and bool(torch.isfinite(carry).all()):
         _warned.add(name)
-        warnings.warn(
+        warn_no_effect(
             f"solver={name} has no effect on this backward pass: a product of Jacobians overflowed {gradient.dtype}, "
             f"so the {jacobians.steps} steps ran one after another. Use solver='sequential', or clip what makes the "
             "gradients explode. This warning comes once.",
-            NoEffectWarning,
-            stacklevel=2,
+            every_rank=True,
         )
     return v, carry

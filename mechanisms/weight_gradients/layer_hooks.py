@@ -3,7 +3,6 @@
 What cannot be cut is computed in order and handed on later; a layer that cannot even do that keeps its place.
 """
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.no_effect import warn_difference
 from retime.mechanisms.torch_private import next_sequence_number, top_saved_tensors_hooks
 from retime.mechanisms.weight_gradients.cut import Anchor, Call, enter, leave, why_whole
 from retime.mechanisms.weight_gradients.first_pass import FirstPass
@@ -144,11 +143,9 @@ class LayerHooks:
         if piece.reason is not None and layer.why_buffered is None:
             layer.why_buffered = piece.reason
             if piece.reason == USED_TWICE and not self._first_pass.is_on:
-                warnings.warn(
+                warn_difference(
                     f"the order of {layer.name!r} does not change from now on: {USED_TWICE}, which it did not in the "
-                    "first step, and in this one they may round differently; use k=0 to rule that out",
-                    NoEffectWarning,
-                    stacklevel=2,
+                    "first step, and in this one they may round differently; use k=0 to rule that out"
                 )
         if self._first_pass.is_on:
             self._first_pass.note_call(call, found)

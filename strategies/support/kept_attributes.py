@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +9,7 @@ from contextlib import contextmanager
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.no_effect import warn_difference
 
 __all__ = ["KeptAttributes"]
 
@@ -45,22 +44,18 @@ class KeptAttributes:
     def warn(self) -> None:
         """Say what was noticed, if anything was."""
         if self._names:
-            warnings.warn(
+            warn_difference(
                 f"training_step keeps {', '.join(map(repr, self._names))} on the module: under a pipeline it runs once "
                 "a micro-batch, and comes past its layers only on the rank of the last stage, so hooks find other "
                 "values there, and old ones on other ranks. Return them in training_step's dictionary, which "
-                "on_train_batch_end gets for the whole batch on all ranks, or use self.log()",
-                NoEffectWarning,
-                stacklevel=2,
+                "on_train_batch_end gets for the whole batch on all ranks, or use self.log()"
             )
 
         if self._logs:
-            warnings.warn(
+            warn_difference(
                 "training_step writes to self.logger: under a pipeline it runs once a micro-batch, and comes past its "
                 "layers only on the rank of the last stage, while loggers write on the first. Use self.log(), or write "
-                "in on_train_batch_end",
-                NoEffectWarning,
-                stacklevel=2,
+                "in on_train_batch_end"
             )
 
     def _found(self) -> dict[str, tuple[int, int]]:

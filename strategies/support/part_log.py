@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from retime.mechanisms.memory.step import SubBatches
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.no_effect import warn_difference
 from retime.mechanisms.replaced_attributes import replaced_attributes
 from retime.strategies.support.lightning_private import logging_as
 from retime.strategies.support.logged_numbers import LOGGED, LoggedNumber, is_number, place_of
@@ -113,10 +112,8 @@ class PartLog:
             self._doubts.setdefault(place, f"{_called(place)} {averaged}")
         for key in sorted(self._doubts.keys() - self._warned):
             self._warned.add(key)
-            warnings.warn(
-                f"under a memory budget {self._doubts[key]}. Log a torchmetrics object for it: self.log(name, metric)",
-                NoEffectWarning,
-                stacklevel=2,
+            warn_difference(
+                f"under a memory budget {self._doubts[key]}. Log a torchmetrics object for it: self.log(name, metric)"
             )
 
     def _value(self, number: LoggedNumber, parts: SubBatches) -> Any:

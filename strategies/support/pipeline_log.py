@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.aggregation import BaseAggregator
 
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.no_effect import warn_difference
 from retime.mechanisms.replaced_attributes import replaced_attributes
 from retime.strategies.support.lightning_private import logging_as, metric_state, set_metric_state
 
@@ -88,35 +87,29 @@ class PipelineLog:
         for key, call in expected.items():
             other = made.get(key)
             if _METRIC in call and call.get("on_step") is not False and len(parts) > 1:
-                warnings.warn(
+                warn_difference(
                     f"the metric {call['name']!r} is logged in each step: what is shown there is its last "
                     "micro-batch's under a pipeline, and the epoch's value is that of all samples: log it with "
-                    "on_step=False, on_epoch=True",
-                    NoEffectWarning,
-                    stacklevel=2,
+                    "on_step=False, on_epoch=True"
                 )
             if _METRIC in call or other is None:
                 continue
             there, here = float(call["value"]), float(other["value"])
             if not math.isclose(there, here, rel_tol=_NEAR, abs_tol=_NEAR) and not math.isnan(there):
-                warnings.warn(
+                warn_difference(
                     f"the logged value {call['name']!r} is put together from micro-batches under a pipeline, and is "
                     f"not the whole batch's ({here:.4g} for {there:.4g} in the first batch): log a torchmetrics "
-                    "object, or a mean over samples",
-                    NoEffectWarning,
-                    stacklevel=2,
+                    "object, or a mean over samples"
                 )
 
     def warn_of_aggregates(self) -> None:
         """Behind the first batch: say of means and sums of a step's values that they are those of micro-batches."""
         for name, metric in self._metrics.items():
             if isinstance(metric, BaseAggregator) and metric.update_count != self._counts[name]:
-                warnings.warn(
+                warn_difference(
                     f"{type(metric).__name__} {name!r} takes a value from each micro-batch under a pipeline, in place "
                     "of one from each batch, and gives another result where that is no mean over equally many "
-                    "samples: give update() the number of samples as weight, or use self.log(..., on_epoch=True)",
-                    NoEffectWarning,
-                    stacklevel=2,
+                    "samples: give update() the number of samples as weight, or use self.log(..., on_epoch=True)"
                 )
 
     def publish(self, told: Any, *, changed_here: bool) -> None:

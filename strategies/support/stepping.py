@@ -7,7 +7,6 @@ pass and the update makes the step run the plain way, with one :class:`NoEffectW
 
 import functools
 import sys
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +31,7 @@ from retime.mechanisms.fusion import (
     check_mode,
 )
 from retime.mechanisms.lazy_updates import why_not_per_parameter, why_not_this_step, why_not_this_zero_grad
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.no_effect import warn_no_effect
 from retime.mechanisms.torch_private import has_backward_hooks, has_global_backward_hooks
 from retime.strategies.support.ddp_hooks import hook_was_not_asked_for
 from retime.strategies.support.lightning_private import averages_models, has_batch_norm
@@ -267,7 +266,7 @@ class FusedStepping:
     def _warn(self, reason: str) -> None:
         if reason not in self._warned:
             self._warned.add(reason)
-            warnings.warn(f"{self._mechanism} has no effect on these steps: {reason}", NoEffectWarning, stacklevel=2)
+            warn_no_effect(f"{self._mechanism} has no effect on these steps: {reason}")
 
     def flush(self) -> None:
         """Bring all parameters up to date."""

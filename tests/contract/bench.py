@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from contract.models import BATCH, FEATURES
 from contract.record import Record, snapshot
 from contract.rows import Row
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.no_effect import DifferenceWarning, NoEffectWarning
 from support.garbage import pass_over_what_is_there
 from support.quiet import only_errors_logged
 
@@ -36,6 +36,7 @@ KNOWN_WARNINGS = {
 """Warnings that Lightning and torch give under the plain strategy too, by message, each with the reason to hide it."""
 
 
+OWN_WARNINGS = (DifferenceWarning, NoEffectWarning)
 OF_THE_BENCH = "training_step keeps 'trace' on the module:"
 """What pipelines rightly say of the scenarios' own list, which `contract.in_stages` puts together."""
 
@@ -229,14 +230,15 @@ def _only_known_warnings(record: Record) -> Iterator[None]:
         warnings.simplefilter("error")
         for message in KNOWN_WARNINGS:
             warnings.filterwarnings("ignore", message=f"(?s).*{re.escape(message)}")
-        warnings.simplefilter("always", category=NoEffectWarning)
+        for category in OWN_WARNINGS:
+            warnings.simplefilter("always", category=category)
         show = warnings.showwarning
 
         def collect(message: Any, category: Any, *args: Any, **kwargs: Any) -> None:
             if str(message).startswith(OF_THE_BENCH):
                 return
-            if issubclass(category, NoEffectWarning):
-                record.no_effect.append(str(message))
+            if issubclass(category, OWN_WARNINGS):
+                record.own_warnings.append(str(message))
             else:
                 show(message, category, *args, **kwargs)
 

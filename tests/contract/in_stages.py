@@ -135,4 +135,4 @@ def _completed(record: Record, others: Sequence[Record], whole: frozenset[str]) 
             entries[name] = completed(entries[name], other.entries.get(name))
         if name.startswith("fit "):
             entries[name] |= {part: entry[part] for part in whole}
-    return Record(entries, record.fused_updates, record.reasons, record.no_effect)
+    return Record(entries, record.fused_updates, record.reasons, record.own_warnings)

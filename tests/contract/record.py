@@ -21,8 +21,8 @@ class Record:
     """One number a fit of the row's own trainer: the updates its mechanism made."""
     reasons: dict[str, int] = field(default_factory=dict)
     """Why the mechanism let steps run plainly, and how often."""
-    no_effect: list[str] = field(default_factory=list)
-    """Texts of the NoEffectWarnings that were shown."""
+    own_warnings: list[str] = field(default_factory=list)
+    """Texts of the NoEffectWarnings and DifferenceWarnings that were shown."""
 
 
 class Refusal(str):

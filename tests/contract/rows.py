@@ -142,11 +142,11 @@ class Row:
             off = [str(number + 1) for number, updates in enumerate(record.fused_updates) if not updates]
             assert not off, f"fusion was off in fit {', '.join(off)}: {record.reasons or 'no reason given'}"
             expected = HELD_BACK in traits or bool(self.warned & traits)
-            assert expected or not record.no_effect, f"warned although fusion was on: {record.no_effect}"
+            assert expected or not record.own_warnings, f"warned although fusion was on: {record.own_warnings}"
         else:
             assert not any(record.fused_updates), f"fusion was on with a trait it cannot have: {set(traits)}"
             assert record.reasons, "fusion was off and report() gives no reason"
-            assert record.no_effect, f"fusion was off ({record.reasons}) and nothing warned"
+            assert record.own_warnings, f"fusion was off ({record.reasons}) and nothing warned"
 
 
 PLAIN = {

@@ -15,6 +15,7 @@ import retime
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore::retime.DifferenceWarning"),
     pytest.mark.filterwarnings("ignore::retime.NoEffectWarning"),
     pytest.mark.filterwarnings("ignore:Swapping scheduler"),
 ]

@@ -13,7 +13,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging
 from torch import nn
 
-from retime import NoEffectWarning, OOOPipelineStrategy, PipelineTimeline
+from retime import DifferenceWarning, NoEffectWarning, OOOPipelineStrategy, PipelineTimeline
 from retime.mechanisms.pipeline import warn_of_parts
 from support.pipeline_fits import FITS, Classifier, OnMeta, loader, trainer
 from support.two_ranks import run_ranks
@@ -134,7 +134,7 @@ def test_hooks_that_see_one_ranks_gradients_are_named(recwarn: pytest.WarningsRe
         fit = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[*callbacks])
         recwarn.clear()
         ooo_pipeline._warn_of_gradient_hooks(Classifier(), fit)
-        return [str(one.message) for one in recwarn if one.category is NoEffectWarning]
+        return [str(one.message) for one in recwarn if one.category is DifferenceWarning]
 
     assert warned() == []
     (text,) = warned(_LooksAtGradients())
@@ -144,9 +144,9 @@ def test_hooks_that_see_one_ranks_gradients_are_named(recwarn: pytest.WarningsRe
 
 def test_what_micro_batches_change_is_said() -> None:
 
-    with pytest.warns(NoEffectWarning, match=r"'net.1' and other BatchNorm layers"):
+    with pytest.warns(DifferenceWarning, match=r"'net.1' and other BatchNorm layers"):
         warn_of_parts(Classifier(batch_norm=True), 2)
-    with pytest.warns(NoEffectWarning, match=r"'0' divides gradients by how often a row was read"):
+    with pytest.warns(DifferenceWarning, match=r"'0' divides gradients by how often a row was read"):
         warn_of_parts(nn.Sequential(nn.Embedding(3, 3, scale_grad_by_freq=True), nn.Embedding(3, 3)), 2)
 
 

@@ -17,9 +17,11 @@ TOLD = {
 
 
 @pytest.mark.parametrize("habit", TOLD)
-def test_both_ranks_are_told(habit: str, tmp_path: Path) -> None:
-    for one in run_two_ranks("pipeline_habits.py", habit, str(tmp_path), timeout_s=60):
-        assert TOLD[habit] in one.stdout, one.stdout + one.stderr[-3000:]
+def test_the_first_rank_warns_at_the_users_line_and_both_refuse(habit: str, tmp_path: Path) -> None:
+    for rank, one in enumerate(run_two_ranks("pipeline_habits.py", habit, str(tmp_path), timeout_s=60)):
+        refused = TOLD[habit].startswith("refused")
+        wanted = TOLD[habit] if refused else f"pipeline_habits.py {TOLD[habit]}"
+        assert one.stdout.count(wanted) == (refused or rank == 0), one.stdout + one.stderr[-3000:]
         others = [said for said in TOLD.values() if said != TOLD[habit]]
         assert not any(said in one.stdout for said in others), one.stdout
 

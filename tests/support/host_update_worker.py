@@ -9,6 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -346,7 +347,9 @@ def hooks_that_come_later() -> None:
         warnings.simplefilter("always", NoEffectWarning)
         ours.train(2)
     theirs.train(2)
-    assert ["no effect from here on: AdamW has step hooks" in str(one.message) for one in caught] == [True]
+    said = [str(one.message) for one in caught]
+    assert len(said) == (RANK == 0)
+    assert all("no effect from here on: AdamW has step hooks" in text for text in said)
     assert seen == ([held(theirs.optimizer)] * 2 if RANK == 1 else [])
     assert_same(ours, theirs)
     assert_same_state(ours.optimizer.state_dict(), theirs.optimizer.state_dict())
@@ -371,7 +374,9 @@ def optimizers_that_stay_whole() -> None:
     for make, machine, reason in cases:
         with (
             patch.object(sums, "machine", lambda machine=machine: machine),
-            pytest.warns(NoEffectWarning, match=f"has no effect: .*{reason.split()[0]}"),
+            pytest.warns(NoEffectWarning, match=f"has no effect: .*{reason.split()[0]}")
+            if RANK == 0
+            else nullcontext(),
         ):
             ours = Run(make, divided=True)
         assert ours.update is not None

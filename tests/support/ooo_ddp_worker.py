@@ -35,6 +35,10 @@ def check(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
+def first_rank_warns(match: str) -> contextlib.AbstractContextManager[Any]:
+    return pytest.warns(NoEffectWarning, match=match) if RANK == 0 else contextlib.nullcontext()
+
+
 def network() -> nn.Module:
     torch.manual_seed(0)
     middle = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True))]
@@ -187,7 +191,7 @@ def ranks_that_differ() -> None:
         model = DistributedDataParallel(OrderOfRank(), gradient_as_bucket_view=True, bucket_cap_mb=0.01)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         ooo = None if k is None else OutOfOrderDataParallel(model, optimizer, k=k)
-        with contextlib.nullcontext() if k is None else pytest.warns(NoEffectWarning, match="different orders"):
+        with contextlib.nullcontext() if k is None else first_rank_warns("different orders"):
             for _ in range(5):
                 model(torch.ones(2, WIDTH)).square().mean().backward()
                 optimizer.step()
@@ -252,9 +256,9 @@ def refusals() -> None:
     with pytest.raises(ValueError, match="has one already"):
         OutOfOrderDataParallel(hooked, optimizer)
     alone = dist.new_group([RANK], use_local_synchronization=True)
-    with pytest.warns(NoEffectWarning, match="with one process there is no communication to hide"):
+    with first_rank_warns("with one process there is no communication to hide"):
         OutOfOrderDataParallel(wrapped(process_group=alone), optimizer)
-    with pytest.warns(NoEffectWarning, match="static_graph=True"):
+    with first_rank_warns("static_graph=True"):
         OutOfOrderDataParallel(wrapped(find_unused_parameters=True), (), k=1).remove()
     model = wrapped()
     ooo = OutOfOrderDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), k=6)
@@ -399,7 +403,7 @@ def k_is_kept_in_the_checkpoint() -> None:
     torch.save(kept, path)
     tampered = OOODataParallelStrategy(k="auto", bucket_cap_mb=1)
     anew = trainer(folder, strategy=tampered, max_steps=72, max_epochs=-1, enable_checkpointing=False)
-    with pytest.warns(NoEffectWarning, match="k of an earlier run has no effect, and is found anew: k is no whole"):
+    with first_rank_warns("k of an earlier run has no effect, and is found anew: k is no whole"):
         anew.fit(Net(deep), data(), ckpt_path=path, weights_only=False)
 
 
@@ -478,7 +482,7 @@ def accelerate_loop() -> None:
             if RANK == 0:  # the other rank hears of it
                 for path in folder.glob("retime_*.json"):
                     path.write_text('{"k": 99}')
-            with pytest.warns(NoEffectWarning, match="k of an earlier run has no effect"):
+            with first_rank_warns("k of an earlier run has no effect"):
                 accelerator.load_state(str(folder))
             ooo.remove()
             assert not [path for path in folder.iterdir() if path.name.startswith("custom_checkpoint")]

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.no_effect import DifferenceWarning, NoEffectWarning
 from retime.mechanisms.pipeline import PipelineError
 from support.pipeline_fits import CLASSES, FEATURES, Classifier, loader, trainer
 
@@ -126,8 +126,8 @@ def main(name: str, folder: Path) -> None:
         except PipelineError as error:
             print("refused", error)
     for warning in caught:
-        if issubclass(warning.category, NoEffectWarning):
-            print(warning.message)
+        if issubclass(warning.category, DifferenceWarning | NoEffectWarning):
+            print(Path(warning.filename).name, warning.message)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from retime.mechanisms.memory.batches import balanced_parts, samples_in
 from retime.mechanisms.memory.sandbox import seed_all
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.no_effect import DifferenceWarning
 from retime.mechanisms.pipeline import HollowModel, PipelineError, PipelineStep, RankLostError
 from retime.mechanisms.pipeline.stage import Stage
 from support.pipeline_models import MODELS, WIDTH, made, sequential
@@ -379,7 +379,7 @@ def parts() -> None:
             for _ in range(2):
                 pipeline.train(lambda part: model(part[0]).square().mean(), (tokens,))
             pipeline.restore()
-        print(count, *(str(one.message) for one in found if issubclass(one.category, NoEffectWarning)))
+        print(count, *(str(one.message) for one in found if issubclass(one.category, DifferenceWarning)))
 
 
 def relays(name: str) -> None:

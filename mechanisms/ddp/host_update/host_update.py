@@ -14,7 +14,6 @@ al. 2020), and weights go round in the memory that the ranks share.
 
 from __future__ import annotations
 
-import warnings
 import zlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -34,7 +33,7 @@ from retime.mechanisms.ddp.host_update.shares import Shares
 from retime.mechanisms.ddp.host_update.whole_state import state_bytes, whole_state
 from retime.mechanisms.ddp.shared_memory import SharedSum, host_sums
 from retime.mechanisms.lazy_updates import ReplacedMethod, why_not_per_parameter, why_not_this_step
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.no_effect import warn_no_effect
 
 __all__ = ["HostUpdate"]
 
@@ -305,7 +304,7 @@ class HostUpdate:
 
     def _tell(self, text: str, reason: str) -> None:
         self._report = replace(self._report, reasons=(reason,))
-        warnings.warn(text, NoEffectWarning, stacklevel=4)
+        warn_no_effect(text)
 
     def _refuse_failed(self) -> None:
         if self._failed:

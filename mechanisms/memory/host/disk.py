@@ -14,7 +14,6 @@ import errno
 import os
 import tempfile
 import threading
-import warnings
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from retime.mechanisms.memory.host.extents import Extents
 from retime.mechanisms.memory.host.last_owner import never_at_once
 from retime.mechanisms.memory.host.left_behind import LeftBehind
 from retime.mechanisms.memory.host.tier import HostError
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.no_effect import warn_no_effect
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MAKE_SPACE = "free some, name another folder, or raise the budget so that less is offloaded"
@@ -68,10 +67,8 @@ class HostDisk:
             ) from error
         weakref.finalize(self, self._file.close)  # for those who forget to
         if _is_memory(Path(folder)):
-            warnings.warn(
-                f"host={self.name!r} is a file system in memory: offloading there frees nothing; name a disk's folder",
-                NoEffectWarning,
-                stacklevel=2,
+            warn_no_effect(
+                f"host={self.name!r} is a file system in memory: offloading there frees nothing; name a disk's folder"
             )
         self._extents = Extents()
         self._left = LeftBehind()

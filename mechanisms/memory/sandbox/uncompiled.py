@@ -6,14 +6,13 @@ compiled code saves for its backward pass is none of what a plan was made for.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.no_effect import warn_difference
 from retime.mechanisms.torch_private import compiled_backends, stance_callback_replaced
 
 __all__ = ["CompiledCode", "nothing_compiled", "uncompiled"]
@@ -71,13 +70,11 @@ class CompiledCode:
         """Once, if there is compiled code."""
         if self._met and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn_difference(
                 "code under torch.compile runs uncompiled in steps that the budget splits or offloads: what it saves "
                 "for its backward pass is not known to a plan. So weights are the uncompiled model's, and differ from "
                 "the compiled one's as far as compiling rounds differently. Give a budget that the plain step fits "
-                "into, or leave out torch.compile",
-                NoEffectWarning,
-                stacklevel=2,
+                "into, or leave out torch.compile"
             )
 
     def _note(self) -> None:

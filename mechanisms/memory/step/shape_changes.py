@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Literal, get_args
 
 from retime.mechanisms.memory.batches import Certificate
 from retime.mechanisms.memory.step.graph_paths import GraphPaths
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.no_effect import warn_difference, warn_no_effect
 
 __all__ = [
     "OnShapeChange",
@@ -46,50 +45,41 @@ def why_anew(samples: int, same_shape: bool) -> str:
 
 def warn_of_dropped(error: Exception) -> None:
     """Plans that came with a checkpoint cannot be used."""
-    warnings.warn(
-        f"plans of an earlier run have no effect, and batches are planned for anew: {error}",
-        NoEffectWarning,
-        stacklevel=3,
-    )
+    warn_no_effect(f"plans of an earlier run have no effect, and batches are planned for anew: {error}")
 
 
 def warn_of_mismatches(reason: str, times: int) -> None:
     """Once it has become many times."""
     if times == _MANY_MISMATCHES:
-        warnings.warn(
+        warn_no_effect(
             f"{times} batches were planned anew because {reason}, which takes longer than a step: the model takes "
             "another path from step to step (dropped layers, branches on values or on the step's number). Keep it "
             "on one path, or give a budget that the plain step fits into",
-            NoEffectWarning,
-            stacklevel=2,
+            every_rank=True,
         )
 
 
 def warn_of_whole(reason: str) -> None:
     """Before a batch that showed more than those before, which ran in sub-batches."""
-    warnings.warn(
-        f"batches of this shape run whole from here on, with another plan: {reason}", NoEffectWarning, stacklevel=2
-    )
+    warn_no_effect(f"batches of this shape run whole from here on, with another plan: {reason}", every_rank=True)
 
 
 def warn_of_no_plan(error: Exception) -> None:
     """Before a batch that must not be split any more, and that other ranks wait for."""
-    warnings.warn(
+    warn_no_effect(
         "this batch computes something else than the one that was planned for, and has no plan on this rank. As the "
         f"other ranks wait for its gradients, it runs whole, outside of its budget; training ends before the next: "
         f"{error}",
-        NoEffectWarning,
-        stacklevel=2,
+        every_rank=True,
     )
 
 
 def warn_of_unexamined() -> None:
     """At the end, if no batch came after one that took another path, with which it could have been examined."""
-    warnings.warn(
+    warn_difference(
         "the last batch of its shape computed something else than the one that was planned for, and whether its "
         "sub-batches gave its gradient is not known: examine it by training on, or compare with a run without a budget",
-        NoEffectWarning,
-        stacklevel=2,
+        every_rank=True,
     )
 
 
@@ -100,19 +90,17 @@ def warn_of_paths(certificate: Certificate, paths: GraphPaths, stopped: bool) ->
         stopped: nothing of that batch has gone backward.
     """
     if not certificate.separable:
-        since, late = "the last batch", " That batch ran in sub-batches all the same;"
+        since, late, warn = "the last batch", " That batch ran in sub-batches all the same;", warn_difference
         if stopped:
-            since, late = "this batch", " It runs anew;"
-        warnings.warn(
+            since, late, warn = "this batch", " It runs anew;", warn_no_effect
+        warn(
             f"from {since} on the step computes something else than the one that was planned for, and its sub-batches "
             f"no longer give the batch's gradient: {certificate.reason}.{late} from here on there is another plan",
-            NoEffectWarning,
-            stacklevel=2,
+            every_rank=True,
         )
     elif paths.many:
-        warnings.warn(
+        warn_difference(
             f"the step takes another path through the model from batch to batch. {paths.examined + 1} were examined, "
             "and their sub-batches gave the batch's gradient; others are taken for alike from here on",
-            NoEffectWarning,
-            stacklevel=2,
+            every_rank=True,
         )

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from retime import NoEffectWarning, declare_per_parameter
+from retime import DifferenceWarning, declare_per_parameter
 from retime.mechanisms.pipeline import check_optimizer
 
 
@@ -33,7 +33,7 @@ def test_torchs_own_and_declared_ones_go_apart() -> None:
 
 
 def test_nobody_knows_of_others() -> None:
-    with pytest.warns(NoEffectWarning, match=r"own layers only, and Own.step is not torch's own"):
+    with pytest.warns(DifferenceWarning, match=r"own layers only, and Own.step is not torch's own"):
         check_optimizer(Own(parameters(), lr=0.1))
 
 

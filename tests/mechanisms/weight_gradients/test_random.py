@@ -95,7 +95,7 @@ def difference(seed: int, operations: list[int] | None = None) -> str:
     )
 
 
-@pytest.mark.filterwarnings("ignore::retime.NoEffectWarning")
+@pytest.mark.filterwarnings("ignore::retime.DifferenceWarning")
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_as_plain_autograd(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("layer_hooks", "layers"):

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from contract.in_parts import SplitsEverything
 from contract.rows import _OffloadsEverything
 from retime.mechanisms.memory import BudgetedStep, HostNull
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.no_effect import DifferenceWarning
 from retime.strategies import MemoryBudgetStrategy
 from support.memory_budget import IGNORED
 
@@ -188,7 +188,7 @@ def test_a_budget_that_is_tight_says_that_it_runs_uncompiled_code(make: Any, com
     plain, ours = Backend(compiler), Backend(compiler)
     reference = fit(make, plain, "auto")
     torch._dynamo.reset()
-    with pytest.warns(NoEffectWarning, match="runs uncompiled") as told:
+    with pytest.warns(DifferenceWarning, match="runs uncompiled") as told:
         model = fit(make, ours, strategy())
     assert sum("runs uncompiled" in str(one.message) for one in told) == 1
     assert ours.calls == ours.compiled == 0
@@ -199,7 +199,7 @@ def test_a_budget_that_is_tight_says_that_it_runs_uncompiled_code(make: Any, com
 @pytest.mark.parametrize("strategy", TIGHT)
 def test_compiled_code_runs_again_after_a_fit(strategy: Any) -> None:
     backend = Backend()
-    with pytest.warns(NoEffectWarning):
+    with pytest.warns(DifferenceWarning):
         model = fit(module, backend, strategy())
     model(torch.randn(4, 6))
     assert backend.calls == 1

@@ -14,7 +14,7 @@ from torchmetrics import MaxMetric, MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.wrappers import Running
 
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.no_effect import DifferenceWarning
 from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
 from support.memory_budget import CLASSES, SMALL, Net, assert_way, fit, loader, report_of
@@ -59,14 +59,14 @@ def compare(make: Any, way: str, marked: Iterable[int] = ()) -> list[str]:
     """
     plain, _ = rows_of(make, "auto", marked)
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", NoEffectWarning)
+        warnings.simplefilter("always", DifferenceWarning)
         ours, done = rows_of(make, MemoryBudgetStrategy(SMALL), marked)
     assert_way(report_of(done), way)
     assert report_of(done).replanned == {}
     assert [set(row) for row in ours] == [set(row) for row in plain]
     for left, right in zip(plain, ours, strict=True):
         assert right == pytest.approx(left, rel=2e-5, abs=1e-6, nan_ok=True)
-    return [str(one.message) for one in caught if issubclass(one.category, NoEffectWarning)]
+    return [str(one.message) for one in caught if issubclass(one.category, DifferenceWarning)]
 
 
 class LogsTwice(Net):
@@ -270,7 +270,7 @@ class CountsInPython(Net):
 
 
 def test_a_number_that_was_read_from_a_tensor_is_no_setting(splits: None) -> None:
-    with pytest.warns(NoEffectWarning, match="'hits' is the mean over .* it was 0 in all samples that were examined"):
+    with pytest.warns(DifferenceWarning, match="'hits' is the mean over .* it was 0 in all samples that were examined"):
         rows_of(CountsInPython, MemoryBudgetStrategy(SMALL), [20, 100, 200])
 
 
@@ -320,9 +320,9 @@ class SizesThatDoNotAddUp(Net):
 
 
 def test_a_batch_size_that_does_not_add_up_is_said(splits: None) -> None:
-    with pytest.warns(NoEffectWarning, match="'epoch' has the sum of the sub-batches' batch_size as its") as caught:
+    with pytest.warns(DifferenceWarning, match="'epoch' has the sum of the sub-batches' batch_size as its") as caught:
         fit(SizesThatDoNotAddUp(), MemoryBudgetStrategy(SMALL))
-    assert len([one for one in caught if issubclass(one.category, NoEffectWarning)]) == 1
+    assert len([one for one in caught if issubclass(one.category, DifferenceWarning)]) == 1
 
 
 class Undetached(Net):

@@ -13,7 +13,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, M
 from torchmetrics.regression import MeanSquaredError, R2Score
 from torchmetrics.wrappers import ClasswiseWrapper, Running
 
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.no_effect import DifferenceWarning
 from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
 from support.memory_budget import CLASSES, SMALL, Net, assert_close, assert_same, assert_way, fit, loader, report_of
@@ -150,7 +150,7 @@ class Nonlinear(Net):
 
 
 def test_numbers_that_do_not_add_up_are_named_once(splits: None) -> None:
-    with pytest.warns(NoEffectWarning, match="the logged value 'spread' is the mean over sub-batches") as caught:
+    with pytest.warns(DifferenceWarning, match="the logged value 'spread' is the mean over sub-batches") as caught:
         fit(Nonlinear(), MemoryBudgetStrategy(SMALL))
     assert sum("spread" in str(one.message) for one in caught) == 1
 
@@ -159,8 +159,8 @@ def test_they_are_named_before_the_first_step(splits: None) -> None:
     """Whoever makes errors of warnings, or stops a run that warns, has trained nothing."""
     module, seen = Nonlinear(), support.Steps()
     with warnings.catch_warnings():
-        warnings.simplefilter("error", NoEffectWarning)
-        with pytest.raises(NoEffectWarning, match="'spread'"):
+        warnings.simplefilter("error", DifferenceWarning)
+        with pytest.raises(DifferenceWarning, match="'spread'"):
             fit(module, MemoryBudgetStrategy(SMALL), callbacks=[seen])
     assert seen.steps == 0
     assert_close(Nonlinear(), module, 0)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import retime.mechanisms.memory.planning.step_planner as step_planner
 from retime.mechanisms.memory.host.parse import parse_host
 from retime.mechanisms.memory.step.budgeted_step import BudgetedStep
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.mechanisms.no_effect import DifferenceWarning, NoEffectWarning
 from support.memory_budget import SPLITS, use_costs
 
 WIDTH, DEPTH, SAMPLES = 16, 24, 32
@@ -167,7 +167,7 @@ def test_paths_that_change_with_every_batch_are_warned_of_once(trained: Any) -> 
             ours.extra = [nn.Tanh()] * index
             ours.step(batch)
 
-    with pytest.warns(NoEffectWarning, match="another path through the model from batch to batch. 4 were") as caught:
+    with pytest.warns(DifferenceWarning, match="another path through the model from batch to batch. 4 were") as caught:
         train()
     assert len(caught) == 1
 
