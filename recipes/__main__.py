@@ -14,7 +14,7 @@ try:
 
     from retime.recipes import report
     from retime.recipes.core.recipe import Recipe, result_folder
-    from retime.recipes.core.schema import register_all, settings_of
+    from retime.recipes.core.schema import OUTPUTS, RECORDED, register_all, settings_of
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f"the recipes need {error.name}, which is not installed: pip install 'lightning-retime[recipes]'",
@@ -47,6 +47,8 @@ def run(config: DictConfig) -> None:
     folder = result_folder(settings, HydraConfig.get().overrides.task, recipe.axes)
     recipe.run(settings, folder, console)
     report.rebuild(folder, console)
+    if settings.record:
+        report.list_results(Path(RECORDED))
 
 
 def main() -> None:
@@ -63,7 +65,7 @@ def _list(console: Console) -> None:
     for name, title in experiments().items():
         table.add_row(name, title)
     console.print(table)
-    console.print(f"Results go to {Path('results').resolve()} (results_dir=...). More: python -m retime.recipes --help")
+    console.print(f"Results go to {Path(OUTPUTS).resolve()} (results_dir=...). More: python -m retime.recipes --help")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""CSV, PNG and paper-vs-measured table from `result.json` alone: `python -m retime.recipes.report results/`."""
+"""CSV, PNG and paper-vs-measured table from `result.json` alone: `python -m retime.recipes.report [FOLDER ...]`."""
 
 import csv
 import io
@@ -32,8 +32,8 @@ def rebuild(folder: Path, console: Console | None = None) -> list[Path]:
     found = sorted(folder.rglob(FILE))
     if not found:
         raise FileNotFoundError(f"no {FILE} in or under {folder}: run an experiment first, or name another folder")
-    results = {path: load(path) for path in found}
-    for path, result in results.items():
+    for path in found:
+        result = load(path)
         recipe: Recipe[Any] = get_class(result.recipe)()
         text = markdown(result, recipe)
         path.with_suffix(".csv").write_text(table_of_values(result), encoding="utf-8")
@@ -41,10 +41,17 @@ def rebuild(folder: Path, console: Console | None = None) -> list[Path]:
         recipe.draw(result, path.with_suffix(".png"))
         if console is not None:
             recipe.show(result, console)
-            console.print(f"{path.parent}/result.json, .csv, .md, .png", style="dim", soft_wrap=True, highlight=False)
+            pages = f"{path.with_suffix('.md')}, {path.with_suffix('.png').name}"
+            console.print(f"Table and picture: {pages}", soft_wrap=True, highlight=False)
     if not (folder / FILE).exists():
-        (folder / PAGE).write_text(index(results, folder), encoding="utf-8")
+        list_results(folder)
     return found
+
+
+def list_results(folder: Path) -> None:
+    """Write `README.md`, which lists the results under `folder`."""
+    results = {path: load(path) for path in sorted(folder.rglob(FILE))}
+    (folder / PAGE).write_text(index(results, folder), encoding="utf-8")
 
 
 def table_of_values(result: Result) -> str:

@@ -16,13 +16,13 @@ from retime.recipes.core import machine, tables
 from retime.recipes.core.claims import Comparison
 from retime.recipes.core.measure import pinned
 from retime.recipes.core.results import FILE, Point, Result, Row, load
-from retime.recipes.core.schema import Settings
+from retime.recipes.core.schema import OUTPUTS, RECORDED, Settings
 
 S = TypeVar("S", bound=Settings)
 Tick = Callable[[str], None]
 
 # settings that do not change what a point means
-_INCIDENTAL = ("results_dir", "rerun", "title")
+_INCIDENTAL = ("results_dir", "record", "rerun", "title")
 
 
 @dataclass(frozen=True)
@@ -151,13 +151,30 @@ class CaseRecipe(Recipe[S]):
 
 
 def result_folder(settings: Settings, overrides: Sequence[str], axes: Sequence[str]) -> Path:
-    """`results/<paper>/<figure>/<hardware>[/<override>...]`, where each override that is not an axis adds a folder."""
+    """`outputs/<paper>/<figure>/<hardware>[/<override>...]`, where each override that is not an axis adds a folder.
+
+    `results_dir` puts another folder in front, and `record` the one of recorded results.
+
+    Raises:
+        ValueError: `results_dir` stands beside `record`, or leads to recorded results without it.
+    """
+    recorded, base = Path(RECORDED).resolve(), Path(settings.results_dir).resolve()
+    if settings.record and settings.results_dir != OUTPUTS:
+        raise ValueError(
+            f"record=true writes into {RECORDED}/: leave out results_dir={settings.results_dir}, or record"
+        )
+    if not settings.record and recorded in (base, *base.parents):
+        raise ValueError(
+            f"results_dir={settings.results_dir} is where recorded results are: record=true adds to them, and without "
+            f"results_dir a run writes into {OUTPUTS}/"
+        )
     kept = []
     for override in sorted(overrides):
         key = override.lstrip("+~").split("=", 1)[0]
-        if key not in ("experiment", "hardware", "results_dir", "rerun", *axes):
+        if key not in ("experiment", "hardware", "results_dir", "record", "rerun", *axes):
             kept.append(re.sub(r"[^\w.,=+~-]+", "_", override))
-    return Path(settings.results_dir, settings.paper, slug(settings.where), settings.hardware.name, *kept)
+    folder = RECORDED if settings.record else settings.results_dir
+    return Path(folder, settings.paper, slug(settings.where), settings.hardware.name, *kept)
 
 
 def slug(text: str) -> str:

@@ -11,6 +11,9 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+OUTPUTS, RECORDED = "outputs", "results"
+"""Where recipes write, from the working directory on: git ignores the first, and the second is tracked."""
+
 
 @dataclass
 class Hardware:
@@ -36,7 +39,8 @@ class Settings:
     rounds: int = 7  # measured rounds: each gives every variant one number
     warmup_rounds: int = 1
     steps: int = 5  # training steps in a round of a variant
-    results_dir: str = "results"
+    results_dir: str = OUTPUTS
+    record: bool = False  # into RECORDED, for a commit
     rerun: bool = False  # measure finished points again
 
 

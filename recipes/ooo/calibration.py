@@ -106,7 +106,7 @@ def read_runs(path: Path) -> list[MeasuredRun]:
     if not path.exists():
         raise FileNotFoundError(
             f"{path} does not exist: measure it with `python -m retime.recipes experiment=ooo_fig10 "
-            "hardware=emulated`, or name another result with calibration=<path>"
+            "hardware=emulated record=true`, or name another result with calibration=<path>"
         )
     return [run for point in load(path).points for run in _runs(point)]
 

@@ -120,7 +120,8 @@ class Scaling(SimulatedRecipe):
         if calibration is None:
             lines.append(
                 f"Not calibrated on measured runs: there was no {settings['calibration']}. Measure it with "
-                "`experiment=ooo_fig10 hardware=emulated` and run this again."
+                "`experiment=ooo_fig10 hardware=emulated record=true` and run this again, or name another result with "
+                "calibration=<path>."
             )
         else:
             lines.append(

@@ -45,7 +45,7 @@ def test_sweep_over_an_axis_adds_points_to_one_figure(
     run: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run("experiment=fusion_fig4", "-m", *TINY, "~data.image_size", f"models={{mobilenet_v2: {MLP}}}", "batch_size=1,2")
-    found = results(tmp_path / "results")
+    found = results(tmp_path / "outputs")
     assert len(found) == 1
     (result,) = found.values()
     assert [point.at["batch_size"] for point in result.points] == [1, 2]
@@ -54,12 +54,51 @@ def test_sweep_over_an_axis_adds_points_to_one_figure(
 
 def test_sweep_over_a_setting_makes_a_folder_each(run: Command, tmp_path: Path) -> None:
     run("-m", "experiment=fusion_fig3", *TINY, "~data.image_size", f"model={MLP}", "batch_size=2,3")
-    found = results(tmp_path / "results")
+    found = results(tmp_path / "outputs")
     assert [result.points[0].settings["batch_size"] for result in found.values()] == [2, 3]
     for folder, result in found.items():
         assert f"batch_size={result.points[0].settings['batch_size']}" in folder
         assert set(result.points[0].variants("step")) >= {"baseline", "fused", "retime_backward", "no_update"}
-        assert (tmp_path / "results" / folder / "result.png").exists()
+        assert (tmp_path / "outputs" / folder / "result.png").exists()
+
+
+def test_only_recording_and_reports_write_recorded_results(
+    run: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place, experiment = Path("ooo-backprop/figure-4/simulated"), ["experiment=ooo_fig4"]
+    run(*experiment)
+    assert capsys.readouterr().out.endswith(f"Table and picture: outputs/{place}/result.md, result.png\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["outputs"]
+
+    run(*experiment, "record=true")
+    assert f"Table and picture: results/{place}/result.md, result.png\n" in capsys.readouterr().out
+    listed = (tmp_path / "results" / "README.md").read_bytes()
+    assert f"({place}/result.md)".encode() in listed  # the page is that of the results
+
+    for folder, options in (("results", ()), ("outputs", ("results_dir=outputs",))):
+        pages = [tmp_path / folder / "README.md", tmp_path / folder / place / "result.md"]
+        for page in pages:
+            page.unlink(missing_ok=True)
+        run("experiment=report", *options)
+        assert all(page.exists() for page in pages)
+    assert (tmp_path / "results" / "README.md").read_bytes() == listed
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("results_dir=results",), "results_dir=results is where recorded results are: record=true adds to them"),
+        (("results_dir=results/more",), "results_dir=results/more is where recorded results are"),
+        (("record=true", "results_dir=elsewhere"), "leave out results_dir=elsewhere, or record"),
+    ],
+)
+def test_recording_is_said_in_one_way(
+    run: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(SystemExit):
+        run("experiment=ooo_fig4", *options)
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_demo_shows_identical_results(run: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,7 +107,7 @@ def test_demo_shows_identical_results(run: Command, tmp_path: Path, capsys: pyte
         *("hardware.cores=null", "rounds=1", "epochs=1", "batch_size=256"),
         *("model.depth=2", "model.width=16"),
     )
-    (result,) = results(tmp_path / "results").values()
+    (result,) = results(tmp_path / "outputs").values()
     (point,) = result.points
     assert point.facts["fused weights"] == point.facts["retime_backward weights"]
     assert point.facts["fused losses"] == point.facts["retime_backward losses"]
@@ -86,7 +125,7 @@ def test_targets_compare_trainer_runs(run: Command, tmp_path: Path, capsys: pyte
         *("~cases.mlp_batch64", "~cases.large_convolution"),
         *(f"{case}.model.depth=2", f"{case}.model.width=8", f"{case}.data.features=8", f"{case}.data.classes=8"),
     )
-    points = {point.at["case"]: point for point in next(iter(results(tmp_path / "results").values())).points}
+    points = {point.at["case"]: point for point in next(iter(results(tmp_path / "outputs").values())).points}
     assert set(points["mlp_batch4"].variants("step")) == {"baseline", "fused", "retime_backward", "retime_forward"}
     same = points["mlp_batch4"].facts["final weights bit-identical to fused"]
     assert same.endswith("fused, retime_backward, retime_forward")
@@ -95,7 +134,7 @@ def test_targets_compare_trainer_runs(run: Command, tmp_path: Path, capsys: pyte
 
 def test_ddp_runs_in_a_fresh_process_with_all_its_ranks(run: Command, tmp_path: Path) -> None:
     run("experiment=fusion_ddp", *TINY, "~data.image_size", f"model={MLP}", "batch_size=2", "devices=2")
-    (result,) = results(tmp_path / "results").values()
+    (result,) = results(tmp_path / "outputs").values()
     assert [point.at["devices"] for point in result.points] == [1, 2]
     for point in result.points:
         assert "retime_backward" in point.facts["final weights bit-identical to fused"]
@@ -103,7 +142,7 @@ def test_ddp_runs_in_a_fresh_process_with_all_its_ranks(run: Command, tmp_path: 
 
 def test_memory_is_measured_in_a_fresh_process(run: Command, tmp_path: Path) -> None:
     run("experiment=fusion_memory", *TINY, "sizes=[2]", "model.width=8", "variants=[fused]", "batch_size=2")
-    (result,) = results(tmp_path / "results").values()
+    (result,) = results(tmp_path / "outputs").values()
     (point,) = result.points
     assert point.facts["parameters"] == 2 * (8 * 8 + 8)
     assert point.values("fused", "gradients alive") == [2 * 4 * (8 * 8 + 8) / 2**20]

@@ -69,11 +69,18 @@ def test_hardware_chooses_sizes_and_the_command_line_wins() -> None:
 def test_folder_is_named_after_what_was_overridden() -> None:
     hardware = Hardware(name="cpu", device="cpu", cores=1)
     settings = FusionSettings(name="x", paper="optimizer-fusion", where="Figure 4", hardware=hardware)
-    overrides = ["experiment=fusion_fig4", "hardware=cpu", "model.depth=3", "batch_size=4", "rerun=true"]
+    overrides = [
+        "experiment=fusion_fig4",
+        "hardware=cpu",
+        "model.depth=3",
+        "batch_size=4",
+        "rerun=true",
+        "record=false",
+    ]
     assert str(result_folder(settings, overrides, [])) == (
-        "results/optimizer-fusion/figure-4/cpu/batch_size=4/model.depth=3"
+        "outputs/optimizer-fusion/figure-4/cpu/batch_size=4/model.depth=3"
     )
     # a point of the same figure needs no folder of its own
     assert str(result_folder(settings, overrides, ["batch_size"])) == (
-        "results/optimizer-fusion/figure-4/cpu/model.depth=3"
+        "outputs/optimizer-fusion/figure-4/cpu/model.depth=3"
     )
