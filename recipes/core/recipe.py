@@ -122,7 +122,7 @@ class Recipe(ABC, Generic[S]):
                 result.save(folder)
                 bar.remove_task(task)
                 bar.advance(whole)
-                bar.console.print(f"{settings.name} {label}: measured in {seconds:.0f} s")
+                bar.console.print(f"{f'{settings.name} {label}'.rstrip()}: measured in {seconds:.0f} s")
         return result
 
     def _open(self, settings: S, folder: Path) -> Result:

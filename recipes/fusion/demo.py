@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -14,9 +15,9 @@ from torch.utils.data import default_collate
 
 from retime.recipes.core import charts
 from retime.recipes.core.build import build, build_model
-from retime.recipes.core.claims import amount, show
-from retime.recipes.core.measure import interleave, spread
-from retime.recipes.core.of_points import ratio, titled
+from retime.recipes.core.claims import amount
+from retime.recipes.core.measure import Spread, interleave, spread
+from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import FusionSettings
@@ -29,7 +30,7 @@ PLAIN, OURS = "fused", "retime_backward"
 HEADINGS = {
     "baseline": "plain strategy\nAdamW()",
     PLAIN: "plain strategy\nAdamW(fused=True)",
-    OURS: 'strategy="fused_optimizer"\nAdamW(fused=True)',
+    OURS: '"fused_optimizer"\nAdamW(fused=True)',
 }
 
 
@@ -103,10 +104,13 @@ class Demo(Recipe[FusionSettings]):
         settings = point.settings
         count = f"{point.facts['parameters'] / 1e6:.1f} M parameters, {point.facts['steps']} steps of batch "
         data = settings["data"]["_target_"].rsplit(".", 1)[-1]
-        table = Table(title=f"{data}: {count}{settings['batch_size']}, each way from the same weights")
-        table.add_column("")
+        title = f"{data}: {count}{settings['batch_size']}, each way from the same weights"
+        console.print(title, highlight=False)
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))  # 80 columns hold it
+        table.add_column("strategy\noptimizer", no_wrap=True)
         for name in names:
-            table.add_column(HEADINGS.get(name, name), justify="right", style="bold" if name == OURS else None)
+            heading = HEADINGS.get(name, name)
+            table.add_column(heading, justify="right", style="bold" if name == OURS else None, no_wrap=True)
         for heading, cells in self.lines(point).items():
             table.add_row(heading, *cells)
         console.print(table)
@@ -116,64 +120,83 @@ class Demo(Recipe[FusionSettings]):
     def lines(self, point: Point) -> dict[str, list[str]]:
         """The demo's table: a heading a line, a cell a variant."""
         names = point.variants("step")
+        rates = _rates(point)
         losses = {name: point.facts[f"{name} losses"] for name in names}
-        speeds = {name: [1e3 / ms for ms in point.values(name, "step")] for name in names}
-        over = {name: ratio(point, PLAIN, name) for name in names}
 
         def single(quantity: str, unit: str) -> list[str]:
             return [amount(point.values(name, quantity)[0], unit) for name in names]
 
         return {
-            "training steps a second": [show(spread(speeds[name]), "/s") for name in names],
-            "speed": [show(found, "x") if found else "" for found in over.values()],
+            "steps a second": [f"{rate.median:.2f}" for rate in rates.values()],
+            "  its quartiles": [f"{rate.low:.2f} to {rate.high:.2f}" for rate in rates.values()],
+            "speed": [f"{rate.median / rates[PLAIN].median:.2f} x" for rate in rates.values()],
             "gradients alive": single("gradients alive", "MiB"),
-            "loss of the last step": [f"{losses[name][-1]:.9f}" for name in names],
-            "accuracy on held-out data": single("accuracy", "%"),
-            "final weights (checksum)": [point.facts[f"{name} weights"][:12] for name in names],
+            "held-out accuracy": single("accuracy", "%"),
+            "last loss": [f"{losses[name][-1]:.9f}" for name in names],
+            "losses differ by": ["" if name == PLAIN else f"{_difference(point, name):.2g}" for name in names],
+            "weights' checksum": [point.facts[f"{name} weights"][:12] for name in names],
         }
 
     def notes(self, result: Result) -> list[str]:
         (point,) = result.points
         if not identical(point):
             return ["The results differ: that is a bug, please report it with result.json."]
+        rates, steps = _rates(point), point.facts["steps"]
+        plain, ours = (amount(point.values(name, "gradients alive")[0], "MiB") for name in (PLAIN, OURS))
         return [
-            "Identical result: every loss and every bit of the final weights are the same with the plain strategy and "
-            "with ours, at the same optimizer kernel. (AdamW() rounds differently: it is another kernel.)",
-            f"Gradients alive in the first step of ours: "
-            f"{amount(point.values(OURS, 'gradients alive, first step')[0], 'MiB')}.",
+            f'Same result: over {steps} steps the losses of "fused_optimizer" and of the plain strategy with the same '
+            "AdamW(fused=True) differ by at most 0, and all bits of the final weights are equal. (AdamW() runs another "
+            "kernel.)",
+            f"It took {rates[OURS].median / rates[PLAIN].median:.2f} times as many steps a second, with at most "
+            f"{ours} of gradients alive at once instead of {plain}.",
         ]
 
     def draw(self, result: Result, path: Path) -> None:
         (point,) = result.points
         names = point.variants("step")
-        title = titled(result)
-        drawing, (speed, memory, loss) = charts.panels(title, 3, height=4.2, width_ratios=[1, 1, 1.4])
-        ticks = [HEADINGS.get(name, name).replace("strategy=", "").replace("\n", ",\n") for name in names]
-        for axes, quantity, title in (
-            (speed, "step", "training steps a second"),
-            (memory, "gradients alive", "gradients alive (MiB)"),
+        drawing, (speed, memory, loss) = charts.panels(titled(result), 3, height=3.4, width_ratios=[1, 1, 1.3])
+        memories = {name: spread(point.values(name, "gradients alive")) for name in names}
+        for axes, bars, title, form in (
+            (speed, _rates(point), "training steps a second", "%.1f"),
+            (memory, memories, "gradients alive at once, MiB", "%.1f"),
         ):
-            heights = [1e3 / v if quantity == "step" else v for v in self._medians(point, names, quantity)]
-            bars = axes.bar(range(len(names)), heights, color=charts.COLOURS[: len(names)], width=0.65)
-            axes.bar_label(bars, fmt="%.1f", fontsize=8)
-            axes.margins(y=0.1)  # room for the numbers
-            axes.set_xticks(range(len(names)), ticks, fontsize=7, rotation=20, ha="right", rotation_mode="anchor")
+            medians = [bar.median for bar in bars.values()]
+            whiskers = [
+                [bar.median - bar.low for bar in bars.values()],
+                [bar.high - bar.median for bar in bars.values()],
+            ]
+            options = {"xerr": whiskers, "ecolor": charts.GREY, "capsize": 3} if axes is speed else {}
+            drawn = axes.barh(range(len(names)), medians, color=charts.COLOURS[: len(names)], height=0.65, **options)
+            axes.bar_label(drawn, fmt=form, fontsize=8, padding=3)
+            axes.margins(x=0.2)  # room for the numbers
+            axes.set_yticks(range(len(names)), [HEADINGS.get(name, name) for name in names], fontsize=8)
+            axes.invert_yaxis()
+            axes.grid(axis="y", visible=False)
             axes.set_title(title, fontsize=10)
-        for width, (index, name) in zip((4.5, 3.0, 1.2), enumerate(names), strict=False):
+        memory.set_yticklabels([])
+        for name, style, width in ((PLAIN, "-", 3.0), (OURS, "--", 1.2)):
             losses = point.facts[f"{name} losses"]
-            style = "--" if name == OURS else "-"
-            tint = {"color": "black" if name == OURS else charts.COLOURS[index], "alpha": 1 if name == OURS else 0.5}
-            text = HEADINGS.get(name, name).replace("\n", ", ")
-            loss.plot(range(1, len(losses) + 1), losses, style, linewidth=width, label=text, **tint)
+            colour = "black" if name == OURS else charts.COLOURS[names.index(name)]
+            text = HEADINGS[name].replace("\n", ", ")
+            loss.plot(range(1, len(losses) + 1), losses, style, linewidth=width, label=text, color=colour)
         loss.set_xlabel("step")
-        loss.set_title("training loss", fontsize=10)
+        loss.set_title(f"training loss: the largest difference is {_difference(point, OURS):.2g}", fontsize=10)
         loss.set_yscale("log")
         loss.set_ylabel("nats")
-        loss.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
+        loss.set_ylim(top=50 * max(point.facts[f"{PLAIN} losses"]))  # room for the legend
+        loss.legend(fontsize=8, loc="upper right", frameon=False)
         charts.save(drawing, path)
 
-    def _medians(self, point: Point, names: list[str], quantity: str) -> list[float]:
-        return [spread(point.values(name, quantity)).median for name in names]
+
+def _rates(point: Point) -> dict[str, Spread]:
+    """Training steps a second of each variant."""
+    return {name: spread([1e3 / ms for ms in point.values(name, "step")]) for name in point.variants("step")}
+
+
+def _difference(point: Point, name: str) -> float:
+    """The largest difference, over all steps, between a variant's loss and the plain strategy's."""
+    pairs = zip(point.facts[f"{name} losses"], point.facts[f"{PLAIN} losses"], strict=True)
+    return max(abs(loss - plain) for loss, plain in pairs)
 
 
 def identical(point: Point) -> bool:

@@ -114,8 +114,23 @@ def test_demo_shows_identical_results(run: Command, tmp_path: Path, capsys: pyte
     assert point.values("fused", "accuracy") == point.values("retime_backward", "accuracy")
     assert point.values("retime_backward", "gradients alive") <= point.values("fused", "gradients alive")
     shown = capsys.readouterr().out
-    assert "Identical result" in shown
-    assert "training steps a second" in shown
+    assert "Same result: over 5 steps" in shown
+    assert "differ by at most 0" in shown
+
+
+def test_demo_fits_80_columns_and_its_numbers_divide(
+    run: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    run("experiment=demo", "hardware.cores=null", "batch_size=256", "model.depth=2", "model.width=16")
+    lines = capsys.readouterr().out.splitlines()
+    assert not [line for line in lines if "…" in line]
+    rows = {line[:18].strip(): line[18:].replace(" x", "").split() for line in lines if line.startswith(" ")}
+    assert rows["strategy"] == ["plain", "strategy", "plain", "strategy", '"fused_optimizer"']
+    plain = float(rows["steps a second"][1])
+    assert [float(rate) / plain for rate in rows["steps a second"]] == pytest.approx(
+        [float(speed) for speed in rows["speed"]], abs=0.006
+    )
 
 
 def test_targets_compare_trainer_runs(run: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
