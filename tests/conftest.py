@@ -14,8 +14,11 @@ import pytest
 import torch
 
 from support.garbage import pass_over_what_is_there
+from support.time_limits import limit_s, measure_slowness
 
 if TYPE_CHECKING:
+    import pytest_timeout
+
     from contract.runs import Runs
     from retime.mechanisms.memory.pool.memory_pool import MemoryPool
 
@@ -35,6 +38,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     from support.processes import Shares
 
     return Shares(config, log)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: "pytest_timeout.Settings") -> object:
+    """A test's limit, and all others that it sets with `limit_s`, are longer on a slow or busy machine."""
+    from pytest_timeout import pytest_timeout_set_timer as set_timer
+
+    measure_slowness()
+    return set_timer(item, settings._replace(timeout=limit_s(settings.timeout)))
 
 
 @pytest.fixture(scope="session", autouse=True)

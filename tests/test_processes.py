@@ -1,9 +1,17 @@
-"""How tests are shared out among several processes."""
+"""How tests are shared out among several processes, and how long they may take."""
 
+import signal
+from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from pytest_timeout import Settings
 
 from contract.rows import STRATEGIES
+from support import time_limits
 from support.processes import LONGEST, TABLE, share_of
+from support.time_limits import limit_s, measure_slowness
 
 ROOT = Path(__file__).parents[1]
 
@@ -21,3 +29,35 @@ def test_a_file_is_a_share() -> None:
 
 def test_the_longest_shares_are_there() -> None:
     assert all((ROOT / share.removesuffix(" on several ranks")).is_file() for share in LONGEST)
+
+
+@pytest.mark.parametrize(
+    ("arithmetic", "load", "slowness"),
+    [(0.5, 0.1, 1.0), (4.0, 0.5, 4.0), (1.0, 3.0, 3.0), (1.0, 500.0, 10.0)],
+    ids=["idle and fast", "slow", "many processes on each core", "no end"],
+)
+def test_limits_grow_on_a_slow_or_busy_machine(
+    monkeypatch: pytest.MonkeyPatch, arithmetic: float, load: float, slowness: float
+) -> None:
+    times = accumulate([0, arithmetic * time_limits._REFERENCE_S, 1, 60, arithmetic * time_limits._REFERENCE_S])
+    monkeypatch.setattr(time_limits, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    monkeypatch.setattr(time_limits, "_measured_at", float("-inf"))
+    monkeypatch.setattr(time_limits, "_processes_a_core", lambda: load)
+    monkeypatch.setenv(time_limits._VARIABLE, "1")
+    measure_slowness()
+    assert limit_s(5) == 5 * slowness
+    monkeypatch.setattr(time_limits, "_processes_a_core", lambda: 7.0)
+    measure_slowness()  # not yet again
+    assert limit_s(5) == 5 * slowness
+    measure_slowness()  # a minute later
+    assert limit_s(5) == 5 * 7
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="pytest-timeout's signal")
+def test_a_tests_own_limit_grows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time_limits, "_measured_at", float("inf"))
+    monkeypatch.setenv(time_limits._VARIABLE, "3")
+    settings = Settings(1000, "signal", False, False)
+    request.config.hook.pytest_timeout_set_timer(item=request.node, settings=settings)
+    left, _ = signal.getitimer(signal.ITIMER_REAL)
+    assert 2000 < left <= 3000

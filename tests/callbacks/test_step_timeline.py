@@ -377,7 +377,6 @@ def test_two_processes_report_exposed_communication(tmp_path: Path) -> None:
         [sys.executable, "-c", DDP_SCRIPT, str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=120,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr

@@ -5,6 +5,7 @@ from typing import Any
 
 from contract.in_stages import InStages, OneRankIsWrong
 from contract.traits import CUSTOM_OPTIMIZER, LBFGS, MANUAL, SCALER, SPARSE
+from support.time_limits import limit_s
 
 NO_LIST = "no Sequential or ModuleList of 2 layers"
 TWICE = "a second time: a pipeline needs each layer once"
@@ -114,9 +115,9 @@ PIPELINE: dict[str, Any] = {
 
 def in_stages(**options: Any) -> Any:
     """For `Row.strategy`."""
-    return lambda _: InStages(timeout=timedelta(seconds=10), **options)
+    return lambda _: InStages(timeout=timedelta(seconds=limit_s(10)), **options)
 
 
 def wrong_on_one_rank(_: Any) -> OneRankIsWrong:
     """For a row that has to fail."""
-    return OneRankIsWrong(timeout=timedelta(seconds=10), microbatches=2)
+    return OneRankIsWrong(timeout=timedelta(seconds=limit_s(10)), microbatches=2)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from contract.record import Record, Refusal
+from support.time_limits import limit_s
 from support.warm_start import Warm
 
 WORLD_SIZE = 2
@@ -100,14 +101,14 @@ class RankRuns:
 
     def _watch(self, scenarios: list[str]) -> str | None:
         """Wait for the pair; return the scenario in which it failed or hung."""
-        deadline, seen = time.monotonic() + START_S, 0
+        deadline, seen = time.monotonic() + limit_s(START_S), 0
         while any(process.returncode is None for process in self._processes):
             time.sleep(0.05)
             done = self._done(scenarios)
             if done > seen:
-                deadline, seen = time.monotonic() + self._scenario_s, done
+                deadline, seen = time.monotonic() + limit_s(self._scenario_s), done
             if any(process.returncode not in (None, 0) for process in self._processes):
-                deadline = min(deadline, time.monotonic() + GRACE_S)
+                deadline = min(deadline, time.monotonic() + limit_s(GRACE_S))
             if time.monotonic() > deadline:
                 break
         for name in scenarios:

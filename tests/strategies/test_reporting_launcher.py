@@ -20,7 +20,6 @@ def test_rank_zeros_report_comes_home(tmp_path: Path) -> None:
         env={**os.environ, **PYTHONPATH},
         capture_output=True,
         text=True,
-        timeout=240,
     )
     assert "fused_optimizer_ddp_fork: FusionReport of 4 steps" in done.stdout, done.stderr[-3000:]
     assert "memory_budget_ddp_fork: BudgetReport of 4 steps" in done.stdout, done.stderr[-3000:]

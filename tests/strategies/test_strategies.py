@@ -152,5 +152,5 @@ except TypeError as error:
 
 def test_the_other_lightning_package_is_pointed_out() -> None:
     pytest.importorskip("pytorch_lightning", reason="pytorch_lightning is not installed")
-    done = subprocess.run([sys.executable, "-c", PYTORCH_LIGHTNING], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", PYTORCH_LIGHTNING], capture_output=True, text=True)
     assert "refused twice" in done.stdout, done.stderr

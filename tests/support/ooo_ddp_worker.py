@@ -24,6 +24,7 @@ from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.out_of_order import OutOfOrderDataParallel, OutOfOrderReport
 from retime.strategies import OOODataParallelStrategy
 from retime.strategies.ooo_ddp import FIXED_BUCKET_MB
+from support.time_limits import limit_s
 
 WIDTH = 160
 RANK = int(os.environ["RANK"])
@@ -533,7 +534,7 @@ def rank_dies_in_backward() -> None:
             if RANK == 1 and self.global_step == 4:
                 os._exit(9)
 
-    strategy = OOODataParallelStrategy(k=1, timeout=timedelta(seconds=15))
+    strategy = OOODataParallelStrategy(k=1, timeout=timedelta(seconds=limit_s(15)))
     trainer(Path(sys.argv[2]), strategy=strategy, max_epochs=2, enable_checkpointing=False).fit(Dies(), data())
 
 

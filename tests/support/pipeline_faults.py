@@ -15,6 +15,7 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from retime import OOOPipelineStrategy
 from retime.mechanisms.pipeline import Ownership
 from support.pipeline_fits import Classifier, loader, trainer
+from support.time_limits import limit_s
 
 RANK = int(os.environ["RANK"])
 
@@ -38,7 +39,7 @@ def main(how: str, folder: Path) -> None:
     if how == "writes" and RANK == 0:
         TorchCheckpointIO.save_checkpoint = kill  # type: ignore[method-assign]
     saves = [ModelCheckpoint(folder, every_n_train_steps=1)] if how != "raises" else []
-    strategy = OOOPipelineStrategy(timeout=timedelta(seconds=5))
+    strategy = OOOPipelineStrategy(timeout=timedelta(seconds=limit_s(5)))
     fit = trainer(strategy, folder, devices=2, max_epochs=1, callbacks=saves, enable_checkpointing=bool(saves))
     try:
         fit.fit(Raises() if how == "raises" else Classifier(), loader())

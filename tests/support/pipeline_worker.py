@@ -23,6 +23,7 @@ from retime.mechanisms.no_effect import DifferenceWarning
 from retime.mechanisms.pipeline import HollowModel, PipelineError, PipelineStep, RankLostError
 from retime.mechanisms.pipeline.stage import Stage
 from support.pipeline_models import MODELS, WIDTH, made, sequential
+from support.time_limits import limit_s
 
 ALSO = {"ooo": ("ooo1", "ooo2", "ooo_v")}
 """What a schedule may be reported as, beside its own name."""
@@ -468,7 +469,7 @@ def refused(name: str) -> None:
 def lost(when: str) -> None:
     """The last rank is killed, raises or does nothing more; the other says whose message did not come."""
     model, step, batch = made("tied" if when == "shared" else "sequential")
-    group = dist.new_group(timeout=timedelta(seconds=3))
+    group = dist.new_group(timeout=timedelta(seconds=limit_s(3)))
     pipeline = PipelineStep(model, group=group, microbatches=4)
     pipeline.train(step, batch)
     calls, is_last = 0, RANK == RANKS - 1
@@ -482,7 +483,7 @@ def lost(when: str) -> None:
             if when == "raises":
                 raise ArithmeticError("of the step's own")
             if when == "hangs":
-                time.sleep(8)
+                time.sleep(limit_s(3) + 5)
                 os._exit(0)
         loss: Tensor = step(part)
         if is_last and calls == 3 and when == "backward":

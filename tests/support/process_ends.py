@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from support.time_limits import limit_s
+
 _PATIENCE_S = 20.0
 """A process that was killed takes a moment to go, longer on a busy machine."""
 
@@ -20,7 +22,7 @@ def runs(pid: str) -> bool:
 
 def ended(pids: Sequence[str]) -> bool:
     """Whether all of them go by themselves; those that do not are killed."""
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + limit_s(_PATIENCE_S)
     while left := [pid for pid in pids if runs(pid)]:
         if time.monotonic() > deadline:
             for pid in left:

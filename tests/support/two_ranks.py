@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from support.time_limits import limit_s
 from support.warm_start import Cold, Warm
 
 
@@ -49,7 +50,7 @@ def run_ranks(
             out, errors = folder / f"{rank}.out", folder / f"{rank}.err"
             ranks.append((ends.enter_context(start(path, [*arguments], own, out, errors)), out, errors))
         for worker, _, _ in ranks:
-            worker.wait(timeout_s)
+            worker.wait(limit_s(timeout_s))
         return [
             subprocess.CompletedProcess([path, *arguments], worker.returncode or 0, _text(out), _text(errors))
             for worker, out, errors in ranks

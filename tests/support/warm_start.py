@@ -15,6 +15,8 @@ from contextlib import suppress
 from multiprocessing.forkserver import set_forkserver_preload
 from pathlib import Path
 
+from support.time_limits import limit_s
+
 IMPORTED = ["torch", "lightning.pytorch", "torch.distributed", "retime"]
 
 
@@ -97,7 +99,7 @@ class Warm:
 
     def kill(self) -> None:
         """With all that it has started."""
-        pid, deadline = self._process.pid, time.monotonic() + 10
+        pid, deadline = self._process.pid, time.monotonic() + limit_s(10)
         while pid is not None and self._process.exitcode is None:
             with suppress(ProcessLookupError):  # it has just ended
                 if os.getpgid(pid) == pid:

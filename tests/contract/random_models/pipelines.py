@@ -15,6 +15,7 @@ from contract.random_models.training import Order, Way, as_given
 from contract.ranks import WORLD_SIZE
 from retime.mechanisms.pipeline import RankLostError
 from retime.strategies import OOOPipelineStrategy
+from support.time_limits import limit_s
 
 SCHEDULES = ("ooo2", "ooo1", "gpipe", "1f1b", "zb_h1", "ooo2_flush", "ooo1_flush", "ooo")
 OF_MANY_LAYERS = ("ooo2", "zbv", "ooo_v", "interleaved", "interleaved_zero_bubble", "ooo")
@@ -35,7 +36,7 @@ def _strategy(spec: Spec) -> OOOPipelineStrategy:
         schedule=names[spec.seed // 2 % len(names)],
         microbatches=2 + spec.seed % 3,
         layers="net.layers" if spec.seed % 8 else None,
-        timeout=timedelta(seconds=20),
+        timeout=timedelta(seconds=limit_s(20)),
     )
 
 

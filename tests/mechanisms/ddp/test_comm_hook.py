@@ -20,6 +20,7 @@ from retime.mechanisms.ddp.reducers import DeviceReducer, HostReducer, OwnGroups
 from retime.mechanisms.ddp.shared_memory import sums
 from retime.mechanisms.fusion import ReductionHook, fuse_optimizer
 from retime.mechanisms.out_of_order import OutOfOrderDataParallel, data_parallel
+from support.time_limits import limit_s
 
 
 @pytest.fixture(autouse=True)
@@ -138,7 +139,7 @@ def test_reducers_sum(make: Any) -> None:
 
 def test_an_aborted_host_reducer_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     reducer, others_come = HostReducer(), threading.Event()
-    monkeypatch.setattr(sums.dist, "all_reduce", lambda *_, **__: others_come.wait(20))
+    monkeypatch.setattr(sums.dist, "all_reduce", lambda *_, **__: others_come.wait(limit_s(20)))
     done = [reducer.start(key, torch.ones(2)) for key in range(2)]
     reducer.abort()
     assert not any(future.done() for future in done)

@@ -13,6 +13,7 @@ from torch.optim import optimizer as optimizer_module
 
 from retime import declare_per_parameter, fuse_optimizer
 from retime.mechanisms.lazy_updates import PendingUpdate, is_pending
+from support.time_limits import limit_s
 
 TIMEOUT_S = 20
 LOOK_S = 0.3
@@ -38,7 +39,7 @@ class InTwoHalves(Optimizer):
                 self.state[parameter]["half"] = True
                 parameter[:half] -= 1
                 self.stops.set()
-                assert self.goes_on.wait(TIMEOUT_S)
+                assert self.goes_on.wait(limit_s(TIMEOUT_S))
                 parameter[half:] -= 1
                 self.state[parameter]["half"] = False
 
@@ -66,14 +67,14 @@ def test_a_thread_waits_for_an_update_that_another_runs(reader: str) -> None:
     optimizer.goes_on.clear()
     first = threading.Thread(target=lambda: layers[0].sum())
     first.start()
-    assert optimizer.stops.wait(TIMEOUT_S)
+    assert optimizer.stops.wait(limit_s(TIMEOUT_S))
     seen: list[torch.Tensor] = []
     second = threading.Thread(target=lambda: seen.append(READERS[reader](layers, optimizer, fusion)))
     second.start()
     second.join(LOOK_S)
     optimizer.goes_on.set()
     for thread in (first, second):
-        thread.join(TIMEOUT_S)
+        thread.join(limit_s(TIMEOUT_S))
         assert not thread.is_alive()
     assert len(seen) == 1
     assert len(set(seen[0].tolist())) == 1, "half of an update was seen"
@@ -94,7 +95,7 @@ def test_threads_update_different_buckets_one_after_the_other() -> None:
     threads[0].join(LOOK_S)
     optimizer.goes_on.set()
     for thread in threads:
-        thread.join(TIMEOUT_S)
+        thread.join(limit_s(TIMEOUT_S))
     assert [parameter.tolist() for parameter in layers] == [[-1.0] * 4] * 2
 
 

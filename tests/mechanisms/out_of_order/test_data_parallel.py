@@ -69,7 +69,6 @@ def test_names_that_start_their_own_processes(start: str, tmp_path: Path) -> Non
         env={**os.environ, **PYTHONPATH},
         capture_output=True,
         text=True,
-        timeout=120,
     )
     assert "steps: 8, blocks: 3, updates: True" in done.stdout, done.stderr[-3000:]
     assert "brought home: 8 steps" in done.stdout

@@ -26,6 +26,7 @@ from support.emulated_gloo_worker import serve as gloo
 from support.emulated_plain_worker import serve as plain
 from support.paths import PYTHONPATH
 from support.process_ends import ended
+from support.time_limits import limit_s
 
 
 @pytest.fixture
@@ -108,7 +109,7 @@ def test_plain_ranks_answer_on_loopback() -> None:
 
 def test_an_exception_on_one_rank_ends_all_and_is_shown() -> None:
     with pytest.raises(RankError, match=r"(?s)rank . of 2 failed: .*--- rank 1:.*rank 1 has had enough"):
-        run_ranks(loopback(2), gloo, {"do": "fail", "mib": 1}, environment=PYTHONPATH, timeout_s=60)
+        run_ranks(loopback(2), gloo, {"do": "fail", "mib": 1}, environment=PYTHONPATH, timeout_s=limit_s(60))
 
 
 def test_ranks_without_an_answer_and_late_ranks_are_errors() -> None:
@@ -142,7 +143,7 @@ def test_networks_of_one_process_have_their_own_names_and_leave_nothing() -> Non
 def test_links_keep_their_rate() -> None:
     """A broad band: other processes share this machine's cores."""
     with leaves_nothing(), emulated_network(2, 200e6) as network:
-        answers = run_ranks(network, gloo, {"do": "measure", "mib": 1}, environment=PYTHONPATH, timeout_s=60)
+        answers = run_ranks(network, gloo, {"do": "measure", "mib": 1}, environment=PYTHONPATH, timeout_s=limit_s(60))
     for answer in answers:
         assert 80e6 < answer["gloo_bits"] < 260e6
         assert 80e6 < answer["tcp_bits"] < 260e6
@@ -157,7 +158,7 @@ def test_a_killed_rank_ends_the_others() -> None:
             RankError,
             match=r"(?s)rank 1 of 2 failed: .* \(by SIGKILL\).*--- rank 1:.*rank 1 says goodbye",
         ):
-            run_ranks(network, plain, {"do": "die"}, environment=PYTHONPATH, timeout_s=60)
+            run_ranks(network, plain, {"do": "die"}, environment=PYTHONPATH, timeout_s=limit_s(60))
         for number in range(2):
             assert call("ip", "netns", "pids", f"{network.prefix}-h{number}") == ""
 
@@ -176,7 +177,7 @@ def test_killed_parents_leave_nothing() -> None:
                 ranks = [pid for host in range(2) for pid in call("ip", "netns", "pids", f"{prefix}-h{host}").split()]
                 assert len(ranks) == 2
                 parent.send_signal(number)
-                assert parent.wait(timeout=30) != 0
+                assert parent.wait(limit_s(30)) != 0
             if number == signal.SIGKILL:
                 assert len(own_namespaces(parent.pid)) == 2
                 assert set(remove_stale()) >= {f"{prefix}-{part}" for part in ("h0", "h1")}

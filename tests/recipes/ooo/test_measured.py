@@ -25,6 +25,7 @@ from retime.recipes.ooo.sweep import Sweep, best_fixed, concavity_breaks, within
 from retime.recipes.ooo.targets import Targets
 from retime.recipes.ooo.variants import label, variant
 from retime.recipes.report import markdown
+from support.time_limits import limit_s
 
 WIDTH = 8
 LINEAR_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
@@ -44,7 +45,7 @@ def settings(**more: Any) -> OutOfOrderSettings:
         "model": {"_target_": "retime.recipes.models.mlp", "depth": 2, "width": WIDTH},
         "data": {"_target_": "retime.recipes.data.synthetic_vectors", "features": WIDTH, "classes": WIDTH},
         "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
-        "timeout_s": 100.0,
+        "timeout_s": limit_s(100),
     }
     return OutOfOrderSettings(**{**defaults, **more})
 

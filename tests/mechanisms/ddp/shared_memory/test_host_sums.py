@@ -8,6 +8,7 @@ import pytest
 
 from retime.mechanisms.compiled import NoLibraryError
 from retime.mechanisms.ddp.shared_memory.library import sums_library
+from support.time_limits import limit_s
 from support.two_ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is for Linux")
@@ -35,7 +36,7 @@ def test_a_killed_rank_ends_the_others_sums(ranks: int) -> None:
     runs = run_ranks(ranks, WORKER, "killed_in_a_sum")
     for rank in set(range(ranks)) - {1}:
         (line,) = re.findall(r"rank \d: ([\d.]+) s: rank 1 \(process \d+\) (?:failed or )?ended", runs[rank].stdout)
-        assert float(line) < 10
+        assert float(line) < limit_s(10)
     assert set(os.listdir("/dev/shm")) <= named
 
 
@@ -47,7 +48,7 @@ def test_a_fit_in_which_a_rank_is_lost_ends_with_its_name(when: str, reason: str
     (seconds, maps) = re.findall(rf"rank 0: ([\d.]+) s, (\d+) maps: .*rank 1 \(process \d+\) .*{reason}", first.stdout)[
         0
     ]
-    assert float(seconds) < 30
+    assert float(seconds) < limit_s(30)
     assert maps == "0", "the memory is still mapped"
     if when == "raises":
         assert "rank 1's own mistake" in second.stdout

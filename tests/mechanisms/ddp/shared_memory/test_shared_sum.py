@@ -22,6 +22,7 @@ from retime.mechanisms.ddp.shared_memory import RankLostError
 from retime.mechanisms.ddp.shared_memory.library import sums_library
 from retime.mechanisms.ddp.shared_memory.shared_file import SharedFile
 from retime.mechanisms.ddp.shared_memory.shared_sum import SharedSum, SumTimes, shared_bytes
+from support.time_limits import limit_s
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is for Linux")
 CHUNK_BYTES = 256
@@ -32,12 +33,12 @@ HOLDS_S = 30
 class Ranks:
     """So many ranks of one machine."""
 
-    def __init__(self, count: int, timeout_s: float = HOLDS_S) -> None:
+    def __init__(self, count: int, timeout_s: float | None = None) -> None:
         library = sums_library()
         if isinstance(library, NoLibraryError):
             pytest.skip(str(library))
         file = SharedFile.make(shared_bytes(library, count, CHUNK_BYTES))
-        timeout = timedelta(seconds=timeout_s)
+        timeout = timedelta(seconds=limit_s(HOLDS_S) if timeout_s is None else timeout_s)
         processes = [os.getpid()] * count
         self.sums = [
             SharedSum(library, file.file, rank, processes, range(count), timeout, CHUNK_BYTES) for rank in range(count)
@@ -202,7 +203,7 @@ def test_a_sum_that_runs_in_another_thread_can_be_stopped(ranks: Any) -> None:
     thread = threading.Thread(target=add)
     thread.start()
     one.stop()
-    thread.join(HOLDS_S)
+    thread.join(limit_s(HOLDS_S))
     assert not thread.is_alive()
     assert len(raised) == 1
 

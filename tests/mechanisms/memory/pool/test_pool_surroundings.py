@@ -28,7 +28,6 @@ def run(program: str, **environment: str) -> str:
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
-        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
