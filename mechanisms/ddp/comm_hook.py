@@ -13,12 +13,13 @@ import weakref
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from retime.mechanisms.ddp.mean import MeanOfBuckets
 from retime.mechanisms.ddp.reducers import DeviceReducer, Reducer
-from retime.mechanisms.torch_private import GradBucket, joins_uneven_inputs
+from retime.mechanisms.torch_private import GradBucket, divides_by_ranks_left, graph_task_id, joins_uneven_inputs
 
 __all__ = ["CommHook", "HookOwner", "comm_hook_of", "sparse_layer"]
 
@@ -45,6 +46,7 @@ class CommHook:
         self._owner: HookOwner | None = None
         self._name = ""
         self._mean: MeanOfBuckets | None = None
+        self._ranks = dist.get_world_size(model.process_group)
 
     def __reduce__(self) -> "tuple[type[_NoSlot], tuple[()]]":
         return _NoSlot, ()
@@ -103,13 +105,15 @@ class CommHook:
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """By the owner or, without one, as DDP does."""
+        if bucket.index() == 0:
+            self._ranks = self._count_ranks()
         if self._owner is not None:
             return self._owner.reduce(bucket)
         return self.reduce_as_ddp(bucket)
 
     def reduce_as_ddp(self, bucket: GradBucket, reducer: Reducer | None = None) -> torch.futures.Future[Tensor]:
         """What DDP does without a hook: divide by the number of ranks, then sum; by this reducer, if there is one."""
-        return self.mean().start(bucket, self._now(reducer))
+        return self.mean().start(bucket, self._now(reducer), self._ranks)
 
     def sum(self, bucket: GradBucket, reducer: Reducer | None = None) -> torch.futures.Future[Tensor]:
         """Sum a full bucket, which has been divided.
@@ -120,6 +124,26 @@ class CommHook:
                 batches left answer in that group.
         """
         return self._now(reducer).start(bucket.index(), bucket.buffer())
+
+    @property
+    def ranks(self) -> int:
+        """By how many DDP divides the gradients of the running backward pass."""
+        return self._ranks
+
+    def _count_ranks(self) -> int:
+        """Fewer than all in ``join(divide_by_initial_world_size=False)``, where some have no batches left.
+
+        DDP counts them in its forward pass and shows nobody the number. A rank without batches runs this hook too, for
+        zeros in the place of gradients, but in no backward pass.
+        """
+        model = self._model()
+        assert model is not None
+        if not divides_by_ranks_left(model):
+            return dist.get_world_size(model.process_group)
+        self.mean().follow(model)  # the number may be one whose reciprocal is rounded
+        count = torch.full((1,), float(graph_task_id() != -1), device=model.join_device)
+        dist.all_reduce(count, group=model.process_group)
+        return max(1, int(count))
 
     def _now(self, reducer: Reducer | None) -> Reducer:
         model = self._model()

@@ -53,10 +53,16 @@ class MeanOfBuckets:
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
-        self._ranks = dist.get_world_size(model.process_group)
         self._places: dict[int, int] = {}
-        if is_exact(self._ranks) or not model.gradient_as_bucket_view:
+        self._follows = False
+        if not is_exact(dist.get_world_size(model.process_group)):
+            self.follow(model)
+
+    def follow(self, model: DistributedDataParallel) -> None:
+        """Note from now on which gradients are in their buckets before DDP moves them."""
+        if self._follows or not model.gradient_as_bucket_view:
             return
+        self._follows = True
         handles = [
             parameter.register_post_accumulate_grad_hook(partial(_note, self._places))  # type: ignore[no-untyped-call]
             for parameter in model.parameters()
@@ -64,21 +70,16 @@ class MeanOfBuckets:
         ]
         weakref.finalize(model, _remove, handles)
 
-    def start(self, bucket: GradBucket, reducer: Reducer) -> torch.futures.Future[Tensor]:
-        """Begin to replace what a full bucket holds by its mean."""
+    def start(self, bucket: GradBucket, reducer: Reducer, ranks: int) -> torch.futures.Future[Tensor]:
+        """Begin to replace what a full bucket holds by its mean over so many ranks."""
         if not self._places:
-            return start_mean(reducer, bucket.index(), bucket.buffer(), self._ranks, divide=False)
-        self.divide(bucket)
+            return start_mean(reducer, bucket.index(), bucket.buffer(), ranks, divide=False)
+        self._divide(bucket, ranks)
         return reducer.start(bucket.index(), bucket.buffer())
 
-    def divide(self, bucket: GradBucket) -> None:
-        """Scale what a full bucket holds, in place."""
-        buffer = bucket.buffer()
-        if not self._places:
-            scale(buffer, self._ranks, divide=False)
-            return
+    def _divide(self, bucket: GradBucket, ranks: int) -> None:
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            scale(gradient, self._ranks, divide=self._places.get(id(parameter)) == gradient.data_ptr())
+            scale(gradient, ranks, divide=self._places.get(id(parameter)) == gradient.data_ptr())
 
 
 def _note(places: dict[int, int], parameter: Tensor) -> None:

@@ -22,7 +22,7 @@ from retime.mechanisms.fusion.followed import Followed
 from retime.mechanisms.fusion.gradient_memory import GradientMemory
 from retime.mechanisms.fusion.unfused import ALIASED
 from retime.mechanisms.lazy_updates import OptimizerWindow, has_alias, nbytes
-from retime.mechanisms.torch_private import GradBucket, version_of
+from retime.mechanisms.torch_private import GradBucket, graph_task_id, version_of
 
 CommunicationHook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 USE_FORWARD = (
@@ -111,7 +111,7 @@ class ReductionHook:
         own, slot = self._hook, self._slot
         future = own(self._state, bucket) if own is not None else slot.reduce_as_ddp(bucket, self._reducer)
         armed = [fusion for fusion in self._listeners if fusion.fuses_now()]
-        if not armed:
+        if not armed or graph_task_id() == -1:  # in DDP's join() a rank without batches sends zeros, and steps nothing
             return future
         if bucket.is_last():
             for fusion in armed:

@@ -260,7 +260,7 @@ class OutOfOrderDataParallel:
         """Report a full bucket as done, and start its all-reduce unless it leaves in our own order."""
         buffer = bucket.buffer()
         if joins_uneven_inputs(self.model):
-            scale(buffer, dist.get_world_size(self.model.process_group), divide=self._divide)
+            scale(buffer, self._slot.ranks, divide=self._divide)
             return self._slot.sum(bucket)
         self._sending.start_full(bucket, defers=self._defers)
         if bucket.is_last():

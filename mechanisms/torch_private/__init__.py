@@ -14,6 +14,7 @@ from retime.mechanisms.torch_private.compiling import (
 from retime.mechanisms.torch_private.ddp import (
     COLLECTIVE_NAMESPACES,
     GradBucket,
+    divides_by_ranks_left,
     has_rebuilt_buckets,
     joins_uneven_inputs,
 )
@@ -138,6 +139,7 @@ __all__ = [
     "current_node",
     "disabled_torch_function",
     "dispatch_mode_count",
+    "divides_by_ranks_left",
     "empty_host_cache",
     "flat_weights",
     "flat_weights_names",

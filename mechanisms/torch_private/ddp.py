@@ -10,7 +10,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from retime.mechanisms.torch_private.missing import needed_by, read_private
 
-__all__ = ["COLLECTIVE_NAMESPACES", "GradBucket", "has_rebuilt_buckets", "joins_uneven_inputs"]
+__all__ = [
+    "COLLECTIVE_NAMESPACES",
+    "GradBucket",
+    "divides_by_ranks_left",
+    "has_rebuilt_buckets",
+    "joins_uneven_inputs",
+]
 
 with needed_by("fusion, out-of-order data parallel and memory budgets under DDP, which reduce its buckets,"):
     from torch._C._distributed_c10d import GradBucket
@@ -40,3 +46,18 @@ def joins_uneven_inputs(model: DistributedDataParallel) -> bool:
     """
     feature = "out-of-order data parallel, to keep DDP's own order where ranks join early,"
     return bool(read_private(read_private(model, "_join_config", feature), "enable", feature))
+
+
+def divides_by_ranks_left(model: DistributedDataParallel) -> bool:
+    """Whether gradients are divided by the number of ranks that have batches: in ``join()``, if the user asked for it.
+
+    A wrapper that is not the first in a ``Join`` of several objects does not count ranks, and divides by all.
+
+    Raises:
+        PrivateNameError: this torch's DDP has no such attribute.
+    """
+    if not joins_uneven_inputs(model):
+        return False
+    feature = "communication hooks, to divide gradients by the ranks that have batches,"
+    first = read_private(read_private(model, "_join_config", feature), "is_first_joinable", feature)
+    return bool(first) and not read_private(model, "_divide_by_initial_world_size", feature)

@@ -224,25 +224,6 @@ def k_changes_while_training() -> None:
 
 
 @check
-def uneven_inputs() -> None:
-    results = []
-    for k in (None, 2):
-        model = wrapped()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        ooo = None if k is None else OutOfOrderDataParallel(model, optimizer, k=k)
-        generator = torch.Generator().manual_seed(RANK)
-        with model.join():
-            for _ in range(4 + 3 * RANK):
-                model(torch.randn(6, 8, generator=generator)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        if ooo is not None:
-            ooo.remove()
-        results.append([p.detach().clone() for p in model.parameters()])
-    assert_same(*results)
-
-
-@check
 def refusals() -> None:
     optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
     for wrong in (-1, "many", 1.5, True):

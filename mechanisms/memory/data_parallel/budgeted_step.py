@@ -23,6 +23,7 @@ from retime.mechanisms.memory.data_parallel.reduce_last import ReduceLast
 from retime.mechanisms.memory.host import HostTier
 from retime.mechanisms.memory.planning import PlannedShape, Step
 from retime.mechanisms.memory.step import AnotherPath, BudgetedStep, NoLossError, SubBatches, Way, warn_of_no_plan
+from retime.mechanisms.torch_private import joins_uneven_inputs
 
 __all__ = ["SETTING_UP", "BudgetedDataParallelStep"]
 
@@ -103,7 +104,9 @@ class BudgetedDataParallelStep(BudgetedStep):
         Raises:
             BudgetError: a rank refuses its budget.
             RuntimeError: a rank could not plan.
+            ValueError: inside of the wrapper's ``join()``.
         """
+        self._refuse_join()
         self._reduction.end()
         guarded = self._guarded(step)
         if self._batches.stopped:
@@ -160,9 +163,17 @@ class BudgetedDataParallelStep(BudgetedStep):
 
     @contextmanager
     def offloading(self, step: Step, batch: Any) -> Iterator[None]:
+        self._refuse_join()
         self._agreement.largest(lambda: bool(self.plan(step, batch).choice.plan.offload), _PLANNING)
         with super().offloading(self._guarded(step), batch):
             yield
+
+    def _refuse_join(self) -> None:
+        if joins_uneven_inputs(self._wrapped):
+            raise ValueError(
+                "under a memory budget ranks agree on each batch, and one that has none left in model.join() answers "
+                "nobody: leave join() out, and give all ranks as many batches (DistributedSampler(drop_last=True))"
+            )
 
     def _make_room(self, batch: Any) -> None:
         """Buckets that were made while the pool was there are the pool's."""

@@ -18,7 +18,6 @@ IN_A_BARE_LOOP = [
     "gradients_leave_in_forward_order",
     "ranks_that_differ",
     "k_changes_while_training",
-    "uneven_inputs",
     "refusals",
     "memory_bound",
     "two_forward_passes_and_one_backward_pass",

@@ -314,6 +314,15 @@ def test_out_of_order_sees_join(wrapped):
         wrapped(torch.ones(1, 2)).sum().backward()
 
 
+@canary("divides_by_ranks_left", breaks="gradients of ranks in DDP's join(divide_by_initial_world_size=False)")
+def test_communication_hooks_see_who_divides(wrapped):
+    assert not torch_private.divides_by_ranks_left(wrapped)
+    for initial in (True, False):
+        with wrapped.join(divide_by_initial_world_size=initial):
+            assert torch_private.divides_by_ranks_left(wrapped) is not initial
+            wrapped(torch.ones(1, 2)).sum().backward()
+
+
 @canary("COLLECTIVE_NAMESPACES", breaks="refusing collectives in training_step under memory_budget_ddp")
 def test_memory_budget_meets_collectives(wrapped):
     from torch.distributed._functional_collectives import all_reduce
