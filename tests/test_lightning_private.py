@@ -1,5 +1,8 @@
 """Canaries of the private names of Lightning, torchmetrics and Accelerate: see ``private_canaries``."""
 
+import copy
+import os
+import signal
 from datetime import timedelta
 
 import pytest
@@ -12,6 +15,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.compile import from_compiled, to_uncompiled
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 from torchmetrics import MeanMetric
 
@@ -71,6 +75,30 @@ def test_reports_come_home_by_the_launcher():
     assert issubclass(lightning_private.ProcessLauncher, lightning_private.Launcher)
     for method in ("get_extra_results", "update_main_process_results"):
         assert callable(getattr(lightning_private.ProcessLauncher, method))
+
+
+class _Hit(Callback):
+    """Gets SIGTERM in the second batch."""
+
+    def setup(self, trainer, pl_module, stage):
+        lightning_private.end_behind_batch_on_sigterm(trainer)
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == 1:
+            copy.deepcopy(trainer)  # in the middle of training, too
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_exception(self, trainer, pl_module, exception):
+        self.steps = trainer.global_step
+
+
+@canary("end_behind_batch_on_sigterm", breaks="the end of a rank that gets SIGTERM")
+def test_sigterm_ends_a_fit_behind_the_batch(monkeypatch):
+    monkeypatch.setattr("torch.distributed.broadcast", lambda *_, **__: pytest.fail("waited for rank 0"))
+    hit = _Hit()
+    with pytest.raises(SIGTERMException):
+        fit(hit)
+    assert hit.steps == 2
 
 
 @canary("user_comm_hook", breaks="backward fusion beside a user's communication hook")

@@ -8,6 +8,7 @@ from retime.mechanisms.ddp.comm_hook import CommHook, HookOwner, comm_hook_of, s
 from retime.mechanisms.ddp.end_of_backward import at_end_of_backward
 from retime.mechanisms.ddp.host_report import HostReductionReport
 from retime.mechanisms.ddp.host_update import HostUpdate, HostUpdateReport
+from retime.mechanisms.ddp.lost_ranks import RankLostError, RankProcesses, is_lost_message
 from retime.mechanisms.ddp.mean import scale
 from retime.mechanisms.ddp.own_group import close_group, own_group
 from retime.mechanisms.ddp.reductions import GradientWatch, Reduction, Reductions, release, settle_gradients
@@ -22,6 +23,8 @@ __all__ = [
     "HostUpdate",
     "HostUpdateReport",
     "RankAgreement",
+    "RankLostError",
+    "RankProcesses",
     "Reduction",
     "Reductions",
     "Region",
@@ -29,6 +32,7 @@ __all__ = [
     "bucket_mb",
     "close_group",
     "comm_hook_of",
+    "is_lost_message",
     "measured_seconds_per_mb",
     "own_group",
     "release",

@@ -66,7 +66,8 @@ class BucketReduction:
         """Begin to replace a bucket's gradients by their mean over the ranks."""
         self._report.buckets += 1
         self._report.bytes += bucket.buffer().nbytes
-        return self._slot.reduce_as_ddp(bucket, self._reducer)
+        # a failure of Python's becomes torch's own on the way, which DDP can read
+        return self._slot.reduce_as_ddp(bucket, self._reducer).then(Future.value)
 
     def report(self) -> HostReductionReport:
         """What was reduced so far."""

@@ -8,17 +8,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["PipelineError", "RankLostError", "messages_of", "messages_of_group"]
+from retime.mechanisms.ddp import RankLostError, is_lost_message
 
-_LOST = ("connection", "timed out", "timeout", "peer", "socket")
+__all__ = ["PipelineError", "RankLostError", "messages_of", "messages_of_group"]
 
 
 class PipelineError(ValueError):
     """The model or the batch cannot go through a pipeline; the message says what to change."""
-
-
-class RankLostError(RuntimeError):
-    """A message of another rank did not come."""
 
 
 @contextmanager
@@ -36,7 +32,7 @@ def messages_of(whose: Callable[[], str]) -> Iterator[None]:
     except RankLostError:
         raise
     except RuntimeError as error:
-        if not any(word in str(error).lower() for word in _LOST):
+        if not is_lost_message(error):
             raise
         raise RankLostError(
             f"a message of {whose()} did not come, as it has ended or failed: look at its error. ({error})"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ __all__ = [
     "MomentsOfDDP",
     "ProcessLauncher",
     "averages_models",
+    "end_behind_batch_on_sigterm",
     "in_the_loaders_order",
     "ddp_options",
     "given_device",
@@ -136,6 +138,24 @@ def in_the_loaders_order(trainer: Trainer) -> Iterator[None]:
 
     with replaced_attributes(connector, _prepare_dataloader=prepare_dataloader):
         yield
+
+
+def end_behind_batch_on_sigterm(trainer: Trainer) -> None:
+    """Let SIGTERM end this rank's fit behind the batch, as on one device; a strategy's ``setup`` calls this.
+
+    Lightning's handler waits in a broadcast of rank 0's, which does not come while that rank waits for this one.
+    """
+    feature = "the end of a rank that gets SIGTERM"
+    connector = read_private(trainer, "_signal_connector", feature)
+    read_private(connector, "received_sigterm", feature)
+    write_private(connector, "_sigterm_notifier_fn", partial(_note_sigterm, connector), feature)
+
+
+def _note_sigterm(connector: Any, number: int, frame: object) -> None:
+    launcher = connector.trainer.strategy.launcher
+    if not connector.received_sigterm and launcher is not None:
+        launcher.kill(number)  # the ranks that this one has started
+    connector.received_sigterm = True
 
 
 def has_batch_norm(callback: StochasticWeightAveraging) -> bool:

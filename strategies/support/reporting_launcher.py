@@ -8,12 +8,13 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from retime.strategies.support.lightning_private import Launcher, MomentsOfDDP, ProcessLauncher, start_method_of
+from retime.strategies.support.lightning_private import Launcher, ProcessLauncher, start_method_of
+from retime.strategies.support.lost_ranks import NamesLostRanks
 
 _KEY = "retime_report"
 
 
-class ReportsAcrossProcesses(MomentsOfDDP):
+class ReportsAcrossProcesses(NamesLostRanks):
     """``ddp`` whose ``report()`` tells of the fit after spawned and forked processes have ended, too."""
 
     @abstractmethod

@@ -17,8 +17,9 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from retime.mechanisms.ddp import RankLostError
 from retime.mechanisms.ddp.reducers import HostReducer
-from retime.mechanisms.ddp.shared_memory import RankLostError, sums
+from retime.mechanisms.ddp.shared_memory import sums
 from retime.mechanisms.ddp.shared_memory.library import sums_library
 from retime.mechanisms.ddp.shared_memory.shared_file import SharedFile
 from retime.strategies import CPUAccumulateStrategy

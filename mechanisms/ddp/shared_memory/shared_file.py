@@ -4,28 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
-from contextlib import suppress
-from pathlib import Path
 
 import psutil
 
-__all__ = ["SharedFile", "machine"]
-
-
-def machine() -> str:
-    """The same for all processes that can share memory: of one start of one system, and of one view of its processes.
-
-    Processes in other network namespaces, as containers have, count as other machines: they share nothing else either.
-    """
-    parts = [socket.gethostname()]
-    for path in ("/proc/sys/kernel/random/boot_id",):
-        with suppress(OSError):
-            parts.append(Path(path).read_text().strip())
-    for name in ("pid", "net"):
-        with suppress(OSError):
-            parts.append(os.readlink(f"/proc/self/ns/{name}"))
-    return " ".join(parts)
+__all__ = ["SharedFile"]
 
 
 class SharedFile:

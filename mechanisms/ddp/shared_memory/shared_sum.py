@@ -5,24 +5,21 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 from torch import Tensor
 
-__all__ = ["RankLostError", "SharedSum", "SumTimes", "default_chunk_bytes", "shared_bytes"]
+from retime.mechanisms.ddp.lost_ranks import RankLostError, end_of_process
+
+__all__ = ["SharedSum", "SumTimes", "default_chunk_bytes", "shared_bytes"]
 
 _CHUNK_BYTES, _ALL_CHUNKS_BYTES = 2**17, 2**18
 _PAGE = 2**12
 
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
 _ENDED, _LATE, _STOPPED = 1, 2, 3
-
-
-class RankLostError(RuntimeError):
-    """A rank did not bring its gradients: it ended, failed, or is late."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,7 @@ class SharedSum:
         self.timeout = timeout
         self.rank, self.ranks = rank, len(processes)
         self._nanoseconds: ctypes.Array[ctypes.c_int64] | None = None
-        self._ends = [-1 if other == rank else _end_of(process) for other, process in enumerate(processes)]
+        self._ends = [-1 if other == rank else end_of_process(process) for other, process in enumerate(processes)]
         ends = (ctypes.c_int * len(self._ends))(*self._ends)
         self._sums = library.retime_sums_open(file, rank, len(processes), chunk_bytes, ends)
         if not self._sums:
@@ -174,10 +171,3 @@ class SharedSum:
         for end in ends:
             if end >= 0:
                 os.close(end)
-
-
-def _end_of(process: int) -> int:
-    """A descriptor that tells when a process ends; -1 where the kernel has none."""
-    with suppress(OSError, AttributeError):
-        return os.pidfd_open(process)
-    return -1

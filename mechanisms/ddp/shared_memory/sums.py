@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from retime.mechanisms.compiled import NoLibraryError
+from retime.mechanisms.ddp.lost_ranks import machine
 from retime.mechanisms.ddp.own_group import close_group, own_group
 from retime.mechanisms.ddp.shared_memory.library import sums_library
-from retime.mechanisms.ddp.shared_memory.shared_file import SharedFile, machine
+from retime.mechanisms.ddp.shared_memory.shared_file import SharedFile
 from retime.mechanisms.ddp.shared_memory.shared_sum import SharedSum, SumTimes, default_chunk_bytes, shared_bytes
 
 __all__ = ["GlooSums", "HostSums", "MachineSums", "host_sums"]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from retime.mechanisms.compiled import NoLibraryError
-from retime.mechanisms.ddp.shared_memory import RankLostError
+from retime.mechanisms.ddp import RankLostError
 from retime.mechanisms.ddp.shared_memory.library import sums_library
 from retime.mechanisms.ddp.shared_memory.shared_file import SharedFile
 from retime.mechanisms.ddp.shared_memory.shared_sum import SharedSum, SumTimes, shared_bytes
