@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
@@ -148,6 +149,14 @@ def urgent_sums_overtake() -> None:
     torch.futures.wait_all(many)
     assert torch.equal(urgent, torch.full_like(urgent, RANKS))
     assert torch.equal(bulk, torch.full_like(bulk, float(RANKS) ** 8))
+    reducer.close()
+
+
+@check
+def sizes_that_differ() -> None:
+    reducer = HostReducer()
+    with pytest.raises(RuntimeError, match=r"rank 0 .* brings 5 values of torch\.float32 .* rank 1 .* brings 6 values"):
+        reducer.start(0, torch.ones(5 + RANK)).wait()
     reducer.close()
 
 

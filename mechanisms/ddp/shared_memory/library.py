@@ -42,5 +42,6 @@ def _declare(library: ctypes.CDLL) -> None:
         ctypes.POINTER(ctypes.c_int),
     ]
     library.retime_sums_time.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_int64)]
+    library.retime_sums_differ.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_int64)]
     for name in ("stop", "fail", "close"):
         getattr(library, f"retime_sums_{name}").argtypes = [ctypes.c_void_p]

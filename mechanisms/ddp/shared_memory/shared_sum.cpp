@@ -19,6 +19,7 @@
 
 #include <linux/futex.h>
 #include <poll.h>
+#include <sched.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -28,10 +29,25 @@ namespace {
 constexpr int64_t kLine = 64;
 constexpr int kRing = 4;
 constexpr int kSpins = 200;
+constexpr int kTurns = 100000;
 constexpr int64_t kLookAfterMs = 50;
 constexpr int64_t kPartial = 2048;  // elements whose partial sums lie in the first-level cache
 
-enum Outcome { kDone = 0, kEnded = 1, kLate = 2, kStopped = 3, kFailed = 4 };
+enum Outcome { kDone = 0, kEnded = 1, kLate = 2, kStopped = 3, kFailed = 4, kUneven = 5 };
+
+// What a rank brings to a sum, for errors: how many elements, of which type, and whose (-1: the sum of all).
+struct Brings {
+  int64_t rank, count, dtype, root;
+
+  bool same(const Brings& other) const { return count == other.count && dtype == other.dtype && root == other.root; }
+};
+
+// Where all ranks look when they wait: 0; the rank on which all fail, counted from 1; or that two differ.
+struct alignas(kLine) Failure {
+  static constexpr int32_t kBeingWritten = -1, kDiffer = -2;
+  std::atomic<int32_t> what;
+  alignas(kLine) Brings two[2];
+};
 
 // How many blocks a rank has brought, summed or taken; whoever waits for the next one sleeps on the word.
 struct alignas(kLine) Count {
@@ -43,6 +59,7 @@ struct alignas(kLine) RankCounts {
   Count brought;
   Count summed;
   Count taken;
+  alignas(kLine) Brings brings[kRing];  // of each block that it brought
 };
 
 // Where the time of a sum goes; what a phase waits for other ranks is in kWaiting instead.
@@ -75,11 +92,13 @@ class Sums {
   ~Sums() { munmap(memory_, bytes_); }
 
   template <typename T, typename Sum>
-  Outcome run(T* values, int64_t count, double scale, int root, int64_t timeout_ms, int* who) {
+  Outcome run(T* values, int64_t count, int dtype, double scale, int root, int64_t timeout_ms, int* who) {
     const int64_t most = ranks_ * (chunk_bytes_ / static_cast<int64_t>(sizeof(T)));
     const int64_t blocks = (count + most - 1) / most;
     timeout_ms_ = timeout_ms;
     who_ = who;
+    mine_ = {rank_, count, dtype, root};
+    if (const Outcome failed = failed_so_far(); failed != kDone) return failed;
     for (int64_t step = 0; step < blocks + 2; ++step) {
       Outcome outcome = kDone;
       if (step < blocks) {
@@ -109,9 +128,11 @@ class Sums {
   }
 
   void fail() {
-    failure().store(rank_ + 1);
+    failure().what.store(rank_ + 1);
     wake_all();
   }
+
+  const Brings* two_that_differ() { return failure().two; }
 
  private:
   template <typename T>
@@ -144,6 +165,7 @@ class Sums {
         copy<T, Sum>(static_cast<T*>(brought(rank_, block, owner)), values.begin(owner), values.size(owner), scale);
       }
     }
+    counts(rank_).brings[block % kRing] = mine_;
     publish(counts(rank_).brought, block + 1);
     return kDone;
   }
@@ -155,6 +177,7 @@ class Sums {
       Outcome outcome = wait(counts(other).taken, block + 1 - kRing, other);
       if (outcome == kDone) outcome = wait(counts(other).brought, block + 1, other);
       if (outcome != kDone) return outcome;
+      if (const Brings& theirs = counts(other).brings[block % kRing]; !theirs.same(mine_)) return differ(theirs);
       if (root >= 0 && root != other) continue;
       of_rank.push_back(other == rank_ ? values.begin(rank_) : static_cast<T*>(brought(other, block, rank_)));
     }
@@ -232,7 +255,7 @@ class Sums {
     const int64_t until = now_ms() + timeout_ms_;
     while (true) {
       if (stopped_) return kStopped;
-      if (const int32_t failed = failure().load(); failed != 0) return tell(kFailed, failed - 1);
+      if (const Outcome failed = failed_so_far(); failed != kDone) return failed;
       count.sleepers.fetch_add(1);
       const uint32_t seen = count.blocks.load();
       if (!reached(seen, wanted)) {
@@ -248,10 +271,30 @@ class Sums {
     }
   }
 
+  Outcome failed_so_far() {
+    const int32_t what = failure().what.load();
+    if (what == Failure::kDiffer) return kUneven;
+    return what > 0 ? tell(kFailed, what - 1) : kDone;
+  }
+
   Outcome fail(Outcome outcome, int rank) {
-    failure().store(rank + 1);
+    failure().what.store(rank + 1);
     wake_all();
     return tell(outcome, rank);
+  }
+
+  // All ranks then say the same, the first that was seen.
+  Outcome differ(const Brings& theirs) {
+    int32_t what = 0;
+    if (failure().what.compare_exchange_strong(what, Failure::kBeingWritten)) {
+      failure().two[mine_.rank > theirs.rank] = mine_;
+      failure().two[mine_.rank < theirs.rank] = theirs;
+      failure().what.store(Failure::kDiffer);
+      wake_all();
+    }
+    for (int turn = 0; turn < kTurns && failure().what.load() == Failure::kBeingWritten; ++turn) sched_yield();
+    const Outcome failed = failed_so_far();
+    return failed == kDone ? kUneven : failed;  // who was writing has ended
   }
 
   Outcome tell(Outcome outcome, int rank) {
@@ -279,10 +322,9 @@ class Sums {
     }
   }
 
-  // The rank on which all fail, counted from 1; 0: none.
-  std::atomic<int32_t>& failure() { return *reinterpret_cast<std::atomic<int32_t>*>(memory_); }
-  RankCounts& counts(int rank) { return reinterpret_cast<RankCounts*>(memory_ + kLine)[rank]; }
-  char* ring() { return memory_ + kLine + ranks_ * static_cast<int64_t>(sizeof(RankCounts)); }
+  Failure& failure() { return *reinterpret_cast<Failure*>(memory_); }
+  RankCounts& counts(int rank) { return reinterpret_cast<RankCounts*>(memory_ + sizeof(Failure))[rank]; }
+  char* ring() { return memory_ + sizeof(Failure) + ranks_ * static_cast<int64_t>(sizeof(RankCounts)); }
 
   void* brought(int rank, uint32_t block, int owner) {
     return ring() + ((rank * kRing + block % kRing) * (ranks_ + 1) + owner) * chunk_bytes_;
@@ -298,11 +340,12 @@ class Sums {
   int64_t* nanoseconds_ = nullptr;  // one for each phase
   int64_t timeout_ms_ = 0;
   int* who_ = nullptr;
+  Brings mine_{};
   std::atomic<bool> stopped_{false};
 };
 
 int64_t bytes_for(int ranks, int64_t chunk_bytes) {
-  return kLine + ranks * static_cast<int64_t>(sizeof(RankCounts)) + ranks * kRing * (ranks + 1) * chunk_bytes;
+  return static_cast<int64_t>(sizeof(Failure)) + ranks * static_cast<int64_t>(sizeof(RankCounts)) + ranks * kRing * (ranks + 1) * chunk_bytes;
 }
 
 }  // namespace
@@ -325,15 +368,20 @@ int retime_sums_run(void* sums, void* values, int64_t count, int dtype, double s
                     int* who) {
   auto* here = static_cast<Sums*>(sums);
   switch (dtype) {
-    case 0: return here->run<float, float>(static_cast<float*>(values), count, scale, root, timeout_ms, who);
-    case 1: return here->run<double, double>(static_cast<double*>(values), count, scale, root, timeout_ms, who);
-    case 2: return here->run<c10::Half, float>(static_cast<c10::Half*>(values), count, scale, root, timeout_ms, who);
-    default: return here->run<c10::BFloat16, float>(static_cast<c10::BFloat16*>(values), count, scale, root, timeout_ms, who);
+    case 0: return here->run<float, float>(static_cast<float*>(values), count, dtype, scale, root, timeout_ms, who);
+    case 1: return here->run<double, double>(static_cast<double*>(values), count, dtype, scale, root, timeout_ms, who);
+    case 2: return here->run<c10::Half, float>(static_cast<c10::Half*>(values), count, dtype, scale, root, timeout_ms, who);
+    default: return here->run<c10::BFloat16, float>(static_cast<c10::BFloat16*>(values), count, dtype, scale, root, timeout_ms, who);
   }
 }
 
 // Add the nanoseconds of each phase of the sums from here on to these four; null: no longer.
 void retime_sums_time(void* sums, int64_t* nanoseconds) { static_cast<Sums*>(sums)->time_into(nanoseconds); }
+
+// Behind kUneven: rank, elements, type and root of two ranks that differ, eight numbers.
+void retime_sums_differ(void* sums, int64_t* two) {
+  std::memcpy(two, static_cast<Sums*>(sums)->two_that_differ(), 2 * sizeof(Brings));
+}
 
 void retime_sums_stop(void* sums) { static_cast<Sums*>(sums)->stop(); }
 void retime_sums_fail(void* sums) { static_cast<Sums*>(sums)->fail(); }

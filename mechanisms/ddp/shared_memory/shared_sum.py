@@ -19,7 +19,7 @@ _CHUNK_BYTES, _ALL_CHUNKS_BYTES = 2**17, 2**18
 _PAGE = 2**12
 
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
-_ENDED, _LATE, _STOPPED = 1, 2, 3
+_ENDED, _LATE, _STOPPED, _UNEVEN = 1, 2, 3, 5
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,7 @@ class SharedSum:
 
         Raises:
             RankLostError: another rank ended, failed, or is late.
+            RuntimeError: ranks bring different numbers of values, or of other types.
             TypeError: there are no sums of this dtype.
         """
         self._run(values, -1, scale)
@@ -129,19 +130,36 @@ class SharedSum:
             timeout_ms,
             ctypes.byref(who),
         )
+        if outcome == _UNEVEN:
+            raise RuntimeError(self._uneven())
         if outcome:
             raise RankLostError(self._told(outcome, who.value))
 
     def _told(self, outcome: int, who: int) -> str:
         if outcome == _STOPPED:
             return "sums in shared memory were stopped on this rank"
-        rank = f"rank {self._names[who]} (process {self._processes[who]})"
+        rank = self._named(who)
         if outcome == _ENDED:
             return f"{rank} ended before it brought its gradients; see its own error, or what killed it"
         if outcome == _LATE:
             seconds = self.timeout.total_seconds()
             return f"{rank} has not brought its gradients for {seconds:g} s: it hangs, or needs a longer timeout"
         return f"{rank} failed or ended before it brought its gradients; see its own error, or what killed it"
+
+    def _named(self, rank: int) -> str:
+        return f"rank {self._names[rank]} (process {self._processes[rank]})"
+
+    def _uneven(self) -> str:
+        two = (ctypes.c_int64 * 8)()
+        self._library.retime_sums_differ(self._sums, two)
+        told = []
+        for rank, count, dtype, root in (two[:4], two[4:]):
+            what = "to the sum" if root < 0 else f"for a copy of rank {self._names[root]}'s"
+            told.append(f"{self._named(rank)} brings {count} values of {list(_DTYPES)[dtype]} {what}")
+        return (
+            f"{', but '.join(told)}: let all ranks sum tensors of the same sizes in the same order; if one of them has "
+            "failed, see its own error"
+        )
 
     def times(self) -> SumTimes:
         """Of the sums since the last call; they are timed from the first call on."""

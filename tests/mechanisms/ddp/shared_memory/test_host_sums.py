@@ -23,7 +23,9 @@ def _compiled() -> None:
         pytest.skip(str(found))
 
 
-@pytest.mark.parametrize(("ranks", "checks"), [(2, f"{CHOICES},urgent_sums_overtake"), (4, "two_machines,one_machine")])
+@pytest.mark.parametrize(
+    ("ranks", "checks"), [(2, f"{CHOICES},urgent_sums_overtake,sizes_that_differ"), (4, "two_machines,one_machine")]
+)
 def test_sums_are_made_the_fastest_way_that_all_ranks_have(ranks: int, checks: str) -> None:
     for rank, run in enumerate(run_ranks(ranks, WORKER, checks)):
         done = re.findall(r"rank \d: (\w+) done", run.stdout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import time
@@ -51,7 +52,7 @@ class Ranks:
         def tried(rank: int) -> Any:
             try:
                 return do(self.sums[rank], rank)
-            except RankLostError as error:
+            except RuntimeError as error:
                 return error
 
         with ThreadPoolExecutor(len(self.sums)) as threads:
@@ -163,6 +164,33 @@ def test_what_cannot_be_summed_is_refused(ranks: Any) -> None:
     one.close()
     with pytest.raises(RuntimeError, match="closed"):
         one.add(torch.ones(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [5, 300, 0])
+def test_ranks_that_bring_different_numbers_of_values_are_named_on_all(
+    ranks: Any, size: int, dtype: torch.dtype
+) -> None:
+    these = ranks(3)
+    these.each(lambda one, rank: one.add(torch.ones(7777)))
+
+    def add(one: SharedSum, rank: int) -> None:
+        one.add(torch.ones(size + rank // 2, dtype=dtype) if rank else torch.ones(size))
+        one.add(torch.ones(9))  # so that a rank with nothing to sum meets the others
+
+    for error in these.each(add):
+        assert isinstance(error, RuntimeError)
+        assert not isinstance(error, RankLostError)
+        brings = rf"rank \d \(process {os.getpid()}\) brings \d+ values of torch\.float\d\d to the sum"
+        assert re.search(f"{brings}, but {brings}: let all ranks sum tensors of the same sizes", str(error))
+
+
+def test_a_copy_and_a_sum_are_not_the_same(ranks: Any) -> None:
+    values = [torch.full((8,), float(rank)) for rank in range(2)]
+    errors = ranks(2).each(lambda one, rank: one.broadcast(values[0], 0) if rank == 0 else one.add(values[1]))
+    assert len(set(map(str, errors))) == 1
+    assert "brings 8 values of torch.float32 for a copy of rank 0's, but rank 1" in str(errors[0])
+    assert torch.equal(values[1], torch.ones(8))
 
 
 def test_a_rank_that_hangs_is_named_by_all_others(ranks: Any) -> None:
