@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Annotated
+from typing import Annotated, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -34,7 +34,7 @@ class CPUMemoryPool(Callback):
 
     The pool is compiled once, with the system's C++ compiler. Where it cannot be, or for devices other than CPUs,
     training runs without it and a :class:`NoEffectWarning` says why, once. Under a memory budget the budget's limit
-    holds.
+    holds. Entered several times, also by a fit inside of a ``with``, it ends with the outermost.
 
     Args:
         slack: of the limit on live and free memory together, 1 or more.
@@ -48,21 +48,29 @@ class CPUMemoryPool(Callback):
     def __init__(self, slack: Annotated[float, AtLeast(1)] = 1.1) -> None:
         self.slack = slack
         self._pool = MemoryPool()
-        self._last = PoolReport()
+        self._last = PoolReport(note="it was never in use: give it to a Trainer as a callback, or enter it by 'with'")
+        self._entered, self._in_trainer = 0, False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is in nobody's use."""
+        return vars(self) | {"_entered": 0, "_in_trainer": False}
 
     def __enter__(self) -> CPUMemoryPool:
         self._install()
+        self._entered += 1
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._remove()
+        self._entered -= 1
+        self._remove_if_unused()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         device = trainer.strategy.root_device.type
         if device == "cpu":
             self._install()
+            self._in_trainer = True
         else:
             self._leave_out(f"tensors of {device} devices come from a pool of torch's own; leave CPUMemoryPool out")
 
@@ -71,14 +79,15 @@ class CPUMemoryPool(Callback):
             self._pool.begin_window()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._remove()
+        self._in_trainer = False
+        self._remove_if_unused()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         # Lightning does not call teardown after an exception
-        self._remove()
+        self.teardown(trainer, pl_module, "")
 
     def report(self) -> PoolReport:
-        """Bytes since it was installed; after it was removed, those of that moment."""
+        """Bytes since it was installed; after it was removed, those of that moment; or that it was never in use."""
         if not self._pool.installed:
             return self._last
         counts = self._pool.counts()
@@ -99,7 +108,7 @@ class CPUMemoryPool(Callback):
             warn_no_effect(f"no CPU memory pool: {reason}")
         self._last = PoolReport(note=reason)
 
-    def _remove(self) -> None:
-        if self._pool.installed:
+    def _remove_if_unused(self) -> None:
+        if self._pool.installed and not self._entered and not self._in_trainer:
             self._last = self.report()
             self._pool.remove()

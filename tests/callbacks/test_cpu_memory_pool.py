@@ -100,6 +100,33 @@ def test_as_a_context_manager_it_serves_a_plain_loop():
     assert pool.report().reused_bytes == inside.reused_bytes  # the report outlives the pool
 
 
+@pytest.mark.usefixtures("there")
+def test_it_ends_with_the_outermost_of_its_uses():
+    pool = CPUMemoryPool()
+    with pool:
+        with pool:
+            pass
+        assert pool._pool.installed
+        fit(pool)
+        with pytest.raises(ArithmeticError):
+            fit(pool, Broken())
+        assert pool._pool.installed
+        copied = copy.deepcopy(pool)
+    assert not pool._pool.installed
+    with copied:
+        pass
+    assert not copied._pool.installed
+
+
+@pytest.mark.usefixtures("there")
+def test_one_that_was_never_entered_says_so():
+    pool = CPUMemoryPool()
+    assert str(pool.report()).startswith("no CPU memory pool: it was never in use: give it to a Trainer")
+    with pool:
+        pass
+    assert "reused" in str(pool.report())
+
+
 class TestLimit:
     """Live and free bytes together stay below the slack times the most that was alive."""
 

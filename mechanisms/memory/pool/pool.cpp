@@ -34,6 +34,7 @@ using retime::reserve;
 using retime::rounded_up;
 
 constexpr size_t kSmallest = 16 * 1024; // smaller blocks come from the C library
+constexpr size_t kLargest = size_t{1} << 47; // no process has so many addresses: torch's own allocator refuses more
 constexpr int64_t kSpare = 2 * kGranule; // beyond a limit that follows what is alive, for what is rounded to granules
 
 thread_local bool on_here = false; // whether this thread's tensors come from the pool although others' do not
@@ -45,7 +46,7 @@ struct Counts {
 class Pool final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t nbytes) override {
-    if (nbytes < kSmallest || !(on_.load(std::memory_order_relaxed) || on_here)) {
+    if (nbytes < kSmallest || nbytes > kLargest || !(on_.load(std::memory_order_relaxed) || on_here)) {
       return c10::GetDefaultCPUAllocator()->allocate(nbytes);
     }
     void* block = take(nbytes);
@@ -144,7 +145,7 @@ class Pool final : public c10::Allocator {
     const size_t length = rounded_up(size, kGranule);
     const bool room = counts_.live + free_.bytes() + static_cast<int64_t>(length) <= limit();
     std::vector<char*> granules;
-    granules.reserve(length / kGranule);
+    granules.reserve(std::min(length, static_cast<size_t>(free_.bytes())) / kGranule);
     while (!room && granules.size() < length / kGranule) {
       char* granule = free_.take_granule();
       if (granule == nullptr) {

@@ -219,6 +219,17 @@ class TestWishes:
         assert pool.counts().free == 0
 
 
+@pytest.mark.parametrize("size", [2**48, 2**62, 2**63 - 1])
+def test_more_than_there_is_is_torchs_own_error(pool, size):
+    kept = block()
+    with pytest.raises(
+        RuntimeError, match=rf"DefaultCPUAllocator: can't allocate memory: you tried to allocate {size}"
+    ):
+        torch.empty(size, dtype=torch.uint8)
+    assert pool.counts().live == BLOCK
+    assert pool.bytes_elsewhere([kept, block()]) == 0
+
+
 def test_values_survive_the_pool_and_the_other_way_round(pool):
     old = torch.arange(10**5)
     pool.remove()
