@@ -1,13 +1,16 @@
-"""What cannot go between the layers of a pipeline: tensors whose shapes do not say how many values they have."""
+"""What cannot go between the layers of a pipeline: values that cannot be sent, calls that cannot be stopped there."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils.checkpoint import CheckpointFunction
 
 from retime.mechanisms.pipeline.errors import PipelineError
 from retime.mechanisms.torch_private import tree_leaves
@@ -31,6 +34,14 @@ def refuse_kinds(name: str, value: Any) -> None:
             )
 
 
+def _is_checkpointed_reentrantly() -> bool:
+    """Whether a reentrant checkpoint has called what runs: there no tensor has a graph, and none can get one."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
 class KindsBetween:
     """A visitor that looks at what goes between the layers, and changes nothing.
 
@@ -42,7 +53,14 @@ class KindsBetween:
         self._names = names
 
     def before(self, layer: int, args: Any, kwargs: Any) -> None:
-        refuse_kinds(repr(self._names[layer]), (args, kwargs))
+        name = repr(self._names[layer])
+        refuse_kinds(name, (args, kwargs))
+        if _is_checkpointed_reentrantly():
+            raise PipelineError(
+                f"{name} runs inside of torch.utils.checkpoint.checkpoint(..., use_reentrant=True), torch's default, "
+                "which cannot be stopped between the layers: give it use_reentrant=False (in transformers "
+                "gradient_checkpointing_enable({'use_reentrant': False})), or call it in the layer's own forward"
+            )
 
     def is_here(self, layer: int) -> bool:
         return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -303,7 +304,7 @@ class PipelineStep:
             undo.put_back()
 
     def _begin(self, step: Callable[[Any], Any], batch: Any, parts: Sequence[Any]) -> None:
-        with self._quiet():
+        with self._tried_out():
             layers = self._layers
             if layers is None:
                 layers = self._called_in_order(step, parts[0])
@@ -311,7 +312,7 @@ class PipelineStep:
             first = FirstBatch(self._model, layers, self._gates, self._place, self._workers, self._hollow)
             spread = self._spread = first.spread(step, batch, parts, self._wishes)
         self._gates.around = None
-        self._gates.visitor = spread.training_call()
+        self._gates.visitor = spread.training_call
         self._frozen = self._flags()
         self._report = PipelineReport(
             schedule=spread.plan.name,
@@ -322,6 +323,13 @@ class PipelineStep:
             parameter_bytes_of_all=spread.owners.bytes_of_all,
         )
 
+    @contextmanager
+    def _tried_out(self) -> Iterator[None]:
+        """Around runs of the step that train nothing, where torch's checkpoints warn of missing gradients."""
+        with self._quiet(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
+            yield
+
     def _know(self, spread: Spread, step: Callable[[Any], Any], part: Any) -> None:
         """Micro-batches of new shapes run once in a relay, without a trace, to show the shapes between the layers."""
         key = shapes_of(part)
@@ -331,7 +339,7 @@ class PipelineStep:
         undo = Undo(self._model, part, parameters=False)
         before, self._gates.visitor = self._gates.visitor, relay
         try:
-            with self._quiet(), self.outside_whole(), torch.no_grad():
+            with self._tried_out(), self.outside_whole(), torch.no_grad():
                 seeded(step, part)
         finally:
             self._gates.visitor = before
@@ -350,8 +358,7 @@ class PipelineStep:
             self._sums.begin(spread.stage_parameters[stage])
 
         stages = [
-            Stage(stage, plan.rank_of, place.group, place.device, running.forward, spread.split, running.reads, done)
-            for stage in spread.mine
+            Stage(stage, plan.rank_of, place.group, place.device, running, spread.split, done) for stage in spread.mine
         ]
         ahead = _ASK_AHEAD if dist.get_backend(place.group) == "gloo" else 0
         runtime = pipeline_runtime(stages, plan.micro_batches, plan.orders, spread.with_messages, ask_ahead=ahead)

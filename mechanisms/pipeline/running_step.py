@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,6 +116,17 @@ class RunningStep:
         if isinstance(answer, Returned):
             return [self._weighted(batch, answer.value)], call.leaves
         return [answer.given[number] for number in spread.positions[stage + 1]], call.leaves
+
+    @contextmanager
+    def backward(self, stage: int, batch: int) -> Iterator[None]:
+        """Inside, layers that checkpoints run again belong to this micro-batch."""
+        training, call = self._spread.training_call, self._calls[batch]
+        training.recomputes = call
+        try:
+            yield
+        finally:
+            training.recomputes = None
+            call.received.pop(self._spread.plan.layers_of(stage)[0], None)
 
     def close(self) -> None:
         """End what is left of the calls."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -154,6 +155,7 @@ class Spread:
         """This rank's stages."""
         return [stage for stage, rank in enumerate(self.plan.rank_of) if rank == self.place.rank]
 
+    @cached_property
     def training_call(self) -> TrainingCall:
         """The layers of training steps."""
         return TrainingCall(self.plan, self.place.rank, self.place.device, self.outputs, self.place.names, self.writes)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from retime.mechanisms.pipeline.values import TensorKind
 from retime.mechanisms.weight_gradients import SplitBackward
+
+if TYPE_CHECKING:
+    from retime.mechanisms.pipeline.running_step import RunningStep
 
 __all__ = ["Span", "Stage"]
 
@@ -52,10 +54,8 @@ class Stage:
         index: from 0.
         rank_of: the rank of each stage.
         group: the ranks of the pipeline.
-        forward: runs the stretch for a micro-batch on what was received, and gives what the next stage reads (the loss,
-            on the last one), and what the received tensors became.
+        step: runs the stretch for a micro-batch.
         split: whose weight gradients wait.
-        reads: kinds of what a stage reads of the one before, by stage and micro-batch.
         done: called when all weight gradients of the stage are there.
     """
 
@@ -67,9 +67,8 @@ class Stage:
         rank_of: Sequence[int],
         group: Any,
         device: torch.device,
-        forward: Callable[[int, int, list[Tensor]], tuple[list[Tensor], list[Tensor]]],
+        step: RunningStep,
         split: SplitBackward,
-        reads: Callable[[int, int], list[TensorKind]],
         done: Callable[[int], None],
     ) -> None:
         self.stage_index, self.num_stages = index, len(rank_of)
@@ -82,7 +81,7 @@ class Stage:
         self.awaited: dict[tuple[str, int], tuple[float, str]] = {}
         """Messages that were asked for and not read yet, with when and whose: for errors."""
         self._group, self._device = group, device
-        self._forward, self._split, self._reads, self._done = forward, split, reads, done
+        self._step, self._split, self._reads, self._done = step, split, step.reads, done
         self._in_flight: dict[int, _InFlight] = {}
 
     def clear(self) -> None:
@@ -136,7 +135,7 @@ class Stage:
         for tensor, kind in zip(one.received, kinds, strict=True):
             tensor.requires_grad_(kind.requires_grad)
         with self._split.begin((self.stage_index, batch)):
-            one.outputs, one.inputs = self._forward(self.stage_index, batch, one.received)
+            one.outputs, one.inputs = self._step.forward(self.stage_index, batch, one.received)
         one.received = []
         self._note("F", batch, start)
         return one.outputs
@@ -156,7 +155,8 @@ class Stage:
             gradients = one.gradients  # type: ignore[assignment]
         roots, gradients = _with_graph(roots, gradients)
         if roots:
-            torch.autograd.backward(roots, gradients)
+            with self._step.backward(self.stage_index, batch):
+                torch.autograd.backward(roots, gradients)
         one.outputs, one.gradients, one.received = [], [], []
         del roots, gradients
         if full_backward:
@@ -181,7 +181,8 @@ class Stage:
     def _finish(self, batch: int) -> None:
         key = (self.stage_index, batch)
         if key in self._split.in_flight:
-            self._split.finish_together(key)
+            with self._step.backward(*key):
+                self._split.finish_together(key)
 
     def _of(self, batch: int) -> _InFlight:
         return self._in_flight.setdefault(batch, _InFlight())

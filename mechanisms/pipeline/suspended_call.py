@@ -82,10 +82,12 @@ class SuspendedCall:
 
     Attributes:
         leaves: what received tensors are inside of the call, from the last edge on.
+        received: by layer and place in its arguments, those that a checkpoint around the layer computes from again.
     """
 
     def __init__(self, call: Callable[[], Any], workers: Workers, seed: int | None = None) -> None:
         self.leaves: list[Tensor] = []
+        self.received: dict[int, dict[int, Tensor]] = {}
         self._seed = seed
         self._call: Callable[[], Any] | None = call
         self._workers = workers

@@ -14,6 +14,7 @@ from retime.mechanisms.pipeline.plan import PipelinePlan
 from retime.mechanisms.pipeline.survey import Shapes
 from retime.mechanisms.pipeline.suspended_call import SuspendedCall, current_call
 from retime.mechanisms.pipeline.values import ValueKind, leads_to, replaced_tensors, shapes_of, tensors_in_order
+from retime.mechanisms.torch_private import top_saved_tensors_hooks
 
 __all__ = ["AtEdge", "TrainingCall"]
 
@@ -41,6 +42,9 @@ class TrainingCall:
         outputs: kinds of what layers return, by layer and shapes of their arguments.
         names: of the layers, for errors.
         writes: layers that write into what they are given.
+
+    Attributes:
+        recomputes: the call whose backward pass runs, in which checkpoints run layers again.
     """
 
     def __init__(
@@ -55,12 +59,15 @@ class TrainingCall:
         self._plan, self._rank, self._device, self._outputs, self._names = plan, rank, device, outputs, names
         self._firsts = {plan.layers_of(stage)[0]: stage for stage in range(plan.stages)}
         self._writes = writes
+        self.recomputes: SuspendedCall | None = None
         self._mine = [plan.rank_of[stage] == rank for stage in plan.stage_of]
 
     def before(self, layer: int, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         stage = self._firsts.get(layer)
         if stage is None:
             return None
+        if current_call() is None and self.recomputes is not None:
+            return _replaced(args, kwargs, self.recomputes.received.get(layer, {}))
         here = self._mine[layer]
         comes_from_here = layer > 0 and self._mine[layer - 1]
         if not here and not comes_from_here:
@@ -77,8 +84,10 @@ class TrainingCall:
             for place, one in sent.items()
         }
         call.leaves = [leaf for _, leaf in inputs.values()]
-        changed: tuple[Any, Any] = replaced_tensors((args, kwargs), {place: one for place, (one, _) in inputs.items()})
-        return changed
+        changed = {place: one for place, (one, _) in inputs.items()}
+        if top_saved_tensors_hooks(True) is not None:
+            call.received[layer] = changed
+        return _replaced(args, kwargs, changed)
 
     def is_here(self, layer: int) -> bool:
         here = self._mine[layer]
@@ -101,10 +110,15 @@ class TrainingCall:
         return output
 
     def _call(self, layer: int) -> SuspendedCall:
-        call = current_call()
+        call = current_call() or self.recomputes
         if call is None:
             raise PipelineError(
                 f"{self._names[layer]!r} was called outside of the step: the model's layers lie on several ranks, and "
                 "run in training_step, validation_step, test_step and predict_step only"
             )
         return call
+
+
+def _replaced(args: Any, kwargs: Any, tensors: dict[int, Tensor]) -> tuple[Any, Any]:
+    replaced: tuple[Any, Any] = replaced_tensors((args, kwargs), tensors)
+    return replaced

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retime.mechanisms.torch_private import tree_flatten, tree_map, tree_unflatten
+from retime.mechanisms.torch_private import base_of, kept_version, tree_flatten, tree_map, tree_unflatten
 
 __all__ = ["TensorKind", "ValueKind", "kind_of", "leads_to", "replaced_tensors", "shapes_of", "tensors_in_order"]
 
@@ -113,7 +113,7 @@ def leads_to(old: Tensor, new: Tensor, *, has_backward: bool, written: bool) -> 
     """Let a tensor, wherever user code holds it, have the values of another, and its graph end there.
 
     Args:
-        old: came from a layer, or stands for what did. A view of what has a graph stays what it is.
+        old: came from a layer, or stands for what did. A view stays what it is.
         new: without a graph, but it may need a gradient.
         has_backward: the graph of ``old`` is run backward on this rank.
         written: a layer writes into it.
@@ -121,20 +121,15 @@ def leads_to(old: Tensor, new: Tensor, *, has_backward: bool, written: bool) -> 
     Returns:
         What to use in the place of ``old``, itself where that can be; and the leaf that gets the gradient.
     """
-    if old.requires_grad:
-        try:
-            old.detach_()
-        except RuntimeError:  # a view, whose base has a graph
-            return new, new
-    old.data = new.detach()
+    if base_of(old) is not None:
+        return new.clone() if written else new, new
+    old.detach_().data = new.detach()
     if not new.requires_grad:
         return old, new
-    if has_backward:  # the graph may have saved it, so it must not count as written into
-        leaf = old.requires_grad_()
-        return leaf.clone() if written else leaf, leaf
     # no leaf, so that layers may write into it, as ReLU(inplace=True) does
-    led: Tensor = _LeadsTo.apply(old, new)  # type: ignore[no-untyped-call]
-    return led, new
+    with kept_version(old):  # the graph, or a checkpoint, may have saved it, so it must not count as written into
+        led: Tensor = _LeadsTo.apply(old, new)  # type: ignore[no-untyped-call]
+    return led.clone() if written and has_backward else led, new
 
 
 class _LeadsTo(torch.autograd.Function):

@@ -94,6 +94,7 @@ from retime.mechanisms.torch_private.storages import (
 from retime.mechanisms.torch_private.tensors import (
     base_of,
     disabled_torch_function,
+    kept_version,
     make_wrapper_subclass,
     neg_view,
     post_accumulate_hooks,
@@ -167,6 +168,7 @@ __all__ = [
     "loss_choices",
     "make_wrapper_subclass",
     "needed_by",
+    "kept_version",
     "neg_view",
     "next_sequence_number",
     "own_buffers",

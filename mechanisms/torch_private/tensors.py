@@ -18,6 +18,7 @@ __all__ = [
     "disabled_torch_function",
     "make_wrapper_subclass",
     "neg_view",
+    "kept_version",
     "post_accumulate_hooks",
     "reads_of_hooks",
     "sparse_indices",
@@ -32,6 +33,10 @@ version_of: Callable[[Tensor], int] = attribute(
     Tensor, "_version", "fusion, offloading and the memory budget's dry run, to see writes into tensors,"
 )
 """How often a tensor's memory was written into in place; views count together."""
+
+with needed_by("pipelines, whose received tensors take the place of those that a checkpoint has saved,"):
+    kept_version = torch.autograd._unsafe_preserve_version_counter
+"""A context in which writes into a tensor do not count as such."""
 
 base_of: Callable[[Tensor], Tensor | None] = attribute(
     Tensor, "_base", "the memory budget's dry run, to see what a step leaves in tensors from outside,"

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 WIDTH = 144  # a weight is 81 KiB: more than what is computed in order for being small
 Made = tuple[nn.Module, Callable[[Any], Any], Any]
@@ -146,6 +147,38 @@ class Body(nn.Module):
         return torch.tanh(self.fc3(x))
 
 
+class Checkpointed(Between):
+    """Checkpoints around the layers; the last one has one in it, which may be reentrant."""
+
+    def __init__(self, *, reentrant: bool = False) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.blocks[-1] = _CheckpointsItself(WIDTH, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks[:-1]:
+            x = x + torch.tanh(checkpoint(block, x, use_reentrant=self.reentrant))
+        logits: Tensor = self.head(self.blocks[-1](x[:, None].flatten(1)))  # given a view
+        return logits
+
+
+class _CheckpointsItself(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=True) + x  # type: ignore[no-any-return]
+
+
+def segments() -> Made:
+    """Checkpoints that hold several layers."""
+    model, _, batch = sequential()
+
+    def step(part: Any) -> Tensor:
+        given = part[0].clone().requires_grad_()
+        return (checkpoint_sequential(model, 3, given, use_reentrant=False) - part[1]).square().mean()
+
+    return model, step, batch
+
+
 def attributes() -> Made:
     model = Attributes()
     batch = torch.randint(0, 11, (12,)), torch.randint(0, 11, (12,))
@@ -158,7 +191,7 @@ def between() -> Made:
     return model, lambda part: nn.functional.cross_entropy(model(part[0]), part[1]), batch
 
 
-def in_place(kind: type[InPlace] = InPlace) -> Made:
+def in_place(kind: Callable[[], Between] = InPlace) -> Made:
     model = kind()
     batch = torch.randint(0, 11, (12,)), torch.randint(0, 11, (12,))
     return model, lambda part: nn.functional.cross_entropy(model(part[0]), part[1]), batch
@@ -202,7 +235,7 @@ def frozen() -> Made:
     return model, step, batch
 
 
-def transformer(kind: str) -> Made:
+def transformer(kind: str, *, checkpoints: bool = False) -> Made:
     """A small model of transformers, made from its configuration alone."""
     import transformers
 
@@ -218,6 +251,8 @@ def transformer(kind: str) -> Made:
     else:
         sizes = {"num_hidden_layers": 4, "hidden_size": WIDTH, "num_attention_heads": 2, "vocab_size": 101}
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, intermediate_size=2 * WIDTH))
+    if checkpoints:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     return model, lambda part: model(input_ids=part["tokens"], labels=part["tokens"]).loss, {"tokens": tokens}
 
 
@@ -230,11 +265,14 @@ MODELS: dict[str, Callable[[], Made]] = {
     "between": between,
     "in_place": in_place,
     "in_place_alone": lambda: in_place(InPlaceAlone),
+    "checkpointed": lambda: in_place(Checkpointed),
+    "segments": segments,
     "attributes": attributes,
     "skipping": skipping,
     "gpt2": lambda: transformer("gpt2"),
     "bert": lambda: transformer("bert"),
     "llama": lambda: transformer("llama"),
+    "gpt2_checkpointed": lambda: transformer("gpt2", checkpoints=True),
 }
 
 

@@ -10,19 +10,21 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from retime.mechanisms.memory.batches import balanced_parts, samples_in
 from retime.mechanisms.memory.sandbox import seed_all
 from retime.mechanisms.no_effect import DifferenceWarning
 from retime.mechanisms.pipeline import HollowModel, PipelineError, PipelineStep, RankLostError
 from retime.mechanisms.pipeline.stage import Stage
-from support.pipeline_models import MODELS, WIDTH, made, sequential
+from support.pipeline_models import MODELS, WIDTH, Checkpointed, in_place, made, sequential
 from support.time_limits import limit_s
 
 ALSO = {"ooo": ("ooo1", "ooo2", "ooo_v")}
@@ -349,16 +351,25 @@ def numbers() -> None:
 
 def _drop_alike() -> None:
     """Dropout in the layers has the same masks wherever the model is cut."""
-    losses = []
-    for schedule in ("ooo2", "gpipe", "zbv"):
+    losses, gradients = [], []
+    for schedule, again in (("ooo2", False), ("gpipe", False), ("zbv", False), ("ooo2", True)):
         model, _, batch = made("sequential")
         model = nn.Sequential(*(nn.Sequential(one, nn.Dropout(0.3)) for one in model))  # type: ignore[arg-type]
         pipeline = PipelineStep(model, microbatches=4, schedule=schedule)
         torch.manual_seed(5)
-        found = pipeline.train(lambda part, model=model: (model(part[0]) - part[1]).square().mean(), batch)
+
+        def step(part: Any, model: nn.Module = model, again: bool = again) -> Tensor:
+            x = part[0]
+            for layer in model:  # type: ignore[attr-defined]
+                x = checkpoint(layer, x, use_reentrant=False) if again else layer(x)
+            return (x - part[1]).square().mean()
+
+        found = pipeline.train(step, batch)
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
         losses.append(pipeline.tell([float(one.output) for one in found] if found else None))
         pipeline.remove()
-    assert losses[0] == losses[1] == losses[2], losses
+    assert losses[0] == losses[1] == losses[2] == losses[3], losses
+    assert all(map(torch.equal, gradients[0], gradients[3]))  # a checkpoint draws the same masks again
     assert len(set(losses[0])) == len(losses[0])
 
 
@@ -410,6 +421,9 @@ def refused(name: str) -> None:
     elif name == "skip":
         model, step, batch = made("skipping")
         steps, batches, options["schedule"] = [step], [batch], "1f1b"
+    elif name == "reentrant":
+        model, step, batch = in_place(partial(Checkpointed, reentrant=True))
+        steps, batches = [step], [batch]
     elif name == "written":
         model, step, batch = made("in_place")
         steps, batches, options["schedule"] = [step], [batch], "zbv"

@@ -60,6 +60,11 @@ def test_layers_that_write_into_what_they_are_given():
     assert outputs(2, "gradients", "in_place_alone", "zbv,ooo_v,ooo2", "1") == ["same"] * 2 == ["same"] * 2
 
 
+def test_checkpoints_around_the_layers_and_in_them():
+    assert outputs(2, "gradients", "checkpointed,segments", "ooo2,zbv,1f1b", "1") == ["same"] * 2
+    assert outputs(4, "gradients", "checkpointed", "ooo2", "1", "float64") == ["same"] * 4
+
+
 def test_without_gradients_all_ranks_have_all_values():
     assert outputs(2, "relays", "between") == ["same"] * 2
     assert outputs(2, "relays", "attributes") == ["same"] * 2
@@ -72,7 +77,7 @@ def test_models_without_a_list_of_layers():
 
 def test_unmodified_transformers():
     pytest.importorskip("transformers")
-    assert outputs(2, "gradients", "gpt2,bert,llama", "ooo2,zbv", "1") == ["same"] * 2
+    assert outputs(2, "gradients", "gpt2,bert,llama,gpt2_checkpointed", "ooo2,zbv", "1") == ["same"] * 2
 
 
 def test_each_rank_keeps_its_share():
@@ -123,6 +128,7 @@ def test_buffers_that_each_micro_batch_changes_are_named():
 REFUSALS = {
     "twice": "calls '0' a second time: a pipeline needs each layer once",
     "skip": "gives other numbers when stage 2 runs",
+    "reentrant": "'blocks.0' runs inside of torch.utils.checkpoint.checkpoint(..., use_reentrant=True)",
     "written": "gives other numbers when stage 3 runs",
     "skipped": "does not call '7'",
     "whole loss": "is neither the mean over its samples",

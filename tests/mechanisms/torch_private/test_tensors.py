@@ -19,6 +19,17 @@ def test_fusion_and_offloading_see_writes():
     assert torch_private.version_of(nn.Parameter(torch.zeros(2))) == 0
 
 
+@canary("kept_version", breaks="checkpoints around the layers of a pipeline")
+def test_pipelines_write_what_a_checkpoint_has_saved():
+    x = torch.ones(2, requires_grad=True)
+    y = x * 1
+    z = y.square()
+    with torch.no_grad(), torch_private.kept_version(y):
+        y.mul_(1)
+    z.sum().backward()
+    assert x.grad.tolist() == [2, 2]
+
+
 @canary("base_of", breaks="the dry run's undoing of writes into outside tensors")
 def test_dry_run_tells_views():
     x = torch.zeros(2)
