@@ -87,7 +87,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
     which a warning tells. Checkpoints are one file, as of a plain Trainer, also behind the fit: all ranks save it.
     Validation in a fit runs over the ranks too; after the fit the module is whole on all of them, and the optimizer's
     state is each rank's own. During the fit a rank has its own layers: parameters of others are NaN there, have no
-    gradient and cannot be written. A training loader without ``shuffle`` keeps its order where there is one pipeline.
+    gradient, and what hooks write into them is dropped. A training loader without ``shuffle`` keeps its order where there is one pipeline.
 
     Args:
         pipeline_parallel_size: ranks that share one model; ``"auto"``: all that ``data_parallel_size`` leaves.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from retime.mechanisms.lazy_updates import nbytes
 from retime.mechanisms.pipeline.errors import PipelineError, messages_of_group
 from retime.mechanisms.pipeline.groups import gathered
+from retime.mechanisms.torch_private import storage_address, tree_map, without_subclass_functions
 
 __all__ = ["Ownership", "Reached", "refuse_part_of_model"]
 
@@ -47,6 +49,78 @@ class Reached:
             elif node not in self.nodes:
                 self.nodes.add(node)
                 waiting += [following for following, _ in node.next_functions if following is not None]
+
+
+class _Absent:
+    """Writes into a parameter that lies on another rank, or into a view of one, do nothing; reads give NaN."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        written = _written(func, args, kwargs)
+        if isinstance(written, _Absent):
+            return written
+        if isinstance(written, list | tuple) and any(isinstance(one, _Absent) for one in written):
+            here = [not isinstance(one, _Absent) for one in written]  # torch._foreach_... of several parameters
+            args = [list(compress(v, here)) if isinstance(v, list | tuple) else v for v in args]
+            return func(*args, **kwargs) if any(here) else None
+        with without_subclass_functions():
+            result = func(*args, **kwargs)
+            return tree_map(lambda one: _marked(one, args), result) if args else result
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        with without_subclass_functions():
+            return _plain(self).__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with without_subclass_functions():
+            return _plain(self).__reduce_ex__(protocol)
+
+
+class _AbsentParameter(_Absent, nn.Parameter):
+    """Never constructed, only the class of a live parameter for a while."""
+
+
+class _AbsentTensor(_Absent, Tensor):
+    """What shares an absent parameter's memory, such as its ``.data``."""
+
+
+_FORM: Any = Tensor  # whose descriptors have no types
+_SETS_DATA = _FORM.data.__set__
+_LEAVES_VALUES = ("requires_grad_", "detach_", "share_memory_")
+_WRITES = {f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow")}
+_WRITES |= {"__setitem__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"}
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Any:
+    """What a torch function writes into, if it writes into anything that it is given."""
+    if "out" in kwargs:
+        return kwargs["out"]
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__") and name not in _LEAVES_VALUES
+    if in_place or name in _WRITES or func == _SETS_DATA:
+        return args[0] if args else next(iter(kwargs.values()), None)
+    return None
+
+
+def _marked(result: Any, args: Any) -> Any:
+    if type(result) is not Tensor or not isinstance(args[0], _Absent) or result.layout != torch.strided:
+        return result
+    is_view = storage_address(result.untyped_storage()) == storage_address(args[0].untyped_storage())  # type: ignore[attr-defined]
+    return result.as_subclass(_AbsentTensor) if is_view else result
+
+
+def _plain(absent: Any) -> Tensor:
+    """The same values, as torch's own class has them."""
+    if isinstance(absent, nn.Parameter):
+        return nn.Parameter(absent.detach().as_subclass(Tensor), absent.requires_grad)
+    return absent.as_subclass(Tensor)  # type: ignore[no-any-return]
+
+
+def _set_absent(parameter: nn.Parameter, absent: bool) -> None:
+    """Let writes do nothing from now on, or what they say; of a class of the user's own they stay torch's."""
+    if type(parameter) in (nn.Parameter, _AbsentParameter):
+        parameter.__class__ = _AbsentParameter if absent else nn.Parameter
 
 
 class Ownership:
@@ -98,10 +172,17 @@ class Ownership:
         """Give the memory of what other ranks have back."""
         for name in self.absent:
             parameter = self.parameters[name]
+            _set_absent(parameter, False)
             parameter.grad = None
             parameter.data = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device).expand(
                 parameter.shape
             )
+            _set_absent(parameter, True)
+
+    def forget(self) -> None:
+        """Parameters stay where they are; a write into one that is not here raises from now on."""
+        for name in self.absent:
+            _set_absent(self.parameters[name], False)
 
     def fetch(self, names: Iterable[str] | None = None) -> None:
         """Bring parameters (None: all), and all buffers, to all ranks; all ranks call this."""
@@ -111,6 +192,7 @@ class Ownership:
             if len(ranks) == len(self._everyone):
                 continue
             if self._rank not in ranks:
+                _set_absent(parameter, False)
                 parameter.data = torch.empty_strided(
                     parameter.shape, self._strides[name], dtype=parameter.dtype, device=parameter.device
                 )

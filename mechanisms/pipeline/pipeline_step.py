@@ -257,6 +257,7 @@ class PipelineStep:
         self._sums.forget()
         if self._spread is not None:
             self._spread.split.remove()
+            self._spread.owners.forget()
         self._spread = None
 
     def report(self) -> PipelineReport:

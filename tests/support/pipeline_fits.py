@@ -241,6 +241,22 @@ class Returns(Classifier):
         self.seen.append(float(loss))
 
 
+class Constrained(Classifier):
+    """Keeps its weights within bounds."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        for parameter in self.parameters():
+            parameter.data.clamp_(-0.2, 0.2)
+
+
+def constrained(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
+    module = Constrained()
+    fit = trainer(strategy, folder, devices=devices)
+    fit.fit(module, loader(), loader())
+    return outcome(module, fit)
+
+
 def outputs(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
     """With accumulation, and a loader whose order Lightning is left to divide."""
     module = Returns()
@@ -298,7 +314,7 @@ def afterwards(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
 
 
 _ALL = (plain_fit, without_a_list, clipped, callbacks, resumed, saved_behind, language_model, on_meta, half_precision)
-_ALL += (afterwards, outputs)
+_ALL += (afterwards, outputs, constrained)
 FITS = {one.__name__: one for one in _ALL}
 
 

@@ -1,7 +1,9 @@
 """One rank of the tests of mechanisms/pipeline; the first argument names the case, the others are its own."""
 
+import copy
 import itertools
 import os
+import pickle
 import random
 import signal
 import sys
@@ -521,6 +523,55 @@ def lost(when: str) -> None:
 
 def _kill() -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def written() -> None:
+    """Writes into all parameters between steps change a rank's own, and take no memory for others'."""
+    model, step, batch = made("sequential")
+    reference, plain, _ = made("sequential")
+    pipeline = PipelineStep(model, microbatches=4)
+    pipeline.train(step, batch)
+    plain(batch).backward()
+    for one in (model, reference):
+        parameters = list(one.parameters())
+        with torch.no_grad():
+            for p in parameters:
+                p.clamp_(-0.05, 0.05)
+                p.data.mul_(0.9)
+                p.data = p.data.clamp(-0.04, 0.04)
+                p[0] = 0.01
+                p.data[1:].view(-1)[0] += 0.5
+                p -= 0.1 * p
+                p.div_(1 + p.norm())
+                torch.clamp(p, -0.03, 0.03, out=p)
+                p.copy_(p.detach() + torch.zeros_like(p).add_(0.001))
+            torch._foreach_mul_(parameters, [0.5] * len(parameters))
+            torch._foreach_add_(parameters, 0.001)
+            nn.init.constant_(parameters[1], 0.2)
+            nn.init.constant_(parameters[-1], 0.2)
+    absent = [model.get_parameter(name) for name in pipeline.owners.absent]
+    assert absent
+    for p in absent:
+        assert p.isnan().all()
+        assert p.untyped_storage().nbytes() == p.element_size()
+        assert type(copy.deepcopy(p)) is type(pickle.loads(pickle.dumps(p))) is nn.Parameter
+        assert type(pickle.loads(pickle.dumps(p.detach()))) is type(copy.deepcopy(p.detach())) is Tensor
+        assert torch.zeros_like(p).add_(1).eq(1).all()  # memory of its own
+        total = torch.zeros(())
+        total += p.norm()
+        assert total.isnan()
+    model.zero_grad()
+    reference.zero_grad()
+    pipeline.train(step, batch)
+    plain(batch).backward()
+    for (name, parameter), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        if RANK in pipeline.owners.ranks[name]:
+            torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-6)
+    pipeline.restore()
+    for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert type(parameter) is nn.Parameter
+        assert torch.equal(parameter, other)
+    print("same")
 
 
 def not_a_number() -> None:

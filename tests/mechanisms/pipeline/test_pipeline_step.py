@@ -179,5 +179,9 @@ def test_an_exception_comes_through_on_its_rank():
     assert "a message of rank 1 (stage" in first.stdout, first.stderr[-2000:]
 
 
+def test_weights_may_be_written_between_steps():
+    assert outputs(2, "written") == ["same"] * 2
+
+
 def test_a_nan_in_one_micro_batch_is_that_of_one_device():
     assert outputs(2, "not_a_number") == ["same"] * 2
