@@ -64,7 +64,6 @@ __all__ = ["OOOPipelineStrategy"]
 
 Auto = Literal["auto"]
 _LOGGED, _OTHERS = "logged", "others"
-_MICRO_BATCHES_A_RANK = 2
 
 
 class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
@@ -87,7 +86,8 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
     which a warning tells. Checkpoints are one file, as of a plain Trainer, also behind the fit: all ranks save it.
     Validation in a fit runs over the ranks too; after the fit the module is whole on all of them, and the optimizer's
     state is each rank's own. During the fit a rank has its own layers: parameters of others are NaN there, have no
-    gradient, and what hooks write into them is dropped. A training loader without ``shuffle`` keeps its order where there is one pipeline.
+    gradient, and what hooks write into them is dropped. A training loader without ``shuffle`` keeps its order where
+    there is one pipeline.
 
     Args:
         pipeline_parallel_size: ranks that share one model; ``"auto"``: all that ``data_parallel_size`` leaves.
@@ -100,9 +100,12 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         microbatches: of each batch; ``"auto"``: two for each rank of the pipeline.
         layers: path of the list of layers in the module; None: it is found; ``"auto"``: where there is none,
             the modules that ``training_step`` calls are the layers.
-        group: layers a stage in schedules that deal them out in turn; ``"auto"``: those that give the shortest step,
-            simulated from measured times.
+        group: layers a stage in schedules that deal them out in turn; ``"auto"``: one or two stages a rank, or with
+            ``split="fastest"`` those that give the shortest step, simulated from measured times.
         activation_cap: bytes (or ``"2GiB"``) of activations that a rank may keep, for the ``ooo`` schedules.
+        split: how layers become stages: ``"even"``: each rank has as equal a share of the parameters' bytes as whole
+            layers allow, the same in every run; ``"fastest"``: by measured times, in as many stages as give the
+            shortest step on paper; or the name of each stage's first layer, ``["net.0", "net.4"]``.
         timeout: how long a rank waits for a message of another.
 
     All other arguments are those of :class:`lightning.pytorch.strategies.DDPStrategy`. With one process there is
@@ -125,6 +128,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         layers: str | None = None,
         group: Annotated[int, AtLeast(1)] | Auto = "auto",
         activation_cap: int | str | None = None,
+        split: Literal["even", "fastest"] | list[str] = "even",
         timeout: timedelta = timedelta(seconds=60),
         process_group_backend: str | None = None,
         start_method: StartMethod = "popen",
@@ -152,12 +156,12 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
             "layers": layers,
             "layers_per_stage": group,
             "activation_cap": None if activation_cap is None else parse_bytes("activation_cap", activation_cap),
+            "split": split,
         }
         self._microbatches, self._message_timeout = microbatches, timeout
         self._step: PipelineStep | None = None
         self._log: PipelineLog | None = None
         self._kept: KeptAttributes | None = None
-        self._parts = 1
         self._wants_outputs = False
         self._results: WholeBatchResults | None = None
         self._now: tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -209,16 +213,14 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
             for one in self.optimizers:
                 check_optimizer(one)
         self._pipeline_group, self._data_group = make_groups(pipeline, data, self._message_timeout)
-        count = _MICRO_BATCHES_A_RANK * pipeline if self._microbatches == "auto" else self._microbatches
-        self._parts = count
-        warn_of_parts(module, count)
+        warn_of_parts(module, 2 if self._microbatches == "auto" else self._microbatches)
         if pipeline > 1:
             _warn_of_gradient_hooks(module, trainer)
         self._step = PipelineStep(
             module,
             group=self._pipeline_group,
             data_group=self._data_group,
-            microbatches=count,
+            microbatches=self._microbatches,
             quiet=lambda: self._tried_out(trainer),
             hollow=hollow,
             **self._wanted,
@@ -334,7 +336,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         for one in self.optimizers:
             forget_absent(one, step.owners)
         kept.warn()
-        if self._parts > 1:
+        if step.microbatches > 1:
             log.warn_of_aggregates()
         examples = step.take_examples()
         if examples is not None:

@@ -46,7 +46,6 @@ from retime.mechanisms.pipeline import (
 )
 
 Auto = Literal["auto"]
-_MICRO_BATCHES_A_RANK = 2
 
 
 class OutOfOrderPipeline:
@@ -100,6 +99,7 @@ class OutOfOrderPipeline:
         layers: str | None = None,
         group: Annotated[int, AtLeast(1)] | Auto = "auto",
         activation_cap: int | str | None = None,
+        split: Literal["even", "fastest"] | list[str] = "even",
         timeout: timedelta = timedelta(seconds=60),
     ) -> None:
         check_schedule(schedule)
@@ -129,18 +129,18 @@ class OutOfOrderPipeline:
         model.to(accelerator.device)
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor.detach(), 0)
-        count = _MICRO_BATCHES_A_RANK * stages if microbatches == "auto" else microbatches
-        warn_of_parts(model, count)
+        warn_of_parts(model, 2 if microbatches == "auto" else microbatches)
         pipeline_group, data_group = make_groups(stages, replicas, timeout)
         self._step = PipelineStep(
             model,
             group=pipeline_group,
             data_group=data_group,
-            microbatches=count,
+            microbatches=microbatches,
             schedule=schedule,
             layers=layers,
             layers_per_stage=group,
             activation_cap=cap,
+            split=split,
         )
         note_there(self._optimizer, Mechanism.PIPELINE)
         self._guards.callback(note_gone, self._optimizer, Mechanism.PIPELINE)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import nn
 
 from retime.mechanisms.lazy_updates import is_compiled, nbytes
 from retime.mechanisms.pipeline.errors import PipelineError
 
-__all__ = ["AUTO", "LEAST_SHARE", "LayerList", "find_layers"]
+__all__ = ["AUTO", "LEAST_SHARE", "LayerList", "find_layers", "first_layers"]
 
 AUTO = "auto"
 """In place of a path: a list, or else the modules that a step calls."""
 LEAST_SHARE = 0.5
 """Of the model's parameters, that the layers have to hold."""
+_SHOWN = 12
+"""Layers in an error."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,37 @@ def find_layers(model: nn.Module, path: str | None, ranks: int) -> LayerList | N
             "path of a longer list"
         )
     return found
+
+
+def first_layers(
+    split: Literal["even", "fastest"] | Sequence[str], layers: LayerList, ranks: int, group: int | Literal["auto"]
+) -> Literal["even", "fastest"] | tuple[int, ...]:
+    """The numbers of the layers that ``split`` names, or its own word.
+
+    Raises:
+        PipelineError: the names are not those of layers, in order, from the first one on.
+    """
+    if split == "even" or split == "fastest":
+        return split
+    names, given = layers.names, [split] if isinstance(split, str) else list(split)
+    problem = None
+    if unknown := [one for one in given if one not in names]:
+        problem = f"{unknown[0]!r} is no layer"
+    elif given != [name for name in names if name in given] or len(set(given)) < len(given):
+        problem = "names are to be in the order of the layers, each once"
+    elif given[:1] != names[:1]:
+        problem = f"the first stage begins with {names[0]!r}"
+    elif len(given) < ranks:
+        problem = f"there are {ranks} ranks, and each has a stage"
+    elif group != "auto":
+        problem = f"the stages are named already, so leave out group={group}"
+    if problem is not None:
+        shown = names if len(names) <= _SHOWN else [*names[: _SHOWN - 1], "...", names[-1]]
+        raise PipelineError(
+            f"split={split!r}: {problem}. Give 'even', 'fastest', or the name of each stage's first layer, out of "
+            f"{', '.join(shown)}"
+        )
+    return tuple(map(names.index, given))
 
 
 def _at(model: nn.Module, path: str) -> LayerList:

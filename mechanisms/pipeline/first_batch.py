@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from retime.mechanisms.lazy_updates import nbytes
 from retime.mechanisms.memory.batches import Certificate, loss_of
 from retime.mechanisms.memory.sandbox import Undo, seed_all
 from retime.mechanisms.pipeline.agreement import DIFFERENT
@@ -49,11 +50,13 @@ class Wishes:
         schedule: by name.
         layers_per_stage: under modulo allocation.
         activation_cap: bytes a rank.
+        split: how layers become stages, as :class:`Planner` takes it.
     """
 
     schedule: str
     layers_per_stage: int | Literal["auto"]
     activation_cap: int | None
+    split: Literal["even", "fastest"] | tuple[int, ...]
 
 
 class FirstBatch:
@@ -153,11 +156,25 @@ class FirstBatch:
                 tuple(found.output_gradient_ms),
                 tuple(found.weight_gradient_ms),
                 message,
+                self._parameter_bytes(found),
             )
         )
         return Planner(
-            wishes.schedule, self._place.ranks, costs, group=wishes.layers_per_stage, cap=wishes.activation_cap
+            wishes.schedule,
+            self._place.ranks,
+            costs,
+            group=wishes.layers_per_stage,
+            cap=wishes.activation_cap,
+            split=wishes.split,
         )
+
+    def _parameter_bytes(self, found: Survey) -> tuple[int, ...]:
+        """By layer, with what is around the layers in the outermost."""
+        held = [set(layer.parameters()) for layer in self._layers.modules]
+        around = set(self._model.parameters()).difference(*held)
+        held[0] |= around & found.front
+        held[-1] |= around & found.behind
+        return tuple(sum(map(nbytes, one)) for one in held)
 
     def _hop_ms(self, nbytes: int) -> tuple[float, float]:
         """Of a message of so many bytes from rank 0 to rank 1, as these see it: on its way, and of their processors."""

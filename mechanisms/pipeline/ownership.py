@@ -11,12 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from retime.mechanisms.byte_sizes import show_bytes
 from retime.mechanisms.lazy_updates import nbytes
+from retime.mechanisms.no_effect import warn_no_effect
 from retime.mechanisms.pipeline.errors import PipelineError, messages_of_group
 from retime.mechanisms.pipeline.groups import gathered
 from retime.mechanisms.torch_private import storage_address, tree_map, without_subclass_functions
 
 __all__ = ["Ownership", "Reached", "refuse_part_of_model"]
+
+_MUCH_MORE = 1.5
+"""Of a rank's even share of the parameters' bytes."""
 
 
 def refuse_part_of_model(model: nn.Module) -> None:
@@ -35,9 +40,14 @@ class Reached:
     Attributes:
         leaves: that would get a gradient.
         nodes: of the graph; not those of leaves.
+
+    Args:
+        roots: with a graph.
+        until: the pass goes no further than these.
     """
 
-    def __init__(self, roots: Iterable[Tensor]) -> None:
+    def __init__(self, roots: Iterable[Tensor], until: Iterable[Tensor] = ()) -> None:
+        ends = {tensor.grad_fn for tensor in until}
         self.leaves: set[Tensor] = set()
         self.nodes: set[Any] = set()
         waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
@@ -46,7 +56,7 @@ class Reached:
             leaf = getattr(node, "variable", None)
             if isinstance(leaf, Tensor):
                 self.leaves.add(leaf)
-            elif node not in self.nodes:
+            elif node not in self.nodes and node not in ends:
                 self.nodes.add(node)
                 waiting += [following for following, _ in node.next_functions if following is not None]
 
@@ -277,14 +287,36 @@ class Ownership:
         return found
 
     @property
-    def bytes_here(self) -> int:
-        """Of the parameters that this rank has."""
-        return sum(nbytes(p) for name, p in self.parameters.items() if self._rank in self.ranks[name])
+    def bytes_by_rank(self) -> list[int]:
+        """Of the parameters that each rank has."""
+        sizes = {name: nbytes(parameter) for name, parameter in self.parameters.items()}
+        return [sum(size for name, size in sizes.items() if rank in self.ranks[name]) for rank in self._everyone]
 
     @property
     def bytes_of_all(self) -> int:
         """Of all parameters."""
         return sum(map(nbytes, self.parameters.values()))
+
+    def warn_of_shares(self, split: str) -> None:
+        """Say which rank keeps much more than its even share of the parameters, and why.
+
+        Args:
+            split: how stages were cut, as an argument.
+        """
+        shares, total = self.bytes_by_rank, self.bytes_of_all
+        most = max(shares)
+        if most * len(shares) <= _MUCH_MORE * total:
+            return
+        rank = shares.index(most)
+        there = [name for name in self.parameters if rank in self.ranks[name]]
+        largest = max(there, key=lambda name: nbytes(self.parameters[name]))
+        fix = "split='even'" if split != "'even'" else "fewer ranks, or layers that hold less each"
+        warn_no_effect(
+            f"rank {rank} of the pipeline keeps {show_bytes(most)} of {show_bytes(total)} of parameters, "
+            f"{most * len(shares) / total:.2f} of an even share, as split={split} cuts the layers (a layer is not "
+            f"divided, and weights lie on each rank that uses them; the largest there is {largest!r} with "
+            f"{show_bytes(nbytes(self.parameters[largest]))}): use {fix}"
+        )
 
     @property
     def _everyone(self) -> range:

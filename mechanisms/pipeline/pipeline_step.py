@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from retime.mechanisms.memory.batches import balanced_parts, samples_in
 from retime.mechanisms.memory.sandbox import Undo, random_state, set_random_state
+from retime.mechanisms.no_effect import warn_no_effect
 from retime.mechanisms.pipeline.agreement import agreed_seeds
 from retime.mechanisms.pipeline.call_chain import call_chain
 from retime.mechanisms.pipeline.errors import PipelineError, messages_of, messages_of_group
-from retime.mechanisms.pipeline.find_layers import LayerList, find_layers
+from retime.mechanisms.pipeline.find_layers import LayerList, find_layers, first_layers
 from retime.mechanisms.pipeline.first_batch import FirstBatch, Wishes, seeded
 from retime.mechanisms.pipeline.gates import LayerGates
 from retime.mechanisms.pipeline.gradient_sums import GradientSums
@@ -43,6 +44,7 @@ __all__ = ["PipelineStep"]
 
 _ASK_AHEAD = 8
 """Tasks, by which gloo is asked for messages in advance: each holds memory from then on. NCCL's wait for each other."""
+_MICRO_BATCHES_A_RANK = 2
 _NOT_YET = "the model is whole on all ranks before its first batch"
 
 
@@ -63,12 +65,16 @@ class PipelineStep:
         model: the same on all ranks, whole, with the same values.
         group: the ranks of the pipeline; None: all.
         data_group: ranks with the same stages, whose gradients are averaged; None: this rank is alone.
-        microbatches: of each batch; batches of fewer samples have fewer.
+        microbatches: of each batch; batches of fewer samples have fewer. ``"auto"``: two for each rank.
         schedule: one of :data:`~retime.mechanisms.pipeline.SCHEDULES`, or a schedule of torch's own by name.
         layers: path of the ``Sequential`` or ``ModuleList`` that is cut; None: to be found; ``"auto"``: where
             there is none, the modules that the first step calls once each, in that order.
-        layers_per_stage: under modulo allocation; ``"auto"``: those that give the shortest simulated step.
+        layers_per_stage: under modulo allocation; ``"auto"``: one or two stages a rank, or with ``split="fastest"``
+            those that give the shortest simulated step.
         activation_cap: bytes of activations that a rank may keep.
+        split: how layers become stages: ``"even"``: each rank has as equal a share of the parameters' bytes as whole
+            layers allow, the same in every run; ``"fastest"``: by measured times; or the name of each stage's first
+            layer.
         quiet: a context around runs that are only tried out.
         hollow: the model, if it was built on the meta device: each rank gives values to its own layers only, and keeps
             them in the end.
@@ -84,19 +90,26 @@ class PipelineStep:
         *,
         group: Any = None,
         data_group: Any = None,
-        microbatches: int,
+        microbatches: int | Literal["auto"],
         schedule: str = "ooo2",
         layers: str | None = None,
         layers_per_stage: int | Literal["auto"] = "auto",
         activation_cap: int | None = None,
+        split: Literal["even", "fastest"] | Sequence[str] = "even",
         quiet: Callable[[], AbstractContextManager[Any]] = nullcontext,
         hollow: HollowModel | None = None,
     ) -> None:
-        if microbatches < 1:
+        if microbatches != "auto" and microbatches < 1:
             raise ValueError(f"microbatches={microbatches}: give 1 or more")
         group = dist.group.WORLD if group is None else group
-        self._model, self._microbatches, self._quiet = model, microbatches, quiet
-        self._wishes = Wishes(check_schedule(schedule), layers_per_stage, activation_cap)
+        self._is_asked = microbatches != "auto"
+        if microbatches == "auto":
+            microbatches = _MICRO_BATCHES_A_RANK * dist.get_world_size(group)
+        self.microbatches: int = microbatches
+        """Of each batch with as many samples."""
+        self._model, self._quiet = model, quiet
+        self._split = split
+        self._wishes = Wishes(check_schedule(schedule), layers_per_stage, activation_cap, "even")
         self._layers = find_layers(model, layers, dist.get_world_size(group))
         self._place = Place(group, data_group, next(model.parameters()).device, [])
         self._gates = LayerGates([])
@@ -152,7 +165,7 @@ class PipelineStep:
             PipelineError: the model or the batch cannot go through a pipeline.
             RankLostError: another rank did not send what it should have.
         """
-        parts = balanced_parts(batch, -(-samples_in(batch) // self._microbatches))
+        parts = balanced_parts(batch, -(-samples_in(batch) // self.microbatches))
         if self._spread is None:
             self._begin(step, batch, parts)
         spread = self._known
@@ -292,6 +305,8 @@ class PipelineStep:
         ]
 
     def _stand_at(self, layers: LayerList) -> None:
+        firsts = first_layers(self._split, layers, self._place.ranks, self._wishes.layers_per_stage)
+        self._wishes = replace(self._wishes, split=firsts)
         self._layers, self._gates = layers, LayerGates(layers.modules)
         self._place = replace(self._place, names=layers.names)
 
@@ -320,9 +335,17 @@ class PipelineStep:
             layers=layers.path,
             stages=spread.plan.stages,
             stages_here=tuple(spread.mine),
-            parameter_bytes=spread.owners.bytes_here,
+            parameter_bytes=spread.owners.bytes_by_rank[self._place.rank],
+            parameter_bytes_by_rank=tuple(spread.owners.bytes_by_rank),
             parameter_bytes_of_all=spread.owners.bytes_of_all,
         )
+        spread.owners.warn_of_shares(repr(self._split if isinstance(self._split, str) else list(self._split)))
+        if self._is_asked and len(parts) < self.microbatches:
+            warn_no_effect(
+                f"microbatches={self.microbatches} has no effect for the first batch of {samples_in(batch)} samples, "
+                f"which has {len(parts)} micro-batches of up to {samples_in(parts[0])}: use microbatches={len(parts)}, "
+                "or larger batches"
+            )
 
     @contextmanager
     def _tried_out(self) -> Iterator[None]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import ceil
 from typing import Literal
 
+from retime.mechanisms.byte_sizes import show_bytes
 from retime.mechanisms.pipeline.errors import PipelineError
 from retime.mechanisms.torch_private import PipelineAction, torch_pipeline_orders
 from retime.schedules import Kind, Schedule
@@ -18,11 +21,13 @@ from retime.schedules.pipeline import (
     Placement,
     StageCosts,
     block,
+    even_stages,
     fastest_list_schedule,
     gpipe,
     interleaved,
     interleaved_zero_bubble,
     joined_gradients,
+    least_cap,
     list_schedule,
     modulo,
     one_forward_one_backward,
@@ -67,6 +72,12 @@ _FLUSH_FORMS = ("ooo1_flush", "ooo2_flush")
 _CAPPED = (_ANY, *_SEARCHED, *_FLUSH_FORMS)
 _AS_GOOD = 1.01
 """Of plans so close to the shortest the one with the fewest stages is taken: each task costs some time of its own."""
+_AS_EVEN = 1.05
+"""Of even cuts, those whose largest share is so close to the least; the shortest step decides among them."""
+_FULL_LAYER = 1000
+"""So often the mean layer's bytes count what a layer counts that has none."""
+_NOMINAL_TASK = 0.05
+"""Of a layer's F, what a task takes beside its layers, where nothing may be measured."""
 _AS_SHORT = 1.005
 """Of orders so close to the shortest, in measured times, the one with the fewest split backward passes is taken."""
 _FAST_FORWARDING = {"ooo1": zb_h1, "ooo2": interleaved_zero_bubble, "ooo_v": zbv}
@@ -85,6 +96,7 @@ class Costs:
         task_ms: what a task takes beside its layers, in the runtime.
         output_gradient_ms, weight_gradient_ms: measured; as long as forward passes when left out.
         message_ms: of the processor of either rank, which computes nothing meanwhile, for a message between them.
+        parameter_bytes: of a layer, with what lies in front of the layers and behind them in the outermost.
     """
 
     forward_ms: tuple[float, ...]
@@ -94,6 +106,7 @@ class Costs:
     output_gradient_ms: tuple[float, ...] = ()
     weight_gradient_ms: tuple[float, ...] = ()
     message_ms: float = 0.0
+    parameter_bytes: tuple[int, ...] = ()
 
     @property
     def by_kind(self) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
@@ -104,6 +117,12 @@ class Costs:
     def total_ms(self) -> tuple[float, ...]:
         """Of F, O and W together, by layer."""
         return tuple(map(sum, zip(*self.by_kind, strict=True)))
+
+    @property
+    def nominal(self) -> Costs:
+        """The same layers as if each took as long as any other: what is chosen by these is chosen in every run."""
+        layers = len(self.forward_ms)
+        return Costs((1.0,) * layers, self.saved_bytes, 0.0, _NOMINAL_TASK, parameter_bytes=self.parameter_bytes)
 
 
 @dataclass(frozen=True)
@@ -161,6 +180,18 @@ def check_schedule(name: str) -> str:
     return name
 
 
+class _CapTooLowError(PipelineError):
+    """No order keeps the cap; ``least`` bytes can be kept."""
+
+    def __init__(self, schedule: str, cap: int, least: int, rank: int, alive: int) -> None:
+        self.least = least
+        what = "one micro-batch" if alive == 1 else f"the {alive} micro-batches that are alive at once"
+        super().__init__(
+            f"activation_cap={show_bytes(cap)} is too low for schedule={schedule!r}: activations of {what} take "
+            f"{show_bytes(least)} on rank {rank}. Give activation_cap={least} or more, or smaller micro-batches"
+        )
+
+
 class Planner:
     """Plans a pipeline for any number of micro-batches; the stages stay those of the first plan.
 
@@ -170,13 +201,23 @@ class Planner:
         costs: of the layers.
         group: layers a stage under modulo allocation; ``"auto"``: those that give the shortest simulated step.
         cap: bytes of activations that a rank may keep, for the schedules whose names begin with ``ooo``.
+        split: ``"fastest"``: stages of equal time, as many as give the shortest simulated step; ``"even"``: ranks with
+            equal bytes of parameters, by nothing that is measured; or the numbers of the first layers of the stages.
     """
 
     def __init__(
-        self, schedule: str, ranks: int, costs: Costs, *, group: int | Literal["auto"] = "auto", cap: int | None = None
+        self,
+        schedule: str,
+        ranks: int,
+        costs: Costs,
+        *,
+        group: int | Literal["auto"] = "auto",
+        cap: int | None = None,
+        split: Literal["even", "fastest"] | tuple[int, ...] = "fastest",
     ) -> None:
         self._schedule, self._ranks, self._costs, self._cap = check_schedule(schedule), ranks, costs, cap
-        self._group = group
+        self._group, self._split = group, split
+        self._cut: dict[tuple[str, int], tuple[int, ...]] = {}  # the stage of each layer, by name and stages
         self._chosen: tuple[str, int] | None = None  # schedule and stages of the first plan
         self._measured: StageCosts | None = None
         self._rank_of: tuple[int, ...] | None = None
@@ -189,7 +230,8 @@ class Planner:
             )
         if cap is not None and schedule not in _CAPPED:
             raise PipelineError(
-                f"activation_cap={cap} is kept by {', '.join(_CAPPED)} only: choose one of them, or leave it out"
+                f"activation_cap={show_bytes(cap)} is not kept by schedule={schedule!r}, but by {', '.join(_CAPPED)} "
+                "only: choose one of them, or leave it out"
             )
 
     def plan(self, micro_batches: int) -> PipelinePlan:
@@ -198,13 +240,16 @@ class Planner:
         Raises:
             PipelineError: the schedule cannot have so many, or the cap is too low.
         """
+        if self._chosen is None and self._split == "fastest":
+            return self._choose(micro_batches)
         if self._chosen is None:
-            plans = self._tried(micro_batches)
-            longest = min(plan.makespan_ms or 0.0 for plan in plans) * _AS_GOOD
-            good = [plan for plan in plans if (plan.makespan_ms or 0.0) <= longest]
-            best = min(good, key=lambda plan: (plan.stages, plan.makespan_ms or 0.0))
-            self._chosen, self._rank_of = (best.name, best.stages), best.rank_of
-            return best
+            measured, self._costs = self._costs, self._costs.nominal
+            try:
+                self._choose(micro_batches)
+            finally:
+                self._costs = measured
+                self._found.clear()
+        assert self._chosen is not None
         return self._planned(*self._chosen, micro_batches)
 
     def know(self, times: Mapping[int, tuple[float, float, float]]) -> None:
@@ -214,18 +259,40 @@ class Planner:
             times: milliseconds of F, O and W, by stage.
         """
         assert self._chosen is not None
-        _, stages = self._chosen
-        by_kind = zip(*(times[stage] for stage in range(stages)), strict=True)
+        by_kind = zip(*(times[stage] for stage in range(self._chosen[1])), strict=True)
         forward, output, weight = (tuple(values) for values in by_kind)
-        self._measured = StageCosts(forward, output, weight, self._bytes_of(stages))
+        self._measured = StageCosts(forward, output, weight, self._bytes_of(*self._chosen))
 
     def weight_share(self, stage: int) -> float:
         """Of W in O and W together, as the first batch has shown."""
         assert self._chosen is not None
-        _, stages = self._chosen
-        _, output, weight = (_by_stage(times, self._stage_of(stages), stages) for times in self._costs.by_kind)
+        stage_of, stages = self._stage_of(*self._chosen), self._chosen[1]
+        _, output, weight = (_by_stage(times, stage_of, stages) for times in self._costs.by_kind)
         both = output[stage] + weight[stage]
         return weight[stage] / both if both else 0.5
+
+    def _choose(self, micro_batches: int) -> PipelinePlan:
+        """The plan whose schedule and stages hold from now on."""
+        plans = self._tried(micro_batches)
+        if self._split == "even":
+            most = {id(plan): max(self._bytes_by_rank(plan)) for plan in plans}
+            plans = [plan for plan in plans if most[id(plan)] <= min(most.values()) * _AS_EVEN]
+        longest = min(plan.makespan_ms or 0.0 for plan in plans) * _AS_GOOD
+        good = [plan for plan in plans if (plan.makespan_ms or 0.0) <= longest]
+        best = min(good, key=lambda plan: (plan.stages, plan.makespan_ms or 0.0))
+        self._chosen, self._rank_of = (best.name, best.stages), best.rank_of
+        return best
+
+    def _bytes_by_rank(self, plan: PipelinePlan) -> list[float]:
+        by_stage = _by_stage(self._sizes, plan.stage_of, plan.stages)
+        ranks = range(self._ranks)
+        return [sum(size for size, at in zip(by_stage, plan.rank_of, strict=True) if at == rank) for rank in ranks]
+
+    @property
+    def _sizes(self) -> list[int]:
+        """What an even split divides: bytes of parameters, and a little for layers that have none; sums are exact."""
+        sizes = self._costs.parameter_bytes or (0,) * len(self._costs.forward_ms)
+        return [_FULL_LAYER * len(sizes) * size + (sum(sizes) or 1) for size in sizes]
 
     def _tried(self, micro_batches: int) -> list[PipelinePlan]:
         """A plan for each way to cut the layers.
@@ -234,21 +301,48 @@ class Planner:
             PipelineError: none is possible.
         """
         if self._schedule != _ANY:
-            return [self._planned(self._schedule, stages, micro_batches) for stages in self._cuts(self._schedule)]
-        plans, refused = [], None
+            cuts = self._cuts(self._schedule)
+            if not cuts:
+                raise PipelineError(
+                    f"split names {len(self._split)} stages, and schedule={self._schedule!r} has "
+                    f"{self._stages_allowed(self._schedule)} on {self._ranks} ranks"
+                )
+            return [self._planned(self._schedule, stages, micro_batches) for stages in cuts]
+        plans: list[PipelinePlan] = []
+        refused: list[PipelineError] = []
         for kind in _SEARCHED:
             for stages in self._cuts(kind):
                 try:
                     plans.append(self._planned(kind, stages, micro_batches))
                 except PipelineError as error:  # such as a cap that other cuts can keep
-                    refused = refused or error
+                    refused.append(error)
+        if refused and not plans:
+            raise min(refused, key=lambda error: error.least if isinstance(error, _CapTooLowError) else 0)
         if not plans:
-            assert refused is not None
-            raise refused
+            raise PipelineError(
+                f"split names {len(self._split)} stages, and schedule='ooo' has a multiple of {self._ranks} on as many "
+                "ranks"
+            )
         return plans
+
+    def _stages_allowed(self, kind: str) -> str:
+        if kind in _ONE_CHUNK:
+            return "one a rank"
+        return "two a rank" if kind in _TWO_CHUNKS else "the same number for each rank"
 
     def _cuts(self, kind: str) -> list[int]:
         """How many stages there may be."""
+        ranks = self._ranks
+        if isinstance(self._split, tuple):
+            named = len(self._split)
+            fits = {1: kind in _ONE_CHUNK, 2: kind in _TWO_CHUNKS}.get(named / ranks, False)
+            free = named % ranks == 0 and kind not in _ONE_CHUNK | _TWO_CHUNKS
+            return [named] if fits or free or named == ranks == 1 else []
+        if self._split == "even" and self._group == "auto" and ranks > 1:
+            return [stages for stages in self._any_cuts(kind) if stages <= 2 * ranks]
+        return self._any_cuts(kind)
+
+    def _any_cuts(self, kind: str) -> list[int]:
         layers, ranks = len(self._costs.forward_ms), self._ranks
         if kind in _ONE_CHUNK or ranks == 1:
             return [ranks]
@@ -265,7 +359,7 @@ class Planner:
         return [ranks * chunks for chunks in range(1, most + 1) if chunks <= 2 or most % chunks == 0][:12]
 
     def _planned(self, kind: str, stages: int, micro_batches: int) -> PipelinePlan:
-        ranks, stage_of = self._ranks, self._stage_of(stages)
+        ranks, stage_of = self._ranks, self._stage_of(kind, stages)
         try:
             if ranks == 1 and kind in (*_TORCHS, "zbv"):  # one stage: there is nothing to interleave
                 return replace(self._simulated("1f1b", stage_of, stages, micro_batches), name=kind)
@@ -276,15 +370,16 @@ class Planner:
         except ValueError as error:
             if isinstance(error, PipelineError):
                 raise
-            raise PipelineError(f"schedule={kind!r}: {error}") from error
+            raise PipelineError(f"schedule={self._schedule!r}: {error}") from error
 
     def _simulated(self, name: str, stage_of: tuple[int, ...], stages: int, micro_batches: int) -> PipelinePlan:
-        costs, of_stages = self._costs, self._measured or self._estimated(stages)
+        costs, of_stages = self._costs, self._measured or self._estimated(name, stages)
         if self._rank_of is None:
-            placement = _placement(name, stages, self._ranks, of_stages.total_ms)
+            placement = _placement(name, stages, self._ranks, of_stages.total_ms if self._is_fastest else None)
         else:
             placement = Placement(self._rank_of)
         of_stages = _with_messages(of_stages, placement, costs.message_ms)
+        self._check_cap(placement, of_stages, micro_batches if name in _FLUSH_FORMS else 1)
         if name in _SEARCHED:
             schedule = self._fastest(name, placement, of_stages, micro_batches)
         elif name in _FLUSH_FORMS:
@@ -312,20 +407,37 @@ class Planner:
             ran.bubble_share,
         )
 
-    def _stage_of(self, stages: int) -> tuple[int, ...]:
-        costs = self._costs
-        return block(len(costs.forward_ms), stages, costs=costs.total_ms).rank_of
+    def _check_cap(self, placement: Placement, costs: StageCosts, alive: int) -> None:
+        """Raise PipelineError if so many micro-batches, which are alive at once, do not fit under the cap."""
+        least = [alive * size for size in least_cap(placement, costs)]
+        if self._cap is not None and self._cap < max(least):
+            raise _CapTooLowError(self._schedule, self._cap, ceil(max(least)), least.index(max(least)), alive)
 
-    def _bytes_of(self, stages: int) -> tuple[float, ...]:
-        return _by_stage(self._costs.saved_bytes, self._stage_of(stages), stages)
+    @property
+    def _is_fastest(self) -> bool:
+        return self._split == "fastest"
 
-    def _estimated(self, stages: int) -> StageCosts:
+    def _stage_of(self, name: str, stages: int) -> tuple[int, ...]:
+        layers = len(self._costs.forward_ms)
+        if isinstance(self._split, tuple):
+            return tuple(bisect_right(self._split, layer) - 1 for layer in range(layers))
+        if (name, stages) not in self._cut:
+            if self._is_fastest:
+                self._cut[name, stages] = block(layers, stages, costs=self._costs.total_ms).rank_of
+            else:
+                self._cut[name, stages] = even_stages(self._sizes, _placement(name, stages, self._ranks, None).rank_of)
+        return self._cut[name, stages]
+
+    def _bytes_of(self, name: str, stages: int) -> tuple[float, ...]:
+        return _by_stage(self._costs.saved_bytes, self._stage_of(name, stages), stages)
+
+    def _estimated(self, name: str, stages: int) -> StageCosts:
         """From what the layers took in the first batch."""
-        costs, stage_of = self._costs, self._stage_of(stages)
+        costs, stage_of = self._costs, self._stage_of(name, stages)
         forward, output, weight = (
             tuple(took + costs.task_ms for took in _by_stage(times, stage_of, stages)) for times in costs.by_kind
         )
-        return StageCosts(forward, output, weight, self._bytes_of(stages))
+        return StageCosts(forward, output, weight, self._bytes_of(name, stages))
 
     def _fastest(self, name: str, placement: Placement, costs: StageCosts, micro_batches: int) -> Schedule:
         """The shortest of the list schedules, the last one and, within the cap, a published order of the allocation."""
@@ -355,11 +467,9 @@ class Planner:
         return simulate_pipeline(schedule, placement, costs, hops=self._costs.hop_ms)
 
 
-def _placement(name: str, stages: int, ranks: int, costs: Sequence[float]) -> Placement:
-    if name == "zbv":
-        return v_shape(stages, ranks)
-    if name == "ooo_v" and ranks > 1:
-        return v_shape(stages, ranks, costs=costs)
+def _placement(name: str, stages: int, ranks: int, costs: Sequence[float] | None) -> Placement:
+    if ranks > 1 and name in _TWO_CHUNKS:
+        return v_shape(stages, ranks, costs=costs if name == "ooo_v" else None)
     return block(stages, ranks) if name in _ONE_CHUNK else modulo(stages, ranks)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from retime.mechanisms.byte_sizes import show_bytes
 from retime.mechanisms.pipeline.plan import PipelinePlan
 from retime.mechanisms.pipeline.stage import Span, Stage
+from retime.mechanisms.reasons import because
 
 __all__ = ["PipelineReport"]
 
@@ -22,8 +23,10 @@ class PipelineReport:
         stages: of all ranks together.
         stages_here: the stages of this rank, from 0.
         micro_batches: of the last step.
+        steps_by_micro_batches: how many steps had so many.
         steps: that ran so far.
         parameter_bytes: of the parameters on this rank.
+        parameter_bytes_by_rank: on each rank of the pipeline; of weights that several use, on each of them.
         parameter_bytes_of_all: of all parameters.
         bubble_share: the share of the last step, from its first to its last task on this rank, without a task.
         simulated_bubble_share: what the simulation said for this rank; None for schedules of torch's own.
@@ -36,8 +39,10 @@ class PipelineReport:
     stages: int = 0
     stages_here: tuple[int, ...] = ()
     micro_batches: int = 0
+    steps_by_micro_batches: dict[int, int] = field(default_factory=dict)
     steps: int = 0
     parameter_bytes: int = 0
+    parameter_bytes_by_rank: tuple[int, ...] = ()
     parameter_bytes_of_all: int = 0
     bubble_share: float = 0.0
     simulated_bubble_share: float | None = None
@@ -48,6 +53,7 @@ class PipelineReport:
         """One more step has run on this rank."""
         self.steps += 1
         self.micro_batches = plan.micro_batches
+        self.steps_by_micro_batches[plan.micro_batches] = self.steps_by_micro_batches.get(plan.micro_batches, 0) + 1
         self.simulated_bubble_share = plan.bubble_share[rank] if plan.bubble_share else None
         self.spans = sorted((span for stage in stages for span in stage.spans), key=lambda span: span.start_s)
         whole = max(span.end_s for span in self.spans) - self.spans[0].start_s
@@ -57,15 +63,19 @@ class PipelineReport:
     def __str__(self) -> str:
         if not self.stages:
             return "pipeline: no step yet"
+        plural = "s" if len(self.stages_here) > 1 else ""
         here = ", ".join(str(stage + 1) for stage in self.stages_here)
+        steps = self.steps_by_micro_batches
+        usual, *others = sorted(steps, key=lambda count: (-steps[count], count)) or [0]
+        rest = f" ({', '.join(f'{steps[count]} of {count}' for count in others)})" if others else ""
         simulated = "" if self.simulated_bubble_share is None else f" (simulated {self.simulated_bubble_share:.0%})"
         text = (
-            f"pipeline: {self.steps} steps of {self.micro_batches} micro-batches by {self.schedule} through "
-            f"{self.stages} stages of {self.layers!r}; here stages {here} with "
-            f"{show_bytes(self.parameter_bytes)} of {show_bytes(self.parameter_bytes_of_all)} of parameters, "
+            f"pipeline: {self.steps} steps of {usual} micro-batches{rest} by {self.schedule} through "
+            f"{self.stages} stages of {repr(self.layers) if self.layers else 'the model'}; this rank has stage{plural} "
+            f"{here} with {show_bytes(self.parameter_bytes)} of {show_bytes(self.parameter_bytes_of_all)} of "
+            f"parameters (by rank {', '.join(map(show_bytes, self.parameter_bytes_by_rank))}), "
             f"{self.bubble_share:.0%} of the last step without a task{simulated}"
         )
         if self.layers_in_order:
-            reasons = "; ".join(f"{count} because {reason}" for reason, count in self.layers_in_order.items())
-            text += f"; weight gradients in order: {reasons}"
+            text += f"; weight gradients in order: {because(self.layers_in_order, 'layers')}"
         return text

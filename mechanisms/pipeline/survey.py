@@ -15,6 +15,7 @@ from retime.mechanisms.pipeline.backward_times import BackwardTimes, now
 from retime.mechanisms.pipeline.errors import PipelineError
 from retime.mechanisms.pipeline.gates import LayerGates
 from retime.mechanisms.pipeline.kinds_between import refuse_kinds
+from retime.mechanisms.pipeline.ownership import Reached
 from retime.mechanisms.pipeline.suspended_call import draw_for
 from retime.mechanisms.pipeline.values import ValueKind, kind_of, shapes_of, tensors_in_order
 from retime.mechanisms.torch_private import version_of
@@ -38,6 +39,7 @@ class Survey:
         saved_bytes: what it saved for its backward pass.
         writes: layers that write into what they are given.
         output: what the step returned.
+        front, behind: parameters that are used in front of the layers, and behind them.
     """
 
     def __init__(self, layers: int) -> None:
@@ -49,6 +51,8 @@ class Survey:
         self.saved_bytes = [0] * layers
         self.writes: set[int] = set()
         self.output: Any = None
+        self.front: set[Tensor] = set()
+        self.behind: set[Tensor] = set()
 
 
 class _Looks:
@@ -63,6 +67,7 @@ class _Looks:
         self._shapes: Shapes = ()
         self._given: list[tuple[Tensor, int]] = []  # to the layer that runs, with its version
         self._seen: set[int] = set()
+        self._last: list[Tensor] = []
 
     def before(self, layer: int, args: Any, kwargs: Any) -> None:
         if layer != self.next:
@@ -84,6 +89,7 @@ class _Looks:
             self._found.forward_ms[layer - 1] += took
         else:
             self._before_ms = took
+            self._found.front = Reached(given).leaves
 
     def is_here(self, layer: int) -> bool:
         draw_for(layer, FIRST_SEED)
@@ -99,7 +105,8 @@ class _Looks:
             self._found.writes.add(layer)
         self._given.clear()
         if layer + 1 == len(self._found.given):
-            self.backward.enter(layer + 1, tensors_in_order(output))
+            self._last = tensors_in_order(output)
+            self.backward.enter(layer + 1, self._last)
             self._found.forward_ms[layer] += self._lap()
         return output
 
@@ -115,6 +122,8 @@ class _Looks:
     def end(self, model: nn.Module, layers: Sequence[nn.Module], *, gradients: bool) -> None:
         """The step has run: layers that are alike take the same, and what is around them counts with the outermost."""
         after, found = self._lap(), self._found
+        found.behind = Reached(tensors_in_order(found.output), until=self._last).leaves
+        self._last = []
         groups = alike(layers, found.given)
         found.forward_ms = typical(found.forward_ms, groups)
         found.forward_ms[0] += self._before_ms

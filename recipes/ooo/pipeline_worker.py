@@ -57,6 +57,7 @@ def steps(request: dict[str, Any]) -> dict[str, Any]:
             schedule=schedule,
             layers_per_stage=request["layers_per_stage"],
             activation_cap=None if alive is None else alive * _SAMPLES * width * 4,
+            split="fastest",
         )
         blocks[variant] = partial(_block, pipelines[variant], model, batch, request["steps"])
     hop_ms, beside_ms = _hop_ms(_SAMPLES * width), _beside_ms(request["unit_ms"], batch)
@@ -123,7 +124,7 @@ def _alive(pipeline: PipelineStep) -> int:
 def _beside_ms(unit_ms: float, batch: Tensor) -> float:
     """What a task takes beside its layer, for the simulation: of a pipeline with one layer a rank, by ZB-H1."""
     model = SleepingModel(dist.get_world_size(), unit_ms)
-    pipeline = PipelineStep(model, microbatches=len(batch) // _SAMPLES, schedule="zb_h1")
+    pipeline = PipelineStep(model, microbatches=len(batch) // _SAMPLES, schedule="zb_h1", split="fastest")
     for _ in range(2):
         model.zero_grad()
         pipeline.train(lambda part: _loss(model, part), batch)

@@ -38,7 +38,9 @@ def steps(request: dict[str, Any]) -> dict[str, Any]:
         elif name.startswith("torch "):
             train = TorchPipeline(copied, name.removeprefix("torch "), request["micro_batches"], loss_of).train
         else:
-            pipelines[name] = PipelineStep(copied, microbatches=request["micro_batches"], schedule=name)
+            pipelines[name] = PipelineStep(
+                copied, microbatches=request["micro_batches"], schedule=name, split="fastest"
+            )
             train = partial(_pipelined, pipelines[name], copied)
         loss = train(*batch)  # also: the first batch runs whole in ours, and torch's stages look at shapes
         said[name] = _summed(loss), math.sqrt(_summed(_squares(copied.parameters())))

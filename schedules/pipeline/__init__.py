@@ -13,7 +13,7 @@ from retime.schedules.pipeline.one_forward_one_backward import (
     zb_h1,
 )
 from retime.schedules.pipeline.ooo_pipe import FLUSH, GREEDY, ooo_pipe1, ooo_pipe2
-from retime.schedules.pipeline.placement import Placement, block, modulo, v_shape
+from retime.schedules.pipeline.placement import Placement, block, even_stages, modulo, v_shape
 from retime.schedules.pipeline.search import Candidate, candidates, fastest_list_schedule, search
 from retime.schedules.pipeline.simulation import PipelineTimeline, simulate_pipeline
 from retime.schedules.pipeline.synchronisation import link_name, synchronised
@@ -33,6 +33,7 @@ __all__ = [
     "block",
     "candidates",
     "cross_layer",
+    "even_stages",
     "extra_ms",
     "fastest_list_schedule",
     "gpipe",

@@ -5,9 +5,10 @@ A stage is what a schedule places and orders: one layer, or several consecutive 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, combinations, pairwise, product
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,51 @@ def v_shape(stages: int, ranks: int, *, costs: Sequence[float] | None = None) ->
     turns = [*range(ranks), *range(ranks - 1, -1, -1)]
     sizes = _sizes(stages, 2 * ranks, costs)
     return Placement(tuple(rank for rank, size in zip(turns, sizes, strict=True) for _ in range(size)))
+
+
+def even_stages(sizes: Sequence[float], rank_of: Sequence[int]) -> tuple[int, ...]:
+    """The stage of each layer, so that the ranks' sums of sizes are as equal as moves of single layers make them.
+
+    >>> even_stages([1] * 6, (0, 1, 0, 1))
+    (0, 0, 1, 1, 2, 3)
+    >>> even_stages([4, 1, 1, 1, 1, 1, 1], (0, 1, 2))
+    (0, 1, 1, 1, 2, 2, 2)
+
+    Args:
+        sizes: of the layers, in forward order.
+        rank_of: by stage.
+
+    Raises:
+        ValueError: when there are more stages than layers.
+    """
+    stages, layers = len(rank_of), len(sizes)
+    total = [0, *accumulate(sizes)]
+
+    def unevenness(cuts: tuple[int, ...]) -> tuple[float, float, float]:
+        held = [total[end] - total[start] for start, end in pairwise(cuts)]
+        ranks: list[float] = [0] * (max(rank_of) + 1)
+        for rank, size in zip(rank_of, held, strict=True):
+            ranks[rank] += size
+        return max(ranks), sum(size * size for size in ranks), sum(size * size for size in held)
+
+    def moved(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """One or two of the cuts by a layer."""
+        for places in (*combinations(range(1, stages), 1), *combinations(range(1, stages), 2)):
+            for steps in product((-1, 1), repeat=len(places)):
+                found = list(cuts)
+                for place, step in zip(places, steps, strict=True):
+                    found[place] += step
+                if all(start < end for start, end in pairwise(found)):
+                    yield tuple(found)
+
+    best: list[tuple[int, ...]] = []
+    for costs in (None, sizes):
+        cuts = (0, *accumulate(_sizes(layers, stages, costs)))
+        while (better := min(moved(cuts), key=unevenness, default=cuts)) and unevenness(better) < unevenness(cuts):
+            cuts = better
+        best.append(cuts)
+    chosen = min(best, key=unevenness)
+    return tuple(stage for stage, (start, end) in enumerate(pairwise(chosen)) for _ in range(start, end))
 
 
 def _sizes(stages: int, blocks: int, costs: Sequence[float] | None) -> list[int]:

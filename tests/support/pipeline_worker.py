@@ -459,6 +459,14 @@ def refused(name: str) -> None:
         model, _, _ = sequential(3)
         options["schedule"] = "zbv"
         steps = [lambda part: model(part[0]).mean()]
+    elif name == "split":
+        options["split"] = ["0", "9"]
+    elif name == "split order":
+        options["split"] = ["0", "3", "2"]
+    elif name == "split start":
+        options["split"] = ["1", "3"]
+    elif name == "split word":
+        options["split"] = "equal"
     elif name == "cap":
         options["activation_cap"] = 10
     elif name == "frozen":
@@ -523,6 +531,24 @@ def lost(when: str) -> None:
 
 def _kill() -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def splits() -> None:
+    """What each rank keeps, by how layers are cut; and what is said of it on the first rank."""
+    options: list[dict[str, Any]] = [{}] * 2
+    options += [{"split": "fastest"}, {"split": ["0", "11"], "schedule": "1f1b", "microbatches": 32}]
+    for option in options:
+        model, step, batch = sequential(12)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            pipeline = PipelineStep(model, **{"microbatches": 4, **option})
+            for samples in (16, 16, 3):
+                pipeline.train(step, tuple(one[:samples] for one in batch))
+        report = pipeline.report()
+        told = [str(one.message) for one in found if issubclass(one.category, NoEffectWarning)]
+        print(report.parameter_bytes_by_rank, pipeline._known.plan.stage_of, *told, sep="|")
+        pipeline.remove()
+    print(report)
 
 
 def written() -> None:

@@ -85,6 +85,21 @@ def test_each_rank_keeps_its_share():
     assert all("with 2.004 MiB of 8.016 MiB of parameters" in one for one in said)
 
 
+def test_layers_are_cut_evenly_by_fastest_or_by_name():
+    first, last = outputs(2, "splits")
+    even, again, fastest, named, report = first.splitlines()
+    layer = 4 * (144 * 144 + 144)
+    assert even == again == f"({6 * layer}, {6 * layer})|(0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3)"
+    assert sum(map(int, fastest.partition(")")[0].strip("(").split(","))) == 12 * layer
+    shares, cut, uneven, fewer = named.split("|")
+    assert (shares, cut) == (f"({11 * layer}, {layer})", f"({', '.join(['0'] * 11)}, 1)")
+    assert uneven.startswith("rank 0 of the pipeline keeps 897.2 KiB of 978.8 KiB of parameters, 1.83 of an even share")
+    assert fewer.startswith("microbatches=32 has no effect for the first batch of 16 samples, which has 16 micro-")
+    assert "3 steps of 16 micro-batches (1 of 3) by 1f1b through 2 stages of the model; this rank has stage 1" in report
+    assert "(by rank 897.2 KiB, 81.56 KiB)" in report
+    assert "no effect" not in last  # told once
+
+
 def test_orders_are_planned_anew_from_what_tasks_took():
     assert outputs(2, "replanned") == ["same"] * 2
 
@@ -141,7 +156,11 @@ REFUSALS = {
     "short": "name the list with layers=",
     "no chain": "does not call 2 modules or more with half of them",
     "chunks": "schedule='zbv' has two stages a rank, and 3 layers are too few for 2 ranks",
-    "cap": "the least feasible cap",
+    "cap": "activation_cap=10 B is too low for schedule='ooo2'",
+    "split": "split=['0', '9']: '9' is no layer. Give 'even', 'fastest', or the name of each stage's first layer",
+    "split order": "names are to be in the order of the layers, each once",
+    "split start": "the first stage begins with '0'",
+    "split word": "split='equal': 'equal' is no layer",
     "frozen": "were frozen or thawed",
 }
 

@@ -66,10 +66,18 @@ def test_a_cap_is_kept():
     capped = Planner("ooo2", 4, costs, group=1, cap=16).plan(8)
     assert max(alive(free)) > 16 >= max(alive(capped))
     assert capped.makespan_ms >= free.makespan_ms
-    with pytest.raises(PipelineError, match="cap=3 on rank 0 is below what one micro-batch keeps alive"):
-        Planner("ooo2", 4, costs, group=1, cap=3).plan(8)
-    with pytest.raises(PipelineError, match="activation_cap=16 is kept by ooo, ooo1, ooo2, ooo_v, ooo1_flush"):
+    with pytest.raises(
+        PipelineError, match=r"activation_cap=2 B is too low for schedule='ooo2_flush': .* 8 micro-batch"
+    ):
+        Planner("ooo2_flush", 4, costs, cap=2).plan(8)
+    with pytest.raises(PipelineError, match=r"activation_cap=16 B is not kept by schedule='gpipe', but by ooo, ooo1,"):
         Planner("gpipe", 4, costs, cap=16)
+    large = Costs((1.0,) * 16, (2**20 + 1,) * 16, 1.0)
+    wanted = (
+        r"=3 KiB is too low for schedule='ooo': .* one micro-batch take 4 MiB on rank 0. Give activation_cap=4194308"
+    )
+    with pytest.raises(PipelineError, match=wanted):
+        Planner("ooo", 4, large, cap=3072).plan(8)
 
 
 def test_of_all_cuts_the_one_with_the_shortest_step_is_kept():
@@ -80,7 +88,7 @@ def test_of_all_cuts_the_one_with_the_shortest_step_is_kept():
     assert max(alive(plan)) <= 32
     again = planner.plan(4)  # a last batch that is shorter: stages stay where they are
     assert (again.name, again.rank_of) == ("ooo_v", plan.rank_of)
-    with pytest.raises(PipelineError, match="cap=3 on rank 0 is below"):
+    with pytest.raises(PipelineError, match="activation_cap=3 B is too low"):
         Planner("ooo", 8, costs, cap=3).plan(16)
 
 
@@ -109,6 +117,53 @@ def test_the_first_stage_runs_both_gradients_where_they_follow_each_other():
     assert kinds == {"F", "B"}
     assert plan.waiting == {(1, batch) for batch in range(4)}
     assert Planner("gpipe", 2, costs).plan(4).waiting == frozenset()
+
+
+def shares(plan, sizes):
+    """By rank, the bytes of its layers."""
+    ranks = [plan.rank_of[stage] for stage in plan.stage_of]
+    return [sum(size for size, at in zip(sizes, ranks, strict=True) if at == rank) for rank in sorted(set(ranks))]
+
+
+@pytest.mark.parametrize("schedule", ["ooo2", "ooo", "ooo1", "ooo_v", "1f1b", "zbv", "LoopedBFS"])
+def test_an_even_split_does_not_look_at_times(schedule):
+    """Equal layers are dealt out equally, whatever was measured; orders fit the measured times all the same."""
+    found = set()
+    for seed in range(6):
+        chance = random.Random(seed)
+        costs = Costs(
+            tuple(chance.uniform(0.1, 30) for _ in range(12)),
+            (1,) * 12,
+            chance.uniform(0, 9),
+            chance.uniform(0, 2),
+            parameter_bytes=(64,) * 12,
+        )
+        plan = Planner(schedule, 2, costs, split="even").plan(4)
+        found.add((plan.name, plan.stage_of, plan.rank_of))
+        assert shares(plan, costs.parameter_bytes) == [384, 384]
+    assert len(found) == 1
+
+
+def test_an_even_split_counts_bytes():
+    sizes = (38 + 7, *(7,) * 10, 38 + 7)  # an embedding in front, a head behind
+    costs = Costs((1.0,) * 12, (1,) * 12, 0.0, parameter_bytes=sizes)
+    assert shares(Planner("1f1b", 4, costs, split="even").plan(4), sizes) == [45, 35, 35, 45]
+    assert shares(Planner("1f1b", 4, costs).plan(4), sizes) == [59, 21, 21, 59]
+    few = Costs((1.0,) * 3, (1,) * 3, 0.0, parameter_bytes=(0, 0, 0))  # nothing to train in them: by number
+    assert Planner("ooo2", 3, few, split="even").plan(4).stage_of == (0, 1, 2)
+    with_empty = Costs((1.0,) * 5, (1,) * 5, 0.0, parameter_bytes=(9, 0, 9, 0, 9))
+    assert shares(Planner("ooo1", 2, with_empty, split="even").plan(4), (9, 0, 9, 0, 9)) in ([9, 18], [18, 9])
+
+
+def test_a_split_by_names_is_kept():
+    costs = Costs((1.0,) * 6, (1,) * 6, 0.0, parameter_bytes=(1,) * 6)
+    assert Planner("1f1b", 2, costs, split=(0, 5)).plan(4).stage_of == (0, 0, 0, 0, 0, 1)
+    assert Planner("ooo", 2, costs, split=(0, 1, 2, 5)).plan(4).stage_of == (0, 1, 2, 2, 2, 3)
+    for schedule, allowed in (("1f1b", "one a rank"), ("zbv", "two a rank"), ("ooo2", "the same number for each rank")):
+        with pytest.raises(PipelineError, match=f"split names 3 stages, and schedule='{schedule}' has {allowed}"):
+            Planner(schedule, 2, costs, split=(0, 2, 4)).plan(4)
+    with pytest.raises(PipelineError, match="split names 3 stages"):
+        Planner("ooo", 2, costs, split=(0, 2, 4)).plan(4)
 
 
 def test_few_layers_leave_cuts_out():
