@@ -8,7 +8,7 @@ import warnings
 
 import torch.distributed as dist
 
-__all__ = ["DifferenceWarning", "NoEffectWarning", "warn_difference", "warn_no_effect"]
+__all__ = ["DifferenceWarning", "NoEffectWarning", "is_library", "warn_difference", "warn_no_effect"]
 
 _LIBRARIES = (
     *("retime", "torch", "torchmetrics", "lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"),
@@ -50,6 +50,11 @@ def _warn(text: str, category: type[UserWarning], every_rank: bool) -> None:
         warnings.warn(text, category, stacklevel=_depth_of_users_line())
 
 
+def is_library(module: str) -> bool:
+    """Whether a module of this name belongs to a library, and its lines are not the user's."""
+    return module.partition(".")[0] in _LIBRARIES
+
+
 def _depth_of_users_line() -> int:
     """Return the ``stacklevel``, as :func:`_warn` counts, of the innermost frame that no library owns.
 
@@ -59,10 +64,9 @@ def _depth_of_users_line() -> int:
     depth, outermost = 2, 3
     while frame is not None:
         module = _module_of(frame)
-        package = module.partition(".")[0]
-        if package not in _LIBRARIES and package not in sys.stdlib_module_names:
+        if not is_library(module) and module.partition(".")[0] not in sys.stdlib_module_names:
             return depth
-        if package in _LIBRARIES and "multiprocessing" not in module:
+        if is_library(module) and "multiprocessing" not in module:
             outermost = depth
         if module in ("multiprocessing.spawn", "multiprocessing.forkserver"):
             break  # what is outside of it is the process's command line

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
+from operator import itemgetter
 from typing import Annotated, Any, Literal
 
 import torch
@@ -31,6 +32,7 @@ from retime.mechanisms.memory.batches import combined
 from retime.mechanisms.no_effect import warn_difference, warn_no_effect
 from retime.mechanisms.pipeline import (
     HollowModel,
+    LossWeight,
     Ownership,
     PipelineReport,
     PipelineStep,
@@ -106,6 +108,9 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         split: how layers become stages: ``"even"``: each rank has as equal a share of the parameters' bytes as whole
             layers allow, the same in every run; ``"fastest"``: by measured times, in as many stages as give the
             shortest step on paper; or the name of each stage's first layer, ``["net.0", "net.4"]``.
+        loss_weight: what ``training_step`` divides its sum by, where its operations do not tell: ``"samples"``,
+            ``"sum"`` (nothing), or a function from a batch to a number, called with the whole batch and with each
+            micro-batch, which counts ``loss_weight(micro_batch) / loss_weight(batch)``.
         timeout: how long a rank waits for a message of another.
 
     All other arguments are those of :class:`lightning.pytorch.strategies.DDPStrategy`. With one process there is
@@ -129,6 +134,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         group: Annotated[int, AtLeast(1)] | Auto = "auto",
         activation_cap: int | str | None = None,
         split: Literal["even", "fastest"] | list[str] = "even",
+        loss_weight: LossWeight | None = None,
         timeout: timedelta = timedelta(seconds=60),
         process_group_backend: str | None = None,
         start_method: StartMethod = "popen",
@@ -155,6 +161,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
             "schedule": schedule,
             "layers": layers,
             "layers_per_stage": group,
+            "loss_weight": loss_weight,
             "activation_cap": None if activation_cap is None else parse_bytes("activation_cap", activation_cap),
             "split": split,
         }
@@ -295,12 +302,16 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         kept = None if self._step.is_spread else self._kept
         with log.batch():
             found = self._step.train(step, batch, divide_by=trainer.accumulate_grad_batches)
+        look = self._step.take_first_look()
+        if look is not None:
+            log.look(look, self._step.loss_weights, itemgetter(_LOGGED))
         told = None
         if found:
             calls, weights = [one.output[_LOGGED] for one in found], [one.weight for one in found]
             loss = whole_loss(found).to(found[0].output["loss"].dtype).cpu()
             others = combined([one.output[_OTHERS] for one in found], [one.samples for one in found], lambda _: weights)
-            told = loss, log.collected(calls, weights), move_data_to_device(others, torch.device("cpu"))
+            logged = log.collected(calls, weights, [one.samples for one in found])
+            told = loss, logged, move_data_to_device(others, torch.device("cpu"))
         whole, logged, others = self._step.tell(told)
         loss = whole.to(self.root_device)
         divided: Tensor = loss / trainer.accumulate_grad_batches
@@ -338,9 +349,6 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         kept.warn()
         if step.microbatches > 1:
             log.warn_of_aggregates()
-        examples = step.take_examples()
-        if examples is not None:
-            log.warn(examples.whole[_LOGGED], [part[_LOGGED] for part in examples.parts], examples.weights)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._evaluating():

@@ -31,6 +31,7 @@ from retime.mechanisms.capabilities import Mechanism
 from retime.mechanisms.memory.batches import loss_of
 from retime.mechanisms.no_effect import warn_no_effect
 from retime.mechanisms.pipeline import (
+    LossWeight,
     PipelineReport,
     PipelineStep,
     check_optimizer,
@@ -100,6 +101,7 @@ class OutOfOrderPipeline:
         group: Annotated[int, AtLeast(1)] | Auto = "auto",
         activation_cap: int | str | None = None,
         split: Literal["even", "fastest"] | list[str] = "even",
+        loss_weight: LossWeight | None = None,
         timeout: timedelta = timedelta(seconds=60),
     ) -> None:
         check_schedule(schedule)
@@ -141,6 +143,7 @@ class OutOfOrderPipeline:
             layers_per_stage=group,
             activation_cap=cap,
             split=split,
+            loss_weight=loss_weight,
         )
         note_there(self._optimizer, Mechanism.PIPELINE)
         self._guards.callback(note_gone, self._optimizer, Mechanism.PIPELINE)
@@ -174,7 +177,7 @@ class OutOfOrderPipeline:
         found = self._step.train(step, batch, divide_by=self._accelerator.gradient_accumulation_steps)
         if not was_spread:
             forget_absent(self._optimizer.optimizer, self._step.owners)
-            self._step.take_examples()
+            self._step.take_first_look()
         told: Tensor = self._step.tell(whole_loss(found).float().cpu() if found else None)
         return told.to(self._accelerator.device)
 

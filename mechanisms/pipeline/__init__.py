@@ -6,7 +6,15 @@ from retime.mechanisms.pipeline.errors import PipelineError, RankLostError, mess
 from retime.mechanisms.pipeline.find_layers import find_layers
 from retime.mechanisms.pipeline.groups import Size, make_groups, sizes_of
 from retime.mechanisms.pipeline.hollow import HollowModel, is_on_meta, load_into_meta
-from retime.mechanisms.pipeline.losses import needed_loss
+from retime.mechanisms.pipeline.loss_head import NotUnderstoodError
+from retime.mechanisms.pipeline.losses import (
+    Examples,
+    FirstLook,
+    LossWeight,
+    LossWeights,
+    check_loss_weight,
+    needed_loss,
+)
 from retime.mechanisms.pipeline.ownership import Ownership, refuse_part_of_model
 from retime.mechanisms.pipeline.pipeline_step import PipelineStep
 from retime.mechanisms.pipeline.plan import SCHEDULES, Costs, Planner, check_schedule
@@ -17,8 +25,13 @@ from retime.mechanisms.pipeline.warn_of_parts import warn_of_parts
 __all__ = [
     "SCHEDULES",
     "Costs",
+    "Examples",
+    "FirstLook",
     "HollowModel",
+    "LossWeight",
+    "LossWeights",
     "MicroBatchResult",
+    "NotUnderstoodError",
     "Ownership",
     "PipelineError",
     "PipelineReport",
@@ -26,6 +39,7 @@ __all__ = [
     "Planner",
     "RankLostError",
     "Size",
+    "check_loss_weight",
     "check_optimizer",
     "check_schedule",
     "find_layers",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -13,15 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from retime.mechanisms.lazy_updates import nbytes
-from retime.mechanisms.memory.batches import Certificate, loss_of
+from retime.mechanisms.memory.batches import loss_of
 from retime.mechanisms.memory.sandbox import Undo, seed_all
 from retime.mechanisms.pipeline.agreement import DIFFERENT
 from retime.mechanisms.pipeline.errors import PipelineError, messages_of
 from retime.mechanisms.pipeline.find_layers import LayerList
 from retime.mechanisms.pipeline.gates import LayerGates
 from retime.mechanisms.pipeline.hollow import HollowModel
-from retime.mechanisms.pipeline.kinds_between import KindsBetween
-from retime.mechanisms.pipeline.losses import certified
+from retime.mechanisms.pipeline.losses import LossWeight, LossWeights, look_at_losses
 from retime.mechanisms.pipeline.ownership import Ownership, Reached
 from retime.mechanisms.pipeline.plan import Costs, PipelinePlan, Planner
 from retime.mechanisms.pipeline.spread import Place, Spread, Whole
@@ -51,12 +50,14 @@ class Wishes:
         layers_per_stage: under modulo allocation.
         activation_cap: bytes a rank.
         split: how layers become stages, as :class:`Planner` takes it.
+        loss_weight: what a step divides its sum by; None: its operations tell.
     """
 
     schedule: str
     layers_per_stage: int | Literal["auto"]
     activation_cap: int | None
     split: Literal["even", "fastest"] | tuple[int, ...]
+    loss_weight: LossWeight | None = None
 
 
 class FirstBatch:
@@ -97,9 +98,16 @@ class FirstBatch:
         """
         self._check_same(batch)
         with self._no_trace(batch):
-            self._gates.visitor = KindsBetween(self._place.names)
-            certificate, examples = certified(self._model, step, batch, parts)
-            certificate = self._place.agreed(certificate)
+            weights, look = look_at_losses(
+                self._model,
+                step,
+                batch,
+                parts,
+                told=wishes.loss_weight,
+                gates=self._gates,
+                names=self._place.names,
+            )
+            weights = replace(weights, certificate=self._place.agreed(weights.certificate))
         with self._no_trace(batch):
             found = survey(
                 lambda: seeded(step, parts[0]),
@@ -116,11 +124,11 @@ class FirstBatch:
         whole.waits = set(split.layers)
         try:
             with self._no_trace(batch):
-                spread = self._cut(step, parts[0], found, planner, plan, certificate, whole, split)
+                spread = self._cut(step, parts[0], found, planner, plan, weights, whole, split)
         except BaseException:
             split.remove()
             raise
-        spread.examples = examples
+        spread.look = look
         spread.owners.free()
         if self._hollow is not None:
             absent = set(spread.owners.absent)
@@ -203,7 +211,7 @@ class FirstBatch:
         found: Survey,
         planner: Planner,
         plan: PipelinePlan,
-        certificate: Certificate,
+        weights: LossWeights,
         whole: Whole,
         split: SplitBackward,
     ) -> Spread:
@@ -260,7 +268,7 @@ class FirstBatch:
             whole,
             split,
             owners,
-            certificate,
+            weights,
             found.outputs,
             positions,
             needs_gradient,

@@ -1,11 +1,12 @@
-"""How the loss of a batch comes from those of its micro-batches: seen in the first batch."""
+"""How the loss of a batch comes from those of its micro-batches: by the operations of the first one, or as told."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +22,24 @@ from retime.mechanisms.memory.batches import (
     split_batch,
 )
 from retime.mechanisms.memory.sandbox import seed_all
-from retime.mechanisms.memory.separability import WeightsByFlow, weights_by_flow
-from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.pipeline.errors import PipelineError
+from retime.mechanisms.pipeline.gates import LayerGates
+from retime.mechanisms.pipeline.kinds_between import LayerResults
+from retime.mechanisms.pipeline.loss_head import Head, NotUnderstoodError, RecordedRun, head_of, record, record_altered
 
-__all__ = ["Examples", "certified", "needed_loss", "weights_of"]
+__all__ = ["Examples", "FirstLook", "LossWeight", "LossWeights", "check_loss_weight", "look_at_losses", "needed_loss"]
 
+LossWeight = Literal["samples", "sum"] | Callable[[Any], Any]
+"""What a step divides its sum by, as a user says: the number of samples, nothing, or what a function gives."""
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _LOW_PRECISION = 3e-2
 _FOLLOWED = 5
 """Samples of which operations are followed: one or two may take other operations, as they lie in memory otherwise."""
+_WHAT_TO_DO = (
+    "use a mean or a sum over samples or labels; or say what the step divides by, with loss_weight='samples', 'sum' or "
+    "a function of the batch, such as loss_weight=lambda batch: (batch[1] > 0).sum().clamp(min=1); or use "
+    "microbatches=1"
+)
 
 
 @dataclass(frozen=True)
@@ -41,134 +50,263 @@ class Examples:
         whole: for all of it.
         parts: for its micro-batches.
         weights: of their losses.
+        samples: in them.
     """
 
     whole: Any
     parts: list[Any]
     weights: list[float]
+    samples: list[int]
 
 
-def certified(
-    model: nn.Module, step: Callable[[Any], Any], batch: Any, parts: Sequence[Any]
-) -> tuple[Certificate, Examples | None]:
-    """By what weights a batch's loss is that of its parts: by samples, by what can be counted in them, or as a sum.
+@dataclass
+class FirstLook:
+    """What the first batch has shown of its losses, until somebody has looked at it.
 
-    The losses of this batch and of its parts are compared; what the loss is divided by is followed through the step's
-    operations, so that it holds for batches with other numbers of padded tokens too. The model is in evaluation mode
-    meanwhile, so that dropout and batch statistics do not count. Nothing is kept for gradients, and all runs begin with
-    the same random numbers.
+    Attributes:
+        examples: as layers compute, and as they compute with noise in what they return, sample by sample; empty where
+            losses of the same batch are not the same.
+        runs: on a few samples and on fewer, with their operations; empty where these were not followed.
+    """
 
-    Returns:
-        It, and what the step returned; None where that does not tell anything, or for one part.
+    examples: list[Examples] = field(default_factory=list)
+    runs: tuple[RecordedRun, ...] = ()
+
+    def head_of(self, of: Callable[[Any], Any]) -> Head | None:
+        """What a number is of its samples.
+
+        Args:
+            of: the number in what a step returned, a tensor; else nothing is known.
+
+        Raises:
+            NotUnderstoodError: it is neither a mean nor a sum over samples or labels.
+        """
+        numbers = [of(run.output) for run in self.runs]
+        if not numbers or not all(isinstance(number, Tensor) and number.numel() == 1 for number in numbers):
+            return None
+        (large, one), (small, two) = zip(self.runs, numbers, strict=True)
+        return head_of((large, one), (small, two), (loss_of(large.output), loss_of(small.output)))
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """What the losses of a batch's micro-batches count.
+
+    Attributes:
+        certificate: how losses add up, as operations tell; the same on all ranks.
+        divisor: what the user says that the step divides by; None: nothing is said.
+    """
+
+    certificate: Certificate
+    divisor: Callable[[Any], Any] | None = None
+
+    @property
+    def weightings(self) -> tuple[Weighting, ...]:
+        """What losses are weighed by, if it is told by the operations; all weigh the parts of a batch alike."""
+        first = self.certificate.weighting
+        return () if first is None or self.divisor is not None else (first, *self.certificate.alternatives)
+
+    def of(self, batch: Any, parts: Sequence[Any]) -> list[float]:
+        """The weight of each part of a batch.
+
+        Raises:
+            PipelineError: the first batch did not show by what these are weighed, or ``loss_weight`` gives no number.
+        """
+        if len(parts) == 1:
+            return [1.0]
+        if self.divisor is not None:
+            whole = _divisor(self.divisor, batch, "the whole batch")
+            if not whole:
+                raise PipelineError("loss_weight=... gave 0 for a whole batch: what a step divides by is above 0")
+            return [_divisor(self.divisor, part, "a micro-batch") / whole for part in parts]
+        try:
+            return loss_weights(self.certificate, parts, [samples_in(part) for part in parts])
+        except (NotSeparableError, WeightsUnclearError, LookupError) as error:
+            raise PipelineError(
+                "micro-batches of this batch cannot be weighed as those of the first one, which is all that a pipeline "
+                f"has seen whole ({error}): {_WHAT_TO_DO}"
+            ) from error
+
+
+def check_loss_weight(given: Any) -> None:
+    """Raise ValueError for a ``loss_weight`` that is none."""
+    if given is not None and given not in ("samples", "sum") and not callable(given):
+        raise ValueError(
+            f"loss_weight={given!r}: give 'samples', 'sum', or a function from a batch to the number that the step "
+            "divides its sum by"
+        )
+
+
+def _divisor(told: Callable[[Any], Any], batch: Any, what: str) -> float:
+    given = told(batch)
+    try:
+        number = float(given)
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    if isinstance(given, str) or not math.isfinite(number) or number < 0:
+        raise PipelineError(
+            f"loss_weight=... gave {given!r} for {what}: it has to give a finite number above 0, what the step divides "
+            "its sum by there, or 0 where a micro-batch has nothing to learn from"
+        )
+    return number
+
+
+def look_at_losses(
+    model: nn.Module,
+    step: Callable[[Any], Any],
+    batch: Any,
+    parts: Sequence[Any],
+    *,
+    told: LossWeight | None = None,
+    gates: LayerGates | None = None,
+    names: Sequence[str] = (),
+) -> tuple[LossWeights, FirstLook]:
+    """By what weights a batch's loss is that of its parts: by samples, by labels counted in them, or as a sum.
+
+    The operations behind the loss say which, unless the user does. Then the losses of this batch and of its parts are
+    compared, as they are, and with noise in what each layer returns, sample by sample: there shows what is the same
+    only because parts are alike. The model is in evaluation mode for this, so that dropout and batch statistics do not
+    count. Nothing is kept for gradients, and all runs begin with the same random numbers.
+
+    Args:
+        model: whole.
+        step: the training step.
+        batch: the first one.
+        parts: its micro-batches.
+        told: the user's ``loss_weight``.
+        gates: at the layers.
+        names: of the layers.
 
     Raises:
         PipelineError: no such weights are known.
     """
+    gates = LayerGates([]) if gates is None else gates
+    results = gates.visitor = LayerResults(names)
+    divisor = None if isinstance(told, str) else told
+    if divisor is not None or told is not None:
+        weights = LossWeights(Certificate(Weighting("sum" if told == "sum" else "mean")), divisor)
+        weights.of(batch, parts)  # whether it gives numbers
     if len(parts) == 1:
-        return Certificate(None, "the first batch had one micro-batch"), None
+        if told is None:
+            weights = LossWeights(Certificate(None, "the first batch had one micro-batch"))
+        return weights, FirstLook()
+    look, samples = FirstLook(), [samples_in(part) for part in parts]
+    with _without_gradients(model):
+        everything, again = _seen(results, step, batch, 0, sum(samples)), _run(step, batch, 1)
+        if not _same(everything, again) and not _same(everything, _run(step, batch, 0)):
+            raise PipelineError(
+                "the loss of the same batch with the same random numbers changes from call to call: training_step "
+                "keeps a state of its own, and a pipeline calls it once for each micro-batch. Change the state in "
+                "a hook, such as on_train_batch_end"
+            )
+    try:
+        look.runs = _followed(step, batch, results)
+        if told is None:
+            weights = LossWeights(_certificate(step, batch, results, look.runs))
+    except NotUnderstoodError as error:
+        if told is None:
+            raise PipelineError(
+                f"how the losses of micro-batches add up to a batch's cannot be told from the loss: {error}. So that "
+                f"nothing else is trained, {_WHAT_TO_DO}"
+            ) from error
+    if not _same(everything, again) or not _loss(everything).isfinite():
+        return weights, look  # it draws random numbers, or has no value: there is nothing to compare
+    each = weights.of(batch, parts)
+    for noise in (None, "added", "multiplied"):
+        try:
+            with _without_gradients(model), results.noisy(noise):
+                whole = _seen(results, step, batch, 0, sum(samples)) if noise else everything
+                if noise and not _loss(whole).isfinite():
+                    continue
+                firsts = [sum(samples[:number]) for number in range(len(parts))]
+                outputs = [_seen(results, step, *one, sum(samples)) for one in zip(parts, firsts, strict=True)]
+        except Exception:
+            if noise is None:
+                raise
+            continue  # layers cannot give that, as probabilities above 1
+        _compare(_loss(whole), [_loss(output) for output in outputs], each, told, bool(noise))
+        look.examples.append(Examples(whole, outputs, each, samples))
+        if noise or not results.can_have_noise:
+            break
+    return weights, look
+
+
+@contextmanager
+def _without_gradients(model: nn.Module) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         with torch.no_grad():
-            everything, again = _run(step, batch, 0), _run(step, batch, 1)
-            if not _same(everything, again) and not _same(everything, _run(step, batch, 0)):
-                raise PipelineError(
-                    "the loss of the same batch with the same random numbers changes from call to call: training_step "
-                    "keeps a state of its own, and a pipeline calls it once for each micro-batch. Change the state in "
-                    "a hook, such as on_train_batch_end"
-                )
-            outputs = [_run(step, part, 0) for part in parts]
-        found = _followed(step, batch)
+            yield
     finally:
         for module, training in modes.items():
             module.training = training
-    whole, losses = _loss(everything), [_loss(output) for output in outputs]
-    if not _same(everything, again):
-        return _uncompared(found, "the loss draws random numbers"), None
-    if not whole.isfinite():
-        return _uncompared(found, f"the loss of the first batch is {whole:.6g}"), None
-    certificate = _compared(found, whole, losses, parts)
-    return certificate, Examples(everything, outputs, weights_of(certificate, parts))
 
 
-def weights_of(certificate: Certificate, parts: Sequence[Any]) -> list[float]:
-    """What each part's loss counts.
-
-    Raises:
-        PipelineError: the first batch did not show by what these are weighed.
-    """
-    if len(parts) == 1:
-        return [1.0]
-    try:
-        return loss_weights(certificate, parts, [samples_in(part) for part in parts])
-    except (NotSeparableError, WeightsUnclearError) as error:
-        raise PipelineError(
-            "micro-batches of this batch cannot be weighed as those of the first one, which is all that a pipeline has "
-            f"seen whole ({error}): use microbatches=1, or a loss that is a mean or a sum over samples"
-        ) from error
+def _seen(results: LayerResults, step: Callable[[Any], Any], part: Any, first: int, whole: int) -> Any:
+    """Run a step on samples of the first batch, of which the layers' visitor is told."""
+    with results.samples(first, samples_in(part), whole):
+        return _run(step, part, 0)
 
 
-def _followed(step: Callable[[Any], Any], batch: Any) -> WeightsByFlow:
-    """What the loss is divided by, as a few samples show it."""
+def _few(batch: Any) -> tuple[Any, Any]:
+    """Some samples of a batch, and fewer."""
     few = split_batch(batch, _FOLLOWED)[0]
     samples = samples_in(few)
-    fewer = split_batch(few, samples // 2 + 1 if samples > 2 else 1)[0]
-    return weights_by_flow(lambda part: _run(step, part, 0), few, fewer)
+    return few, split_batch(few, samples // 2 + 1 if samples > 2 else 1)[0]
 
 
-def _uncompared(found: WeightsByFlow, why: str) -> Certificate:
-    """Where losses do not tell whether weights fit."""
-    if not found.reason:
-        return _certificate(found.needed, found)
-    warnings.warn(
-        f"{why}, so it is not known whether a batch's loss is the mean over its samples; it is taken for that under a "
-        "pipeline",
-        NoEffectWarning,
-        stacklevel=3,
+def _followed(step: Callable[[Any], Any], batch: Any, results: LayerResults) -> tuple[RecordedRun, RecordedRun]:
+    """The operations of the step on some samples and on fewer."""
+    try:
+        large, small = (record(lambda part: _run(step, part, 0), few, results.tells) for few in _few(batch))
+    except (NotUnderstoodError, PipelineError):
+        raise
+    except Exception as error:  # whatever a step says to being watched
+        text = str(error).splitlines()[0] if str(error) else "no message"
+        raise NotUnderstoodError(f"its operations cannot be followed ({type(error).__name__}: {text})") from error
+    finally:
+        results.tells(None)
+    return large, small
+
+
+def _certificate(
+    step: Callable[[Any], Any], batch: Any, results: LayerResults, runs: tuple[RecordedRun, RecordedRun]
+) -> Certificate:
+    """What the loss is a mean or a sum over, as operations show it."""
+    large, small = runs
+    fewer = small, loss_of(small.output)
+    head = head_of((large, loss_of(large.output)), fewer)
+    try:
+        for other in record_altered(lambda part: _run(step, part, 0), _few(batch)[0], large, results.tells):
+            try:
+                same = head_of((other, loss_of(other.output)), fewer) == head
+            except NotUnderstoodError:
+                same = False
+            if not same:
+                raise NotUnderstoodError(
+                    "it depends on values of the batch that are read, as by .item() or by `if`, what it is a mean over"
+                )
+    finally:
+        results.tells(None)
+    first, *others = head.weightings or (Weighting("mean"),)
+    return Certificate(first, alternatives=tuple(others))
+
+
+def _compare(whole: Tensor, losses: Sequence[Tensor], weights: Sequence[float], told: Any, noise: bool) -> None:
+    """Raise where the weighted losses are not the batch's; those that count for nothing may have no value."""
+    counted = [(weight, float(loss)) for weight, loss in zip(weights, losses, strict=True) if weight]
+    scale = max([abs(weight * loss) for weight, loss in counted] + [abs(float(whole)), 1e-12])
+    found = sum(weight * loss for weight, loss in counted)
+    if abs(found - float(whole)) <= _TOLERANCE.get(whole.dtype, _LOW_PRECISION) * scale * math.sqrt(len(losses)):
+        return
+    where = "of layers whose outputs were changed at random, sample by sample," if noise else "of the first batch"
+    by = "weighed by loss_weight=" if told is not None else "weighed by what the loss is a mean or a sum over"
+    raise PipelineError(
+        f"the loss {where} is {float(whole):.6g}, and those of its {len(losses)} micro-batches, {by}, add up to "
+        f"{found:.6g}: samples of a batch influence one another, or the loss is not what it is taken for. So that "
+        f"nothing else is trained, {_WHAT_TO_DO}"
     )
-    return Certificate(Weighting("mean"))
-
-
-def _compared(found: WeightsByFlow, whole: Tensor, losses: Sequence[Tensor], parts: Sequence[Any]) -> Certificate:
-    """What operations tell, if it gives this batch's loss; where they do not tell, what gives it."""
-    usual = (Weighting("mean"), Weighting("sum"))
-    sums = {one: _sum(one, losses, parts) for one in dict.fromkeys((*found.needed, *usual))}
-    scale = torch.stack([loss.double().abs() for loss in losses if loss.isfinite()]).max().clamp(min=1e-12)
-    tolerance = _TOLERANCE.get(whole.dtype, _LOW_PRECISION) * float(scale)
-    fitting = [
-        one
-        for one, made in sums.items()
-        if abs(made - float(whole)) <= tolerance * (len(parts) if one.kind == "sum" else 1)
-    ]
-    if found.needed and all(one in fitting for one in found.needed):
-        return _certificate(found.needed, found)
-    known = [one for one in usual if one in fitting]
-    if not known:
-        tried = ", ".join(f"the {one} is {made:.6g}" for one, made in sums.items())
-        raise PipelineError(
-            f"the loss of a batch ({float(whole):.6g}) is neither the mean over its samples nor their sum (of "
-            f"{len(parts)} micro-batches {tried}), so micro-batches would train something else: use microbatches=1, or "
-            "a loss that is a mean or a sum over samples, or a mean over what can be counted in the batch"
-        )
-    warnings.warn(
-        f"under a pipeline the loss is taken for a {known[0]}, as in the first batch; batches with other values may "
-        f"need other weights of their micro-batches: {found.reason or f'its operations show a {found.needed[0]}'}. Use "
-        "microbatches=1 if that is so",
-        NoEffectWarning,
-        stacklevel=3,
-    )
-    return Certificate(known[0])
-
-
-def _certificate(needed: Sequence[Weighting], found: WeightsByFlow) -> Certificate:
-    first, *others = needed
-    return Certificate(first, alternatives=tuple(others), complete=found.complete)
-
-
-def _sum(weighting: Weighting, losses: Sequence[Tensor], parts: Sequence[Any]) -> float:
-    """Of the weighed losses; those that count for nothing may have no value."""
-    weights = weighting.of(parts, [samples_in(part) for part in parts])
-    return sum(weight * float(loss) for weight, loss in zip(weights, losses, strict=True) if weight)
 
 
 def _run(step: Callable[[Any], Any], part: Any, seed: int) -> Any:

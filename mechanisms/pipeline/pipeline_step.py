@@ -26,7 +26,7 @@ from retime.mechanisms.pipeline.gates import LayerGates
 from retime.mechanisms.pipeline.gradient_sums import GradientSums
 from retime.mechanisms.pipeline.groups import gathered
 from retime.mechanisms.pipeline.hollow import HollowModel
-from retime.mechanisms.pipeline.losses import Examples
+from retime.mechanisms.pipeline.losses import FirstLook, LossWeight, LossWeights, check_loss_weight
 from retime.mechanisms.pipeline.ownership import Ownership
 from retime.mechanisms.pipeline.plan import check_schedule
 from retime.mechanisms.pipeline.report import PipelineReport
@@ -75,6 +75,9 @@ class PipelineStep:
         split: how layers become stages: ``"even"``: each rank has as equal a share of the parameters' bytes as whole
             layers allow, the same in every run; ``"fastest"``: by measured times; or the name of each stage's first
             layer.
+        loss_weight: what a step divides its sum by, where its operations do not tell: ``"samples"``, ``"sum"``
+            (nothing), or a function from a batch to a number, called with the whole batch and with each micro-batch,
+            which counts ``loss_weight(micro_batch) / loss_weight(batch)``.
         quiet: a context around runs that are only tried out.
         hollow: the model, if it was built on the meta device: each rank gives values to its own layers only, and keeps
             them in the end.
@@ -96,11 +99,13 @@ class PipelineStep:
         layers_per_stage: int | Literal["auto"] = "auto",
         activation_cap: int | None = None,
         split: Literal["even", "fastest"] | Sequence[str] = "even",
+        loss_weight: LossWeight | None = None,
         quiet: Callable[[], AbstractContextManager[Any]] = nullcontext,
         hollow: HollowModel | None = None,
     ) -> None:
         if microbatches != "auto" and microbatches < 1:
             raise ValueError(f"microbatches={microbatches}: give 1 or more")
+        check_loss_weight(loss_weight)
         group = dist.group.WORLD if group is None else group
         self._is_asked = microbatches != "auto"
         if microbatches == "auto":
@@ -109,7 +114,7 @@ class PipelineStep:
         """Of each batch with as many samples."""
         self._model, self._quiet = model, quiet
         self._split = split
-        self._wishes = Wishes(check_schedule(schedule), layers_per_stage, activation_cap, "even")
+        self._wishes = Wishes(check_schedule(schedule), layers_per_stage, activation_cap, "even", loss_weight)
         self._layers = find_layers(model, layers, dist.get_world_size(group))
         self._place = Place(group, data_group, next(model.parameters()).device, [])
         self._gates = LayerGates([])
@@ -172,6 +177,7 @@ class PipelineStep:
         if self._report.steps == 1:
             spread.owners.refuse_averages()
         seeds = agreed_seeds(self._place, batch, len(parts))
+        weights = spread.weights.of(batch, parts)
         if len(parts) > 1:
             self._refuse_hooks()
         if self._frozen != self._flags():
@@ -184,7 +190,7 @@ class PipelineStep:
         if spread.plan.micro_batches != len(parts):
             spread.use(spread.planner.plan(len(parts)))
         random, kept = random_state(), spread.owners.keep_gradients()
-        running = RunningStep(spread, step, parts, seeds, divide_by, self._workers)
+        running = RunningStep(spread, step, parts, weights, seeds, divide_by, self._workers)
         buffers = None
         if len(parts) > 1 and not self._report.steps:
             buffers = ChangedBuffers(self._model)
@@ -201,10 +207,19 @@ class PipelineStep:
             buffers.warn()
         return running.results
 
-    def take_examples(self) -> Examples | None:
+    @property
+    def loss_weights(self) -> LossWeights:
+        """What micro-batches' losses are weighed by.
+
+        Raises:
+            RuntimeError: no batch has been seen yet.
+        """
+        return self._known.weights
+
+    def take_first_look(self) -> FirstLook | None:
         """What the step returned for the first batch, whole and in parts; once, behind the first step."""
-        examples, self._known.examples = self._known.examples, None
-        return examples
+        look, self._known.look = self._known.look, None
+        return look
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

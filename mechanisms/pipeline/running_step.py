@@ -13,7 +13,7 @@ from torch import Tensor
 from retime.mechanisms.memory.batches import loss_of, samples_in
 from retime.mechanisms.memory.sandbox import seed_all
 from retime.mechanisms.pipeline.errors import PipelineError
-from retime.mechanisms.pipeline.losses import needed_loss, weights_of
+from retime.mechanisms.pipeline.losses import needed_loss
 from retime.mechanisms.pipeline.spread import Spread
 from retime.mechanisms.pipeline.suspended_call import Returned, SuspendedCall, Workers
 from retime.mechanisms.pipeline.training_call import AtEdge
@@ -49,6 +49,7 @@ class RunningStep:
         spread: over which ranks.
         step: the training step.
         parts: micro-batches.
+        weights: of their losses.
         seeds: of the micro-batches, the same on all ranks: what runs in front of the layers draws the same numbers
             everywhere, whatever the schedule.
         divide_by: of the losses, beside their weights.
@@ -60,12 +61,13 @@ class RunningStep:
         spread: Spread,
         step: Callable[[Any], Any],
         parts: Sequence[Any],
+        weights: Sequence[float],
         seeds: Sequence[int],
         divide_by: int,
         workers: Workers,
     ) -> None:
         self._spread, self._seeds, self._divide_by = spread, seeds, divide_by
-        self._weights = weights_of(spread.certificate, parts)
+        self._weights = weights
         self._samples = [samples_in(part) for part in parts]
         self._keys = [shapes_of(part) for part in parts]
         self._calls = [_call(step, part, workers, seed) for part, seed in zip(parts, seeds, strict=True)]
@@ -140,6 +142,11 @@ class RunningStep:
 
     def _weighted(self, batch: int, output: Any) -> Tensor:
         loss = needed_loss(output)
+        if not self._weights[batch] and loss.detach().isfinite() and loss.detach():
+            raise PipelineError(
+                f"loss_weight=... gave 0 for a micro-batch whose loss is {float(loss.detach()):.6g}, so the step "
+                "divides by something else there: give the same number, such as a count with .clamp(min=1)"
+            )
         self._results[batch] = MicroBatchResult(_detached(output), self._weights[batch], self._samples[batch])
         weight = self._weights[batch] / self._divide_by
         return loss * weight if weight else loss.detach()  # a mean over nothing has no gradient either

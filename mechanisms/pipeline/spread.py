@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from retime.mechanisms.memory.batches import Certificate
 from retime.mechanisms.pipeline.errors import messages_of_group
-from retime.mechanisms.pipeline.losses import Examples
+from retime.mechanisms.pipeline.losses import FirstLook, LossWeights
 from retime.mechanisms.pipeline.measured_times import MeasuredTimes
 from retime.mechanisms.pipeline.ownership import Ownership
 from retime.mechanisms.pipeline.plan import PipelinePlan, Planner
@@ -107,7 +106,7 @@ class Spread:
         whole: runs stretches of a step for ``split``.
         split: of this rank's stages.
         owners: of the parameters.
-        certificate: how losses add up.
+        weights: of micro-batches' losses.
         outputs: kinds of what layers return, by layer and shapes of their arguments.
         positions: by stage, which tensors of its first layer's arguments come from the stage before.
         needs_gradient: of those.
@@ -116,7 +115,7 @@ class Spread:
         stage_parameters: by stage, the trainable parameters that only it uses.
         late: this rank's parameters that several stages use.
         outside: names of the parameters in front of the layers and behind them.
-        examples: what the step returned for the first batch, whole and in parts, until somebody has looked at it.
+        look: what the first batch has shown of its losses, until somebody has looked at it.
         with_messages: the plan's orders with all messages, as the runtime found them.
     """
 
@@ -126,7 +125,7 @@ class Spread:
     whole: Whole
     split: SplitBackward
     owners: Ownership
-    certificate: Certificate
+    weights: LossWeights
     outputs: dict[tuple[int, Shapes], ValueKind]
     positions: dict[int, list[int]]
     needs_gradient: dict[int, list[bool]]
@@ -135,7 +134,7 @@ class Spread:
     stage_parameters: dict[int, list[Tensor]] = field(default_factory=dict)
     late: list[Tensor] = field(default_factory=list)
     outside: list[str] = field(default_factory=list)
-    examples: Examples | None = None
+    look: FirstLook | None = None
     with_messages: Any = None
     times: MeasuredTimes = field(default_factory=MeasuredTimes)
 

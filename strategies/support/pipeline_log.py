@@ -6,7 +6,7 @@ import inspect
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.aggregation import BaseAggregator
 
 from retime.mechanisms.no_effect import warn_difference
+from retime.mechanisms.pipeline import Examples, FirstLook, LossWeights, NotUnderstoodError
 from retime.mechanisms.replaced_attributes import replaced_attributes
 from retime.strategies.support.lightning_private import logging_as, metric_state, set_metric_state
 
@@ -24,14 +25,21 @@ __all__ = ["PipelineLog"]
 
 _LOG = inspect.signature(LightningModule.log)
 _METRIC = "metric"
-_NEAR = 1e-3
+_NEAR = {torch.float64: 1e-4, torch.float32: 1e-4, torch.int64: 1e-4, torch.bool: 1e-4}
+_LOW_PRECISION = 3e-2
+_REDUCED = ("sum", "max", "amax", "min", "amin")
+"""Ways to reduce that micro-batches are reduced by as well."""
+_RULES = ("loss", "samples", "sum")
+"""How else numbers are put together: weighed as losses, by samples, or not at all."""
+_Key = tuple[str, int]
 
 
 class PipelineLog:
     """Takes the place of a module's ``log`` while micro-batches run.
 
-    A number is logged once for the batch: the mean over micro-batches, weighed as their losses; with a ``reduce_fx`` of
-    sum, max or min theirs. Torchmetrics objects have seen all micro-batches; their states go to all ranks.
+    A number is logged once for the batch: those of micro-batches, weighed as their losses, by samples, or added up, as
+    its operations tell and the first batch agrees; with a ``reduce_fx`` of sum, max or min theirs. Torchmetrics objects
+    have seen all micro-batches; their states go to all ranks.
 
     Args:
         module: whose metrics are not those of other modules.
@@ -42,6 +50,7 @@ class PipelineLog:
         self._here = threading.local()
         self._metrics = {name: one for name, one in module.named_modules() if isinstance(one, Metric)}
         self._counts: dict[str, int] = {}
+        self._rules: dict[_Key, str] = {}
 
     @contextmanager
     def batch(self) -> Iterator[None]:
@@ -60,47 +69,86 @@ class PipelineLog:
         finally:
             self._here.calls = None
 
-    def collected(self, calls: Sequence[Sequence[dict[str, Any]]], weights: Sequence[float]) -> Any:
+    def collected(
+        self, calls: Sequence[Sequence[dict[str, Any]]], weights: Sequence[float], samples: Sequence[int]
+    ) -> Any:
         """What other ranks are to be told: calls put together, and metrics that have changed.
 
         Args:
             calls: of each micro-batch.
             weights: of their losses.
+            samples: in them.
         """
         states = {
             name: metric_state(metric)
             for name, metric in self._metrics.items()
             if metric.update_count != self._counts[name]
         }
-        return [_combined(found) for found in _numbers(calls, weights).values()], states
+        numbers = _numbers(calls, weights, samples)
+        return [_combined(found, self._rules.get(key, "")) for key, found in numbers.items()], states
 
-    def warn(self, whole: Sequence[dict[str, Any]], parts: Sequence[Sequence[dict[str, Any]]], weights: Any) -> None:
-        """Say of each number, and each metric of a step, that micro-batches make another of it than a whole batch.
+    def look(self, look: FirstLook, weights: LossWeights, calls: Callable[[Any], Sequence[dict[str, Any]]]) -> None:
+        """See how each number of the first batch is to be put together, and say of which there is no way to.
 
         Args:
-            whole: what a batch logged.
-            parts: what its micro-batches logged.
-            weights: of their losses.
+            look: at the first batch.
+            weights: of micro-batches' losses.
+            calls: what was logged, in what a step returned.
         """
-        expected = dict(_numbered(whole))
-        made = {key: _combined(found) for key, found in _numbers(parts, weights).items()}
-        for key, call in expected.items():
-            other = made.get(key)
-            if _METRIC in call and call.get("on_step") is not False and len(parts) > 1:
-                warn_difference(
-                    f"the metric {call['name']!r} is logged in each step: what is shown there is its last "
-                    "micro-batch's under a pipeline, and the epoch's value is that of all samples: log it with "
-                    "on_step=False, on_epoch=True"
-                )
-            if _METRIC in call or other is None:
+        outputs = [*(one.whole for one in look.examples), *(run.output for run in look.runs)]
+        for key, call in _numbered(calls(outputs[0]) if outputs else ()):
+            if _METRIC in call:
+                if call.get("on_step") is not False:
+                    warn_difference(
+                        f"the metric {call['name']!r} is logged in each step: what is shown there is its last "
+                        "micro-batch's under a pipeline, and the epoch's value is that of all samples: log it with "
+                        "on_step=False, on_epoch=True"
+                    )
                 continue
-            there, here = float(call["value"]), float(other["value"])
-            if not math.isclose(there, here, rel_tol=_NEAR, abs_tol=_NEAR) and not math.isnan(there):
+            rule, why = self._rule(look, weights, key, call, calls)
+            self._rules[key] = rule
+            if why:
                 warn_difference(
                     f"the logged value {call['name']!r} is put together from micro-batches under a pipeline, and is "
-                    f"not the whole batch's ({here:.4g} for {there:.4g} in the first batch): log a torchmetrics "
-                    "object, or a mean over samples"
+                    f"not the whole batch's: {why}. Log the means or sums over samples that it is computed from, or a "
+                    "torchmetrics object, which sees all samples"
                 )
+
+    def _rule(
+        self,
+        look: FirstLook,
+        weights: LossWeights,
+        key: _Key,
+        call: dict[str, Any],
+        calls: Callable[[Any], Sequence[dict[str, Any]]],
+    ) -> tuple[str, str]:
+        """How a number is put together, and why that is not the whole batch's."""
+        rules: tuple[str, ...] = ("reduced",) if _reduction(call) in _REDUCED else _RULES
+        try:
+            head = look.head_of(lambda output: dict(_numbered(calls(output))).get(key, {}).get("value"))
+        except NotUnderstoodError as error:
+            if rules == _RULES or _reduction(call) == "sum":
+                return rules[0], f"it is no mean or sum over samples ({error})"
+            head = None
+        if head is not None and rules == _RULES:
+            kinds = {one.kind for one in head.weightings}
+            if head.like_loss or (kinds and set(head.weightings) <= set(weights.weightings)):
+                rules = ("loss",)
+            elif kinds in ({"mean"}, {"sum"}):
+                rules = ("samples",) if kinds == {"mean"} else ("sum",)
+            elif kinds:
+                return "loss", f"it is a {head.weightings[0]}, and the loss is not"
+        found = {rule: _misfits(rule, key, look.examples, calls) for rule in rules}
+        constant = bool(look.examples) and all(_is_constant(key, one, calls) for one in look.examples)
+        if rules == _RULES and constant:
+            return "samples", ""
+        fitting = [rule for rule, misfits in found.items() if misfits is None]
+        if not fitting:
+            return rules[0], str(found[rules[0]])
+        by_samples = {one.kind for one in weights.weightings} == {"mean"}
+        if fitting[:2] == ["loss", "samples"] and not by_samples and float(call["value"]):
+            return "loss", "a number of Python's does not tell whether it is a mean over what the loss is a mean over"
+        return fitting[0], ""
 
     def warn_of_aggregates(self) -> None:
         """Behind the first batch: say of means and sums of a step's values that they are those of micro-batches."""
@@ -155,8 +203,7 @@ class PipelineLog:
             self._log(name, value, *arguments, **options)
 
 
-_Key = tuple[str, int]
-_Found = list[tuple[dict[str, Any], float]]
+_Found = list[tuple[dict[str, Any], float, int]]
 
 
 def _numbered(calls: Sequence[dict[str, Any]]) -> Iterator[tuple[_Key, dict[str, Any]]]:
@@ -167,35 +214,71 @@ def _numbered(calls: Sequence[dict[str, Any]]) -> Iterator[tuple[_Key, dict[str,
         counted[call["name"]] += 1
 
 
-def _numbers(calls: Sequence[Sequence[dict[str, Any]]], weights: Sequence[float]) -> dict[_Key, _Found]:
+def _numbers(
+    calls: Sequence[Sequence[dict[str, Any]]], weights: Sequence[float], samples: Sequence[int]
+) -> dict[_Key, _Found]:
     numbers: dict[_Key, _Found] = {}
-    for micro_batch, weight in zip(calls, weights, strict=True):
+    for micro_batch, weight, size in zip(calls, weights, samples, strict=True):
         for key, call in _numbered(micro_batch):
-            numbers.setdefault(key, []).append((call, weight))
+            numbers.setdefault(key, []).append((call, weight, size))
     return numbers
 
 
-def _combined(found: Sequence[tuple[dict[str, Any], float]]) -> dict[str, Any]:
+def _reduction(call: dict[str, Any]) -> str:
+    reduce = call.get("reduce_fx", "mean")
+    return reduce if isinstance(reduce, str) else getattr(reduce, "__name__", "mean")
+
+
+def _is_constant(key: _Key, one: Examples, calls: Callable[[Any], Sequence[dict[str, Any]]]) -> bool:
+    """Whether a number is the same for a batch and each of its parts."""
+    values = {float(dict(_numbered(calls(output)))[key]["value"]) for output in (one.whole, *one.parts)}
+    return len(values) == 1
+
+
+def _misfits(
+    rule: str, key: _Key, examples: Sequence[Examples], calls: Callable[[Any], Sequence[dict[str, Any]]]
+) -> str | None:
+    """In which example a number that is put together by a rule is not the whole batch's; None where it always is."""
+    for number, one in enumerate(examples):
+        whole = dict(_numbered(calls(one.whole))).get(key)
+        found = _numbers([calls(part) for part in one.parts], one.weights, one.samples).get(key)
+        if whole is None or found is None:
+            continue
+        there, here = float(whole["value"]), float(_combined(found, rule)["value"])
+        values = [abs(float(call["value"])) for call, _, _ in found]
+        near = _NEAR.get(torch.as_tensor(whole["value"]).dtype, _LOW_PRECISION)
+        largest = max([abs(there), *filter(math.isfinite, values)])
+        if math.isfinite(there) and not abs(here - there) <= near * largest:
+            where = "where outputs of layers are others, sample by sample" if number else "in the first batch"
+            return f"{here:.4g} for {there:.4g} {where}"
+    return None
+
+
+def _combined(found: _Found, rule: str = "") -> dict[str, Any]:
     """One call for those of the same name in all micro-batches."""
     call = dict(found[0][0])
-    sizes = [one.get("batch_size") for one, _ in found]
+    sizes = [one.get("batch_size") for one, _, _ in found]
     if all(size is not None for size in sizes):
         call["batch_size"] = sum(sizes)
     if _METRIC in call or len(found) == 1:
         return call
-    given = [torch.as_tensor(one["value"]).cpu().squeeze() for one, _ in found]
+    given = [torch.as_tensor(one["value"]).cpu().squeeze() for one, _, _ in found]
     values = torch.stack([value.double() for value in given])
-    reduce = call.get("reduce_fx", "mean")
-    name = reduce if isinstance(reduce, str) else getattr(reduce, "__name__", "mean")
-    weights = torch.tensor([weight for _, weight in found], dtype=torch.float64)
-    if name == "sum":
+    name = _reduction(call)
+    weights = torch.tensor([weight for _, weight, _ in found], dtype=torch.float64)
+    samples = torch.tensor([size for _, _, size in found], dtype=torch.float64)
+    counts = weights != 0  # a loss over nothing has no value
+    if name == "sum" or (rule == "sum" and name not in _REDUCED):
         call["value"] = values.sum()
     elif name in ("max", "amax"):
         call["value"] = values.max()
     elif name in ("min", "amin"):
         call["value"] = values.min()
+    elif rule == "loss":
+        call["value"] = (values * weights)[counts].sum()
+    elif rule == "samples":
+        call["value"] = (values * samples).sum() / samples.sum()
     else:
-        counts = weights != 0  # a loss over nothing has no value
         call["value"] = (values * weights)[counts].sum() / weights.sum()
     kind = given[0].dtype if given[0].is_floating_point() else torch.get_default_dtype()
     call["value"] = call["value"].to(kind)

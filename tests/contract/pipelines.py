@@ -41,7 +41,7 @@ REFUSED = {
     "compiled_calls_of_a_module_in_place": "a compiled model cannot be cut",
     "compiled_module": "a compiled model cannot be cut",
     "compiled_submodule": "a compiled model cannot be cut",
-    "constants_are_class_weights": "is neither the mean over its samples",
+    "constants_are_class_weights": "is a mean by class weights",
     "constants_that_steps_count_in": KEEPS_STATE,
     "inference_between_batches": "was called outside of the step",
     "inference_in_training_step": TWICE,

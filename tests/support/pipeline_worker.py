@@ -201,10 +201,10 @@ def shapes() -> None:
 
 def padded(schedule: str) -> None:
     """A mean over labels that are not padding, of which micro-batches have unlike numbers behind the first batch."""
-    for name in ("between", "gpt2"):
+    for name in ("between", "gpt2", "bert", "llama"):
         model, _, batch = made(name, torch.float64)
         reference, _, _ = made(name, torch.float64)
-        tokens = batch["tokens"] if name == "gpt2" else batch[0]
+        tokens = batch[0] if name == "between" else batch["tokens"]
         pipeline = PipelineStep(model, microbatches=MICRO_BATCHES, schedule=schedule)
         for nothing in ((), (0, 1, 2), (0, 4, 5), (0, 1, 2, 3, 4, 5)):  # micro-batches have two samples, or three
             labels = tokens.clone()
@@ -221,7 +221,7 @@ def padded(schedule: str) -> None:
                 )
             for (key, parameter), other in zip(model.named_parameters(), reference.parameters(), strict=True):
                 if RANK in pipeline.owners.ranks[key]:
-                    near = 1e-7 if name == "gpt2" else 1e-13  # transformers compute losses in float32
+                    near = 1e-13 if name == "between" else 1e-7  # transformers compute losses in float32
                     torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-12, atol=near)
         pipeline.remove()
     print("same")
@@ -232,6 +232,42 @@ def _labelled(model: nn.Module, part: Any) -> Tensor:
     if tokens.dim() > 1:
         return model(input_ids=tokens, labels=labels).loss  # type: ignore[no-any-return]
     return nn.functional.cross_entropy(model(tokens), labels)
+
+
+def counted() -> None:
+    """RetinaNet's loss: a sum by the number of positives, which run out in later batches and micro-batches."""
+    inputs = torch.randn(8, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    positives = [[1.0, 0.0] * 4, [1.0, 1.0] + [0.0] * 6, [0.0] * 8]
+    batches = [(inputs, torch.tensor(one, dtype=torch.float64)) for one in positives]
+
+    def loss_of(model: nn.Module, part: Any) -> Tensor:
+        each = nn.functional.binary_cross_entropy_with_logits(model(part[0])[:, 0], part[1], reduction="none")
+        return each.sum() / (part[1] > 0).sum().clamp(min=1)
+
+    model, _, _ = made("sequential", torch.float64)
+    pipeline = PipelineStep(model, microbatches=MICRO_BATCHES)
+    try:
+        pipeline.train(lambda part: loss_of(model, part), batches[0])
+    except PipelineError as error:
+        print(error)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    pipeline.remove()
+    model, _, _ = made("sequential", torch.float64)
+    reference, _, _ = made("sequential", torch.float64)
+    pipeline = PipelineStep(
+        model, microbatches=MICRO_BATCHES, loss_weight=lambda part: (part[1] > 0).sum().clamp(min=1)
+    )
+    for batch in batches:
+        found = pipeline.train(lambda part: loss_of(model, part), batch)
+        expected = loss_of(reference, batch)
+        expected.backward()
+        if found:
+            torch.testing.assert_close(sum(one.weight * one.output for one in found), expected.detach())
+        for (key, parameter), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+            if RANK in pipeline.owners.ranks[key]:
+                torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-12, atol=1e-13)
+    pipeline.remove()
+    print("same")
 
 
 def replanned() -> None:
@@ -433,6 +469,11 @@ def refused(name: str) -> None:
         steps = [lambda part: model[:-1](part[0]).mean()]
     elif name == "whole loss":
         steps = [lambda part: model(part[0]).std()]
+    elif name == "no weight":
+        options["loss_weight"] = lambda part: (part[0] > 9).sum()
+        steps, batches = [step] * 2, [batch, batch]
+    elif name == "wrong weight":
+        options["loss_weight"] = "tokens"
     elif name == "no loss":
         steps = [lambda part: None]
     elif name == "no gradient":
@@ -480,7 +521,7 @@ def refused(name: str) -> None:
             if name == "frozen" and pipeline.is_spread:
                 model[0].requires_grad_(False)  # type: ignore[index]
             pipeline.train(one, given)
-    except PipelineError as error:
+    except ValueError as error:  # PipelineError is one
         print(error)
         if name == "later batches":
             sys.stdout.flush()

@@ -1,14 +1,14 @@
 """Whether a batch may be trained in parts: a probe of its gradients, and the flow of its operations."""
 
-from retime.mechanisms.memory.separability.by_flow import WeightsByFlow, weights_by_flow
+from retime.mechanisms.memory.separability.altered import ALTERATIONS, Altered
 from retime.mechanisms.memory.separability.certify import certify
 from retime.mechanisms.memory.separability.compared_sizes import compared
 from retime.mechanisms.memory.separability.watch import Compared
 
 __all__ = [
+    "ALTERATIONS",
+    "Altered",
     "Compared",
-    "WeightsByFlow",
     "certify",
     "compared",
-    "weights_by_flow",
 ]

@@ -1,4 +1,4 @@
-"""By what micro-batches' losses are weighed: followed through the step's operations, checked on the first batch."""
+"""By what micro-batches' losses are weighed: read off the operations behind the loss, or told, checked on a batch."""
 
 import math
 import warnings
@@ -11,185 +11,392 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from retime.mechanisms.memory.batches import balanced_parts
-from retime.mechanisms.no_effect import NoEffectWarning
 from retime.mechanisms.pipeline import PipelineError
-from retime.mechanisms.pipeline.losses import certified, weights_of
+from retime.mechanisms.pipeline.gates import LayerGates
+from retime.mechanisms.pipeline.losses import FirstLook, LossWeights, check_loss_weight, look_at_losses
 
 Step = Callable[[nn.Module, Any], Tensor]
+CLASSES, TOKENS = 5, 11
 
 
-def padded(tokens: Tensor, *rows: int) -> dict[str, Tensor]:
-    """A batch of tokens, with padding in the labels of these rows."""
-    labels = tokens.clone()
-    labels[list(rows), 2:] = -100
-    return {"tokens": tokens, "labels": labels, "mask": labels != -100}
-
-
-def model() -> nn.Module:
+def model() -> nn.ModuleDict:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(11, 8), nn.Dropout(0.5), nn.Linear(8, 11))
+    of_features = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+    of_tokens = nn.Sequential(nn.Embedding(TOKENS, 8), nn.Dropout(0.5), nn.Linear(8, TOKENS))
+    return nn.ModuleDict({"x": of_features, "tokens": of_tokens})
 
 
-def each(model: nn.Module, part: Any, labels: Tensor) -> Tensor:
-    return F.cross_entropy(model(part["tokens"]).flatten(0, 1), labels.flatten(), reduction="none")
+def batch(*, padded: int = 0, empty: int = 0) -> dict[str, Tensor]:
+    """Twelve samples; nothing in the last rows of labels, and no positive in the last rows of the mask."""
+    drawn = torch.Generator().manual_seed(1)
+    tokens = torch.randint(1, TOKENS, (12, 7), generator=drawn)
+    labels = tokens.clone()
+    labels[12 - padded :, 2:] = -100
+    mask = torch.ones(12, CLASSES)
+    mask[12 - empty :] = 0
+    return {
+        "x": torch.randn(12, 6, generator=drawn),
+        "classes": torch.randint(0, CLASSES, (12,), generator=drawn),
+        "several": torch.randint(0, CLASSES, (12, 2), generator=drawn),
+        "wanted": torch.randn(12, CLASSES, generator=drawn),
+        "tokens": tokens,
+        "labels": labels,
+        "mask": mask,
+        "items": torch.tensor(7.0),
+    }
 
 
-def tokens_mean(model: nn.Module, part: Any) -> Tensor:
-    return F.cross_entropy(model(part["tokens"]).flatten(0, 1), part["labels"].flatten())
+def look(step: Step, given: Any = None, told: Any = None, gates: bool = True) -> tuple[LossWeights, FirstLook]:
+    net, given = model(), batch() if given is None else given
+    layers = list(net["x"]) + list(net["tokens"])  # type: ignore[call-overload]
+    return look_at_losses(
+        net,
+        lambda part: step(net, part),
+        given,
+        balanced_parts(given, 3),
+        told=told,
+        gates=LayerGates(layers) if gates else None,
+        names=list(map(str, range(len(layers)))),
+    )
 
 
-def next_tokens_mean(model: nn.Module, part: Any) -> Tensor:
-    return F.cross_entropy(model(part["tokens"])[:, :-1].flatten(0, 1), part["labels"][:, 1:].flatten())
+def error_of(net: Any, part: Any) -> Tensor:
+    return (net["x"](part["x"]) - part["wanted"]).square()
 
 
-def masked_mean(model: nn.Module, part: Any) -> Tensor:
-    return (each(model, part, part["tokens"]) * part["mask"].flatten()).sum() / part["mask"].sum()
+def each_token(net: Any, part: Any) -> Tensor:
+    return F.cross_entropy(net["tokens"](part["tokens"]).flatten(0, 1), part["labels"].flatten(), reduction="none")
 
 
-def chosen_mean(model: nn.Module, part: Any) -> Tensor:
-    return each(model, part, part["tokens"])[part["mask"].flatten()].mean()
+def with_penalty(net: Any, part: Any) -> Tensor:
+    return F.mse_loss(net["x"](part["x"]), part["wanted"]) + 0.1 * sum(p.square().sum() for p in net.parameters())
 
 
-def with_decay(model: nn.Module, part: Any) -> Tensor:
-    return tokens_mean(model, part) + 0.1 * model[2].weight.square().sum()
+def added_in_place(net: Any, part: Any) -> Tensor:
+    total = torch.zeros(())
+    total += error_of(net, part).mean()
+    total += 0.1 * net["x"](part["x"]).mean()
+    return total
 
 
-COUNTED: dict[Step, str] = {
-    tokens_mean: "count(batch['labels'] != -100)",
-    next_tokens_mean: "count(batch['labels'][:, 1:] != -100)",
-    masked_mean: "count(batch['mask'] == 1)",
-    chosen_mean: "count(batch['mask'] == 1)",
-    with_decay: "count(batch['labels'] != -100)",
+def focal(net: Any, part: Any) -> Tensor:
+    each = F.cross_entropy(net["x"](part["x"]), part["classes"], reduction="none")
+    return ((1 - (-each).exp()) ** 2 * each).mean()
+
+
+def checked(net: Any, part: Any) -> Tensor:
+    """Reads its batch to refuse some of it."""
+    if int(part["tokens"].max()) >= TOKENS:
+        raise ValueError("no such token")
+    return error_of(net, part).mean()
+
+
+LABELS = "mean over count(batch['labels'] != -100)"
+NEXT = "mean over count(batch['labels'][:, 1:] != -100)"
+MEAN, SUM = "mean over samples", "sum over samples"
+KNOWN: dict[str, tuple[Step, list[str]]] = {
+    "classes": (
+        lambda net, part: F.cross_entropy(net["x"](part["x"]), part["classes"]),
+        ["mean over count(batch['classes'] != -100)"],
+    ),
+    "smoothed": (
+        lambda net, part: F.cross_entropy(net["x"](part["x"]), part["classes"], label_smoothing=0.1),
+        ["mean over count(batch['classes'] != -100)"],
+    ),
+    "columns": (
+        lambda net, part: F.cross_entropy(net["x"](part["x"]), part["several"][:, 1]),
+        ["mean over count(batch['several'][:, 1] != -100)"],
+    ),
+    "classes summed": (
+        lambda net, part: F.cross_entropy(net["x"](part["x"]), part["classes"], torch.ones(CLASSES), reduction="sum"),
+        [SUM],
+    ),
+    "probabilities": (lambda net, part: F.cross_entropy(net["x"](part["x"]), part["wanted"].softmax(-1)), [MEAN]),
+    "computed labels": (lambda net, part: F.cross_entropy(net["x"](part["x"]), part["wanted"].argmax(1)), [MEAN]),
+    "tokens": (
+        lambda net, part: F.cross_entropy(net["tokens"](part["tokens"]).flatten(0, 1), part["labels"].flatten()),
+        [LABELS],
+    ),
+    "tokens in a row": (
+        lambda net, part: F.cross_entropy(net["tokens"](part["tokens"]).transpose(1, 2), part["labels"]),
+        [LABELS],
+    ),
+    "next tokens": (
+        lambda net, part: F.cross_entropy(
+            net["tokens"](part["tokens"])[:, :-1].flatten(0, 1), part["labels"][:, 1:].flatten()
+        ),
+        [NEXT],
+    ),
+    "as transformers": (
+        lambda net, part: F.cross_entropy(
+            net["tokens"](part["tokens"].view(-1, 7)).view(-1, TOKENS),
+            F.pad(part["labels"].view(-1, 7), (0, 1), value=-100)[..., 1:].contiguous().view(-1),
+        ),
+        [NEXT],
+    ),
+    "its own tokens": (
+        lambda net, part: F.cross_entropy(
+            net["tokens"](part["tokens"]).flatten(0, 1), part["tokens"].flatten(), ignore_index=0
+        ),
+        ["mean over count(batch['tokens'] != 0)"],
+    ),
+    "squares": (lambda net, part: F.mse_loss(net["x"](part["x"]), part["wanted"]), [MEAN]),
+    "logits": (
+        lambda net, part: F.binary_cross_entropy_with_logits(net["x"](part["x"]), part["mask"], part["mask"]),
+        [MEAN],
+    ),
+    "divergence": (
+        lambda net, part: F.kl_div(
+            net["x"](part["x"]).log_softmax(-1), part["wanted"].softmax(-1), reduction="batchmean"
+        ),
+        [MEAN],
+    ),
+    "mean": (lambda net, part: error_of(net, part).mean(), [MEAN]),
+    "sum": (lambda net, part: error_of(net, part).sum() / 100, [SUM]),
+    "sum by samples": (lambda net, part: error_of(net, part).sum() / len(part["x"]), [MEAN]),
+    "sum by a number of the batch": (lambda net, part: error_of(net, part).sum() / part["items"], [SUM]),
+    "mean of sums": (lambda net, part: error_of(net, part).sum(0).mean(), [SUM]),
+    "sum of means": (lambda net, part: error_of(net, part).mean(0).sum(), [MEAN]),
+    "masked": (lambda net, part: (error_of(net, part) * part["mask"]).mean(), [MEAN]),
+    "focal": (focal, [MEAN]),
+    "several": (
+        lambda net, part: 2 * error_of(net, part).mean() - 0.1 * F.cross_entropy(net["x"](part["x"]), part["classes"]),
+        [MEAN, "mean over count(batch['classes'] != -100)"],
+    ),
+    "stacked": (lambda net, part: torch.stack([error_of(net, part).mean()] * 2).mean(), [MEAN]),
+    "in place": (added_in_place, [MEAN]),
+    "penalty": (with_penalty, [MEAN]),
+    "learned weight": (
+        lambda net, part: error_of(net, part).mean() * net["x"][0].bias[0].exp() - net["x"][0].bias[0],
+        [MEAN],
+    ),
+    "checked": (checked, [MEAN]),
 }
-TOKENS = torch.arange(48).reshape(8, 6) % 11
 
 
-@pytest.mark.parametrize("step", COUNTED)
-def test_a_mean_over_what_is_counted_in_the_batch(step):
-    """Although each micro-batch of the first batch has as much of it."""
-    net, batch = model(), padded(TOKENS)
+@pytest.mark.parametrize("name", KNOWN)
+def test_heads_that_are_known(name):
+    """Weights fit the first batch, and another with more padding, whose micro-batches have unlike numbers of labels."""
+    step, expected = KNOWN[name]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        certificate, examples = certified(net, lambda part: step(net, part), batch, balanced_parts(batch, 2))
-    assert str(certificate.weighting) == f"mean over {COUNTED[step]}"
-    assert examples is not None
-    assert examples.weights == [0.25] * 4
-    assert net.training
-    other = padded(TOKENS, 0, 1, 2)
-    parts = balanced_parts(other, 2)
-    weights = weights_of(certificate, parts)
-    net.eval()
-    found = sum(weight * float(step(net, part).detach()) for weight, part in zip(weights, parts, strict=True))
-    assert len(set(weights)) > 1
+        weights, seen = look(step)
+    assert list(map(str, weights.weightings)) == expected
+    assert len(seen.examples) == 2, "with noise too"
+    net, other = model().eval(), batch(padded=6)
+    parts = balanced_parts(other, 3)
+    found = sum(w * float(step(net, part).detach()) for w, part in zip(weights.of(other, parts), parts, strict=True))
     assert found == pytest.approx(float(step(net, other).detach()), rel=1e-5)
 
 
-def test_means_and_sums_over_samples():
-    net, batch = nn.Linear(4, 1), torch.randn(10, 4)
-    parts = balanced_parts(batch, 3)
-    mean, _ = certified(net, lambda part: net(part).square().mean(), batch, parts)
-    assert weights_of(mean, parts) == [0.3, 0.3, 0.2, 0.2]
-    total, _ = certified(net, lambda part: net(part).square().sum(), batch, parts)
-    assert weights_of(total, parts) == [1.0] * 4
+def by_item(net: Any, part: Any) -> Tensor:
+    return (error_of(net, part) * part["mask"]).sum() / max(1, int(part["mask"].sum()))
+
+
+def by_branch(net: Any, part: Any) -> Tensor:
+    loss = error_of(net, part).mean()
+    return loss + net["x"](part["x"]).mean() if bool(part["mask"].any()) else loss
+
+
+BY_BATCH = "`div` (test_losses.py:"
+READ = "depends on values of the batch that are read"
+UNKNOWN: dict[str, tuple[Step, str]] = {
+    "clamped count": (
+        lambda net, part: error_of(net, part).sum() / (part["mask"] > 0).sum().clamp(min=1),
+        BY_BATCH,
+    ),
+    "epsilon": (lambda net, part: (error_of(net, part) * part["mask"]).sum() / (part["mask"].sum() + 1e-6), BY_BATCH),
+    "mask": (lambda net, part: (error_of(net, part) * part["mask"]).sum() / part["mask"].sum(), BY_BATCH),
+    "items": (by_item, READ),
+    "numpy": (lambda net, part: error_of(net, part).sum() / float(part["mask"].numpy().sum()), READ),
+    "list": (lambda net, part: error_of(net, part).sum() / sum(map(sum, part["mask"].tolist())), READ),
+    "branch": (by_branch, READ),
+    "chosen": (lambda net, part: error_of(net, part)[part["mask"] > 0].mean(), "values that `index`"),
+    "selected": (
+        lambda net, part: torch.masked_select(error_of(net, part), part["mask"] > 0).mean(),
+        "values that `masked_select`",
+    ),
+    "by numbers": (
+        lambda net, part: error_of(net, part)[part["mask"][:, 0].nonzero()[:, 0]].mean(),
+        "values that `nonzero`",
+    ),
+    "class weights": (
+        lambda net, part: F.cross_entropy(net["x"](part["x"]), part["classes"], torch.ones(CLASSES)),
+        "is a mean by class weights",
+    ),
+    "labels left out": (
+        lambda net, part: F.cross_entropy(
+            net["x"](part["x"]), part["classes"].masked_fill(part["mask"][:, 0] < 1, -100)
+        ),
+        "computed by `masked_fill`",
+    ),
+    "exp": (lambda net, part: error_of(net, part).mean().exp(), "it goes through `exp`"),
+    "root": (lambda net, part: error_of(net, part).mean().sqrt(), "it goes through `sqrt`"),
+    "product": (lambda net, part: error_of(net, part).mean() * net["x"](part["x"]).mean(), "multiplies two values"),
+    "largest": (lambda net, part: error_of(net, part).max(), "it goes through `max`"),
+    "hardest": (lambda net, part: error_of(net, part).mean(1).topk(2).values.mean(), "it goes through `topk`"),
+    "one sample": (lambda net, part: error_of(net, part).mean() + net["x"](part["x"])[0, 0], "some of the samples"),
+    "mean and sum": (lambda net, part: error_of(net, part).mean() + error_of(net, part).sum(), "a mean and a sum"),
+    "sum and penalty": (
+        lambda net, part: error_of(net, part).sum() + net["x"][0].weight.square().sum(),
+        "the same for each micro-batch",
+    ),
+    "window": (
+        lambda net, part: torch.cat([error_of(net, part).mean(1)[:2].mean()[None]]).sum(),
+        "`slice` (test_losses.py",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_other_heads_are_refused_by_name(name):
+    step, what = UNKNOWN[name]
+    with pytest.raises(PipelineError) as refused:
+        look(step)
+    text = str(refused.value)
+    assert what in text
+    assert "use a mean or a sum over samples or labels; or say what the step divides by, with loss_weight=" in text
+    assert text.endswith("or use microbatches=1")
+
+
+def contrasted(net: Any, part: Any) -> Tensor:
+    features = net["x"](part["x"])
+    return F.cross_entropy(features @ features.T, torch.arange(len(features)))
+
+
+def test_samples_that_influence_one_another_are_refused():
+    with pytest.raises(PipelineError, match="samples of a batch influence one another"):
+        look(contrasted)
+
+
+def test_what_is_the_same_only_for_samples_that_are_alike_is_refused():
+    """Until layers return something else, all samples are the same."""
+
+    def varied(net: Any, part: Any) -> Tensor:
+        features = net["x"](part["x"])
+        return (features - part["wanted"]).square().mean() + (features - features.mean(0)).square().mean()
+
+    alike = {
+        name: tensor[:1].expand(12, *tensor.shape[1:]) if tensor.dim() else tensor for name, tensor in batch().items()
+    }
+    with pytest.raises(PipelineError, match="loss of layers whose outputs were changed at random"):
+        look(varied, alike)
+    assert look(varied, alike, gates=False)[0].weightings
+
+
+def test_noise_stays_within_what_layers_return():
+    """Probabilities: those above 1 would be an error of the loss's."""
+    net, given = nn.Sequential(nn.Linear(6, CLASSES), nn.Sigmoid()), batch()
+    weights, seen = look_at_losses(
+        net,
+        lambda part: F.binary_cross_entropy(net(part["x"]), part["mask"]),
+        given,
+        balanced_parts(given, 3),
+        gates=LayerGates(list(net)),
+        names=["0", "1"],
+    )
+    assert list(map(str, weights.weightings)) == [MEAN]
+    assert len(seen.examples) == 2
+    assert float(seen.examples[0].whole) != float(seen.examples[1].whole)
+
+
+def counted(net: Any, part: Any) -> Tensor:
+    """RetinaNet's way."""
+    each = F.binary_cross_entropy_with_logits(net["x"](part["x"]), part["mask"], reduction="none")
+    return each.sum() / (part["mask"] > 0).sum().clamp(min=1)
+
+
+def masked(net: Any, part: Any) -> Tensor:
+    return (error_of(net, part) * part["mask"]).sum() / part["mask"].sum()
+
+
+@pytest.mark.parametrize(
+    ("step", "told"),
+    [
+        (counted, lambda part: (part["mask"] > 0).sum().clamp(min=1)),
+        (masked, lambda part: float(part["mask"].sum())),
+        (by_item, lambda part: max(1, int(part["mask"].sum()))),
+        (lambda net, part: error_of(net, part).mean(), "samples"),
+        (lambda net, part: error_of(net, part).sum(), "sum"),
+    ],
+)
+def test_a_loss_weight_that_is_told(step, told):
+    """Also for micro-batches that have nothing of what is counted."""
+    weights, _ = look(step, told=told)
+    net, other = model(), batch(empty=8)
+    parts = balanced_parts(other, 3)
+    losses = [float(step(net, part).detach()) for part in parts]
+    found = sum(weight * loss for weight, loss in zip(weights.of(other, parts), losses, strict=True) if weight)
+    assert found == pytest.approx(float(step(net, other).detach()), rel=1e-5)
+
+
+def test_a_loss_weight_that_does_not_fit_the_first_batch_is_refused():
+    for told in ("samples", "sum", lambda part: part["mask"].sum().square()):
+        with pytest.raises(PipelineError, match="weighed by loss_weight=, add up to"):
+            look(counted, batch(empty=5), told)
+
+
+@pytest.mark.parametrize("given", [-1, math.nan, math.inf, "many", None, torch.ones(2)])
+def test_a_loss_weight_has_to_give_a_number(given):
+    with pytest.raises(PipelineError, match=r"loss_weight=\.\.\. gave .* for the whole batch: it has to give a finite"):
+        look(counted, told=lambda _: given)
+    with pytest.raises(PipelineError, match="gave 0 for a whole batch"):
+        look(counted, told=lambda _: 0)
+
+
+def test_a_loss_weight_is_a_name_or_a_function():
+    for right in (None, "samples", "sum", len):
+        check_loss_weight(right)
+    for wrong in ("tokens", 3, True):
+        with pytest.raises(ValueError, match=r"loss_weight=.*: give 'samples', 'sum', or a function from a batch"):
+            check_loss_weight(wrong)
+
+
+def test_means_over_samples_in_parts_of_several_sizes():
+    net, given = nn.Linear(4, 1), torch.randn(10, 4)
+    parts = balanced_parts(given, 3)
+    weights, _ = look_at_losses(net, lambda part: net(part).square().mean(), given, parts)
+    assert weights.of(given, parts) == [0.3, 0.3, 0.2, 0.2]
 
 
 def test_what_counts_for_nothing_weighs_nothing():
-    net, batch = model(), padded(TOKENS)
-    certificate, _ = certified(net, lambda part: masked_mean(net, part), batch, balanced_parts(batch, 2))
-    batch["mask"] = torch.arange(8)[:, None].expand(8, 6) > 3
-    assert weights_of(certificate, balanced_parts(batch, 2)) == [0.0, 0.0, 0.5, 0.5]
-
-
-def test_losses_that_cannot_be_weighed_are_refused():
-    net, batch = nn.Linear(4, 4), torch.randn(8, 4)
-    contrasted = lambda part: F.cross_entropy(net(part) @ net(part).T, torch.arange(len(part)))  # noqa: E731
-    with pytest.raises(PipelineError, match=r"neither the mean over its samples nor their sum .*use microbatches=1"):
-        certified(net, contrasted, batch, balanced_parts(batch, 2))
-
-
-def of_several(net: nn.Module, part: Any) -> Tensor:
-    """Each mean over other tokens."""
-    other = F.cross_entropy(net(part["tokens"]).flatten(0, 1), part["others"].flatten())
-    return tokens_mean(net, part) + other
+    weights, _ = look(KNOWN["tokens"][0])
+    other = batch()
+    other["labels"][:6] = -100
+    assert weights.of(other, balanced_parts(other, 3)) == [0.0, 0.0, 0.5, 0.5]
 
 
 def test_several_means_have_to_agree():
-    net = model()
-    batch = padded(TOKENS) | {"others": TOKENS.clone()}
-    certificate, _ = certified(net, lambda part: of_several(net, part), batch, balanced_parts(batch, 2))
-    alike = padded(TOKENS, 0, 1) | {"others": padded(TOKENS, 0, 1)["labels"]}
-    assert weights_of(certificate, balanced_parts(alike, 2))[0] < 0.25
-    unlike = padded(TOKENS, 0, 1) | {"others": TOKENS.clone()}
-    with pytest.raises(PipelineError, match=r"cannot be weighed as those of the first one.*use microbatches=1"):
-        weights_of(certificate, balanced_parts(unlike, 2))
-
-
-def read_out(net: nn.Module, part: Any) -> Tensor:
-    """What is counted goes through Python."""
-    return (each(net, part, part["tokens"]) * part["mask"].flatten()).sum() / int(part["mask"].sum())
-
-
-def by_class_weights(net: nn.Module, part: Any) -> Tensor:
-    weights = torch.where(torch.arange(11) < 6, 1.0, 1.0)
-    return F.cross_entropy(net(part["tokens"]).flatten(0, 1), part["labels"].flatten(), weights)
-
-
-@pytest.mark.parametrize("step", [read_out, by_class_weights])
-def test_what_only_fits_the_first_batch_is_told(step):
-    net, batch = model(), padded(TOKENS)
-    with pytest.warns(NoEffectWarning, match="taken for a mean over samples, as in the first batch"):
-        certificate, _ = certified(net, lambda part: step(net, part), batch, balanced_parts(batch, 2))
-    assert weights_of(certificate, balanced_parts(batch, 2)) == [0.25] * 4
-    batch = padded(TOKENS, 0, 1)
-    with pytest.raises(PipelineError, match="neither"):
-        certified(net, lambda part: step(net, part), batch, balanced_parts(batch, 2))
-
-
-def test_checks_of_values_change_nothing():
-    """A step that reads its batch to refuse some of it, or to count what it logs."""
-    net, batch, seen = model(), padded(TOKENS), []
-
-    def step(part: Any) -> Tensor:
-        if int(part["tokens"].max()) > 10:
-            raise ValueError("no such token")
-        seen.append(float(part["mask"].float().mean()))
-        return tokens_mean(net, part)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        certificate, _ = certified(net, step, batch, balanced_parts(batch, 2))
-    assert "labels" in str(certificate.weighting)
+    weights, _ = look(KNOWN["several"][0])
+    other = batch()
+    other["classes"][:3] = -100
+    with pytest.raises(PipelineError, match=r"cannot be weighed as those of the first one.*or use microbatches=1"):
+        weights.of(other, balanced_parts(other, 3))
 
 
 def test_losses_without_a_value_are_weighed_by_their_operations():
-    net, batch = model(), padded(TOKENS)
-
-    def noisy(part: Any) -> Tensor:
-        return tokens_mean(net, part) * (1 + torch.rand(()))
-
-    certificate, examples = certified(net, noisy, batch, balanced_parts(batch, 2))
-    assert "labels" in str(certificate.weighting)
-    assert examples is None
-    certificate, examples = certified(net, lambda part: tokens_mean(net, part) * math.nan, batch, [batch, batch])
-    assert "labels" in str(certificate.weighting)
-    assert examples is None
+    tokens = KNOWN["tokens"][0]
+    for factor in (lambda: 1 + torch.rand(()), lambda: math.nan):
+        weights, seen = look(lambda net, part, factor=factor: tokens(net, part) * factor())
+        assert list(map(str, weights.weightings)) == [LABELS]
+        assert not seen.examples
 
 
 def test_a_first_batch_of_one_sample_shows_nothing():
-    net, batch = nn.Linear(4, 1), torch.randn(1, 4)
-    certificate, _ = certified(net, lambda part: net(part).mean(), batch, [batch])
-    assert weights_of(certificate, [batch]) == [1.0]
+    net, given = nn.Linear(4, 1), torch.randn(1, 4)
+    weights, _ = look_at_losses(net, lambda part: net(part).mean(), given, [given])
+    assert weights.of(given, [given]) == [1.0]
     with pytest.raises(PipelineError, match="the first batch had one micro-batch"):
-        weights_of(certificate, [batch, batch])
+        weights.of(given, [given, given])
+    weights, _ = look_at_losses(net, lambda part: net(part).mean(), given, [given], told="samples")
+    assert weights.of(given, [given, given]) == [0.5, 0.5]
 
 
-def test_steps_that_cannot_be_followed_are_taken_as_they_show():
-    net, batch = nn.Linear(4, 1), torch.randn(8, 4)
-
-    def step(part: Any) -> Tensor:
+def test_steps_that_cannot_be_followed_are_refused():
+    def step(net: Any, part: Any) -> Tensor:
         with torch.autograd.graph.disable_saved_tensors_hooks("not watched"):
-            return net(part).mean()
+            return error_of(net, part).mean()
 
-    with pytest.warns(NoEffectWarning, match=r"cannot be followed \(RuntimeError: not watched\)"):
-        certificate, _ = certified(net, step, batch, balanced_parts(batch, 2))
-    assert str(certificate.weighting) == "mean over samples"
+    with pytest.raises(PipelineError, match=r"cannot be followed \(RuntimeError: not watched\).*loss_weight='samples'"):
+        look(step)
+    assert look(step, told="samples")[1].examples

@@ -127,6 +127,16 @@ def test_means_over_labels_that_are_not_padding(schedule):
     assert outputs(2, "padded", schedule) == ["same"] * 2
 
 
+def test_a_sum_by_a_count_is_refused_or_told():
+    """Without `loss_weight=`, nothing has a gradient; with it, gradients are those of one device."""
+    for said in outputs(2, "counted"):
+        refusal, same = said.splitlines()
+        assert "`div` (pipeline_worker.py:" in refusal
+        assert "divides by what is computed from the batch" in refusal
+        assert "loss_weight=lambda batch: (batch[1] > 0).sum().clamp(min=1)" in refusal
+        assert same == "same"
+
+
 def test_random_numbers_do_not_depend_on_the_schedule():
     assert outputs(2, "numbers") == ["same"] * 2
 
@@ -146,7 +156,9 @@ REFUSALS = {
     "reentrant": "'blocks.0' runs inside of torch.utils.checkpoint.checkpoint(..., use_reentrant=True)",
     "written": "gives other numbers when stage 3 runs",
     "skipped": "does not call '7'",
-    "whole loss": "is neither the mean over its samples",
+    "whole loss": "it goes through `std` (pipeline_worker.py:",
+    "no weight": "loss_weight=... gave 0 for a whole batch",
+    "wrong weight": "loss_weight='tokens': give 'samples', 'sum', or a function",
     "no loss": "a step must return its loss",
     "no gradient": "has no gradient",
     "batches": "were given different batches",

@@ -1,0 +1,639 @@
+"""What a loss is made of, read off the operations that lead to it: means and sums over samples or labels, or else.
+
+A step runs on a few samples and on fewer of them, and its operations are noted. From the loss they are followed back,
+over sums of terms and constant factors, to where one entry for each sample becomes a number for all of them. There
+stands a mean or a sum, or the loss is refused by the operation's name. Nothing is guessed from values.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+
+from retime.mechanisms.memory.batches import Weighting, replaced_tensors, samples_in, tensors_of
+from retime.mechanisms.memory.separability import ALTERATIONS, Altered
+from retime.mechanisms.no_effect import is_library
+from retime.mechanisms.storages import has_storage, tensors_in
+from retime.mechanisms.torch_private import TorchDispatchMode, schema_of, storage_address, tree_leaves
+
+__all__ = ["Head", "LabelCount", "NotUnderstoodError", "RecordedRun", "Recorder", "head_of", "record", "record_altered"]
+
+_SAME_VALUES = {
+    *("view", "_unsafe_view", "_reshape_alias", "reshape", "squeeze", "unsqueeze", "clone", "_to_copy", "detach"),
+    *("alias", "lift_fresh", "permute", "transpose", "t", "expand", "copy", "view_as_real", "real"),
+}
+"""Operations that give the values that they are given, in another shape or type."""
+_SOME_VALUES = {"select", "slice", "unbind", "split", "split_with_sizes", "narrow", "stack", "cat"}
+_READS = {"_local_scalar_dense", "item", "is_nonzero", "equal"}
+_READ_WHOLE = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
+_REDUCED = {
+    *("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"),
+    *("soft_margin_loss", "multi_margin_loss", "multilabel_margin_loss_forward"),
+}
+"""Losses of torch that are means or sums by their ``reduction``."""
+_LABELLED = {"nll_loss_forward", "nll_loss2d_forward", "cross_entropy"}
+_NEVER_NEGATIVE = {
+    *("argmax", "argmin", "arange", "zeros", "ones", "zeros_like", "ones_like", "new_zeros", "new_ones", "bucketize"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "searchsorted", "remainder"),
+    *("bitwise_not", "randint", "abs", "one_hot"),
+}
+"""What computes labels none of which is negative, as ``ignore_index`` mostly is; ``remainder`` by numbers above 0."""
+_SIGNED_LIMIT = 4096
+"""A constant of more entries is not read to compare it between two runs."""
+_SHOWN = 64
+"""What gives no more entries than these may be named in an error, with its line."""
+_CROSS_ENTROPY = inspect.signature(F.cross_entropy)
+
+
+class NotUnderstoodError(Exception):
+    """A number is neither a mean nor a sum over samples or labels, as far as its operations tell."""
+
+
+@dataclass(frozen=True)
+class LabelCount:
+    """Counts the labels of a part of a batch that a loss does not ignore.
+
+    Args:
+        place: of the labels' tensor, as :func:`~retime.mechanisms.memory.batches.tensors_of` names it.
+        ignored: the label that counts for nothing.
+        cut: ``select`` and ``slice`` that the step takes of it, with their numbers.
+    """
+
+    place: str
+    ignored: int
+    cut: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    def __call__(self, part: Any) -> Tensor:
+        """The number, as a scalar on the labels' device.
+
+        Raises:
+            LookupError: the part has no such tensor.
+        """
+        labels = tensors_of(part).get(self.place)
+        if labels is None:
+            raise LookupError(f"the labels that the loss is a mean over, {self.place}, are not in it")
+        for name, numbers in self.cut:
+            if name == "select":
+                labels = labels.select(*numbers)
+            else:
+                dimension, start, stop, step = numbers
+                labels = labels[(slice(None),) * (dimension % labels.dim()) + (slice(start, stop, step),)]
+        return labels.detach().ne(self.ignored).sum()
+
+    def __str__(self) -> str:
+        def index(name: str, numbers: tuple[int, ...]) -> str:
+            dimension, start, *rest = numbers
+            stop = "" if not rest or rest[0] > sys.maxsize // 2 else rest[0]
+            inside = str(start) if name == "select" else f"{start or ''}:{stop}"
+            return f"[{':, ' * dimension}{inside}]"
+
+        return f"count({self.place}{''.join(index(*one) for one in self.cut)} != {self.ignored})"
+
+
+@dataclass(eq=False)
+class Operation:
+    """One result of an operation, or what a step began with.
+
+    Attributes:
+        name: without overload and underscore; ``"constant"`` and ``"batch"`` for what no operation gave.
+        given: what the operation was given, by name: operations in the place of tensors.
+        shape: of the result.
+        varies: follows from samples.
+        value: of a constant: the sum of its absolute values; NaN where it was not read, or is drawn at random.
+        selects: how many entries there are depends on values.
+        where: the user's line that ran it; empty if it is none.
+        place: of a tensor in the batch.
+        edge: a layer returned it.
+    """
+
+    name: str
+    given: dict[str, Any] = field(default_factory=dict, repr=False)
+    shape: tuple[int, ...] = ()
+    varies: bool = False
+    value: float = math.nan
+    selects: bool = False
+    where: str = ""
+    place: str = ""
+    edge: bool = False
+
+    def operands(self) -> Iterator[Operation]:
+        """The tensors among what it was given."""
+        for value in self.given.values():
+            if isinstance(value, Operation):
+                yield value
+            elif isinstance(value, list | tuple):
+                yield from (one for one in value if isinstance(one, Operation))
+
+    def __str__(self) -> str:
+        return f"`{self.name}`{f' ({self.where})' if self.where else ''}"
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the operations of a step.
+
+    Args:
+        batch: what it runs on, of tensors that share no memory.
+        altered: what reads of samples' values give instead.
+    """
+
+    def __init__(self, batch: Any, altered: Altered | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.reads, self.altered = 0, altered
+        self._results: dict[int, dict[Any, Operation]] = {}  # by storage and by how the tensor looks at it
+        self._changed: dict[int, bool] = {}  # storages that were written through a window; whether samples' values were
+        self._held: list[Any] = []  # so that no other storage gets the same number
+        named, samples = tensors_of(batch), samples_in(batch)
+        for place, tensor in named.items():
+            self._put(tensor, Operation("batch", {}, tuple(tensor.shape), _has_samples(tensor, samples), place=place))
+        places = {id(tensor) for tensor in named.values()}
+        for tensor in tensors_in(batch):
+            if id(tensor) not in places:
+                self._put(tensor, Operation("batch", {}, tuple(tensor.shape), True))
+
+    def operation_of(self, tensor: Tensor) -> Operation:
+        """What gave this tensor."""
+        storage, window = self._key(tensor)
+        found = self._results.get(storage, {}).get(window)
+        if found is None:
+            varies = self._changed.get(storage)
+            if varies is not None:
+                return Operation("a write into a part of a tensor", {}, tuple(tensor.shape), varies)
+            found = Operation("constant", {}, tuple(tensor.shape), value=_signature(tensor))
+            self._put(tensor, found)
+        return found
+
+    def at_edge(self, tensor: Tensor) -> None:
+        """A layer has returned this tensor."""
+        self.operation_of(tensor).edge = True
+
+    def is_mean(self, result: Tensor, inside: dict[str, Any]) -> None:
+        """A loss of torch's gave this, however it is computed."""
+        given = {key: self.operation_of(v) if isinstance(v, Tensor) else v for key, v in inside.items()}
+        storage, window = self._key(result)
+        whole = Operation("cross_entropy", given, tuple(result.shape), True, where=_users_line())
+        self._results[storage] = {window: whole}
+
+    def read(self, value: Any, tensor: Tensor | None) -> Any:
+        """What Python gets that reads a value."""
+        if tensor is None or not self.operation_of(tensor).varies:
+            return value
+        self.reads += 1
+        return value if self.altered is None else self.altered.instead_of(value)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        schema = schema_of(func)
+        name = schema.name.removeprefix("aten::")
+        if name in _READS:
+            return self.read(func(*args, **(kwargs or {})), next((a for a in args if isinstance(a, Tensor)), None))
+        names = [argument.name for argument in schema.arguments]
+        before = {key: self._noted(value) for key, value in zip(names, args, strict=False)}
+        before |= {key: self._noted(value) for key, value in (kwargs or {}).items()}
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        selects = name != "_ctc_loss" and torch.Tag.dynamic_output_shape in func.tags
+        if name == "index":
+            selects = any(isinstance(t, Tensor) and t.dtype in (torch.bool, torch.uint8) for t in args[1])
+        result = func(*args, **(kwargs or {}))
+        made = Operation(name.removesuffix("_") if schema.is_mutable else name, before, selects=selects)
+        made.varies = any(one.varies for one in made.operands())
+        written = [
+            value
+            for value, argument in zip([*args, *(kwargs or {}).values()], schema.arguments, strict=False)
+            if schema.is_mutable
+            and isinstance(value, Tensor)
+            and argument.alias_info is not None
+            and argument.alias_info.is_write
+        ]
+        for tensor in written:
+            storage, window = self._key(tensor)
+            others = [one for key, one in self._results.get(storage, {}).items() if key != window]
+            if others:
+                was = self._changed.get(storage, False)
+                self._changed[storage] = was or made.varies or any(one.varies for one in others)
+            self._results[storage] = {}
+            self._put(tensor, self._shaped(made, tensor, random))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and all(leaf is not one for one in written):
+                self._put(leaf, self._shaped(made, leaf, random))
+        return result
+
+    def _shaped(self, made: Operation, tensor: Tensor, random: bool) -> Operation:
+        one = Operation(made.name, made.given, tuple(tensor.shape), made.varies, selects=made.selects)
+        if not made.varies:
+            unread = random or any(math.isnan(operand.value) for operand in made.operands())
+            one.value = math.nan if unread else _signature(tensor)
+        elif tensor.numel() <= _SHOWN or made.selects:
+            one.where = _users_line()
+        return one
+
+    def _noted(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self.operation_of(value)
+        return [self._noted(one) for one in value] if isinstance(value, list | tuple) else value
+
+    def _put(self, tensor: Tensor, operation: Operation) -> None:
+        """What gave a tensor; another name for one that is there is that one."""
+        storage, window = self._key(tensor)
+        self._results.setdefault(storage, {}).setdefault(window, operation)
+
+    def _key(self, tensor: Tensor) -> tuple[int, Any]:
+        if not has_storage(tensor):
+            self._held.append(tensor)
+            return id(tensor), None
+        storage = tensor.untyped_storage()
+        self._held.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
+        window = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+        return int(storage_address(storage)), window
+
+
+class _Calls(TorchFunctionMode):
+    """Tells a recorder of losses whose operations say less than their arguments, and of values that are read whole."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        altered = self._recorder.altered
+        if altered is not None:
+            with altered.within_operation():
+                return self._run(func, args, kwargs)
+        return self._run(func, args, kwargs)
+
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        if func in _READ_WHOLE:
+            return self._recorder.read(result, args[0])
+        if func is F.cross_entropy:
+            bound = _CROSS_ENTROPY.bind(*args, **kwargs)
+            bound.apply_defaults()
+            given = bound.arguments
+            legacy = given["size_average"] is not None or given["reduce"] is not None
+            smoothed = given["label_smoothing"] and given["reduction"] == "mean" and not legacy
+            if smoothed and given["weight"] is None and not given["target"].is_floating_point():
+                self._recorder.is_mean(result, {"self": given["input"], **given, "weight": None, "reduction": 1})
+        return result
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """A step on some samples.
+
+    Attributes:
+        samples: how many.
+        output: what it returned.
+        reads: how often it read samples' values.
+        operation_of: what gave a tensor.
+    """
+
+    samples: int
+    output: Any
+    reads: int
+    operation_of: Callable[[Tensor], Operation]
+
+
+def record(
+    step: Callable[[Any], Any],
+    batch: Any,
+    looks: Callable[[Recorder], Any] | None = None,
+    altered: Altered | None = None,
+) -> RecordedRun:
+    """Run a step and note its operations. The caller sees to it that it begins alike each time and leaves no trace.
+
+    Args:
+        step: computes on a batch.
+        batch: some samples.
+        looks: is given the recorder before the run, to tell it what layers return.
+        altered: what reads of samples' values give instead.
+    """
+    batch = replaced_tensors(batch, torch.clone)
+    recorder = Recorder(batch, altered)
+    if looks is not None:
+        looks(recorder)
+    hooks = torch.autograd.graph.saved_tensors_hooks(_nothing, _nothing)
+    with torch.enable_grad(), hooks, recorder, _Calls(recorder):
+        output = step(batch)
+    return RecordedRun(samples_in(batch), output, recorder.reads, recorder.operation_of)
+
+
+def _nothing(_: Any) -> Any:
+    """Of what autograd would keep."""
+
+
+def record_altered(
+    step: Callable[[Any], Any], batch: Any, run: RecordedRun, looks: Callable[[Recorder], Any] | None = None
+) -> Iterator[RecordedRun]:
+    """The same with other values where it reads those of samples; not where it checks them, and raises.
+
+    Args:
+        step: as in :func:`record`.
+        batch: the same.
+        run: what that gave.
+        looks: as in :func:`record`.
+    """
+    for how in ALTERATIONS if run.reads else ():
+        for which in [*([number] for number in range(min(run.reads, _ALTERED_ALONE))), range(run.reads)]:
+            altered = Altered(set(which), max(which), how)
+            try:
+                yield record(step, batch, looks, altered)
+            except Exception:  # it checks what it reads, or cannot run on it
+                continue
+
+
+_ALTERED_ALONE = 4
+"""So many reads of values are each altered by itself too: one that is checked would hide what follows."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """How a number for a batch comes from samples.
+
+    Attributes:
+        weightings: of parts, so that their numbers add up; several have to weigh the parts of a batch alike. None: no
+            sample has a part in it.
+        like_loss: it is the loss, or follows from it over factors and terms that are constant.
+    """
+
+    weightings: tuple[Weighting, ...]
+    like_loss: bool = False
+
+
+def head_of(
+    large: tuple[RecordedRun, Tensor], small: tuple[RecordedRun, Tensor], loss: tuple[Tensor, Tensor] | None = None
+) -> Head:
+    """What a number, as a step gave it for some samples and for fewer, is of its samples.
+
+    Args:
+        large: the run, and the number.
+        small: likewise, of fewer samples.
+        loss: of both, where another number may be a part of it.
+
+    Raises:
+        NotUnderstoodError: it is neither a mean nor a sum over samples or labels.
+    """
+    judge = _Judge(large[0].samples, small[0].samples)
+    if loss is not None:
+        judge.loss = large[0].operation_of(loss[0]), small[0].operation_of(loss[1])
+    try:
+        judge.follow(large[0].operation_of(large[1]), small[0].operation_of(small[1]), 1.0)
+    except ZeroDivisionError as error:
+        raise NotUnderstoodError("it is a mean over nothing for some samples") from error
+    return judge.head()
+
+
+class _Judge:
+    def __init__(self, large: int, small: int) -> None:
+        self._grows = large / small
+        self._weightings: dict[Weighting, Operation] = {}
+        self._constant: Operation | None = None
+        self._like_loss = False
+        self.loss: tuple[Operation, Operation] | None = None
+
+    def head(self) -> Head:
+        if self._like_loss and self._weightings:
+            raise NotUnderstoodError("it adds something to the loss that counts otherwise")
+        kinds = {one.kind for one in self._weightings}
+        if "sum" in kinds and len(kinds) > 1:
+            summed = next(operation for one, operation in self._weightings.items() if one.kind == "sum")
+            raise NotUnderstoodError(f"it adds up a mean and a sum over samples, {summed}")
+        if kinds == {"sum"} and self._constant is not None:
+            raise NotUnderstoodError(
+                f"it adds up a sum over samples and {self._constant}, which is the same for each micro-batch"
+            )
+        return Head(tuple(self._weightings), self._like_loss)
+
+    def follow(self, one: Operation, two: Operation, factor: float) -> None:
+        """Go on towards the samples.
+
+        Args:
+            one, two: the same operation in the runs on more and on fewer samples.
+            factor: by how much larger is what it is multiplied by in the first.
+        """
+        if self.loss is not None and (one, two) == self.loss:
+            self._same_factor(one, factor)
+            self._like_loss = True
+            return
+        if one.name != two.name or ((one.varies or two.varies) and one.given.keys() != two.given.keys()):
+            raise NotUnderstoodError(f"it takes other ways for other samples: {one} and {two}")
+        if not one.varies:
+            if one.value or two.value:  # terms of 0, as sum() begins with, count for nothing
+                self._same_factor(one, factor * _ratio(one, two))
+                self._constant = one
+            return
+        name, given, other = one.name, one.given, two.given
+        if name in ("mean", "sum"):
+            self._reduced(one, two, factor)
+        elif name in _LABELLED | _REDUCED:
+            self._loss(one, two, factor)
+        elif one.shape != two.shape:
+            raise NotUnderstoodError(f"{one} gives other shapes for other numbers of samples")
+        elif name in ("add", "sub", "rsub"):
+            scaled = "self" if name == "rsub" else "other"
+            for key in ("self", "other"):
+                alpha = _ratio(given.get("alpha", 1), other.get("alpha", 1)) if key == scaled else 1.0
+                self._term(one, given[key], other[key], factor * alpha)
+        elif name == "neg":
+            self.follow(given["self"], other["self"], factor)
+        elif name in ("mul", "div"):
+            self._scaled(one, two, factor)
+        elif name in _SAME_VALUES | _SOME_VALUES:
+            self._passed_on(one, two, factor)
+        elif name in ("dot", "vdot") and given["self"].shape != other["self"].shape:
+            self._collapsed(one, factor)
+        else:
+            raise NotUnderstoodError(f"it goes through {one}")
+
+    def _term(self, where: Operation, one: Any, two: Any, factor: float) -> None:
+        if isinstance(one, Operation):
+            self.follow(one, two, factor)
+        elif one or two:  # a number
+            if one != two:
+                raise NotUnderstoodError(f"{where} adds a number that depends on the samples")
+            self._same_factor(where, factor)
+            self._constant = where
+
+    def _scaled(self, one: Operation, two: Operation, factor: float) -> None:
+        left, right = one.given["self"], one.given["other"]
+        key = "other" if isinstance(right, Operation) and right.varies else "self"
+        if one.name == "div" and key == "other":
+            raise NotUnderstoodError(f"{one} divides by what is computed from the batch")
+        if key == "other" and left.varies:
+            raise NotUnderstoodError(f"{one} multiplies two values that are computed from the batch")
+        if one.given.get("rounding_mode") is not None:
+            raise NotUnderstoodError(f"it goes through {one}")
+        scale = "self" if key == "other" else "other"
+        ratio = _ratio(one.given[scale], two.given[scale])
+        self.follow(one.given[key], two.given[key], factor * ratio if one.name == "mul" else factor / ratio)
+
+    def _passed_on(self, one: Operation, two: Operation, factor: float) -> None:
+        for before, other in zip(one.operands(), two.operands(), strict=True):
+            if before.shape != other.shape:
+                raise NotUnderstoodError(f"{one} takes some of the samples")
+            self.follow(before, other, factor)
+
+    def _reduced(self, one: Operation, two: Operation, factor: float) -> None:
+        before, other = one.given["self"], two.given["self"]
+        if one.name == "mean":
+            factor *= (_entries(other) / max(1, _entries(two))) / (_entries(before) / max(1, _entries(one)))
+        if before.shape == other.shape:
+            self.follow(before, other, factor)
+        elif one.shape != two.shape:
+            raise NotUnderstoodError(f"{one} gives other shapes for other numbers of samples")
+        else:
+            self._collapsed(one, factor)
+
+    def _loss(self, one: Operation, two: Operation, factor: float) -> None:
+        given, other = one.given, two.given
+        reduction = given.get("reduction", 1)  # a mean, where the call leaves it out
+        if reduction == 0:
+            raise NotUnderstoodError(f"{one} gives other shapes for other numbers of samples")
+        if one.name not in _LABELLED:
+            if reduction == 1:
+                factor *= _entries(other["self"]) / _entries(given["self"])
+            self._collapsed(one, factor)
+            return
+        if reduction == 2:
+            self._collapsed(one, factor)
+            return
+        if given.get("weight") is not None:
+            raise NotUnderstoodError(f"{one} is a mean by class weights")
+        label = given["target"]
+        if _never(label, given["ignore_index"]):
+            self._collapsed(one, factor * _entries(other["target"]) / _entries(label))
+            return
+        self._same_factor(one, factor)
+        self._check_chosen(one)
+        self._weightings[Weighting("count", _count(label, given["ignore_index"]))] = one
+
+    def _collapsed(self, one: Operation, factor: float) -> None:
+        """Here samples become one number: a sum over them, or a mean."""
+        if math.isclose(factor, 1, rel_tol=1e-6):
+            kind = Weighting("sum")
+        elif math.isclose(factor * self._grows, 1, rel_tol=1e-6):
+            kind = Weighting("mean")
+        else:
+            raise NotUnderstoodError(
+                f"{one} is divided by a number that is neither the same for all batches nor grows with the samples"
+            )
+        self._check_chosen(one)
+        self._weightings.setdefault(kind, one)
+
+    def _check_chosen(self, one: Operation) -> None:
+        """Raise where values decide how many entries there are, between the layers and here."""
+        waiting, seen = [one], {one}
+        while waiting:
+            operation = waiting.pop()
+            if operation.edge:
+                continue
+            if operation.selects and operation.varies:
+                raise NotUnderstoodError(f"how many entries {one} has depends on values that {operation} chooses by")
+            for before in operation.operands():
+                if before not in seen:
+                    seen.add(before)
+                    waiting.append(before)
+
+    def _same_factor(self, one: Operation, factor: float) -> None:
+        if not math.isclose(factor, 1, rel_tol=1e-6):
+            raise NotUnderstoodError(f"{one} is multiplied by a number that depends on how many samples there are")
+
+
+def _ratio(one: Any, two: Any) -> float:
+    values = [one.value if isinstance(one, Operation) else abs(float(one)) for one in (one, two)]
+    if any(map(math.isnan, values)) or values[0] == values[1]:
+        return 1.0
+    if not all(values):
+        raise NotUnderstoodError("a term of it is multiplied by 0 for some numbers of samples only")
+    return values[0] / values[1]
+
+
+def _entries(operation: Operation) -> int:
+    return math.prod(operation.shape)
+
+
+def _never(label: Operation, ignored: int) -> bool:
+    """Whether labels are computed so that none can be the ignored one."""
+    while label.name in ("_to_copy", "clone", "detach", "view", "_unsafe_view", "squeeze", "unsqueeze", "alias"):
+        label = label.given["self"]
+    if label.name == "remainder":
+        by = label.given["other"]
+        return ignored < 0 and not isinstance(by, Operation) and by > 0
+    return ignored < 0 and label.name in _NEVER_NEGATIVE
+
+
+def _count(label: Operation, ignored: int) -> LabelCount:
+    """Labels that a loss takes from the batch as they are there.
+
+    Raises:
+        NotUnderstoodError: they are computed.
+    """
+    cut: list[tuple[str, tuple[int, ...]]] = []
+    given = label
+    while label.name != "batch":
+        before = label.given.get("self")
+        if label.name in ("select", "slice"):
+            numbers = _cut(label)
+            if numbers is None:
+                break
+            cut.append((label.name, numbers))
+        elif label.name == "constant_pad_nd":
+            pad = label.given["pad"]
+            if label.given.get("value", 0) != ignored or any(pad[2:]) or pad[0]:
+                break
+        elif label.name in ("view", "_unsafe_view", "squeeze", "unsqueeze", "permute", "transpose", "t"):
+            if cut:
+                break  # of another shape than in the batch
+        elif label.name not in ("_to_copy", "clone", "detach", "alias", "expand"):
+            break
+        if not isinstance(before, Operation):
+            break
+        label = before
+    else:
+        if label.place:
+            return LabelCount(label.place, ignored, tuple(reversed(cut)))
+    what = f"computed by {label}" if label.name not in ("constant", "batch") else "not in the batch"
+    raise NotUnderstoodError(
+        f"{given if label.name == 'batch' else label} gives the labels of a mean that leaves out label {ignored}, and "
+        f"they are {what}: how many there are is not known"
+    )
+
+
+def _cut(operation: Operation) -> tuple[int, ...] | None:
+    given, before = operation.given, operation.given["self"]
+    dimension = given.get("dim", 0) % len(before.shape)
+    if not dimension:
+        return None if operation.name == "select" or operation.shape != before.shape else (0, 0, sys.maxsize, 1)
+    if operation.name == "select":
+        return dimension, given["index"]
+    start, stop, step = given.get("start") or 0, given.get("end"), given.get("step", 1)
+    stop = sys.maxsize if stop is None or stop >= before.shape[dimension] else stop
+    return (dimension, start, stop, step) if stop < 0 or stop == sys.maxsize else None
+
+
+def _has_samples(tensor: Tensor, samples: int) -> bool:
+    return tensor.dim() > 0 and tensor.shape[0] == samples
+
+
+def _signature(tensor: Tensor) -> float:
+    if tensor.numel() > _SIGNED_LIMIT or tensor.device.type == "meta" or not has_storage(tensor):
+        return math.nan
+    return float(tensor.detach().abs().double().sum()) if tensor.dtype != torch.bool else float(tensor.sum())
+
+
+def _users_line() -> str:
+    """The innermost line that no library owns."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if not is_library(frame.f_globals.get("__name__", "")):
+            return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
