@@ -16,6 +16,7 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.aggregation import BaseAggregator
 
+from retime.mechanisms.memory.batches import loss_of
 from retime.mechanisms.no_effect import warn_difference
 from retime.mechanisms.pipeline import Examples, FirstLook, LossWeights, NotUnderstoodError
 from retime.mechanisms.replaced_attributes import replaced_attributes
@@ -27,10 +28,14 @@ _LOG = inspect.signature(LightningModule.log)
 _METRIC = "metric"
 _NEAR = {torch.float64: 1e-4, torch.float32: 1e-4, torch.int64: 1e-4, torch.bool: 1e-4}
 _LOW_PRECISION = 3e-2
+_SHARE = 1e-5
 _REDUCED = ("sum", "max", "amax", "min", "amin")
 """Ways to reduce that micro-batches are reduced by as well."""
 _RULES = ("loss", "samples", "sum")
 """How else numbers are put together: weighed as losses, by samples, or not at all."""
+_EITHER = "either"
+"""By samples, as long as losses are weighed by samples too."""
+_SAME = 1e-9
 _Key = tuple[str, int]
 
 
@@ -85,6 +90,15 @@ class PipelineLog:
             if metric.update_count != self._counts[name]
         }
         numbers = _numbers(calls, weights, samples)
+        unlike = any(abs(weight - size / sum(samples)) > _SAME for weight, size in zip(weights, samples, strict=True))
+        for key in [key for key, rule in self._rules.items() if rule == _EITHER and unlike]:
+            self._rules[key] = "samples"
+            warn_difference(
+                f"the logged value {key[0]!r} is a mean over samples or over what the loss is a mean over, which were "
+                "the same in the first batch and are not in this one: under a pipeline it is taken for a mean over "
+                "samples from now on. Log the tensor in place of a number of Python's, which does not tell",
+                every_rank=True,  # only the last stage's knows
+            )
         return [_combined(found, self._rules.get(key, "")) for key, found in numbers.items()], states
 
     def look(self, look: FirstLook, weights: LossWeights, calls: Callable[[Any], Sequence[dict[str, Any]]]) -> None:
@@ -146,8 +160,8 @@ class PipelineLog:
         if not fitting:
             return rules[0], str(found[rules[0]])
         by_samples = {one.kind for one in weights.weightings} == {"mean"}
-        if fitting[:2] == ["loss", "samples"] and not by_samples and float(call["value"]):
-            return "loss", "a number of Python's does not tell whether it is a mean over what the loss is a mean over"
+        if fitting[:2] == ["loss", "samples"] and not by_samples and not _is_share_of_loss(key, look.examples, calls):
+            return _EITHER, ""
         return fitting[0], ""
 
     def warn_of_aggregates(self) -> None:
@@ -235,6 +249,17 @@ def _is_constant(key: _Key, one: Examples, calls: Callable[[Any], Sequence[dict[
     return len(values) == 1
 
 
+def _is_share_of_loss(
+    key: _Key, examples: Sequence[Examples], calls: Callable[[Any], Sequence[dict[str, Any]]]
+) -> bool:
+    """Whether a number is the loss times a constant, in all that was seen."""
+    outputs = [output for one in examples for output in (one.whole, *one.parts)]
+    if not all(float(loss_of(output)) for output in outputs):
+        return False
+    shares = [float(dict(_numbered(calls(output)))[key]["value"]) / float(loss_of(output)) for output in outputs]
+    return bool(shares) and max(shares) - min(shares) <= _SHARE * abs(shares[0])
+
+
 def _misfits(
     rule: str, key: _Key, examples: Sequence[Examples], calls: Callable[[Any], Sequence[dict[str, Any]]]
 ) -> str | None:
@@ -276,7 +301,7 @@ def _combined(found: _Found, rule: str = "") -> dict[str, Any]:
         call["value"] = values.min()
     elif rule == "loss":
         call["value"] = (values * weights)[counts].sum()
-    elif rule == "samples":
+    elif rule in ("samples", _EITHER):
         call["value"] = (values * samples).sum() / samples.sum()
     else:
         call["value"] = (values * weights)[counts].sum() / weights.sum()

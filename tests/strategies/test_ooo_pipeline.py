@@ -15,6 +15,7 @@ from torch import nn
 
 from retime import DifferenceWarning, NoEffectWarning, OOOPipelineStrategy, PipelineTimeline
 from retime.mechanisms.pipeline import warn_of_parts
+from support.pipeline_counting import shown
 from support.pipeline_fits import FITS, Classifier, OnMeta, loader, trainer
 from support.two_ranks import run_ranks
 
@@ -150,14 +151,46 @@ def test_what_micro_batches_change_is_said() -> None:
         warn_of_parts(nn.Sequential(nn.Embedding(3, 3, scale_grad_by_freq=True), nn.Embedding(3, 3)), 2)
 
 
+TOLD = {
+    "perplexity": "it goes through `exp` (pipeline_counting.py:",
+    "read perplexity": "where outputs of layers are others, sample by sample",
+    "root": "it goes through `sqrt`",
+    "ratio": "divides by what is computed from the batch",
+    "mean of largest": "it goes through `max`",
+    "of the right": "divides by what is computed from the batch",
+}
+"""Of what `Perplexity` logs."""
+
+
 def test_numbers_that_micro_batches_change_are_named(tmp_path: Path) -> None:
+    """Once, by the first rank, although in the first batch all micro-batches are alike; all others are as they were."""
     done = run_ranks(2, "pipeline_counting.py", str(tmp_path), timeout_s=100)
     for one in done:
         assert one.returncode == 0, one.stderr[-3000:]
-        assert "'samples' is put together from micro-batches" in one.stdout
-        assert "'spread' is put together from micro-batches" in one.stdout
-        assert "'loss' is put" not in one.stdout
-        assert "'recent' is logged in each step: what is shown there is its last micro-batch's" in one.stdout
+    first, last = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    assert last["said"] == {"counting": [], "perplexity": []}
+    spread, recent, mean = first["said"]["counting"]
+    assert mean.startswith("MeanMetric 'recent' takes a value from each micro-batch")
+    assert spread.startswith("the logged value 'spread' is put together from micro-batches")
+    assert "it goes through `std`" in spread
+    assert recent.startswith(
+        "the metric 'recent' is logged in each step: what is shown there is its last micro-batch's"
+    )
+    said = dict(zip(TOLD, first["said"]["perplexity"], strict=True))
+    for name, text in said.items():
+        assert text.startswith(f"the logged value {name!r} is put together from micro-batches under a pipeline")
+        assert TOLD[name] in text
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = shown("auto", tmp_path, 1)
+    for rank in (first, last):
+        differ = {
+            name
+            for there, here in zip(expected, rank["shown"], strict=True)
+            for name in there
+            if here[name] != pytest.approx(there[name], rel=1e-4, abs=1e-5)
+        }
+        assert differ == set(TOLD)
     assert (tmp_path / "drawn" / "2.png").stat().st_size > 1000
     events = json.loads((tmp_path / "drawn" / "2.json").read_text())["traceEvents"]
     tasks = [event for event in events if event["ph"] == "X"]

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from retime.mechanisms.memory.batches import balanced_parts, samples_in
 from retime.mechanisms.memory.sandbox import seed_all
-from retime.mechanisms.no_effect import DifferenceWarning
+from retime.mechanisms.no_effect import DifferenceWarning, NoEffectWarning
 from retime.mechanisms.pipeline import HollowModel, PipelineError, PipelineStep, RankLostError
 from retime.mechanisms.pipeline.stage import Stage
 from support.pipeline_models import MODELS, WIDTH, Checkpointed, in_place, made, sequential

@@ -1,5 +1,6 @@
 """Random models in a Trainer: the same spec as a LightningModule, and a fit under any strategy."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +37,21 @@ class Module(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = loss_of(self.net, self.spec.training.loss, batch)
         self.log("loss", loss)
+        if self.spec.training.logs:
+            self._log_more(loss, Batch(*batch))
         return loss
+
+    def _log_more(self, loss: Tensor, batch: Batch) -> None:
+        self.log_dict(
+            {"half": loss.detach() / 2, "read": loss.item(), "samples": float(len(batch.inputs)), "rate": 0.1}
+        )
+        self.log_dict({"mean": batch.target.mean(), "total": batch.target.sum(), "pairs": batch.target.sum() / 2})
+        self.log("largest", batch.target.max(), reduce_fx="max")
+        self.log("marked", batch.mask.sum(), reduce_fx="sum")
+        self.log_dict({"power": (0.1 * loss).exp(), "read_power": math.exp(min(9.0, 0.1 * loss.item()))})
+        self.log_dict(
+            {"root": loss.detach().abs().sqrt(), "share": (batch.target[..., 0] * batch.mask).sum() / batch.mask.sum()}
+        )
 
     def configure_optimizers(self) -> Any:
         optimizer = make_optimizer(self.net, self.spec.training)
@@ -67,6 +82,8 @@ class Watcher(Callback):
         if self.between is None:
             self.between = Between(module.net, trainer.optimizers[0], self.left["seen"])
         self.left["losses"].append(snapshot(outputs["loss"]))
+        if self.spec.training.logs:
+            self.left["shown"].append(snapshot(dict(trainer.callback_metrics)))
         step, part = divmod(batch_idx, self.spec.training.accumulate)
         if part < self.spec.training.accumulate - 1:
             return
@@ -121,7 +138,7 @@ class Fit(Way):
         training = spec.training
         module = (Module if training.to_none else ZeroingModule)(spec)
         self.model = module.net
-        left: dict[str, Any] = {"losses": [], "gradients": [], "seen": []}
+        left: dict[str, Any] = {"losses": [], "gradients": [], "seen": [], "shown": []}
         callbacks = [Watcher(spec, left, self), *self.callbacks()]
         if training.reads_gradients:
             callbacks.append(GradientWatcher(left))

@@ -10,6 +10,12 @@ from torch import Tensor
 from contract.random_models.layers import Batch
 
 LOSSES: dict[str, Callable[[Any, Tensor, Tensor, Batch], Tensor]] = {}
+COUNTS: dict[str, Callable[[Any], Any]] = {
+    "clamped": lambda batch: Batch(*batch).mask.sum().clamp(min=1),
+    "epsilon": lambda batch: Batch(*batch).mask.sum() + 1e-3,
+    "maxed": lambda batch: max(1, int(Batch(*batch).mask.sum())),
+}
+"""What losses divide by, of which batches may have nothing."""
 
 
 def loss_of(model: Any, name: str, batch: Any) -> Tensor:
@@ -93,6 +99,20 @@ def _contrast(model: Any, scores: Tensor, features: Tensor, batch: Batch) -> Ten
 def _penalty(model: Any, scores: Tensor, features: Tensor, batch: Batch) -> Tensor:
     """With a term that reads weights."""
     return _mean(model, scores, features, batch) + 1e-2 * model.head.weight.square().sum()
+
+
+def _counted(name: str) -> Any:
+    """With counts that are clamped, maxed, or no whole number; what is summed is not 0 where there is nothing."""
+
+    def loss(model: Any, scores: Tensor, features: Tensor, batch: Batch) -> Tensor:
+        error = (features - batch.target).square().mean(-1)
+        summed = (error * batch.mask).sum() + (0.1 * error.sum() if name != "epsilon" else 0)
+        return summed / COUNTS[name](batch)
+
+    return loss
+
+
+LOSSES |= {name: _counted(name) for name in COUNTS}
 
 
 @_named("sum_and_mean")

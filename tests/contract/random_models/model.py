@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from contract.random_models import wiring  # noqa: F401  # fills KINDS
 from contract.random_models.layers import KINDS, TOKENS, Batch
+from contract.random_models.losses import COUNTS
 from contract.random_models.spec import Node, Spec
 
 CLASSES = 3
@@ -87,13 +88,24 @@ def batches(spec: Spec, rank: int = 0) -> list[Batch]:
         labels[0, 0] = 1
         mask = (torch.rand(b, t, generator=generator) < 0.6).to(dtype)
         mask[0, 0] = 1
-        return Batch(
-            torch.randn(b, t, x, generator=generator, dtype=dtype),
-            torch.randint(TOKENS, (b, t), generator=generator),
-            labels,
-            torch.randint(1, t + 1, (b,), generator=generator),
-            mask,
-            torch.randn(b, t, x, generator=generator, dtype=dtype),
+        return as_counted(
+            Batch(
+                torch.randn(b, t, x, generator=generator, dtype=dtype),
+                torch.randint(TOKENS, (b, t), generator=generator),
+                labels,
+                torch.randint(1, t + 1, (b,), generator=generator),
+                mask,
+                torch.randn(b, t, x, generator=generator, dtype=dtype),
+            )
         )
 
+    def as_counted(batch: Batch) -> Batch:
+        """In the first batch each sample has as much to count, in later ones some have, or none."""
+        if spec.training.loss in COUNTS:
+            some = torch.randint(0, b + 1, (), generator=generator) if made else b
+            batch.mask.zero_()[:some, 0] = 1
+        made.append(batch)
+        return batch
+
+    made: list[Batch] = []
     return [batch() for _ in range(spec.training.steps * spec.training.accumulate)]

@@ -1,5 +1,7 @@
 """The pipeline on two ranks, beside one device that has the same batches."""
 
+import re
+import warnings
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -9,10 +11,12 @@ from lightning.pytorch import Trainer
 
 from contract.in_stages import completed
 from contract.random_models.fits import Fit
+from contract.random_models.losses import COUNTS
 from contract.random_models.mechanisms import Mechanism, double
 from contract.random_models.spec import Node, Spec
 from contract.random_models.training import Order, Way, as_given
 from contract.ranks import WORLD_SIZE
+from retime.mechanisms.no_effect import DifferenceWarning
 from retime.mechanisms.pipeline import RankLostError
 from retime.strategies import OOOPipelineStrategy
 from support.time_limits import limit_s
@@ -21,13 +25,14 @@ SCHEDULES = ("ooo2", "ooo1", "gpipe", "1f1b", "zb_h1", "ooo2_flush", "ooo1_flush
 OF_MANY_LAYERS = ("ooo2", "zbv", "ooo_v", "interleaved", "interleaved_zero_bubble", "ooo")
 MANY = 4
 """Layers, of which each rank can have two stages."""
-_MEANS_OR_SUMS = ("mean", "sum", "classes", "smoothed", "penalty")
+_LOSSES = ("mean", "clamped", "sum", "tokens", "epsilon", "classes", "smoothed", "maxed", "penalty")
+_MAY_DIFFER = {"power", "read_power", "root", "share"}
+"""Logged numbers that are neither means nor sums over samples."""
+_NAMED = re.compile(r"the logged value '(\w+)' is")
 _BETWEEN = {"reload_optimizer", "lower_rate", "reset_state", "evaluate", "copy", "change_class_weights"}
 """What does not write parameters of other ranks, and freezes none."""
 _BY_BATCH = {"batchnorm", "counter", "running_mean", "spectral_norm", "by_value"}
 """What sees micro-batches, as the card and warnings say: buffers that passes change, branches by a batch's values."""
-_COUNTED = {"tokens", "masked_mean", "by_lengths", "hardest", "weighted_classes"}
-"""Losses that may be a mean over samples in the first batch, where counts happen to be alike, and not in the next."""
 
 
 def _strategy(spec: Spec) -> OOOPipelineStrategy:
@@ -36,6 +41,7 @@ def _strategy(spec: Spec) -> OOOPipelineStrategy:
         schedule=names[spec.seed // 2 % len(names)],
         microbatches=2 + spec.seed % 3,
         layers="net.layers" if spec.seed % 8 else None,
+        loss_weight=COUNTS[spec.training.loss] if spec.training.told else None,
         timeout=timedelta(seconds=limit_s(20)),
     )
 
@@ -52,34 +58,35 @@ def train_in_stages(spec: Spec, way: Way, order: Order = as_given) -> dict[str, 
         What both ranks left, put together: each has its layers' gradients and state of the optimizer.
     """
     if not isinstance(way, Fit):
-        return _told(spec, Fit().fit(spec, order))
+        return Fit().fit(spec, order)
     way.ranks = WORLD_SIZE
     left, error = None, None
-    try:
-        left = way.fit(spec, order)
-    except Exception as found:
-        error = found
-    everyone: list[Any] = [(left, repr(error))]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            left = way.fit(spec, order)
+        except Exception as found:
+            error = found
+    said = [_NAMED.match(str(one.message)) for one in caught if one.category is DifferenceWarning]
+    told = {one[1] for one in said if one is not None}
+    everyone: list[Any] = [(left, repr(error), told)]
     if dist.is_initialized():
         everyone = [None] * WORLD_SIZE
-        dist.all_gather_object(everyone, (left, repr(error)))
+        dist.all_gather_object(everyone, (left, repr(error), told))
     if any(one[0] is None for one in everyone):
         if error is None or isinstance(error, RankLostError):
             raise AssertionError(f"one rank alone was refused: {[one[1] for one in everyone]}")
         raise error
     assert left is not None
-    for other, _ in everyone:
+    for other, _, names in everyone:
         left = completed(left, other)
-    return _told(spec, left)
-
-
-def _told(spec: Spec, left: dict[str, Any]) -> dict[str, Any]:
-    """Without what a warning says to differ: what is logged of micro-batches is their mean, where a loss is a sum."""
-    return {name: value for name, value in left.items() if name != "logged" or spec.training.loss != "sum"}
+        way.told |= names
+    assert way.told <= _MAY_DIFFER, f"warned of means or sums: {sorted(way.told - _MAY_DIFFER)}"
+    return left
 
 
 def in_a_row(spec: Spec) -> Spec:
-    """Layers one after another and a loss that is a mean or a sum; one spec in eight stays as it is drawn."""
+    """Layers one after another, a loss that is known or told, and more that is logged; one spec in eight as drawn."""
     spec = double(spec)
     training = replace(spec.training, between=tuple(one for one in spec.training.between if one[1] in _BETWEEN))
     nodes = list(map(_by_sample, spec.nodes))
@@ -87,11 +94,9 @@ def in_a_row(spec: Spec) -> Spec:
         nodes.append(Node("linear"))
     if spec.seed % 8:
         nodes = [replace(node, of=(1,) * len(node.of), like=0, unused=False) for node in nodes]
-        if training.loss not in _MEANS_OR_SUMS:
-            training = replace(training, loss=_MEANS_OR_SUMS[spec.seed % len(_MEANS_OR_SUMS)])
-    elif training.loss in _COUNTED:
-        training = replace(training, loss="mean")
-    return replace(spec, nodes=tuple(nodes), training=training)
+        training = replace(training, loss=_LOSSES[spec.seed % len(_LOSSES)])
+    told = training.loss in COUNTS and spec.seed % 5 > 0
+    return replace(spec, nodes=tuple(nodes), training=replace(training, told=told, logs=spec.seed % 3 > 0))
 
 
 def _by_sample(node: Node) -> Node:

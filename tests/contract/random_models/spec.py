@@ -63,6 +63,8 @@ class Training(Compact):
         between: what happens after which step: (step, a name in `training.BETWEEN`).
         reads_gradients: the loop looks at the gradients before it clips.
         autocast: the forward pass runs in bfloat16 where torch wants it to.
+        told: who divides the batch is told what the loss divides by, where it is a count.
+        logs: more than the loss is logged.
     """
 
     optimizer: str = "SGD"
@@ -79,6 +81,8 @@ class Training(Compact):
     between: tuple[tuple[int, str], ...] = ()
     reads_gradients: bool = False
     autocast: bool = False
+    told: bool = False
+    logs: bool = False
 
 
 @dataclass(frozen=True, repr=False)

@@ -66,6 +66,7 @@ class Way:
         note: what the mechanism says of itself, where it was not on.
         steps: optimizer steps begun.
         model: what is trained.
+        told: names of logged numbers that a warning says to differ.
     """
 
     on = False
@@ -73,6 +74,7 @@ class Way:
     note = ""
     steps = 0
     model: nn.Module
+    told: frozenset[str] = frozenset()
 
     def begin(self, model: RandomModel, optimizer: Optimizer, spec: Spec) -> None:
         """Before the first step."""
