@@ -74,8 +74,9 @@ class TrainingCall:
             return None
         call = self._call(layer)
         given = tensors_in_order((args, kwargs))
-        # what is sent is a copy: code between the layers may go on to write into it
-        sent = call.stop(AtEdge(stage, [one.clone() for one in given] if comes_from_here else given))
+        # what is sent is a copy: code between the layers may go on to write into it. One that is given twice is sent once
+        copies = {id(one): one.clone() for one in given} if comes_from_here else {id(one): one for one in given}
+        sent = call.stop(AtEdge(stage, [copies[id(one)] for one in given]))
         if not here or not sent:
             return None
         # in place where that can be: code between the layers may use it beside the layer (a residual connection)
@@ -84,7 +85,12 @@ class TrainingCall:
             for place, one in sent.items()
         }
         call.leaves = [leaf for _, leaf in inputs.values()]
-        changed = {place: one for place, (one, _) in inputs.items()}
+        changed = {
+            number: one
+            for number, tensor in enumerate(given)
+            for place, (one, _) in inputs.items()
+            if tensor is given[place]
+        }  # a layer may take the same tensor twice
         if top_saved_tensors_hooks(True) is not None:
             call.received[layer] = changed
         return _replaced(args, kwargs, changed)

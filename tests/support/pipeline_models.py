@@ -78,6 +78,28 @@ class WritesInput(nn.Linear):
         return super().forward(x.mul_(0.9).tanh_())
 
 
+class Product(nn.Linear):
+    """Takes two tensors."""
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x * other)
+
+
+class Doubled(Between):
+    """Its layers are given the same tensor twice, as attention is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Product(WIDTH, WIDTH) for _ in range(8))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = torch.tanh(block(x, x))
+        logits: Tensor = self.head(x)
+        return logits
+
+
 class InPlace(Between):
     """What the layers have written into goes on beside them."""
 
@@ -191,6 +213,12 @@ def between() -> Made:
     return model, lambda part: nn.functional.cross_entropy(model(part[0]), part[1]), batch
 
 
+def doubled() -> Made:
+    model = Doubled()
+    batch = torch.randint(0, 11, (12,)), torch.randint(0, 11, (12,))
+    return model, lambda part: nn.functional.cross_entropy(model(part[0]), part[1]), batch
+
+
 def in_place(kind: Callable[[], Between] = InPlace) -> Made:
     model = kind()
     batch = torch.randint(0, 11, (12,)), torch.randint(0, 11, (12,))
@@ -263,6 +291,7 @@ MODELS: dict[str, Callable[[], Made]] = {
     "tied": tied,
     "frozen": frozen,
     "between": between,
+    "doubled": doubled,
     "in_place": in_place,
     "in_place_alone": lambda: in_place(InPlaceAlone),
     "checkpointed": lambda: in_place(Checkpointed),

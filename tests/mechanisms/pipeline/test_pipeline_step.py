@@ -55,6 +55,11 @@ def test_residual_connections_between_the_layers():
     assert outputs(4, "gradients", "between", "ooo2", "1", "float64") == ["same"] * 4
 
 
+def test_layers_that_are_given_a_tensor_twice():
+    """Also from a stage of the same rank."""
+    assert outputs(2, "gradients", "doubled", "zbv,1f1b", "1", "float64") == ["same"] * 2
+
+
 def test_layers_that_write_into_what_they_are_given():
     assert outputs(2, "gradients", "in_place", "ooo2,1f1b", "1")
     assert outputs(2, "gradients", "in_place_alone", "zbv,ooo_v,ooo2", "1") == ["same"] * 2 == ["same"] * 2
