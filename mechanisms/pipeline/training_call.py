@@ -74,7 +74,7 @@ class TrainingCall:
             return None
         call = self._call(layer)
         given = tensors_in_order((args, kwargs))
-        # what is sent is a copy: code between the layers may go on to write into it. One that is given twice is sent once
+        # what is sent is a copy: code between the layers may go on to write into it; what is given twice is sent once
         copies = {id(one): one.clone() for one in given} if comes_from_here else {id(one): one for one in given}
         sent = call.stop(AtEdge(stage, [copies[id(one)] for one in given]))
         if not here or not sent:
