@@ -67,7 +67,7 @@ class BucketReduction:
         self._report.buckets += 1
         self._report.bytes += bucket.buffer().nbytes
         # a failure of Python's becomes torch's own on the way, which DDP can read
-        return self._slot.reduce_as_ddp(bucket, self._reducer).then(Future.value)
+        return self._slot.reduce_as_ddp(bucket, self._reducer).then(lambda reduced: reduced.value())
 
     def report(self) -> HostReductionReport:
         """What was reduced so far."""
