@@ -73,10 +73,10 @@ class FirstLook:
     runs: tuple[RecordedRun, ...] = ()
 
     def head_of(self, of: Callable[[Any], Any]) -> Head | None:
-        """What a number is of its samples.
+        """What a number is of its samples; None where no operations lead to it.
 
         Args:
-            of: the number in what a step returned, a tensor; else nothing is known.
+            of: the number in what a step returned.
 
         Raises:
             NotUnderstoodError: it is neither a mean nor a sum over samples or labels.
@@ -85,6 +85,8 @@ class FirstLook:
         if not numbers or not all(isinstance(number, Tensor) and number.numel() == 1 for number in numbers):
             return None
         (large, one), (small, two) = zip(self.runs, numbers, strict=True)
+        if not large.operation_of(one).varies:
+            return None
         return head_of((large, one), (small, two), (loss_of(large.output), loss_of(small.output)))
 
 

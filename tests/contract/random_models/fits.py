@@ -42,16 +42,15 @@ class Module(LightningModule):
         return loss
 
     def _log_more(self, loss: Tensor, batch: Batch) -> None:
-        self.log_dict(
-            {"half": loss.detach() / 2, "read": loss.item(), "samples": float(len(batch.inputs)), "rate": 0.1}
-        )
+        """Means, sums, a maximum, and what is none of these; some of it without operations that lead to it."""
+        read = torch.tensor(loss.item(), dtype=loss.dtype)
+        self.log_dict({"half": loss.detach() / 2, "read": read, "samples": float(len(batch.inputs)), "rate": 0.1})
         self.log_dict({"mean": batch.target.mean(), "total": batch.target.sum(), "pairs": batch.target.sum() / 2})
         self.log("largest", batch.target.max(), reduce_fx="max")
         self.log("marked", batch.mask.sum(), reduce_fx="sum")
         self.log_dict({"power": (0.1 * loss).exp(), "read_power": math.exp(min(9.0, 0.1 * loss.item()))})
-        self.log_dict(
-            {"root": loss.detach().abs().sqrt(), "share": (batch.target[..., 0] * batch.mask).sum() / batch.mask.sum()}
-        )
+        marked = (batch.target[..., 0] * batch.mask).sum()
+        self.log_dict({"root": loss.detach().abs().sqrt(), "share": marked / batch.mask.sum().clamp(min=1)})
 
     def configure_optimizers(self) -> Any:
         optimizer = make_optimizer(self.net, self.spec.training)
