@@ -20,14 +20,13 @@ zero_grad(set_to_none=False) does too.
 
 The answer on stdout has
 
-  plan, predicted peak, moved a step, slowdown, sub-batches    what would be done
-  refused                                                      why no plan keeps the budget, and what would help
-  floor                                                        the smallest budget that is not refused
-  Eq. 6, Eq. 7                                                 the moDNN paper's bounds: what the largest task needs for
-                                                               one sample, and that with parameters, gradients and
-                                                               optimizer states
+  plan, predicted peak, moved a step, sub-batches    what would be done
+  refused                                            why no plan keeps the budget, and what would help
+  floor                                              the smallest budget that is not refused
+  Eq. 6, Eq. 7                                       the moDNN paper's bounds: what the largest task needs for one
+                                                     sample, and that with parameters, gradients and optimizer states
 
-stderr says what is being done, stage by stage, and about how long the rest takes. Exit status: 0 a plan, 1 the budget
+stderr says what is being done, stage by stage. Exit status: 0 a plan, 1 the budget
 is below the floor, 2 anything else went wrong. When --seconds are over, the best plan known by then is printed (0), or
 that none is known (2).
 """
@@ -206,13 +205,11 @@ def _floor_of(shape: PlannedShape, ask: Ask, say: Say, limit: TimeLimit) -> Budg
 
 def _print_plan(shape: PlannedShape) -> None:
     choice = shape.choice
-    print(f"plan            {choice.plan}")
+    print(f"plan            {'none: the step fits' if shape.plain else choice.plan}")
     print(f"predicted peak  {show_bytes(choice.peak_bytes)}")
     moved = choice.out_bytes + choice.in_bytes
     if moved:
         print(f"moved a step    {show_bytes(moved)}")
-    slower = f"{choice.step_ms / choice.plain_ms:.2f} x the unlimited step's time" if shape.costs else ""
-    print(f"slowdown        {slower or 'none: the step fits'}")
     if shape.certificate is not None:
         print(f"sub-batches     {shape.certificate}")
     if shape.note:

@@ -3,7 +3,7 @@
 from retime.mechanisms.measure.energy_meter import NoMeterError, Watch, find_meter
 from retime.mechanisms.measure.memory_probe import MemoryProbe
 from retime.mechanisms.measure.memory_sampler import MemorySampler
-from retime.mechanisms.measure.process_peak import forget_peak, peak_so_far, status_bytes
+from retime.mechanisms.measure.process_peak import PeakWatch, forget_peak, peak_so_far, status_bytes
 from retime.mechanisms.measure.step_timer import OTHER, PHASES, StepTimer, StepTiming, clock_of
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "NoMeterError",
     "OTHER",
     "PHASES",
+    "PeakWatch",
     "StepTimer",
     "StepTiming",
     "Watch",

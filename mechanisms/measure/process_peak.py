@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import os
 import resource
+import weakref
 from pathlib import Path
 
 import torch
 
-__all__ = ["forget_peak", "peak_so_far", "status_bytes", "take_peak"]
+__all__ = ["PeakWatch", "forget_peak", "peak_so_far", "status_bytes", "take_peak"]
 
 CLEAR_REFS = Path("/proc/self/clear_refs")
 STATUS = Path("/proc/self/status")
@@ -22,6 +23,28 @@ _CPU = torch.device("cpu")
 
 _noted: dict[torch.device, int] = {}
 os.register_at_fork(after_in_child=_noted.clear)
+_watches: weakref.WeakSet[PeakWatch] = weakref.WeakSet()
+
+
+class PeakWatch:
+    """The most resident bytes of this process from now on, though others let its peak be forgotten.
+
+    Attributes:
+        begin_bytes: resident now.
+
+    Raises:
+        OSError, LookupError: as :func:`take_peak`.
+    """
+
+    def __init__(self) -> None:
+        forget_peak()
+        self.begin_bytes = self.peak_bytes = status_bytes("VmRSS")
+        _watches.add(self)
+
+    def read(self) -> int:
+        """Return the peak so far."""
+        peak_so_far()
+        return self.peak_bytes
 
 
 def take_peak(device: torch.device = _CPU) -> int:
@@ -80,4 +103,6 @@ def _present_peak(device: torch.device) -> int:
 def _note(device: torch.device, peak: int) -> int:
     place = device if device.type == "cuda" else _CPU
     _noted[place] = max(peak, _noted.get(place, 0))
+    for watch in _watches if place == _CPU else ():
+        watch.peak_bytes = max(peak, watch.peak_bytes)
     return _noted[place]

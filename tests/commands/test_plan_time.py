@@ -13,8 +13,8 @@ import pytest
 
 from retime.commands import plan as plan_command
 from retime.commands.plan import main
-from retime.mechanisms.memory.planning import stages as planning_stages
 from retime.mechanisms.memory.planning import time_limit
+from retime.mechanisms.memory.planning.search import MOST_TRIALS
 from retime.mechanisms.memory.planning.stages import PlanningStages
 from retime.mechanisms.memory.planning.time_limit import OutOfTime, TimeLimit
 from retime.mechanisms.memory.planning.trial import PlanTrial
@@ -26,7 +26,7 @@ pytestmark = support.IGNORED
 ALARMS = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no alarms")
 
 
-STAGE = re.compile(r"(.*) \(stage (\d+) of at most (\d+), about (\d+) s left\)")
+STAGE = re.compile(r"(.*) \(stage (\d+) of at most (\d+)\)")
 
 
 def assert_stages(told: str, numbers: range) -> None:
@@ -47,8 +47,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    for module in (time_limit, planning_stages):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=made.monotonic))
+    monkeypatch.setattr(time_limit, "time", SimpleNamespace(monotonic=made.monotonic))
     return made
 
 
@@ -134,7 +133,7 @@ def test_a_plan_stands_when_there_is_no_time_for_the_floor(
     monkeypatch.setattr(plan_command, "_progress", progress)
     status, said, _ = run(capsys, "--budget", "1GiB", "--seconds", "100")
     assert status == 0
-    assert said["slowdown"] == "none: the step fits"
+    assert said["plan"] == "none: the step fits"
     assert said["floor"] == said["Eq. 7"] == "not known: the time is over"
 
 
@@ -160,26 +159,14 @@ def test_the_floor_of_a_step_that_fits_has_stages_too(capsys: pytest.CaptureFixt
     assert_stages(told, range(2, 4))
 
 
-def test_estimates_follow_from_the_runs_before(clock: Clock) -> None:
+@pytest.mark.parametrize(("probed", "timed"), [(True, True), (False, True), (True, False)])
+def test_stages_are_counted_and_nothing_is_estimated(probed: bool, timed: bool) -> None:
     lines: list[str] = []
-    stages = PlanningStages(lines.append, TimeLimit(), 4.0, 4, probed=4, timed=True)
-    stages.probe()
-    clock.now += 6 * 1.0  # the first dry run was slow
-    stages.least()
-    clock.now += 10 * 1.0 + 5 * 3.0  # a sample takes 3 s
-    stages.costs()
-    clock.now += 14 * 1.0 + 22 * 2.0
-    stages.search()
-    clock.now += 8 * 1.0
-    for _ in range(5):
-        stages.trial(OffloadPlan(2))
-        clock.now += 4 * 1.0
-    left = [int(match[4]) for line in lines if (match := STAGE.match(line))]
-    assert left == [
-        4 * (6 + 10 + 14 + 8 + 5 * 4),
-        10 + 14 + 8 + 5 * 4,
-        14 + 8 + 5 * 4 + 3 * (22 + 5 * 4),
-        8 + 5 * 4 + 2 * 5 * 4,
-        5 * 4 + 2 * 5 * 4,
-        *range(16, 0, -4),
-    ]
+    stages = PlanningStages(lines.append, TimeLimit(), probed=probed, timed=timed)
+    for begin in [stages.probe] * probed + [stages.least, stages.costs, stages.search]:
+        begin()
+    for number in range(MOST_TRIALS if timed else 0):
+        stages.trial(OffloadPlan(number + 1))
+    found = [STAGE.fullmatch(line) for line in lines]
+    assert [int(match[2]) for match in found if match] == [*range(2, len(lines) + 2)]
+    assert {match[3] for match in found if match} == {str(len(lines) + 1)}

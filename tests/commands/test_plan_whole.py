@@ -53,6 +53,6 @@ def test_the_printed_floor_gets_a_plan(folder: Path) -> None:
     assert "trying plan 1: " in told
     status, fits, told = run(folder, "1GiB")
     assert status == 0, told
-    assert fits["slowdown"] == "none: the step fits"
+    assert fits["plan"] == "none: the step fits"
     status, _, told = run(folder, floor_of(fits))  # also the floor that a step is told that fits
     assert status == 0, told

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -93,7 +92,6 @@ class StepPlanner:
             BudgetError: the budget is below the floor.
         """
         dry = self._dry(step, batch, samples)
-        began_s = time.monotonic()
         with self._limit.stoppable(), undisturbed(self.model, step):
             memory = StepMemory(dry, (samples,))
             plain = memory.plain
@@ -103,9 +101,7 @@ class StepPlanner:
         probed = self._probe_samples(plain, samples)
         probes = self.sub_batches and samples > 1 and not self.whole_because
         timed = not torch.are_deterministic_algorithms_enabled()
-        stages = PlanningStages(
-            self._say, self._limit, time.monotonic() - began_s, samples, probed=probed if probes else 0, timed=timed
-        )
+        stages = PlanningStages(self._say, self._limit, probed=probes, timed=timed)
         certificate = None
         if self.sub_batches and samples > 1:
             with self._limit.stoppable():

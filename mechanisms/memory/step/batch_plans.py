@@ -78,6 +78,7 @@ class BatchPlans:
     ) -> None:
         self.planner, self.book = planner, PlanBook()
         self.first = FirstSteps(planner.model, planner.optimizers, planner.budget_bytes, dry_run, say)
+        self._first_step: tuple[BatchRecord, PlannedShape] | None = None
         self._given = None if plan is None else GivenPlans(plan, planner)
         self.memory = MemoryLimit(planner.model, planner.optimizers, hidden_bytes)
         self._offloads, self._report, self._compiled, self._tried_out = offloads, report, compiled, tried_out
@@ -85,6 +86,8 @@ class BatchPlans:
 
     def first_or_plan(self, step: Step, record: BatchRecord, may_stop: bool = True) -> PlannedShape:
         """As :meth:`plan`, or what the first step of a shape is to run under, which is trained to find out the rest."""
+        self.measure_first()
+        self._first_step = None
         known = self.book.find(record) is not None or (self.book and self._on_shape_change == "error")
         if known or self._given is not None:
             return self.plan(step, record)
@@ -129,8 +132,9 @@ class BatchPlans:
 
     def _plan_anew(self, step: Step, record: BatchRecord) -> PlannedShape:
         self._say(
-            f"planning a batch of {record.samples} samples for {show_bytes(self.planner.budget_bytes)}: dry runs, a "
-            "probe and trials call the step more often than training does; dry_run='off' does without them"
+            f"planning a batch of {record.samples} samples for {show_bytes(self.planner.budget_bytes)}; nothing of "
+            "it is trained yet, and save_plan() keeps the plan for other runs. Dry runs, a probe and trials call the "
+            "step more often than training does; dry_run='off' does without them"
         )
         self.memory.limit(record.batch, self.planner.budget_bytes)
         with self._tried_out(), self._compiled.looked_for():
@@ -183,9 +187,20 @@ class BatchPlans:
         self._reserve([*self.book.shapes(but=record), shape])
         self.book.add(record, shape)
         self._report.note(shape, MOST_PLANS)
+        self._first_step = None if shape.first_step_bytes is None else (record, shape)
         self._limit_freed(record.batch)
         self._say(str(shape))
         return shape
+
+    def measure_first(self) -> None:
+        """Note what a first step that was trained without a plan has allocated so far, until the next batch begins."""
+        if self._first_step is None:
+            return
+        record, before = self._first_step
+        shape = replace(before, first_step_bytes=self.memory.allocated_bytes())
+        self._report.renew(before, shape)
+        self.book.renew(record, before, shape)
+        self._first_step = record, shape
 
     def keep_whole(self, step: Step, record: BatchRecord, reason: str) -> None:
         """Batches like this one are not split any more."""

@@ -288,6 +288,8 @@ class BudgetedStep:
     def report(self) -> BudgetReport:
         """What was planned and done so far."""
         self._report.offload = self._offloads.report()
+        self._report.grown_bytes = self._plans.memory.grown_bytes()
+        self._plans.measure_first()
         return self._report
 
     def state_dict(self) -> dict[str, Any]:

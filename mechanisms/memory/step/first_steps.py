@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from retime.mechanisms.byte_sizes import show_bytes
 from retime.mechanisms.lazy_updates import is_compiled
 from retime.mechanisms.memory.dry_run import AllocatedBytes, TooMuchAllocated, everything
 from retime.mechanisms.memory.planning import PlanChoice, PlannedShape, plan_after
@@ -150,7 +149,7 @@ class FirstSteps:
         if peak > self._budget_bytes:
             return
         choice = PlanChoice(OffloadPlan(samples), 0, peak, 0.0, 0.0, 0, 0, tensor_bytes=peak)
-        found.append(PlannedShape(samples, choice, note=f"{COUNTED}: it made {show_bytes(made.bytes)}"))
+        found.append(PlannedShape(samples, choice, note=COUNTED, first_step_bytes=0))
 
     def _standing_bytes(self, batch: Any) -> int:
         """What is there whatever the step does; nothing is run to find out, so states count with the most there are."""

@@ -68,6 +68,12 @@ class PlanBook:
         entry.shape = replace(entry.shape, certificate=certificate)
         return entry.shape
 
+    def renew(self, record: BatchRecord, before: PlannedShape, now: PlannedShape) -> None:
+        """More is known of a plan, if it is still there."""
+        entry = self._entries.get(record.key)
+        if entry is not None and entry.shape is before:
+            entry.shape = now
+
     def drop(self, plan: OffloadPlan) -> None:
         """It does not hold: nothing runs under it any more, nor takes it up from an earlier run."""
         for key, entry in list(self._entries.items()):

@@ -163,7 +163,7 @@ class PlannedBatches:
             TooMuchAllocated: it has to be planned for; nothing has happened.
         """
         plans = self._plans
-        plans.memory.freed.forget_peak()
+        plans.memory.begin_first_step(record.batch)
         try:
             with plans.first.counted(record.key, record.batch, shape.samples) as found:
                 yield

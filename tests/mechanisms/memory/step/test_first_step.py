@@ -1,0 +1,74 @@
+"""A first step that is trained without a plan: what it allocated is reported, and a stopped one leaves nothing."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from retime.mechanisms.memory.dry_run.replay import profile_step
+from retime.mechanisms.memory.dry_run.training_step import TrainingStep
+from retime.mechanisms.memory.host.pinned import HostMemory
+from retime.mechanisms.memory.planning.step_planner import StepPlanner
+from retime.mechanisms.memory.pool.memory_pool import MemoryPool
+from retime.mechanisms.memory.step.budgeted_step import BudgetedStep
+
+MIB = 2**20
+
+
+class Deep(nn.Module):
+    """Its activations are nearly all of its memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
+        self.activations: list[weakref.ref[Tensor]] = []
+
+    def forward(self, batch: Tensor) -> Tensor:
+        for layer in self.layers:
+            batch = layer(batch)
+            self.activations.append(weakref.ref(batch))
+        return batch.square().mean()
+
+
+def test_what_a_roomy_first_step_allocated_is_reported() -> None:
+    model, batch = Deep(), torch.randn(4096, 64)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    exact = profile_step(TrainingStep(model, batch, len(batch), model, optimizers=(optimizer,))).peak_bytes
+    model.activations.clear()
+    step = BudgetedStep(model, [optimizer], 256 * MIB, HostMemory("cpu"))
+    try:
+        if not MemoryPool().install():
+            pytest.skip("nobody counts what is allocated without the pool")
+        step.run(model, batch)
+        optimizer.step()
+        shape = step.report().shapes[0]
+        assert shape.choice.peak_bytes > 2 * exact, "a bound that is no prediction"
+        assert shape.first_step_bytes == pytest.approx(exact, rel=0.1)
+        assert "batch of 4096 fits: it allocated " in str(step.report())
+        assert "predicted" not in str(step.report())
+        step.run(model, batch)
+        assert step.report().shapes == [step.planned(batch)] == [shape]
+    finally:
+        step.remove()
+
+
+def test_a_stopped_step_is_gone_before_it_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = Deep(), torch.randn(4096, 64)
+    alive: list[int] = []
+    make = StepPlanner.make
+
+    def watched(planner: StepPlanner, *arguments: object) -> object:
+        alive.append(sum(activation() is not None for activation in model.activations))
+        return make(planner, *arguments)  # type: ignore[arg-type]
+
+    step = BudgetedStep(model, [torch.optim.SGD(model.parameters(), 0.1)], 6 * MIB, HostMemory("cpu"))
+    monkeypatch.setattr(step._plans, "_make_plan", watched)
+    try:
+        step.run(model, batch)
+        assert len(model.activations) > 0
+        assert alive == [0]
+    finally:
+        step.remove()
