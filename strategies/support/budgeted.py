@@ -162,6 +162,7 @@ class Budgeted(LightningOnly, Strategy):
         parts = budgeted.parts
         assert parts is not None
         log.warn(parts)  # before the first step, of all that the probe has seen
+        stopped = False
         try:
             output = parts.forward(0)["output"]
         except NoLossError:
@@ -170,6 +171,8 @@ class Budgeted(LightningOnly, Strategy):
             log.publish(parts)
             return None
         except (TooMuchAllocated, AnotherPath):
+            stopped = True
+        if stopped:  # not in the `except`, whose traceback holds the stopped pass's activations
             return self.training_step(*args, **kwargs)  # this time with a plan, or after a look at the way
         if not skips_backward(module.trainer):
             return output

@@ -8,7 +8,7 @@ ranks tell one another in what way it runs, and whether one of them has failed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -146,12 +146,11 @@ class BudgetedDataParallelStep(BudgetedStep):
             return self._batches.prepare_whole(step, self._record(batch))
 
     def begin(self, step: Step, batch: Any) -> Any:
-        try:
+        with suppress(AnotherPath):
             self.choose(step, batch)
             return (self.parts or self.prepare(step, batch)).forward(0)
-        except AnotherPath:
-            self.choose(step, batch)
-            return (self.parts or self.prepare(step, batch)).forward(0)
+        self.choose(step, batch)  # behind an `except`, whose traceback would hold the stopped pass's activations
+        return (self.parts or self.prepare(step, batch)).forward(0)
 
     def ended(self) -> None:
         self._reduction.end()  # a batch that failed must not keep later steps from reducing

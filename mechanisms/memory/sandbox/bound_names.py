@@ -87,7 +87,7 @@ class BoundNames:
         elif isinstance(value, list | tuple):
             self._waiting += value[:_MOST]
         elif isinstance(value, dict):
-            self._waiting += value.values()
+            self._waiting += dict.values(value)  # what is there: Transformers' lazy mappings would import all models
         elif not isinstance(value, _PLAIN) and _root(type(value)) not in _FRAMEWORKS | {"retime"}:
             self._waiting.append(type(value))
         return 0

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -183,10 +183,10 @@ class BudgetedStep:
 
     def begin(self, step: Step, batch: Any) -> Any:
         """Plan if need be, and run the forward pass of the first sub-batch; returns what the step returns for it."""
-        try:
+        with suppress(TooMuchAllocated, AnotherPath):
             return self.prepare(step, batch).forward(0)
-        except (TooMuchAllocated, AnotherPath):
-            return self.prepare(step, batch).forward(0)
+        # Behind an `except`, not in it: its traceback would hold the stopped pass's activations while this one runs.
+        return self.prepare(step, batch).forward(0)
 
     def choose(self, step: Step, batch: Any) -> Way:
         """Plan if need be; :attr:`parts` are ready unless the batch is to run plainly."""
