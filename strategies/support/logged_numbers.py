@@ -33,6 +33,7 @@ _TEXTS: dict[By, str] = {
     "min": "the minimum over {them}, as its reduce_fx says",
 }
 _MEANS = ("mean", "avg")
+_EXTREMES: tuple[By, ...] = ("max", "min")
 _SIZE_IN_DOUBT = (
     "has the sum of the sub-batches' batch_size as its weight in an epoch's mean: they did not add up to the whole's"
 )
@@ -67,12 +68,17 @@ def shares(
     return some if complete else normalised(some, samples), complete
 
 
-def fitting(certificate: Certificate, place: str, size_place: str | None = None) -> list[By]:
-    """How this number adds up in all examples, the most telling way first; all ways where it is always 0."""
+def fitting(certificate: Certificate, place: str, size_place: str | None = None, reduction: str = "mean") -> list[By]:
+    """How this number adds up in all examples, the most telling way first; all ways where it is always 0.
+
+    Args:
+        reduction: of an epoch's values: where it is a maximum or minimum, a batch's value may be one too.
+    """
     examples = certificate.examples
     if all(place not in example.whole for example in examples):
         return []
     ways: list[By] = ["weights", "samples", "sum"]
+    ways += [by for by in _EXTREMES if by == reduction]
     if size_place is not None:
         ways.insert(0, "batch_size")
     return [by for by in ways if all(_fits(by, one, place, size_place, certificate.tolerance) for one in examples)]
@@ -84,6 +90,8 @@ def _fits(by: By, example: Example, place: str, size_place: str | None, toleranc
         return False
     if by == "batch_size" and not sum(sizes):  # a mean over nothing has no value
         return True
+    if by in _EXTREMES:
+        return (max if by == "max" else min)(numbers) == example.whole.get(place)
     weights, _ = shares(by, example, range(len(numbers)), sizes)
     terms = [weight * number for weight, number in zip(weights, numbers, strict=True) if weight]
     whole = example.whole.get(place, math.nan)
@@ -135,13 +143,13 @@ class LoggedNumber:
         by, certain = (ways[0], True) if known else (self._assumed, False)
         weights, complete = self._shares(by, parts)
         if certain and not complete:
-            by, certain = "batch_size" if self.sized else "weights", False
+            by, certain = by if by in _EXTREMES else "batch_size" if self.sized else "weights", False
             weights, _ = self._shares(by, parts)
         plain = not parts.certificate.reads and not any(isinstance(value, Tensor) for value in values)
         setting = alike and plain and self._reduction in _MEANS  # a number that was read from a tensor may be a count
         usual = always_0 and not some_only and (setting or not any(map(float, values)))
         doubt = "" if certain or usual else _doubt(by, some_only, always_0, was_same)
-        return _extreme(values, by) if by in ("max", "min") else combined_scalar(values, weights), doubt
+        return _extreme(values, by) if by in _EXTREMES else combined_scalar(values, weights), doubt
 
     def size(self, parts: SubBatches) -> Any:
         """The whole batch's ``batch_size``; None where Lightning is to look at the batch."""
@@ -172,7 +180,8 @@ class LoggedNumber:
         return by_name.get(self._reduction, "batch_size" if self.sized else "samples")
 
     def _fitting(self, certificate: Certificate) -> list[By]:
-        return fitting(certificate, place_of(self.key), place_of(self.size_key) if self.sized else None)
+        size_place = place_of(self.size_key) if self.sized else None
+        return fitting(certificate, place_of(self.key), size_place, self._reduction)
 
     def _was_same(self, certificate: Certificate) -> bool:
         """Whether all examples gave the same for all of a batch and for each part: a mean then, or a maximum."""

@@ -1,16 +1,22 @@
-"""Other values for those that a step reads: what it computes must not depend on them."""
+"""Other values for those that a step reads, or that modules give: what is true of a step is true with them too."""
 
 from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from dis import opmap
 from typing import Any, Literal
 
-__all__ = ["ALTERATIONS", "Altered"]
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from retime.mechanisms.torch_private import tree_map, without_dispatch_modes
+
+__all__ = ["ALTERATIONS", "Altered", "SampleNoise"]
 
 Alteration = Literal["other", "low", "high"]
 ALTERATIONS: tuple[Alteration, ...] = ("other", "low", "high")
@@ -18,6 +24,7 @@ _FAR = 1e9
 _SHORTCUTS = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils")
 """Modules that read whether a mask masks anything, and leave it out where it does not: that changes no result."""
 _CALLERS = 24  # torch's own are in between
+_MOST_SAMPLES = 1000
 
 
 @dataclass
@@ -70,6 +77,53 @@ class Altered:
         if hasattr(value, "dtype") and hasattr(value, "copy"):  # an array of NumPy
             return ~value if value.dtype == bool else value + {"other": 1, "low": -1000, "high": 1000}[self.how]
         return value
+
+
+class SampleNoise:
+    """Changes what modules with parameters give by noise of its size, and of 1 or more, drawn sample by sample.
+
+    A model at its start gives nearly the same for all samples, and then any function of a batch looks like a mean.
+    A sample gets the same noise in a batch and in a part of it.
+
+    Attributes:
+        names: numbers of the samples that run.
+    """
+
+    def __init__(self) -> None:
+        self.names: Sequence[int] = ()
+        self._calls = 0
+
+    @contextmanager
+    def of(self, names: Sequence[int]) -> Iterator[None]:
+        """Around a run of the step on these samples."""
+        self.names, self._calls = names, 0
+        handle = register_module_forward_hook(self._after)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _after(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        return tree_map(self._changed, output) if any(True for _ in module.parameters(recurse=False)) else output
+
+    def _changed(self, value: Any) -> Any:
+        count = len(self.names)
+        if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
+            return value
+        dimension = next((i for i, length in enumerate(value.shape[:2]) if length % count == 0), None)
+        if dimension is None:
+            return value
+        self._calls += 1
+        with without_dispatch_modes(), torch.no_grad():
+            rows = value.detach().chunk(count, dimension)
+            noise = [self._noise(name, row) for name, row in zip(self.names, rows, strict=True)]
+            changed = torch.cat(noise, dimension)
+        return (value + changed) * 0.5**0.5  # no larger from layer to layer
+
+    def _noise(self, name: int, row: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(self._calls * _MOST_SAMPLES + name)
+        noise = torch.randn(row.shape, generator=generator).to(row)
+        return noise * row.square().mean().sqrt().clamp(min=1)
 
 
 def _in_shortcut() -> bool:

@@ -7,6 +7,7 @@ means over something else than samples, unless the parts are weighed by it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from functools import partial
@@ -33,7 +34,7 @@ from retime.mechanisms.memory.sandbox import Untouched, why_not_replaced
 from retime.mechanisms.memory.separability.compared_sizes import compared
 from retime.mechanisms.memory.separability.flow_judge import FlowVerdict
 from retime.mechanisms.memory.separability.flow_labels import Divisor
-from retime.mechanisms.memory.separability.judge import Verdict, fitted_error, judge, scalar_weightings
+from retime.mechanisms.memory.separability.judge import Verdict, fitted_error, judge, loss_difference, scalar_weightings
 from retime.mechanisms.memory.separability.probe import Case, Probe, Prober
 from retime.mechanisms.torch_private import post_accumulate_hooks, tensor_hooks
 
@@ -187,6 +188,10 @@ class _Examiner:
                     concluded = Certificate(None, reason, samples=self._samples)
             if concluded.separable and prober.zeros:
                 concluded = self._with_all_terms(prober, concluded)
+            if concluded.weighting is not None and set(probes[0].full.scalars.values()) != {probes[0].full.loss}:
+                unlike = prober.unlike(self._first(), range(self._samples))
+                if unlike is not None and _is_comparable(unlike, probes[0], concluded):
+                    concluded = _with_outputs(concluded, concluded.weighting, [*probes, unlike])
         notes = [_RANDOM] if prober.random or any(_drops(module) for module in self._model.modules()) else []
         hooked = [name for name, parameter in self._model.named_parameters() if tensor_hooks(parameter)]
         if hooked:
@@ -313,12 +318,30 @@ def _concluded(
     if fitting:
         weighting, verdict = fitting[0]
         others = tuple(other for other, _ in fitting[1:] if other.kind != "sum")
-        outputs = scalar_weightings(probes, [weighting, Weighting("mean"), Weighting("sum")], verdict.tolerance)
-        unclear = tuple(place for place in probes[0].full.scalars if place not in outputs)
-        examples = tuple(_example(probe, case, weighting) for probe in probes for case in probe.cases)
-        found = Certificate(weighting, "", (), verdict.error, verdict.tolerance, samples, others, outputs, unclear)
-        return replace(found, examples=examples)
+        found = Certificate(weighting, "", (), verdict.error, verdict.tolerance, samples, others)
+        return _with_outputs(found, weighting, probes)
     return Certificate(None, _why_not(probes, best, known, samples), best.layers, best.error, best.tolerance, samples)
+
+
+def _with_outputs(found: Certificate, weighting: Weighting, probes: Sequence[Probe]) -> Certificate:
+    """The same, with what the probes tell of the scalars that the step returns."""
+    outputs = scalar_weightings(probes, [weighting, Weighting("mean"), Weighting("sum")], found.tolerance)
+    unclear = tuple(place for place in probes[0].full.scalars if place not in outputs)
+    examples = tuple(_example(probe, case, weighting) for probe in probes for case in probe.cases)
+    return replace(found, outputs=outputs, unclear=unclear, examples=examples)
+
+
+def _is_comparable(unlike: Probe, plain: Probe, found: Certificate) -> bool:
+    """Whether each sample had the same noise in all runs, and all scalars still have a value."""
+    runs = [unlike.full, *(run for case in unlike.cases for run in case.runs)]
+    finite = {place for place, value in plain.full.scalars.items() if math.isfinite(value)}
+    assert found.weighting is not None
+    return all(
+        finite <= {place for place, value in run.scalars.items() if math.isfinite(value)} for run in runs
+    ) and all(
+        loss_difference(unlike.full, case, found.weighting.of(case.parts, case.samples)) <= found.tolerance
+        for case in unlike.cases
+    )
 
 
 def _example(probe: Probe, case: Case, weighting: Weighting) -> Example:

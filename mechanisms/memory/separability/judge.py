@@ -11,7 +11,7 @@ import torch
 from retime.mechanisms.memory.batches import Weighting
 from retime.mechanisms.memory.separability.probe import Case, Probe, Run
 
-__all__ = ["Verdict", "fitted_error", "judge", "scalar_weightings"]
+__all__ = ["Verdict", "fitted_error", "judge", "loss_difference", "scalar_weightings"]
 
 _ROUNDINGS = 64
 """A gradient's rounding error, in units of the precision: single-precision networks measure 1 to 20 of them."""
@@ -58,7 +58,7 @@ def judge(weighting: Weighting, probes: Sequence[Probe], epsilon: float) -> Verd
             whole, rest, each = _differences(probe.full, case, weights, floor)
             if not math.isfinite(whole) or not whole:
                 return Verdict(False, math.inf, tolerance)
-            error = max(error, rest, _loss_difference(probe.full, case, weights))
+            error = max(error, rest, loss_difference(probe.full, case, weights))
             for name, value in each.items():
                 singles[name] = max(singles.get(name, 0.0), value)
     worst_single = max(singles.values(), default=math.inf)
@@ -136,7 +136,8 @@ def _differences(full: Run, case: Case, weights: list[float], floor: float) -> t
     return whole_norm, math.inf if bad else math.hypot(*differences.values()) / whole_norm, each
 
 
-def _loss_difference(full: Run, case: Case, weights: list[float]) -> float:
+def loss_difference(full: Run, case: Case, weights: list[float]) -> float:
+    """Return how far the weighted sum of the parts' losses is from the whole's, relative to their sizes."""
     terms = [weight * run.loss for weight, run in zip(weights, case.runs, strict=True) if weight]
     scale = abs(full.loss) + math.fsum(map(abs, terms))
     return abs(math.fsum(terms) - full.loss) / scale if scale else 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from retime.mechanisms.memory.batches import Split, loss_of, map_leaves, replaced_tensors, samples_in
 from retime.mechanisms.memory.sandbox import Untouched, seed_all
-from retime.mechanisms.memory.separability.altered import ALTERATIONS, Altered
+from retime.mechanisms.memory.separability.altered import ALTERATIONS, Altered, SampleNoise
 from retime.mechanisms.memory.separability.flow import Flow
 from retime.mechanisms.memory.separability.flow_judge import FlowVerdict, judge_flow
 from retime.mechanisms.memory.separability.watch import NoDropout, Watch
@@ -123,6 +124,7 @@ class Prober:
         self.random = self.zeros = False
         self.reads: list[Any] | None = None
         self._reentrant = self._lifted = False
+        self._noise: SampleNoise | None = None
 
     def lifted(self, batch: Any, names: Sequence[int]) -> Outcome:
         """As :meth:`probe`, but terms of the loss that are multiplied by 0 are multiplied by another number.
@@ -137,6 +139,17 @@ class Prober:
             return Outcome([], f"a term of its loss is multiplied by 0, and it fails where that is another ({error})")
         finally:
             self._lifted = False
+
+    def unlike(self, batch: Any, names: Sequence[int]) -> Probe | None:
+        """As :meth:`probe`, with samples that modules give unlike values for; None where the step does not run so."""
+        self._noise = SampleNoise()
+        try:
+            outcome = self.probe(batch, names)
+        except Exception:  # whatever a step says to other values than its own
+            return None
+        finally:
+            self._noise = None
+        return None if outcome.failure else outcome.probes[0]
 
     def probe(self, batch: Any, names: Sequence[int], pairs: int = 2) -> Outcome:
         """Run the step on a small batch and on uneven parts of it.
@@ -240,7 +253,8 @@ class Prober:
         altered: Altered | None,
     ) -> tuple[Any, dict[str, Tensor], Watch]:
         with torch.enable_grad(), Watch(names, batch, altered, self._lifted) as watch, NoDropout(watch) as dropout:
-            output = self._step(batch)
+            with nullcontext() if self._noise is None else self._noise.of(names):
+                output = self._step(batch)
             self.random |= watch.drawn or dropout.seen
             loss = loss_of(output)
             watch.flow.end(loss)

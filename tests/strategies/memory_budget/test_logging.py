@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torchmetrics import MaxMetric, MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, MulticlassPrecision
 from torchmetrics.regression import MeanSquaredError, R2Score
@@ -153,6 +154,48 @@ def test_numbers_that_do_not_add_up_are_named_once(splits: None) -> None:
     with pytest.warns(DifferenceWarning, match="the logged value 'spread' is the mean over sub-batches") as caught:
         fit(Nonlinear(), MemoryBudgetStrategy(SMALL))
     assert sum("spread" in str(one.message) for one in caught) == 1
+
+
+class AlikeAtFirst(Net):
+    """Logs many functions of a batch whose samples have nearly, or with 0 exactly, the same losses at the start."""
+
+    def __init__(self, std: float) -> None:
+        super().__init__()
+        last = self.net[-1]
+        assert isinstance(last, nn.Linear)
+        nn.init.normal_(last.weight, std=std)
+        nn.init.zeros_(last.bias)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch[0])
+        losses = F.cross_entropy(logits, batch[1], reduction="none")
+        loss, chances = losses.mean(), logits.softmax(1)
+        right = {"loss": loss, "accuracy": (logits.argmax(1) == batch[1]).float().mean(), "constant": 0.5}
+        wrong = {"perplexity": loss.exp(), "rms": losses.square().mean().sqrt()}
+        wrong |= {"ratio": chances[:, 0].sum() / chances[:, 1].sum(), "largest": losses.max()}
+        self.log_dict(right | wrong)
+        for name in ("max", "min", "sum"):
+            self.log(name, getattr(losses, name)(), reduce_fx=name)
+        return loss
+
+
+@pytest.mark.parametrize("std", [0.02, 0.0])
+def test_what_only_looks_like_a_mean_at_the_start_is_named_and_nothing_else(splits: None, std: float) -> None:
+    lines, said = [], []
+    for strategy in ("auto", MemoryBudgetStrategy(SMALL)):
+        notes = support.Notes()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", DifferenceWarning)
+            run = fit(AlikeAtFirst(std), strategy, logger=notes)
+        lines.append(notes.lines)
+        said += [str(one.message) for one in caught if one.category is DifferenceWarning]
+    assert_way(report_of(run), "sub-batches")
+    names = ("largest", "perplexity", "ratio", "rms")
+    assert len(said) == len(names), said
+    assert all(f"{name!r} is the mean over" in text for name, text in zip(names, said, strict=True)), said
+    for plain, ours in zip(*lines, strict=True):
+        for name in ("loss", "max", "min", "sum"):
+            assert ours[name] == pytest.approx(plain[name], rel=1e-5), name
 
 
 def test_they_are_named_before_the_first_step(splits: None) -> None:
