@@ -93,10 +93,11 @@ class Recipe(ABC, Generic[S]):
             whole = bar.add_task(settings.name, total=len(wanted))
             for at in wanted:
                 label = tables.label_of(at)
+                name = f"{settings.name} {label}".rstrip()
                 fingerprint = {**common, **self.detail(settings, at)}
                 old = result.find(at)
                 if old and not settings.rerun and _same(old, fingerprint, here):
-                    bar.console.print(f"{settings.name} {label}: measured before, kept (rerun=true measures it again)")
+                    bar.console.print(f"{name}: measured before, kept (rerun=true measures it again)")
                     bar.advance(whole)
                     continue
                 task = bar.add_task(f"  {label}", total=self.blocks(settings))
@@ -122,7 +123,7 @@ class Recipe(ABC, Generic[S]):
                 result.save(folder)
                 bar.remove_task(task)
                 bar.advance(whole)
-                bar.console.print(f"{f'{settings.name} {label}'.rstrip()}: measured in {seconds:.0f} s")
+                bar.console.print(f"{name}: measured in {seconds:.0f} s")
         return result
 
     def _open(self, settings: S, folder: Path) -> Result:

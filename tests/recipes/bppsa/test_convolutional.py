@@ -47,7 +47,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
     def call(*arguments: str) -> Path:
         monkeypatch.setattr(sys, "argv", ["retime.recipes", "hardware.cores=null", *arguments])
         command.main()
-        (path,) = (tmp_path / "results").rglob("result.json")
+        (path,) = (tmp_path / "outputs").rglob("result.json")
         assert {each.name for each in path.parent.iterdir()} >= {"result.csv", "result.md", "result.png"}
         return path
 

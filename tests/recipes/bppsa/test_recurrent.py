@@ -188,5 +188,5 @@ def test_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     overrides = ["rounds=1", "warmup_rounds=0", "steps=1", "sequence_lengths=[10]", "batch_sizes=[]", "batch_size=2"]
     monkeypatch.setattr(sys, "argv", ["retime.recipes", "experiment=bppsa_fig8", *overrides])
     command.main()
-    (found,) = (tmp_path / "results" / "bppsa" / "figure-8" / "cpu").rglob("result.json")
+    (found,) = (tmp_path / "outputs" / "bppsa" / "figure-8" / "cpu").rglob("result.json")
     assert load(found).points[0].at == {"T": 10, "B": 2}

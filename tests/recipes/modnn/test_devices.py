@@ -82,7 +82,7 @@ def test_figures_17_to_19(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     arguments = ["experiment=modnn_fig17_simulated", "~cases", cases, "budgets=[0.2,0.06,0.001]", "devices=4"]
     monkeypatch.setattr(sys, "argv", ["retime.recipes", *arguments])
     command.main()
-    (path,) = (tmp_path / "results").rglob("result.json")
+    (path,) = (tmp_path / "outputs").rglob("result.json")
     result = load(path)
     assert result.simulated
     *fitting, impossible = result.points

@@ -31,7 +31,7 @@ def test_without_a_meter_the_reason_is_all_there_is(tmp_path: Path, monkeypatch:
         sys, "argv", ["retime.recipes", "experiment=modnn_fig15", "powercap=none", "hardware.cores=null"]
     )
     command.main()
-    (path,) = (tmp_path / "results").rglob("result.json")
+    (path,) = (tmp_path / "outputs").rglob("result.json")
     (point,) = load(path).points
     assert point.rows == []
     (line,) = Power().compare(load(path))

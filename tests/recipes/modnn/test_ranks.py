@@ -22,7 +22,7 @@ def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["experiment=modnn_fig17", "~cases", cases, "budgets=[36,5]", "rounds=1", "warmup_rounds=1", "steps=1"]
     monkeypatch.setattr(sys, "argv", ["retime.recipes", *arguments])
     command.main()
-    (path,) = (tmp_path / "results").rglob("result.json")
+    (path,) = (tmp_path / "outputs").rglob("result.json")
     print(path.with_name("result.md").read_text())
     result = load(path)
     point, tight = result.points

@@ -64,7 +64,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[s
         arguments = ["experiment=modnn_targets", "hardware.cores=null", "rounds=1", "steps=1", *own, *more]
         monkeypatch.setattr(sys, "argv", ["retime.recipes", *arguments])
         command.main()
-        (path,) = (tmp_path / "results").rglob("result.json")
+        (path,) = (tmp_path / "outputs").rglob("result.json")
         return {point.at["case"]: point for point in load(path).points}
 
     return call

@@ -47,7 +47,7 @@ def test_figure_4_from_the_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["retime.recipes", "experiment=ooo_fig4"])
     command.main()
-    folder = tmp_path / "results" / "ooo-backprop" / "figure-4" / "simulated"
+    folder = tmp_path / "outputs" / "ooo-backprop" / "figure-4" / "simulated"
     result = load(folder / "result.json")
     (point,) = result.points
     assert result.simulated
