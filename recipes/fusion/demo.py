@@ -196,7 +196,7 @@ def _rates(point: Point) -> dict[str, Spread]:
 def _difference(point: Point, name: str) -> float:
     """The largest difference, over all steps, between a variant's loss and the plain strategy's."""
     pairs = zip(point.facts[f"{name} losses"], point.facts[f"{PLAIN} losses"], strict=True)
-    return max(abs(loss - plain) for loss, plain in pairs)
+    return float(max(abs(loss - plain) for loss, plain in pairs))
 
 
 def identical(point: Point) -> bool:
