@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from types import TracebackType
 from typing import Annotated, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from retime.mechanisms.arguments import AtLeast, checked
+from retime.mechanisms.arguments import AtLeast, Below, checked
 from retime.mechanisms.memory.pool import MemoryPool, PoolReport
 from retime.mechanisms.no_effect import warn_no_effect
 
@@ -45,7 +46,7 @@ class CPUMemoryPool(Callback):
     """
 
     @checked
-    def __init__(self, slack: Annotated[float, AtLeast(1)] = 1.1) -> None:
+    def __init__(self, slack: Annotated[float, AtLeast(1), Below(math.inf)] = 1.1) -> None:
         self.slack = slack
         self._pool = MemoryPool()
         self._last = PoolReport(note="it was never in use: give it to a Trainer as a callback, or enter it by 'with'")

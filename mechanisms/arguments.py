@@ -18,66 +18,68 @@ import types
 import typing
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache, wraps
 from typing import Annotated, Any, Literal, TypeVar, Union
 
-__all__ = ["Above", "AtLeast", "AtMost", "Below", "accepts", "checked", "describe", "is_checkable"]
+__all__ = ["Above", "AtLeast", "AtMost", "Below", "Timeout", "accepts", "checked", "describe", "is_checkable"]
 
 
 @dataclass(frozen=True)
 class AtLeast:
     """In ``Annotated[int, AtLeast(1)]``: no smaller number."""
 
-    bound: float
+    bound: float | timedelta
 
     def __str__(self) -> str:
         return f"of {self.bound} or more"
 
-    def holds(self, value: float) -> bool:
-        return value >= self.bound
+    def holds(self, value: Any) -> bool:
+        return bool(value >= self.bound)
 
 
 @dataclass(frozen=True)
 class AtMost:
     """No larger number."""
 
-    bound: float
+    bound: float | timedelta
 
     def __str__(self) -> str:
         return f"of at most {self.bound}"
 
-    def holds(self, value: float) -> bool:
-        return value <= self.bound
+    def holds(self, value: Any) -> bool:
+        return bool(value <= self.bound)
 
 
 @dataclass(frozen=True)
 class Above:
     """Only larger numbers."""
 
-    bound: float
+    bound: float | timedelta
 
     def __str__(self) -> str:
         return f"above {self.bound}"
 
-    def holds(self, value: float) -> bool:
-        return value > self.bound
+    def holds(self, value: Any) -> bool:
+        return bool(value > self.bound)
 
 
 @dataclass(frozen=True)
 class Below:
     """Only smaller numbers."""
 
-    bound: float
+    bound: float | timedelta
 
     def __str__(self) -> str:
-        return f"below {self.bound}"
+        return "finite" if self.bound == math.inf else f"below {self.bound}"
 
-    def holds(self, value: float) -> bool:
-        return value < self.bound
+    def holds(self, value: Any) -> bool:
+        return bool(value < self.bound)
 
 
 _Checked = TypeVar("_Checked", bound=Callable[..., Any] | type)
 _BOUNDS = AtLeast | AtMost | Above | Below
+Timeout = Annotated[timedelta, Above(timedelta(0))]
 
 
 def checked(function: _Checked) -> _Checked:
@@ -144,8 +146,6 @@ def accepts(value: Any, hint: Any, *, bounds: bool = True) -> bool:
     if any_of := _parts(hint):
         return any(accepts(value, part, bounds=bounds) for part in any_of)
     hint, limits = _bare(hint)
-    if bounds and _is_number(value) and (math.isnan(value) or not all(limit.holds(value) for limit in limits)):
-        return False
     if hint is None or hint is type(None):
         return value is None
     if typing.get_origin(hint) is Literal:
@@ -154,10 +154,14 @@ def accepts(value: Any, hint: Any, *, bounds: bool = True) -> bool:
             return any(value == choice and type(value) is type(choice) for choice in choices)
         return any(type(value) is type(choice) for choice in choices)
     if hint is float:
-        return _is_number(value)
-    if hint is int:
-        return _is_number(value) and isinstance(value, numbers.Integral)
-    return _is_instance(value, hint)
+        fits = _is_number(value)
+    elif hint is int:
+        fits = _is_number(value) and isinstance(value, numbers.Integral)
+    else:
+        fits = _is_instance(value, hint)
+    if not fits or not bounds:
+        return fits
+    return not (_is_number(value) and math.isnan(value)) and all(limit.holds(value) for limit in limits)
 
 
 def _is_instance(value: Any, hint: Any) -> bool:

@@ -1,11 +1,13 @@
 """ScanRNN, ScanGRU and ScanLSTM: torch.nn's constructors in front of `ScanRecurrent`."""
 
-from typing import Any
+from typing import Annotated, Any
 
-from retime.mechanisms.arguments import checked
+from retime.mechanisms.arguments import AtLeast, AtMost, checked
 from retime.mechanisms.scan import Solver
 from retime.modules.recurrent import ScanRecurrent
 
+Size = Annotated[int, AtLeast(1)]
+Share = Annotated[float, AtLeast(0), AtMost(1)]
 MODES = {"tanh": "RNN_TANH", "relu": "RNN_RELU"}
 
 
@@ -25,13 +27,13 @@ class ScanRNN(ScanRecurrent):
     @checked
     def __init__(
         self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int = 1,
+        input_size: Size,
+        hidden_size: Size,
+        num_layers: Size = 1,
         nonlinearity: str = "tanh",
         bias: bool = True,
         batch_first: bool = False,
-        dropout: float = 0.0,
+        dropout: Share = 0.0,
         bidirectional: bool = False,
         device: Any = None,
         dtype: Any = None,
@@ -74,12 +76,12 @@ class ScanGRU(ScanRecurrent):
     @checked
     def __init__(
         self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int = 1,
+        input_size: Size,
+        hidden_size: Size,
+        num_layers: Size = 1,
         bias: bool = True,
         batch_first: bool = False,
-        dropout: float = 0.0,
+        dropout: Share = 0.0,
         bidirectional: bool = False,
         device: Any = None,
         dtype: Any = None,
@@ -119,12 +121,12 @@ class ScanLSTM(ScanRecurrent):
     @checked
     def __init__(
         self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int = 1,
+        input_size: Size,
+        hidden_size: Size,
+        num_layers: Size = 1,
         bias: bool = True,
         batch_first: bool = False,
-        dropout: float = 0.0,
+        dropout: Share = 0.0,
         bidirectional: bool = False,
         proj_size: int = 0,
         device: Any = None,
@@ -154,4 +156,4 @@ class ScanLSTM(ScanRecurrent):
 def refuse_projection(proj_size: int | None) -> None:
     """torch.nn's own refusal, which it makes for any value."""
     if proj_size is not None:
-        raise ValueError("proj_size argument is only supported for LSTM, not RNN or GRU")
+        raise ValueError(f"proj_size={proj_size}: the proj_size argument is only supported for LSTM, not RNN or GRU")

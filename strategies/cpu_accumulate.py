@@ -3,9 +3,8 @@
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from functools import reduce
-from typing import Any
+from typing import Annotated, Any
 
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
@@ -17,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from retime.mechanisms.arguments import checked
+from retime.mechanisms.arguments import AtLeast, Timeout, checked
 from retime.mechanisms.capabilities import Mechanism, refuse
 from retime.mechanisms.ddp import BucketReduction, HostReductionReport, HostUpdate, HostUpdateReport
 from retime.mechanisms.no_effect import warn_no_effect
@@ -64,9 +63,9 @@ class CPUAccumulateStrategy(ReducerOfChoice, LightningOnly, ReportsAcrossProcess
         ddp_comm_state: object | None = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
-        model_averaging_period: int | None = None,
+        model_averaging_period: Annotated[int, AtLeast(1)] | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = None,
+        timeout: Timeout | None = None,
         start_method: StartMethod = "popen",
         bucket_cap_mb: MegaBytes | None = None,
         find_unused_parameters: bool = False,

@@ -2,8 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from datetime import timedelta
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from retime.mechanisms.arguments import checked
+from retime.mechanisms.arguments import AtLeast, Timeout, checked
 from retime.mechanisms.capabilities import Mechanism, refuse
 from retime.mechanisms.ddp import BucketReduction, sparse_layer
 from retime.mechanisms.fusion import FusionReport, ReductionHook
@@ -136,9 +135,9 @@ class FusedOptimizerDDPStrategy(ReducerOfChoice, _Fused, ReportsAcrossProcesses)
         ddp_comm_state: object | None = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
-        model_averaging_period: int | None = None,
+        model_averaging_period: Annotated[int, AtLeast(1)] | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = None,
+        timeout: Timeout | None = None,
         start_method: StartMethod = "popen",
         bucket_cap_mb: MegaBytes | None = None,
         find_unused_parameters: bool = False,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from datetime import timedelta
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -15,7 +14,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from torch.nn.parallel import DistributedDataParallel
 
-from retime.mechanisms.arguments import checked
+from retime.mechanisms.arguments import AtLeast, Timeout, checked
 from retime.mechanisms.capabilities import Mechanism, refuse
 from retime.mechanisms.ddp import BucketReduction, RankAgreement
 from retime.mechanisms.memory.batches import Split
@@ -77,9 +76,9 @@ class MemoryBudgetDDPStrategy(ReducerOfChoice, Budgeted, ReportsAcrossProcesses)
         ddp_comm_state: object | None = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
-        model_averaging_period: int | None = None,
+        model_averaging_period: Annotated[int, AtLeast(1)] | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = None,
+        timeout: Timeout | None = None,
         start_method: StartMethod = "popen",
         bucket_cap_mb: MegaBytes | None = None,
         find_unused_parameters: bool = False,

@@ -3,8 +3,7 @@
 import sys
 import warnings
 from collections.abc import Callable, Iterable
-from datetime import timedelta
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from retime.mechanisms.arguments import checked
+from retime.mechanisms.arguments import AtLeast, Timeout, checked
 from retime.mechanisms.byte_sizes import parse_bytes
 from retime.mechanisms.capabilities import Mechanism, refuse
 from retime.mechanisms.ddp import bucket_mb, measured_seconds_per_mb, sparse_layer
@@ -79,9 +78,9 @@ class OOODataParallelStrategy(ReducerOfChoice, LightningOnly, ReportsAcrossProce
         ddp_comm_state: object | None = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
-        model_averaging_period: int | None = None,
+        model_averaging_period: Annotated[int, AtLeast(1)] | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = None,
+        timeout: Timeout | None = None,
         start_method: StartMethod = "popen",
         bucket_cap_mb: MegaBytes | None = None,
         find_unused_parameters: bool = False,

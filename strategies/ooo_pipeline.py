@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from retime.mechanisms.arguments import AtLeast, checked
+from retime.mechanisms.arguments import AtLeast, Timeout, checked
 from retime.mechanisms.byte_sizes import parse_bytes
 from retime.mechanisms.capabilities import Mechanism
 from retime.mechanisms.memory.batches import combined
@@ -135,7 +135,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         activation_cap: int | str | None = None,
         split: Literal["even", "fastest"] | list[str] = "even",
         loss_weight: LossWeight | None = None,
-        timeout: timedelta = timedelta(seconds=60),
+        timeout: Timeout = timedelta(seconds=60),
         process_group_backend: str | None = None,
         start_method: StartMethod = "popen",
         accelerator: Accelerator | str | None = None,

@@ -1,28 +1,46 @@
-"""Every argument of every public constructor refuses what cannot be meant, by name, before anything is done.
+"""Every argument of every public constructor and function refuses what cannot be meant, before anything is done.
 
-What an annotation tells is tried without being listed; the table has what makes a valid call, and values of the right
-type that cannot be meant.
+The error names the argument and repeats the value. What an annotation tells is tried without being listed, and so are
+numbers that are rarely meant (0, negative, infinite), empty and unknown texts, and times of 0; the table has what makes
+a valid call, which of those values are meant all the same, and further ones that cannot be.
 """
 
 import inspect
 import math
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import retime
 from retime.integrations import accelerate as for_accelerate
-from retime.mechanisms import arguments, fusion, memory, out_of_order
+from retime.mechanisms import (
+    arguments,
+    ddp,
+    fusion,
+    jacobian,
+    memory,
+    out_of_order,
+    pipeline,
+    scan,
+    weight_gradients,
+)
+from retime.mechanisms.ddp import reducers
 from retime.schedules.budget import OffloadPlan
 
-pytestmark = pytest.mark.filterwarnings("ignore:OutOfOrderPipeline has no effect")  # with one process
+pytestmark = [  # with one process, or a chain that is no list of layers
+    pytest.mark.filterwarnings("ignore:.* has no effect"),
+    pytest.mark.filterwarnings("ignore:out-of-order data parallel has no effect"),
+]
 NEGATIVE = (-1, -(10**9))
 NOT_POSITIVE = (0, *NEGATIVE)
 NO_CHOICE = ("nonsense", "")
@@ -42,6 +60,14 @@ ODD: tuple[Any, ...] = (
     lambda: None,
 )
 """Of most types that somebody may pass by mistake."""
+RARELY_MEANT: tuple[Any, ...] = (
+    *(0, -1, -(10**9), -0.5, math.inf, -math.inf, math.nan),
+    *("", "nonsense"),
+    *(timedelta(0), timedelta(seconds=-1)),
+)
+"""Of a type that an argument may take."""
+ANY_INT = (0, -1, -(10**9))
+ANY_TEXT = ("", "nonsense")
 
 
 @dataclass(frozen=True)
@@ -50,18 +76,31 @@ class Case:
 
     Attributes:
         free: arguments that may be anything, each because another library checks it.
+        right: rarely meant values that are meant here, each for a reason beside it.
     """
 
     of: Callable[..., Any]
     valid: Callable[[], dict[str, Any]] = dict
     wrong: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     free: tuple[str, ...] = ()
+    right: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    def tried(self, name: str) -> list[Any]:
+        """Values to be refused, of this argument."""
+        hint = self.hints[name]
+        odd = [value for value in ODD if not arguments.accepts(value, hint, bounds=False)]
+        rare = [value for value in RARELY_MEANT if arguments.accepts(value, hint, bounds=False)]
+        right = [repr(value) for value in self.right.get(name, ())]
+        checkable = arguments.is_checkable(hint)
+        wrong = [*odd, *(rare if checkable else ()), *self.wrong.get(name, ())]
+        return [value for value in wrong if repr(value) not in right]
 
     @property
     def hints(self) -> dict[str, Any]:
         function: Any = self.of.__init__ if isinstance(self.of, type) else self.of
         hints = typing.get_type_hints(function, include_extras=True)
-        return {name: hints[name] for name in inspect.signature(self.of).parameters if name not in self.free}
+        names = inspect.signature(self.of).parameters
+        return {name: hints[name] for name in names if name in hints and name not in self.free}
 
 
 def _recurrent() -> dict[str, Any]:
@@ -93,6 +132,55 @@ def _prepared() -> dict[str, Any]:
     return {"accelerator": accelerator, "model": model, "optimizer": optimizer}
 
 
+def _wrapped() -> dict[str, Any]:
+    return {"model": DistributedDataParallel(nn.Linear(2, 2), gradient_as_bucket_view=True)}
+
+
+def _reduced() -> dict[str, Any]:
+    return {**_wrapped(), "reducer": reducers.DeviceReducer()}
+
+
+def _wrapped_optimizer() -> dict[str, Any]:
+    model = _wrapped()["model"]
+    return {"model": model, "optimizers": torch.optim.SGD(model.parameters(), 0.1)}
+
+
+def _updated() -> dict[str, Any]:
+    model, optimizer = _trained().values()
+    return {"optimizer": optimizer, "parameters": list(model.parameters())}
+
+
+def _staged() -> dict[str, Any]:
+    return {"model": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "microbatches": 2}
+
+
+def _batch() -> dict[str, Any]:
+    step = pipeline.PipelineStep(**_staged())
+    return {"self": step, "step": lambda part: step._model(part).square().mean(), "batch": torch.ones(4, 2)}
+
+
+def _joined() -> dict[str, Any]:
+    """One rank of a DDP fusion."""
+    model = _wrapped()["model"]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return {"optimizer": optimizer, "reduction": fusion.reduction_of(model)}
+
+
+def _examined() -> dict[str, Any]:
+    model = nn.Linear(2, 2)
+    return {"step": lambda batch: model(batch).square().mean(), "batch": torch.ones(4, 2), "model": model}
+
+
+def _planned() -> dict[str, Any]:
+    model, optimizer = _trained().values()
+    loss = lambda batch: model(batch).square().mean()  # noqa: E731
+    return {"step": memory.TrainingStep(model, torch.ones(4, 2), 4, loss, [optimizer])}
+
+
+def _clipped() -> dict[str, Any]:
+    return {"self": for_accelerate.OutOfOrderPipeline(**_prepared()), "max_norm": 1.0}
+
+
 def _sizes() -> dict[str, Any]:
     return {"input_size": 2, "hidden_size": 2}
 
@@ -122,45 +210,92 @@ PIPELINE = {
     "start_method": NO_CHOICE,
 }
 LIGHTNINGS = ("ddp_comm_state", "ddp_kwargs", "kwargs")
-MEASURING = {"every_n_steps": NOT_POSITIVE, "warm_up": NEGATIVE}
+LIGHTNING_TAKES = {"accelerator": ANY_TEXT, "process_group_backend": ANY_TEXT}  # and says more before a fit
+MEASURES = {"warm_up": (0,), "dirpath": ANY_TEXT}
+SOME_K = {"k": (0,)}  # nothing is deferred
+LAYERS_LATER = {"layers": ANY_TEXT}  # the module is not there yet
+NO_CLIPPING = {"clip_value": (math.inf,)}
 
 CASES = [
     Case(retime.FuseOptimizer, wrong={"mode": NO_CHOICE, "bucket_bytes": NOT_POSITIVE}),
-    Case(retime.MemoryTimeline, wrong=MEASURING),
-    Case(retime.ParallelScanBackward, wrong={"solver": NO_CHOICE}),
-    Case(retime.CPUMemoryPool, wrong={"slack": (0.9, -1.0, float("nan"))}),
+    Case(retime.MemoryTimeline, wrong={"every_n_steps": NOT_POSITIVE, "warm_up": NEGATIVE}, right=MEASURES),
+    Case(retime.ParallelScanBackward, wrong={"solver": NO_CHOICE}, right={"names": ANY_TEXT}),
+    Case(retime.CPUMemoryPool, wrong={"slack": (0.9,)}),
     Case(retime.PeakMemory, wrong={"every_n_steps": NOT_POSITIVE}),
-    Case(retime.ReverseFirstK, wrong={"k": (*NEGATIVE, *NO_CHOICE), "search_every_n_epochs": NOT_POSITIVE}),
-    Case(retime.PipelineTimeline, wrong={"every_n_steps": NOT_POSITIVE}),
-    Case(retime.StepTimeline, wrong=MEASURING),
-    Case(retime.ScanRNN, _sizes, wrong={**SCAN, "nonlinearity": NO_CHOICE}, free=("device", "dtype")),
-    Case(retime.ScanGRU, _sizes, wrong=SCAN, free=("device", "dtype")),
-    Case(retime.ScanLSTM, _sizes, wrong={**SCAN, "proj_size": (1,)}, free=("device", "dtype")),
-    Case(retime.ScanSequential, wrong={"levels": NEGATIVE}, free=("args",)),
-    Case(retime.convert, _recurrent, wrong={"solver": NO_CHOICE, "names": (["absent"],)}),
+    Case(retime.ReverseFirstK, wrong={"k": NO_CHOICE}, right={"k": (0,)}),
+    Case(retime.PipelineTimeline, right={"dirpath": ANY_TEXT}),
+    Case(retime.StepTimeline, wrong={"every_n_steps": NOT_POSITIVE, "warm_up": NEGATIVE}, right=MEASURES),
+    Case(retime.ScanRNN, _sizes, SCAN | {"nonlinearity": NO_CHOICE}, ("device", "dtype"), {"dropout": (0,)}),
+    Case(retime.ScanGRU, _sizes, SCAN, ("device", "dtype"), {"dropout": (0,)}),
+    Case(
+        retime.ScanLSTM, _sizes, SCAN | {"proj_size": (1,)}, ("device", "dtype"), {"dropout": (0,), "proj_size": (0,)}
+    ),
+    Case(retime.ScanSequential, free=("args",), right={"levels": (0,)}),
+    Case(retime.convert, _recurrent, wrong={"solver": NO_CHOICE, "names": (["absent"],)}, right={"names": ("",)}),
     Case(retime.convert_back, _recurrent, wrong={"names": (["absent"],)}),
-    Case(retime.FusedOptimizerStrategy, wrong=FUSED, free=("device",)),
-    Case(retime.FusedOptimizerDDPStrategy, wrong=FUSED | REDUCING, free=LIGHTNINGS),
-    Case(retime.OOODataParallelStrategy, wrong=OUT_OF_ORDER | REDUCING, free=LIGHTNINGS),
-    Case(retime.CPUAccumulateStrategy, wrong=DDP, free=LIGHTNINGS),
-    Case(retime.OOOPipelineStrategy, wrong=PIPELINE, free=LIGHTNINGS),
-    Case(retime.MemoryBudgetStrategy, wrong=BUDGET, free=("device",)),
-    Case(retime.MemoryBudgetDDPStrategy, wrong=BUDGET | REDUCING, free=LIGHTNINGS),
-    Case(retime.fuse_optimizer, _trained, wrong=FUSED | {"clip_value": NO_SIZE, "backward_passes": NOT_POSITIVE}),
+    Case(retime.FusedOptimizerStrategy, wrong=FUSED, free=("device",), right=LIGHTNING_TAKES),
+    Case(retime.FusedOptimizerDDPStrategy, wrong=FUSED | REDUCING, free=LIGHTNINGS, right=LIGHTNING_TAKES),
+    Case(
+        retime.OOODataParallelStrategy, wrong=OUT_OF_ORDER | REDUCING, free=LIGHTNINGS, right=LIGHTNING_TAKES | SOME_K
+    ),
+    Case(retime.CPUAccumulateStrategy, wrong=DDP, free=LIGHTNINGS, right=LIGHTNING_TAKES),
+    Case(retime.OOOPipelineStrategy, wrong=PIPELINE, free=LIGHTNINGS, right=LIGHTNING_TAKES | LAYERS_LATER),
+    Case(retime.MemoryBudgetStrategy, wrong=BUDGET, free=("device",), right=LIGHTNING_TAKES),
+    Case(retime.MemoryBudgetDDPStrategy, wrong=BUDGET | REDUCING, free=LIGHTNINGS, right=LIGHTNING_TAKES),
+    Case(retime.fuse_optimizer, _trained, FUSED, right=NO_CLIPPING),
     Case(retime.declare_per_parameter, lambda: {"optimizer_class": torch.optim.SGD}),
-    Case(fusion.BackwardFusion, _optimizer, wrong=FUSED | {"clip_value": NO_SIZE, "backward_passes": NOT_POSITIVE}),
-    Case(fusion.ForwardFusion, _optimizer, wrong=FUSED),
-    Case(out_of_order.WeightGradientDeferral, _recurrent, wrong={"k": NEGATIVE}),
-    Case(memory.BudgetedStep, _budgeted, wrong=BUDGET | {"budget_bytes": NO_BYTES, "host": NO_HOST}),
+    Case(fusion.BackwardFusion, _optimizer, FUSED, right=NO_CLIPPING),
+    Case(fusion.ForwardFusion, _optimizer, FUSED),
+    Case(fusion.ReductionHook, _wrapped, free=("state",)),
+    Case(fusion.DataParallelFusion, _joined, free=("options",)),
+    Case(out_of_order.WeightGradientDeferral, _recurrent, right={"k": (0,)}),
+    Case(out_of_order.OutOfOrderDataParallel, _wrapped_optimizer, OUT_OF_ORDER, right=SOME_K),
+    Case(weight_gradients.SplitBackward, _recurrent),
+    Case(ddp.BucketReduction, _reduced, right={"name": ANY_TEXT, "instead": ANY_TEXT}),
+    Case(ddp.HostUpdate, _updated),
+    Case(reducers.HostReducer, free=("device",)),
+    Case(reducers.DeviceReducer),
+    Case(reducers.OwnGroupsReducer),
+    Case(pipeline.PipelineStep, _staged, {"schedule": NO_CHOICE, "layers": NO_CHOICE[:1]}, right={"layers": ("",)}),
+    Case(pipeline.PipelineStep.train, _batch, free=("batch",)),
+    Case(
+        memory.BudgetedStep,
+        _budgeted,
+        wrong=BUDGET | {"budget_bytes": NO_BYTES, "host": NO_HOST, "gradients": NO_CHOICE, "buckets": NO_CHOICE[:1]},
+        right={"reduction_bytes": (0,), "hidden_bytes": (0,), "whole_because": ANY_TEXT, "buckets": ("",)},
+    ),
     Case(
         memory.OffloadSavedTensors,
         _offloaded,
         wrong={"in_flight_bytes": NEGATIVE, "planned_bytes": NEGATIVE, "host": NO_HOST},
+        right={"in_flight_bytes": (0,), "planned_bytes": (0,)},
     ),
-    Case(for_accelerate.FusedOptimizer, _prepared, wrong=FUSED | {"clip_value": NO_SIZE}),
+    Case(memory.certify, _examined, free=("batch", "split", "loss_weight")),
+    Case(memory.part_sizes, lambda: {"samples": 8}),
+    Case(memory.give_back_freed_memory, right={"threshold_bytes": (0,)}),
+    Case(memory.profile_step, _planned),
+    Case(memory.replay, lambda: {**_planned(), "plan": OffloadPlan(4)}, right={"in_flight_bytes": (0,)}),
+    Case(memory.search_plan, lambda: {**_planned(), "budget_bytes": 10**6}),
+    Case(scan.calibrate, wrong={"device": NO_CHOICE}),
+    Case(jacobian.full_levels, lambda: {"matrices": 3}, right={"matrices": (0,)}),
+    Case(jacobian.scan_plan, lambda: {"matrices": 3}, right={"matrices": (0,), "levels": (0,)}),
+    Case(jacobian.prune_class_blind, lambda: {"model": nn.Linear(2, 2), "share": 0.5}, right={"share": (0,)}),
+    Case(jacobian.prune_class_uniform, lambda: {"model": nn.Linear(2, 2), "share": 0.5}, right={"share": (0,)}),
+    Case(for_accelerate.CPUAccumulate, lambda: {k: v for k, v in _prepared().items() if k != "optimizer"}),
+    Case(for_accelerate.FusedOptimizer, _prepared, FUSED, right=NO_CLIPPING),
     Case(for_accelerate.MemoryBudget, _prepared, wrong=BUDGET, free=("options",)),
-    Case(for_accelerate.OutOfOrderPipeline, _prepared, wrong=PIPELINE),
+    Case(for_accelerate.OutOfOrderDataParallel, _prepared, OUT_OF_ORDER, right=SOME_K),
+    Case(for_accelerate.OutOfOrderPipeline, _prepared, wrong=PIPELINE, right=LAYERS_LATER),
+    Case(for_accelerate.OutOfOrderPipeline.clip_grad_norm_, _clipped, right={"max_norm": (0, math.inf)}),
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    """For what asks a process group for its ranks."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -168,10 +303,14 @@ CASES = [
     [pytest.param(case, name, id=f"{case.of.__name__}-{name}") for case in CASES for name in case.hints],
 )
 def test_what_cannot_be_meant_is_refused_by_name(case: Case, name: str) -> None:
-    other_types = [odd for odd in ODD if not arguments.accepts(odd, case.hints[name], bounds=False)]
-    for value in (*other_types, *case.wrong.get(name, ())):
-        with pytest.raises((TypeError, ValueError), match=name):  # fails with what was taken without a word
-            pytest.fail(f"{name}={value!r} was taken: {case.of(**{**case.valid(), name: value})}")
+    problems = []
+    for value in case.tried(name):
+        try:
+            problems.append(f"{name}={value!r} was taken: {case.of(**{**case.valid(), name: value})}")
+        except (TypeError, ValueError, OSError) as error:
+            if name not in str(error) or repr(value)[:60] not in str(error):
+                problems.append(f"{name}={value!r} is not named: {error}")
+    assert not problems, "\n".join(problems)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.of.__name__)
@@ -185,7 +324,21 @@ def test_every_argument_can_be_judged_or_says_who_does(case: Case) -> None:
         assert arguments.is_checkable(hint) or name in case.wrong, f"{name}: {hint} tells nothing"
 
 
+FACES = (retime, for_accelerate, reducers)
+NOT_CALLED_BY_USERS = {
+    retime.DifferenceWarning,
+    retime.NoEffectWarning,
+    *(reducers.Reducer, reducers.ScalingReducer, reducers.TimedSum),  # what a reducer is, and what one gives
+}
+
+
 def test_every_public_constructor_is_in_the_table() -> None:
     tested = {case.of for case in CASES}
-    public = {getattr(retime, name) for name in retime.__all__} - {retime.DifferenceWarning, retime.NoEffectWarning}
+    public = {getattr(face, name) for face in FACES for name in face.__all__} - NOT_CALLED_BY_USERS
     assert public <= tested, f"without a case: {sorted(one.__name__ for one in public - tested)}"
+
+
+@pytest.mark.parametrize("value", [timedelta(0), timedelta(seconds=-1), 3, None, "3"])
+def test_a_time_is_above_0(value: Any) -> None:
+    assert not arguments.accepts(value, arguments.Timeout)
+    assert arguments.accepts(timedelta(seconds=1), arguments.Timeout)

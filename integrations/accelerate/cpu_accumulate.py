@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from datetime import timedelta
 
 from accelerate import Accelerator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from retime.mechanisms.arguments import checked
+from retime.mechanisms.arguments import Timeout, checked
 from retime.mechanisms.ddp import BucketReduction, HostReductionReport, sparse_layer
 from retime.mechanisms.ddp.reducers import HostReducer
 from retime.mechanisms.no_effect import warn_no_effect
@@ -31,7 +30,7 @@ class CPUAccumulate:
     """
 
     @checked
-    def __init__(self, accelerator: Accelerator, model: nn.Module, *, timeout: timedelta | None = None) -> None:
+    def __init__(self, accelerator: Accelerator, model: nn.Module, *, timeout: Timeout | None = None) -> None:
         self._reduction: BucketReduction | None = None
         self._last_report = HostReductionReport()
         if accelerator.num_processes < 2:

@@ -25,7 +25,7 @@ from retime.integrations.accelerate.prepared import (
     prepared_optimizer,
     refuse_beside,
 )
-from retime.mechanisms.arguments import AtLeast, checked
+from retime.mechanisms.arguments import AtLeast, Timeout, checked
 from retime.mechanisms.byte_sizes import parse_bytes
 from retime.mechanisms.capabilities import Mechanism
 from retime.mechanisms.memory.batches import loss_of
@@ -102,7 +102,7 @@ class OutOfOrderPipeline:
         activation_cap: int | str | None = None,
         split: Literal["even", "fastest"] | list[str] = "even",
         loss_weight: LossWeight | None = None,
-        timeout: timedelta = timedelta(seconds=60),
+        timeout: Timeout = timedelta(seconds=60),
     ) -> None:
         check_schedule(schedule)
         cap = None if activation_cap is None else parse_bytes("activation_cap", activation_cap)
@@ -196,7 +196,7 @@ class OutOfOrderPipeline:
                 return step(batch)
 
     @checked
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+    def clip_grad_norm_(self, max_norm: Annotated[float, AtLeast(0)]) -> Tensor:
         """Clip by the 2-norm of the gradients of all processes, and return it; all processes call this."""
         parameters = list(self._model.parameters())
         if self._step is None or not self._step.is_spread:

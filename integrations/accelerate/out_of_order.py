@@ -19,6 +19,7 @@ from retime.integrations.accelerate.prepared import (
 )
 from retime.integrations.accelerate.state_file import StateFile
 from retime.mechanisms.arguments import checked
+from retime.mechanisms.byte_sizes import parse_bytes
 from retime.mechanisms.capabilities import Mechanism
 from retime.mechanisms.no_effect import warn_no_effect
 from retime.mechanisms.out_of_order import ALONE, K, OutOfOrderReport, data_parallel, read_saved_k
@@ -54,6 +55,8 @@ class OutOfOrderDataParallel:
         self._optimizer = prepared_optimizer(optimizer, type(self).__name__)
         self._ooo: data_parallel.OutOfOrderDataParallel | None = None
         if accelerator.num_processes < 2:
+            if max_memory is not None:
+                parse_bytes("max_memory", max_memory)
             warn_no_effect(f"OutOfOrderDataParallel has no effect: {ALONE}")
             self._kept = self._keep(accelerator)
             return

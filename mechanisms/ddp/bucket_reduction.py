@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from retime.mechanisms.arguments import checked
 from retime.mechanisms.ddp.comm_hook import comm_hook_of
 from retime.mechanisms.ddp.host_report import HostReductionReport
 from retime.mechanisms.ddp.reducers import Reducer
@@ -40,6 +41,7 @@ class BucketReduction:
         ValueError: the model lies on several devices, or has a communication hook.
     """
 
+    @checked
     def __init__(
         self,
         model: DistributedDataParallel,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from retime.mechanisms.arguments import checked
 from retime.mechanisms.ddp import at_end_of_backward, comm_hook_of, sparse_layer
 from retime.mechanisms.ddp.reducers import Reducer
 from retime.mechanisms.fusion.backward import BackwardFusion
@@ -47,6 +48,7 @@ class ReductionHook:
         ValueError: a reducer and a hook of one's own, or something else has the model's communication hook.
     """
 
+    @checked
     def __init__(
         self,
         model: DistributedDataParallel,
@@ -159,6 +161,7 @@ class DataParallelFusion(BackwardFusion):
     an update that overlaps the rest of the backward pass. After the step ``.grad`` holds the reduced gradients again.
     """
 
+    @checked
     def __init__(self, optimizer: Optimizer, reduction: ReductionHook, **options: Any) -> None:
         super().__init__(optimizer, **options)
         self._reduction = reduction

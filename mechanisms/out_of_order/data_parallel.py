@@ -7,7 +7,6 @@ the next forward pass needs them first.
 """
 
 from collections.abc import Iterable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from retime.mechanisms.arguments import checked
+from retime.mechanisms.arguments import Timeout, checked
 from retime.mechanisms.byte_sizes import parse_bytes
 from retime.mechanisms.ddp import at_end_of_backward, comm_hook_of, scale
 from retime.mechanisms.ddp.reducers import OwnGroupsReducer, Reducer
@@ -86,7 +85,7 @@ class OutOfOrderDataParallel:
         blocks: Iterable[str] | None = None,
         divide: bool = True,
         reducer: Reducer | None = None,
-        timeout: timedelta | None = None,
+        timeout: Timeout | None = None,
         expects_loss: bool = False,
         known_k: SavedK | None = None,
     ) -> None:

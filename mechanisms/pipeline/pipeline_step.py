@@ -8,12 +8,13 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from retime.mechanisms.arguments import AtLeast, checked
 from retime.mechanisms.memory.batches import balanced_parts, samples_in
 from retime.mechanisms.memory.sandbox import Undo, random_state, set_random_state
 from retime.mechanisms.no_effect import warn_no_effect
@@ -87,24 +88,23 @@ class PipelineStep:
         ValueError: an argument is out of its range.
     """
 
+    @checked
     def __init__(
         self,
         model: nn.Module,
         *,
-        group: Any = None,
-        data_group: Any = None,
-        microbatches: int | Literal["auto"],
+        group: dist.ProcessGroup | None = None,
+        data_group: dist.ProcessGroup | None = None,
+        microbatches: Annotated[int, AtLeast(1)] | Literal["auto"],
         schedule: str = "ooo2",
         layers: str | None = None,
-        layers_per_stage: int | Literal["auto"] = "auto",
-        activation_cap: int | None = None,
+        layers_per_stage: Annotated[int, AtLeast(1)] | Literal["auto"] = "auto",
+        activation_cap: Annotated[int, AtLeast(1)] | None = None,
         split: Literal["even", "fastest"] | Sequence[str] = "even",
         loss_weight: LossWeight | None = None,
         quiet: Callable[[], AbstractContextManager[Any]] = nullcontext,
         hollow: HollowModel | None = None,
     ) -> None:
-        if microbatches != "auto" and microbatches < 1:
-            raise ValueError(f"microbatches={microbatches}: give 1 or more")
         check_loss_weight(loss_weight)
         group = dist.group.WORLD if group is None else group
         self._is_asked = microbatches != "auto"
@@ -155,7 +155,10 @@ class PipelineStep:
             raise RuntimeError(_NOT_YET)
         return self._spread
 
-    def train(self, step: Callable[[Any], Any], batch: Any, *, divide_by: int = 1) -> list[MicroBatchResult]:
+    @checked
+    def train(
+        self, step: Callable[[Any], Any], batch: Any, *, divide_by: Annotated[int, AtLeast(1)] = 1
+    ) -> list[MicroBatchResult]:
         """Add the gradients of a batch to ``.grad``; all ranks call this with the same batch.
 
         Args:

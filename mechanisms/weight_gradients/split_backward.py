@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from retime.mechanisms.arguments import checked
 from retime.mechanisms.torch_private import check_saved_values
 from retime.mechanisms.weight_gradients.cut import Anchor
 from retime.mechanisms.weight_gradients.first_pass import FirstPass
@@ -46,6 +47,7 @@ class SplitBackward:
         on_order: called with the layers in forward order, as soon as the first pass has shown it.
     """
 
+    @checked
     def __init__(
         self,
         model: nn.Module,

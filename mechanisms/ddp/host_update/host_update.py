@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from retime.mechanisms.arguments import Timeout, checked
 from retime.mechanisms.ddp.host_update.exchange import broadcast, exchanged, numbers_of_all
 from retime.mechanisms.ddp.host_update.likeness import Likeness
 from retime.mechanisms.ddp.host_update.report import HostUpdateReport
@@ -75,12 +76,13 @@ class HostUpdate:
         ValueError: parameters on another device.
     """
 
+    @checked
     def __init__(
         self,
         optimizer: Optimizer,
         parameters: Collection[Tensor],
-        group: Any = None,
-        timeout: timedelta | None = None,
+        group: dist.ProcessGroup | None = None,
+        timeout: Timeout | None = None,
     ) -> None:
         device = next((one.device for one in parameters if one.device.type != "cpu"), None)
         if device is not None:

@@ -1,13 +1,13 @@
 """Gradients are summed where they are, by the all-reduce that DistributedDataParallel itself uses."""
 
 from collections.abc import Hashable
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from retime.mechanisms.arguments import Timeout, checked
 from retime.mechanisms.ddp.own_group import close_group, own_group
 
 __all__ = ["DeviceReducer", "OwnGroupsReducer"]
@@ -21,7 +21,8 @@ class DeviceReducer:
             group may then go in a thread of that group, which cannot end in its own thread.
     """
 
-    def __init__(self, group: Any = None) -> None:
+    @checked
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
 
     def start(self, key: Hashable, values: Tensor, *, urgent: bool = False) -> torch.futures.Future[Tensor]:
@@ -49,7 +50,8 @@ class OwnGroupsReducer:
         timeout: of a sum; None is torch's default.
     """
 
-    def __init__(self, group: Any = None, timeout: timedelta | None = None) -> None:
+    @checked
+    def __init__(self, group: dist.ProcessGroup | None = None, timeout: Timeout | None = None) -> None:
         self._groups = [own_group(group, timeout=timeout) for _ in range(2)]
         self._reducers = [DeviceReducer(one) for one in self._groups]
 

@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from retime.mechanisms.arguments import Timeout, checked
 from retime.mechanisms.ddp.shared_memory import HostSums, SumTimes, host_sums
 from retime.mechanisms.streams import Mark, SideStream
 
@@ -55,18 +55,19 @@ class HostReducer:
         note: how sums are made.
     """
 
+    @checked
     def __init__(
         self,
         device: torch.device | str = "cpu",
-        group: Any = None,
-        timeout: timedelta | None = None,
+        group: dist.ProcessGroup | None = None,
+        timeout: Timeout | None = None,
         *,
         overtakes: bool = False,
         watch: Callable[[TimedSum], None] | None = None,
     ) -> None:
+        self._side = SideStream(device)
         self._lanes = [_Lane(host_sums(group, timeout)) for _ in range(2 if overtakes else 1)]
         self._buffers: dict[Hashable, Tensor] = {}
-        self._side = SideStream(device)
         self._watch = watch
         if watch is not None:
             for lane in self._lanes:

@@ -9,6 +9,7 @@ from torch import Tensor
 __all__ = ["Reducer", "ScalingReducer"]
 
 
+@runtime_checkable
 class Reducer(Protocol):
     """Sums tensors over the ranks while the backward pass goes on.
 

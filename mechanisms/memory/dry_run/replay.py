@@ -11,6 +11,9 @@ nothing, so a replay's peak is what the tensors of the real step will hold, to t
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from retime.mechanisms.arguments import AtLeast, checked
 from retime.mechanisms.memory.dry_run.profile import StepProfile
 from retime.mechanisms.memory.dry_run.run import DryRun
 from retime.mechanisms.memory.dry_run.training_step import TrainingStep
@@ -25,7 +28,10 @@ def everything(sub_batch: int) -> OffloadPlan:
     return OffloadPlan(sub_batch, EVERYTHING, 0, saved=len(EVERYTHING))
 
 
-def profile_step(step: TrainingStep, sub_batch: int | None = None, *, real: bool = False) -> StepProfile:
+@checked
+def profile_step(
+    step: TrainingStep, sub_batch: Annotated[int, AtLeast(1)] | None = None, *, real: bool = False
+) -> StepProfile:
     """Trace the step with nothing offloaded.
 
     Args:
@@ -41,8 +47,14 @@ def profile_step(step: TrainingStep, sub_batch: int | None = None, *, real: bool
     return replay(step, OffloadPlan(sub_batch or step.samples), real=real)
 
 
+@checked
 def replay(
-    step: TrainingStep, plan: OffloadPlan, *, in_flight_bytes: int = 0, real: bool = False, compare: bool = True
+    step: TrainingStep,
+    plan: OffloadPlan,
+    *,
+    in_flight_bytes: Annotated[int, AtLeast(0)] = 0,
+    real: bool = False,
+    compare: bool = True,
 ) -> StepProfile:
     """Trace the step under a plan; see :func:`profile_step`.
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Annotated
 
+from retime.mechanisms.arguments import AtLeast, checked
 from retime.mechanisms.memory.planning.choice import PlanChoice
 from retime.mechanisms.memory.planning.step_memory import StepMemory
 from retime.schedules.budget import OffloadPlan
@@ -15,7 +17,8 @@ _DEPTHS = (2, 1, 0)
 _TRIES = 4
 
 
-def part_sizes(samples: int, smallest: int = 1) -> tuple[int, ...]:
+@checked
+def part_sizes(samples: Annotated[int, AtLeast(1)], smallest: Annotated[int, AtLeast(1)] = 1) -> tuple[int, ...]:
     """The batch, and the largest of 2, 3, 4, 6, 8, 12 and so on equal parts of it, down to ``smallest``."""
     counts = {base << power for base in (1, 3) for power in range(samples.bit_length())}
     sizes = {-(-samples // count) for count in counts}

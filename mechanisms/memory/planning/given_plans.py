@@ -40,6 +40,8 @@ def read_plans(path: str | os.PathLike[str]) -> Any:
     """
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise OSError(error.errno, f"plan={os.fspath(path)!r} cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
         raise PlanFileError(f"plan={str(path)!r} is no file of plans: {error}. {_ANOTHER}") from None
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from typing import Annotated
 
+from retime.mechanisms.arguments import AtLeast, checked
 from retime.mechanisms.memory.dry_run import TrainingStep
 from retime.mechanisms.memory.planning.candidates import candidate_plans, part_sizes, predicted_choice, with_exact_peak
 from retime.mechanisms.memory.planning.choice import PlanChoice
@@ -26,9 +28,10 @@ MOST_TRIALS = _FEW + 2
 """The best, a few others, and one that moves nothing."""
 
 
+@checked
 def search_plan(
     step: TrainingStep,
-    budget_bytes: int,
+    budget_bytes: Annotated[int, AtLeast(1)],
     *,
     sub_batches: tuple[int, ...] | None = None,
     costs: StepCosts | None = None,

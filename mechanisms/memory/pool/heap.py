@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Annotated
+
+from retime.mechanisms.arguments import AtLeast, checked
 
 MMAP_THRESHOLD_BYTES = 64 * 1024
 _M_MMAP_THRESHOLD = -3  # of <malloc.h>
 _M_TRIM_THRESHOLD = -1
 
 
-def give_back_freed_memory(threshold_bytes: int = MMAP_THRESHOLD_BYTES) -> bool:
+@checked
+def give_back_freed_memory(threshold_bytes: Annotated[int, AtLeast(0)] = MMAP_THRESHOLD_BYTES) -> bool:
     """Have the C library map blocks from this size on, and unmap them when they are freed; whether it could be asked.
 
     By itself the GNU C library raises this threshold to the largest block that was freed so far (up to 32 MiB) and

@@ -11,11 +11,12 @@ import math
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
 
+from retime.mechanisms.arguments import AtLeast, AtMost, checked
 from retime.mechanisms.memory.batches import (
     Certificate,
     Count,
@@ -55,12 +56,13 @@ _COUNTS = (
 _RANDOM = "dropout masks and other random numbers are drawn anew for each sub-batch, so they are not the plain step's"
 
 
+@checked
 def certify(
     step: Callable[[Any], Any],
     batch: Any,
     model: nn.Module,
     *,
-    samples: int = 5,
+    samples: Annotated[int, AtLeast(2), AtMost(_LARGEST_PROBE)] = 5,
     split: Split = split_batch,
     loss_weight: Callable[[Any], Any] | None = None,
     ghost: bool = False,
@@ -94,8 +96,6 @@ def certify(
     Raises:
         ValueError: fewer than 2 samples, a batch that cannot be split, or a step whose loss needs no gradient.
     """
-    if not 2 <= samples <= _LARGEST_PROBE:
-        raise ValueError(f"samples={samples}: a probe takes 2 to {_LARGEST_PROBE}")
     updating = [name for name, one in model.named_parameters() if post_accumulate_hooks(one)]
     if updating:
         reason = (

@@ -16,12 +16,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
-from retime.mechanisms.arguments import checked
+from retime.mechanisms.arguments import AtLeast, checked
 from retime.mechanisms.byte_sizes import parse_bytes
 from retime.mechanisms.memory.batches import BatchNormChoice, Split, check_choice, loss_of, split_batch
 from retime.mechanisms.memory.dry_run import Buckets, Gradients, TooMuchAllocated, check_held
@@ -105,7 +105,7 @@ class BudgetedStep:
         gradients: Gradients = "freed",
         buckets: Buckets = "",
         reduction_bytes: int | str = 0,
-        hidden_bytes: int = 0,
+        hidden_bytes: Annotated[int, AtLeast(0)] = 0,
         may_stop: bool = True,
         whole_because: str = "",
         sub_batches: bool = True,
