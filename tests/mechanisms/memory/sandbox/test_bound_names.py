@@ -87,3 +87,17 @@ def test_a_name_that_was_not_there_goes() -> None:
     _new_global(None)
     names.put_back()
     assert "appeared" not in globals()
+
+
+class Lazy(dict[str, Any]):
+    """Imports what it is asked for, as Transformers' mappings of models do."""
+
+    def values(self) -> Any:
+        raise AssertionError("asked for all of it")
+
+
+LAZY = Lazy(known=1)
+
+
+def test_mappings_that_import_what_they_are_asked_for_are_not_asked() -> None:
+    BoundNames(lambda batch: LAZY["known"], nn.Linear(1, 1))

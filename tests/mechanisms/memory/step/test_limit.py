@@ -22,7 +22,10 @@ from support.paths import PYTHONPATH, SUPPORT, TESTS
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's limits and /proc")
 WORKER = SUPPORT / "memory_limit_worker.py"
+PLANNING = SUPPORT / "memory_planning_worker.py"
 MIB = 2**20
+ONCE = 30 * MIB
+"""For code that a process loads in its first steps, and what Python's objects of the first plan leave."""
 DISK = TESTS.parent  # a folder for temporary files may be in memory
 
 
@@ -93,3 +96,22 @@ def test_calibration_leaves_parameters_as_they_are(layer: type[nn.Linear]) -> No
         calibrate(step, host, plain=plain)
     assert torch.equal(model.weight, before)
     assert model.weight.grad is None
+
+
+@pytest.mark.parametrize(("kind", "budget"), [("conv", 113 * MIB), ("gpt", 45 * MIB)])
+def test_planning_keeps_the_budget_too(kind: str, budget: int) -> None:
+    if kind == "gpt":
+        pytest.importorskip("transformers")
+    command = [sys.executable, str(PLANNING), kind, str(budget), str(ONCE)]
+    environment = {**os.environ, **PYTHONPATH, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert run.returncode == 0, run.stderr
+    first, second = (json.loads(line) for line in run.stdout.splitlines()[-2:])
+    for fit in (first, second):
+        assert fit["tried"] > 1
+        assert "no room" not in fit["note"]
+    if not first["grown"]:
+        pytest.skip("the kernel does not keep this process's peak")
+    assert second["grown"] <= 1.02 * budget
+    assert ("the process grew by" in first["report"]) == (first["grown"] > budget)
+    assert ("the process grew by" in second["report"]) == (second["grown"] > budget)
