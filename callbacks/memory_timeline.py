@@ -71,7 +71,7 @@ class MemoryTimeline(PhaseCallback):
     Args:
         every_n_steps: measure each n-th optimizer step after the warm-up; ``None`` measures one step a ``fit``.
         dirpath: folder for the pictures; the default is ``memory_timeline`` in the trainer's ``log_dir``.
-        png: draw ``<step>.png``; needs matplotlib.
+        png: draw ``epoch-<epoch>-step-<step>.png``; needs matplotlib.
         log: send the numbers to the trainer's loggers.
         warm_up: steps at the start of each ``fit`` that are not measured: a budget is planned for in the first.
 

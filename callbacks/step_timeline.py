@@ -47,8 +47,8 @@ class StepTimeline(PhaseCallback):
         every_n_steps: measure each n-th optimizer step after the warm-up; ``None`` measures one step a ``fit``.
         dirpath: folder for the pictures and traces; the default is ``timeline`` in the trainer's ``log_dir``.
         log: send the numbers to the trainer's loggers, at every measured step whatever ``log_every_n_steps`` is.
-        png: draw ``<step>.png``; takes some tenths of a second, after the step, and needs matplotlib.
-        trace: write ``<step>.json``, a Chrome trace for https://ui.perfetto.dev.
+        png: draw ``epoch-<epoch>-step-<step>.png``; takes some tenths of a second after the step, needs matplotlib.
+        trace: write ``epoch-<epoch>-step-<step>.json``, a Chrome trace for https://ui.perfetto.dev.
         warm_up: steps at the start of each ``fit`` that are not measured: they compile, allocate and build buckets.
 
     Attributes:

@@ -75,7 +75,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
     code runs on the rank of the last stage. Output gradients go before weight gradients (gradient fast-forwarding,
     section 5.2.1), and layers may be dealt out in turn (modulo allocation). What ``training_step`` calls has to be a
     model with one ``Sequential`` or ``ModuleList`` that holds most of the parameters and whose entries run once each,
-    in order (an ``nn.Sequential``, transformers' GPT-2, BERT or Llama), or, with ``layers="auto"``, modules that are
+    in order (an ``nn.Sequential``, transformers' GPT-2, BERT or Llama), or, without such a list, modules that are
     called once each, in the same order in training and evaluation (``self.fc1``, ``self.fc2``).
 
     The first batch runs whole on each rank, without a trace, to see what goes between layers; memory for one whole
@@ -100,8 +100,8 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
             ``"zbv"``, ``"interleaved"``, ``"interleaved_zero_bubble"``, or one of torch's own by its name, such as
             ``"LoopedBFS"`` or ``"ScheduleDualPipeV"``.
         microbatches: of each batch; ``"auto"``: two for each rank of the pipeline.
-        layers: path of the list of layers in the module; None: it is found; ``"auto"``: where there is none,
-            the modules that ``training_step`` calls are the layers.
+        layers: path of the list of layers in the module; None: it is found, and where there is none, the
+            modules that ``training_step`` calls are the layers, with a warning; ``"auto"``: without one.
         group: layers a stage in schedules that deal them out in turn; ``"auto"``: one or two stages a rank, or with
             ``split="fastest"`` those that give the shortest step, simulated from measured times.
         activation_cap: bytes (or ``"2GiB"``) of activations that a rank may keep, for the ``ooo`` schedules.

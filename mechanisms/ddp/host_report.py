@@ -28,4 +28,7 @@ class HostReductionReport:
         if not self.buckets:
             return "gradients on the host: none were summed"
         update = "" if self.update is None else f"; {self.update}"
-        return f"gradients on the host: {self.buckets} buckets, {show_bytes(self.bytes)}, {self.how}{update}"
+        return (
+            f"gradients on the host: {self.buckets} buckets with {show_bytes(self.bytes)} over all steps, "
+            f"{self.how}{update}"
+        )

@@ -51,12 +51,12 @@ class OutOfOrderReport:
         )
         if self.early_waits:
             text += f"; {self.early_waits} steps waited because gradients were read before optimizer.step()"
-        for title, counts in (
-            ("layers in order", self.layers_in_order),
-            ("layers with buffered gradients", self.buffered_layers),
-            ("no cross-iteration wait", self.plain_steps),
-            ("backward in order", self.in_order),
+        for title, counts, what in (
+            ("in order", self.layers_in_order, "layers"),
+            ("buffered gradients", self.buffered_layers, "layers"),
+            ("no cross-iteration wait", self.plain_steps, "steps"),
+            ("weight gradients in order", self.in_order, "backward passes"),
         ):
             if counts:
-                text += f"; {title}: {because(counts)}"
+                text += f"; {title}: {because(counts, what)}"
         return text

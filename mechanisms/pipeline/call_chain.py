@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from retime.mechanisms.lazy_updates import nbytes
+from retime.mechanisms.memory.batches import loss_of
 from retime.mechanisms.pipeline.errors import PipelineError
 from retime.mechanisms.pipeline.find_layers import LEAST_SHARE, LayerList
+from retime.mechanisms.pipeline.ownership import Reached
+from retime.mechanisms.pipeline.values import tensors_in_order
 
 __all__ = ["call_chain"]
 
@@ -32,7 +35,7 @@ def call_chain(model: nn.Module, run: Callable[[], Any], ranks: int) -> LayerLis
     """The modules with parameters that a step calls once each, in the order of their calls.
 
     A module that holds more than a rank's equal share is taken apart into those that it calls itself; one that is
-    called twice is no layer, and counts as what runs between them.
+    called twice, or that the loss does not use (a second head), is no layer, and counts as what runs between them.
 
     Args:
         model: to be cut.
@@ -42,11 +45,15 @@ def call_chain(model: nn.Module, run: Callable[[], Any], ranks: int) -> LayerLis
     Raises:
         PipelineError: there are fewer such modules than ranks, or they hold less than half of the model.
     """
-    calls = _calls_of(model, run)
+    calls, output = _calls_of(model, run)
+    used = Reached(_losses(output)).leaves
+    unused = {p for p in model.parameters() if p.requires_grad and p not in used} if used else set()
+    del output
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        evaluated = list(_all(_calls_of(model, run)))
+        with torch.no_grad():
+            evaluated = list(_all(_calls_of(model, run)[0]))
     finally:
         for module, training in modes.items():
             module.training = training
@@ -60,9 +67,10 @@ def call_chain(model: nn.Module, run: Callable[[], Any], ranks: int) -> LayerLis
 
     def is_layer(call: _Call) -> bool:
         once = times[call.name] == order.count(call.name) == 1
-        return once and call.nbytes > 0 and not isinstance(call.module, torch.jit.ScriptModule)
+        some_used = not unused.issuperset(call.module.parameters())
+        return once and some_used and call.nbytes > 0 and not isinstance(call.module, torch.jit.ScriptModule)
 
-    total = sum(map(nbytes, model.parameters()))
+    total = sum(nbytes(p) for p in model.parameters() if p not in unused)
     chain = calls
     while largest := max(filter(opens, chain), key=lambda call: call.nbytes, default=None):
         if sum(map(is_layer, chain)) >= ranks and largest.nbytes * ranks <= total:
@@ -83,8 +91,15 @@ def call_chain(model: nn.Module, run: Callable[[], Any], ranks: int) -> LayerLis
     return LayerList("modules in the order of their calls", [call.module for call in layers], names)
 
 
-def _calls_of(model: nn.Module, run: Callable[[], Any]) -> list[_Call]:
-    """What the step calls, and what that calls in turn."""
+def _losses(output: Any) -> list[Tensor]:
+    try:
+        return [loss_of(output)]
+    except ValueError:  # which the first batch tells of
+        return tensors_in_order(output)
+
+
+def _calls_of(model: nn.Module, run: Callable[[], Any]) -> tuple[list[_Call], Any]:
+    """What the step calls, and what that calls in turn; and what it returns."""
     names = {module: name for name, module in model.named_modules()}
     calls: list[_Call] = []
     open_calls = [calls]
@@ -100,11 +115,11 @@ def _calls_of(model: nn.Module, run: Callable[[], Any]) -> list[_Call]:
     handles = [module.register_forward_pre_hook(enter, prepend=True) for module in names]
     handles += [module.register_forward_hook(leave, always_call=True) for module in names]
     try:
-        run()
+        output = run()
     finally:
         for handle in handles:
             handle.remove()
-    return calls
+    return calls, output
 
 
 def _all(calls: list[_Call]) -> Iterator[_Call]:

@@ -9,9 +9,10 @@ from typing import Literal
 from torch import nn
 
 from retime.mechanisms.lazy_updates import is_compiled, nbytes
+from retime.mechanisms.no_effect import warn_no_effect
 from retime.mechanisms.pipeline.errors import PipelineError
 
-__all__ = ["AUTO", "LEAST_SHARE", "LayerList", "find_layers", "first_layers"]
+__all__ = ["AUTO", "LEAST_SHARE", "LayerList", "find_layers", "first_layers", "warn_of_no_list"]
 
 AUTO = "auto"
 """In place of a path: a list, or else the modules that a step calls."""
@@ -41,21 +42,20 @@ def find_layers(model: nn.Module, path: str | None, ranks: int) -> LayerList | N
 
     Args:
         model: to be cut.
-        path: of a ``Sequential`` or ``ModuleList``, as ``model.get_submodule`` takes it; None: to be found;
-            ``"auto"``: to be found, if there is one.
+        path: of a ``Sequential`` or ``ModuleList``, as ``model.get_submodule`` takes it; None or ``"auto"``: to be
+            found, if there is one.
         ranks: each of which gets one layer or more.
 
     Returns:
-        Them; None, for ``"auto"``: no list holds most of the model.
+        Them; None: no list holds most of the model.
 
     Raises:
-        PipelineError: there is no list at the path, or anywhere, it is too short, or the model is
-            compiled.
+        PipelineError: there is no list at the path, it is too short, or the model is compiled.
     """
     if any(is_compiled(module) for module in model.modules()):
         raise PipelineError("a compiled model cannot be cut between its layers: leave out torch.compile")
     total = sum(map(nbytes, model.parameters()))
-    found = _best(model, total, ranks, path == AUTO) if path is None or path == AUTO else _at(model, path)
+    found = _best(model, total, ranks) if path is None or path == AUTO else _at(model, path)
     if found is not None and len(found.modules) < ranks:
         raise PipelineError(
             f"{found.path!r} has {len(found.modules)} layers for {ranks} ranks: use fewer ranks, or give layers= the "
@@ -109,21 +109,24 @@ def _at(model: nn.Module, path: str) -> LayerList:
     return _listed(path, list(module))
 
 
-def _best(model: nn.Module, total: int, ranks: int, may_fail: bool) -> LayerList | None:
+def _best(model: nn.Module, total: int, ranks: int) -> LayerList | None:
     best: LayerList | None = None
     for name, modules in _lists(model):
         held = sum(nbytes(p) for p in {p for module in modules for p in module.parameters()})
         enough = held >= LEAST_SHARE * total and len(modules) >= ranks
         if enough and (best is None or len(modules) > len(best.modules)):
             best = _listed(name, modules)
-    if best is None and not may_fail:
-        known = ", ".join(f"{name!r} ({len(modules)})" for name, modules in _lists(model)) or "none"
-        raise PipelineError(
-            f"no Sequential or ModuleList of {ranks} layers or more holds half of the model's parameters, so it is not "
-            f"known where to cut it for {ranks} ranks: name the list with layers='path.to.it' (there are: {known}), or "
-            "put the layers into an nn.Sequential, or give layers='auto' to cut between the modules that the step calls"
-        )
     return best
+
+
+def warn_of_no_list(model: nn.Module, called: LayerList, ranks: int) -> None:
+    """Say that the model is cut between the modules that its step calls, which nobody asked for."""
+    lists = ", ".join(f"{name!r} ({len(modules)})" for name, modules in _lists(model)) or "none"
+    warn_no_effect(
+        f"no Sequential or ModuleList of {ranks} layers or more holds half of the model's parameters, so it is cut "
+        f"between the modules that the step calls, {called.names[0]!r} to {called.names[-1]!r}: give layers='auto' if "
+        f"that is right, or name a list with layers='path.to.it' (there are: {lists})"
+    )
 
 
 def _listed(path: str, modules: list[nn.Module]) -> LayerList:

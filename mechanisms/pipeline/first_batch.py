@@ -37,6 +37,15 @@ _TASK_MS = 0.5
 """Of the runtime, for each task: threads that take turns, hooks, a call of autograd; as seen on processors."""
 _ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-5}
 _LOW_PRECISION = 1e-2
+_NO_GRADIENT = "the loss of training_step has no gradient: nothing of the model is trained"
+_GOES_PAST = (
+    "a tensor goes past the layers of other ranks that is no argument of the next layer, as a loss that a layer keeps "
+    "on itself (of mixtures of experts)"
+)
+_TAKE_ALL = (
+    "Let the layers take and return all that is needed, in an nn.Sequential or ModuleList of the model, or name "
+    "another list with layers="
+)
 _SMALLEST = 0.1
 """Where all values are smaller, they are compared as if one were this large: they may be differences of larger ones."""
 
@@ -253,7 +262,7 @@ class FirstBatch:
         flags = {stage + 1: [one.requires_grad for one in roots[stage]] for stage in mine if stage + 1 < plan.stages}
         needs_gradient = _merged(place.all_gather(flags))
         graphs = {stage: Reached(roots[stage]) for stage in mine}
-        self._check_graphs(graphs, roots, plan)
+        self._check_graphs(graphs, roots, found, plan)
         self._check_values(edges, found, plan)
         split.watch([root for stage in mine for root in roots[stage]])
         for stage in mine:
@@ -277,11 +286,21 @@ class FirstBatch:
         self._divide(spread, {stage: graph.leaves for stage, graph in graphs.items()})
         return spread
 
-    def _check_graphs(self, graphs: dict[int, Reached], roots: dict[int, list[Tensor]], plan: PipelinePlan) -> None:
+    def _check_graphs(
+        self, graphs: dict[int, Reached], roots: dict[int, list[Tensor]], found: Survey, plan: PipelinePlan
+    ) -> None:
         """Raise on all ranks what one of them finds."""
-        for found in self._place.all_gather(_why_not(graphs, roots, plan)):
-            if found is not None:
-                raise PipelineError(found)
+        why, skip = _why_not(graphs, roots, plan), self._skip(found, plan)
+        if why is not None and why != _NO_GRADIENT and skip is not None:
+            why = f"{skip}. {_TAKE_ALL}"
+        if why == _NO_GRADIENT and loss_of(found.output).requires_grad:
+            why = (
+                f"the loss does not depend on what {self._place.names[-1]!r} gives, the last of the layers, as of a "
+                "second head that is not trained: leave it out of the list, or call it in front of the others"
+            )
+        for one in self._place.all_gather(why):
+            if one is not None:
+                raise PipelineError(one)
 
     def _check_values(self, edges: dict[int, list[Tensor]], found: Survey, plan: PipelinePlan) -> None:
         """Raise on all ranks where a stage gives something else than the whole model did."""
@@ -292,13 +311,22 @@ class FirstBatch:
             if not all(_near(one, other) for one, other in zip(tensors, whole, strict=True)):
                 wrong = wrong or (
                     f"what stands between the layers and around them gives other numbers when stage {stage + 1} runs "
-                    "by itself: a tensor goes past the layers of other ranks that is no argument of the next layer, as "
-                    "a loss that a layer keeps on itself (of mixtures of experts). Let the layers of the list take and "
-                    "return all that is needed, or name another list with layers="
+                    f"by itself: {self._skip(found, plan) or _GOES_PAST}. {_TAKE_ALL}"
                 )
         for said in self._place.all_gather(wrong):
             if said is not None:
                 raise PipelineError(said)
+
+    def _skip(self, found: Survey, plan: PipelinePlan) -> str | None:
+        """Which tensor a stage does not have, if the whole step's graph shows one."""
+        names, stage_of = [*map(repr, self._place.names), "what lies behind the layers"], [*plan.stage_of, plan.stages]
+        for one, other in found.skips:
+            if stage_of[one] < stage_of[other]:
+                return (
+                    f"what {names[one]} gives goes past the next layer to {names[other]}, whose stage does not "
+                    "have it (a skip connection, or a loss that a layer keeps on itself)"
+                )
+        return None
 
     def _owners(self, graphs: dict[int, Reached], plan: PipelinePlan) -> Ownership:
         here = [self._layers.modules[layer] for stage in graphs for layer in plan.layers_of(stage)]
@@ -339,7 +367,7 @@ def _why_not(graphs: dict[int, Reached], roots: dict[int, list[Tensor]], plan: P
                 )
     last = roots.get(plan.stages - 1)
     if last is not None and not any(root.requires_grad for root in last):
-        return "the loss of training_step has no gradient: nothing of the model is trained"
+        return _NO_GRADIENT
     return None
 
 

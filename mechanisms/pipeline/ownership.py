@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import compress
 from typing import Any
@@ -40,14 +40,15 @@ class Reached:
     Attributes:
         leaves: that would get a gradient.
         nodes: of the graph; not those of leaves.
+        ends: nodes of ``until`` that it comes to.
 
     Args:
         roots: with a graph.
-        until: the pass goes no further than these.
+        until: nodes that the pass does not go through.
     """
 
-    def __init__(self, roots: Iterable[Tensor], until: Iterable[Tensor] = ()) -> None:
-        ends = {tensor.grad_fn for tensor in until}
+    def __init__(self, roots: Iterable[Tensor], until: Container[Any] = ()) -> None:
+        self.ends: set[Any] = set()
         self.leaves: set[Tensor] = set()
         self.nodes: set[Any] = set()
         waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
@@ -56,7 +57,9 @@ class Reached:
             leaf = getattr(node, "variable", None)
             if isinstance(leaf, Tensor):
                 self.leaves.add(leaf)
-            elif node not in self.nodes and node not in ends:
+            elif node in until:
+                self.ends.add(node)
+            elif node not in self.nodes:
                 self.nodes.add(node)
                 waiting += [following for following, _ in node.next_functions if following is not None]
 

@@ -21,7 +21,7 @@ from retime.mechanisms.no_effect import warn_no_effect
 from retime.mechanisms.pipeline.agreement import agreed_seeds
 from retime.mechanisms.pipeline.call_chain import call_chain
 from retime.mechanisms.pipeline.errors import PipelineError, messages_of, messages_of_group
-from retime.mechanisms.pipeline.find_layers import LayerList, find_layers, first_layers
+from retime.mechanisms.pipeline.find_layers import LayerList, find_layers, first_layers, warn_of_no_list
 from retime.mechanisms.pipeline.first_batch import FirstBatch, Wishes, seeded
 from retime.mechanisms.pipeline.gates import LayerGates
 from retime.mechanisms.pipeline.gradient_sums import GradientSums
@@ -68,8 +68,8 @@ class PipelineStep:
         data_group: ranks with the same stages, whose gradients are averaged; None: this rank is alone.
         microbatches: of each batch; batches of fewer samples have fewer. ``"auto"``: two for each rank.
         schedule: one of :data:`~retime.mechanisms.pipeline.SCHEDULES`, or a schedule of torch's own by name.
-        layers: path of the ``Sequential`` or ``ModuleList`` that is cut; None: to be found; ``"auto"``: where
-            there is none, the modules that the first step calls once each, in that order.
+        layers: path of the ``Sequential`` or ``ModuleList`` that is cut; None: to be found, and where there is
+            none, the modules that the first step calls once each, in that order, with a warning; ``"auto"``: without.
         layers_per_stage: under modulo allocation; ``"auto"``: one or two stages a rank, or with ``split="fastest"``
             those that give the shortest simulated step.
         activation_cap: bytes of activations that a rank may keep.
@@ -113,7 +113,7 @@ class PipelineStep:
         self.microbatches: int = microbatches
         """Of each batch with as many samples."""
         self._model, self._quiet = model, quiet
-        self._split = split
+        self._split, self._path = split, layers
         self._wishes = Wishes(check_schedule(schedule), layers_per_stage, activation_cap, "even", loss_weight)
         self._layers = find_layers(model, layers, dist.get_world_size(group))
         self._place = Place(group, data_group, next(model.parameters()).device, [])
@@ -332,7 +332,7 @@ class PipelineStep:
         """The layers of a model that has no list of them, without a trace."""
         undo = Undo(self._model, part)
         try:
-            with torch.no_grad():
+            with torch.enable_grad():
                 return call_chain(self._model, lambda: seeded(step, part), self._place.ranks)
         finally:
             undo.put_back()
@@ -342,6 +342,8 @@ class PipelineStep:
             layers = self._layers
             if layers is None:
                 layers = self._called_in_order(step, parts[0])
+                if self._path is None:
+                    warn_of_no_list(self._model, layers, self._place.ranks)
                 self._stand_at(layers)
             first = FirstBatch(self._model, layers, self._gates, self._place, self._workers, self._hollow)
             spread = self._spread = first.spread(step, batch, parts, self._wishes)

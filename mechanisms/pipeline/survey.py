@@ -40,6 +40,7 @@ class Survey:
         writes: layers that write into what they are given.
         output: what the step returned.
         front, behind: parameters that are used in front of the layers, and behind them.
+        skips: pairs of layers, or one and what lies behind them: what the first gives goes past those between.
     """
 
     def __init__(self, layers: int) -> None:
@@ -53,6 +54,7 @@ class Survey:
         self.output: Any = None
         self.front: set[Tensor] = set()
         self.behind: set[Tensor] = set()
+        self.skips: list[tuple[int, int]] = []
 
 
 class _Looks:
@@ -68,6 +70,8 @@ class _Looks:
         self._given: list[tuple[Tensor, int]] = []  # to the layer that runs, with its version
         self._seen: set[int] = set()
         self._last: list[Tensor] = []
+        self._near: list[Tensor] = []  # to the layer before
+        self._gave: dict[Any, int] = {}  # by node of the graph, the layer that gave the tensor
 
     def before(self, layer: int, args: Any, kwargs: Any) -> None:
         if layer != self.next:
@@ -84,6 +88,7 @@ class _Looks:
         self._given = [(tensor, version_of(tensor)) for tensor in given if not tensor.is_inference()]
         self._shapes = shapes_of((args, kwargs))
         self.backward.enter(layer, given)
+        self._note_skips(layer, given)
         took = self._lap()
         if layer:
             self._found.forward_ms[layer - 1] += took
@@ -101,11 +106,11 @@ class _Looks:
     def after(self, layer: int, output: Any) -> Any:
         refuse_kinds(self._name(layer), output)
         self._found.outputs[layer, self._shapes] = kind_of(output)
+        self._last = tensors_in_order(output)
         if any(version_of(tensor) != version for tensor, version in self._given):
             self._found.writes.add(layer)
         self._given.clear()
         if layer + 1 == len(self._found.given):
-            self._last = tensors_in_order(output)
             self.backward.enter(layer + 1, self._last)
             self._found.forward_ms[layer] += self._lap()
         return output
@@ -122,8 +127,10 @@ class _Looks:
     def end(self, model: nn.Module, layers: Sequence[nn.Module], *, gradients: bool) -> None:
         """The step has run: layers that are alike take the same, and what is around them counts with the outermost."""
         after, found = self._lap(), self._found
-        found.behind = Reached(tensors_in_order(found.output), until=self._last).leaves
-        self._last = []
+        found.behind = Reached(tensors_in_order(found.output), until={tensor.grad_fn for tensor in self._last}).leaves
+        self._note_skips(len(layers), tensors_in_order(found.output))
+        self._last, self._near = [], []
+        self._gave.clear()
         groups = alike(layers, found.given)
         found.forward_ms = typical(found.forward_ms, groups)
         found.forward_ms[0] += self._before_ms
@@ -131,6 +138,15 @@ class _Looks:
         times = self.backward.measure(found.output, model, layers, groups) if gradients else None
         if times is not None:
             found.output_gradient_ms, found.weight_gradient_ms = times
+
+    def _note_skips(self, layer: int, given: list[Tensor]) -> None:
+        """What a layer is given may come from the one before, or from what that was given."""
+        gave = {tensor.grad_fn: layer - 1 for tensor in self._last if tensor.grad_fn is not None}
+        near = gave.keys() | {tensor.grad_fn for tensor in self._near}
+        past = Reached(given, until=near | self._gave.keys()).ends - near
+        self._found.skips += sorted({(self._gave[node], layer) for node in past})
+        self._gave |= gave
+        self._near = given
 
     def _lap(self) -> float:
         at = now()

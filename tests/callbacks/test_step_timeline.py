@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -157,6 +158,9 @@ def test_measures_every_nth_step_after_the_warm_up(tmp_path: Path) -> None:
         assert_consistent(timing)
     names = {f"epoch-0-step-{step}.{suffix}" for step in (1, 3, 5) for suffix in ("png", "json")}
     assert {path.name for path in tmp_path.iterdir()} == names == {path.name for path in timeline.files}
+    assert {re.sub(r"\d+", "N", name) for name in names} == {
+        re.sub("<.*?>", "N", name) for name in re.findall(r"``(epoch-.*?)``", StepTimeline.__doc__ or "")
+    }
     assert (tmp_path / "epoch-0-step-1.png").read_bytes().startswith(b"\x89PNG")
     events = json.loads((tmp_path / "epoch-0-step-1.json").read_text())["traceEvents"]
     assert [e["name"] for e in events if e["ph"] == "X"] == ["forward", "backward", "update"]

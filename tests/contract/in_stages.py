@@ -36,7 +36,7 @@ class InStages(OOOPipelineStrategy):
         trace, batch = self._trace(), self._now[0][0]
         before, samples = len(trace), samples_in(batch)
         loss = super().backward(*args, **kwargs)
-        parts = balanced_parts(batch, -(-samples // self._step._microbatches))
+        parts = balanced_parts(batch, -(-samples // self._step.microbatches))
         noted = together(trace[before:], [samples_in(part) / samples for part in parts])
         everyone = self._step._place.all_gather(noted)
         trace[before:] = of_all_ranks(everyone)

@@ -12,8 +12,6 @@ TWICE = "a second time: a pipeline needs each layer once"
 BEFORE = "before 'net.*: a pipeline needs each layer once, in the order of the list"
 AVERAGES = "averages all weights on each rank"
 KEEPS_STATE = "training_step keeps a state of its own"
-WRITES = "more than one element of the written-to tensor"
-"""torch's words for a write into a parameter that lies on another rank, where it takes no memory."""
 ON_GRADIENTS = "has a hook that runs when a gradient has been accumulated"
 FROZEN = "were frozen or thawed, or have joined, while training goes on"
 
@@ -47,22 +45,14 @@ REFUSED = {
     "inference_in_training_step": TWICE,
     "no_grad_forward_in_training_step": TWICE,
     "hook_backward": r"cannot call the module's own backward\(\)",
-    "optimizer_step_clamps_weights": WRITES,
-    "weights_clamped_between_batches": WRITES,
-    "weights_clamped_before_batch": WRITES,
-    "weights_put_back": WRITES,
     "fit_after_an_exception": "lies on another rank, since training over ranks that ended with an exception",
     "groups_added_later": FROZEN,
     "network_grows": FROZEN,
     "parameters_thawed_late": FROZEN,
-    "parameters_tied": NO_LIST,
     "parameters_unused": NO_LIST,
     "parameters_unused_with_accumulation": NO_LIST,
     "module_called_three_times": NO_LIST,
     "activation_checkpointing": TWICE,
-    "recurrent_network": NO_LIST,
-    "channels_last": NO_LIST,
-    "attention": NO_LIST,
     "weights_in_the_loss": BEFORE,
     "weight_read_late_in_backward": BEFORE,
     "gradient_penalty": "training_step differentiates by itself",
@@ -70,7 +60,7 @@ REFUSED = {
     "accumulation_hooks_before_the_fit": ON_GRADIENTS,
     "accumulation_hooks_at_train_start": ON_GRADIENTS,
     "accumulation_hooks_mid_run": ON_GRADIENTS,
-    "template_segmentation": NO_LIST,
+    "template_segmentation": "what 'net.first' gives goes past the next layer to 'net.merge'",
     "template_finetuning": FROZEN,
 }
 LEFT_OUT = {

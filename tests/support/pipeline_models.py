@@ -207,6 +207,45 @@ def attributes() -> Made:
     return model, lambda part: nn.functional.cross_entropy(model(part[0]), part[1]), batch
 
 
+class TwoHeads(nn.Module):
+    """A second head, which runs before the first or after it."""
+
+    def __init__(self, *, is_first: bool = False) -> None:
+        super().__init__()
+        self.is_first = is_first
+        self.embed, self.body = nn.Embedding(11, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head, self.second = nn.Linear(WIDTH, 11), nn.Linear(WIDTH, 5 * WIDTH)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.tanh(self.body(self.embed(tokens)))
+        if self.is_first:
+            second = self.second(x)
+            return self.head(x), second
+        return self.head(x), self.second(x)
+
+
+def two_heads(*, is_first: bool = False) -> Made:
+    """The loss does not use the second one."""
+    model = TwoHeads(is_first=is_first)
+    batch = torch.randint(0, 11, (12,)), torch.randint(0, 11, (12,))
+    return model, lambda part: nn.functional.cross_entropy(model(part[0])[0], part[1]), batch
+
+
+class UNet(nn.Module):
+    """What goes down comes up again beside what lies between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.middle = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.deep, self.up = nn.Linear(WIDTH, WIDTH), nn.Linear(2 * WIDTH, 11)
+
+    def forward(self, x: Tensor) -> Tensor:
+        down = torch.relu(self.down(x))
+        deep = torch.relu(self.deep(torch.relu(self.middle(down))))
+        logits: Tensor = self.up(torch.cat([deep, down], -1))
+        return logits
+
+
 def between() -> Made:
     model = Between()
     batch = torch.randint(0, 11, (12,)), torch.randint(0, 11, (12,))
@@ -296,6 +335,8 @@ MODELS: dict[str, Callable[[], Made]] = {
     "in_place_alone": lambda: in_place(InPlaceAlone),
     "checkpointed": lambda: in_place(Checkpointed),
     "segments": segments,
+    "two_heads": two_heads,
+    "second_head_first": lambda: two_heads(is_first=True),
     "attributes": attributes,
     "skipping": skipping,
     "gpt2": lambda: transformer("gpt2"),

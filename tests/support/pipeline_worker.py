@@ -26,7 +26,7 @@ from retime.mechanisms.memory.sandbox import seed_all
 from retime.mechanisms.no_effect import DifferenceWarning, NoEffectWarning
 from retime.mechanisms.pipeline import HollowModel, PipelineError, PipelineStep, RankLostError
 from retime.mechanisms.pipeline.stage import Stage
-from support.pipeline_models import MODELS, WIDTH, Checkpointed, in_place, made, sequential
+from support.pipeline_models import MODELS, WIDTH, Checkpointed, UNet, in_place, made, sequential
 from support.time_limits import limit_s
 
 ALSO = {"ooo": ("ooo1", "ooo2", "ooo_v")}
@@ -462,6 +462,13 @@ def refused(name: str) -> None:
     elif name == "reentrant":
         model, step, batch = in_place(partial(Checkpointed, reentrant=True))
         steps, batches = [step], [batch]
+    elif name == "unet":
+        model, steps, batches = UNet(), [lambda part: model(part[0]).square().mean()], [batch]
+    elif name == "last unused":
+        model, step, batch = made("two_heads")
+        model.layers = nn.ModuleList([model.body, model.head, model.second])  # type: ignore
+        steps, batches, options["schedule"] = [step], [batch], "gpipe"
+        options["layers"], options["split"] = "layers", ["layers.0", "layers.2"]
     elif name == "written":
         model, step, batch = made("in_place")
         steps, batches, options["schedule"] = [step], [batch], "zbv"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from retime.mechanisms.ddp import BucketReduction
+from retime.mechanisms.ddp import BucketReduction, HostReductionReport
 from retime.mechanisms.ddp.reducers import HostReducer, TimedSum
 from retime.mechanisms.ddp.shared_memory import sums
 from retime.strategies import MemoryBudgetDDPStrategy
@@ -95,3 +95,7 @@ def test_what_the_strategy_refuses() -> None:
     with pytest.raises(ValueError, match="is a communication hook itself: leave out ddp_comm_hook"):
         MemoryBudgetDDPStrategy("1GiB", reduce_on="host", ddp_comm_hook=allreduce_hook)
     assert isinstance(MemoryBudgetDDPStrategy("1GiB", reduce_on="host", ddp_comm_hook=None), DDPStrategy)
+
+
+def test_a_report_says_that_it_adds_up_steps() -> None:
+    assert "24 buckets with 897 KiB over all steps, in memory" in str(HostReductionReport(24, 897 * 2**10, "in memory"))

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from retime import NoEffectWarning
+from retime.mechanisms.out_of_order import OutOfOrderReport
 from retime.mechanisms.out_of_order.saved_k import SavedK, read_saved_k
 
 GOOD: dict[str, Any] = {"k": 2, "blocks": 5, "bucket_cap_mb": 4, "world_size": 2}
@@ -37,3 +38,8 @@ def test_anything_off_is_dropped_with_one_warning(found: Any) -> None:
     with pytest.warns(NoEffectWarning, match="k of an earlier run has no effect, and is found anew") as caught:
         assert read_saved_k(found) is None
     assert len(caught) == 1
+
+
+def test_a_report_says_what_it_counts():
+    text = str(OutOfOrderReport(buffered_layers={"several kernels": 4}, in_order={"k is 0": 2}))
+    assert "buffered gradients: 4 layers because several kernels; weight gradients in order: 2 backward passes" in text

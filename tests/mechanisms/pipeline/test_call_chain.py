@@ -24,6 +24,12 @@ def test_in_the_order_of_calls_and_apart_where_one_is_too_large() -> None:
     assert names(model, 2, batch[0]) == ["embed", *inner, "last"]
 
 
+@pytest.mark.parametrize("name", ["two_heads", "second_head_first"])
+def test_what_the_loss_does_not_use_is_no_layer(name: str) -> None:
+    model, step, batch = made(name)
+    assert call_chain(model, lambda: step(batch), 2).names == ["embed", "body", "head"]
+
+
 def test_what_fits_a_rank_stays_whole() -> None:
     model = Pairs()
     assert names(model, 2, torch.ones(1, 4)) == ["a", "b"]

@@ -80,6 +80,10 @@ def test_models_without_a_list_of_layers():
     assert outputs(4, "gradients", "attributes", "ooo2", "1") == ["same"] * 4
 
 
+def test_a_head_that_the_loss_does_not_use():
+    assert outputs(2, "gradients", "two_heads,second_head_first", "ooo2,1f1b", "1", "float64") == ["same"] * 2
+
+
 def test_unmodified_transformers():
     pytest.importorskip("transformers")
     assert outputs(2, "gradients", "gpt2,bert,llama,gpt2_checkpointed", "ooo2,zbv", "1") == ["same"] * 2
@@ -159,6 +163,8 @@ REFUSALS = {
     "twice": "calls '0' a second time: a pipeline needs each layer once",
     "skip": "gives other numbers when stage 2 runs",
     "reentrant": "'blocks.0' runs inside of torch.utils.checkpoint.checkpoint(..., use_reentrant=True)",
+    "unet": "what 'down' gives goes past the next layer to 'up', whose stage does not have it (a skip connection",
+    "last unused": "the loss does not depend on what 'layers.2' gives, the last of the layers, as of a second head",
     "written": "gives other numbers when stage 3 runs",
     "skipped": "does not call '7'",
     "whole loss": "it goes through `std` (pipeline_worker.py:",
@@ -168,7 +174,7 @@ REFUSALS = {
     "no gradient": "has no gradient",
     "batches": "were given different batches",
     "order": "were given different batches",
-    "kept": "gives other numbers when stage 2 runs by itself",
+    "kept": "what '1' gives goes past the next layer to what lies behind the layers, whose stage does not have it",
     "path": "layers='nowhere' is no module of the model; lists of layers in it: ''",
     "short": "name the list with layers=",
     "no chain": "does not call 2 modules or more with half of them",
