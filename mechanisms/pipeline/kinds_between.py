@@ -53,10 +53,13 @@ class LayerResults:
 
     Args:
         names: of the layers.
+
+    Attributes:
+        low_precision: they have returned numbers of 16 bits.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
+        self._names, self.low_precision = names, False
         self._recorder: Recorder | None = None
         self._samples: tuple[int, int, int] | None = None
         self._noise: str | None = None
@@ -108,6 +111,7 @@ class LayerResults:
     def after(self, layer: int, output: Any) -> Any:
         refuse_kinds(repr(self._names[layer]), output)
         tensors = tensors_in_order(output)
+        self.low_precision |= any(tensor.dtype in (torch.bfloat16, torch.float16) for tensor in tensors)
         if self._recorder is not None:
             for tensor in tensors:
                 self._recorder.at_edge(tensor)

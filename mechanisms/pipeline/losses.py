@@ -67,10 +67,12 @@ class FirstLook:
         examples: as layers compute, and as they compute with noise in what they return, sample by sample; empty where
             losses of the same batch are not the same.
         runs: on a few samples and on fewer, with their operations; empty where these were not followed.
+        low_precision: layers compute in 16 bits.
     """
 
     examples: list[Examples] = field(default_factory=list)
     runs: tuple[RecordedRun, ...] = ()
+    low_precision: bool = False
 
     def head_of(self, of: Callable[[Any], Any]) -> Head | None:
         """What a number is of its samples; None where no operations lead to it.
@@ -226,7 +228,9 @@ def look_at_losses(
             if noise is None:
                 raise
             continue  # layers cannot give that, as probabilities above 1
-        _compare(_loss(whole), [_loss(output) for output in outputs], each, told, bool(noise))
+        look.low_precision = results.low_precision
+        near = _LOW_PRECISION if look.low_precision else _TOLERANCE.get(_loss(whole).dtype, _LOW_PRECISION)
+        _compare(_loss(whole), [_loss(output) for output in outputs], each, near, told, bool(noise))
         look.examples.append(Examples(whole, outputs, each, samples))
         if noise or not results.can_have_noise:
             break
@@ -295,12 +299,14 @@ def _certificate(
     return Certificate(first, alternatives=tuple(others))
 
 
-def _compare(whole: Tensor, losses: Sequence[Tensor], weights: Sequence[float], told: Any, noise: bool) -> None:
+def _compare(
+    whole: Tensor, losses: Sequence[Tensor], weights: Sequence[float], near: float, told: Any, noise: bool
+) -> None:
     """Raise where the weighted losses are not the batch's; those that count for nothing may have no value."""
     counted = [(weight, float(loss)) for weight, loss in zip(weights, losses, strict=True) if weight]
     scale = max([abs(weight * loss) for weight, loss in counted] + [abs(float(whole)), 1e-12])
     found = sum(weight * loss for weight, loss in counted)
-    if abs(found - float(whole)) <= _TOLERANCE.get(whole.dtype, _LOW_PRECISION) * scale * math.sqrt(len(losses)):
+    if abs(found - float(whole)) <= near * scale * math.sqrt(len(losses)):
         return
     where = "of layers whose outputs were changed at random, sample by sample," if noise else "of the first batch"
     by = "weighed by loss_weight=" if told is not None else "weighed by what the loss is a mean or a sum over"

@@ -178,6 +178,7 @@ class PipelineStep:
             self._begin(step, batch, parts)
         spread = self._known
         if self._report.steps == 1:
+            spread.look = None
             spread.owners.refuse_averages()
         seeds = agreed_seeds(self._place, batch, len(parts))
         weights = spread.weights.of(batch, parts)

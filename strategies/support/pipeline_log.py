@@ -26,8 +26,8 @@ __all__ = ["PipelineLog"]
 
 _LOG = inspect.signature(LightningModule.log)
 _METRIC = "metric"
-_NEAR = {torch.float64: 1e-4, torch.float32: 1e-4, torch.int64: 1e-4, torch.bool: 1e-4}
-_LOW_PRECISION = 3e-2
+_NEAR, _LOW_PRECISION = 1e-4, 3e-2
+"""Relative to the largest of the numbers, as layers compute in 32 bits or in 16."""
 _SHARE = 1e-5
 _REDUCED = ("sum", "max", "amax", "min", "amin")
 """Ways to reduce that micro-batches are reduced by as well."""
@@ -152,7 +152,7 @@ class PipelineLog:
                 rules = ("samples",) if kinds == {"mean"} else ("sum",)
             elif kinds:
                 return "loss", f"it is a {head.weightings[0]}, and the loss is not"
-        found = {rule: _misfits(rule, key, look.examples, calls) for rule in rules}
+        found = {rule: _misfits(rule, key, look, calls) for rule in rules}
         constant = bool(look.examples) and all(_is_constant(key, one, calls) for one in look.examples)
         if rules == _RULES and constant:
             return "samples", ""
@@ -260,18 +260,17 @@ def _is_share_of_loss(
     return bool(shares) and max(shares) - min(shares) <= _SHARE * abs(shares[0])
 
 
-def _misfits(
-    rule: str, key: _Key, examples: Sequence[Examples], calls: Callable[[Any], Sequence[dict[str, Any]]]
-) -> str | None:
+def _misfits(rule: str, key: _Key, look: FirstLook, calls: Callable[[Any], Sequence[dict[str, Any]]]) -> str | None:
     """In which example a number that is put together by a rule is not the whole batch's; None where it always is."""
-    for number, one in enumerate(examples):
+    for number, one in enumerate(look.examples):
         whole = dict(_numbered(calls(one.whole))).get(key)
         found = _numbers([calls(part) for part in one.parts], one.weights, one.samples).get(key)
         if whole is None or found is None:
             continue
         there, here = float(whole["value"]), float(_combined(found, rule)["value"])
         values = [abs(float(call["value"])) for call, _, _ in found]
-        near = _NEAR.get(torch.as_tensor(whole["value"]).dtype, _LOW_PRECISION)
+        low = look.low_precision or torch.as_tensor(whole["value"]).dtype in (torch.bfloat16, torch.float16)
+        near = _LOW_PRECISION if low else _NEAR
         largest = max([abs(there), *filter(math.isfinite, values)])
         if math.isfinite(there) and not abs(here - there) <= near * largest:
             where = "where outputs of layers are others, sample by sample" if number else "in the first batch"
