@@ -83,11 +83,11 @@ class _Absent:
 
     def __deepcopy__(self, memo: Any) -> Any:
         with without_subclass_functions():
-            return _plain(self).__deepcopy__(memo)
+            return _plain(self).__deepcopy__(memo)  # type: ignore[no-untyped-call]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with without_subclass_functions():
-            return _plain(self).__reduce_ex__(protocol)
+            return _plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 class _AbsentParameter(_Absent, nn.Parameter):

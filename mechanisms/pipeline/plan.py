@@ -335,9 +335,10 @@ class Planner:
         ranks = self._ranks
         if isinstance(self._split, tuple):
             named = len(self._split)
-            fits = {1: kind in _ONE_CHUNK, 2: kind in _TWO_CHUNKS}.get(named / ranks, False)
-            free = named % ranks == 0 and kind not in _ONE_CHUNK | _TWO_CHUNKS
-            return [named] if fits or free or named == ranks == 1 else []
+            fits = named == ranks if kind in _ONE_CHUNK else named % ranks == 0
+            if kind in _TWO_CHUNKS and ranks > 1:
+                fits = named == 2 * ranks
+            return [named] if fits else []
         if self._split == "even" and self._group == "auto" and ranks > 1:
             return [stages for stages in self._any_cuts(kind) if stages <= 2 * ranks]
         return self._any_cuts(kind)

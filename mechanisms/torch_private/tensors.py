@@ -35,7 +35,7 @@ version_of: Callable[[Tensor], int] = attribute(
 """How often a tensor's memory was written into in place; views count together."""
 
 with needed_by("pipelines, whose received tensors take the place of those that a checkpoint has saved,"):
-    kept_version = torch.autograd._unsafe_preserve_version_counter
+    from torch.autograd.grad_mode import _unsafe_preserve_version_counter as kept_version
 """A context in which writes into a tensor do not count as such."""
 
 base_of: Callable[[Tensor], Tensor | None] = attribute(

@@ -26,6 +26,9 @@ SEE_GRADIENTS = (
 )
 """Scenarios whose hooks see the gradients of one rank's layers, or of a micro-batch, as a warning says."""
 
+CUT_UNASKED = ("parameters_tied", "recurrent_network", "channels_last", "attention")
+"""Scenarios whose models have no list of layers, and are cut between their calls, as a warning says."""
+
 REFUSED = {
     MANUAL: "needs automatic optimization",
     SCALER: "does not scale losses",
@@ -88,6 +91,7 @@ PIPELINE: dict[str, Any] = {
     "report": lambda trainer: trainer.strategy.activity(),
     "tolerance": 1e-6,
     "looser": {
+        "attention": 1e-2,  # its LayerNorms have two features, so gradients are rounding, which Adam scales up
         "optimizer_rmsprop": 1e-4,
         "optimizer_muon": 3e-3,  # computes in bfloat16
         "precision_64_true": 1e-5,
@@ -99,7 +103,7 @@ PIPELINE: dict[str, Any] = {
     "refused": REFUSED,
     "left_out": LEFT_OUT,
     "cannot": CANNOT,
-    "warned": frozenset({CUSTOM_OPTIMIZER, "deterministic_twice", *SEE_GRADIENTS}),
+    "warned": frozenset({CUSTOM_OPTIMIZER, "deterministic_twice", *SEE_GRADIENTS, *CUT_UNASKED}),
 }
 
 
