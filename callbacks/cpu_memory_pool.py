@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from retime.mechanisms.arguments import AtLeast, Below, checked
-from retime.mechanisms.memory.pool import MemoryPool, PoolReport
-from retime.mechanisms.no_effect import warn_no_effect
+from retime.foundations.arguments import AtLeast, Below, checked
+from retime.foundations.cpu_pool import MemoryPool, PoolReport
+from retime.foundations.no_effect import warn_no_effect
 
 __all__ = ["CPUMemoryPool"]
 

@@ -9,9 +9,9 @@ from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from retime.mechanisms.arguments import checked
-from retime.mechanisms.capabilities import Mechanism, refuse
-from retime.mechanisms.ddp import sparse_layer
+from retime.foundations.arguments import checked
+from retime.foundations.compatibility import Mechanism, refuse
+from retime.foundations.ddp import sparse_layer
 from retime.mechanisms.fusion import FusionReport, reduction_of
 from retime.strategies.support.lightning_package import refuse_other_trainer
 from retime.strategies.support.stepping import FusedStepping

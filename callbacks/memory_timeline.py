@@ -11,13 +11,12 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 
 from retime.callbacks.support.phases import PhaseCallback, PhaseObserver
-from retime.mechanisms.arguments import checked
-from retime.mechanisms.byte_sizes import show_bytes
-from retime.mechanisms.measure import MemorySampler
-from retime.mechanisms.memory.batches import dry_part, samples_in, split_batch
-from retime.mechanisms.memory.data_parallel import buckets_of, reduction_bytes
-from retime.mechanisms.memory.dry_run import StepProfile, TrainingStep, replay
-from retime.mechanisms.memory.sandbox import undisturbed
+from retime.foundations.arguments import checked
+from retime.foundations.byte_sizes import show_bytes
+from retime.foundations.measure import MemorySampler
+from retime.foundations.parts import dry_part, samples_in, split_batch
+from retime.foundations.preserve_state import undisturbed
+from retime.mechanisms.memory_budget import StepProfile, TrainingStep, buckets_of, reduction_bytes, replay
 from retime.schedules.budget import OffloadPlan
 from retime.strategies.support.budgeted import Budgeted, gradients_in
 from retime.strategies.support.muted_logging import muted_logging

@@ -6,9 +6,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
-from retime.mechanisms.arguments import checked
+from retime.foundations.arguments import checked
 from retime.mechanisms.scan import check_solver
-from retime.modules import ConversionReport, convert, convert_back
+from retime.modules.conversion_report import ConversionReport
+from retime.modules.convert import convert, convert_back
 from retime.modules.obstacles import obstacles
 
 

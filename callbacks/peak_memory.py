@@ -7,8 +7,8 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 
 from retime.callbacks.support.phases import PhaseCallback, PhaseObserver
-from retime.mechanisms.arguments import checked
-from retime.mechanisms.measure import MemoryProbe
+from retime.foundations.arguments import checked
+from retime.foundations.measure import MemoryProbe
 
 __all__ = ["PeakMemory"]
 

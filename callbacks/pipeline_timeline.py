@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from retime.mechanisms.arguments import AtLeast, checked
+from retime.foundations.arguments import AtLeast, checked
 from retime.schedules.timeline import write_chrome_trace, write_png
-from retime.strategies import OOOPipelineStrategy
+from retime.strategies.ooo_pipeline import OOOPipelineStrategy
 
 __all__ = ["PipelineTimeline"]
 

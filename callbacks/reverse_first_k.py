@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from retime.mechanisms.arguments import AtLeast, checked
+from retime.foundations.arguments import AtLeast, checked
 from retime.mechanisms.out_of_order import K
 from retime.strategies.ooo_ddp import OOODataParallelStrategy
 from retime.strategies.support.lightning_package import refuse_other_trainer

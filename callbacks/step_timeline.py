@@ -11,8 +11,8 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 
 from retime.callbacks.support.phases import PhaseCallback, PhaseObserver
-from retime.mechanisms.arguments import checked
-from retime.mechanisms.measure import PHASES, StepTimer, StepTiming
+from retime.foundations.arguments import checked
+from retime.foundations.measure import PHASES, StepTimer, StepTiming
 from retime.schedules.timeline import write_chrome_trace, write_png
 
 __all__ = ["StepTimeline"]
@@ -52,7 +52,7 @@ class StepTimeline(PhaseCallback):
         warm_up: steps at the start of each ``fit`` that are not measured: they compile, allocate and build buckets.
 
     Attributes:
-        timings: one :class:`~retime.mechanisms.measure.step_timer.StepTiming` a measured step.
+        timings: one :class:`~retime.foundations.measure.step_timer.StepTiming` a measured step.
         files: the pictures and traces written by this process.
 
     Raises:

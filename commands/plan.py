@@ -45,15 +45,22 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from retime.commands.plan_job import Job, job_of
-from retime.mechanisms.byte_sizes import show_bytes
-from retime.mechanisms.memory.batches import dry_part, samples_in
-from retime.mechanisms.memory.data_parallel import gloo_bytes
-from retime.mechanisms.memory.dry_run import TrainingStep, profile_step, task_graph
-from retime.mechanisms.memory.host import parse_host
-from retime.mechanisms.memory.planning import OutOfTime, PlannedShape, TimeLimit, parse_budget
-from retime.mechanisms.memory.sandbox import undisturbed
-from retime.mechanisms.memory.step import BudgetedStep
-from retime.mechanisms.storages import strided_bytes
+from retime.foundations.byte_sizes import show_bytes
+from retime.foundations.parts import dry_part, samples_in
+from retime.foundations.preserve_state import undisturbed
+from retime.foundations.storages import strided_bytes
+from retime.mechanisms.memory_budget import (
+    BudgetedStep,
+    OutOfTime,
+    PlannedShape,
+    TimeLimit,
+    TrainingStep,
+    gloo_bytes,
+    parse_budget,
+    parse_host,
+    profile_step,
+    task_graph,
+)
 from retime.schedules.budget import BudgetError
 from retime.schedules.modnn import lower_bound
 

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
-from retime.mechanisms.arguments import checked
-from retime.mechanisms.no_effect import warn_no_effect
+from retime.foundations.arguments import checked
+from retime.foundations.no_effect import warn_no_effect
+from retime.foundations.torch_private import flat_weights
 from retime.mechanisms.scan import Solver, check_solver
-from retime.mechanisms.torch_private import flat_weights
 from retime.modules.conversion_report import ConversionReport
 from retime.modules.obstacles import PLAIN, SCANS, obstacles
 from retime.modules.recurrent import ScanRecurrent

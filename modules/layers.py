@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from retime.mechanisms.arguments import AtLeast, AtMost, checked
+from retime.foundations.arguments import AtLeast, AtMost, checked
 from retime.mechanisms.scan import Solver
 from retime.modules.recurrent import ScanRecurrent
 

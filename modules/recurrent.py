@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retime.mechanisms.scan import Solver, check_solver, keeps_torchs_own, scan_bidirectional, scan_layer
-from retime.mechanisms.torch_private import (
+from retime.foundations.torch_private import (
     FLAT_WEIGHTS,
     FLAT_WEIGHTS_NAMES,
     flat_weights,
     flat_weights_names,
     weight_names,
 )
+from retime.mechanisms.scan import Solver, check_solver, keeps_torchs_own, scan_bidirectional, scan_layer
 from retime.modules.inputs import Sequences, check_hidden, check_hidden_dtype, unpack
 
 PLAIN_FORWARD: dict[str, Any] = {

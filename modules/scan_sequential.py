@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.prune import BasePruningMethod
 
-from retime.mechanisms.arguments import AtLeast, checked
-from retime.mechanisms.jacobian import JacobianScan, LayerJacobian, UnknownJacobian, jacobian_of
-from retime.mechanisms.no_effect import warn_no_effect
-from retime.mechanisms.torch_private import forward_hooks, forward_pre_hooks, has_backward_hooks
+from retime.foundations.arguments import AtLeast, checked
+from retime.foundations.no_effect import warn_no_effect
+from retime.foundations.torch_private import forward_hooks, forward_pre_hooks, has_backward_hooks
+from retime.mechanisms.scan import JacobianScan, LayerJacobian, UnknownJacobian, jacobian_of
 
 
 @dataclass

@@ -17,12 +17,7 @@ from retime.schedules.fusion import backward_fusion, baseline, forward_fusion
 from retime.schedules.k_search import KSearch
 from retime.schedules.network import Cluster, Link, Transfer
 from retime.schedules.picture import picture
-from retime.schedules.reverse_first_k import (
-    backward_to_forward,
-    communicate_last,
-    largest_k,
-    reverse_first_k,
-)
+from retime.schedules.reverse_first_k import backward_to_forward, communicate_last, largest_k, reverse_first_k
 from retime.schedules.schedule import Lane, Schedule
 from retime.schedules.simulate import Timeline, simulate
 from retime.schedules.tasks import Kind, Task

@@ -16,10 +16,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from retime.mechanisms.arguments import AtLeast, Timeout, checked
-from retime.mechanisms.capabilities import Mechanism, refuse
-from retime.mechanisms.ddp import BucketReduction, HostReductionReport, HostUpdate, HostUpdateReport
-from retime.mechanisms.no_effect import warn_no_effect
+from retime.foundations.arguments import AtLeast, Timeout, checked
+from retime.foundations.compatibility import Mechanism, refuse
+from retime.foundations.no_effect import warn_no_effect
+from retime.mechanisms.cpu_accumulation import BucketReduction, HostReductionReport, HostUpdate, HostUpdateReport
 from retime.strategies.support.ddp_arguments import MegaBytes, StartMethod, given
 from retime.strategies.support.ddp_hooks import hook_was_not_asked_for
 from retime.strategies.support.lightning_package import LightningOnly

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from retime.mechanisms.arguments import AtLeast, Timeout, checked
-from retime.mechanisms.capabilities import Mechanism, refuse
-from retime.mechanisms.ddp import BucketReduction, sparse_layer
+from retime.foundations.arguments import AtLeast, Timeout, checked
+from retime.foundations.compatibility import Mechanism, refuse
+from retime.foundations.ddp import sparse_layer
+from retime.mechanisms.cpu_accumulation import BucketReduction
 from retime.mechanisms.fusion import FusionReport, ReductionHook
 from retime.strategies.support.ddp_arguments import MegaBytes, StartMethod, given
 from retime.strategies.support.lightning_package import LightningOnly

@@ -12,11 +12,9 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 
-from retime.mechanisms.arguments import checked
-from retime.mechanisms.memory.batches import Split
-from retime.mechanisms.memory.host import parse_host
-from retime.mechanisms.memory.planning import parse_budget
-from retime.mechanisms.memory.step import BudgetedStep
+from retime.foundations.arguments import checked
+from retime.foundations.parts import Split
+from retime.mechanisms.memory_budget import BudgetedStep, parse_budget, parse_host
 from retime.strategies.support.budgeted import CHECKPOINT_KEY, Budgeted
 from retime.strategies.support.single_device import SingleDevice
 

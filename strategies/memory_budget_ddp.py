@@ -14,14 +14,19 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from torch.nn.parallel import DistributedDataParallel
 
-from retime.mechanisms.arguments import AtLeast, Timeout, checked
-from retime.mechanisms.capabilities import Mechanism, refuse
-from retime.mechanisms.ddp import BucketReduction, RankAgreement
-from retime.mechanisms.memory.batches import Split
-from retime.mechanisms.memory.data_parallel import SETTING_UP, BudgetedDataParallelStep
-from retime.mechanisms.memory.host import parse_host
-from retime.mechanisms.memory.planning import BudgetReport, parse_budget
-from retime.mechanisms.memory.step import BudgetedStep
+from retime.foundations.arguments import AtLeast, Timeout, checked
+from retime.foundations.compatibility import Mechanism, refuse
+from retime.foundations.ddp import RankAgreement
+from retime.foundations.parts import Split
+from retime.mechanisms.cpu_accumulation import BucketReduction
+from retime.mechanisms.memory_budget import (
+    SETTING_UP,
+    BudgetedDataParallelStep,
+    BudgetedStep,
+    BudgetReport,
+    parse_budget,
+    parse_host,
+)
 from retime.strategies.support.budgeted import Budgeted
 from retime.strategies.support.ddp_arguments import MegaBytes, StartMethod, given
 from retime.strategies.support.lightning_private import timeout_of

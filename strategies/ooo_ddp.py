@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from retime.mechanisms.arguments import AtLeast, Timeout, checked
-from retime.mechanisms.byte_sizes import parse_bytes
-from retime.mechanisms.capabilities import Mechanism, refuse
-from retime.mechanisms.ddp import bucket_mb, measured_seconds_per_mb, sparse_layer
+from retime.foundations.arguments import AtLeast, Timeout, checked
+from retime.foundations.byte_sizes import parse_bytes
+from retime.foundations.compatibility import Mechanism, refuse
+from retime.foundations.ddp import bucket_mb, measured_seconds_per_mb, sparse_layer
+from retime.foundations.no_effect import warn_no_effect
 from retime.mechanisms.fusion import FusionReport
-from retime.mechanisms.no_effect import warn_no_effect
 from retime.mechanisms.out_of_order import ALONE, K, OutOfOrderDataParallel, OutOfOrderReport, SavedK, read_saved_k
 from retime.strategies.support.ddp_arguments import MegaBytes, StartMethod, given
 from retime.strategies.support.ddp_hooks import hook_was_not_asked_for

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from retime.mechanisms.arguments import AtLeast, Timeout, checked
-from retime.mechanisms.byte_sizes import parse_bytes
-from retime.mechanisms.capabilities import Mechanism
-from retime.mechanisms.memory.batches import combined
-from retime.mechanisms.no_effect import warn_difference, warn_no_effect
+from retime.foundations.arguments import AtLeast, Timeout, checked
+from retime.foundations.byte_sizes import parse_bytes
+from retime.foundations.compatibility import Mechanism
+from retime.foundations.no_effect import warn_difference, warn_no_effect
+from retime.foundations.parts import combined
 from retime.mechanisms.pipeline import (
     HollowModel,
     LossWeight,

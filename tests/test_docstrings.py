@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("schedules", "mechanisms", "modules", "strategies", "callbacks", "integrations", "recipes", "commands", "src")
+ROOMS = (
+    *("schedules", "foundations", "mechanisms", "modules", "strategies", "callbacks"),
+    *("integrations", "recipes", "commands", "src"),
+)
 OTHER_DIALECTS = {
     "reStructuredText": re.compile(r"^\s*:(param|parameter|arg|type|returns?|rtype|raises?|yields?)\b[^:\n]*:", re.M),
     "Epytext": re.compile(r"^\s*@(param|type|returns?|rtype|raises?)\b", re.M),

@@ -25,12 +25,12 @@ from retime import DifferenceWarning, NoEffectWarning
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     page
-    for pattern in ("*.md", "docs/**/*.md", "mechanisms/**/README.md", "results/README.md")
+    for pattern in ("*.md", "docs/**/*.md", "foundations/**/README.md", "mechanisms/**/README.md", "results/README.md")
     for page in ROOT.glob(pattern)
     if page.name != "CHANGELOG.md"
 )
 NOT_RUN = {
-    "mechanisms/memory/README.md": 1,
+    "mechanisms/memory_budget/README.md": 1,
     "mechanisms/out_of_order/README.md": 3,
     "mechanisms/pipeline/README.md": 3,
 }
@@ -174,8 +174,9 @@ def test_tables_have_short_cells(page: Path) -> None:
 def test_mechanisms_have_cards() -> None:
     rooms = [folder for folder in (ROOT / "mechanisms").iterdir() if (folder / "__init__.py").exists()]
     assert [room.name for room in rooms if not (room / "README.md").exists()] == []
-    inside = [folder.name for folder in (ROOT / "mechanisms" / "memory").iterdir() if (folder / "__init__.py").exists()]
-    card = (ROOT / "mechanisms" / "memory" / "README.md").read_text(encoding="utf-8")
+    budgets = ROOT / "mechanisms" / "memory_budget"
+    inside = [folder.name for folder in budgets.iterdir() if (folder / "__init__.py").exists()]
+    card = (budgets / "README.md").read_text(encoding="utf-8")
     assert [name for name in inside if f"`{name}/`" not in card] == []
 
 

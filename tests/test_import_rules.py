@@ -2,31 +2,38 @@
 
 import ast
 import json
+import runpy
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
+import setuptools
 
 ROOT = Path(__file__).resolve().parent.parent
 
 LEFT_OF = {
     "schedules": set(),
-    "mechanisms": {"schedules"},
-    "modules": {"schedules", "mechanisms"},
-    "strategies": {"schedules", "mechanisms", "modules"},
-    "callbacks": {"schedules", "mechanisms", "modules", "strategies"},
-    "integrations": {"schedules", "mechanisms", "modules"},
-    "recipes": {"schedules", "mechanisms", "modules", "strategies", "callbacks", "integrations", "conf"},
-    "commands": {"schedules", "mechanisms", "modules", "strategies", "callbacks", "integrations", "recipes", "conf"},
+    "foundations": {"schedules"},
+    "mechanisms": {"schedules", "foundations"},
+    "modules": {"schedules", "foundations", "mechanisms"},
+    "strategies": {"schedules", "foundations", "mechanisms", "modules"},
+    "callbacks": {"schedules", "foundations", "mechanisms", "modules", "strategies"},
+    "integrations": {"schedules", "foundations", "mechanisms", "modules"},
+    "recipes": {"schedules", "foundations", "mechanisms", "modules", "strategies", "callbacks", "integrations", "conf"},
+    "commands": {
+        *("schedules", "foundations", "mechanisms", "modules"),
+        *("strategies", "callbacks", "integrations", "recipes", "conf"),
+    },
     "conf": set(),
 }
+ROOMS = {"mechanisms", "foundations", "schedules"}
 LAST = {"recipes", "commands"}  # these use the public API as a user does
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
 CONFIGURATION = {"hydra", "omegaconf"}
 BANNED = {
     "schedules": {"torch", *LIGHTNING, "accelerate", *CONFIGURATION},
+    "foundations": {*LIGHTNING, "accelerate", *CONFIGURATION},
     "mechanisms": {*LIGHTNING, "accelerate", *CONFIGURATION},
     "modules": {*LIGHTNING, "accelerate", *CONFIGURATION},
 }
@@ -110,10 +117,8 @@ def past_faces(path: Path) -> list[str]:
 
 
 def has_face(package: Path) -> bool:
-    """Packages of mechanisms and schedules: others import only what their ``__init__`` names in ``__all__``."""
-    return (
-        package.relative_to(ROOT).parts[0] in {"mechanisms", "schedules"} and len(package.relative_to(ROOT).parts) > 1
-    )
+    """Packages of these folders: others import only what their ``__init__`` names in ``__all__``."""
+    return package.relative_to(ROOT).parts[0] in ROOMS and len(package.relative_to(ROOT).parts) > 1
 
 
 @pytest.mark.parametrize("folder", LEFT_OF)
@@ -123,7 +128,7 @@ def test_packages_are_imported_through_their_faces(folder):
 
 
 def test_a_face_names_what_it_shows():
-    packages = [path.parent for top in ("mechanisms", "schedules") for path in (ROOT / top).rglob("__init__.py")]
+    packages = [path.parent for top in sorted(ROOMS) for path in (ROOT / top).rglob("__init__.py")]
     faces = [package for package in packages if has_face(package)]
     assert len(faces) > 10
     for package in faces:
@@ -136,27 +141,31 @@ def test_a_face_names_what_it_shows():
 
 def test_an_import_past_a_face_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
-    room = tmp_path / "mechanisms" / "memory"
+    room = tmp_path / "mechanisms" / "memory_budget"
     room.mkdir(parents=True)
     (room / "inner.py").touch()
-    (room / "other.py").write_text("from retime.mechanisms.memory.inner import x")
+    (room / "other.py").write_text("from retime.mechanisms.memory_budget.inner import x")
     assert past_faces(room / "other.py") == []
     outsider = tmp_path / "mechanisms" / "outsider.py"
-    outsider.write_text("from retime.mechanisms.memory.inner import x")
+    outsider.write_text("from retime.mechanisms.memory_budget.inner import x")
     assert len(past_faces(outsider)) == 1
-    outsider.write_text("from retime.mechanisms.memory import x")
+    outsider.write_text("from retime.mechanisms.memory_budget import x")
     assert past_faces(outsider) == []
 
 
-def test_every_package_is_packaged():
-    """pyproject lists packages by hand: a folder that is missing there is missing in what is installed."""
-    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["packages"])
+def test_every_package_is_packaged(monkeypatch):
+    """A folder that setup.py does not find is missing in what is installed."""
+    given = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: given.update(arguments))
+    monkeypatch.chdir(ROOT)
+    runpy.run_path("setup.py")
     there = {
         ".".join(["retime", *path.parent.relative_to(ROOT).parts])
         for folder in LEFT_OF
         for path in (ROOT / folder).rglob("__init__.py")
     }
-    assert listed == there | {"retime"}
+    assert set(given["packages"]) == there | {"retime"}
+    assert {path for name, path in given["package_dir"].items() if name != "retime"} == set(LEFT_OF)
 
 
 @pytest.mark.parametrize(

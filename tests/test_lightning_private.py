@@ -19,9 +19,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 from torchmetrics import MeanMetric
 
+from retime.foundations import torch_private
+from retime.foundations.torch_private import compiling
 from retime.integrations.accelerate.accelerate_private import prepared_schedulers, renew_captured_steps
-from retime.mechanisms import torch_private
-from retime.mechanisms.torch_private import compiling
 from retime.strategies.support import lightning_private
 from support.private_canaries import canary, dies
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from retime.mechanisms import torch_private
+from retime.foundations import torch_private
 from support.private_canaries import canary
 
 
@@ -52,7 +52,7 @@ def test_a_torch_without_a_name_is_refused_at_import(remove, feature):
 import torch
 {remove}
 try:
-    import retime.mechanisms.torch_private
+    import retime.foundations.torch_private
 except ImportError as error:
     print(type(error).__name__, error)
 """

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from retime.mechanisms import torch_private
+from retime.foundations import torch_private
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("mechanisms", "modules", "strategies", "callbacks", "integrations", "recipes", "commands")
+FOLDERS = ("foundations", "mechanisms", "modules", "strategies", "callbacks", "integrations", "recipes", "commands")
 LIBRARIES = {"torch", "lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics", "accelerate"}
 HOMES = {"strategies/support/lightning_private.py", "integrations/accelerate/accelerate_private.py"}
 PYTHONS = {"_replace", "_fields", "_make", "_getframe", "_exit", "_codecs"}
@@ -25,7 +25,7 @@ def sources() -> dict[str, ast.Module]:
 
 
 def is_home(path: str) -> bool:
-    return path.startswith("mechanisms/torch_private/") or path in HOMES
+    return path.startswith("foundations/torch_private/") or path in HOMES
 
 
 def our_names(tree: ast.Module) -> set[str]:
@@ -78,7 +78,7 @@ def test_private_names_are_used_by_accessors_only():
     known = known_names([tree for path, tree in trees.items() if is_home(path)]) - ours
     assert {"_version", "_timeout", "_to_sync", "_optimizer_patched_step_method"} <= known
     found = [
-        f"{path}:{what}: give it an accessor in mechanisms/torch_private or its Lightning or Accelerate counterpart"
+        f"{path}:{what}: give it an accessor in foundations/torch_private or its Lightning or Accelerate counterpart"
         for path, tree in trees.items()
         if not is_home(path)
         for what in offences(tree, ours, known)
@@ -97,7 +97,7 @@ def test_private_names_are_used_by_accessors_only():
         ("def f(x):\n    return x._version", 1),
         ("def f(x):\n    return getattr(x, '_version', None)", 1),
         ("def f(x):\n    return self._mine, x._mine, x._replace(y=1)", 0),
-        ("from retime.mechanisms.torch_private import version_of", 0),
+        ("from retime.foundations.torch_private import version_of", 0),
     ],
 )
 def test_a_private_name_elsewhere_is_found(source, count):

@@ -22,19 +22,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import retime
+from retime.foundations import arguments, ddp, weight_gradients
+from retime.foundations.ddp import reducers
 from retime.integrations import accelerate as for_accelerate
-from retime.mechanisms import (
-    arguments,
-    ddp,
-    fusion,
-    jacobian,
-    memory,
-    out_of_order,
-    pipeline,
-    scan,
-    weight_gradients,
-)
-from retime.mechanisms.ddp import reducers
+from retime.mechanisms import fusion, out_of_order, pipeline, scan
+from retime.mechanisms import memory_budget as memory
+from retime.mechanisms.scan import jacobians as jacobian
 from retime.schedules.budget import OffloadPlan
 
 pytestmark = [  # with one process, or a chain that is no list of layers

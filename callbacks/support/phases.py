@@ -20,9 +20,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.strategies import Strategy
 
-from retime.mechanisms.arguments import AtLeast, checked
-from retime.mechanisms.measure import OTHER
-from retime.mechanisms.no_effect import warn_no_effect
+from retime.foundations.arguments import AtLeast, checked
+from retime.foundations.measure import OTHER
+from retime.foundations.no_effect import warn_no_effect
 from retime.strategies.support.lightning_private import logged_step
 
 _MISSING = object()

@@ -8,10 +8,10 @@ from accelerate import Accelerator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from retime.mechanisms.arguments import Timeout, checked
-from retime.mechanisms.ddp import BucketReduction, HostReductionReport, sparse_layer
-from retime.mechanisms.ddp.reducers import HostReducer
-from retime.mechanisms.no_effect import warn_no_effect
+from retime.foundations.arguments import Timeout, checked
+from retime.foundations.ddp import sparse_layer
+from retime.foundations.no_effect import warn_no_effect
+from retime.mechanisms.cpu_accumulation import BucketReduction, HostReducer, HostReductionReport
 
 
 class CPUAccumulate:

@@ -8,6 +8,8 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
+from retime.foundations.arguments import checked
+from retime.foundations.compatibility import Mechanism
 from retime.integrations.accelerate.accelerate_private import renew_captured_steps
 from retime.integrations.accelerate.prepared import (
     ONE_PROCESS_OR_DDP,
@@ -16,8 +18,6 @@ from retime.integrations.accelerate.prepared import (
     prepared_optimizer,
     refuse_beside,
 )
-from retime.mechanisms.arguments import checked
-from retime.mechanisms.capabilities import Mechanism
 from retime.mechanisms.fusion import BackwardFusion, ForwardFusion, FusionReport, check_mode, fuse_optimizer
 
 

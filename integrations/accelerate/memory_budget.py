@@ -12,6 +12,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from retime.foundations.arguments import checked
+from retime.foundations.compatibility import Mechanism
+from retime.foundations.ddp import RankAgreement
 from retime.integrations.accelerate.prepared import (
     ONE_PROCESS_OR_DDP,
     note_gone,
@@ -20,13 +23,16 @@ from retime.integrations.accelerate.prepared import (
     refuse_beside,
 )
 from retime.integrations.accelerate.state_file import StateFile
-from retime.mechanisms.arguments import checked
-from retime.mechanisms.capabilities import Mechanism
-from retime.mechanisms.ddp import RankAgreement
-from retime.mechanisms.memory.data_parallel import SETTING_UP, BudgetedDataParallelStep
-from retime.mechanisms.memory.host import check_host_text, parse_host
-from retime.mechanisms.memory.planning import BudgetReport, parse_budget
-from retime.mechanisms.memory.step import BudgetedStep, warn_of_dropped
+from retime.mechanisms.memory_budget import (
+    SETTING_UP,
+    BudgetedDataParallelStep,
+    BudgetedStep,
+    BudgetReport,
+    check_host_text,
+    parse_budget,
+    parse_host,
+    warn_of_dropped,
+)
 
 
 class BudgetReports(list[BudgetReport]):
@@ -61,7 +67,7 @@ class MemoryBudget:
         budget: of each process: bytes, ``"8GiB"`` or ``"90%"`` of its device's memory; processes on one CPU share
             the percentage.
         host: ``"memory"`` (for CUDA), ``"disk:FOLDER"`` (for a CPU); None chooses by device.
-        options: as for :class:`retime.mechanisms.memory.step.budgeted_step.BudgetedStep`: ``batchnorm``, ``split``,
+        options: as for :class:`retime.mechanisms.memory_budget.BudgetedStep`: ``batchnorm``, ``split``,
             ``loss_weight``, ``on_shape_change``, ``dry_run``, ``plan``, ``say``.
 
     Raises:

@@ -16,6 +16,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from retime.foundations.arguments import AtLeast, Timeout, checked
+from retime.foundations.byte_sizes import parse_bytes
+from retime.foundations.compatibility import Mechanism
+from retime.foundations.no_effect import warn_no_effect
+from retime.foundations.parts import loss_of
 from retime.integrations.accelerate.pipeline_folders import keep_in_folders, whole_folders
 from retime.integrations.accelerate.pipeline_guards import guards, one_step_a_batch
 from retime.integrations.accelerate.prepared import (
@@ -25,11 +30,6 @@ from retime.integrations.accelerate.prepared import (
     prepared_optimizer,
     refuse_beside,
 )
-from retime.mechanisms.arguments import AtLeast, Timeout, checked
-from retime.mechanisms.byte_sizes import parse_bytes
-from retime.mechanisms.capabilities import Mechanism
-from retime.mechanisms.memory.batches import loss_of
-from retime.mechanisms.no_effect import warn_no_effect
 from retime.mechanisms.pipeline import (
     LossWeight,
     PipelineReport,

@@ -11,9 +11,9 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
+from retime.foundations.replaced_attributes import layered_methods, replaced_attributes
 from retime.integrations.accelerate.pipeline_guards import same_model
 from retime.mechanisms.pipeline import PipelineStep, forget_absent
-from retime.mechanisms.replaced_attributes import layered_methods, replaced_attributes
 
 _State = Callable[[], dict[str, Any] | None]
 

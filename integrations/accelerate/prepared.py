@@ -6,7 +6,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch.optim import Optimizer
 
-from retime.mechanisms.capabilities import Mechanism, refuse
+from retime.foundations.compatibility import Mechanism, refuse
 
 ONE_PROCESS_OR_DDP = {
     DistributedType.NO,

@@ -25,7 +25,11 @@ from typing import Annotated, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from retime.mechanisms.arguments import Above, AtLeast, checked
+from retime.foundations.arguments import Above, AtLeast, checked
+from retime.foundations.lazy_updates import OptimizerWindow, nbytes
+from retime.foundations.no_effect import warn_no_effect
+from retime.foundations.streams import SideStream
+from retime.foundations.torch_private import version_of
 from retime.mechanisms.fusion.alive_gradients import AliveGradients
 from retime.mechanisms.fusion.arming import Arming
 from retime.mechanisms.fusion.bucket_bytes import check_bucket_bytes, default_bucket_bytes, parameters_of
@@ -43,10 +47,6 @@ from retime.mechanisms.fusion.refusals import (
 )
 from retime.mechanisms.fusion.report import FusionReport
 from retime.mechanisms.fusion.unfused import why_unfused
-from retime.mechanisms.lazy_updates import OptimizerWindow, nbytes
-from retime.mechanisms.no_effect import warn_no_effect
-from retime.mechanisms.streams import SideStream
-from retime.mechanisms.torch_private import version_of
 
 
 class BackwardFusion(Arming):

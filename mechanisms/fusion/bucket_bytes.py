@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor
 from torch.optim import Optimizer
 
-from retime.mechanisms.byte_sizes import parse_bytes
-from retime.mechanisms.lazy_updates import nbytes
+from retime.foundations.byte_sizes import parse_bytes
+from retime.foundations.lazy_updates import nbytes
 
 CPU_BUCKET_BYTES = 1 << 20
 CUDA_BUCKET_BYTES = 8 << 20

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from retime.mechanisms.torch_private import foreach_clamp_max, foreach_clamp_min
+from retime.foundations.torch_private import foreach_clamp_max, foreach_clamp_min
 
 
 def clip_by_value(gradients: list[Tensor], clip_value: float) -> None:

@@ -15,15 +15,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from retime.mechanisms.arguments import checked
-from retime.mechanisms.ddp import at_end_of_backward, comm_hook_of, sparse_layer
-from retime.mechanisms.ddp.reducers import Reducer
+from retime.foundations.arguments import checked
+from retime.foundations.ddp import Reducer, at_end_of_backward, comm_hook_of, sparse_layer
+from retime.foundations.lazy_updates import OptimizerWindow, has_alias, nbytes
+from retime.foundations.torch_private import GradBucket, graph_task_id, version_of
 from retime.mechanisms.fusion.backward import BackwardFusion
 from retime.mechanisms.fusion.followed import Followed
 from retime.mechanisms.fusion.gradient_memory import GradientMemory
 from retime.mechanisms.fusion.unfused import ALIASED
-from retime.mechanisms.lazy_updates import OptimizerWindow, has_alias, nbytes
-from retime.mechanisms.torch_private import GradBucket, graph_task_id, version_of
 
 CommunicationHook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 USE_FORWARD = (

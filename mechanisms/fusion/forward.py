@@ -16,11 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from retime.mechanisms.arguments import checked
-from retime.mechanisms.fusion.bucket_bytes import check_bucket_bytes, default_bucket_bytes, parameters_of
-from retime.mechanisms.fusion.gradient_memory import GradientMemory
-from retime.mechanisms.fusion.report import FusionReport
-from retime.mechanisms.lazy_updates import (
+from retime.foundations.arguments import checked
+from retime.foundations.lazy_updates import (
     OptimizerWindow,
     PendingUpdate,
     ReplacedMethod,
@@ -38,13 +35,16 @@ from retime.mechanisms.lazy_updates import (
     watch,
     why_not_per_parameter,
 )
-from retime.mechanisms.no_effect import warn_no_effect
-from retime.mechanisms.torch_private import (
+from retime.foundations.no_effect import warn_no_effect
+from retime.foundations.torch_private import (
     calls_compiled,
     compilation_callbacks,
     version_of,
     without_subclass_functions,
 )
+from retime.mechanisms.fusion.bucket_bytes import check_bucket_bytes, default_bucket_bytes, parameters_of
+from retime.mechanisms.fusion.gradient_memory import GradientMemory
+from retime.mechanisms.fusion.report import FusionReport
 
 NOTHING_CAN_WAIT = (
     "all parameters are inside compiled or scripted modules, or share their memory with other tensors or arrays, where "

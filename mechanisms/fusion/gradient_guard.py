@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retime.mechanisms.torch_private import FOREACH_ZERO, TO_COPY, disabled_torch_function, make_wrapper_subclass
+from retime.foundations.torch_private import FOREACH_ZERO, TO_COPY, disabled_torch_function, make_wrapper_subclass
 
 _MESSAGE = (
     "this gradient was consumed by backward fusion: the update already ran inside backward(). "

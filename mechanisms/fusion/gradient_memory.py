@@ -18,8 +18,8 @@ from statistics import median
 
 from torch import Tensor
 
-from retime.mechanisms.memory.pool import MemoryPool
-from retime.mechanisms.torch_private import queue_callback
+from retime.foundations.cpu_pool import MemoryPool
+from retime.foundations.torch_private import queue_callback
 
 __all__ = ["GradientMemory"]
 

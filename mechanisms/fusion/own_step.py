@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from retime.mechanisms.lazy_updates import ReplacedMethod
+from retime.foundations.lazy_updates import ReplacedMethod
 
 
 class OwnStep:

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 import torch
 from torch.optim import Optimizer
 
+from retime.foundations.lazy_updates import OptimizerWindow
+from retime.foundations.torch_private import version_of
 from retime.mechanisms.fusion.followed import Followed
-from retime.mechanisms.lazy_updates import OptimizerWindow
-from retime.mechanisms.torch_private import version_of
 
 
 def refuse_second_derivative() -> None:

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from retime.mechanisms.lazy_updates import has_alias
-from retime.mechanisms.torch_private import post_accumulate_hooks
+from retime.foundations.lazy_updates import has_alias
+from retime.foundations.torch_private import post_accumulate_hooks
 
 OTHER_HOOKS = (
     "with post-accumulate-grad hooks of others, which would find the gradient used up; remove the hooks, or use "

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from retime.mechanisms.ddp import Reduction, release, settle_gradients
+from retime.foundations.ddp import Reduction, release, settle_gradients
 from retime.mechanisms.out_of_order.report import OutOfOrderReport
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from retime.mechanisms.ddp import Reduction
+from retime.foundations.ddp import Reduction
 from retime.mechanisms.fusion import FusionReport
 from retime.mechanisms.out_of_order.updates import CrossIterationUpdates
 

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from retime.mechanisms.arguments import Timeout, checked
-from retime.mechanisms.byte_sizes import parse_bytes
-from retime.mechanisms.ddp import at_end_of_backward, comm_hook_of, scale
-from retime.mechanisms.ddp.reducers import OwnGroupsReducer, Reducer
-from retime.mechanisms.no_effect import warn_no_effect
+from retime.foundations.arguments import Timeout, checked
+from retime.foundations.byte_sizes import parse_bytes
+from retime.foundations.ddp import OwnGroupsReducer, Reducer, at_end_of_backward, comm_hook_of, scale
+from retime.foundations.no_effect import warn_no_effect
+from retime.foundations.torch_private import GradBucket, joins_uneven_inputs
+from retime.foundations.weight_gradients import Block, WeightGradientDeferral
 from retime.mechanisms.out_of_order.arrivals import Arrivals
 from retime.mechanisms.out_of_order.attached import AttachedUpdates
 from retime.mechanisms.out_of_order.k_choice import K, KChoice
@@ -29,8 +30,6 @@ from retime.mechanisms.out_of_order.saved_k import SavedK
 from retime.mechanisms.out_of_order.sending import Sending
 from retime.mechanisms.out_of_order.supported import check_model
 from retime.mechanisms.out_of_order.updates import CrossIterationUpdates
-from retime.mechanisms.torch_private import GradBucket, joins_uneven_inputs
-from retime.mechanisms.weight_gradients import Block, WeightGradientDeferral
 
 UNUSED = "find_unused_parameters=True lets ranks differ in what they compute; use static_graph=True, or leave it out"
 ALONE = (

@@ -10,14 +10,14 @@ from typing import Annotated, Literal
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from retime.mechanisms.arguments import AtLeast
-from retime.mechanisms.ddp import RankAgreement
-from retime.mechanisms.measure import peak_so_far
-from retime.mechanisms.no_effect import warn_no_effect
+from retime.foundations.arguments import AtLeast
+from retime.foundations.ddp import RankAgreement
+from retime.foundations.measure import peak_so_far
+from retime.foundations.no_effect import warn_no_effect
+from retime.foundations.weight_gradients import WeightGradientDeferral
 from retime.mechanisms.out_of_order.k_tuner import KTuner
 from retime.mechanisms.out_of_order.memory import largest_affordable_k
 from retime.mechanisms.out_of_order.saved_k import SavedK
-from retime.mechanisms.weight_gradients import WeightGradientDeferral
 
 K = Annotated[int, AtLeast(0)] | Literal["auto"]
 RANKS_DIFFER = "the ranks ran the layers of their first step in different orders"

@@ -1,6 +1,6 @@
 """What deferring costs in memory, and the k that a byte bound allows (Oh et al. 2022, algorithm 2, lines 1 and 2)."""
 
-from retime.mechanisms.weight_gradients import WeightGradientDeferral
+from retime.foundations.weight_gradients import WeightGradientDeferral
 from retime.schedules import largest_k, reverse_first_k, simulate, step_buffers
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from retime.mechanisms.reasons import because
+from retime.foundations.reasons import because
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from retime.mechanisms.no_effect import warn_no_effect
+from retime.foundations.no_effect import warn_no_effect
 
 _MOST_MB = 2**20
 

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from retime.mechanisms.ddp import BucketMap, Region
-from retime.mechanisms.weight_gradients import Block
+from retime.foundations.ddp import BucketMap, Region
+from retime.foundations.weight_gradients import Block
 
 SMALLEST_MESSAGE_BYTES = 1024 * 1024
 """Gradients of neighbouring blocks are sent together until they are this large."""

@@ -3,11 +3,10 @@
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from retime.mechanisms.ddp import BucketMap, Reduction, Reductions
-from retime.mechanisms.ddp.reducers import Reducer
+from retime.foundations.ddp import BucketMap, Reducer, Reduction, Reductions
+from retime.foundations.torch_private import GradBucket, has_rebuilt_buckets
+from retime.foundations.weight_gradients import Block
 from retime.mechanisms.out_of_order.send_plan import SendPlan
-from retime.mechanisms.torch_private import GradBucket, has_rebuilt_buckets
-from retime.mechanisms.weight_gradients import Block
 
 
 class Sending:

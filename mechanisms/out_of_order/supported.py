@@ -3,7 +3,7 @@
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from retime.mechanisms.ddp import sparse_layer
+from retime.foundations.ddp import sparse_layer
 
 SUPPORTED_BACKENDS = ("gloo", "nccl")
 

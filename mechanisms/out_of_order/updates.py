@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from retime.mechanisms.ddp import GradientWatch, Reduction
+from retime.foundations.ddp import GradientWatch, Reduction
+from retime.foundations.lazy_updates import pending_of
 from retime.mechanisms.fusion import ForwardFusion, GradientMemory, parameters_of
-from retime.mechanisms.lazy_updates import pending_of
 
 
 class CrossIterationUpdates(ForwardFusion):

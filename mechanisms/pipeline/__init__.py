@@ -23,7 +23,6 @@ from retime.mechanisms.pipeline.running_step import MicroBatchResult, whole_loss
 from retime.mechanisms.pipeline.warn_of_parts import warn_of_parts
 
 __all__ = [
-    "SCHEDULES",
     "Costs",
     "Examples",
     "FirstLook",
@@ -38,6 +37,7 @@ __all__ = [
     "PipelineStep",
     "Planner",
     "RankLostError",
+    "SCHEDULES",
     "Size",
     "check_loss_weight",
     "check_optimizer",

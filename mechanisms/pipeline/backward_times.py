@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retime.mechanisms.memory.batches import loss_of
+from retime.foundations.parts import loss_of
 from retime.mechanisms.pipeline.alike import typical
 
 __all__ = ["BackwardTimes", "now"]

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retime.mechanisms.lazy_updates import nbytes
-from retime.mechanisms.memory.batches import loss_of
+from retime.foundations.lazy_updates import nbytes
+from retime.foundations.parts import loss_of
 from retime.mechanisms.pipeline.errors import PipelineError
 from retime.mechanisms.pipeline.find_layers import LEAST_SHARE, LayerList
 from retime.mechanisms.pipeline.ownership import Reached

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch.optim import LBFGS, Optimizer
 
-from retime.mechanisms.lazy_updates import why_class_not_per_parameter
-from retime.mechanisms.no_effect import warn_difference
+from retime.foundations.lazy_updates import why_class_not_per_parameter
+from retime.foundations.no_effect import warn_difference
 
 __all__ = ["check_optimizer"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from retime.mechanisms.ddp import RankLostError, is_lost_message
+from retime.foundations.ddp import RankLostError, is_lost_message
 
 __all__ = ["PipelineError", "RankLostError", "messages_of", "messages_of_group"]
 

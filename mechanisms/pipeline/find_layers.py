@@ -8,8 +8,8 @@ from typing import Literal
 
 from torch import nn
 
-from retime.mechanisms.lazy_updates import is_compiled, nbytes
-from retime.mechanisms.no_effect import warn_no_effect
+from retime.foundations.lazy_updates import is_compiled, nbytes
+from retime.foundations.no_effect import warn_no_effect
 from retime.mechanisms.pipeline.errors import PipelineError
 
 __all__ = ["AUTO", "LEAST_SHARE", "LayerList", "find_layers", "first_layers", "warn_of_no_list"]

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from retime.mechanisms.lazy_updates import nbytes
-from retime.mechanisms.memory.batches import loss_of
-from retime.mechanisms.memory.sandbox import Undo, seed_all
+from retime.foundations.lazy_updates import nbytes
+from retime.foundations.parts import loss_of
+from retime.foundations.preserve_state import Undo, seed_all
+from retime.foundations.weight_gradients import SMALL, SplitBackward
 from retime.mechanisms.pipeline.agreement import DIFFERENT
 from retime.mechanisms.pipeline.errors import PipelineError, messages_of
 from retime.mechanisms.pipeline.find_layers import LayerList
@@ -28,7 +29,6 @@ from retime.mechanisms.pipeline.survey import FIRST_SEED, Survey, survey
 from retime.mechanisms.pipeline.suspended_call import Returned, SuspendedCall, Workers
 from retime.mechanisms.pipeline.training_call import AtEdge, TrainingCall
 from retime.mechanisms.pipeline.values import tensors_in_order
-from retime.mechanisms.weight_gradients import SMALL, SplitBackward
 
 __all__ = ["FirstBatch", "Wishes"]
 

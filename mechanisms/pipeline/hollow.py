@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from retime.foundations.torch_private import own_buffers, own_parameters
 from retime.mechanisms.pipeline.errors import PipelineError
 from retime.mechanisms.pipeline.initial_values import initial_buffers, initial_values
-from retime.mechanisms.torch_private import own_buffers, own_parameters
 
 __all__ = ["HollowModel", "is_on_meta", "load_into_meta"]
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retime.mechanisms.memory.sandbox import random_state, seed_torch, set_random_state
+from retime.foundations.preserve_state import random_state, seed_torch, set_random_state
+from retime.foundations.torch_private import own_buffers, own_parameters
 from retime.mechanisms.pipeline.errors import PipelineError
-from retime.mechanisms.torch_private import own_buffers, own_parameters
 
 __all__ = ["initial_buffers", "initial_values"]
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.checkpoint import CheckpointFunction
 
+from retime.foundations.torch_private import tree_leaves
 from retime.mechanisms.pipeline.errors import PipelineError
 from retime.mechanisms.pipeline.loss_head import Recorder
 from retime.mechanisms.pipeline.values import replaced_tensors, tensors_in_order
-from retime.mechanisms.torch_private import tree_leaves
 
 __all__ = ["LayerResults", "refuse_kinds"]
 

@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from retime.mechanisms.memory.batches import Weighting, replaced_tensors, samples_in, tensors_of
-from retime.mechanisms.memory.separability import ALTERATIONS, Altered
-from retime.mechanisms.no_effect import is_library
-from retime.mechanisms.storages import has_storage, tensors_in
-from retime.mechanisms.torch_private import TorchDispatchMode, schema_of, storage_address, tree_leaves
+from retime.foundations.no_effect import is_library
+from retime.foundations.parts import Weighting, replaced_tensors, samples_in, tensors_of
+from retime.foundations.storages import has_storage, tensors_in
+from retime.foundations.torch_private import TorchDispatchMode, schema_of, storage_address, tree_leaves
+from retime.mechanisms.memory_budget import ALTERATIONS, Altered
 
 __all__ = ["Head", "LabelCount", "NotUnderstoodError", "RecordedRun", "Recorder", "head_of", "record", "record_altered"]
 
@@ -64,7 +64,7 @@ class LabelCount:
     """Counts the labels of a part of a batch that a loss does not ignore.
 
     Args:
-        place: of the labels' tensor, as :func:`~retime.mechanisms.memory.batches.tensors_of` names it.
+        place: of the labels' tensor, as :func:`~retime.foundations.parts.tensors_of` names it.
         ignored: the label that counts for nothing.
         cut: ``select`` and ``slice`` that the step takes of it, with their numbers.
     """

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from retime.mechanisms.memory.batches import (
+from retime.foundations.parts import (
     Certificate,
     NotSeparableError,
     Weighting,
@@ -21,7 +21,7 @@ from retime.mechanisms.memory.batches import (
     samples_in,
     split_batch,
 )
-from retime.mechanisms.memory.sandbox import seed_all
+from retime.foundations.preserve_state import seed_all
 from retime.mechanisms.pipeline.errors import PipelineError
 from retime.mechanisms.pipeline.gates import LayerGates
 from retime.mechanisms.pipeline.kinds_between import LayerResults

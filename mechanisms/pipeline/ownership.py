@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from retime.mechanisms.byte_sizes import show_bytes
-from retime.mechanisms.lazy_updates import nbytes
-from retime.mechanisms.no_effect import warn_no_effect
+from retime.foundations.byte_sizes import show_bytes
+from retime.foundations.lazy_updates import nbytes
+from retime.foundations.no_effect import warn_no_effect
+from retime.foundations.torch_private import storage_address, tree_map, without_subclass_functions
 from retime.mechanisms.pipeline.errors import PipelineError, messages_of_group
 from retime.mechanisms.pipeline.groups import gathered
-from retime.mechanisms.torch_private import storage_address, tree_map, without_subclass_functions
 
 __all__ = ["Ownership", "Reached", "refuse_part_of_model"]
 

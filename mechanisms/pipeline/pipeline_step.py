@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from retime.mechanisms.arguments import AtLeast, checked
-from retime.mechanisms.memory.batches import balanced_parts, samples_in
-from retime.mechanisms.memory.sandbox import Undo, random_state, set_random_state
-from retime.mechanisms.no_effect import warn_no_effect
+from retime.foundations.arguments import AtLeast, checked
+from retime.foundations.no_effect import warn_no_effect
+from retime.foundations.parts import balanced_parts, samples_in
+from retime.foundations.preserve_state import Undo, random_state, set_random_state
+from retime.foundations.torch_private import pipeline_runtime, post_accumulate_hooks
 from retime.mechanisms.pipeline.agreement import agreed_seeds
 from retime.mechanisms.pipeline.call_chain import call_chain
 from retime.mechanisms.pipeline.errors import PipelineError, messages_of, messages_of_group
@@ -37,7 +38,6 @@ from retime.mechanisms.pipeline.stage import Stage
 from retime.mechanisms.pipeline.suspended_call import Workers
 from retime.mechanisms.pipeline.values import shapes_of
 from retime.mechanisms.pipeline.warn_of_parts import ChangedBuffers, warn_of_gradient_hooks
-from retime.mechanisms.torch_private import pipeline_runtime, post_accumulate_hooks
 from retime.schedules.pipeline import lane_name
 from retime.schedules.timeline import Span as TimelineSpan
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from retime.mechanisms.byte_sizes import show_bytes
+from retime.foundations.byte_sizes import show_bytes
+from retime.foundations.reasons import because
 from retime.mechanisms.pipeline.plan import PipelinePlan
 from retime.mechanisms.pipeline.stage import Span, Stage
-from retime.mechanisms.reasons import because
 
 __all__ = ["PipelineReport"]
 

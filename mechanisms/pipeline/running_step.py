@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retime.mechanisms.memory.batches import loss_of, samples_in
-from retime.mechanisms.memory.sandbox import seed_all
+from retime.foundations.parts import loss_of, samples_in
+from retime.foundations.preserve_state import seed_all
 from retime.mechanisms.pipeline.errors import PipelineError
 from retime.mechanisms.pipeline.losses import needed_loss
 from retime.mechanisms.pipeline.spread import Spread

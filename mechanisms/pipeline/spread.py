@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from retime.foundations.weight_gradients import Layer, SplitBackward
 from retime.mechanisms.pipeline.errors import messages_of_group
 from retime.mechanisms.pipeline.losses import FirstLook, LossWeights
 from retime.mechanisms.pipeline.measured_times import MeasuredTimes
@@ -20,7 +21,6 @@ from retime.mechanisms.pipeline.relay import Relay
 from retime.mechanisms.pipeline.survey import Shapes
 from retime.mechanisms.pipeline.training_call import TrainingCall
 from retime.mechanisms.pipeline.values import TensorKind, ValueKind
-from retime.mechanisms.weight_gradients import Layer, SplitBackward
 
 __all__ = ["Place", "Spread", "Whole"]
 

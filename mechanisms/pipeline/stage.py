@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from retime.mechanisms.weight_gradients import SplitBackward
+from retime.foundations.weight_gradients import SplitBackward
 
 if TYPE_CHECKING:
     from retime.mechanisms.pipeline.running_step import RunningStep

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from retime.foundations.torch_private import version_of
 from retime.mechanisms.pipeline.alike import alike, typical
 from retime.mechanisms.pipeline.backward_times import BackwardTimes, now
 from retime.mechanisms.pipeline.errors import PipelineError
@@ -18,7 +19,6 @@ from retime.mechanisms.pipeline.kinds_between import refuse_kinds
 from retime.mechanisms.pipeline.ownership import Reached
 from retime.mechanisms.pipeline.suspended_call import draw_for
 from retime.mechanisms.pipeline.values import ValueKind, kind_of, shapes_of, tensors_in_order
-from retime.mechanisms.torch_private import version_of
 
 __all__ = ["FIRST_SEED", "Survey", "survey"]
 

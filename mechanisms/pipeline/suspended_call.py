@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retime.mechanisms.memory.sandbox import seed_torch
+from retime.foundations.preserve_state import seed_torch
 
 __all__ = ["Returned", "SuspendedCall", "Workers", "current_call", "draw_for"]
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from retime.foundations.torch_private import top_saved_tensors_hooks
 from retime.mechanisms.pipeline.errors import PipelineError
 from retime.mechanisms.pipeline.plan import PipelinePlan
 from retime.mechanisms.pipeline.survey import Shapes
 from retime.mechanisms.pipeline.suspended_call import SuspendedCall, current_call
 from retime.mechanisms.pipeline.values import ValueKind, leads_to, replaced_tensors, shapes_of, tensors_in_order
-from retime.mechanisms.torch_private import top_saved_tensors_hooks
 
 __all__ = ["AtEdge", "TrainingCall"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retime.mechanisms.torch_private import base_of, kept_version, tree_flatten, tree_map, tree_unflatten
+from retime.foundations.torch_private import base_of, kept_version, tree_flatten, tree_map, tree_unflatten
 
 __all__ = ["TensorKind", "ValueKind", "kind_of", "leads_to", "replaced_tensors", "shapes_of", "tensors_in_order"]
 

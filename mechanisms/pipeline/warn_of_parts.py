@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from retime.mechanisms.no_effect import warn_difference
-from retime.mechanisms.torch_private import BatchNormBase, tensor_hooks, version_of
+from retime.foundations.no_effect import warn_difference
+from retime.foundations.torch_private import BatchNormBase, tensor_hooks, version_of
 
 __all__ = ["ChangedBuffers", "warn_of_gradient_hooks", "warn_of_parts"]
 

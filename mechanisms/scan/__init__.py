@@ -7,18 +7,52 @@ From "BPPSA: Scaling Back-propagation by Parallel Scan Algorithm".
 from retime.mechanisms.scan.calibrate import calibrate
 from retime.mechanisms.scan.choice import choose_solver, keeps_torchs_own, set_cost_model
 from retime.mechanisms.scan.cost_model import CostModel
+from retime.mechanisms.scan.jacobians import (
+    CsrPattern,
+    JacobianScan,
+    LayerJacobian,
+    ProductPlan,
+    UnknownJacobian,
+    VectorPlan,
+    count_flops,
+    flop_of_product,
+    flop_of_vector,
+    full_levels,
+    jacobian_of,
+    product_pattern,
+    prune_class_blind,
+    prune_class_uniform,
+    scan_plan,
+    transposed_jacobian,
+)
 from retime.mechanisms.scan.layer import scan_bidirectional, scan_layer
 from retime.mechanisms.scan.solver import Solver, check_solver, parse_solver
 
 __all__ = [
     "CostModel",
+    "CsrPattern",
+    "JacobianScan",
+    "LayerJacobian",
+    "ProductPlan",
     "Solver",
+    "UnknownJacobian",
+    "VectorPlan",
     "calibrate",
     "check_solver",
     "choose_solver",
+    "count_flops",
+    "flop_of_product",
+    "flop_of_vector",
+    "full_levels",
+    "jacobian_of",
     "keeps_torchs_own",
     "parse_solver",
+    "product_pattern",
+    "prune_class_blind",
+    "prune_class_uniform",
     "scan_bidirectional",
     "scan_layer",
+    "scan_plan",
     "set_cost_model",
+    "transposed_jacobian",
 ]

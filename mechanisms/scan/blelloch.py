@@ -5,8 +5,8 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from retime.mechanisms.arguments import AtLeast, checked
-from retime.mechanisms.scan.jacobians import LocalJacobians
+from retime.foundations.arguments import AtLeast, checked
+from retime.mechanisms.scan.local_jacobians import LocalJacobians
 
 
 class Blelloch:

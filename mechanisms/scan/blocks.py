@@ -6,7 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from retime.mechanisms.scan.jacobians import LocalJacobians, fold
+from retime.mechanisms.scan.local_jacobians import LocalJacobians, fold
 
 STEPS_OF_VIEWS = 64
 """A sweep makes seven Python objects a step for so many steps at once: more would live through Python's first garbage

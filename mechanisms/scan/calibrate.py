@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from retime.mechanisms.arguments import AtLeast, checked
+from retime.foundations.arguments import AtLeast, checked
 from retime.mechanisms.scan.cost_model import AUTOGRAD, TRITON, WAYS, CostModel, Shape
 from retime.mechanisms.scan.fit import fit_coefficients
 from retime.mechanisms.scan.layer import scan_layer

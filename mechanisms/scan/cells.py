@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from retime.mechanisms.scan.jacobians import LocalJacobians
+from retime.mechanisms.scan.local_jacobians import LocalJacobians
 
 
 class Weights(NamedTuple):

@@ -5,7 +5,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from retime.mechanisms.arguments import checked
+from retime.foundations.arguments import checked
 from retime.mechanisms.scan import calibration
 from retime.mechanisms.scan.cost_model import AUTOGRAD, CostModel, Shape
 from retime.mechanisms.scan.solver import Solver, parse_solver

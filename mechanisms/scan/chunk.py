@@ -7,8 +7,8 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from retime.mechanisms.arguments import AtLeast, checked
-from retime.mechanisms.scan.jacobians import LocalJacobians, fold
+from retime.foundations.arguments import AtLeast, checked
+from retime.mechanisms.scan.local_jacobians import LocalJacobians, fold
 
 CACHE_BYTES = 512 * 1024
 """On a CPU so many bytes of products are formed at once: half of a server core's second-level cache, with room for what

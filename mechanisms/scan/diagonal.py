@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from retime.mechanisms.scan.jacobians import fold, unfold
+from retime.mechanisms.scan.local_jacobians import fold, unfold
 
 
 def diagonal_scan(a: Tensor, b: Tensor, first: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from retime.mechanisms.scan.cells import GateGradients, LocalCell, Weights, gate_products
 from retime.mechanisms.scan.diagonal import diagonal_scan
-from retime.mechanisms.scan.jacobians import LocalJacobians, fold
+from retime.mechanisms.scan.local_jacobians import LocalJacobians, fold
 
 
 class LSTMJacobians(LocalJacobians):

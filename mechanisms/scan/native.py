@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
+from retime.foundations.torch_private import recurrent_kernels
 from retime.mechanisms.scan.cells import Weights
-from retime.mechanisms.torch_private import recurrent_kernels
 
 MODES = ("RNN_TANH", "RNN_RELU", "GRU", "LSTM")
 

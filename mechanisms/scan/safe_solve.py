@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from retime.mechanisms.no_effect import warn_no_effect
+from retime.foundations.no_effect import warn_no_effect
 from retime.mechanisms.scan.capture import capturing
-from retime.mechanisms.scan.jacobians import LocalJacobians
+from retime.mechanisms.scan.local_jacobians import LocalJacobians
 from retime.mechanisms.scan.sequential import Sequential
 from retime.mechanisms.scan.solver import Solver
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from retime.mechanisms.scan.jacobians import LocalJacobians
+from retime.mechanisms.scan.local_jacobians import LocalJacobians
 
 
 class Sequential:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from retime.mechanisms.scan.blelloch import Blelloch
 from retime.mechanisms.scan.chunk import Chunk
-from retime.mechanisms.scan.jacobians import LocalJacobians
+from retime.mechanisms.scan.local_jacobians import LocalJacobians
 from retime.mechanisms.scan.sequential import Sequential
 from retime.mechanisms.scan.triton_chunk import TritonChunk
 from retime.mechanisms.scan.triton_launch import has_triton

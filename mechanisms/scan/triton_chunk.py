@@ -5,7 +5,7 @@ from torch import Tensor
 
 from retime.mechanisms.scan.blocks import BlockJacobians
 from retime.mechanisms.scan.chunk import Chunk
-from retime.mechanisms.scan.jacobians import LocalJacobians
+from retime.mechanisms.scan.local_jacobians import LocalJacobians
 from retime.mechanisms.scan.triton_launch import scan_chunks, why_not
 
 

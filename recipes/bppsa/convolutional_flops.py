@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retime.mechanisms.jacobian import (
+from retime.mechanisms.scan import (
     CsrPattern,
     count_flops,
     flop_of_vector,

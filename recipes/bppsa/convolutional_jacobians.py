@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retime.mechanisms.jacobian import jacobian_of, transposed_jacobian
+from retime.mechanisms.scan import jacobian_of, transposed_jacobian
 from retime.recipes.bppsa import convolutional_claims as claims
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison

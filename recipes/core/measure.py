@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from retime.mechanisms.measure import clock_of
+from retime.foundations.measure import clock_of
 
 T = TypeVar("T")
 

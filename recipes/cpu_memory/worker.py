@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from retime.callbacks import CPUMemoryPool
-from retime.mechanisms.measure import MemoryProbe, status_bytes
-from retime.mechanisms.memory.pool import MemoryPool, trim_heap
+from retime.callbacks.cpu_memory_pool import CPUMemoryPool
+from retime.foundations.cpu_pool import MemoryPool, trim_heap
+from retime.foundations.measure import MemoryProbe, status_bytes
 from retime.recipes.core.build import CPU, build_model
 from retime.recipes.core.workers import Answer
 from retime.recipes.fusion.variants import VARIANTS, BareLoop

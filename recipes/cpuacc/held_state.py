@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from retime.mechanisms.measure import status_bytes
+from retime.foundations.measure import status_bytes
 
 __all__ = ["HeldState"]
 

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from retime.mechanisms.ddp import BucketReduction
-from retime.mechanisms.ddp.reducers import HostReducer, TimedSum
+from retime.mechanisms.cpu_accumulation import BucketReduction, HostReducer, TimedSum
 from retime.recipes.core.build import loss_of
 
 __all__ = ["ADD", "BACKWARD", "BRING", "EXPOSED", "QUANTITIES", "TAKE", "WAIT", "LayerTimes", "of_pass"]

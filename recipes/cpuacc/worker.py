@@ -15,9 +15,9 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
-from retime.callbacks import StepTimeline
-from retime.mechanisms.ddp.reducers import HostReducer
-from retime.mechanisms.measure import MemoryProbe, status_bytes
+from retime.callbacks.step_timeline import StepTimeline
+from retime.foundations.measure import MemoryProbe, status_bytes
+from retime.mechanisms.cpu_accumulation import HostReducer
 from retime.recipes.core.build import CPU, build, build_batches, build_model
 from retime.recipes.core.measure import interleave
 from retime.recipes.core.trainer_loop import Batch, Run, Training, train

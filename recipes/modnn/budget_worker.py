@@ -16,16 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retime.mechanisms.measure import MemoryProbe
-from retime.mechanisms.memory.batches import balanced_parts
-from retime.mechanisms.memory.dry_run import TrainingStep
-from retime.mechanisms.memory.host import parse_host
-from retime.mechanisms.memory.planning import PlanChoice, PlannedShape, StepMemory, calibrate, search_plan
-from retime.mechanisms.memory.pool import FreedMemory, give_back_freed_memory, trim_heap
-from retime.mechanisms.memory.step import BudgetedStep
+from retime.foundations.cpu_pool import FreedMemory, give_back_freed_memory, trim_heap
+from retime.foundations.measure import MemoryProbe
+from retime.foundations.parts import balanced_parts
+from retime.mechanisms.memory_budget import (
+    BudgetedStep,
+    PlanChoice,
+    PlannedShape,
+    StepMemory,
+    TrainingStep,
+    calibrate,
+    parse_host,
+    search_plan,
+)
 from retime.recipes.core.build import build_model, build_optimizer, loss_of
 from retime.recipes.core.workers import Answer
-from retime.recipes.models import parameter_count
+from retime.recipes.models.common import parameter_count
 from retime.recipes.modnn.vdnn import Vdnn
 from retime.recipes.modnn.vdnn_plus import VdnnPlus
 from retime.schedules.budget import BudgetError

@@ -8,8 +8,7 @@ from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
 
-from retime.mechanisms.memory.dry_run import StepProfile
-from retime.mechanisms.memory.planning import StepMemory
+from retime.mechanisms.memory_budget import StepMemory, StepProfile
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, amount
 from retime.recipes.core.measure import spread

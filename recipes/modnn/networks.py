@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from retime.mechanisms.memory.dry_run import StepProfile, TrainingStep, profile_step, task_graph
+from retime.mechanisms.memory_budget import StepProfile, TrainingStep, profile_step, task_graph
 from retime.recipes.core.build import build_model, build_optimizer, loss_of
 from retime.schedules.budget import STAYS, Block, BlockKind, GraphTask, TaskGraph
 

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from retime.mechanisms.measure import MemoryProbe
-from retime.mechanisms.memory.dry_run import TrainingStep
-from retime.mechanisms.memory.planning import PlanChoice, StepMemory, part_sizes, search_plan
-from retime.mechanisms.memory.pool import give_back_freed_memory, trim_heap
+from retime.foundations.cpu_pool import give_back_freed_memory, trim_heap
+from retime.foundations.measure import MemoryProbe
+from retime.mechanisms.memory_budget import PlanChoice, StepMemory, TrainingStep, part_sizes, search_plan
 from retime.recipes.core.workers import Answer
 from retime.recipes.modnn.networks import network_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from retime.mechanisms.measure import NoMeterError, Watch, find_meter
+from retime.foundations.measure import NoMeterError, Watch, find_meter
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison
 from retime.recipes.core.measure import Spread, spread

@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from retime.mechanisms.measure import MemoryProbe
-from retime.mechanisms.memory.data_parallel import BudgetedDataParallelStep, bucket_bytes
-from retime.mechanisms.memory.host import parse_host
-from retime.mechanisms.memory.offload import OffloadSavedTensors
-from retime.mechanisms.memory.pool import FreedMemory, trim_heap
+from retime.foundations.cpu_pool import FreedMemory, trim_heap
+from retime.foundations.measure import MemoryProbe
+from retime.mechanisms.memory_budget import BudgetedDataParallelStep, OffloadSavedTensors, bucket_bytes, parse_host
 from retime.recipes.core.build import CPU, build_model, build_optimizer, loss_of
 from retime.recipes.core.workers import Answer
 from retime.recipes.modnn.budget_worker import resident_bytes

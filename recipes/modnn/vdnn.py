@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retime.mechanisms.memory.batches import balanced_parts
-from retime.mechanisms.memory.host import HostNull, HostTier
-from retime.mechanisms.memory.offload import OffloadSavedTensors
-from retime.mechanisms.memory.sandbox import undisturbed
-from retime.mechanisms.storages import tensors_in
-from retime.mechanisms.torch_private import ConvBase, storage_address
+from retime.foundations.parts import balanced_parts
+from retime.foundations.preserve_state import undisturbed
+from retime.foundations.storages import tensors_in
+from retime.foundations.torch_private import ConvBase, storage_address
+from retime.mechanisms.memory_budget import HostNull, HostTier, OffloadSavedTensors
 from retime.schedules.budget import OffloadPlan
 
 ALL, CONVOLUTIONS = "all", "conv"

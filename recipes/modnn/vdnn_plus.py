@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retime.mechanisms.memory.batches import batch_statistics_layers
-from retime.mechanisms.memory.dry_run import TrainingStep
-from retime.mechanisms.memory.host import HostTier
-from retime.mechanisms.memory.planning import PlanChoice, StepMemory, calibrate, part_sizes
-from retime.mechanisms.memory.pool import FreedMemory
-from retime.mechanisms.storages import tensors_in
+from retime.foundations.cpu_pool import FreedMemory
+from retime.foundations.parts import batch_statistics_layers
+from retime.foundations.storages import tensors_in
+from retime.mechanisms.memory_budget import HostTier, PlanChoice, StepMemory, TrainingStep, calibrate, part_sizes
 from retime.recipes.modnn.vdnn import Vdnn
 from retime.schedules.budget import BudgetError
 

@@ -9,14 +9,7 @@ from pathlib import Path
 
 from retime.recipes.core.results import Point, load
 from retime.recipes.ooo.variants import COMPUTE, variant
-from retime.schedules import (
-    Cluster,
-    Communication,
-    LayerCost,
-    Link,
-    simulate_data_parallel,
-    size_buckets,
-)
+from retime.schedules import Cluster, Communication, LayerCost, Link, simulate_data_parallel, size_buckets
 
 _FIRST_BUCKET_BYTES = 2**20  # DistributedDataParallel's first bucket
 

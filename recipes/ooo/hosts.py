@@ -17,14 +17,7 @@ from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result
 from retime.recipes.core.schema import OutOfOrderSettings
 from retime.recipes.emulated.sleeping import LayerTimes
-from retime.recipes.ooo.cluster import (
-    PAPER,
-    OnRanks,
-    best_of_ours,
-    bound_ms,
-    bound_notes,
-    ratio,
-)
+from retime.recipes.ooo.cluster import PAPER, OnRanks, best_of_ours, bound_ms, bound_notes, ratio
 from retime.recipes.ooo.variants import label
 
 REAL, EMULATED = "real", "emulated"

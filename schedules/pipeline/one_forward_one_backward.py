@@ -8,13 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from retime.schedules.pipeline.lanes import (
-    Chunks,
-    check_micro_batches,
-    rank_schedule,
-    require_one_chunk,
-    require_turns,
-)
+from retime.schedules.pipeline.lanes import Chunks, check_micro_batches, rank_schedule, require_one_chunk, require_turns
 from retime.schedules.pipeline.placement import Placement
 from retime.schedules.schedule import Schedule
 from retime.schedules.tasks import Task

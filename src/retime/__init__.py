@@ -7,28 +7,26 @@ from importlib.metadata import version
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from retime.callbacks import (
-    CPUMemoryPool,
-    FuseOptimizer,
-    MemoryTimeline,
-    ParallelScanBackward,
-    PeakMemory,
-    PipelineTimeline,
-    ReverseFirstK,
-    StepTimeline,
-)
-from retime.mechanisms.fusion import declare_per_parameter, fuse_optimizer
-from retime.mechanisms.no_effect import DifferenceWarning, NoEffectWarning
-from retime.modules import ScanGRU, ScanLSTM, ScanRNN, ScanSequential, convert, convert_back
-from retime.strategies import (
-    CPUAccumulateStrategy,
-    FusedOptimizerDDPStrategy,
-    FusedOptimizerStrategy,
-    MemoryBudgetDDPStrategy,
-    MemoryBudgetStrategy,
-    OOODataParallelStrategy,
-    OOOPipelineStrategy,
-)
+from retime.callbacks.cpu_memory_pool import CPUMemoryPool
+from retime.callbacks.fuse_optimizer import FuseOptimizer
+from retime.callbacks.memory_timeline import MemoryTimeline
+from retime.callbacks.parallel_scan_backward import ParallelScanBackward
+from retime.callbacks.peak_memory import PeakMemory
+from retime.callbacks.pipeline_timeline import PipelineTimeline
+from retime.callbacks.reverse_first_k import ReverseFirstK
+from retime.callbacks.step_timeline import StepTimeline
+from retime.foundations.lazy_updates import declare_per_parameter
+from retime.foundations.no_effect import DifferenceWarning, NoEffectWarning
+from retime.mechanisms.fusion import fuse_optimizer
+from retime.modules.convert import convert, convert_back
+from retime.modules.layers import ScanGRU, ScanLSTM, ScanRNN
+from retime.modules.scan_sequential import ScanSequential
+from retime.strategies.cpu_accumulate import CPUAccumulateStrategy
+from retime.strategies.fused_optimizer import FusedOptimizerDDPStrategy, FusedOptimizerStrategy
+from retime.strategies.memory_budget import MemoryBudgetStrategy
+from retime.strategies.memory_budget_ddp import MemoryBudgetDDPStrategy
+from retime.strategies.ooo_ddp import OOODataParallelStrategy
+from retime.strategies.ooo_pipeline import OOOPipelineStrategy
 
 __all__ = [
     "CPUAccumulateStrategy",

@@ -20,19 +20,24 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
-from retime.mechanisms.capabilities import Mechanism
-from retime.mechanisms.memory.batches import Split, check_choice, loss_of, samples_in, split_batch
-from retime.mechanisms.memory.dry_run import Gradients, TooMuchAllocated
-from retime.mechanisms.memory.host import check_host_text
-from retime.mechanisms.memory.planning import BudgetReport, PlannedShape, parse_budget, read_plans, write_plans
-from retime.mechanisms.memory.step import (
+from retime.foundations.compatibility import Mechanism
+from retime.foundations.parts import Split, check_choice, loss_of, samples_in, split_batch
+from retime.mechanisms.memory_budget import (
     AnotherPath,
     BudgetedStep,
+    BudgetReport,
+    Gradients,
     NoLossError,
+    PlannedShape,
     SubBatches,
+    TooMuchAllocated,
     Way,
     check_dry_run,
+    check_host_text,
     check_on_shape_change,
+    parse_budget,
+    read_plans,
+    write_plans,
 )
 from retime.strategies.support.lightning_package import LightningOnly
 from retime.strategies.support.lightning_private import skips_backward
@@ -288,7 +293,8 @@ def _check_module(module: LightningModule) -> None:
     if not module.automatic_optimization:
         raise ValueError(
             "a memory budget needs automatic optimization: with manual optimization nobody knows where a step begins "
-            "and ends. Set automatic_optimization=True, or use retime.mechanisms.memory.BudgetedStep in training_step"
+            "and ends. Set automatic_optimization=True, or use retime.mechanisms.memory_budget.BudgetedStep in "
+            "training_step"
         )
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise ValueError(

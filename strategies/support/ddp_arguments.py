@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from retime.mechanisms.arguments import Above, AtMost
+from retime.foundations.arguments import Above, AtMost
 
 MegaBytes = Annotated[float, Above(0), AtMost(2**20)]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from retime.mechanisms.no_effect import warn_difference
+from retime.foundations.no_effect import warn_difference
 
 __all__ = ["KeptAttributes"]
 

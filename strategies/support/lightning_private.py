@@ -1,7 +1,7 @@
 """Every private name of Lightning and torchmetrics that retime uses: one accessor each, and no other file may use one.
 
 All of them are known in lightning 2.6 and torchmetrics 1.9. A name that is gone raises
-:class:`~retime.mechanisms.torch_private.PrivateNameError` with the feature that needs it, at import or at first use.
+:class:`~retime.foundations.torch_private.PrivateNameError` with the feature that needs it, at import or at first use.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from lightning.pytorch.trainer.states import RunningStage
 from torchmetrics import Metric
 
-from retime.mechanisms.replaced_attributes import replaced_attributes
-from retime.mechanisms.torch_private import needed_by, read_private, write_private
+from retime.foundations.replaced_attributes import replaced_attributes
+from retime.foundations.torch_private import needed_by, read_private, write_private
 
 __all__ = [
     "Launcher",

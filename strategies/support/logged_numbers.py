@@ -16,8 +16,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from retime.mechanisms.memory.batches import Certificate, Example, combined_scalar, normalised
-from retime.mechanisms.memory.step import SubBatches
+from retime.foundations.parts import Certificate, Example, combined_scalar, normalised
+from retime.mechanisms.memory_budget import SubBatches
 
 LOGGED = "logged"
 """Under this key a step returns what it logged, so that a certificate has examples of it."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 
-from retime.mechanisms.ddp import RankProcesses
+from retime.foundations.ddp import RankProcesses
 from retime.strategies.support.lightning_private import MomentsOfDDP, end_behind_batch_on_sigterm
 
 

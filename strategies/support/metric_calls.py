@@ -16,13 +16,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import Running
 
-from retime.mechanisms.memory.batches import combined
-from retime.mechanisms.memory.offload import ResidentTensor
-from retime.mechanisms.memory.sandbox import undisturbed
-from retime.mechanisms.memory.step import SubBatches
-from retime.mechanisms.replaced_attributes import replaced_attributes
-from retime.mechanisms.storages import tensors_in
-from retime.mechanisms.torch_private import tree_map
+from retime.foundations.parts import combined
+from retime.foundations.preserve_state import undisturbed
+from retime.foundations.replaced_attributes import replaced_attributes
+from retime.foundations.storages import tensors_in
+from retime.foundations.torch_private import tree_map
+from retime.mechanisms.memory_budget import ResidentTensor, SubBatches
 from retime.strategies.support.lightning_private import show_as_step_value, sync_on_forward
 from retime.strategies.support.logged_numbers import fitting, place_of, shares
 

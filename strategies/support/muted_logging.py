@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from retime.mechanisms.replaced_attributes import replaced_attributes
+from retime.foundations.replaced_attributes import replaced_attributes
 
 
 @contextmanager

@@ -16,10 +16,10 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.aggregation import BaseAggregator
 
-from retime.mechanisms.memory.batches import loss_of
-from retime.mechanisms.no_effect import warn_difference
+from retime.foundations.no_effect import warn_difference
+from retime.foundations.parts import loss_of
+from retime.foundations.replaced_attributes import replaced_attributes
 from retime.mechanisms.pipeline import Examples, FirstLook, LossWeights, NotUnderstoodError
-from retime.mechanisms.replaced_attributes import replaced_attributes
 from retime.strategies.support.lightning_private import logging_as, metric_state, set_metric_state
 
 __all__ = ["PipelineLog"]

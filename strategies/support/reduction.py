@@ -4,8 +4,8 @@ from typing import Literal
 
 from torch.nn.parallel import DistributedDataParallel
 
-from retime.mechanisms.ddp import sparse_layer
-from retime.mechanisms.ddp.reducers import HostReducer, Reducer
+from retime.foundations.ddp import Reducer, sparse_layer
+from retime.mechanisms.cpu_accumulation import HostReducer
 from retime.strategies.support.lightning_private import MomentsOfDDP, timeout_of
 
 __all__ = ["ReduceOn", "ReducerOfChoice"]

@@ -20,7 +20,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from retime.mechanisms.capabilities import Mechanism, why_aside
+from retime.foundations.compatibility import Mechanism, why_aside
+from retime.foundations.lazy_updates import why_not_per_parameter, why_not_this_step, why_not_this_zero_grad
+from retime.foundations.no_effect import warn_no_effect
+from retime.foundations.torch_private import has_backward_hooks, has_global_backward_hooks
 from retime.mechanisms.fusion import (
     BackwardFusion,
     DataParallelFusion,
@@ -30,9 +33,6 @@ from retime.mechanisms.fusion import (
     check_bucket_bytes,
     check_mode,
 )
-from retime.mechanisms.lazy_updates import why_not_per_parameter, why_not_this_step, why_not_this_zero_grad
-from retime.mechanisms.no_effect import warn_no_effect
-from retime.mechanisms.torch_private import has_backward_hooks, has_global_backward_hooks
 from retime.strategies.support.ddp_hooks import hook_was_not_asked_for
 from retime.strategies.support.lightning_private import averages_models, has_batch_norm
 from retime.strategies.support.strategy_mechanisms import mechanisms_of

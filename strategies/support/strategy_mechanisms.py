@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
-from retime.mechanisms.capabilities import Mechanism
+from retime.foundations.compatibility import Mechanism
 from retime.strategies.support.lightning_private import user_comm_hook
 
 

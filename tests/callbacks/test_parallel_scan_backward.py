@@ -9,9 +9,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from retime.callbacks import ParallelScanBackward
-from retime.mechanisms.no_effect import NoEffectWarning
-from retime.modules import ScanGRU, convert
+from retime.callbacks.parallel_scan_backward import ParallelScanBackward
+from retime.foundations.no_effect import NoEffectWarning
+from retime.modules.convert import convert
+from retime.modules.layers import ScanGRU
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning"),

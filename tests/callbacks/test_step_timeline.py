@@ -24,8 +24,8 @@ import retime.callbacks.step_timeline as step_timeline
 from retime.callbacks.peak_memory import PeakMemory
 from retime.callbacks.step_timeline import StepTimeline
 from retime.callbacks.support.phases import StrategyPhases
-from retime.mechanisms.measure.step_timer import EXPOSED, StepTimer, StepTiming
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.foundations.measure.step_timer import EXPOSED, StepTimer, StepTiming
+from retime.foundations.no_effect import NoEffectWarning
 
 pytestmark = [  # what Lightning itself warns of
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning"),

@@ -8,13 +8,15 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from retime.mechanisms.memory.batches.split import Split, part_of, samples_in, split_batch
-from retime.mechanisms.memory.planning.choice import PlanChoice
-from retime.mechanisms.memory.planning.report import PlannedShape
-from retime.mechanisms.memory.planning.step_planner import StepPlanner
-from retime.mechanisms.memory.step import BudgetedStep, sub_batches
+from retime.foundations.parts.split import Split, part_of, samples_in, split_batch
+from retime.mechanisms.memory_budget import BudgetedStep
+from retime.mechanisms.memory_budget.planning.choice import PlanChoice
+from retime.mechanisms.memory_budget.planning.report import PlannedShape
+from retime.mechanisms.memory_budget.planning.step_planner import StepPlanner
+from retime.mechanisms.memory_budget.step import sub_batches
 from retime.schedules.budget import OffloadPlan
-from retime.strategies import MemoryBudgetDDPStrategy, MemoryBudgetStrategy
+from retime.strategies.memory_budget import MemoryBudgetStrategy
+from retime.strategies.memory_budget_ddp import MemoryBudgetDDPStrategy
 from retime.strategies.support.budgeted import Budgeted
 
 PARTS = 2

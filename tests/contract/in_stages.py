@@ -10,8 +10,8 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from contract.record import Record
-from retime.mechanisms.memory.batches import balanced_parts, samples_in
-from retime.strategies import OOOPipelineStrategy
+from retime.foundations.parts import balanced_parts, samples_in
+from retime.strategies.ooo_pipeline import OOOPipelineStrategy
 
 IN_PARTS = frozenset({"optimizers", "trace"})
 """What of a fit each rank has for its own layers only."""

@@ -34,22 +34,19 @@ from contract.traits import (
     STEP_HOOK,
     UNUSED,
 )
-from retime.callbacks import FuseOptimizer
-from retime.mechanisms.ddp import HostUpdateReport
-from retime.mechanisms.memory.planning.choice import PlanChoice
-from retime.mechanisms.memory.planning.report import PlannedShape
-from retime.mechanisms.memory.step import BudgetedStep
+from retime.callbacks.fuse_optimizer import FuseOptimizer
+from retime.foundations.weight_gradients import layer_hooks
+from retime.mechanisms.cpu_accumulation import HostUpdateReport
+from retime.mechanisms.memory_budget import BudgetedStep
+from retime.mechanisms.memory_budget.planning.choice import PlanChoice
+from retime.mechanisms.memory_budget.planning.report import PlannedShape
 from retime.mechanisms.out_of_order import k_choice, send_plan
-from retime.mechanisms.weight_gradients import layer_hooks
 from retime.schedules.budget import OffloadPlan
-from retime.strategies import (
-    CPUAccumulateStrategy,
-    FusedOptimizerDDPStrategy,
-    FusedOptimizerStrategy,
-    MemoryBudgetDDPStrategy,
-    MemoryBudgetStrategy,
-    OOODataParallelStrategy,
-)
+from retime.strategies.cpu_accumulate import CPUAccumulateStrategy
+from retime.strategies.fused_optimizer import FusedOptimizerDDPStrategy, FusedOptimizerStrategy
+from retime.strategies.memory_budget import MemoryBudgetStrategy
+from retime.strategies.memory_budget_ddp import MemoryBudgetDDPStrategy
+from retime.strategies.ooo_ddp import OOODataParallelStrategy
 from retime.strategies.support.budgeted import Budgeted
 
 REFUSALS = (RuntimeError, ValueError)

@@ -10,9 +10,9 @@ from contract.in_parts import folded, uneven_parts
 from contract.record import Record, assert_same_run
 from contract.rows import PLAIN, STRATEGIES
 from contract.scenarios import SCENARIOS
-from retime.mechanisms.memory.batches.certificate import Certificate
-from retime.mechanisms.memory.planning.step_planner import StepPlanner
-from retime.mechanisms.memory.step import sub_batches
+from retime.foundations.parts.certificate import Certificate
+from retime.mechanisms.memory_budget.planning.step_planner import StepPlanner
+from retime.mechanisms.memory_budget.step import sub_batches
 
 ROW = next(row for row in STRATEGIES if row.name == "memory_budget_parts")
 NAME = "optimizer_sgd"

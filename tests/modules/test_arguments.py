@@ -8,22 +8,20 @@ import torch
 from torch import Tensor, nn
 
 import retime
-from retime.mechanisms.jacobian import (
-    CsrPattern,
-    JacobianScan,
-    full_levels,
-    jacobian_of,
-    prune_class_blind,
-    scan_plan,
-)
 from retime.mechanisms.scan import (
     CostModel,
+    CsrPattern,
+    JacobianScan,
     calibrate,
+    full_levels,
     function,
+    jacobian_of,
     layer,
     parse_solver,
+    prune_class_blind,
     scan_bidirectional,
     scan_layer,
+    scan_plan,
     set_cost_model,
 )
 

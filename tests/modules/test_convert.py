@@ -10,8 +10,9 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm
 from torch.nn.utils.rnn import pack_sequence
 
-from retime.mechanisms.no_effect import NoEffectWarning
-from retime.modules import ScanGRU, ScanLSTM, ScanRNN, convert, convert_back
+from retime.foundations.no_effect import NoEffectWarning
+from retime.modules.convert import convert, convert_back
+from retime.modules.layers import ScanGRU, ScanLSTM, ScanRNN
 
 WIDTH, HIDDEN = 4, 5
 

@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from retime.modules import ScanGRU, ScanLSTM, ScanRNN, convert
+from retime.modules.convert import convert
+from retime.modules.layers import ScanGRU, ScanLSTM, ScanRNN
 
 T, B, X, H = 7, 3, 4, 5
 TOLERANCE = 1e-12

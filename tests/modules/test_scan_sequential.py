@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from retime.mechanisms.jacobian import prune_class_blind
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.foundations.no_effect import NoEffectWarning
+from retime.mechanisms.scan import prune_class_blind
 from retime.modules.scan_sequential import ScanSequential
-from retime.recipes.models import lenet5, vgg
+from retime.recipes.models.chains import lenet5, vgg
 
 LEVELS = [0, 1, 2, None]
 
@@ -154,7 +154,7 @@ def test_it_is_a_sequential() -> None:
 
 def test_the_backward_pass_really_is_a_scan(monkeypatch: pytest.MonkeyPatch) -> None:
     """One zeroed Jacobian must show: no gradient goes around the scan."""
-    from retime.mechanisms.jacobian.simple import ReLUJacobian
+    from retime.mechanisms.scan.jacobians.simple import ReLUJacobian
 
     monkeypatch.setattr(ReLUJacobian, "values", lambda self, inputs: inputs.new_zeros(self.pattern.entries, 1))
     ours = ScanSequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))

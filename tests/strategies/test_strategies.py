@@ -17,8 +17,8 @@ from lightning.pytorch.strategies import (
 )
 
 import retime
-from retime.callbacks import FuseOptimizer
-from retime.strategies import FusedOptimizerDDPStrategy, FusedOptimizerStrategy
+from retime.callbacks.fuse_optimizer import FuseOptimizer
+from retime.strategies.fused_optimizer import FusedOptimizerDDPStrategy, FusedOptimizerStrategy
 
 QUIET: dict[str, Any] = {
     "logger": False,

@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from torch import nn
 
 import retime
-from retime.mechanisms.out_of_order import WeightGradientDeferral
+from retime.foundations.weight_gradients import WeightGradientDeferral
 
 DDP = [retime.FusedOptimizerDDPStrategy, retime.MemoryBudgetDDPStrategy, retime.OOODataParallelStrategy]
 ONE = [retime.FusedOptimizerStrategy, retime.MemoryBudgetStrategy]

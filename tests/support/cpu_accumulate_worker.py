@@ -8,7 +8,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from retime.integrations.accelerate import CPUAccumulate, FusedOptimizer
+from retime.integrations.accelerate.cpu_accumulate import CPUAccumulate
+from retime.integrations.accelerate.fused_optimizer import FusedOptimizer
 
 STEPS = 6
 

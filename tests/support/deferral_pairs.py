@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retime.mechanisms.out_of_order import WeightGradientDeferral
+from retime.foundations.weight_gradients import WeightGradientDeferral
 
 WIDTH = 160
 

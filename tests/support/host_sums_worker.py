@@ -18,12 +18,12 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from retime.mechanisms.ddp import RankLostError
-from retime.mechanisms.ddp.reducers import HostReducer
-from retime.mechanisms.ddp.shared_memory import sums
-from retime.mechanisms.ddp.shared_memory.library import sums_library
-from retime.mechanisms.ddp.shared_memory.shared_file import SharedFile
-from retime.strategies import CPUAccumulateStrategy
+from retime.foundations.ddp import RankLostError
+from retime.mechanisms.cpu_accumulation import HostReducer
+from retime.mechanisms.cpu_accumulation.shared_memory import sums
+from retime.mechanisms.cpu_accumulation.shared_memory.library import sums_library
+from retime.mechanisms.cpu_accumulation.shared_memory.shared_file import SharedFile
+from retime.strategies.cpu_accumulate import CPUAccumulateStrategy
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 CHECKS: dict[str, Callable[[], None]] = {}

@@ -24,12 +24,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 import retime
-from retime.mechanisms.ddp import BucketReduction, HostUpdate
-from retime.mechanisms.ddp.host_update.whole_state import state_bytes
-from retime.mechanisms.ddp.reducers import HostReducer
-from retime.mechanisms.ddp.shared_memory import sums
-from retime.mechanisms.no_effect import NoEffectWarning
-from retime.strategies import CPUAccumulateStrategy
+from retime.foundations.no_effect import NoEffectWarning
+from retime.mechanisms.cpu_accumulation import BucketReduction, HostReducer, HostUpdate
+from retime.mechanisms.cpu_accumulation.host_update.whole_state import state_bytes
+from retime.mechanisms.cpu_accumulation.shared_memory import sums
+from retime.strategies.cpu_accumulate import CPUAccumulateStrategy
 from support.time_limits import limit_s
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

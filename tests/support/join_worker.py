@@ -14,11 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from retime import fuse_optimizer
-from retime.mechanisms.ddp import BucketReduction
-from retime.mechanisms.ddp.reducers import HostReducer
+from retime.mechanisms.cpu_accumulation import BucketReduction, HostReducer
 from retime.mechanisms.fusion import DataParallelFusion, ReductionHook
-from retime.mechanisms.memory.data_parallel import BudgetedDataParallelStep
-from retime.mechanisms.memory.host import parse_host
+from retime.mechanisms.memory_budget import BudgetedDataParallelStep, parse_host
 from retime.mechanisms.out_of_order import OutOfOrderDataParallel
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

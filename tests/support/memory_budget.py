@@ -16,10 +16,10 @@ from lightning.pytorch.loggers.logger import Logger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import retime.mechanisms.memory.planning.step_planner as step_planner
-from retime.mechanisms.memory.planning.costs import StepCosts
-from retime.mechanisms.memory.planning.report import BudgetReport
-from retime.strategies import MemoryBudgetStrategy
+import retime.mechanisms.memory_budget.planning.step_planner as step_planner
+from retime.mechanisms.memory_budget.planning.costs import StepCosts
+from retime.mechanisms.memory_budget.planning.report import BudgetReport
+from retime.strategies.memory_budget import MemoryBudgetStrategy
 
 FEATURES, CLASSES, BATCH = 16, 4, 256
 WIDTH, DEPTH = 16, 8
@@ -194,7 +194,7 @@ def accelerate_loop(
     from accelerate import Accelerator  # here, so that the other tests need not import it
     from accelerate.state import GradientState
 
-    from retime.integrations.accelerate import MemoryBudget
+    from retime.integrations.accelerate.memory_budget import MemoryBudget
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
     module = module or Net()

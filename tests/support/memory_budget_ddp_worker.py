@@ -25,21 +25,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
-import retime.mechanisms.memory.planning.step_planner as step_planner
-from retime.callbacks import MemoryTimeline
-from retime.mechanisms.ddp import BucketReduction
-from retime.mechanisms.ddp.reducers import HostReducer
-from retime.mechanisms.measure.memory_probe import MemoryProbe
-from retime.mechanisms.memory.data_parallel.alone import alone
-from retime.mechanisms.memory.data_parallel.budgeted_step import BudgetedDataParallelStep
-from retime.mechanisms.memory.host.parse import parse_host
-from retime.mechanisms.memory.planning.costs import StepCosts
-from retime.mechanisms.memory.planning.step_planner import StepPlanner
-from retime.mechanisms.memory.pool.heap import trim_heap
-from retime.mechanisms.no_effect import NoEffectWarning
+import retime.mechanisms.memory_budget.planning.step_planner as step_planner
+from retime.callbacks.memory_timeline import MemoryTimeline
+from retime.foundations.cpu_pool.heap import trim_heap
+from retime.foundations.measure.memory_probe import MemoryProbe
+from retime.foundations.no_effect import NoEffectWarning
+from retime.mechanisms.cpu_accumulation import BucketReduction, HostReducer
+from retime.mechanisms.memory_budget.data_parallel.alone import alone
+from retime.mechanisms.memory_budget.data_parallel.budgeted_step import BudgetedDataParallelStep
+from retime.mechanisms.memory_budget.host.parse import parse_host
+from retime.mechanisms.memory_budget.planning.costs import StepCosts
+from retime.mechanisms.memory_budget.planning.step_planner import StepPlanner
 from retime.recipes.modnn.budget_worker import resident_bytes
 from retime.schedules.budget.errors import BudgetError
-from retime.strategies import MemoryBudgetDDPStrategy
+from retime.strategies.memory_budget_ddp import MemoryBudgetDDPStrategy
 from support import memory_budget as support
 from support.garbage import pass_over_what_is_there
 from support.memory_budget import (

@@ -18,9 +18,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from retime.mechanisms.measure import MemoryProbe, status_bytes
-from retime.mechanisms.memory.pool.heap import give_back_freed_memory, trim_heap
-from retime.strategies import MemoryBudgetStrategy
+from retime.foundations.cpu_pool.heap import give_back_freed_memory, trim_heap
+from retime.foundations.measure import MemoryProbe, status_bytes
+from retime.strategies.memory_budget import MemoryBudgetStrategy
 
 SAMPLES, WIDTH, DEPTH, CLASSES, BATCHES = 4096, 256, 12, 10, 5
 

@@ -18,14 +18,14 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from retime.mechanisms.measure.memory_probe import MemoryProbe
-from retime.mechanisms.memory.dry_run.replay import EVERYTHING, replay
-from retime.mechanisms.memory.dry_run.training_step import TrainingStep, take
-from retime.mechanisms.memory.host.disk import HostDisk
-from retime.mechanisms.memory.offload.saved_tensors import OffloadSavedTensors
-from retime.mechanisms.memory.planning.calibrate import calibrate
-from retime.mechanisms.memory.planning.costs import StepCosts
-from retime.mechanisms.memory.pool.heap import give_back_freed_memory, trim_heap
+from retime.foundations.cpu_pool.heap import give_back_freed_memory, trim_heap
+from retime.foundations.measure.memory_probe import MemoryProbe
+from retime.mechanisms.memory_budget.dry_run.replay import EVERYTHING, replay
+from retime.mechanisms.memory_budget.dry_run.training_step import TrainingStep, take
+from retime.mechanisms.memory_budget.host.disk import HostDisk
+from retime.mechanisms.memory_budget.offload.saved_tensors import OffloadSavedTensors
+from retime.mechanisms.memory_budget.planning.calibrate import calibrate
+from retime.mechanisms.memory_budget.planning.costs import StepCosts
 from retime.schedules.budget import OffloadPlan
 
 

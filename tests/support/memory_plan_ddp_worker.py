@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from retime.commands.plan import main as retime
-from retime.mechanisms.memory.planning.given_plans import PlanFileError
+from retime.mechanisms.memory_budget.planning.given_plans import PlanFileError
 from retime.schedules.budget.errors import BudgetError
-from retime.strategies import MemoryBudgetDDPStrategy
+from retime.strategies.memory_budget_ddp import MemoryBudgetDDPStrategy
 from support.memory_budget import OFFLOADS, SPLITS, Net, assert_close, assert_way, loader
 from support.memory_budget_ddp_worker import RANK, SMALL, batches, check, fit, main, plan_with, report
 

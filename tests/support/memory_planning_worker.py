@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retime.mechanisms.measure import status_bytes
-from retime.mechanisms.memory import BudgetedStep, parse_host
-from retime.mechanisms.memory.pool.heap import trim_heap
+from retime.foundations.cpu_pool.heap import trim_heap
+from retime.foundations.measure import status_bytes
+from retime.mechanisms.memory_budget import BudgetedStep, parse_host
 
 
 def convolutions() -> tuple[nn.Module, tuple[Tensor, ...], Callable[[Any], Tensor]]:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retime.mechanisms.memory import BudgetedStep, HostMemory
-from retime.mechanisms.memory.planning.report import PlannedShape
-from retime.mechanisms.memory.planning.search import PlanChoice
-from retime.mechanisms.memory.planning.step_planner import StepPlanner
+from retime.mechanisms.memory_budget import BudgetedStep, HostMemory
+from retime.mechanisms.memory_budget.planning.report import PlannedShape
+from retime.mechanisms.memory_budget.planning.search import PlanChoice
+from retime.mechanisms.memory_budget.planning.step_planner import StepPlanner
 from retime.schedules.budget import OffloadPlan
 
 __all__ = ["Trained", "trained"]

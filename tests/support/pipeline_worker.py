@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from retime.mechanisms.memory.batches import balanced_parts, samples_in
-from retime.mechanisms.memory.sandbox import seed_all
-from retime.mechanisms.no_effect import DifferenceWarning, NoEffectWarning
+from retime.foundations.no_effect import DifferenceWarning, NoEffectWarning
+from retime.foundations.parts import balanced_parts, samples_in
+from retime.foundations.preserve_state import seed_all
 from retime.mechanisms.pipeline import HollowModel, PipelineError, PipelineStep, RankLostError
 from retime.mechanisms.pipeline.stage import Stage
 from support.pipeline_models import MODELS, WIDTH, Checkpointed, UNet, in_place, made, sequential

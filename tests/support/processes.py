@@ -8,8 +8,8 @@ LONGEST = (
     "tests/contract/test_random_models.py",
     f"{TABLE} on several ranks",
     "tests/mechanisms/out_of_order/test_data_parallel.py",
-    "tests/mechanisms/memory/step/test_graph_paths.py",
-    "tests/mechanisms/memory/step/test_limit.py",
+    "tests/mechanisms/memory_budget/step/test_graph_paths.py",
+    "tests/mechanisms/memory_budget/step/test_limit.py",
     "tests/test_documentation.py",
     TABLE,
 )

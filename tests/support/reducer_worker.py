@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from retime.mechanisms.ddp import BucketReduction
+from retime.mechanisms.cpu_accumulation import BucketReduction
 from retime.mechanisms.fusion import DataParallelFusion, ReductionHook
-from retime.mechanisms.memory.data_parallel import BudgetedDataParallelStep
-from retime.mechanisms.memory.host import parse_host
+from retime.mechanisms.memory_budget import BudgetedDataParallelStep, parse_host
 from retime.mechanisms.out_of_order import OutOfOrderDataParallel
 
 STEPS = 6

@@ -14,13 +14,12 @@ from contract.in_parts import uneven_parts
 from contract.random_models.model import RandomModel
 from contract.random_models.spec import Node, Spec, Training
 from contract.random_models.training import CLIP_VALUE, Way, train
-from retime.mechanisms.memory import BudgetedStep, HostMemory, OffloadSavedTensors
-from retime.mechanisms.memory.planning.choice import PlanChoice
-from retime.mechanisms.memory.planning.report import PlannedShape
-from retime.mechanisms.memory.planning.step_planner import StepPlanner
-from retime.mechanisms.memory.step import sub_batches
-from retime.mechanisms.out_of_order import WeightGradientDeferral
-from retime.mechanisms.weight_gradients import layer_hooks
+from retime.foundations.weight_gradients import WeightGradientDeferral, layer_hooks
+from retime.mechanisms.memory_budget import BudgetedStep, HostMemory, OffloadSavedTensors
+from retime.mechanisms.memory_budget.planning.choice import PlanChoice
+from retime.mechanisms.memory_budget.planning.report import PlannedShape
+from retime.mechanisms.memory_budget.planning.step_planner import StepPlanner
+from retime.mechanisms.memory_budget.step import sub_batches
 from retime.schedules.budget import OffloadPlan
 
 HOLDS = 2**30

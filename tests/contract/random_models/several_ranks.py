@@ -21,7 +21,9 @@ from contract.random_models.spec import Spec
 from contract.random_models.training import Order, Way, as_given
 from contract.ranks import WORLD_SIZE, RankRuns
 from contract.rows import STRATEGIES
-from retime.strategies import CPUAccumulateStrategy, FusedOptimizerDDPStrategy, MemoryBudgetDDPStrategy
+from retime.strategies.cpu_accumulate import CPUAccumulateStrategy
+from retime.strategies.fused_optimizer import FusedOptimizerDDPStrategy
+from retime.strategies.memory_budget_ddp import MemoryBudgetDDPStrategy
 
 SEED_S = 150
 """The longest a seed may take, on a busy machine and made small if it fails."""

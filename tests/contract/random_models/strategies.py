@@ -11,10 +11,12 @@ from contract.random_models.fits import Fit, train_fit
 from contract.random_models.mechanisms import UPDATED_TWICE, Mechanism, double, in_backward
 from contract.random_models.spec import Spec
 from contract.random_models.training import Order, as_given
-from retime.callbacks import FuseOptimizer
-from retime.mechanisms.memory.planning import PlannedShape, StepPlanner, part_sizes, step_planner
-from retime.mechanisms.memory.planning.step_memory import StepMemory
-from retime.strategies import FusedOptimizerStrategy, MemoryBudgetStrategy
+from retime.callbacks.fuse_optimizer import FuseOptimizer
+from retime.mechanisms.memory_budget import PlannedShape, StepPlanner, part_sizes
+from retime.mechanisms.memory_budget.planning import step_planner
+from retime.mechanisms.memory_budget.planning.step_memory import StepMemory
+from retime.strategies.fused_optimizer import FusedOptimizerStrategy
+from retime.strategies.memory_budget import MemoryBudgetStrategy
 from support.memory_budget import OFFLOADS, SPLITS
 
 

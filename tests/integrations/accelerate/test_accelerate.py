@@ -13,8 +13,9 @@ pytest.importorskip("accelerate", reason="needs the extra lightning-retime[accel
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
-from retime.integrations.accelerate import FusedOptimizer, MemoryBudget
-from retime.mechanisms.capabilities import Mechanism
+from retime.foundations.compatibility import Mechanism
+from retime.integrations.accelerate.fused_optimizer import FusedOptimizer
+from retime.integrations.accelerate.memory_budget import MemoryBudget
 
 
 @pytest.fixture(autouse=True)

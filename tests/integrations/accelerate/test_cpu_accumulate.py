@@ -6,8 +6,8 @@ import pytest
 from accelerate import Accelerator
 from torch import nn
 
-from retime.integrations.accelerate import CPUAccumulate
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.foundations.no_effect import NoEffectWarning
+from retime.integrations.accelerate.cpu_accumulate import CPUAccumulate
 from support.two_ranks import run_two_ranks
 
 

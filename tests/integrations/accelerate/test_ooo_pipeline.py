@@ -6,8 +6,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import nn
 
-from retime.integrations.accelerate import OutOfOrderPipeline
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.foundations.no_effect import NoEffectWarning
+from retime.integrations.accelerate.ooo_pipeline import OutOfOrderPipeline
 from support.two_ranks import run_ranks
 
 WORKER = "accelerate_pipeline_worker.py"

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from retime import NoEffectWarning, fuse_optimizer
+from retime.foundations.lazy_updates.lazy import is_pending
 from retime.mechanisms.fusion.forward import ForwardFusion
-from retime.mechanisms.lazy_updates.lazy import is_pending
 from support.fusion import adamw, assert_same, batches, network, train
 
 

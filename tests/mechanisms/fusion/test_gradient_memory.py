@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from retime import fuse_optimizer
+from retime.foundations.cpu_pool.memory_pool import MemoryPool
 from retime.mechanisms.fusion.gradient_memory import TRIED, WARM_UP
-from retime.mechanisms.memory.pool.memory_pool import MemoryPool
 
 WIDTH, DEPTH = 512, 6  # a weight is 1 MiB
 WEIGHT = 4 * WIDTH * WIDTH

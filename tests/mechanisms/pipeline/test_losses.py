@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from retime.mechanisms.memory.batches import balanced_parts
+from retime.foundations.parts import balanced_parts
 from retime.mechanisms.pipeline import PipelineError
 from retime.mechanisms.pipeline.gates import LayerGates
 from retime.mechanisms.pipeline.losses import FirstLook, LossWeights, check_loss_weight, look_at_losses

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.foundations.no_effect import NoEffectWarning
 from retime.mechanisms.scan import safe_solve
 from support.scan import Case, gradients, make_case, worst_error
 

@@ -24,7 +24,7 @@ from retime.mechanisms.scan import (
 from retime.mechanisms.scan import solver as solver_module
 from retime.mechanisms.scan.calibration import CUDA
 from retime.mechanisms.scan.triton_chunk import TritonChunk
-from retime.modules import ScanGRU
+from retime.modules.layers import ScanGRU
 from support.scan import make_case
 
 CPU = torch.device("cpu")

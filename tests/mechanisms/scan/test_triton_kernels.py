@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from retime.mechanisms.no_effect import NoEffectWarning
+from retime.foundations.no_effect import NoEffectWarning
 from retime.mechanisms.scan import calibrate, parse_solver, safe_solve, triton_launch
 from retime.mechanisms.scan.blocks import BlockJacobians
 from retime.mechanisms.scan.sequential import Sequential

@@ -33,7 +33,7 @@ from retime.recipes.bppsa.convolutional_jacobians import (
 )
 from retime.recipes.core.results import Result, load
 from retime.recipes.core.schema import ConvolutionalSettings
-from retime.recipes.models import lenet5
+from retime.recipes.models.chains import lenet5
 
 Command = Callable[..., Path]
 
@@ -115,7 +115,7 @@ def test_figure_6_refuses_nothing_to_compare() -> None:
 
 
 def test_figure_6_would_show_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    from retime.mechanisms.jacobian.simple import ReLUJacobian
+    from retime.mechanisms.scan.jacobians.simple import ReLUJacobian
 
     torch.manual_seed(0)
     batch = torch.randn(4, 1, 32, 32), torch.arange(4)

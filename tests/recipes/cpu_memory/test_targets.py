@@ -6,7 +6,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from rich.console import Console
 
-from retime.mechanisms.memory.pool import MemoryPool
+from retime.foundations.cpu_pool import MemoryPool
 from retime.recipes.core.schema import AllocatorSettings, register_all, settings_of
 from retime.recipes.cpu_memory import allocators
 from retime.recipes.cpu_memory.allocators import NoAllocatorError, environment_of

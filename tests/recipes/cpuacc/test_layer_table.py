@@ -7,8 +7,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from rich.console import Console
 
-from retime.mechanisms.ddp.reducers import TimedSum
-from retime.mechanisms.ddp.shared_memory import SumTimes
+from retime.mechanisms.cpu_accumulation import SumTimes, TimedSum
 from retime.recipes.core.results import Point, Row
 from retime.recipes.core.schema import register_all, settings_of
 from retime.recipes.cpuacc.layer_table import ALL, ALONE, OF_BACKWARD, SLOWER, TABLE, WAITED, LayerTable, exposure

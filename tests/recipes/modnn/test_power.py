@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from retime.mechanisms.measure.energy_meter import EnergyMeter
+from retime.foundations.measure.energy_meter import EnergyMeter
 from retime.recipes import __main__ as command
 from retime.recipes.core.results import Point, Result, Row, load
 from retime.recipes.core.schema import Hardware, MemorySettings

@@ -37,9 +37,7 @@ from retime.recipes.modnn.side_by_side import (
     UNLIMITED,
     VDNN_PLUS,
 )
-from retime.recipes.modnn.side_by_side import (
-    MOVED as MOVED_A_STEP,
-)
+from retime.recipes.modnn.side_by_side import MOVED as MOVED_A_STEP
 from retime.recipes.modnn.simulated import (
     ALGORITHMS,
     BATCH,

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from contract.in_parts import SplitsEverything
 from contract.rows import _OffloadsEverything
-from retime.mechanisms.memory import BudgetedStep, HostNull
-from retime.mechanisms.no_effect import DifferenceWarning
-from retime.strategies import MemoryBudgetStrategy
+from retime.foundations.no_effect import DifferenceWarning
+from retime.mechanisms.memory_budget import BudgetedStep, HostNull
+from retime.strategies.memory_budget import MemoryBudgetStrategy
 from support.memory_budget import IGNORED
 
 pytestmark = [*IGNORED, pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")]  # torch.compile reads it

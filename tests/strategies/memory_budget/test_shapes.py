@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-import retime.mechanisms.memory.step.batch_plans as batch_plans
-import retime.mechanisms.memory.step.plan_book as plan_book
-from retime.mechanisms.memory.planning.choice import PlanChoice
-from retime.mechanisms.memory.planning.report import BudgetReport, PlannedShape
-from retime.mechanisms.no_effect import NoEffectWarning
+import retime.mechanisms.memory_budget.step.batch_plans as batch_plans
+import retime.mechanisms.memory_budget.step.plan_book as plan_book
+from retime.foundations.no_effect import NoEffectWarning
+from retime.mechanisms.memory_budget.planning.choice import PlanChoice
+from retime.mechanisms.memory_budget.planning.report import BudgetReport, PlannedShape
 from retime.schedules.budget import OffloadPlan
 from retime.schedules.errors import ScheduleError
-from retime.strategies import MemoryBudgetStrategy
+from retime.strategies.memory_budget import MemoryBudgetStrategy
 from support import memory_budget as support
 from support.memory_budget import CLASSES, FEATURES, Net, assert_close, assert_same, fit, report_of
 

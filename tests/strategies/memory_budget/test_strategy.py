@@ -13,9 +13,9 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader
 
-from retime.mechanisms.memory.step.way import NoLossError
+from retime.mechanisms.memory_budget.step.way import NoLossError
 from retime.schedules.errors import ScheduleError
-from retime.strategies import MemoryBudgetStrategy
+from retime.strategies.memory_budget import MemoryBudgetStrategy
 from support import memory_budget as support
 from support.memory_budget import BATCH, SMALL, Net, assert_close, assert_same, assert_way, fit, loader, report_of
 

@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import retime.mechanisms.memory.planning.step_planner as step_planner
-from retime.mechanisms.memory.batches.certificate import Certificate
-from retime.mechanisms.memory.batches.weights import Count, Weighting
-from retime.mechanisms.memory.separability.certify import certify
-from retime.mechanisms.memory.step.sub_batches import SubBatches
-from retime.mechanisms.no_effect import NoEffectWarning
-from retime.strategies import MemoryBudgetStrategy
+import retime.mechanisms.memory_budget.planning.step_planner as step_planner
+from retime.foundations.no_effect import NoEffectWarning
+from retime.foundations.parts.certificate import Certificate
+from retime.foundations.parts.weights import Count, Weighting
+from retime.mechanisms.memory_budget.separability.certify import certify
+from retime.mechanisms.memory_budget.step.sub_batches import SubBatches
+from retime.strategies.memory_budget import MemoryBudgetStrategy
 from support.memory_budget import (
     CLASSES,
     FEATURES,

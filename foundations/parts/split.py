@@ -1,0 +1,240 @@
+"""A batch cut into sub-batches along its first dimension (moDNN, section 5.1)."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from retime.foundations.storages import attributes_of
+from retime.foundations.torch_private import tree_flatten, tree_unflatten
+
+__all__ = [
+    "Split",
+    "batch_size_of",
+    "map_leaves",
+    "part_of",
+    "samples_in",
+    "split_batch",
+    "tensors_of",
+]
+
+Split = Callable[[Any, int], Sequence[Any]]
+"""``split_batch(batch, sub_batch)``: the parts in order, all of ``sub_batch`` samples but the last."""
+_HOOK = "give a split_batch(batch, sub_batch) hook that returns the parts, of sub_batch samples each, the last the rest"
+
+
+def batch_size_of(batch: Any) -> int:
+    """How many samples a batch has: the first dimension of its tensors.
+
+    Scalars, and tensors whose first dimension is 1 beside others of more, have no batch dimension: they go to every
+    part, as they would be broadcast. So does whatever is no tensor, but for lists of text of one entry a sample.
+
+    Args:
+        batch: tensors of shape ``(B, ...)`` in dicts, lists, tuples, dataclasses, mappings such as ``BatchEncoding``,
+            or anything registered with ``torch.utils._pytree``.
+
+    Raises:
+        ValueError: no tensor has a batch dimension, tensors disagree on it, or what the batch holds cannot be cut by
+            its first dimension. The message names the places and asks for a ``split_batch`` hook.
+    """
+    sizes: dict[str, int] = {}
+    for path, leaf in _leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            _check_dense(leaf, path)
+            sizes[path] = leaf.shape[0]
+        else:
+            _check_opaque(leaf, path)
+    if not sizes:
+        raise ValueError(f"no tensor with a batch dimension in a batch of type {type(batch).__name__}: {_HOOK}")
+    found = {size: path for path, size in reversed(sizes.items()) if size != 1}
+    if len(found) > 1:
+        text = ", ".join(f"{path} has {size}" for size, path in reversed(found.items()))
+        raise ValueError(f"tensors of this batch disagree on the number of samples ({text}): {_HOOK}")
+    samples = next(iter(found), 1)
+    for path, leaf in _leaves(batch):
+        if _is_flat(leaf) and len(leaf) == samples > 1 and not _is_text(leaf):
+            raise ValueError(
+                f"{path} is a {type(leaf).__name__} of {samples} entries in a batch of {samples} samples: one entry a "
+                f"sample, or the same for all? Make it a tensor, or {_HOOK}"
+            )
+    return samples
+
+
+def split_batch(batch: Any, sub_batch: int) -> list[Any]:
+    """The parts of a batch, of ``sub_batch`` samples each; the last one may have fewer.
+
+    Tensors in the parts are views: no sample is copied. A batch of at most ``sub_batch`` samples comes back whole, as
+    the only part.
+
+    Raises:
+        ValueError: ``sub_batch`` is below 1, or as for :func:`batch_size_of`.
+    """
+    if sub_batch < 1:
+        raise ValueError(f"sub_batch={sub_batch}: a sub-batch has 1 sample or more")
+    samples = batch_size_of(batch)
+    if samples <= sub_batch:
+        return [batch]
+    return [part_of(batch, slice(start, start + sub_batch), samples) for start in range(0, samples, sub_batch)]
+
+
+def part_of(batch: Any, which: slice | Tensor, samples: int) -> Any:
+    """The chosen samples of a batch of ``samples``: a slice gives views, a tensor of indices copies."""
+
+    def cut(_: str, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == samples:
+            return leaf[which] if isinstance(which, slice) else leaf[which.to(leaf.device)]
+        if _is_flat(leaf) and len(leaf) == samples and _is_text(leaf):
+            chosen = leaf[which] if isinstance(which, slice) else [leaf[index] for index in which.tolist()]
+            return type(leaf)(chosen)
+        return leaf
+
+    return map_leaves(batch, cut)
+
+
+def samples_in(batch: Any, split: Split = split_batch) -> int:
+    """How many samples a batch has by this way of splitting: a hook is asked for parts of one sample."""
+    return batch_size_of(batch) if split is split_batch else len(split(batch, 1))
+
+
+def tensors_of(batch: Any) -> dict[str, Tensor]:
+    """The tensors of a batch by place, such as ``batch['labels']``."""
+    return {path: leaf for path, leaf in _leaves(batch) if isinstance(leaf, Tensor)}
+
+
+def map_leaves(value: Any, change: Callable[[str, Any], Any], path: str = "batch") -> Any:
+    """A copy of a nested value with each leaf replaced by ``change(place, leaf)``; the leaves stay where they were.
+
+    Leaves are tensors, whatever is no container, and lists or tuples that hold only text and numbers.
+
+    Raises:
+        ValueError: a container cannot be rebuilt.
+    """
+    children = _children(value, path)
+    if children is None:
+        return change(path, value)
+    changed = [map_leaves(child, change, place) for place, _, child in children]
+    try:
+        return _rebuild(value, [key for _, key, _ in children], changed)
+    except (TypeError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{path}, a {type(value).__name__}, cannot be rebuilt from parts ({error}): {_HOOK}"
+        ) from error
+
+
+def replaced_tensors(batch: Any, change: Callable[[Tensor], Tensor], depth: int = 3) -> Any:
+    """A copy of a batch with all its tensors replaced, so that a step may write into it.
+
+    Objects that are no containers are copied if they hold tensors, in ``depth`` layers of objects; the others stay.
+    """
+
+    def leaf(_: str, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return change(value)
+        if isinstance(value, PackedSequence):
+            data, lengths, order, back = value
+            return type(value)(change(data), lengths, *(one if one is None else change(one) for one in (order, back)))
+        held = attributes_of(value)
+        if depth == 0 or not _holds_tensors(held, depth - 1):
+            return value
+        try:
+            made = copy.copy(value)
+        except Exception:  # whatever an object says to being copied
+            return value
+        for name, one in held.items():
+            object.__setattr__(made, name, replaced_tensors(one, change, depth - 1))
+        return made
+
+    return map_leaves(batch, leaf)
+
+
+def _leaves(value: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
+    children = _children(value, path)
+    if children is None:
+        yield path, value
+    else:
+        for place, _, child in children:
+            yield from _leaves(child, place)
+
+
+def _children(value: Any, path: str) -> list[tuple[str, Any, Any]] | None:
+    """What a container holds, as (place, key, child); None for a leaf."""
+    if isinstance(value, Tensor | PackedSequence) or _is_flat(value):
+        return None
+    if isinstance(value, Mapping):
+        return [(f"{path}[{key!r}]", key, child) for key, child in value.items()]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return [(f"{path}.{name}", name, getattr(value, name)) for name in names]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return [(f"{path}.{name}", name, child) for name, child in zip(value._fields, value, strict=True)]
+    if isinstance(value, list | tuple):
+        return [(f"{path}[{index}]", index, child) for index, child in enumerate(value)]
+    found, _ = tree_flatten(value)
+    if len(found) == 1 and found[0] is value:
+        return None
+    return [(f"{path}<{index}>", index, child) for index, child in enumerate(found)]
+
+
+def _rebuild(value: Any, keys: list[Any], children: list[Any]) -> Any:
+    if isinstance(value, Mapping):
+        if not isinstance(value, MutableMapping):
+            return type(value)(dict(zip(keys, children, strict=True)))  # type: ignore[call-arg]
+        changed: Any = copy.copy(value)
+        for key, child in zip(keys, children, strict=True):
+            changed[key] = child
+        return changed
+    if dataclasses.is_dataclass(value):
+        changed = copy.copy(value)
+        for name, child in zip(keys, children, strict=True):
+            object.__setattr__(changed, name, child)  # frozen ones too
+        return changed
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*children)
+    if isinstance(value, list | tuple):
+        return type(value)(children)
+    return tree_unflatten(children, tree_flatten(value)[1])
+
+
+def _is_flat(value: Any) -> bool:
+    """A list or tuple of text and numbers only: it is passed on as one piece."""
+    return (
+        isinstance(value, list | tuple)
+        and len(value) > 0
+        and all(isinstance(child, str | bytes | int | float | complex | type(None)) for child in value)
+    )
+
+
+def _is_text(value: Sequence[Any]) -> bool:
+    """As PyTorch's collate function leaves strings: a list with one a sample."""
+    return all(isinstance(child, str | bytes) for child in value)
+
+
+def _check_dense(tensor: Tensor, path: str) -> None:
+    if tensor.is_nested or tensor.layout != torch.strided:
+        kind = "a nested tensor" if tensor.is_nested else f"a tensor of layout {tensor.layout}"
+        raise ValueError(f"{path} is {kind}, which cannot be cut by its first dimension: {_HOOK}")
+
+
+def _check_opaque(leaf: Any, path: str) -> None:
+    """An object whose tensors we cannot see would go to every part whole."""
+    if isinstance(leaf, PackedSequence):
+        raise ValueError(f"{path} is a PackedSequence, whose first dimension runs over samples and time: {_HOOK}")
+    if _hides_tensors(leaf):
+        raise ValueError(f"{path} is a {type(leaf).__name__}, which holds tensors that cannot be cut: {_HOOK}")
+
+
+def _hides_tensors(leaf: Any) -> bool:
+    return isinstance(leaf, PackedSequence) or _holds_tensors(attributes_of(leaf), 0)
+
+
+def _holds_tensors(value: Any, depth: int) -> bool:
+    return any(
+        isinstance(leaf, Tensor) or (depth > 0 and _holds_tensors(attributes_of(leaf), depth - 1))
+        for _, leaf in _leaves(value)
+    )

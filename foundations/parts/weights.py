@@ -1,0 +1,174 @@
+"""How the losses of sub-batches add up to the loss of their batch: by samples, as a sum, or by what can be counted.
+
+The paper adds the gradients of equal sub-batches (moDNN, section 4.2), which is Eq. 4 as long as the loss is a mean
+over samples. A loss that is a mean over anything else, such as the tokens that are not padding, needs other weights.
+They must be known before the backward pass of the first sub-batch, so they have to be countable in the batch itself.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from retime.foundations.parts.split import tensors_of
+
+__all__ = ["COMPARED", "OPPOSITE", "Count", "Weighting", "compares", "counts_of", "normalised", "weights_of"]
+
+_COMPARISONS: dict[str, Callable[[Any, float], Any]] = {
+    "!=": operator.ne,
+    "==": operator.eq,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "<": operator.lt,
+    "<=": operator.le,
+}
+OPPOSITE = {"!=": "==", "==": "!=", ">": "<=", ">=": "<", "<": ">=", "<=": ">"}
+COMPARED = {"ne": "!=", "eq": "==", "gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+"""Comparisons, by the names of the operations."""
+
+
+@dataclass(frozen=True)
+class Count:
+    """Something that can be counted in a part of a batch: entries of one tensor that compare so, or their sum.
+
+    Args:
+        place: of the tensor, as :func:`~retime.foundations.parts.split.tensors_of` names it.
+        comparison: ``"!="``, ``"=="``, ``">"``, ``">="``, ``"<"``, ``"<="`` with ``value``, or ``"sum"`` of entries.
+        skip_first: leave out the first entry of each row, as models do that predict the next token.
+    """
+
+    place: str
+    comparison: str
+    value: float = 0
+    skip_first: bool = False
+
+    def __call__(self, part: Any) -> Tensor:
+        """The number in this part, as a scalar on the tensor's device.
+
+        Raises:
+            LookupError: the part has no such tensor.
+        """
+        return self.per_sample(part).sum()
+
+    def per_sample(self, part: Any) -> Tensor:
+        """The number in each entry of the first dimension: whole numbers, or float64 for a sum of fractions."""
+        tensor = tensors_of(part).get(self.place)
+        if tensor is None:
+            raise LookupError(
+                f"{self} was found to weigh sub-batches, but this batch has no {self.place}: certify again with it"
+            )
+        if self.skip_first:
+            tensor = tensor[:, 1:]
+        if self.comparison != "sum":
+            tensor = _COMPARISONS[self.comparison](tensor, self.value)
+        rows = tensor.detach().reshape(len(tensor), -1) if tensor.dim() else tensor.detach().reshape(1, 1)
+        exact = not rows.is_floating_point()
+        return rows.sum(1, dtype=torch.int64 if exact else None if rows.device.type == "mps" else torch.float64)
+
+    def all_in(self, part: Any) -> bool:
+        """Whether all entries that this part has compare so.
+
+        Raises:
+            LookupError: the part has no such tensor.
+        """
+        counted = int(self(part))
+        return counted == tensors_of(part)[self.place].numel()
+
+    def opposite(self) -> Count:
+        """All other entries."""
+        if self.value == 1 and self.comparison == "==":  # of truth values
+            return replace(self, value=0.0)
+        return replace(self, comparison=OPPOSITE[self.comparison])
+
+    def __str__(self) -> str:
+        where = f"{self.place}[:, 1:]" if self.skip_first else self.place
+        if self.comparison == "sum":
+            return f"sum({where})"
+        return f"count({where} {self.comparison} {self.value:g})"
+
+
+def compares(one: float, comparison: str, other: float) -> bool:
+    """Whether two numbers compare so."""
+    return bool(_COMPARISONS[comparison](one, other))
+
+
+@dataclass(frozen=True)
+class Weighting:
+    """How to weigh the parts of a batch so that their losses add up to the batch's.
+
+    Args:
+        kind: ``"mean"`` by samples, ``"sum"`` with weight 1, ``"count"`` by ``count`` of each part.
+        count: for ``"count"``: a :class:`Count`, or any function from a part to a number.
+    """
+
+    kind: Literal["mean", "sum", "count"]
+    count: Callable[[Any], Any] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.kind == "count") != (self.count is not None):
+            raise ValueError(f"Weighting({self.kind!r}, count={self.count}): count goes with kind 'count', and only it")
+
+    def of(self, parts: Sequence[Any], samples: Sequence[int]) -> list[float]:
+        """The weight of each part; they add up to 1, except for kind ``"sum"``.
+
+        Where nothing is counted in the whole batch the parts are weighed by samples: the loss has no value then, which
+        the step shows with these weights too.
+        """
+        return weights_of([self], parts, samples)[0]
+
+    def raw(self, parts: Sequence[Any], samples: Sequence[int]) -> list[Any]:
+        """What each part counts, before it is divided by the total: numbers, or scalars on the parts' device."""
+        if self.count is not None:
+            return [self.count(part) for part in parts]
+        return [1.0] * len(parts) if self.kind == "sum" else list(samples)
+
+    def __str__(self) -> str:
+        return {"mean": "mean over samples", "sum": "sum over samples"}.get(self.kind, f"mean over {self.count}")
+
+
+def weights_of(weightings: Sequence[Weighting], parts: Sequence[Any], samples: Sequence[int]) -> list[list[float]]:
+    """:meth:`Weighting.of` for several at once, with one transfer from the device for all that is counted."""
+    raw = [weighting.raw(parts, samples) for weighting in weightings]
+    counted = [value.detach().reshape(()) for row in raw for value in row if isinstance(value, Tensor)]
+    widest = torch.float32 if any(value.device.type == "mps" for value in counted) else torch.float64
+    device = counted[0].device if counted else None
+    known = iter(torch.stack([value.to(device, widest) for value in counted]).tolist() if counted else [])
+    rows = [[next(known) if isinstance(value, Tensor) else float(value) for value in row] for row in raw]
+    return [
+        row if weighting.kind == "sum" else normalised(row, samples)
+        for weighting, row in zip(weightings, rows, strict=True)
+    ]
+
+
+def normalised(raw: Sequence[float], samples: Sequence[int]) -> list[float]:
+    """Shares of the total; by samples where the total is 0."""
+    total = sum(raw)
+    if total == 0:
+        raw, total = samples, sum(samples)
+    return [value / total for value in raw]
+
+
+def counts_of(batch: Any, compared: set[tuple[str, str, float]]) -> list[Count]:
+    """What could weigh the parts of this batch: candidates in the order of its tensors.
+
+    Args:
+        batch: a batch whose tensors have shape ``(B, ...)``.
+        compared: comparisons with constants that the step makes, by place: ``("batch['labels']", "!=", -100)``.
+    """
+    found = []
+    for place, tensor in tensors_of(batch).items():
+        if not tensor.dim() or tensor.is_complex():
+            continue
+        rules = [(comparison, value) for where, comparison, value in sorted(compared) if where == place]
+        if tensor.dtype == torch.bool:
+            rules = [("==", 0.0), ("==", 1.0)]
+        elif tensor.dim() <= 3 and bool((tensor >= 0).all()):
+            rules.append(("sum", 0.0))  # a mask, lengths, or the weights of samples
+        for skip in (False, True) if tensor.dim() > 1 and tensor.shape[1] > 1 else (False,):
+            found += [Count(place, comparison, value, skip) for comparison, value in rules]
+    return found

@@ -1,0 +1,238 @@
+"""Other tensors in the places of a model's, for a while: fake ones for a dry run, copies for a run that must not count.
+
+The tensors are swapped in the module itself, so that whatever closes over it (a loss function, a Trainer) runs on the
+stand-ins too, and nothing has to be copied that cannot be.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retime.foundations.parts import replaced_tensors
+from retime.foundations.preserve_state.lazy_copy import lazy_copy
+from retime.foundations.preserve_state.reachable_state import ReachableState, Slots, replaced
+from retime.foundations.preserve_state.snapshot import Snapshot
+from retime.foundations.preserve_state.uncompiled import uncompiled
+from retime.foundations.torch_private import STEP_HOOKS, FakeTensor, FakeTensorMode, tree_map, version_of
+
+
+class Replacement:
+    """The same stand-in for the same tensor, wherever it is found.
+
+    Args:
+        convert: makes one for a parameter, a buffer, or a tensor of a batch or of an optimizer's state.
+        held: makes one for any other tensor that modules hold.
+
+    Attributes:
+        stand_ins: all so far.
+    """
+
+    def __init__(self, convert: Callable[[Tensor], Tensor], held: Callable[[Tensor], Tensor]) -> None:
+        self._convert, self._held = convert, held
+        self._known: dict[int, Tensor] = {}
+        self._originals: list[Tensor] = []  # their ids must stay taken
+        self.stand_ins: list[Tensor] = []
+        self._reachable: tuple[nn.Module, ReachableState] | None = None
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """What stands in for a parameter, a buffer, or a tensor of a batch or of an optimizer's state."""
+        return self._of(tensor, self._convert)
+
+    def at(self, place: Any) -> Any:
+        """What stands in for a tensor that modules hold, or for a tuple or a partial with some."""
+        known = self._known.get(id(place))  # this is done before every run that is timed
+        return replaced(place, self._of_held) if known is None else known
+
+    def tree(self, tree: Any) -> Any:
+        """A state with all its tensors replaced."""
+        return tree_map(lambda leaf: self.of(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+
+    def batch(self, batch: Any) -> Any:
+        """A batch with all its tensors replaced, which a step may write into."""
+        return replaced_tensors(batch, self.of)
+
+    def reachable(self, module: nn.Module) -> ReachableState:
+        """What ``module`` holds, looked for once; from then on its parameters and buffers have stand-ins."""
+        if self._reachable is None or self._reachable[0] is not module:
+            found = ReachableState(module.modules())
+            for tensor in scripted(found):  # TorchScript keeps them where Python cannot put others
+                self._of(tensor, lambda same: same)
+            for tensor in (*module.parameters(), *module.buffers()):
+                self.of(tensor)
+            for container, key in found.places:
+                self.at(container[key])
+            self._reachable = module, found
+        return self._reachable[1]
+
+    def trained(self) -> list[Tensor]:
+        """Originals that a backward pass could give a gradient to."""
+        return [tensor for tensor in self._originals if _is_trained(tensor)]
+
+    def forget_gradients(self) -> None:
+        """No stand-in has a gradient any more."""
+        for tensor in self.stand_ins:
+            if _is_trained(tensor):
+                tensor.grad = None
+
+    def _of_held(self, tensor: Tensor) -> Tensor:
+        return self._of(tensor, self._held)
+
+    def _of(self, tensor: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
+        if id(tensor) not in self._known:
+            stand_in = self._known[id(tensor)] = make(tensor)
+            self._originals.append(tensor)
+            if stand_in is not tensor:
+                stand_in.grad = None
+                self._known[id(stand_in)] = stand_in  # it is found again where optimizers share lists with modules
+                self.stand_ins.append(stand_in)
+        return self._known[id(tensor)]
+
+
+def fake(mode: FakeTensorMode) -> Replacement:
+    """Stand-ins without data, of the same sizes, on the same device.
+
+    Tensors that are neither trained nor buffers are copied, as what has nothing to do with fake tensors is really
+    computed: a count of calls, say.
+    """
+
+    def convert(tensor: Tensor) -> Tensor:
+        return mode.from_tensor(tensor if tensor.is_leaf else tensor.detach(), static_shapes=True)
+
+    def held(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, nn.Parameter) or _is_trained(tensor):
+            return convert(tensor)
+        return _held_copy(tensor)
+
+    return Replacement(convert, held)
+
+
+def copies() -> Replacement:
+    """Stand-ins with the same values."""
+    return Replacement(lambda tensor: _twin(tensor, tensor.detach().clone()), _held_copy)
+
+
+def aliases() -> Replacement:
+    """Stand-ins with the same values; parameters share their memory, and have gradients of their own."""
+    rest = copies()
+
+    def alias(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
+        return rest.of(tensor)
+
+    return Replacement(alias, _held_copy)
+
+
+def _twin(tensor: Tensor, twin: Tensor) -> Tensor:
+    """A copy made the same kind of tensor as the original."""
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(twin, requires_grad=tensor.requires_grad)
+    return twin.requires_grad_(tensor.requires_grad) if tensor.is_leaf else twin
+
+
+def _held_copy(tensor: Tensor) -> Tensor:
+    """A tensor with a history stands in without, but asks for a gradient all the same."""
+    if isinstance(tensor, FakeTensor) or (not isinstance(tensor, nn.Parameter) and type(tensor) is not Tensor):
+        return tensor  # one that an earlier dry run has left; or of a subclass that may not know how to be copied
+    return _twin(tensor, lazy_copy(tensor)).requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def stand_ins(module: nn.Module, replacement: Replacement, trained: Iterable[Tensor] = ()) -> Iterator[None]:
+    """Tensors that ``module`` holds, in any way that can be seen, are replaced; at the end the originals are back.
+
+    A step can still reach originals, through a closure, say. So the gradients of all that could get one are put aside
+    for that time, and what TorchScript modules hold, which cannot be replaced, gets back its values.
+
+    Args:
+        module: whose tensors are to be replaced.
+        replacement: by what.
+        trained: what else a backward pass may give a gradient to, such as parameters of a loss.
+    """
+    reachable = replacement.reachable(module)
+    beside = [*trained, *replacement.trained()]
+    with _gradients_put_aside(beside), _values_kept(scripted(reachable)), uncompiled():
+        try:
+            with _swapped(reachable, replacement):
+                yield
+        finally:
+            replacement.forget_gradients()
+
+
+@contextmanager
+def _swapped(reachable: ReachableState, replacement: Replacement) -> Iterator[None]:
+    lists = Snapshot()  # a step may take something out, so that places in them are others afterwards
+    before: list[tuple[Any, Any, Any]] = []
+    try:
+        for container, key in reachable.places:
+            if not isinstance(container, dict | Slots):
+                lists.save(container)
+            if _has(container, key):
+                value = container[key]
+                before.append((container, key, value))
+                container[key] = replacement.at(value)
+        yield
+    finally:
+        for container, key, value in before:
+            if isinstance(container, dict | Slots):
+                container[key] = value
+        lists.put_back()
+
+
+def _has(container: Any, key: Any) -> bool:
+    return key in container if isinstance(container, dict | Slots) else key < len(container)
+
+
+@contextmanager
+def _gradients_put_aside(tensors: Iterable[Tensor]) -> Iterator[None]:
+    before = {id(tensor): (tensor, tensor.grad) for tensor in tensors}
+    try:
+        for tensor, _ in before.values():
+            tensor.grad = None
+        yield
+    finally:
+        for tensor, gradient in before.values():
+            tensor.grad = gradient
+
+
+@contextmanager
+def _values_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
+    before = [(tensor, lazy_copy(tensor), version_of(tensor)) for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, value, version in before:
+            # Kernels of BatchNorm do not say that they write into buffers, which are small.
+            if version_of(tensor) != version or not isinstance(tensor, nn.Parameter):
+                tensor.data.copy_(value)
+
+
+def scripted(reachable: ReachableState) -> list[Tensor]:
+    """Parameters and buffers of TorchScript modules."""
+    modules = [module for module in reachable.modules if isinstance(module, torch.jit.ScriptModule)]
+    return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+
+
+def _is_trained(tensor: Tensor) -> bool:
+    return tensor.is_leaf and tensor.requires_grad
+
+
+def stand_in_optimizer(optimizer: torch.optim.Optimizer, replacement: Replacement) -> torch.optim.Optimizer:
+    """An optimizer of the same kind and settings over the stand-ins, without hooks or a scheduler's wrapper."""
+    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    twin.__dict__.pop("step", None)  # schedulers put a counting wrapper there, bound to the original
+    for name in STEP_HOOKS:
+        twin.__dict__[name] = OrderedDict()
+    twin.param_groups = [
+        {key: replacement.tree(value) for key, value in group.items()} for group in optimizer.param_groups
+    ]
+    states = {replacement.of(parameter): replacement.tree(state) for parameter, state in optimizer.state.items()}
+    twin.state = defaultdict(dict, states)
+    return twin

@@ -1,0 +1,117 @@
+"""Private names of autograd: its engine, the numbers of its nodes, and what nodes saved.
+
+All of them were seen to do this in torch 2.11, 2.13 and 2.14 (2.11 is the oldest that is supported).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from operator import methodcaller
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd import forward_ad
+from torch.autograd.graph import Node
+
+from retime.foundations.torch_private.missing import PrivateNameError, needed_by, read_private
+
+__all__ = [
+    "RAW_SAVED",
+    "check_saved_values",
+    "current_node",
+    "forward_ad_level",
+    "graph_task_id",
+    "in_function_transform",
+    "keeps_graph",
+    "loss_choices",
+    "next_sequence_number",
+    "queue_callback",
+    "run_backward",
+    "saves_any",
+    "sequence_number",
+    "top_saved_tensors_hooks",
+    "will_execute",
+]
+
+with needed_by("offloading and out-of-order weight gradients, to tell a forward pass inside of a backward pass,"):
+    graph_task_id = torch._C._current_graph_task_id
+"""The number of the backward pass that runs in this thread; -1 outside of any."""
+
+with needed_by("out-of-order weight gradients, to let a graph live that is asked to (retain_graph=True),"):
+    keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+"""Whether the running backward pass leaves the graph as it is."""
+
+with needed_by("out-of-order weight gradients, to leave alone backward passes that want none (autograd.grad),"):
+    will_execute = torch._C._will_engine_execute_node
+"""Whether the running backward pass reaches a node; to be called inside of one."""
+
+with needed_by("fusion, out-of-order data parallel and offloading, which act at the end of a backward pass,"):
+    queue_callback: Callable[[Callable[[], Any]], None] = torch.autograd.Variable._execution_engine.queue_callback
+"""Call this at the end of the running backward pass; callbacks that callbacks queue come after all others."""
+
+with needed_by("the dry run of a memory budget, to name the layer that a step of the backward pass belongs to,"):
+    current_node: Callable[[], Node | None] = torch._C._current_autograd_node
+"""The node that the engine runs at the moment; None outside of a backward pass."""
+
+with needed_by("out-of-order weight gradients and offloading, which find a layer's nodes by their numbers,"):
+    next_sequence_number = torch._C._autograd._get_sequence_nr
+    torch.autograd.graph.Node._sequence_nr  # noqa: B018
+"""The number that this thread's next node of the graph gets."""
+
+sequence_number: Callable[[Node], int] = methodcaller("_sequence_nr")
+"""The number of a node of the graph; those of leaves are larger than any other."""
+
+with needed_by("offloading and out-of-order weight gradients, which must not nest in a user's own saved-tensor hooks,"):
+    top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+"""The innermost pair of saved-tensor hooks or None; its argument says to look past those of a trace."""
+
+with needed_by("out-of-order weight gradients, which leave torch.func's transforms alone,"):
+    in_function_transform = torch._C._are_functorch_transforms_active
+"""Whether code runs inside ``torch.func.grad``, ``vmap`` and their like."""
+
+with needed_by("out-of-order weight gradients, which leave forward-mode differentiation alone,"):
+    forward_ad._current_level  # noqa: B018
+forward_ad_level: Callable[[], int] = functools.partial(getattr, forward_ad, "_current_level")
+"""How many levels of forward-mode differentiation are open, less one."""
+
+with needed_by("the memory budget's probe, whose modes stay on in the backward pass,"):
+    from torch.autograd.graph import _engine_run_backward as run_backward
+"""``loss.backward()`` or ``autograd.grad`` without what the public functions do for TorchFunctionModes."""
+
+RAW_SAVED = "_raw_saved_"
+"""How a node's attributes begin that hold a saved tensor without unpacking it (which would call hooks)."""
+_REDUCTION, _IGNORED, _CLASS_WEIGHT = "_saved_reduction", "_saved_ignore_index", RAW_SAVED + "weight"
+
+
+def saves_any(node: Node, names: tuple[str, ...]) -> bool:
+    """Whether a node saved a tensor under one of these names, such as ``result``."""
+    return any(hasattr(node, RAW_SAVED + name) for name in names)
+
+
+def loss_choices(node: Node) -> tuple[Any, Any, bool]:
+    """How the node of a loss reduces, which class it ignores and whether it weighs classes; None where it has none."""
+    weight = getattr(node, _CLASS_WEIGHT, None)
+    return getattr(node, _REDUCTION, None), getattr(node, _IGNORED, None), getattr(weight, "data", None) is not None
+
+
+@functools.cache
+def check_saved_values() -> None:
+    """Look once whether nodes have what :func:`saves_any` and :func:`loss_choices` would not miss.
+
+    Raises:
+        PrivateNameError: they keep what they saved by other names.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.zeros(1, 2, device="cpu", requires_grad=True)
+        loss = F.nll_loss(x, torch.zeros(1, dtype=torch.int64, device="cpu"), torch.ones(2, device="cpu"))
+        one_kernel, loss_node = x.exp().grad_fn, loss.grad_fn
+    feature = "the memory budget, to see that a step takes another way through its losses,"
+    for name in (_REDUCTION, _IGNORED, _CLASS_WEIGHT):
+        read_private(loss_node, name, feature)
+    if loss_choices(loss_node)[2] is not True:  # type: ignore[arg-type]
+        raise PrivateNameError("a node's saved tensor no longer has 'data'", feature)
+    read_private(
+        one_kernel, RAW_SAVED + "result", "out-of-order weight gradients, to see that a kernel saved its output,"
+    )

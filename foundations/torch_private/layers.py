@@ -1,0 +1,96 @@
+"""Private names of ``torch.nn``: bases of layers, hooks on modules, and what recurrent layers keep.
+
+All of them were seen to do this in torch 2.11, 2.13 and 2.14 (2.11 is the oldest that is supported).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as _module
+
+from retime.foundations.torch_private.missing import attribute, needed_by
+
+__all__ = [
+    "BatchNormBase",
+    "ConvBase",
+    "FLAT_WEIGHTS",
+    "FLAT_WEIGHTS_NAMES",
+    "own_buffers",
+    "flat_weights",
+    "flat_weights_names",
+    "forward_hooks",
+    "forward_pre_hooks",
+    "has_backward_hooks",
+    "has_global_backward_hooks",
+    "own_parameters",
+    "recurrent_kernels",
+    "weight_names",
+]
+
+with needed_by("the memory budget, which keeps batches whole that BatchNorm counts over,"):
+    from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
+"""The base of all BatchNorm layers."""
+
+with needed_by("vDNN, the memory budget's peer, to find convolutions,"):
+    from torch.nn.modules.conv import _ConvNd as ConvBase
+"""The base of all convolutions."""
+
+_plain, _recurrent = nn.Module(), nn.RNN(1, 1, device="meta")
+
+_READERS = "fusion and out-of-order weight gradients, which must see hooks that read weights or gradients,"
+_backward_hooks = attribute(_plain, "_backward_hooks", _READERS)
+_backward_pre_hooks = attribute(_plain, "_backward_pre_hooks", _READERS)
+with needed_by(_READERS):
+    _module._global_backward_hooks, _module._global_backward_pre_hooks  # noqa: B018
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether ``register_full_backward_hook`` or one of its kind put something on this module."""
+    return bool(_backward_hooks(module) or _backward_pre_hooks(module))
+
+
+def has_global_backward_hooks() -> bool:
+    """Whether hooks of all modules' backward passes are registered; names that torch may bind anew are read here."""
+    return bool(_module._global_backward_hooks or _module._global_backward_pre_hooks)
+
+
+forward_pre_hooks: Callable[[nn.Module], dict[int, Callable[..., Any]]] = attribute(
+    _plain, "_forward_pre_hooks", "ScanSequential, which runs no layer by a scan that has hooks,"
+)
+"""What ``register_forward_pre_hook`` put on a module."""
+
+forward_hooks: Callable[[nn.Module], dict[int, Callable[..., Any]]] = attribute(
+    _plain, "_forward_hooks", "ScanSequential, which runs no layer by a scan that has hooks,"
+)
+"""What ``register_forward_hook`` put on a module."""
+
+own_parameters: Callable[[nn.Module], dict[str, Any]] = attribute(
+    _plain, "_parameters", "out-of-order weight gradients, to put stand-ins in a layer's parameters' places,"
+)
+"""A module's own parameters by name, the dictionary itself."""
+
+own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attribute(
+    _plain, "_buffers", "the memory budget's batchnorm='ghost', to give a layer statistics for a dry run,"
+)
+"""A module's own buffers by name, the dictionary itself."""
+
+_CONVERSION = "converted recurrent layers (ScanRNN, ScanGRU, ScanLSTM)"
+FLAT_WEIGHTS, FLAT_WEIGHTS_NAMES = "_flat_weights", "_flat_weights_names"
+"""What ``nn.RNNBase.flatten_parameters`` reads, for objects made for it alone."""
+
+flat_weights: Callable[[nn.RNNBase], list[Tensor]] = attribute(_recurrent, FLAT_WEIGHTS, _CONVERSION)
+"""A recurrent layer's weights in the order in which torch's kernels take them."""
+
+flat_weights_names: Callable[[nn.RNNBase], list[str]] = attribute(_recurrent, FLAT_WEIGHTS_NAMES, _CONVERSION)
+"""Their names, in that order."""
+
+weight_names: Callable[[nn.RNNBase], list[list[str]]] = attribute(_recurrent, "_all_weights", _CONVERSION)
+"""The names of the weights and biases of each layer and direction."""
+
+with needed_by(_CONVERSION):
+    recurrent_kernels: Any = torch._VF
+"""torch's own kernels of recurrent layers: ``rnn_tanh``, ``rnn_relu``, ``gru``, ``lstm``."""

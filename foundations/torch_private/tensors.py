@@ -1,0 +1,77 @@
+"""Private names of tensors: version counters, hooks, views, subclasses and torch functions.
+
+All of them were seen to do this in torch 2.11, 2.13 and 2.14 (2.11 is the oldest that is supported).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retime.foundations.torch_private.missing import attribute, needed_by
+
+__all__ = [
+    "base_of",
+    "disabled_torch_function",
+    "make_wrapper_subclass",
+    "neg_view",
+    "kept_version",
+    "post_accumulate_hooks",
+    "reads_of_hooks",
+    "sparse_indices",
+    "sparse_values",
+    "tensor_hooks",
+    "version_of",
+    "without_subclass_functions",
+    "without_torch_functions",
+]
+
+version_of: Callable[[Tensor], int] = attribute(
+    Tensor, "_version", "fusion, offloading and the memory budget's dry run, to see writes into tensors,"
+)
+"""How often a tensor's memory was written into in place; views count together."""
+
+with needed_by("pipelines, whose received tensors take the place of those that a checkpoint has saved,"):
+    from torch.autograd.grad_mode import _unsafe_preserve_version_counter as kept_version
+"""A context in which writes into a tensor do not count as such."""
+
+base_of: Callable[[Tensor], Tensor | None] = attribute(
+    Tensor, "_base", "the memory budget's dry run, to see what a step leaves in tensors from outside,"
+)
+"""The tensor that this one is a view of, or None."""
+
+tensor_hooks: Callable[[Tensor], dict[int, Callable[..., Any]] | None] = attribute(
+    Tensor, "_backward_hooks", "the memory budget and out-of-order weight gradients, to respect a tensor's hooks,"
+)
+"""What ``register_hook`` was given, or None."""
+
+post_accumulate_hooks: Callable[[Tensor], dict[int, Callable[..., Any]] | None] = attribute(
+    Tensor, "_post_accumulate_grad_hooks", "backward fusion and the memory budget, to see who else reads gradients,"
+)
+"""What ``register_post_accumulate_grad_hook`` was given, or None."""
+
+_form: Any = Tensor  # whose descriptors have no types
+with needed_by("forward fusion, whose updates need not run when somebody asks for a parameter's hooks,"):
+    reads_of_hooks: tuple[Any, ...] = (_form._backward_hooks.__get__, _form._post_accumulate_grad_hooks.__get__)
+"""The torch functions that look at a tensor's hooks."""
+
+with needed_by("backward fusion, for gradients that have a form and no memory,"):
+    make_wrapper_subclass = Tensor._make_wrapper_subclass
+    disabled_torch_function = torch._C._disabled_torch_function_impl
+"""A tensor of a subclass with sizes and no memory; and the ``__torch_function__`` that leaves all to the dispatcher."""
+
+with needed_by("forward fusion, whose own reads of a parameter are none that must wait for its update,"):
+    without_torch_functions = torch._C.DisableTorchFunction
+    without_subclass_functions = torch._C.DisableTorchFunctionSubclass
+"""Contexts in which no ``__torch_function__`` is called; the second leaves modes on."""
+
+with needed_by("counting the bytes of sparse tensors"):
+    sparse_values, sparse_indices = Tensor._values, Tensor._indices
+"""The two parts of a sparse tensor, coalesced or not."""
+
+with needed_by("offloading, to give back a tensor with the negative bit,"):
+    neg_view = torch._neg_view
+"""A view whose values are the negative ones."""

@@ -1,0 +1,202 @@
+"""The backward pass of a model in two halves: output gradients when autograd runs, weight gradients when asked for."""
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+
+from retime.foundations.arguments import checked
+from retime.foundations.torch_private import check_saved_values
+from retime.foundations.weight_gradients.cut import Anchor
+from retime.foundations.weight_gradients.first_pass import FirstPass
+from retime.foundations.weight_gradients.guard import Guard
+from retime.foundations.weight_gradients.layer_hooks import LayerHooks
+from retime.foundations.weight_gradients.layers import Layer, find_layers
+from retime.foundations.weight_gradients.passes import Finished, PassesInFlight, WaitingPass
+
+
+class SplitBackward:
+    """Lets the weight gradients of a model's layers wait, pass by pass, until they are asked for.
+
+    A pass is what belongs to one micro-batch: its forward and backward passes. Several can be in flight, and each is
+    finished, layer by layer if need be, or dropped without the others::
+
+        split = SplitBackward(stage)
+        split.watch(stage(example))                  # shows the order; this pass runs as ever
+        with split.begin(0):
+            first = stage(micro_batches[0])
+        with split.begin(1):
+            second = stage(micro_batches[1])
+        second.backward(gradients[1])                # output gradients only
+        first.backward(gradients[0])
+        split.finish_layer(0, split.order[0])
+        split.finish(0)                              # what is left of it, in forward order
+        split.finish(1)
+
+    Gradients are the same bits as those of plain backward passes in the order in which passes are finished. Layers that
+    cannot wait (``layers_in_order``) get theirs in the backward pass. Forward passes outside of :meth:`begin` belong
+    to one pass without a key (None), which begins anew with each backward pass.
+
+    Args:
+        model: any module; parameters must not be replaced while this is attached.
+        chosen: the layers whose weight gradients wait, asked at every call; None: all that can.
+        defers: whether forward passes may be split, asked at every call.
+        on_backward: called with the pass, inside of each backward pass, when its first weight gradient begins to wait.
+        on_order: called with the layers in forward order, as soon as the first pass has shown it.
+    """
+
+    @checked
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        chosen: Callable[[], set[Layer]] | None = None,
+        defers: Callable[[], bool] = lambda: True,
+        on_backward: Callable[[WaitingPass], None] = lambda one: None,
+        on_order: Callable[[list[Layer]], None] = lambda order: None,
+    ) -> None:
+        check_saved_values()
+        self.layers = find_layers(model)
+        self.deferred_gradients = self.buffered_gradients = 0
+        self.passes = PassesInFlight(on_backward)
+        self.first_pass = FirstPass(model, self.layers, on_order)
+        every = set(self.layers)
+        anchor = Anchor()
+        self._hooks = LayerHooks(
+            model,
+            self.layers,
+            self.passes,
+            self.first_pass,
+            Guard(anchor),
+            anchor,
+            chosen=(lambda: every) if chosen is None else chosen,
+            defers=defers,
+        )
+
+    @property
+    def order(self) -> list[Layer]:
+        """The layers in forward order, as the first pass showed it."""
+        return self.first_pass.order
+
+    @property
+    def layers_in_order(self) -> dict[str, int]:
+        """How many layers cannot wait, by reason."""
+        return dict(Counter(layer.why_in_order for layer in self.layers if layer.why_in_order is not None))
+
+    @property
+    def buffered_layers(self) -> dict[str, int]:
+        """How many layers' weight gradients are computed in order and handed on later, by reason."""
+        return dict(
+            Counter(la.why_buffered for la in self.layers if la.why_in_order is None and la.why_buffered is not None)
+        )
+
+    @property
+    def in_flight(self) -> list[Hashable]:
+        """The keys of the passes that have neither ended nor been dropped, in the order in which they began."""
+        return self.passes.keys()
+
+    def watch(self, root: Any) -> None:
+        """Look at the graph under ``root`` (the loss, or what the model returned) before its first backward pass.
+
+        Given every loss, this also guards each backward pass, as :meth:`guard` does.
+        """
+        self.guard(root)
+        self.first_pass.finish(root)
+
+    def guard(self, root: Any) -> None:
+        """Let backward passes through ``root`` raise before they set any gradient, where they would have to raise.
+
+        The model's own output is guarded always. ``root`` must come from the forward pass that was last.
+        """
+        self._hooks.guard(root)
+
+    def begin(self, key: Hashable) -> AbstractContextManager[None]:
+        """Forward passes inside of this context belong to the pass ``key``.
+
+        Raises:
+            ValueError: the key is None.
+        """
+        return self.passes.begin(key)
+
+    def waiting(self, key: Hashable) -> list[Layer]:
+        """The layers of which a weight gradient of this pass waits, in forward order.
+
+        Raises:
+            ValueError: no such pass is in flight.
+        """
+        waiting = self.passes.of(key).waiting()
+        return [layer for layer in self.order if layer in waiting]
+
+    def finish_layer(self, key: Hashable, layer: Layer) -> None:
+        """Compute the weight gradients of one layer that wait in this pass; hooks on its parameters fire.
+
+        Raises:
+            ValueError: no such pass is in flight.
+        """
+        self._finish(self.passes.of(key), [layer])
+
+    def finish(self, key: Hashable, layers: Iterable[Layer] | None = None) -> None:
+        """Compute the weight gradients that wait in this pass, in forward order, or in the order of ``layers``.
+
+        The pass is gone then, unless a backward pass through it can still come or something of it waits.
+
+        Raises:
+            ValueError: no such pass is in flight.
+        """
+        self._finish(self.passes.of(key), self.order if layers is None else layers)
+
+    def finish_together(self, key: Hashable) -> None:
+        """Compute all weight gradients that wait in this pass, in one call of autograd: faster, in an order of its own.
+
+        Raises:
+            ValueError: no such pass is in flight.
+        """
+        one = self.passes.of(key)
+        self._count(one.finish_together(self.order))
+        self.passes.settle(one)
+
+    def finish_all(self) -> None:
+        """Finish all passes in flight, in the order in which they began."""
+        for key in self.in_flight:
+            self.finish(key)
+
+    def drop(self, key: Hashable) -> None:
+        """Compute nothing more of this pass; a backward pass that comes through it all the same raises.
+
+        Raises:
+            ValueError: no such pass is in flight.
+        """
+        self.passes.drop(key)
+
+    def _finish(self, one: WaitingPass, layers: Iterable[Layer]) -> None:
+        for layer in layers:
+            try:
+                done = one.finish_layer(layer)
+            except RuntimeError as error:
+                if "marked" in str(error) and "ready" in str(error):
+                    error.add_note(f"retime: the parameters of {layer.name!r} are read by other code too: use k=0")
+                raise
+            self._count(done)
+        self.passes.settle(one)
+
+    def _count(self, done: Finished) -> None:
+        self.deferred_gradients += done.deferred
+        self.buffered_gradients += done.buffered
+
+    def forget_forward(self) -> None:
+        """The forward pass that was last is over: :meth:`guard` guards nothing until the next."""
+        self._hooks.forget_forward()
+
+    def forget(self) -> None:
+        """Drop what a forward or backward pass without a key left behind that failed; keyed passes stay."""
+        self._hooks.forget()
+        self.first_pass.forget()
+        self.passes.unnamed.forget()
+
+    def remove(self) -> None:
+        """Take all hooks off, and drop every pass."""
+        self._hooks.remove()
+        self.forget()
+        self.passes.drop_all()

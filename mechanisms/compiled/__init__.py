@@ -1,6 +1,0 @@
-"""C++ of our own: compiled once with the system's compiler, kept where nobody else may write, loaded with ctypes."""
-
-from retime.mechanisms.compiled.library import NoLibraryError, Source
-from retime.mechanisms.compiled.own_folder import OwnFolder
-
-__all__ = ["NoLibraryError", "OwnFolder", "Source"]

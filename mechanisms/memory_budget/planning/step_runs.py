@@ -1,0 +1,268 @@
+"""Dry runs of one step, made when they are needed; small real runs on copies where it cannot be run dry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property, wraps
+from typing import Any, TypeVar
+
+from retime.foundations.cpu_pool import POOLED_BYTES
+from retime.foundations.parts import batch_statistics_layers, part_lengths, sizes_of
+from retime.foundations.storages import has_storage, tensors_in
+from retime.foundations.torch_private import storage_address
+from retime.mechanisms.memory_budget.dry_run import DryRun, Lifetimes, Size, StepProfile, TrainingStep, everything
+from retime.mechanisms.memory_budget.host import HostNone
+from retime.mechanisms.memory_budget.offload import NoHooksError
+from retime.schedules.budget import OffloadPlan, Phase
+from retime.schedules.errors import ScheduleError
+
+# Samples of a real run, where the batch is to stay whole: one may be too few for batch statistics.
+_FEW = 2
+
+Operations = Mapping[tuple[Phase, str, str], Size]
+"""What operations allocate for themselves, by phase, layer and name."""
+
+_Result = TypeVar("_Result")
+
+
+def _once(method: Callable[..., _Result]) -> Callable[..., _Result]:
+    """Kept with the object: its class would hold every model that was ever planned for, and so would a cycle."""
+
+    @wraps(method)
+    def kept(self: StepRuns, *arguments: int) -> _Result:
+        key = (method.__name__, *arguments)
+        if key not in self._done:
+            self._done[key] = method(self, *arguments)
+        result: _Result = self._done[key]
+        return result
+
+    return kept
+
+
+class StepRuns:
+    """What a step holds under any plan, from a few dry runs.
+
+    Where the step reads values, so that it cannot be run dry, small real runs on copies take their place, and sizes
+    for larger sub-batches follow from two of them; :attr:`note` says so.
+
+    Args:
+        step: the step.
+        sub_batches: see :class:`~retime.mechanisms.memory_budget.planning.step_memory.StepMemory`.
+        check: see there.
+        earlier: runs of the same step for other sizes: the dry run of the whole batch is not made again.
+
+    Attributes:
+        note: why predictions are not exact, or nothing can be offloaded; empty if they are, and storages can.
+        no_offload: what of that is about offloading. Dry runs are then without hooks, and know nothing that is saved.
+    """
+
+    def __init__(
+        self, step: TrainingStep, sub_batches: tuple[int, ...], *, check: bool = False, earlier: StepRuns | None = None
+    ) -> None:
+        self.step = step
+        self._check = check
+        self.sub_batches = tuple(
+            sorted({size for size in sub_batches if size <= -(-step.samples // 2)} | {step.samples})
+        )
+        if step.samples not in sub_batches and len(self.sub_batches) > 1:
+            self.sub_batches = self.sub_batches[:-1]
+        self.note = self.no_offload = ""
+        self._host: HostNone | None = None
+        self._dry_run: DryRun | None = None
+        self._profile: StepProfile | None = None
+        self._exact: tuple[OffloadPlan, int, StepProfile] | None = None
+        self._not_run_really: list[str] = []
+        self._done: dict[tuple[Any, ...], Any] = {}
+        if earlier is not None:
+            self._share(earlier)
+
+    def _share(self, earlier: StepRuns) -> None:
+        if earlier.plain is not None:
+            self._dry_run, self._profile = earlier._dry_run, earlier._profile
+        self.note = self.no_offload = earlier.no_offload
+        self._host = earlier._host
+
+    @cached_property
+    def plain(self) -> StepProfile | None:
+        """The whole batch with nothing offloaded; None where the step cannot be run dry."""
+        try:
+            profile = self._whole_batch()
+        except Exception as error:  # whatever the user's code says to tensors without values
+            self._add_note(f"{error}: predicted from real runs of a few samples")
+            return None
+        if self._check and not self._dry_is_real(in_place=not profile.trace.writes_parameters):
+            self._add_note("a real run saves other storages than a dry one: predicted from real runs of a few samples")
+            return None
+        return profile
+
+    def _dry_is_real(self, in_place: bool) -> bool:
+        few = self.sub_batches[0] if len(self.sub_batches) > 1 else min(_FEW, self.step.samples)
+        small = replace(self.step.of_size(few), optimizers=())
+        dry, real = (
+            DryRun(small, real=real, host=self._host, in_place=in_place).run(OffloadPlan(small.samples))
+            for real in (False, True)
+        )
+        return [one.nbytes for one in dry.saved] == [one.nbytes for one in real.saved]
+
+    @property
+    def not_run(self) -> list[str]:
+        """Classes of optimizers whose states are not known, because they could not be run by themselves."""
+        dry = self._dry.not_run if self.plain is not None else []
+        return list(dict.fromkeys([*dry, *self._not_run_really]))
+
+    def lifetimes(self, sub_batch: int) -> Lifetimes:
+        """Lives of storages for the whole batch at once, or for parts of it."""
+        if sub_batch == self.step.samples:
+            return self._whole
+        smallest, lives = self._parts
+        return lives if lives is not None and sub_batch >= smallest else self._alone(sub_batch)
+
+    def plan(self, sub_batch: int, *, all_of: bool = False) -> OffloadPlan:
+        """Nothing, or everything, offloaded."""
+        saved = len(self.lifetimes(sub_batch).passes[0])
+        return OffloadPlan(sub_batch, frozenset(range(saved)) if all_of else frozenset(), 0, saved)
+
+    def peak_bytes(self, plan: OffloadPlan, in_flight_bytes: int, operations: Operations) -> int:
+        """What tensors and operations hold at most under a plan, put together from the dry runs."""
+        lives = self.lifetimes(plan.sub_batch)
+        first, *others = part_lengths(self.step.samples, -(-self.step.samples // plan.sub_batch))
+        second = others[0] if others and first == plan.sub_batch else None
+        return max(self.update_bytes, lives.peak_bytes(plan, in_flight_bytes, operations, second))
+
+    def exact_bytes(self, plan: OffloadPlan, in_flight_bytes: int, operations: Operations) -> tuple[int, int]:
+        """The same by a dry run under this very plan, or put together where there is none; and of tensors alone.
+
+        The second number is 0 where nothing can be run dry.
+        """
+        if self.plain is None:
+            return self.peak_bytes(plan, in_flight_bytes, operations), 0
+        run = self.exact_run(plan, in_flight_bytes)
+        return max(self.update_bytes, run.peak_with(operations)), max(self.update_bytes, run.peak_bytes)
+
+    def small_bytes(self, plan: OffloadPlan, in_flight_bytes: int, operations: Operations) -> int:
+        """By how much the peak is lower without the tensors that a pool leaves to the C library; 0 where unknown."""
+        if self.plain is None:
+            return 0
+        whole = plan.sub_batch >= self.step.samples and not plan.offload
+        run = self.plain if whole else self.exact_run(plan, in_flight_bytes)
+        peaks = (run.peak_with(operations, smallest) for smallest in (1, POOLED_BYTES))
+        total, large = (max(self.update_bytes, peak) for peak in peaks)
+        return total - large
+
+    def exact_run(self, plan: OffloadPlan, in_flight_bytes: int = 0) -> StepProfile:
+        """A dry run under this very plan, without the update, for steps that can be run dry; the last one is kept."""
+        if self._exact is None or self._exact[:2] != (plan, in_flight_bytes):
+            run = self._dry.run(plan, in_flight_bytes=in_flight_bytes, update=False, as_cut=True)
+            self._exact = plan, in_flight_bytes, run
+        return self._exact[2]
+
+    @property
+    def _dry(self) -> DryRun:
+        if self._dry_run is None:
+            self._dry_run = DryRun(self.step, host=self._host)
+        return self._dry_run
+
+    def _whole_batch(self) -> StepProfile:
+        if self._profile is None:
+            self._profile = self._hooked_or_not(lambda: self._dry.run(OffloadPlan(self.step.samples)))
+        return self._profile
+
+    @cached_property
+    def update_bytes(self) -> int:
+        """What is held during the optimizers' updates."""
+        if self.plain is not None:
+            return self.plain.trace.update_peak_bytes
+        few = self.step.of_size(min(self._least, self.step.samples))
+        batch_bytes = sum(sizes_of(few.batch))
+        small = DryRun(few, real=True, host=self._host).run(OffloadPlan(few.samples)).trace.update_peak_bytes
+        return small - batch_bytes + self._batch_bytes if small else 0
+
+    @cached_property
+    def _least(self) -> int:
+        """A BatchNorm after pooling refuses one sample."""
+        return 2 if batch_statistics_layers(self.step.module) else 1
+
+    @cached_property
+    def _whole(self) -> Lifetimes:
+        samples = self.step.samples
+        if self.plain is not None:
+            try:
+                return Lifetimes(self.plain, self.offloaded(samples))
+            except ScheduleError:  # the first pass ever did more: it made a mask, say, that the model keeps
+                return Lifetimes(self._part(samples), self.offloaded(samples))
+        # With very few samples a step may run other operations than with more.
+        for low in (1, 2, 4)[self._least - 1 :]:
+            small, large = (self._real(size, size) for size in (min(low, samples), min(2 * low, samples)))
+            with suppress(ScheduleError):
+                return Lifetimes(*small, large[0], batch_bytes=self._batch_bytes)
+        return Lifetimes(*self._real(samples, samples))
+
+    @cached_property
+    def _parts(self) -> tuple[int, Lifetimes | None]:
+        """Lives for sub-batches from a size on: with one sample, say, a step may run other operations than with two."""
+        # Of an odd batch's two halves the second has one sample less, so sizes do not follow from it.
+        sizes = [size for size in self.sub_batches if size <= self.step.samples // 2]
+        for low in sizes[:-1]:
+            try:
+                return low, self._between(low, sizes[-1])
+            except ScheduleError:
+                continue
+        return self.step.samples, None
+
+    def _between(self, low: int, high: int) -> Lifetimes:
+        if self.plain is not None:
+            return Lifetimes(self._part(low), self.offloaded(low), self._part(high))
+        small, large = self._real(low, 2 * low), self._real(2 * low, min(4 * low, self.step.samples))
+        return Lifetimes(*small, large[0], batch_bytes=self._batch_bytes)
+
+    @_once
+    def _alone(self, sub_batch: int) -> Lifetimes:
+        if self.plain is not None:
+            return Lifetimes(self._part(sub_batch), self.offloaded(sub_batch))
+        return Lifetimes(*self._real(sub_batch, 2 * sub_batch), batch_bytes=self._batch_bytes)
+
+    @_once
+    def _part(self, sub_batch: int) -> StepProfile:
+        return self._dry.run(OffloadPlan(sub_batch), update=False)
+
+    @_once
+    def offloaded(self, sub_batch: int) -> StepProfile:
+        """A run with everything offloaded."""
+        if self.plain is not None:
+            return self._dry.run(everything(sub_batch), compare=False, update=False)
+        return self._real(sub_batch, min(2 * sub_batch, self.step.samples))[1]
+
+    @_once
+    def _real(self, sub_batch: int, samples: int) -> tuple[StepProfile, StepProfile]:
+        """Plain, and with everything offloaded, on copies of the model and the first ``samples``."""
+        return self._hooked_or_not(lambda: self._two_real(sub_batch, samples))
+
+    def _two_real(self, sub_batch: int, samples: int) -> tuple[StepProfile, StepProfile]:
+        run = DryRun(self.step.of_size(samples), real=True, host=self._host)
+        self._not_run_really += run.not_run
+        plain = run.run(OffloadPlan(sub_batch), update=False)
+        return plain, run.run(everything(sub_batch), compare=False, update=False)
+
+    def _hooked_or_not(self, run: Callable[[], _Result]) -> _Result:
+        """What a run finds; one without hooks, from now on, where the step refuses them."""
+        try:
+            return run()
+        except NoHooksError as error:
+            self.no_offload, self._host = str(error), HostNone()
+            self._add_note(self.no_offload)
+            self._dry_run = None  # made anew, without
+            return run()
+
+    def _add_note(self, text: str) -> None:
+        self.note = "; ".join(filter(None, (self.note, text)))
+
+    @property
+    def _batch_bytes(self) -> int:
+        tensors = tensors_in(self.step.batch)
+        storages = [tensor.untyped_storage() for tensor in tensors if has_storage(tensor)]
+        others = [tensor for tensor in tensors if not has_storage(tensor)]
+        return sum({storage_address(storage): storage.nbytes() for storage in storages}.values()) + sum(
+            sizes_of(others)
+        )

@@ -1,0 +1,344 @@
+"""Runs of a step on a few samples and on parts of them, with gradients kept as sketches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from retime.foundations.parts import Split, loss_of, map_leaves, replaced_tensors, samples_in
+from retime.foundations.preserve_state import Untouched, seed_all
+from retime.foundations.torch_private import run_backward
+from retime.mechanisms.memory_budget.separability.altered import ALTERATIONS, Altered, SampleNoise
+from retime.mechanisms.memory_budget.separability.flow import Flow
+from retime.mechanisms.memory_budget.separability.flow_judge import FlowVerdict, judge_flow
+from retime.mechanisms.memory_budget.separability.watch import NoDropout, Watch
+
+__all__ = ["Case", "Outcome", "Probe", "Prober", "Run", "loss_of", "scalars_of"]
+
+_SKETCH = 1024
+_BLOCK = 256 * _SKETCH
+_OFTEN = 2**10 * 3**2 * 5**4 * 7 * 11 * 13
+_LATER = (25199, 25200, 25201, _OFTEN - 1, _OFTEN, _OFTEN + 1)
+"""Late calls of a step, soon and very late: the last is a multiple of all numbers up to 16, of powers of two up to
+1024, of 500, 1000 and 5000, at which a step may do something, and those beside it, as it may count first."""
+
+
+@dataclass
+class Run:
+    """What one run of the step gave: sketches of gradients by parameter, scalars, and tensors it had changed.
+
+    Attributes:
+        counters: numbers in attributes and in names outside of the model that it changed.
+    """
+
+    gradients: dict[str, Tensor]
+    loss: float
+    scalars: dict[str, float]
+    changed: dict[str, Tensor] = field(default_factory=dict)
+    flow: Flow = field(default_factory=Flow)
+    counters: list[tuple[int, str]] = field(default_factory=list)
+
+    def same_as(self, other: Run) -> bool:
+        """Whether its loss came from the same operations, and it gave the same numbers bit by bit."""
+        towards = ([one.name for one in flow.towards_loss()] for flow in (self.flow, other.flow))
+        return (
+            next(towards) == next(towards)
+            and self.loss == other.loss
+            and self.gradients.keys() == other.gradients.keys()
+            and all(torch.equal(one, other.gradients[name]) for name, one in self.gradients.items())
+        )
+
+
+@dataclass
+class Case:
+    """The parts of a probed batch, run one after the other without a restart, as sub-batches will be."""
+
+    parts: list[Any]
+    samples: list[int]
+    runs: list[Run]
+
+
+@dataclass
+class Probe:
+    """One small batch, run whole and in parts of several sizes."""
+
+    full: Run
+    cases: list[Case] = field(default_factory=list)
+
+    def flow(self) -> tuple[FlowVerdict, Any]:
+        """What the flow of values through the whole and through a part of it shows, and that part."""
+        runs = [(part, run) for case in self.cases for part, run in zip(case.parts, case.runs, strict=True)]
+        verdicts = ((judge_flow(self.full.flow, run.flow), part) for part, run in runs)
+        first = next(verdicts)
+        if not first[0].other_operations:
+            return first
+        return next((found for found in verdicts if not found[0].other_operations), first)
+
+    def changed_differently(self, tolerance: float) -> list[str]:
+        """Parameters and buffers that are not the same after the parts as after the whole, but for rounding.
+
+        Args:
+            tolerance: relative; a power iteration, of spectral norm for one, changes little when it has converged.
+        """
+        found = []
+        for case in self.cases:
+            after: dict[str, Tensor] = {}
+            for run in case.runs:
+                after |= run.changed
+            for name in {**self.full.changed, **after}:
+                whole, parts = self.full.changed.get(name), after.get(name)
+                if whole is None or parts is None or not _alike(whole, parts, tolerance):
+                    found.append(name)
+        return found
+
+
+@dataclass
+class Outcome:
+    """The probes that ran to their end, and why one did not."""
+
+    probes: list[Probe]
+    failure: str = ""
+
+
+class Prober:
+    """Runs a step on copies of its model.
+
+    Attributes:
+        compared: comparisons with constants, of all runs; see :class:`Watch`.
+        epsilon: of the coarsest type.
+        random: random numbers were drawn.
+        zeros: terms of the loss are multiplied by 0.
+        reads: the values that the first run read.
+    """
+
+    def __init__(self, step: Callable[[Any], Any], scratch: Untouched, dtype: torch.dtype | None, split: Split) -> None:
+        self._step, self._scratch, self._dtype, self._split = step, scratch, dtype, split
+        self.compared: set[tuple[str, str, float]] = set()
+        self.epsilon = 0.0
+        self.random = self.zeros = False
+        self.reads: list[Any] | None = None
+        self._reentrant = self._lifted = False
+        self._noise: SampleNoise | None = None
+
+    def lifted(self, batch: Any, names: Sequence[int]) -> Outcome:
+        """As :meth:`probe`, but terms of the loss that are multiplied by 0 are multiplied by another number.
+
+        Returns:
+            Why the step does not run so, if it does not.
+        """
+        self._lifted = True
+        try:
+            return self.probe(batch, names)
+        except Exception as error:  # whatever a step says to other numbers than its own
+            return Outcome([], f"a term of its loss is multiplied by 0, and it fails where that is another ({error})")
+        finally:
+            self._lifted = False
+
+    def unlike(self, batch: Any, names: Sequence[int]) -> Probe | None:
+        """As :meth:`probe`, with samples that modules give unlike values for; None where the step does not run so."""
+        self._noise = SampleNoise()
+        try:
+            outcome = self.probe(batch, names)
+        except Exception:  # whatever a step says to other values than its own
+            return None
+        finally:
+            self._noise = None
+        return None if outcome.failure else outcome.probes[0]
+
+    def probe(self, batch: Any, names: Sequence[int], pairs: int = 2) -> Outcome:
+        """Run the step on a small batch and on uneven parts of it.
+
+        Args:
+            names: a number for each sample, which seeds its random numbers.
+            pairs: in how many ways to cut the batch.
+
+        Raises:
+            ValueError: the loss needs no gradient.
+            Exception: whatever the step raises on the whole of it.
+        """
+        samples = samples_in(batch, self._split)
+        names = list(names)[:samples]
+        self._scratch.restart()
+        found = Probe(self._run(batch, names))
+        for sub_batch in dict.fromkeys((samples // 2 + 1, samples - 1)[:pairs]) if samples > 2 else (1,):
+            parts = list(self._split(batch, sub_batch))
+            case = Case(parts, [samples_in(part, self._split) for part in parts], [])
+            self._scratch.restart()
+            start = 0
+            for part, size in zip(parts, case.samples, strict=True):
+                try:
+                    case.runs.append(self._run(part, names[start : start + size]))
+                except Exception as error:
+                    if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
+                        raise
+                    return Outcome(
+                        [found],
+                        f"the step runs on {samples} samples but not on {size} of them "
+                        f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'})",
+                    )
+                start += size
+            found.cases.append(case)
+        return Outcome([found])
+
+    def depends_on_reads(self, batch: Any, names: Sequence[int], full: Run, read: Sequence[int]) -> bool:
+        """Whether the step computes something else, or cannot run, if it reads other values.
+
+        Args:
+            batch, names: as for :meth:`probe`.
+            full: what it gave on that batch.
+            read: positions among all reads of those that are altered.
+        """
+        for how in ALTERATIONS:
+            self._scratch.restart()
+            altered = Altered(set(read), max(read), how)
+            try:
+                run = self._run(batch, list(names), altered)
+            except Exception as error:
+                if altered.checked(error):
+                    continue
+                return True
+            if not run.same_as(full):
+                return True
+        return False
+
+    def depends_on_counters(self, batch: Any, names: Sequence[int], full: Run) -> str:
+        """Which numbers that each call of the step changes have a part in what it computes; empty if none has."""
+        for value in _LATER if full.counters else ():
+            self._scratch.restart()
+            for key in full.counters:
+                self._scratch.bind(key, value)
+            try:
+                same = self._run(batch, list(names)).same_as(full)
+            except Exception:  # whatever a step says to having been called so often
+                same = False
+            if not same:
+                return ", ".join(dict.fromkeys(name for _, name in full.counters))
+        return ""
+
+    def _run(self, batch: Any, names: Sequence[int], altered: Altered | None = None) -> Run:
+        before = self._scratch.numbers()
+        seed_all()  # for each part too: the noise of a sample depends on its name and on the draws before
+        batch = replaced_tensors(batch, self._copied)  # parts are views, and a step may write into its batch
+        parameters = self._scratch.parameters()
+        try:
+            output, gradients, watch = self._gradients(batch, names, parameters, altered)
+        except RuntimeError as error:
+            if self._reentrant or "checkpoint" not in str(error).lower():
+                raise
+            self._reentrant = True  # reentrant checkpoints cannot be asked for chosen gradients
+            self._scratch.restart()
+            output, gradients, watch = self._gradients(batch, names, self._scratch.parameters(), altered)
+        self.compared |= watch.compared
+        self.epsilon = max(self.epsilon, watch.epsilon)
+        self.zeros |= watch.zeros.found
+        self.reads = watch.reads if self.reads is None else self.reads
+        sketches = {name: sketch(gradient) for name, gradient in gradients.items()}
+        watch.flow.release()
+        after = self._scratch.numbers()
+        counters = [key for key in after if after[key] != before.get(key)]
+        loss, scalars = float(loss_of(output).detach()), scalars_of(output)
+        return Run(sketches, loss, scalars, self._scratch.changed(), watch.flow, counters)
+
+    def _gradients(
+        self,
+        batch: Any,
+        names: Sequence[int],
+        parameters: list[tuple[str, Tensor, Tensor]],
+        altered: Altered | None,
+    ) -> tuple[Any, dict[str, Tensor], Watch]:
+        with torch.enable_grad(), Watch(names, batch, altered, self._lifted) as watch, NoDropout(watch) as dropout:
+            with nullcontext() if self._noise is None else self._noise.of(names):
+                output = self._step(batch)
+            self.random |= watch.drawn or dropout.seen
+            loss = loss_of(output)
+            watch.flow.end(loss)
+            if not loss.requires_grad:
+                raise ValueError("the step's loss needs no gradient: return the loss undetached, and run no backward")
+            if self._reentrant:
+                return output, self._by_backward(loss, parameters), watch
+            # the originals too: a step may hold on to them outside of the model
+            targets = [*((name, made) for name, _, made in parameters), *((name, old) for name, old, _ in parameters)]
+            found = _backward(loss, tuple(tensor for _, tensor in targets))
+        gradients: dict[str, Tensor] = {}
+        for (name, _), gradient in zip(targets, found, strict=True):
+            if gradient is not None:
+                gradients[name if name not in gradients else f"{name} (the original)"] = gradient
+        return output, gradients, watch
+
+    def _by_backward(self, loss: Tensor, parameters: list[tuple[str, Tensor, Tensor]]) -> dict[str, Tensor]:
+        originals = [old for _, old, _ in parameters]
+        try:
+            for old in originals:
+                old.requires_grad_(False)
+            _backward(loss, ())
+        finally:
+            for old in originals:
+                old.requires_grad_(True)
+        gradients = {name: made.grad for name, _, made in parameters if made.grad is not None}
+        for _, _, made in parameters:
+            made.grad = None
+        return gradients
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._dtype if tensor.is_floating_point() else None, copy=True)
+
+
+def _backward(loss: Tensor, targets: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    """``torch.autograd.grad``, or without targets ``loss.backward()``, but the modes of Python stay on meanwhile.
+
+    The public functions hand themselves to a TorchFunctionMode, which is off while it handles them: layers that are
+    recomputed in the backward pass would have their dropout back.
+    """
+    arguments = ((loss,), (torch.ones_like(loss),), False, False, targets)
+    return tuple(run_backward(*arguments, allow_unreachable=True, accumulate_grad=not targets) or ())
+
+
+def scalars_of(output: Any) -> dict[str, float]:
+    """The scalars in what a step returns, by place (``output['loss']``)."""
+    found: dict[str, float] = {}
+
+    def note(place: str, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.dim() == 0 and not leaf.is_complex():
+            found[place] = float(leaf.detach())
+        elif isinstance(leaf, int | float) and not isinstance(leaf, bool):
+            found[place] = float(leaf)
+        return leaf
+
+    map_leaves(output, note, "output")
+    return found
+
+
+def sketch(gradient: Tensor) -> Tensor:
+    """A gradient as at most 1024 float64 numbers on the CPU whose sum of squares is close to its own.
+
+    Entries are added up with signs drawn at random (a count sketch), so that the sketch of a sum is the sum of the
+    sketches. The same signs are drawn for all gradients of a size.
+    """
+    if gradient.is_sparse:
+        gradient = gradient.to_dense()
+    flat = gradient.detach().reshape(-1)
+    if flat.numel() <= _SKETCH:
+        return flat.to("cpu", torch.float64)
+    generator = torch.Generator().manual_seed(flat.numel())
+    signs = torch.randint(0, 2, (2 * _BLOCK,), generator=generator, dtype=torch.int8).mul_(2).sub_(1).to(flat.device)
+    total = torch.zeros(_SKETCH, dtype=torch.float64)
+    for block in torch.split(flat, _BLOCK):
+        start = int(torch.randint(0, _BLOCK, (), generator=generator))
+        signed = block * signs[start : start + block.numel()]
+        rows = F.pad(signed, (0, -signed.numel() % _SKETCH)).reshape(-1, _SKETCH)
+        total += rows.sum(0, dtype=torch.float64 if rows.device.type != "mps" else None).to("cpu", torch.float64)
+    return total
+
+
+def _alike(one: Tensor, two: Tensor, tolerance: float) -> bool:
+    if one.shape != two.shape or one.dtype != two.dtype:
+        return False
+    if not one.is_floating_point():
+        return torch.equal(one, two)
+    return torch.allclose(one, two, rtol=tolerance, atol=tolerance * float(one.abs().max() if one.numel() else 0))

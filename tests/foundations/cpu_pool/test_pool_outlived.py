@@ -1,0 +1,30 @@
+"""Blocks of oneDNN, which frees them through whatever allocator is there by then, outlive the pool's use."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from retime.foundations.cpu_pool.library import pool_library
+from retime.foundations.native import NoLibraryError
+
+_PROGRAM = """
+import torch
+from retime.foundations.cpu_pool.memory_pool import MemoryPool
+pool = MemoryPool()
+assert pool.install()
+pool.limit(2**30)
+block = torch.rand(512, 512).to_mkldnn()
+pool.remove()
+del block
+print("freed")
+"""
+
+
+def test_a_block_that_is_freed_after_the_pool_has_gone() -> None:
+    if isinstance(pool_library(), NoLibraryError):
+        pytest.skip(f"no pool: {pool_library()}")
+    run = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout) == (0, "freed\n"), run.stderr

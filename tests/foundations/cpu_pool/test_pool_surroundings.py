@@ -1,0 +1,138 @@
+"""The pool beside another allocator, limits of the kernel, workers that load data, and over a long life."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from retime.recipes.cpu_memory.allocators import NoAllocatorError, environment_of
+
+PRELUDE = """
+import resource
+import torch
+from retime.foundations.cpu_pool import MemoryPool
+torch.set_num_threads(1)
+pool = MemoryPool()
+assert pool.install(), pool.why_not
+pool.follow(1.1)
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+"""
+
+
+def run(program: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE + program],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.fixture(autouse=True)
+def _on_linux(pool):
+    """Skips where there is no pool."""
+
+
+STEPS = """
+model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(3)))
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+torch.manual_seed(0)
+x = torch.randn(128, 256)
+
+def step():
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("name", ["kept_heap", "huge_heap", "tcmalloc", "jemalloc"])
+def test_another_allocator_below(name: str) -> None:
+    try:
+        environment = environment_of(name, {})
+    except NoAllocatorError as error:
+        pytest.skip(str(error))
+    run(STEPS + "for _ in range(5): step()\nassert pool.counts().reused > 0", **environment)
+
+
+@pytest.mark.parametrize("kind", ["RLIMIT_DATA", "RLIMIT_AS"])
+def test_a_limit_of_the_kernel(kind: str) -> None:
+    """What is free goes back before an allocation fails, and a failed one leaves everything usable."""
+    run(f"""
+MIB = 2**20
+torch.ones(10)
+used = {{"RLIMIT_DATA": "VmData", "RLIMIT_AS": "VmSize"}}["{kind}"]
+lines = open("/proc/self/status").read().splitlines()
+now = next(int(line.split()[1]) * 1024 for line in lines if line.startswith(used))
+resource.setrlimit(resource.{kind}, (now + 96 * MIB, resource.RLIM_INFINITY))
+blocks = [torch.empty(9 * MIB, dtype=torch.uint8) for _ in range(8)]
+del blocks                                              # 72 MiB are retained
+whole = torch.empty(81 * MIB, dtype=torch.uint8).fill_(1)
+try:
+    torch.empty(40 * MIB, dtype=torch.uint8)
+except RuntimeError as error:
+    assert "can't allocate memory" in str(error)
+else:
+    raise AssertionError("there was no limit")
+assert int(whole.numpy().min()) == 1
+del whole
+assert int(torch.empty(60 * MIB, dtype=torch.uint8).fill_(3).numpy().min()) == 3
+""")
+
+
+def test_workers_that_load_data() -> None:
+    run("""
+from torch.utils.data import DataLoader
+data = [torch.full((64, 512), float(i)) for i in range(12)]
+for _ in range(2):
+    batches = list(DataLoader(data, batch_size=2, num_workers=2))
+    assert [batch[:, 0, 0].tolist() for batch in batches] == [[2.0 * i, 2.0 * i + 1] for i in range(6)]
+""")
+
+
+def test_a_long_life_stays_small() -> None:
+    grown = run(
+        STEPS
+        + """
+def many():
+    for _ in range(20):
+        for _ in range(50):
+            step()
+        pool.remove()
+        pool.install()
+        pool.follow(1.1)
+
+many()
+before = resident()
+many()
+print(resident() - before)
+"""
+    )
+    assert int(grown) < 2**20
+
+
+def test_sizes_that_never_come_again() -> None:
+    """Blocks that wait for their size are merged, and the list of sizes does not grow without end."""
+    most, held = run(
+        """
+import random
+random.seed(0)
+most = held = 0
+alive = []
+for i in range(4000):
+    alive.append(torch.empty(random.randrange(20_000, 3_000_000), dtype=torch.uint8))
+    most = max(most, pool.counts().live)
+    if len(alive) > 20:
+        alive.pop(random.randrange(20))
+    counts = pool.counts()
+    held = max(held, counts.live + counts.free)
+print(most, held)
+"""
+    ).split()
+    assert int(held) <= 1.1 * int(most) + 4 * 2**20

@@ -1,0 +1,60 @@
+"""Which rank an error is about: told by the processes that have ended, for more than two ranks too."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from retime.foundations.ddp import RankLostError, RankProcesses, lost_ranks
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the system has no descriptors of processes")
+CLOSED = RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+
+
+@pytest.fixture
+def others(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The processes of ranks 1 and 2; this one is rank 0."""
+    processes = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2)]
+
+    def gather(into: list[Any], mine: Any, group: Any) -> None:
+        into[:] = [mine, *((mine[0], one.pid) for one in processes)]
+
+    for name, value in {"get_world_size": 3, "get_process_group_ranks": [0, 1, 2], "get_rank": 0}.items():
+        monkeypatch.setattr(lost_ranks.dist, name, lambda *_, value=value: value)
+    monkeypatch.setattr(lost_ranks.dist, "all_gather_object", gather)
+    monkeypatch.setattr(lost_ranks, "_PATIENCE_MS", 50)
+    yield processes
+    for one in processes:
+        one.kill()
+        one.communicate()
+
+
+def test_the_rank_whose_process_ended_is_named(others: list[subprocess.Popen[bytes]]) -> None:
+    ranks = RankProcesses()
+    first, second = (f"rank {rank} (process {one.pid})" for rank, one in enumerate(others, 1))
+    assert str(ranks.explain(CLOSED)).startswith(f"{first} or {second} failed or ended; see its own error")
+    others[1].send_signal(signal.SIGKILL)
+    others[1].wait()
+    for error in (CLOSED, RuntimeError("Socket Timeout")):
+        assert ranks.explain(error) == f"{second} ended; see its own error, or what killed it ({error})"
+    ranks.close()
+
+
+@pytest.mark.usefixtures("others")
+def test_other_errors_stay_as_they_are() -> None:
+    ranks = RankProcesses()
+    for error in (RuntimeError("DataLoader timed out after 5 s"), ValueError("peer"), RankLostError("gloo: timed out")):
+        assert ranks.explain(error) is None
+    ranks.close()
+
+
+@pytest.mark.usefixtures("others")
+def test_ours_is_taken_out_of_what_torch_says_around_it() -> None:
+    ranks = RankProcesses()
+    around = "Got the following error when running the callback: RankLostError: rank 1 ended\n\nAt:\n  file.py(1): then"
+    assert ranks.explain(RuntimeError(around)) == "rank 1 ended"
+    ranks.close()

@@ -1,0 +1,147 @@
+"""The stop-watch below StepTimeline, in bare loops."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from retime.foundations.measure.step_timer import EXPOSED, StepTimer, StepTiming
+from retime.mechanisms.fusion import fuse_optimizer
+
+
+def count(timing: StepTiming) -> dict[str, int]:
+    return dict(Counter(span.name for span in timing.spans))
+
+
+def assert_consistent(timing: StepTiming) -> None:
+    step = [span for span in timing.spans if span.lane == "step"]
+    assert all(span.duration_ms >= 0 for span in timing.spans)
+    assert all(a.end_ms <= b.start_ms + 1e-6 for a, b in pairwise(step))
+    assert timing.forward_ms + timing.backward_ms + timing.update_ms <= timing.step_ms + 1e-6
+    assert timing.communication_exposed_ms is not None
+    assert 0 <= timing.communication_exposed_ms <= timing.backward_ms
+
+
+def train_bare(timer: StepTimer, net: nn.Module) -> None:
+    timer.start()
+    timer.switch("forward")
+    loss = net(torch.ones(2, 4)).sum()
+    timer.switch("backward")
+    loss.backward()
+    timer.switch("update")
+    timer.stop()
+
+
+def test_timer_in_a_bare_loop() -> None:
+    timer = StepTimer()
+    train_bare(timer, nn.Linear(4, 1))
+    timing = timer.timing()
+    assert count(timing) == {"forward": 1, "backward": 1, "update": 1}
+    assert timing.communication_exposed_ms == 0
+    assert timing.clock == "host clock"
+    assert_consistent(timing)
+
+
+def test_timer_finds_the_end_of_the_last_gradient() -> None:
+    net = nn.Linear(4, 1)
+    net.bias.requires_grad_(False)
+    timer = StepTimer(parameters=net.parameters())
+    train_bare(timer, net)
+    train_bare(timer, net)
+    timing = timer.timing()
+    assert count(timing) == {"forward": 2, "backward": 2, "update": 2, EXPOSED: 2}
+    assert_consistent(timing)
+    assert not net.weight._backward_hooks
+
+
+def test_timer_does_not_guess_exposed_communication() -> None:
+    timer = StepTimer(parameters=[])
+    train_bare(timer, nn.Linear(4, 1))
+    assert timer.timing().communication_exposed_ms is None
+    assert "communication_exposed_ms" not in timer.timing().metrics()
+
+
+def test_timer_does_not_stop_backward_fusion() -> None:
+    def late_updates(watched: bool) -> int:
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        fusion = fuse_optimizer(net, torch.optim.SGD(net.parameters(), lr=0.1), bucket_bytes=1)
+        timer = StepTimer(parameters=net.parameters() if watched else None)
+        for _ in range(3):
+            train_bare(timer, net)
+            fusion.optimizer.step()
+            fusion.optimizer.zero_grad()
+        assert fusion.report().fused_updates > 0
+        return fusion.report().late_updates
+
+    assert late_updates(watched=True) == late_updates(watched=False)
+
+
+def test_timer_refuses_misuse() -> None:
+    timer = StepTimer()
+    with pytest.raises(RuntimeError, match="call start"):
+        timer.switch("forward")
+    with pytest.raises(RuntimeError, match="nothing to report"):
+        timer.timing()
+    timer.start()
+    with pytest.raises(RuntimeError, match="called twice"):
+        timer.start()
+    with pytest.raises(ValueError, match=r"'sideways': use one of forward, backward, update, other"):
+        timer.switch("sideways")
+    timer.stop()
+    timer.stop()
+
+
+def test_cuda_step_is_timed_by_events_that_are_read_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    class FakeEvent:
+        """Ticks one millisecond at each record."""
+
+        clock = 0
+        waits = 0
+
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            FakeEvent.clock += 1
+            self.at = FakeEvent.clock
+
+        def synchronize(self) -> None:
+            FakeEvent.waits += 1
+
+        def elapsed_time(self, end: FakeEvent) -> float:
+            return float(end.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    net = nn.Linear(4, 1)
+    timer = StepTimer("cuda", parameters=net.parameters())
+    train_bare(timer, net)
+    assert FakeEvent.waits == 0
+    timing = timer.timing()
+    # start 1, forward 2, backward 3, two gradients 4 and 5, update 6, stop 7
+    assert timing.metrics() == {
+        "forward_ms": 1,
+        "backward_ms": 3,
+        "update_ms": 1,
+        "step_ms": 6,
+        "communication_exposed_ms": 1,
+    }
+    assert timing.clock == "cuda events"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_events_on_a_device() -> None:
+    net = nn.Linear(4, 1).cuda()
+    timer = StepTimer("cuda", parameters=net.parameters())
+    timer.start()
+    timer.switch("forward")
+    loss = net(torch.ones(2, 4, device="cuda")).sum()
+    timer.switch("backward")
+    loss.backward()
+    timer.stop()
+    assert count(timer.timing()) == {"forward": 1, "backward": 1, EXPOSED: 1}
+    assert_consistent(timer.timing())

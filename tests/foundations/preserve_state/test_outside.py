@@ -1,0 +1,291 @@
+"""What a step reaches without asking its model - globals, closures, default arguments - is not changed by planning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import retime.mechanisms.memory_budget.step.first_steps as first_steps
+from retime.foundations.preserve_state.model_state import Untouched
+from retime.foundations.preserve_state.value_reads import ValueReadError
+from retime.mechanisms.memory_budget.dry_run.replay import profile_step
+from retime.mechanisms.memory_budget.dry_run.run import DryRun
+from retime.mechanisms.memory_budget.dry_run.training_step import TrainingStep, take
+from retime.mechanisms.memory_budget.host.pinned import HostMemory
+from retime.mechanisms.memory_budget.step.budgeted_step import BudgetedStep
+from retime.schedules.budget import OffloadPlan
+from support import memory_budget as support
+from support.memory_budget import BATCH, SMALL, Net, loader
+
+PLAIN, TIGHT = 700_000, 170_000  # enough for the plain step, but not without a dry run; and not enough
+
+
+@dataclass
+class Held:
+    """Nothing in the model leads here."""
+
+    count: Tensor = field(default_factory=lambda: torch.zeros(()))
+    whole: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.long))
+    table: Tensor = field(default_factory=lambda: torch.zeros(4, 3))
+    listed: list[Tensor] = field(default_factory=lambda: [torch.zeros(2), torch.zeros(2)])
+    given: Tensor = field(default_factory=lambda: torch.zeros(2))
+    named: dict[str, Tensor] = field(default_factory=lambda: {"calls": torch.zeros(()), "inputs": torch.zeros(())})
+    summed: Tensor = field(default_factory=lambda: torch.empty(0))
+    scale: nn.Parameter = field(default_factory=lambda: nn.Parameter(torch.ones(())))
+    teacher: nn.Module = field(default_factory=lambda: nn.BatchNorm1d(support.FEATURES))
+    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(3))
+
+    def values(self) -> dict[str, Any]:
+        gradients = {"gradient": self.scale.grad, "weight's gradient": self.teacher.weight.grad}
+        kept = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)} | gradients
+        kept |= self.named | self.teacher.state_dict() | {str(index): one for index, one in enumerate(self.listed)}
+        kept["generator"] = self.generator.get_state()
+        assert all(type(one) in (Tensor, nn.Parameter, type(None)) for one in kept.values()), kept
+        return {name: None if value is None else value.detach().clone() for name, value in kept.items()}
+
+
+held = Held()
+
+
+def write(inputs: Tensor, count: Tensor) -> None:
+    """In all kinds of ways."""
+    held.count.add_(1)
+    held.whole += 1
+    held.table[0].add_(1)
+    held.table[1] = inputs[0, :3]
+    held.table.data[2].copy_(held.table[1])
+    held.table[3] = torch.rand(3, generator=held.generator)
+    torch._foreach_add_(held.listed, 1.0)
+    torch.add(held.given, 1, out=held.given)
+    torch.sum(inputs.detach(), 0, out=held.summed)
+    held.named["calls"] += 1
+    held.named["inputs"] += inputs.detach().sum()
+    count.add_(1)
+    with torch.no_grad():
+        held.scale.mul_(1.5)
+
+
+def step_on(model: nn.Module, read: bool) -> Callable[[Any], Tensor]:
+    """A step that writes, and whose loss may follow from what is written."""
+    local = torch.zeros(())
+
+    def step(batch: Any, default: Tensor = held.given) -> Tensor:
+        write(batch[0], local)
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        if not read:
+            return loss
+        teached = held.teacher(batch[0]).square().mean()
+        return (loss + 0.1 * teached) * (1 + held.count / 10) * held.scale + 0.1 * local + held.table[3].sum()
+
+    return step
+
+
+def train(budget: int | None, read: bool, steps: int = 4) -> tuple[Net, dict[str, Any], Any]:
+    global held
+    torch.manual_seed(0)
+    held, model = Held(), Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step, data = step_on(model, read), list(loader(steps))
+    budgeted = None if budget is None else BudgetedStep(model, [optimizer], budget, HostMemory("cpu"))
+    for batch in data:
+        optimizer.zero_grad()
+        if budgeted is None:
+            step(batch).backward()
+        else:
+            budgeted.run(step, batch)
+        optimizer.step()
+    if budgeted is not None:
+        budgeted.remove()
+    return model, held.values(), budgeted and budgeted.report()
+
+
+def differing(one: dict[str, Any], two: dict[str, Any]) -> list[str]:
+    pairs = {name: (value, two[name]) for name, value in one.items()}
+    same = {
+        name: left is right if left is None or right is None else torch.equal(left, right)
+        for name, (left, right) in pairs.items()
+    }
+    return [name for name, value in same.items() if not value]
+
+
+@pytest.mark.parametrize(("budget", "measured"), [(2**30, False), (PLAIN, False), (TIGHT, False), (TIGHT, True)])
+def test_training_writes_once_a_step(budget: int, measured: bool, request: pytest.FixtureRequest) -> None:
+    if not measured:
+        request.getfixturevalue("offloads")
+    plain, expected, _ = train(None, read=True)
+    ours, found, report = train(budget, read=True)
+    assert differing(expected, found) == []
+    support.assert_close(plain, ours, 0)
+    assert report.sub_batches == 4
+    assert (report.offload is not None) == (budget == TIGHT)
+
+
+def test_a_first_step_that_is_stopped_writes_once(offloads: None) -> None:
+    model, count, said = nn.Linear(16, 16), torch.zeros(()), list[str]()
+
+    def loss(batch: Tensor) -> Tensor:
+        count.add_(1)
+        for _ in range(100):
+            batch = model(batch).tanh()
+        return batch.mean()
+
+    step = BudgetedStep(model, [torch.optim.SGD(model.parameters(), 0.1)], 500_000, HostMemory("cpu"), say=said.append)
+    step.run(loss, torch.ones(64, 16))
+    assert any("was stopped" in line for line in said)
+    assert count == step.report().steps == 1
+    step.remove()
+
+
+def test_training_in_parts_writes_once_a_part(splits: None) -> None:
+    plain, *_ = train(None, read=False)
+    ours, found, report = train(SMALL, read=False)
+    assert report.sub_batches > report.steps == 4
+    support.assert_close(plain, ours)
+    assert found["count"] == found["calls"] == report.sub_batches
+
+
+@pytest.mark.parametrize("how", ["fake", "copies", "in place"])
+def test_runs_that_are_tried_out(how: str) -> None:
+    global held
+    held, model = Held(), Net()
+    held.scale.grad = torch.ones(())
+    objects, before = [held.scale.grad, held.named["inputs"]], held.values()
+    batch = next(iter(loader(1)))
+    step = TrainingStep(model, batch, BATCH, step_on(model, read=True), [torch.optim.Adam(model.parameters())])
+    run = DryRun(step, real=how != "fake", in_place=how == "in place")
+    for _ in range(2):
+        run.run(OffloadPlan(BATCH))
+        assert differing(before, held.values()) == []
+        run.untraced()
+        assert differing(before, held.values()) == []
+    run.run(OffloadPlan(BATCH // 2), compare=False)
+    assert differing(before, held.values()) == []
+    assert all(one is two for one, two in zip(objects, [held.scale.grad, held.named["inputs"]], strict=True))
+
+
+def test_a_probed_step_begins_anew_each_time() -> None:
+    global held
+    held, model = Held(), Net()
+    held.scale.grad = torch.ones(())
+    before, step, batch = held.values(), step_on(model, read=True), take(next(iter(loader(1))), 0, 4)
+    with Untouched(model) as scratch:
+        for _ in range(2):
+            step(batch).backward()
+            assert held.count == 1
+            scratch.restart()
+            assert differing({**before, "gradient": None}, held.values()) == []
+        step(batch).backward()
+    assert differing(before, held.values()) == []
+
+
+def own(tensor: Tensor, inputs: Tensor) -> None:
+    tensor.data = tensor.detach() * 1.5
+
+
+def of_inputs(tensor: Tensor, inputs: Tensor) -> None:
+    tensor.data = tensor.data + inputs.detach().mean(0)
+
+
+def of_its_value(tensor: Tensor, inputs: Tensor) -> None:
+    tensor.data = torch.full((support.FEATURES,), float(tensor.sum()) / 8)
+
+
+def larger(tensor: Tensor, inputs: Tensor) -> None:
+    tensor.data = torch.ones(tensor.numel() + 1)
+
+
+def set_to_inputs(tensor: Tensor, inputs: Tensor) -> None:
+    tensor.set_(tensor.detach() + inputs.detach().mean(0))  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("bind", [own, of_inputs, of_its_value, larger, set_to_inputs])
+@pytest.mark.parametrize("parameter", [False, True])
+@pytest.mark.parametrize("budget", [PLAIN, TIGHT])
+def test_tensors_are_bound_to_other_memory_once_a_step(
+    bind: Callable[[Tensor, Tensor], None], parameter: bool, budget: int, offloads: None
+) -> None:
+    def train_with(budget: int | None) -> tuple[Net, Tensor]:
+        torch.manual_seed(0)
+        tensor = torch.ones(support.FEATURES)
+        tensor, model = nn.Parameter(tensor) if parameter else tensor, Net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step(batch: Any) -> Tensor:
+            with torch.no_grad():
+                bind(tensor, batch[0])
+            return F.cross_entropy(model(batch[0]), batch[1]) * (1 + tensor.detach().mean() + tensor.numel() / 100)
+
+        budgeted = None if budget is None else BudgetedStep(model, [optimizer], budget, HostMemory("cpu"))
+        for batch in loader(3):
+            optimizer.zero_grad()
+            if budgeted is None:
+                step(batch).backward()
+            else:
+                budgeted.run(step, batch)
+            optimizer.step()
+        if budgeted is not None:
+            assert budgeted.report().sub_batches == 3
+            budgeted.remove()
+        return model, tensor
+
+    (plain, expected), (ours, found) = train_with(None), train_with(budget)
+    support.assert_close(plain, ours, 0)
+    assert torch.equal(expected, found)
+    assert type(expected) is type(found)
+
+
+def test_a_binding_in_a_dry_run_says_what_to_change() -> None:
+    tensor, model, batch = torch.ones(support.FEATURES), Net(), next(iter(loader(1)))
+
+    def loss(batch: Any) -> Tensor:
+        of_inputs(tensor, batch[0])
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    with pytest.raises(ValueReadError, match=r"assigns to .data of a tensor that is no part of its model.*copy_"):
+        profile_step(TrainingStep(model, batch, BATCH, loss))
+    assert torch.equal(tensor, torch.ones(support.FEATURES))
+    profile_step(TrainingStep(model, batch, BATCH, loss), real=True)
+    assert torch.equal(tensor, torch.ones(support.FEATURES))
+
+
+def test_a_first_step_that_is_stopped_binds_once(offloads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_steps, "nothing_compiled", lambda: True)  # which other tests of this process may have
+    model, count, said = nn.Linear(16, 16), torch.zeros(()), list[str]()
+
+    def loss(batch: Tensor) -> Tensor:
+        count.data = count.data + 1
+        for _ in range(100):
+            batch = model(batch).tanh()
+        return batch.mean()
+
+    step = BudgetedStep(model, [torch.optim.SGD(model.parameters(), 0.1)], 500_000, HostMemory("cpu"), say=said.append)
+    step.run(loss, torch.ones(64, 16))
+    assert any("was stopped" in line for line in said)
+    assert count == 1
+    step.remove()
+
+
+def test_only_what_was_there_before_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither activations that are written in place, nor stand-ins, nor what an optimizer keeps."""
+    kept: list[int] = []
+    clone = torch.UntypedStorage.clone
+    monkeypatch.setattr(torch.UntypedStorage, "clone", lambda one: (kept.append(one.nbytes()), clone(one))[1])
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True))
+    count = torch.zeros(3)
+
+    def loss(batch: Tensor) -> Tensor:
+        count.add_(1)
+        return (model(batch) + 1).mul_(2).mean()
+
+    step = TrainingStep(model, torch.randn(4, 8), 4, loss, [torch.optim.Adam(model.parameters())])
+    for real in (False, True):
+        run = DryRun(step, real=real)
+        for _ in range(2):
+            run.run(OffloadPlan(4))
+    assert kept == [count.nbytes] * 2

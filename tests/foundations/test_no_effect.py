@@ -1,0 +1,67 @@
+"""Warnings of this package stand at the user's line, and come from the first rank."""
+
+from __future__ import annotations
+
+import linecache
+import types
+import warnings
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+
+import pytest
+import torch.distributed as dist
+
+from retime import DifferenceWarning, NoEffectWarning
+from retime.foundations import no_effect
+from retime.foundations.no_effect import warn_difference, warn_no_effect
+
+
+def _relayed(call: Callable[[str], None], module: str = "retime.inner") -> types.FunctionType:
+    """Return a function of this module that calls it."""
+    inner = types.ModuleType(module)
+    inner.__dict__["call"] = call
+    exec(compile("def relay(text):\n    call(text)\n", f"{module}.py", "exec"), inner.__dict__)
+    relay: types.FunctionType = inner.relay
+    return relay
+
+
+@pytest.mark.parametrize(
+    ("warn", "category"), [(warn_difference, DifferenceWarning), (warn_no_effect, NoEffectWarning)]
+)
+def test_the_line_is_the_users(warn: Callable[[str], None], category: type[UserWarning]) -> None:
+    relay = _relayed(_relayed(warn))
+    with pytest.warns(category, match="another result") as caught:
+        relay("another result")
+    assert [one.filename for one in caught] == [__file__]
+    assert linecache.getline(__file__, caught[0].lineno).strip() == 'relay("another result")'
+
+
+def test_the_first_rank_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(no_effect.dist, "get_rank", lambda: 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_difference("on the second rank")
+        warn_difference("on the second rank, which alone knows", every_rank=True)
+    assert [str(one.message) for one in caught] == ["on the second rank, which alone knows"]
+
+
+@pytest.mark.parametrize("start", ["spawn", "forkserver", "popen_fork"])
+def test_a_rank_that_another_process_started_names_its_own_lines(start: str) -> None:
+    """A forked rank has the user's line in its stack, and a spawned one a command line of Python's."""
+    in_order = ("lightning.pytorch.trainer", "lightning.launchers.multiprocessing", f"multiprocessing.{start}")
+    rank: Callable[[str], None] = warn_difference
+    for module in in_order:
+        rank = _relayed(rank, module)
+    with pytest.warns(DifferenceWarning, match="another result") as caught:
+        rank("another result")
+    assert caught[0].filename == (__file__ if start == "popen_fork" else "lightning.pytorch.trainer.py")
+
+
+@pytest.mark.parametrize(("module", "filename"), [("pytest.__main__", __file__), ("my.train", "__main__.py")])
+def test_a_module_that_python_runs_is_known_by_its_name(module: str, filename: str) -> None:
+    main = _relayed(warn_difference, "__main__")
+    main.__globals__["__spec__"] = ModuleSpec(module, None)
+    with pytest.warns(DifferenceWarning, match="another result") as caught:
+        main("another result")
+    assert caught[0].filename == filename

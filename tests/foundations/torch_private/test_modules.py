@@ -1,0 +1,392 @@
+"""Canaries of the private names of layers, optimizers, torch.compile and DDP: see ``private_canaries``."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules import module as module_hooks
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import optimizer as optimizer_hooks
+
+from retime.foundations import torch_private
+from support.private_canaries import canary, dies
+
+
+@canary("BatchNormBase", breaks="the memory budget's care for BatchNorm")
+def test_memory_budget_finds_batch_norms():
+    for layer in (nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2), nn.LazyBatchNorm1d()):
+        assert isinstance(layer, torch_private.BatchNormBase)
+    assert not isinstance(nn.LayerNorm(2), torch_private.BatchNormBase)
+
+
+@canary("ConvBase", breaks="the search for convolutions of vDNN, the memory budget's peer")
+def test_vdnn_finds_convolutions():
+    for layer in (nn.Conv1d(1, 1, 1), nn.Conv2d(1, 1, 1), nn.ConvTranspose2d(1, 1, 1)):
+        assert isinstance(layer, torch_private.ConvBase)
+    assert not isinstance(nn.Linear(1, 1), torch_private.ConvBase)
+
+
+@canary("has_backward_hooks", breaks="refusing backward fusion and re-ordering beside module backward hooks")
+def test_backward_fusion_sees_module_backward_hooks():
+    layer = nn.Linear(1, 1)
+    for register in (layer.register_full_backward_hook, layer.register_full_backward_pre_hook):
+        assert not torch_private.has_backward_hooks(layer)
+        handle = register(lambda *_: None)
+        assert torch_private.has_backward_hooks(layer)
+        handle.remove()
+    assert not torch_private.has_backward_hooks(layer)
+
+
+@canary("has_global_backward_hooks", breaks="plain steps of backward fusion beside global module backward hooks")
+def test_backward_fusion_sees_global_backward_hooks():
+    assert not torch_private.has_global_backward_hooks()
+    for register in (
+        module_hooks.register_module_full_backward_hook,
+        module_hooks.register_module_full_backward_pre_hook,
+    ):
+        handle = register(lambda *_: None)
+        try:
+            assert torch_private.has_global_backward_hooks()
+        finally:
+            handle.remove()
+
+
+@canary("forward_hooks", "forward_pre_hooks", breaks="ScanSequential's care for layers with hooks")
+def test_scan_sequential_sees_forward_hooks():
+    layer = nn.Linear(1, 1)
+    assert not torch_private.forward_hooks(layer)
+    assert not torch_private.forward_pre_hooks(layer)
+    layer.register_forward_hook(print)
+    layer.register_forward_pre_hook(repr)
+    assert list(torch_private.forward_hooks(layer).values()) == [print]
+    assert list(torch_private.forward_pre_hooks(layer).values()) == [repr]
+
+
+@canary("own_parameters", breaks="out-of-order weight gradients' stand-ins")
+def test_out_of_order_puts_stand_ins_into_layers():
+    layer = nn.Linear(2, 1, bias=False)
+    other = torch.ones(1, 2)
+    torch_private.own_parameters(layer)["weight"] = other
+    assert layer.weight is other
+    assert layer(torch.ones(2)).item() == 2
+
+
+@canary("own_buffers", breaks="batchnorm='ghost' of layers without running statistics")
+def test_ghost_batch_norm_gets_statistics():
+    layer = nn.BatchNorm1d(1, affine=False, track_running_stats=False)
+    torch_private.own_buffers(layer)["running_mean"] = torch.ones(1)
+    torch_private.own_buffers(layer)["running_var"] = torch.ones(1)
+    layer.training = False
+    assert layer(torch.ones(2, 1)).count_nonzero() == 0
+
+
+@canary("flat_weights", "flat_weights_names", "weight_names", breaks="the conversion of recurrent layers (ScanLSTM)")
+def test_converted_recurrent_layers_find_their_weights():
+    layer = nn.LSTM(2, 3, num_layers=2, bidirectional=True)
+    names = torch_private.weight_names(layer)
+    assert names[1] == ["weight_ih_l0_reverse", "weight_hh_l0_reverse", "bias_ih_l0_reverse", "bias_hh_l0_reverse"]
+    assert torch_private.flat_weights_names(layer) == [name for part in names for name in part]
+    assert all(
+        weight is getattr(layer, name)
+        for weight, name in zip(torch_private.flat_weights(layer), [n for part in names for n in part], strict=True)
+    )
+
+
+@canary("FLAT_WEIGHTS", "FLAT_WEIGHTS_NAMES", breaks="cuDNN's layout of converted recurrent layers")
+def test_converted_recurrent_layers_are_flattened():
+    reads = []
+
+    class Part(SimpleNamespace):
+        def __getattribute__(self, name):
+            reads.append(name)
+            return super().__getattribute__(name)
+
+    given = {torch_private.FLAT_WEIGHTS: [torch.ones(1)], torch_private.FLAT_WEIGHTS_NAMES: ["weight_ih_l0"]}
+    nn.RNNBase.flatten_parameters(Part(**given))
+    assert {torch_private.FLAT_WEIGHTS, torch_private.FLAT_WEIGHTS_NAMES} <= set(reads)
+
+
+@canary("recurrent_kernels", breaks="the forward pass of converted recurrent layers")
+def test_converted_recurrent_layers_run_torchs_kernels():
+    layer, x, state = nn.GRU(2, 3), torch.randn(4, 1, 2), torch.zeros(1, 1, 3)
+    weights = torch_private.flat_weights(layer)
+    output, _ = torch_private.recurrent_kernels.gru(x, state, weights, True, 1, 0.0, True, False, False)
+    assert torch.equal(output, layer(x)[0])
+    assert all(hasattr(torch_private.recurrent_kernels, name) for name in ("rnn_tanh", "rnn_relu", "lstm"))
+
+
+@canary("has_step_hooks", breaks="refusing fusion beside an optimizer's step hooks")
+def test_fusion_sees_step_hooks():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
+        assert not torch_private.has_step_hooks(optimizer)
+        handle = register(lambda *_: None)
+        assert torch_private.has_step_hooks(optimizer)
+        handle.remove()
+
+
+@canary("has_global_step_hooks", breaks="refusing fusion beside step hooks of all optimizers")
+def test_fusion_sees_global_step_hooks():
+    for register in (
+        optimizer_hooks.register_optimizer_step_pre_hook,
+        optimizer_hooks.register_optimizer_step_post_hook,
+    ):
+        assert not torch_private.has_global_step_hooks()
+        handle = register(lambda *_: None)
+        try:
+            assert torch_private.has_global_step_hooks()
+        finally:
+            handle.remove()
+
+
+@canary("STEP_HOOKS", breaks="the dry run of an optimizer, which must not call the user's step hooks")
+def test_dry_run_of_an_optimizer_calls_no_hooks():
+    calls = []
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    for name in torch_private.STEP_HOOKS:
+        optimizer.__dict__[name] = {}
+    optimizer.step()
+    assert calls == []
+
+
+@canary("INIT_GROUP", breaks="fusion's knowledge of which optimizers are torch's own")
+def test_fusion_knows_torchs_optimizers():
+    for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad):
+        assert getattr(kind, torch_private.INIT_GROUP).__module__.startswith("torch.optim")
+    called = []
+
+    class Own(torch.optim.SGD):
+        pass
+
+    setattr(Own, torch_private.INIT_GROUP, lambda *_: called.append(True))
+    parameter = nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    Own([parameter]).step()
+    assert called == [True]
+
+
+@canary("foreach_clamp_min", "foreach_clamp_max", breaks="clipping by value in backward fusion")
+def test_backward_fusion_clips_as_torch_does():
+    gradients = [torch.tensor([-3.0, 0.5, 2.0]), torch.tensor([4.0])]
+    torch_private.foreach_clamp_min(gradients, -1)
+    torch_private.foreach_clamp_max(gradients, 1)
+    assert [gradient.tolist() for gradient in gradients] == [[-1, 0.5, 1], [1]]
+
+
+@canary("fused_adamw", breaks="the recipe that measures where gradients lie")
+def test_gradient_place_runs_the_fused_kernel():
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.arange(3.0)
+    mine, first, second, step = weight.detach().clone(), torch.zeros(3), torch.zeros(3), torch.zeros(())
+    torch.optim.AdamW([weight], fused=True).step()
+    step += 1
+    torch_private.fused_adamw(
+        [mine],
+        [weight.grad],
+        [first],
+        [second],
+        [],
+        [step],
+        lr=1e-3,
+        beta1=0.9,
+        beta2=0.999,
+        weight_decay=1e-2,
+        eps=1e-8,
+        amsgrad=False,
+        maximize=False,
+    )
+    assert torch.equal(mine, weight)
+
+
+@canary("foreach_add", "fused_adam_kernel", breaks="optimizer fusion's way around Optimizer.step")
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_bucket_is_updated_as_by_a_fused_step(decoupled: bool) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.arange(3.0)
+    mine, first, second, step = weight.detach().clone(), torch.zeros(3), torch.zeros(3), torch.zeros(())
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    kind([weight], lr=0.1, weight_decay=0.1, fused=True).step()
+    torch_private.foreach_add([step], 1)
+    assert step == 1
+    options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.1, "eps": 1e-8}
+    kernel = torch_private.fused_adam_kernel(decoupled=decoupled)
+    kernel([mine], [weight.grad], [first], [second], [], [step], amsgrad=False, maximize=False, **options)
+    assert torch.equal(mine, weight)
+
+
+@canary("calls_compiled", "has_compile_mark", breaks="forward fusion beside torch.compile")
+def test_forward_fusion_sees_compiled_modules():
+    layer = nn.Linear(1, 1)
+    assert not torch_private.calls_compiled(layer)
+    assert not torch_private.has_compile_mark(layer)
+    wrapped = torch.compile(layer, backend="eager")
+    assert torch_private.has_compile_mark(wrapped)
+    assert not torch_private.calls_compiled(layer)
+    layer.compile(backend="eager")
+    assert torch_private.calls_compiled(layer)
+    assert torch_private.has_compile_mark(layer)
+
+
+@canary("compilation_callbacks", breaks="forward fusion, whose updates must run before code is compiled,")
+def test_forward_fusion_is_told_of_compilation():
+    told = []
+
+    def tell(_):
+        told.append(True)
+
+    torch._dynamo.reset()  # it forgets these functions too
+    torch_private.compilation_callbacks.register_start_callback(tell)
+    try:
+        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+    finally:
+        torch_private.compilation_callbacks.remove_start_callback(tell)
+    assert told
+    torch._dynamo.reset()
+
+
+@canary("compiled_backends", "stance_callback_replaced", breaks="compiled code in steps that a memory budget splits")
+def test_memory_budget_runs_compiled_code_uncompiled():
+    torch._dynamo.reset()
+    met = []
+
+    def noting(chosen):
+        def choose(callback):
+            met.append(callback)
+            return chosen(callback)
+
+        return choose
+
+    compiled = []
+
+    def backend(graph, _):
+        compiled.append(graph)
+        return graph.forward
+
+    function = torch.compile(lambda x: x + 1, backend=backend)
+    with torch.compiler.set_stance("force_eager"), torch_private.stance_callback_replaced(noting):
+        function(torch.ones(1))
+    assert any(callback not in (None, False) for callback in met)
+    assert compiled == []
+    count = len(met)
+    function(torch.ones(1))
+    assert len(met) == count
+    assert len(compiled) == 1
+    assert any(known is not None for known in torch_private.compiled_backends().values())
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def wrapped(tmp_path) -> Iterator[DistributedDataParallel]:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        yield DistributedDataParallel(nn.Linear(2, 2))
+    finally:
+        dist.destroy_process_group()
+
+
+@canary("has_rebuilt_buckets", "GradBucket", breaks="knowing when DDP's buckets are final (ooo_ddp, memory_budget_ddp)")
+def test_out_of_order_knows_when_buckets_are_final(wrapped):
+    seen, buckets = [], []
+
+    def hook(_: object, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buckets.append(bucket)
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
+
+    wrapped.register_comm_hook(None, hook)
+    for _ in range(3):
+        wrapped(torch.ones(1, 2)).sum().backward()
+        seen.append(torch_private.has_rebuilt_buckets(wrapped))
+    assert seen == [False, True, True]
+    assert isinstance(buckets[0], torch_private.GradBucket)
+    assert buckets[0].buffer().numel() == 6
+
+
+@canary("joins_uneven_inputs", breaks="ooo_ddp inside of DDP's join()")
+def test_out_of_order_sees_join(wrapped):
+    assert not torch_private.joins_uneven_inputs(wrapped)
+    with wrapped.join():
+        assert torch_private.joins_uneven_inputs(wrapped)
+        wrapped(torch.ones(1, 2)).sum().backward()
+
+
+@canary("divides_by_ranks_left", breaks="gradients of ranks in DDP's join(divide_by_initial_world_size=False)")
+def test_communication_hooks_see_who_divides(wrapped):
+    assert not torch_private.divides_by_ranks_left(wrapped)
+    for initial in (True, False):
+        with wrapped.join(divide_by_initial_world_size=initial):
+            assert torch_private.divides_by_ranks_left(wrapped) is not initial
+            wrapped(torch.ones(1, 2)).sum().backward()
+
+
+@canary("COLLECTIVE_NAMESPACES", breaks="refusing collectives in training_step under memory_budget_ddp")
+def test_memory_budget_meets_collectives(wrapped):
+    from torch.distributed._functional_collectives import all_reduce
+
+    seen = []
+
+    class Watch(torch_private.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func.namespace)
+            return func(*args, **(kwargs or {}))
+
+    for collective in (dist.all_reduce, lambda x: all_reduce(x, "sum", wrapped.process_group).wait()):
+        seen.clear()
+        with Watch():
+            collective(torch.ones(1))
+        assert set(seen) & set(torch_private.COLLECTIVE_NAMESPACES)
+
+
+def test_an_attribute_that_is_gone_is_named_with_its_feature(wrapped):
+    del wrapped._has_rebuilt_buckets
+    with pytest.raises(torch_private.PrivateNameError, match=r"'_has_rebuilt_buckets', which out-of-order"):
+        torch_private.has_rebuilt_buckets(wrapped)
+
+
+@canary("foreach_classes", breaks="multi-tensor kernels of forward fusion's updates")
+def test_forward_fusion_takes_multi_tensor_kernels():
+    class Mine(nn.Parameter):
+        pass
+
+    def is_taken() -> bool:
+        fused, _ = optimizer_hooks._default_to_fused_or_foreach([Mine(torch.ones(1))], False, use_fused=True)
+        return fused
+
+    assert nn.Parameter in torch_private.foreach_classes
+    assert not is_taken()
+    torch_private.foreach_classes.append(Mine)
+    try:
+        assert is_taken()
+    finally:
+        torch_private.foreach_classes.remove(Mine)
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_canaries_die_of_a_ddp_that_tells_nothing(always, wrapped, monkeypatch):
+    for test, name in (
+        (test_out_of_order_knows_when_buckets_are_final, "has_rebuilt_buckets"),
+        (test_out_of_order_sees_join, "joins_uneven_inputs"),
+    ):
+        monkeypatch.setattr(torch_private, name, lambda model: always)
+        dies(test, wrapped)
+
+
+@pytest.mark.parametrize(
+    ("test", "name"),
+    [
+        (test_backward_fusion_sees_module_backward_hooks, "has_backward_hooks"),
+        (test_fusion_sees_step_hooks, "has_step_hooks"),
+    ],
+)
+def test_canaries_die_of_hooks_that_lie_elsewhere(test, name, monkeypatch):
+    monkeypatch.setattr(torch_private, name, lambda thing: False)
+    dies(test)
+
+
+def test_the_canary_dies_of_kernels_chosen_in_another_way(monkeypatch):
+    monkeypatch.setattr(torch_private, "foreach_classes", list(torch_private.foreach_classes))
+    dies(test_forward_fusion_takes_multi_tensor_kernels)

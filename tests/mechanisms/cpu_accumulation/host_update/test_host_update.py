@@ -1,0 +1,71 @@
+"""Updates that the ranks of a machine divide, among processes; whole fits are in the contract table."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from retime.foundations.native import NoLibraryError
+from retime.mechanisms.cpu_accumulation import HostUpdate
+from retime.mechanisms.cpu_accumulation.shared_memory.library import sums_library
+from support.two_ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is for Linux")
+WORKER = "host_update_worker.py"
+SAME = "optimizers,state_from_before,parameters_change,closures,backward_through_old_weights"
+STATES = "states_are_whole_and_come_back,all_ranks_fail"
+REFUSED = "gradients_that_differ,weights_that_differ,hooks_that_come_later,optimizers_that_stay_whole"
+FAILURES = "exception_in_a_step,one_rank_goes_on"
+
+
+@pytest.fixture(autouse=True)
+def _compiled() -> None:
+    found = sums_library()
+    if isinstance(found, NoLibraryError):
+        pytest.skip(str(found))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "checks"), [(2, SAME), (2, STATES), (2, REFUSED), (2, FAILURES), (4, "two_machines")]
+)
+def test_checks_of_the_worker(ranks: int, checks: str) -> None:
+    for rank, run in enumerate(run_ranks(ranks, WORKER, checks)):
+        done = re.findall(r"rank \d: (\w+) done", run.stdout)
+        assert done == checks.split(","), f"rank {rank}: {run.stdout}\n{run.stderr[-3000:]}"
+
+
+def test_a_state_goes_to_another_number_of_ranks(tmp_path: Path) -> None:
+    path = str(tmp_path / "state.pt")
+    for ranks, check in ((3, "saves"), (2, "resumes")):
+        for run in run_ranks(ranks, WORKER, check, path):
+            assert f"{check} done" in run.stdout, run.stderr[-3000:]
+
+
+def test_a_fit_reports_what_a_rank_holds_and_ends_with_the_whole_state() -> None:
+    found = [re.findall(r"rank \d: (\d+) (\d+) (\d+) (\d+)", run.stdout) for run in run_ranks(2, WORKER, "fit_reports")]
+    counts = [[int(one) for one in lines[0]] for lines in found]
+    (steps, mine, whole, at_end), (_, other, _, other_at_end) = counts
+    assert steps == 5
+    assert mine + other == whole == at_end == other_at_end
+    assert max(mine, other) < 0.6 * whole
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_rank_that_is_lost_in_its_update_ends_the_others_fit(killed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if killed:
+        monkeypatch.setenv("RETIME_TEST_KILL", "1")
+    first, second = run_ranks(2, WORKER, "fit_fails")
+    reason = "ended" if killed else "failed or ended"
+    lost = re.findall(rf"rank 0: ([\d.]+) s: RankLostError: rank 1 \(process \d+\) {reason}", first.stdout)
+    assert len(lost) == 1, first.stdout + first.stderr[-3000:]
+    assert float(lost[0]) < 30
+    assert ("rank 1's own mistake" in second.stdout) is not killed
+
+
+def test_parameters_on_a_device_are_refused() -> None:
+    parameter = nn.Parameter(torch.ones(3, device="meta"))
+    with pytest.raises(ValueError, match="takes parameters on processors, not on meta"):
+        HostUpdate(torch.optim.SGD([parameter]), [parameter])

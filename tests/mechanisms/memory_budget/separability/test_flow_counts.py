@@ -1,0 +1,125 @@
+"""What a loss is a mean over is known from the operations, not from the values that were probed."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from retime.foundations.parts.certificate import Certificate, WeightsUnclearError, loss_weights
+from retime.foundations.parts.split import split_batch
+from retime.mechanisms.memory_budget.separability.certify import certify
+from support.memory_losses import CLASSES, FEATURES, STEPS, Learner
+
+SAMPLES, IGNORED = 11, -100
+Loss = Callable[[Learner, dict[str, Tensor]], Tensor]
+
+
+def batch_of(seed: int = 3) -> dict[str, Tensor]:
+    """Ragged class numbers, masks and weights; ``valid`` and ``there`` keep everything, lengths are short."""
+    torch.manual_seed(seed)
+    classes = torch.randint(1, CLASSES, (SAMPLES, STEPS))
+    return {
+        "x": torch.randn(SAMPLES, FEATURES),
+        "classes": classes,
+        "labels": classes.masked_fill(torch.rand(SAMPLES, STEPS) < 0.4, IGNORED),
+        "keep": torch.rand(SAMPLES) < 0.7,
+        "valid": torch.ones(SAMPLES, dtype=torch.bool),
+        "there": torch.ones(SAMPLES, STEPS, dtype=torch.int64),
+        "mask": torch.randint(0, 2, (SAMPLES, STEPS)),
+        "lengths": torch.randint(1, STEPS, (SAMPLES,)),
+        "weights": torch.rand(SAMPLES),
+        "pairs": torch.randint(CLASSES, (SAMPLES, 2)),
+    }
+
+
+def certificate_of(loss: Loss) -> Certificate:
+    batch = batch_of()
+    model = Learner()
+    return certify(lambda part: loss(model, part), batch, model)
+
+
+def steps(m: Learner, b: dict[str, Tensor]) -> Tensor:
+    """Class scores of each step."""
+    return m(b["x"][:, None] * torch.arange(STEPS)[:, None])
+
+
+def of_steps(m: Learner, b: dict[str, Tensor], labels: Tensor) -> Tensor:
+    return F.cross_entropy(steps(m, b).flatten(0, 1), labels.flatten())
+
+
+def mean_over(chosen: Tensor, each: Tensor) -> Tensor:
+    return (each * chosen).sum() / chosen.sum()
+
+
+def each_sample(m: Learner, b: dict[str, Tensor]) -> Tensor:
+    return m(b["x"]).square().sum(1)
+
+
+def each_step(m: Learner, b: dict[str, Tensor]) -> Tensor:
+    return steps(m, b).square().sum(2)
+
+
+def _written_into(m: Learner, b: dict[str, Tensor]) -> Tensor:
+    labels = b["labels"].clone()
+    labels[b["there"] == 0] = IGNORED
+    return of_steps(m, b, labels)
+
+
+UNKNOWN: dict[str, Loss] = {
+    "two masks": lambda m, b: mean_over(b["keep"] & b["valid"], each_sample(m, b)),
+    "chosen by two masks": lambda m, b: each_sample(m, b)[b["keep"] & b["valid"]].mean(),
+    "weights and a mask": lambda m, b: mean_over(b["weights"] * b["valid"], each_sample(m, b)),
+    "two numbers": lambda m, b: mean_over((b["labels"] != IGNORED) & (b["labels"] != 0), each_step(m, b)),
+    "mask of lengths": lambda m, b: mean_over(torch.arange(STEPS) < b["lengths"][:, None], each_step(m, b)),
+    "clipped lengths": lambda m, b: mean_over(b["lengths"].clamp(max=STEPS), each_sample(m, b)),
+    "labels filled by a mask": lambda m, b: of_steps(m, b, b["classes"].masked_fill(b["there"] == 0, IGNORED)),
+    "labels where a mask is": lambda m, b: of_steps(m, b, torch.where(b["there"] == 1, b["labels"], IGNORED)),
+    "labels written into": _written_into,
+    "rows that have any": lambda m, b: mean_over((b["mask"].sum(1) > 0), each_sample(m, b)),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_count_that_only_agrees_with_the_samples_probed_is_not_taken(name: str) -> None:
+    assert not certificate_of(UNKNOWN[name]).separable
+
+
+KNOWN: dict[str, tuple[Loss, str]] = {
+    "mask": (lambda m, b: mean_over(b["keep"].float(), each_sample(m, b)), "count(batch['keep'] == 1)"),
+    "not masked": (lambda m, b: mean_over(~b["keep"], each_sample(m, b)), "count(batch['keep'] == 0)"),
+    "whole numbers": (lambda m, b: mean_over(b["mask"].float(), each_step(m, b)), "sum(batch['mask'])"),
+    "as truth": (lambda m, b: mean_over(b["mask"].bool(), each_step(m, b)), "count(batch['mask'] != 0)"),
+    "by rows": (
+        lambda m, b: (each_step(m, b) * b["mask"]).sum() / b["mask"].sum(1).sum().clamp(min=1),
+        "sum(batch['mask'])",
+    ),
+    "shifted": (lambda m, b: mean_over(b["mask"][:, 1:], each_step(m, b)[:, 1:]), "sum(batch['mask'][:, 1:])"),
+    "never zero": (
+        lambda m, b: (each_sample(m, b) * b["weights"]).sum() / (b["weights"].sum() + 1e-8),
+        "sum(batch['weights'])",
+    ),
+    "padded and shifted": (
+        lambda m, b: of_steps(m, b, F.pad(b["labels"], (0, 1), value=IGNORED)[:, 1:].contiguous()),
+        "count(batch['labels'][:, 1:] != -100)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_counts_are_followed_through_operations_that_keep_them(name: str) -> None:
+    loss, count = KNOWN[name]
+
+    assert str(certificate_of(loss).weighting) == f"mean over {count}"
+
+
+def test_a_column_of_class_numbers_is_a_mean_over_samples_as_long_as_none_is_left_out() -> None:
+    certificate = certificate_of(lambda m, b: F.cross_entropy(m(b["x"]), b["pairs"][:, 0]))
+    other = batch_of(4)
+    other["pairs"][torch.arange(SAMPLES), torch.randint(2, (SAMPLES,))] = IGNORED  # one of each pair
+
+    assert str(certificate.weighting) == "mean over samples"
+    assert loss_weights(certificate, split_batch(batch_of(4), 4)) == pytest.approx([4 / 11, 4 / 11, 3 / 11])
+    with pytest.raises(WeightsUnclearError, match="pairs"):
+        loss_weights(certificate, split_batch(other, 4))

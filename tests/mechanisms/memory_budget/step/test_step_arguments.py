@@ -1,0 +1,72 @@
+"""Arguments of bare-loop objects for a byte budget: sizes as texts, and what cannot be meant is named at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from retime.mechanisms.memory_budget import BudgetedStep, HostMemory, OffloadSavedTensors, TrainingStep, parse_host
+from retime.schedules.budget import OffloadPlan
+
+
+def step(**more: Any) -> BudgetedStep:
+    model = nn.Linear(2, 2)
+    given: dict[str, Any] = {"budget_bytes": "1GiB", "host": HostMemory("cpu"), **more}
+    return BudgetedStep(model, [torch.optim.SGD(model.parameters(), 0.1)], **given)
+
+
+def test_sizes_are_texts_too(tmp_path: Path) -> None:
+    made = step(budget_bytes="8GiB", reduction_bytes="1MiB")
+    assert made.budget_bytes == 8 * 2**30
+    made.remove()
+    with parse_host(f"disk:{tmp_path}", "cpu", "1MiB") as host:  # type: ignore[attr-defined]
+        offload = OffloadSavedTensors(OffloadPlan(1), host, in_flight_bytes="1MiB", planned_bytes="2 kB")
+        assert (offload.in_flight_bytes, offload.planned_bytes) == (2**20, 2000)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "says"),
+    [
+        ({"gradients": "keep"}, ValueError, r"gradients='keep'\): give 'freed' or 'freed after forward' or"),
+        ({"buckets": "apart"}, ValueError, r"buckets='apart'\): give '' or 'beside' or 'gradients'"),
+        ({"host": "disk:folder"}, TypeError, r"host='disk:folder' is no host tier: give parse_host\('disk:folder'"),
+        ({"host": None}, TypeError, "host=None is no host tier: give what parse_host"),
+        ({"budget_bytes": 0}, ValueError, "budget_bytes=0 must be above 0"),
+        ({"budget_bytes": "90%"}, ValueError, "budget_bytes='90%' cannot be read"),
+        ({"budget_bytes": 1.5}, TypeError, r"budget_bytes=1.5\): give a whole number or a text"),
+        ({"reduction_bytes": -1}, ValueError, "reduction_bytes=-1 must be 0 or more"),
+    ],
+)
+def test_what_cannot_be_meant_is_named(wrong: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        step(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "says"),
+    [
+        ({"gradients": "keep"}, ValueError, "gradients='keep' is none of"),
+        ({"reduction_bytes": "much"}, ValueError, "reduction_bytes='much' cannot be read"),
+    ],
+)
+def test_steps_name_it_too(wrong: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        TrainingStep(nn.Linear(2, 2), torch.ones(2, 2), 2, loss=torch.sum, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "says"),
+    [
+        ({"host": "memory"}, TypeError, r"give parse_host\('memory', device\)"),
+        ({"in_flight_bytes": -1}, ValueError, "in_flight_bytes=-1 must be 0 or more"),
+        ({"planned_bytes": "x"}, ValueError, "planned_bytes='x' cannot be read"),
+    ],
+)
+def test_offloading_names_it_too(wrong: dict[str, Any], error: type[Exception], says: str) -> None:
+    given: dict[str, Any] = {"host": HostMemory("cpu"), **wrong}
+    with pytest.raises(error, match=says):
+        OffloadSavedTensors(OffloadPlan(1), **given)

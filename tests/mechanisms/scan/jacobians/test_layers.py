@@ -1,0 +1,177 @@
+"""Analytic transposed Jacobians against autograd's, in float64; patterns from shapes alone."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from retime.mechanisms.scan import UnknownJacobian, jacobian_of, prune_class_blind, transposed_jacobian
+from retime.recipes.models.chains import lenet5
+
+
+def by_autograd(layer: nn.Module, sample: Tensor) -> Tensor:
+    """The transposed Jacobian of one sample, one output a column, as autograd gives it."""
+    inputs = sample[None].clone().requires_grad_()
+    outputs = layer(inputs)
+    columns = []
+    for number in range(outputs.numel()):
+        picked = torch.zeros(outputs.numel(), dtype=outputs.dtype)
+        picked[number] = 1
+        (column,) = torch.autograd.grad(outputs, inputs, picked.view_as(outputs), retain_graph=True)
+        columns.append(column.flatten())
+    return torch.stack(columns, dim=1)
+
+
+def check(layer: nn.Module, *shape: int, exact: bool = True) -> None:
+    torch.manual_seed(0)
+    layer = layer.double()
+    inputs = torch.randn(2, *shape, dtype=torch.double)
+    outputs, jacobian = transposed_jacobian(layer, inputs)
+    assert torch.equal(outputs, layer(inputs))
+    dense = jacobian.dense().expand(2, -1, -1)
+    for index in range(2):
+        wanted = by_autograd(layer, inputs[index])
+        if exact:
+            assert torch.equal(dense[index], wanted)
+        else:
+            torch.testing.assert_close(dense[index], wanted, rtol=1e-14, atol=1e-15)
+    # every entry is a possible non-zero: somewhere it is one
+    if not isinstance(layer, nn.ReLU | nn.MaxPool1d | nn.MaxPool2d | nn.MaxPool3d | nn.Hardtanh):
+        assert jacobian.pattern.entries == int((dense != 0).any(0).sum())
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "padding", "dilation", "groups"),
+    list(itertools.product((1, 2, 3), (1, 2), (0, 1), (1, 2), (1, 2))),
+)
+def test_convolutions(size: int, stride: int, padding: int, dilation: int, groups: int) -> None:
+    check(nn.Conv2d(2, 4, size, stride, padding, dilation, groups), 2, 6, 5)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Conv2d(4, 4, (3, 2), (1, 2), (1, 0), (2, 1), 4), (4, 7, 6)),
+        (nn.Conv2d(2, 3, 3, padding="same", dilation=2, bias=False), (2, 6, 5)),
+        (nn.Conv2d(2, 3, 3, padding="valid"), (2, 4, 5)),
+        (nn.Conv1d(2, 3, 4, padding="same", dilation=2), (2, 7)),
+        (nn.Conv3d(2, 3, 2, padding=1), (2, 3, 4, 3)),
+    ],
+)
+def test_other_convolutions(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    check(layer, *shape)
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "padding", "ceil"), list(itertools.product((2, 3), (1, 2, 3), (0, 1), (False, True)))
+)
+def test_poolings(size: int, stride: int, padding: int, ceil: bool) -> None:
+    check(nn.MaxPool2d(size, stride, padding, ceil_mode=ceil), 2, 7, 6)
+    for counted in (True, False):
+        check(nn.AvgPool2d(size, stride, padding, ceil, counted), 2, 7, 6)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.MaxPool2d(2, 1, dilation=2), (2, 7, 6)),
+        (nn.MaxPool1d(2), (2, 7)),
+        (nn.MaxPool3d(2), (2, 4, 5, 4)),
+        (nn.AvgPool2d(2, divisor_override=3), (2, 7, 6)),
+        (nn.AvgPool1d(3), (2, 7)),
+        (nn.AvgPool3d(2), (2, 4, 5, 4)),
+        (nn.AdaptiveAvgPool1d(2), (2, 3)),
+        (nn.AdaptiveAvgPool2d((3, None)), (2, 7, 6)),
+        (nn.AdaptiveAvgPool3d(2), (1, 3, 5, 4)),
+        (nn.Linear(5, 4), (5,)),
+        (nn.Flatten(), (2, 3, 2)),
+        (nn.Unflatten(1, (2, 3)), (6,)),
+        (nn.ReLU(), (2, 3, 3)),
+    ],
+)
+def test_other_layers(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    check(layer, *shape)
+
+
+@pytest.mark.parametrize("kind", [nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.LeakyReLU, nn.Softplus, nn.Hardtanh])
+def test_elementwise(kind: type[nn.Module]) -> None:
+    check(kind(), 2, 3, exact=False)
+
+
+def test_the_first_convolution_of_vgg_11_has_the_papers_sparsity() -> None:
+    """Table 1: 0.99157; three by three places of 192 filters, 94 of 96 of which lie inside in each direction."""
+    first = jacobian_of(nn.Conv2d(3, 64, 3, padding=1), torch.Size((3, 32, 32))).pattern
+    assert (first.rows, first.columns) == (3072, 65536)
+    assert first.entries == 192 * 94**2
+    assert first.sparsity == 1 - 192 * 94**2 / (3072 * 65536)
+    assert round(first.sparsity, 5) == 0.99157
+    assert round(jacobian_of(nn.ReLU(), torch.Size((64, 32, 32))).pattern.sparsity, 5) == 0.99998
+    assert round(jacobian_of(nn.MaxPool2d(2), torch.Size((64, 32, 32))).pattern.sparsity, 5) == 0.99994
+
+
+def test_patterns_follow_from_shapes_alone_and_are_sorted() -> None:
+    torch.manual_seed(0)
+    shape = torch.Size((2, 6, 5))
+    for make in (lambda: nn.Conv2d(2, 4, 3, padding=1), lambda: nn.MaxPool2d(3, 2), nn.ReLU):
+        one, other = (jacobian_of(make(), shape).pattern for _ in range(2))
+        assert one.same_as(other)
+        place = one.row_of * one.columns + one.indices
+        assert bool((place.diff() > 0).all())
+        assert torch.equal(one.row_counts.cumsum(0), one.indptr[1:])
+        assert int(one.column_counts.sum()) == one.entries
+
+
+def test_pruned_weights_are_no_entries() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Flatten(), nn.Linear(120, 7)).double()
+    before = jacobian_of(model[0], torch.Size((2, 6, 5)))
+    kept = prune_class_blind(model, 0.7)
+    weights = torch.cat([model[0].weight.flatten(), model[2].weight.flatten()])
+    assert int((weights == 0).sum()) == round(0.7 * weights.numel())
+    assert weights[weights != 0].abs().min() >= weights.abs().quantile(0.7)
+    assert kept["0"] > kept["2"], "one threshold for both: the layer with larger weights keeps more"
+    check(model[0], 2, 6, 5)
+    check(model[2], 120)
+    assert not before.still_fits(model[0])
+    assert jacobian_of(model[0], torch.Size((2, 6, 5))).still_fits(model[0])
+
+
+def test_zeros_of_one_sample_can_be_left_out() -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(2, 3, 4, 4)
+    _, relu = transposed_jacobian(nn.ReLU(), inputs)
+    assert relu.without_zeros(1).entries == int((inputs[1] > 0).sum())
+    _, pool = transposed_jacobian(nn.MaxPool2d(2), inputs)
+    assert pool.without_zeros().entries == 3 * 2 * 2
+    assert torch.equal(pool.without_zeros().column_counts, torch.ones(12, dtype=torch.long))
+
+
+class OwnLinear(nn.Linear):
+    """Might compute anything."""
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "reason"),
+    [
+        (nn.BatchNorm2d(3), (3, 4, 4), "BatchNorm2d has no analytic Jacobian"),
+        (OwnLinear(3, 2), (3,), "OwnLinear has no analytic Jacobian"),
+        (nn.Conv2d(3, 2, 3), (2, 4, 4), r"Conv2d: input \(2, 4, 4\) a sample, but it takes \(3,"),
+        (nn.Conv2d(3, 2, 3, padding=1, padding_mode="reflect"), (3, 4, 4), "padding_mode='reflect': only 'zeros'"),
+        (nn.Linear(3, 2), (5, 3), r"input \(5, 3\) a sample, but it takes \(3,\)"),
+        (nn.MaxPool2d(2), (4, 4), r"input \(4, 4\) a sample"),
+        (nn.MaxPool2d(2, return_indices=True), (1, 4, 4), "return_indices=True: it has two outputs"),
+        (nn.Flatten(0), (3,), "from dimension 0: use 1 or more"),
+        (nn.LeakyReLU(inplace=True), (3,), "inplace=True: set inplace=False"),
+    ],
+)
+def test_what_is_unknown_says_why(layer: nn.Module, shape: tuple[int, ...], reason: str) -> None:
+    with pytest.raises(UnknownJacobian, match=reason):
+        jacobian_of(layer, torch.Size(shape))
+
+
+def test_pruning_refuses_nonsense() -> None:
+    with pytest.raises(ValueError, match=r"share=97\): give a number of 0 or more and below 1"):
+        prune_class_blind(lenet5(), 97)
+    with pytest.raises(ValueError, match="ReLU has no convolution or linear layer"):
+        prune_class_blind(nn.ReLU(), 0.5)
