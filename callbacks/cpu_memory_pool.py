@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from retime.foundations.arguments import AtLeast, Below, checked
 from retime.foundations.cpu_pool import MemoryPool, PoolReport
-from retime.foundations.no_effect import warn_no_effect
+from retime.foundations.messages import warn_no_effect
 
 __all__ = ["CPUMemoryPool"]
 

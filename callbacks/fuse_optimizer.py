@@ -13,9 +13,8 @@ from retime.foundations.arguments import checked
 from retime.foundations.compatibility import Mechanism, refuse
 from retime.foundations.ddp import sparse_layer
 from retime.mechanisms.fusion import FusionReport, reduction_of
-from retime.strategies.support.lightning_package import refuse_other_trainer
-from retime.strategies.support.stepping import FusedStepping
-from retime.strategies.support.strategy_mechanisms import mechanisms_of
+from retime.strategies.support.base import refuse_other_trainer
+from retime.strategies.support.fused_stepping import FusedStepping, mechanisms_of
 
 
 class FuseOptimizer(Callback):

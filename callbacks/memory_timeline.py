@@ -12,14 +12,13 @@ from lightning.pytorch import LightningModule, Trainer
 
 from retime.callbacks.support.phases import PhaseCallback, PhaseObserver
 from retime.foundations.arguments import checked
-from retime.foundations.byte_sizes import show_bytes
 from retime.foundations.measure import MemorySampler
+from retime.foundations.messages import show_bytes
 from retime.foundations.parts import dry_part, samples_in, split_batch
 from retime.foundations.preserve_state import undisturbed
 from retime.mechanisms.memory_budget import StepProfile, TrainingStep, buckets_of, reduction_bytes, replay
 from retime.schedules.budget import OffloadPlan
-from retime.strategies.support.budgeted import Budgeted, gradients_in
-from retime.strategies.support.muted_logging import muted_logging
+from retime.strategies.support.budgeted_steps import Budgeted, gradients_in, muted_logging
 
 __all__ = ["MemoryTimeline", "StepBytes"]
 

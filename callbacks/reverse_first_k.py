@@ -7,7 +7,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from retime.foundations.arguments import AtLeast, checked
 from retime.mechanisms.out_of_order import K
 from retime.strategies.ooo_ddp import OOODataParallelStrategy
-from retime.strategies.support.lightning_package import refuse_other_trainer
+from retime.strategies.support.base import refuse_other_trainer
 
 
 class ReverseFirstK(Callback):

@@ -45,7 +45,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from retime.commands.plan_job import Job, job_of
-from retime.foundations.byte_sizes import show_bytes
+from retime.foundations.messages import show_bytes
 from retime.foundations.parts import dry_part, samples_in
 from retime.foundations.preserve_state import undisturbed
 from retime.foundations.storages import strided_bytes

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor, nn
 
 from retime.foundations.arguments import checked
-from retime.foundations.no_effect import warn_no_effect
+from retime.foundations.messages import warn_no_effect
 from retime.foundations.torch_private import flat_weights
 from retime.mechanisms.scan import Solver, check_solver
 from retime.modules.conversion_report import ConversionReport

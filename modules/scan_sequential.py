@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.prune import BasePruningMethod
 
 from retime.foundations.arguments import AtLeast, checked
-from retime.foundations.no_effect import warn_no_effect
+from retime.foundations.messages import warn_no_effect
 from retime.foundations.torch_private import forward_hooks, forward_pre_hooks, has_backward_hooks
 from retime.mechanisms.scan import JacobianScan, LayerJacobian, UnknownJacobian, jacobian_of
 

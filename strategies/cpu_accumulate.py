@@ -18,14 +18,18 @@ from torch.optim import Optimizer
 
 from retime.foundations.arguments import AtLeast, Timeout, checked
 from retime.foundations.compatibility import Mechanism, refuse
-from retime.foundations.no_effect import warn_no_effect
+from retime.foundations.messages import warn_no_effect
 from retime.mechanisms.cpu_accumulation import BucketReduction, HostReductionReport, HostUpdate, HostUpdateReport
-from retime.strategies.support.ddp_arguments import MegaBytes, StartMethod, given
-from retime.strategies.support.ddp_hooks import hook_was_not_asked_for
-from retime.strategies.support.lightning_package import LightningOnly
+from retime.strategies.support.base import (
+    LightningOnly,
+    MegaBytes,
+    ReducerOfChoice,
+    ReportsAcrossProcesses,
+    StartMethod,
+    given,
+    hook_was_not_asked_for,
+)
 from retime.strategies.support.lightning_private import timeout_of
-from retime.strategies.support.reduction import ReducerOfChoice
-from retime.strategies.support.reporting_launcher import ReportsAcrossProcesses
 
 
 class CPUAccumulateStrategy(ReducerOfChoice, LightningOnly, ReportsAcrossProcesses):

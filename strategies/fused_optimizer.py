@@ -20,13 +20,18 @@ from retime.foundations.compatibility import Mechanism, refuse
 from retime.foundations.ddp import sparse_layer
 from retime.mechanisms.cpu_accumulation import BucketReduction
 from retime.mechanisms.fusion import FusionReport, ReductionHook
-from retime.strategies.support.ddp_arguments import MegaBytes, StartMethod, given
-from retime.strategies.support.lightning_package import LightningOnly
+from retime.strategies.support.base import (
+    LightningOnly,
+    MegaBytes,
+    ReduceOn,
+    ReducerOfChoice,
+    ReportsAcrossProcesses,
+    SingleDevice,
+    StartMethod,
+    given,
+)
+from retime.strategies.support.fused_stepping import FusedStepping
 from retime.strategies.support.lightning_private import user_comm_hook
-from retime.strategies.support.reduction import ReduceOn, ReducerOfChoice
-from retime.strategies.support.reporting_launcher import ReportsAcrossProcesses
-from retime.strategies.support.single_device import SingleDevice
-from retime.strategies.support.stepping import FusedStepping
 
 
 class _Fused(LightningOnly, Strategy):

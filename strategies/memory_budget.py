@@ -15,8 +15,8 @@ from lightning.pytorch.plugins import Precision
 from retime.foundations.arguments import checked
 from retime.foundations.parts import Split
 from retime.mechanisms.memory_budget import BudgetedStep, parse_budget, parse_host
-from retime.strategies.support.budgeted import CHECKPOINT_KEY, Budgeted
-from retime.strategies.support.single_device import SingleDevice
+from retime.strategies.support.base import SingleDevice
+from retime.strategies.support.budgeted_steps import CHECKPOINT_KEY, Budgeted
 
 __all__ = ["CHECKPOINT_KEY", "MemoryBudgetStrategy"]
 

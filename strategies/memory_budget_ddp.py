@@ -27,11 +27,16 @@ from retime.mechanisms.memory_budget import (
     parse_budget,
     parse_host,
 )
-from retime.strategies.support.budgeted import Budgeted
-from retime.strategies.support.ddp_arguments import MegaBytes, StartMethod, given
+from retime.strategies.support.base import (
+    MegaBytes,
+    ReduceOn,
+    ReducerOfChoice,
+    ReportsAcrossProcesses,
+    StartMethod,
+    given,
+)
+from retime.strategies.support.budgeted_steps import Budgeted
 from retime.strategies.support.lightning_private import timeout_of
-from retime.strategies.support.reduction import ReduceOn, ReducerOfChoice
-from retime.strategies.support.reporting_launcher import ReportsAcrossProcesses
 
 
 class MemoryBudgetDDPStrategy(ReducerOfChoice, Budgeted, ReportsAcrossProcesses):

@@ -17,19 +17,23 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from retime.foundations.arguments import AtLeast, Timeout, checked
-from retime.foundations.byte_sizes import parse_bytes
 from retime.foundations.compatibility import Mechanism, refuse
 from retime.foundations.ddp import bucket_mb, measured_seconds_per_mb, sparse_layer
-from retime.foundations.no_effect import warn_no_effect
+from retime.foundations.messages import parse_bytes, warn_no_effect
 from retime.mechanisms.fusion import FusionReport
 from retime.mechanisms.out_of_order import ALONE, K, OutOfOrderDataParallel, OutOfOrderReport, SavedK, read_saved_k
-from retime.strategies.support.ddp_arguments import MegaBytes, StartMethod, given
-from retime.strategies.support.ddp_hooks import hook_was_not_asked_for
-from retime.strategies.support.lightning_package import LightningOnly
+from retime.strategies.support.base import (
+    LightningOnly,
+    MegaBytes,
+    ReduceOn,
+    ReducerOfChoice,
+    ReportsAcrossProcesses,
+    StartMethod,
+    given,
+    hook_was_not_asked_for,
+)
+from retime.strategies.support.fused_stepping import FusedStepping
 from retime.strategies.support.lightning_private import ddp_options, timeout_of
-from retime.strategies.support.reduction import ReduceOn, ReducerOfChoice
-from retime.strategies.support.reporting_launcher import ReportsAcrossProcesses
-from retime.strategies.support.stepping import FusedStepping
 
 CHECKPOINT_KEY = "retime_ooo_ddp"
 FIXED_BUCKET_MB = 4

@@ -26,9 +26,8 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from retime.foundations.arguments import AtLeast, Timeout, checked
-from retime.foundations.byte_sizes import parse_bytes
 from retime.foundations.compatibility import Mechanism
-from retime.foundations.no_effect import warn_difference, warn_no_effect
+from retime.foundations.messages import parse_bytes, warn_difference, warn_no_effect
 from retime.foundations.parts import combined
 from retime.mechanisms.pipeline import (
     HollowModel,
@@ -53,14 +52,10 @@ from retime.mechanisms.pipeline import (
     whole_optimizer_state,
 )
 from retime.schedules.timeline import Span
-from retime.strategies.support.ddp_arguments import StartMethod, given
-from retime.strategies.support.kept_attributes import KeptAttributes
-from retime.strategies.support.lightning_package import LightningOnly
+from retime.strategies.support.base import LightningOnly, ReportsAcrossProcesses, StartMethod, given
+from retime.strategies.support.budgeted_steps import WholeBatchResults, muted_logging
 from retime.strategies.support.lightning_private import in_the_loaders_order
-from retime.strategies.support.muted_logging import muted_logging
-from retime.strategies.support.pipeline_log import PipelineLog
-from retime.strategies.support.reporting_launcher import ReportsAcrossProcesses
-from retime.strategies.support.whole_batch_results import WholeBatchResults
+from retime.strategies.support.pipeline_log import KeptAttributes, PipelineLog
 
 __all__ = ["OOOPipelineStrategy"]
 

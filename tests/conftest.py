@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import pytest_timeout
 
     from contract.runs import Runs
-    from retime.foundations.cpu_pool.memory_pool import MemoryPool
+    from retime.foundations.cpu_pool.pool import MemoryPool
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -102,7 +102,7 @@ def offloads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def pool() -> "Iterator[MemoryPool]":
     """The pool of CPU tensors, with nothing kept and no counts of earlier tests."""
-    from retime.foundations.cpu_pool.memory_pool import MemoryPool
+    from retime.foundations.cpu_pool.pool import MemoryPool
 
     gc.collect()  # users and tensors that earlier tests left in cycles
     pool = MemoryPool()
@@ -117,8 +117,8 @@ def pool() -> "Iterator[MemoryPool]":
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> "Iterator[list[bool]]":
     """As where there is none; how often the C library was asked instead. It is not, as it cannot be asked back."""
-    from retime.foundations.cpu_pool import freed_memory
-    from retime.foundations.cpu_pool.library import pool_library
+    from retime.foundations.cpu_pool import pool as freed_memory
+    from retime.foundations.cpu_pool.pool import pool_library
 
     asked: list[bool] = []
     monkeypatch.setattr(freed_memory, "give_back_freed_memory", lambda: asked.append(True) or True)

@@ -22,7 +22,7 @@ from lightning.pytorch.strategies import Strategy
 
 from retime.foundations.arguments import AtLeast, checked
 from retime.foundations.measure import OTHER
-from retime.foundations.no_effect import warn_no_effect
+from retime.foundations.messages import warn_no_effect
 from retime.strategies.support.lightning_private import logged_step
 
 _MISSING = object()

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from retime.foundations.ddp.own_group import close_group, own_group
+from retime.foundations.ddp.comm_hook import close_group, own_group
 from retime.schedules.budget import BudgetError
 
 __all__ = ["RankAgreement"]

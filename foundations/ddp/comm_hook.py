@@ -10,18 +10,250 @@ of the moment: the slot can be given back, and taken by another.
 """
 
 import weakref
-from typing import Protocol
+from collections.abc import Callable, Hashable
+from datetime import timedelta
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from retime.foundations.ddp.mean import MeanOfBuckets
-from retime.foundations.ddp.reducers import DeviceReducer, Reducer
-from retime.foundations.torch_private import GradBucket, divides_by_ranks_left, graph_task_id, joins_uneven_inputs
+from retime.foundations.arguments import Timeout, checked
+from retime.foundations.torch_private import (
+    GradBucket,
+    divides_by_ranks_left,
+    graph_task_id,
+    joins_uneven_inputs,
+    queue_callback,
+)
 
-__all__ = ["CommHook", "HookOwner", "comm_hook_of", "sparse_layer"]
+# What sums gradients over the ranks; where it does is a reducer's own affair.
+
+
+@runtime_checkable
+class Reducer(Protocol):
+    """Sums tensors over the ranks while the backward pass goes on.
+
+    What holds between a reducer and the owner of DDP's communication hook that was given it:
+
+    * Who divides: the owner, before :meth:`start`, as DDP does (``ddp/mean.py``). A reducer only adds, unless it
+      is a :class:`ScalingReducer` and the factor is exact.
+    * What it gets: a bucket, or a piece of one: one-dimensional, contiguous, of the gradients' dtype, on the model's
+      device. The sum is written there, and nobody else touches it before the future is done.
+    * How it writes: with any operation of torch. Those raise a version counter, and who puts gradients aside (forward
+      fusion) takes that for a change by somebody else. So an owner that lets gradients be put aside while a sum is on
+      its way gives the reducer ``values.data``, which has a counter of its own (``ddp/reductions.py``).
+    * Order: all ranks start the same ones in the same order, in one thread at a time. Urgent ones may overtake others,
+      if they do on every rank.
+    * The end: its owner closes it, once, when nothing is on its way, or aborts it after a failure.
+
+    Inside of the wrapper's ``join()`` owners use the wrapper's own group instead, where ranks without batches answer.
+    """
+
+    def start(self, key: Hashable, values: Tensor, *, urgent: bool = False) -> torch.futures.Future[Tensor]:
+        """Begin to replace ``values``, shape ``(n,)``, by their sum.
+
+        Args:
+            key: of values that come again, such as a bucket's index. A reducer may keep memory for them, so those of
+                the last call with the same key must have arrived.
+            values: on the model's device.
+            urgent: the next forward pass needs these first.
+
+        Returns:
+            Done when the sum is there, with ``values``, or with the error; in any thread. On CUDA the stream of whoever
+            waits for it waits too.
+        """
+
+    def close(self) -> None:
+        """Give back what was made for this; when nothing is on its way."""
+
+    def abort(self) -> None:
+        """The same after a failure: wait for nothing. What is on its way may never be done."""
+
+
+@runtime_checkable
+class ScalingReducer(Reducer, Protocol):
+    """A reducer that can scale what it sums, so that memory is gone through once less."""
+
+    def start_scaled(
+        self, key: Hashable, values: Tensor, scale: float, *, urgent: bool = False
+    ) -> torch.futures.Future[Tensor]:
+        """As :meth:`start`, each rank's values times ``scale``."""
+
+
+# The ranks' mean, with the bits of DistributedDataParallel's own: it scales gradients first, and sums them then.
+#
+# It divides a gradient that was in its bucket before the backward pass. All others it multiplies by the rounded
+# reciprocal while it copies them there. With 2, 4, 8, ... ranks both give the same bits; with others they do not.
+
+
+def scale(values: Tensor, ranks: int, *, divide: bool) -> None:
+    """Divide ``values`` by the number of ranks in place, or multiply them by its rounded reciprocal."""
+    if divide:
+        values.div_(ranks)
+    else:
+        values.mul_(1.0 / ranks)
+
+
+def start_mean(
+    reducer: Reducer, key: Hashable, values: Tensor, ranks: int, *, divide: bool, urgent: bool = False
+) -> torch.futures.Future[Tensor]:
+    """Begin to replace ``values`` by their mean over the ranks; a reducer divides by 2, 4, 8, ... itself, if it can."""
+    if isinstance(reducer, ScalingReducer) and is_exact(ranks):
+        return reducer.start_scaled(key, values, 1.0 / ranks, urgent=urgent)
+    scale(values, ranks, divide=divide)
+    return reducer.start(key, values, urgent=urgent)
+
+
+def is_exact(ranks: int) -> bool:
+    """Whether the reciprocal of this number is exact."""
+    return ranks & (ranks - 1) == 0
+
+
+class MeanOfBuckets:
+    """Scales a model's buckets as its DistributedDataParallel would.
+
+    By the time that a communication hook runs, all gradients are in their buckets. Where it matters which of them were
+    before, each parameter gets a hook that runs when its gradient has been accumulated, just before DDP moves it. These
+    hooks go with the model.
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._places: dict[int, int] = {}
+        self._follows = False
+        if not is_exact(dist.get_world_size(model.process_group)):
+            self.follow(model)
+
+    def follow(self, model: DistributedDataParallel) -> None:
+        """Note from now on which gradients are in their buckets before DDP moves them."""
+        if self._follows or not model.gradient_as_bucket_view:
+            return
+        self._follows = True
+        handles = [
+            parameter.register_post_accumulate_grad_hook(partial(_note, self._places))  # type: ignore[no-untyped-call]
+            for parameter in model.parameters()
+            if parameter.requires_grad
+        ]
+        weakref.finalize(model, _remove, handles)
+
+    def start(self, bucket: GradBucket, reducer: Reducer, ranks: int) -> torch.futures.Future[Tensor]:
+        """Begin to replace what a full bucket holds by its mean over so many ranks."""
+        if not self._places:
+            return start_mean(reducer, bucket.index(), bucket.buffer(), ranks, divide=False)
+        self._divide(bucket, ranks)
+        return reducer.start(bucket.index(), bucket.buffer())
+
+    def _divide(self, bucket: GradBucket, ranks: int) -> None:
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            scale(gradient, ranks, divide=self._places.get(id(parameter)) == gradient.data_ptr())
+
+
+def _note(places: dict[int, int], parameter: Tensor) -> None:
+    """Where a gradient is before DDP sees it; by identity, as the table must not hold what holds the hook."""
+    if parameter.grad is not None:
+        places[id(parameter)] = parameter.grad.data_ptr()
+
+
+def _remove(handles: list[object]) -> None:
+    for handle in handles:
+        handle.remove()  # type: ignore[attr-defined]
+
+
+# Process groups of one's own: nothing that others send queues before or behind what goes through them.
+
+
+def own_group(group: Any = None, *, backend: str | None = None, timeout: timedelta | None = None) -> Any:
+    """A new group of the same ranks; all of them call this, in the same order.
+
+    Args:
+        group: whose ranks; None: all.
+        backend: None: that of ``group``.
+        timeout: of its collectives; None is torch's default.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    local = len(ranks) != dist.get_world_size()  # the other ranks know nothing of this
+    backend = backend or dist.get_backend(group)
+    return dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=local)
+
+
+def close_group(group: Any) -> None:
+    """Give a group back, if torch has not done it already."""
+    if group is not None and dist.is_initialized():
+        dist.destroy_process_group(group)
+
+
+# Gradients are summed where they are, by the all-reduce that DistributedDataParallel itself uses.
+
+
+class DeviceReducer:
+    """All-reduces in a process group, which stays its owner's.
+
+    Args:
+        group: None: all ranks. Do not keep a reducer in what runs when an all-reduce has ended: the last reference to a
+            group may then go in a thread of that group, which cannot end in its own thread.
+    """
+
+    @checked
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+
+    def start(self, key: Hashable, values: Tensor, *, urgent: bool = False) -> torch.futures.Future[Tensor]:
+        """Begin to replace ``values`` by their sum over the ranks."""
+        work = dist.all_reduce(values, group=self._group, async_op=True)
+        assert work is not None
+        future: torch.futures.Future[Any] = work.get_future()
+        return future.then(lambda done: done.value()[0])
+
+    def close(self) -> None:
+        """Nothing was made."""
+
+    def abort(self) -> None:
+        """Nothing was made."""
+
+
+class OwnGroupsReducer:
+    """All-reduces in process groups of its own.
+
+    Of its own, so that nothing else (buffers, metrics, a user's barrier) queues behind them; the urgent ones have
+    another, so that they do not queue behind the bulk either.
+
+    Args:
+        group: whose ranks; None: all. Each of them makes one of these.
+        timeout: of a sum; None is torch's default.
+    """
+
+    @checked
+    def __init__(self, group: dist.ProcessGroup | None = None, timeout: Timeout | None = None) -> None:
+        self._groups = [own_group(group, timeout=timeout) for _ in range(2)]
+        self._reducers = [DeviceReducer(one) for one in self._groups]
+
+    def start(self, key: Hashable, values: Tensor, *, urgent: bool = False) -> torch.futures.Future[Tensor]:
+        """Begin to replace ``values`` by their sum over the ranks."""
+        return self._reducers[urgent].start(key, values)
+
+    def close(self) -> None:
+        """Give the process groups back."""
+        groups, self._groups, self._reducers = self._groups, [], []
+        for group in groups:
+            close_group(group)
+
+    def abort(self) -> None:
+        """Give the process groups back."""
+        self.close()
+
+
+# What runs when DistributedDataParallel has finished a backward pass.
+
+
+def at_end_of_backward(act: Callable[[], Any]) -> None:
+    """Run ``act`` after DDP's own end-of-backward callback; called by its communication hook, with the last bucket.
+
+    DDP queues its callback when the last bucket's hook has returned, so the queue is entered again from its end.
+    """
+    queue_callback(lambda: queue_callback(act))
+
 
 _IN_MODEL = "_retime_comm_hook"
 

@@ -1,15 +1,6 @@
 """Updates that wait until somebody reads the parameter, by the user's own optimizer."""
 
-from retime.foundations.lazy_updates.lazy import (
-    PendingUpdate,
-    can_wait,
-    gradient_of,
-    is_pending,
-    pending_of,
-    settle_all,
-)
-from retime.foundations.lazy_updates.optimizer_window import OptimizerWindow, nbytes
-from retime.foundations.lazy_updates.per_parameter import (
+from retime.foundations.lazy_updates.eligibility import (
     declare_per_parameter,
     is_fused_step,
     is_torchs_zero_grad,
@@ -18,14 +9,29 @@ from retime.foundations.lazy_updates.per_parameter import (
     why_not_this_step,
     why_not_this_zero_grad,
 )
-from retime.foundations.lazy_updates.readers import (
+from retime.foundations.lazy_updates.optimizer_window import (
+    OptimizerWindow,
+    check_bucket_bytes,
+    default_bucket_bytes,
+    nbytes,
+    parameters_of,
+)
+from retime.foundations.lazy_updates.pending import (
+    PendingUpdate,
+    WatchedState,
+    can_wait,
+    gradient_of,
     has_alias,
     is_compiled,
+    is_pending,
+    pending_of,
+    settle_all,
     settle_before_readers,
+    unwatch,
     unwatchable_parameters,
+    watch,
 )
-from retime.foundations.lazy_updates.replaced_method import ReplacedMethod
-from retime.foundations.lazy_updates.watched_state import WatchedState, unwatch, watch
+from retime.foundations.patching import ReplacedMethod
 
 __all__ = [
     "OptimizerWindow",
@@ -33,7 +39,9 @@ __all__ = [
     "ReplacedMethod",
     "WatchedState",
     "can_wait",
+    "check_bucket_bytes",
     "declare_per_parameter",
+    "default_bucket_bytes",
     "gradient_of",
     "has_alias",
     "is_compiled",
@@ -41,6 +49,7 @@ __all__ = [
     "is_pending",
     "is_torchs_zero_grad",
     "nbytes",
+    "parameters_of",
     "pending_of",
     "settle_all",
     "settle_before_readers",

@@ -1,9 +1,14 @@
 """What measures training: step times, bytes of memory, energy."""
 
 from retime.foundations.measure.energy_meter import NoMeterError, Watch, find_meter
-from retime.foundations.measure.memory_probe import MemoryProbe
-from retime.foundations.measure.memory_sampler import MemorySampler
-from retime.foundations.measure.process_peak import PeakWatch, forget_peak, peak_so_far, status_bytes
+from retime.foundations.measure.memory import (
+    MemoryProbe,
+    MemorySampler,
+    PeakWatch,
+    forget_peak,
+    peak_so_far,
+    status_bytes,
+)
 from retime.foundations.measure.step_timer import OTHER, PHASES, StepTimer, StepTiming, clock_of
 
 __all__ = [

@@ -1,7 +1,6 @@
 """C++ of our own: compiled once with the system's compiler, kept where nobody else may write, loaded with ctypes."""
 
-from retime.foundations.native.library import NoLibraryError, Source
-from retime.foundations.native.own_folder import OwnFolder
+from retime.foundations.native.library import NoLibraryError, OwnFolder, Source
 
 __all__ = [
     "NoLibraryError",

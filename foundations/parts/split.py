@@ -5,24 +5,41 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from itertools import accumulate
 from typing import Any
+from zlib import crc32
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from retime.foundations.storages import attributes_of
-from retime.foundations.torch_private import tree_flatten, tree_unflatten
+from retime.foundations.storages import attributes_of, tensors_in
+from retime.foundations.torch_private import (
+    post_accumulate_hooks,
+    sparse_indices,
+    sparse_values,
+    tree_flatten,
+    tree_unflatten,
+)
 
-__all__ = [
-    "Split",
-    "batch_size_of",
-    "map_leaves",
-    "part_of",
-    "samples_in",
-    "split_batch",
-    "tensors_of",
-]
+# The loss in what a training step returns.
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in what a step returns: the scalar itself, or its ``loss``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    loss = output
+    if isinstance(output, Mapping):
+        loss = output.get("loss")
+    elif not isinstance(output, Tensor):
+        loss = getattr(output, "loss", None)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ValueError(f"a step must return its loss, a scalar, or a mapping with 'loss'; it returned {type(output)}")
+    return loss.reshape(())
+
 
 Split = Callable[[Any, int], Sequence[Any]]
 """``split_batch(batch, sub_batch)``: the parts in order, all of ``sub_batch`` samples but the last."""
@@ -238,3 +255,109 @@ def _holds_tensors(value: Any, depth: int) -> bool:
         isinstance(leaf, Tensor) or (depth > 0 and _holds_tensors(attributes_of(leaf), depth - 1))
         for _, leaf in _leaves(value)
     )
+
+
+# A batch in sub-batches of nearly equal size (moDNN, section 5.1).
+
+
+def part_lengths(samples: int, count: int) -> list[int]:
+    """How many samples each of so many nearly equal parts has; larger first."""
+    size, larger = divmod(samples, count)
+    return [size + (index < larger) for index in range(count)]
+
+
+def balanced_parts(batch: Any, sub_batch: int, split: Split = split_batch) -> list[Any]:
+    """As few parts of at most ``sub_batch`` samples as there can be, whose sizes differ by one at most; larger first.
+
+    So no part is much smaller than the others: 13 samples in parts of at most 4 are 4, 3, 3 and 3, not 4, 4, 4 and 1.
+    The parts of the paper are equal too (moDNN, section 5.1).
+
+    Args:
+        split: a hook is asked for two parts of the batch, and then for parts of these.
+
+    Raises:
+        ValueError: ``sub_batch`` is below 1, the batch cannot be split, or a hook gave parts of other sizes.
+    """
+    if sub_batch < 1:
+        raise ValueError(f"sub_batch={sub_batch}: a sub-batch has 1 sample or more")
+    samples = samples_in(batch, split)
+    return _in_parts(batch, samples, -(-samples // sub_batch), split)
+
+
+def _in_parts(batch: Any, samples: int, count: int, split: Split) -> list[Any]:
+    if count <= 1:
+        return [batch]
+    lengths = part_lengths(samples, count)
+    if split is split_batch:
+        ends = list(accumulate(lengths))
+        return [part_of(batch, slice(first, last), samples) for first, last in zip([0, *ends], ends, strict=False)]
+    half = -(-count // 2)
+    first = sum(lengths[:half])
+    parts = list(split(batch, first))
+    sizes = [samples_in(part, split) for part in parts]
+    if sizes != [first, samples - first]:
+        text = ", ".join(map(str, sizes))
+        raise ValueError(
+            f"split_batch gave parts of {text} samples for sub_batch={first} of a batch of {samples}: all but the last "
+            f"have to have {first}, and the last the rest"
+        )
+    return [
+        *_in_parts(parts[0], first, half, split),
+        *_in_parts(parts[1], samples - first, count - half, split),
+    ]
+
+
+# What a plan is made for: batches of one shape, and the model as it is.
+
+
+def key_of(batch: Any, model: nn.Module, gradients: str) -> tuple[Any, ...]:
+    """Everything of the batch's shape but how many samples it has, and the model as it is.
+
+    A layer that is frozen, or put into another mode, computes and saves other things. Hooks that wait for whole
+    gradients keep batches whole.
+    """
+    flags = [module.training for module in model.modules()]
+    for parameter in model.parameters():
+        flags += [parameter.requires_grad, bool(post_accumulate_hooks(parameter))]
+    shapes = [(place, tuple(tensor.shape[1:]), tensor.dtype) for place, tensor in tensors_of(batch).items()]
+    return gradients, crc32(bytes(flags)), tuple(shapes)
+
+
+def name_of(key: tuple[Any, ...]) -> str:
+    """A key as text, for a checkpoint."""
+    *model, shapes = key
+    return "; ".join([*map(str, model), *(f"{place} {list(shape)} {dtype}" for place, shape, dtype in shapes)])
+
+
+def sizes_of(batch: Any) -> tuple[int, ...]:
+    """Bytes of each tensor, those in objects too; a sparse one has values and indices."""
+    return tuple(_bytes_of(tensor) for tensor in tensors_in(batch))
+
+
+def no_larger(sizes: Sequence[int], planned: Sequence[int]) -> bool:
+    """Whether a plan for batches of ``planned`` sizes holds: samples of graphs or packed tokens differ in size."""
+    return len(sizes) == len(planned) and all(one <= other for one, other in zip(sizes, planned, strict=True))
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    if tensor.layout == torch.sparse_coo:
+        return sparse_values(tensor).nbytes + sparse_indices(tensor).nbytes
+    return tensor.nbytes
+
+
+# Which part of a batch a dry run takes for a sub-batch.
+
+
+def dry_part(batch: Any, first: int, last: int, split: Split = split_batch) -> Any:
+    """Samples ``first`` to ``last - 1``; from a ``split_batch`` hook, which chooses by itself, the largest such part.
+
+    Raises:
+        ValueError: the batch cannot be split.
+    """
+    if split is split_batch:
+        return part_of(batch, slice(first, last), samples_in(batch))
+    if first == 0 and last >= samples_in(batch, split):
+        return batch
+    parts = split(batch, last - first)
+    full = [part for part in parts if samples_in(part, split) == last - first]
+    return max(full or parts[:1], key=lambda part: sum(sizes_of(part)))

@@ -4,23 +4,20 @@ A name that is gone raises :class:`PrivateNameError` with the feature that needs
 tests of this package check that each still does what it is used for.
 """
 
-from retime.foundations.torch_private.compiling import (
-    calls_compiled,
-    compilation_callbacks,
-    compiled_backends,
-    has_compile_mark,
-    stance_callback_replaced,
-)
-from retime.foundations.torch_private.ddp import (
+from retime.foundations.torch_private.distributed import (
     COLLECTIVE_NAMESPACES,
     GradBucket,
+    PipelineAction,
     divides_by_ranks_left,
     has_rebuilt_buckets,
     joins_uneven_inputs,
+    pipeline_runtime,
+    torch_pipeline_orders,
 )
-from retime.foundations.torch_private.dispatch import (
+from retime.foundations.torch_private.engine import (
     FOREACH_ZERO,
     LOCAL_SCALAR_DENSE,
+    RAW_SAVED,
     TO_COPY,
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -29,20 +26,15 @@ from retime.foundations.torch_private.dispatch import (
     OpOverload,
     TorchDispatchMode,
     UnsupportedFakeTensorException,
-    dispatch_mode_count,
-    schema_of,
-    tree_flatten,
-    tree_leaves,
-    tree_map,
-    tree_unflatten,
-    without_dispatch_modes,
-)
-from retime.foundations.torch_private.engine import (
-    RAW_SAVED,
+    calls_compiled,
     check_saved_values,
+    compilation_callbacks,
+    compiled_backends,
     current_node,
+    dispatch_mode_count,
     forward_ad_level,
     graph_task_id,
+    has_compile_mark,
     in_function_transform,
     keeps_graph,
     loss_choices,
@@ -50,9 +42,16 @@ from retime.foundations.torch_private.engine import (
     queue_callback,
     run_backward,
     saves_any,
+    schema_of,
     sequence_number,
+    stance_callback_replaced,
     top_saved_tensors_hooks,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
     will_execute,
+    without_dispatch_modes,
 )
 from retime.foundations.torch_private.layers import (
     FLAT_WEIGHTS,
@@ -83,24 +82,21 @@ from retime.foundations.torch_private.optimizers import (
     has_global_step_hooks,
     has_step_hooks,
 )
-from retime.foundations.torch_private.pipelining import PipelineAction, pipeline_runtime, torch_pipeline_orders
-from retime.foundations.torch_private.storages import (
-    empty_host_cache,
-    is_functorch_wrapped,
-    lazy_clone,
-    storage_address,
-    storage_use_count,
-)
 from retime.foundations.torch_private.tensors import (
     base_of,
     disabled_torch_function,
+    empty_host_cache,
+    is_functorch_wrapped,
     kept_version,
+    lazy_clone,
     make_wrapper_subclass,
     neg_view,
     post_accumulate_hooks,
     reads_of_hooks,
     sparse_indices,
     sparse_values,
+    storage_address,
+    storage_use_count,
     tensor_hooks,
     version_of,
     without_subclass_functions,

@@ -6,23 +6,40 @@ All of them were seen to do this in torch 2.11, 2.13 and 2.14 (2.11 is the oldes
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import methodcaller
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 
-from retime.foundations.torch_private.missing import PrivateNameError, needed_by, read_private
+from retime.foundations.torch_private.missing import PrivateNameError, attribute, needed_by, read_private
 
 __all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FOREACH_ZERO",
+    "FakeTensor",
+    "FakeTensorMode",
+    "LOCAL_SCALAR_DENSE",
+    "OpOverload",
     "RAW_SAVED",
+    "TO_COPY",
+    "TorchDispatchMode",
+    "UnsupportedFakeTensorException",
+    "calls_compiled",
     "check_saved_values",
+    "compilation_callbacks",
+    "compiled_backends",
     "current_node",
+    "dispatch_mode_count",
     "forward_ad_level",
     "graph_task_id",
+    "has_compile_mark",
     "in_function_transform",
     "keeps_graph",
     "loss_choices",
@@ -30,10 +47,122 @@ __all__ = [
     "queue_callback",
     "run_backward",
     "saves_any",
+    "schema_of",
     "sequence_number",
+    "stance_callback_replaced",
     "top_saved_tensors_hooks",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_unflatten",
     "will_execute",
+    "without_dispatch_modes",
 ]
+
+
+# Private names of torch's dispatcher: modes below autograd, fake tensors, operations and trees of tensors.
+#
+# All of them were seen to do this in torch 2.11, 2.13 and 2.14 (2.11 is the oldest that is supported).
+
+with needed_by("the memory budget, whose dry run and probe see a step operation by operation,"):
+    from torch.utils._python_dispatch import TorchDispatchMode
+"""A context whose ``__torch_dispatch__`` gets every operation below autograd."""
+
+with needed_by("the memory budget, which copies real tensors in the midst of a dry run,"):
+    from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
+
+    dispatch_mode_count = torch._C._len_torch_dispatch_stack
+"""A context in which operations go past all modes; and how many modes are on."""
+
+with needed_by("the memory budget's dry run, which runs a step without memory and without computing,"):
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensor,
+        FakeTensorMode,
+        UnsupportedFakeTensorException,
+    )
+"""Tensors with a form and no values, and what they raise where values are needed."""
+
+with needed_by("the memory budget's dry run and probe, which read what an operation writes from its schema,"):
+    OpOverload = torch._ops.OpOverload
+"""The class of what a mode gets as its operation."""
+
+schema_of: Callable[[Any], Any] = attribute(
+    torch.ops.aten.add_.Tensor, "_schema", "the memory budget's dry run and probe, to tell what an operation writes,"
+)
+"""An operation's arguments and results, and which of them it writes into."""
+
+with needed_by("the memory budget, which takes batches apart, and out-of-order weight gradients"):
+    from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+"""Containers of tensors as lists of leaves, and back."""
+
+with needed_by("the memory budget's dry run, to see that a step reads a value (.item()),"):
+    LOCAL_SCALAR_DENSE = torch.ops.aten._local_scalar_dense.default
+"""The operation that hands a tensor's value to Python."""
+
+with needed_by("backward fusion, whose used-up gradients may be zeroed and moved,"):
+    FOREACH_ZERO = torch.ops.aten._foreach_zero_.default
+    TO_COPY = torch.ops.aten._to_copy.default
+"""The operations behind ``zero_grad(set_to_none=False)`` and behind ``to``."""
+
+
+# Private names of ``torch.compile``.
+#
+# All of them were seen to do this in torch 2.11, 2.13 and 2.14 (2.11 is the oldest that is supported).
+
+_UNCOMPILED = "the memory budget, which runs compiled code uncompiled where a step is split or offloaded,"
+with needed_by(_UNCOMPILED):
+    from torch._dynamo import eval_frame
+
+    eval_frame._callback_from_stance, eval_frame.cached_backends  # noqa: B018
+
+_PENDING = "forward fusion, whose updates cannot wait in compiled code,"
+with needed_by(_PENDING):
+    from torch._dynamo.callback import callback_handler as compilation_callbacks
+
+    _OptimizedModule = torch._dynamo.OptimizedModule
+"""Where functions are registered that are called when something is about to be compiled."""
+
+_compiled_call = attribute(nn.Module(), "_compiled_call_impl", _PENDING)
+_MARKS = ("_torchdynamo_orig_callable", "_compiler_ctx")
+"""Of a callable that ``torch.compile`` made, and of a LightningModule that Lightning compiled."""
+
+
+def calls_compiled(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called."""
+    return _compiled_call(module) is not None
+
+
+def has_compile_mark(module: nn.Module) -> bool:
+    """Whether the module is compiled, in itself or wrapped, or is one that Lightning compiled."""
+    return (
+        calls_compiled(module)
+        or isinstance(module, _OptimizedModule)
+        or any(getattr(module, mark, None) is not None for mark in _MARKS)
+    )
+
+
+def compiled_backends() -> dict[int, Any]:
+    """The backends that ``torch.compile`` was asked for so far, by number; None: ``torch.compiler.disable``'s."""
+    return eval_frame.cached_backends
+
+
+@contextmanager
+def stance_callback_replaced(replacement: Callable[[Callable[[Any], Any]], Callable[[Any], Any]]) -> Iterator[None]:
+    """Replace the function that says, whenever compiled code is met, what runs in its place.
+
+    Args:
+        replacement: makes the new function from torch's own, which takes and returns what compiles a frame
+            (None, False: ``torch.compiler.disable``'s).
+    """
+    chosen = eval_frame._callback_from_stance
+    eval_frame._callback_from_stance = replacement(chosen)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        eval_frame._callback_from_stance = chosen
+
 
 with needed_by("offloading and out-of-order weight gradients, to tell a forward pass inside of a backward pass,"):
     graph_task_id = torch._C._current_graph_task_id

@@ -7,24 +7,412 @@ targets computes the weight gradients alone. So each kernel runs once, the graph
 connects its layers, and every hook on parameters fires.
 """
 
-from collections.abc import Callable, Iterable
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from retime.foundations.lazy_updates import is_compiled
 from retime.foundations.torch_private import (
+    graph_task_id,
+    has_backward_hooks,
     keeps_graph,
+    own_parameters,
+    saves_any,
+    sequence_number,
     storage_address,
+    tensor_hooks,
     tree_leaves,
     tree_map,
     version_of,
     will_execute,
     without_subclass_functions,
 )
-from retime.foundations.weight_gradients.layers import Layer
+
+# What the autograd graph says about one call of a layer: can its weight gradient wait?
+
+_VIEWS = frozenset(
+    f"{name}Backward0"
+    for name in ("View", "UnsafeView", "ReshapeAlias", "T", "Transpose", "Permute", "Unsqueeze", "Squeeze", "Alias",
+                 "Expand", "Slice", "Select")
+)  # fmt: skip
+_CHEAP = _VIEWS | {f"{name}Backward0" for name in ("ToCopy", "Clone", "Add", "Sub")}
+"""Nodes that may run once for the output gradient and once for the weight gradient at next to no cost."""
+
+FOREIGN = "it reads tensors of other modules that need a gradient"
+ONE_KERNEL = "one kernel computes its weight and its output gradient"
+SEVERAL_KERNELS = "several kernels lie on the way to its weights, which would run twice"
+SAVES_OUTPUT = "its backward pass reads its output, which the model might change in place"
+USED_TWICE = "it reads an input more than once, and gradients would add up in another order"
+
+
+def is_leaf(node: Node) -> bool:
+    """Whether the node adds a gradient into a leaf tensor."""
+    return hasattr(node, "variable")
+
+
+def _leaf_of(node: Any) -> Tensor:
+    leaf: Tensor = node.variable
+    return leaf
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The nodes between a call's output and its inputs."""
+
+    reason: str | None = None
+    """Why the weight gradient cannot run alone; None: it can."""
+    leaves: tuple[Node, ...] = ()
+    """Those that add into the layer's parameters."""
+    reads: tuple[bool, ...] = ()
+    """For each input, whether the output depends on it."""
+
+
+def look_into(output: GradientEdge, inputs: Sequence[GradientEdge], parameters: set[Tensor], since: int) -> Piece:
+    """Walk the piece of graph behind one call of a layer.
+
+    Args:
+        output: the edge of its output.
+        inputs: the edges of its inputs; the walk stops there.
+        parameters: the layer's own.
+        since: autograd's sequence number when the call began; older nodes belong to other calls.
+    """
+    reads = {(edge.node, edge.output_nr): 0 for edge in inputs}
+    reaches: dict[Node, tuple[bool, bool]] = {edge.node: (True, False) for edge in inputs}  # an input, a parameter
+    leaves: list[Node] = []
+    stack: list[tuple[Node, bool]] = [(output.node, False)]
+    while stack:
+        node, seen = stack.pop()
+        edges = [(child, number) for child, number in node.next_functions if child is not None]
+        if seen:
+            found = [reaches.get(child, (False, False)) for child, _ in edges]
+            reaches[node] = (any(f[0] for f in found), any(f[1] for f in found))
+        elif node not in reaches:
+            if is_leaf(node):
+                if _leaf_of(node) not in parameters:
+                    return Piece(FOREIGN)
+                reaches[node] = (False, True)
+                leaves.append(node)
+            elif sequence_number(node) < since:
+                return Piece(FOREIGN)
+            else:
+                for edge in edges:
+                    if edge in reads:
+                        reads[edge] += 1
+                stack.append((node, True))
+                stack += [(child, False) for child, _ in edges]
+    counts = [reads[edge.node, edge.output_nr] for edge in inputs]
+    if any(count > 1 for count in counts):
+        return Piece(USED_TWICE)
+    heavy = [
+        n for n, (to_input, to_parameter) in reaches.items() if to_input and to_parameter and n.name() not in _CHEAP
+    ]
+    if any(_is_one_kernel(node) for node in heavy):
+        return Piece(ONE_KERNEL)
+    if len(heavy) > 1:
+        return Piece(SEVERAL_KERNELS)
+    if _saves_its_output(output.node):
+        return Piece(SAVES_OUTPUT)
+    return Piece(None, tuple(leaves), tuple(count > 0 for count in counts))
+
+
+@dataclass(frozen=True)
+class Span:
+    """One call of a layer in a whole graph: its nodes have the sequence numbers from ``since`` to below ``until``."""
+
+    since: int
+    until: int
+    outputs: frozenset[Node]
+    parameters: frozenset[Tensor]
+
+
+def read_elsewhere(roots: Iterable[Tensor], spans: Iterable[Span]) -> set[Tensor]:
+    """Leaf tensors that code outside of the calls reads on the way to the roots.
+
+    All parameters of a layer count whose nodes are reached in another way than through its outputs (by a loss that it
+    keeps as its attribute, say).
+    """
+    ordered = sorted(spans, key=lambda span: span.since)
+    begins = [span.since for span in ordered]
+
+    def span_of(node: Node) -> Span | None:
+        number = sequence_number(node)
+        place = bisect_right(begins, number) - 1
+        return ordered[place] if place >= 0 and number < ordered[place].until else None
+
+    stack = [root.grad_fn for root in roots if root.grad_fn is not None]
+    visited: set[Node] = set()
+    found: set[Tensor] = set()
+    while stack:
+        node = stack.pop()
+        if node in visited:
+            continue
+        visited.add(node)
+        mine = span_of(node)
+        for child, _ in node.next_functions:
+            if child is None:
+                continue
+            if is_leaf(child):
+                if mine is None or _leaf_of(child) not in mine.parameters:
+                    found.add(_leaf_of(child))
+                continue
+            theirs = span_of(child)
+            if theirs is not None and theirs is not mine and child not in theirs.outputs:
+                found |= theirs.parameters
+            stack.append(child)
+    return found
+
+
+def _is_one_kernel(node: Any) -> bool:
+    """A custom autograd.Function, or a recurrent kernel, computes all of its gradients whatever is asked of it."""
+    name = node.name()
+    return isinstance(node, BackwardCFunction) or any(word in name for word in ("Rnn", "Lstm", "Gru", "NormBackward"))
+
+
+def _saves_its_output(node: Any) -> bool:
+    while node.name() in _VIEWS:
+        node = node.next_functions[0][0]
+    return saves_any(node, ("result", "result0", "output", "out"))
+
+
+# The layers whose weight gradients can wait, and the blocks that k counts.
+
+SMALL_BYTES = 64 * 1024
+"""Weight gradients up to this size are computed in order and handed on later: a pass of their own over the activations
+(as for a normalisation layer) would cost more than keeping them."""
+COMPILED = "it is compiled or scripted"
+_LEAST_REPEATS = 3
+_LEAST_SHARE = 0.5
+"""A class counts as the model's repeated block if its instances hold this share of the parameters' bytes."""
+
+
+@dataclass(eq=False)
+class Layer:
+    """A module with trainable parameters of its own; its children's parameters are part of it."""
+
+    name: str
+    module: nn.Module
+    parameters: list[Tensor]
+    """All of them; layers are frozen and thawed while training goes on."""
+    why_in_order: str | None = None
+    """Why its weight gradient stays in the conventional order; None: it can wait."""
+    why_buffered: str | None = None
+    """Why its weight gradient is computed in the conventional order, although it is handed on later; None: it is
+    computed later."""
+
+    def trainable(self) -> list[Tensor]:
+        """Those of its parameters that are not frozen now."""
+        return [p for p in self.parameters if p.requires_grad]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the weight gradients."""
+        return sum(p.numel() * p.element_size() for p in self.trainable())
+
+
+@dataclass(eq=False)
+class Block:
+    """Layers that are deferred together, in forward order."""
+
+    name: str
+    layers: list[Layer] = field(default_factory=list)
+
+
+def find_layers(model: nn.Module) -> list[Layer]:
+    """Every layer of ``model`` in order of registration; those that can be ruled out by looking at them are marked."""
+    owners: Counter[Tensor] = Counter()
+    for module in model.modules():
+        owners.update(p for p in module.parameters(recurse=False))
+    layers: list[Layer] = []
+    inside: set[nn.Module] = set()
+    compiled: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if is_compiled(module):
+            compiled.update(module.modules())
+        if module in inside or not _is_layer(module):
+            continue
+        inside.update(module.modules())
+        parameters: list[Tensor] = list(module.parameters())
+        if not any(p.requires_grad for p in parameters):
+            continue
+        layer = Layer(name, module, parameters)
+        if module in compiled:
+            layer.why_in_order = COMPILED
+        elif isinstance(module, nn.RNNBase):
+            layer.why_in_order = "its kernel computes all gradients at once, from a list of weights of its own"
+        elif any(owners[p] > 1 for p in parameters):
+            layer.why_in_order = "its parameters are tied to another module's"
+        elif any(has_backward_hooks(m) for m in module.modules()):
+            layer.why_in_order = "it has backward hooks"
+        elif any(tensor_hooks(p) for p in parameters):
+            layer.why_in_order = "its parameters have gradient hooks"
+        layers.append(layer)
+    return layers
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Parameters of a module that mostly contains others (a class token, say) do not make it one layer."""
+    own = sum(p.numel() for p in module.parameters(recurse=False))
+    return own > 0 and 2 * own >= sum(p.numel() for p in module.parameters())
+
+
+def group_into_blocks(model: nn.Module, layers: list[Layer], names: Iterable[str] | None = None) -> list[Block]:
+    """Group layers, given in forward order, into blocks: the named modules, else repeated ones, else single layers.
+
+    Layers outside these modules are blocks of their own; a small one (a normalisation, say) joins the block before it.
+
+    Raises:
+        ValueError: a name is not a module of the model, or holds no layer.
+    """
+    owner = _owners(model, layers, names)
+    blocks: list[Block] = []
+    by_owner: dict[str, Block] = {}
+    for layer in layers:
+        top = owner.get(layer)
+        if top is not None:
+            if top not in by_owner:
+                by_owner[top] = Block(top)
+                blocks.append(by_owner[top])
+            by_owner[top].layers.append(layer)
+        elif blocks and layer.size_bytes <= SMALL_BYTES:
+            blocks[-1].layers.append(layer)
+        else:
+            blocks.append(Block(layer.name, [layer]))
+    return blocks
+
+
+def _owners(model: nn.Module, layers: list[Layer], names: Iterable[str] | None) -> dict[Layer, str]:
+    if names is not None:
+        modules = dict(model.named_modules())
+        chosen = list(names)
+        for name in chosen:
+            if name not in modules:
+                raise ValueError(
+                    f"blocks: {name!r} is not a module of the model: choose names of model.named_modules()"
+                )
+            if not any(_is_under(layer.name, name) for layer in layers):
+                raise ValueError(f"blocks: {name!r} holds no layer with trainable parameters that the model used")
+    else:
+        chosen = _repeated(model, layers)
+    return {layer: name for layer in layers for name in chosen if _is_under(layer.name, name)}
+
+
+def _repeated(model: nn.Module, layers: list[Layer]) -> list[str]:
+    """Names of the instances of the finest repeated class that holds most of the parameters."""
+    total = sum(layer.size_bytes for layer in layers)
+    single = {layer.name for layer in layers}
+    instances: dict[type[nn.Module], list[str]] = {}
+    for name, module in model.named_modules():
+        if name and name not in single and not isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+            instances.setdefault(type(module), []).append(name)
+    best: list[str] = []
+    for names in instances.values():
+        held = sum(layer.size_bytes for layer in layers if any(_is_under(layer.name, name) for name in names))
+        if len(names) >= _LEAST_REPEATS and held >= _LEAST_SHARE * total and len(names) > len(best):
+            best = names
+    return best
+
+
+def _is_under(layer: str, module: str) -> bool:
+    return layer == module or layer.startswith(f"{module}.")
+
+
+# Weight gradients that are computed in order and handed on later.
+#
+# While the layer runs, stand-ins take the place of its parameters: leaves that share their memory. Autograd adds the
+# gradients up in the stand-ins, untouched by hooks; handing them on sends each once to its parameter, hooks and all.
+
+
+class StandIns:
+    """The stand-ins of one layer in one pass, from its first call until no backward pass can come any more.
+
+    Args:
+        layer: whose parameters they stand for.
+        on_gradient: called in the backward pass, behind each gradient that one of them gets.
+    """
+
+    def __init__(self, layer: Layer, on_gradient: Callable[[], None]) -> None:
+        self._on_gradient = on_gradient
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        """Parameters and their stand-ins."""
+        self._now: dict[Tensor, Tensor] = {}
+        self._arrived: dict[int, dict[Tensor, Tensor]] = {}
+        """Of each backward pass that was not handed on yet: gradients by stand-in."""
+        mine = set(layer.parameters)
+        self._places = [
+            (module, name, parameter)
+            for module in layer.module.modules()
+            for name, parameter in own_parameters(module).items()
+            if parameter is not None and parameter in mine
+        ]
+
+    def put_in(self) -> None:
+        """Let the layer's code find the stand-ins; a frozen parameter needs none."""
+        for module, name, parameter in self._places:
+            if parameter.requires_grad:
+                own_parameters(module)[name] = self._of(parameter)
+
+    def _of(self, parameter: Tensor) -> Tensor:
+        tensor = self._now.get(parameter)
+        if tensor is None or not tensor.is_set_to(parameter):  # somebody may have given it other memory
+            tensor = self._now[parameter] = parameter.detach().requires_grad_()
+            tensor.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
+            self._pairs.append((parameter, tensor))
+        return tensor
+
+    def _take(self, tensor: Tensor) -> None:
+        gradient, tensor.grad = tensor.grad, None
+        assert gradient is not None
+        self._arrived.setdefault(graph_task_id(), {})[tensor] = gradient
+        self._on_gradient()
+
+    def take_out(self) -> None:
+        """Give the layer its parameters back."""
+        for module, name, parameter in self._places:
+            if parameter in self._now and own_parameters(module).get(name) is self._now[parameter]:
+                own_parameters(module)[name] = parameter
+
+    def run_now(self) -> bool:
+        """Whether the running backward pass brings one of them a gradient."""
+        return any(will_execute(get_gradient_edge(s).node) for _, s in self._pairs)
+
+    def is_torn(self) -> bool:
+        """Whether the running backward pass brings a parameter gradients beside those of its stand-in."""
+        return any(
+            will_execute(get_gradient_edge(s).node) and will_execute(get_gradient_edge(p).node) for p, s in self._pairs
+        )
+
+    @property
+    def backwards(self) -> list[int]:
+        """The backward passes whose gradients wait, by autograd's number of each."""
+        return list(self._arrived)
+
+    def hand_on(self, backward: int) -> bool:
+        """Send one backward pass's gradients to the parameters; returns whether there were any."""
+        arrived = self._arrived.pop(backward, {})
+        found = [(p, arrived[s]) for p, s in self._pairs if s in arrived and p.requires_grad]
+        if found:
+            parameters: list[Any] = [parameter for parameter, _ in found]
+            torch.autograd.backward(parameters, [gradient for _, gradient in found], inputs=parameters)
+        return bool(found)
+
+    def drop(self, backward: int) -> None:
+        """Forget one backward pass's gradients."""
+        self._arrived.pop(backward, None)
+
+    def release(self) -> None:
+        """No backward pass comes any more. The graph may live on and with it the stand-ins: no alias must be left."""
+        for _, tensor in self._pairs:
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self._pairs.clear()
+        self._now.clear()
+
 
 CHANGES_INPUT = "it changes its input in place"
 SEVERAL_OUTPUTS = "it has several outputs, of which some may get no gradient"

@@ -4,13 +4,71 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+import torch
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from retime.foundations.torch_private import graph_task_id, keeps_graph, will_execute
-from retime.foundations.weight_gradients.cut import Call, WeightGradient, run_weight_gradients, trained
-from retime.foundations.weight_gradients.layers import Layer
-from retime.foundations.weight_gradients.stand_ins import StandIns
+from retime.foundations.messages import warn_difference
+from retime.foundations.torch_private import (
+    forward_ad_level,
+    graph_task_id,
+    in_function_transform,
+    keeps_graph,
+    next_sequence_number,
+    top_saved_tensors_hooks,
+    tree_leaves,
+    will_execute,
+    without_subclass_functions,
+)
+from retime.foundations.weight_gradients.cut import (
+    COMPILED,
+    DOUBLE_BACKWARD,
+    SMALL_BYTES,
+    USED_TWICE,
+    Anchor,
+    Call,
+    Layer,
+    Piece,
+    Span,
+    StandIns,
+    WeightGradient,
+    enter,
+    leave,
+    look_into,
+    read_elsewhere,
+    run_weight_gradients,
+    trained,
+    why_whole,
+)
+
+# Hooks on modules that stay behind when a module is copied.
+
+
+class Hook:
+    """Calls ``act`` with what a module's hook is given, but for the module; in a copy or a pickled module, nothing."""
+
+    def __init__(self, act: Callable[..., Any] | None = None) -> None:
+        self._act = act
+
+    def __call__(self, module: nn.Module, *given: Any) -> Any:
+        if self._act is None or torch.compiler.is_compiling():
+            return None
+        return self._act(*given)
+
+    def __deepcopy__(self, memo: Any) -> "Hook":
+        return Hook()
+
+    def __reduce__(self) -> Any:
+        return Hook, ()
+
+
+def is_special() -> bool:
+    """Inside a backward pass (checkpointing recomputes there) or a function transform."""
+    return graph_task_id() != -1 or in_function_transform() or forward_ad_level() >= 0
+
 
 UNNAMED: Hashable = None
 """The pass of every forward pass that its owner gave no key."""
@@ -239,3 +297,337 @@ class PassesInFlight:
         """Compute nothing more of any pass."""
         for key in [UNNAMED, *self._passes]:
             self.drop(key)
+
+
+# Backward passes that would add gradients up in another order are refused before they set any gradient.
+
+USED_ELSEWHERE = "its parameters are read outside the layer"
+
+
+class Guard:
+    """Looks at each backward pass when it begins, by hooks on what the model returned.
+
+    Args:
+        anchor: of the cut nodes of the model.
+    """
+
+    def __init__(self, anchor: Anchor) -> None:
+        self._anchor = anchor
+        self._last: tuple[int, WaitingPass] | None = None
+        """The backward pass that was looked at last, and the pass that it went through."""
+
+    def put_on(self, root: Any, forward: Forward) -> None:
+        """Let backward passes through ``root`` raise before they set any gradient, where they would have to raise.
+
+        Args:
+            root: what the model returned, or computed from it, a loss for example.
+            forward: the forward pass that it comes from, which lives as long as the graph of ``root`` from now on.
+        """
+        if not forward.has_cuts and not forward.of.stand_ins:
+            return
+        for tensor in roots_of(root):
+            tensor.register_hook(lambda _: self._check(forward))  # type: ignore[no-untyped-call]
+            forward.of.expect(forward)
+
+    def _check(self, forward: Forward) -> None:
+        """A backward pass has begun.
+
+        Raises:
+            RuntimeError: it makes a graph of itself, goes through a pass that was dropped or through several passes,
+                or parameters get gradients from elsewhere that they did not get in the first step.
+        """
+        stand_ins = forward.of.stand_ins
+        if not self._anchor.is_whole() and not any(one.run_now() for one in stand_ins.values()):
+            return  # the anchor hangs on cut nodes, of which a forward pass may have none
+        calls = forward.running_cuts()
+        if calls and torch.is_grad_enabled():
+            raise RuntimeError(f"{DOUBLE_BACKWARD}. No gradient has been set")
+        self._check_pass(forward.of)
+        cut = {call.layer for call in calls}
+        torn = {call.layer for call in calls if any(will_execute(leaf) for leaf in call.leaves)}
+        torn |= {la for la, one in stand_ins.items() if one.is_torn() or (la in cut and one.run_now())}
+        for layer in torn:
+            layer.why_in_order = USED_ELSEWHERE
+        if torn:
+            names = ", ".join(repr(layer.name) for layer in torn)
+            raise RuntimeError(
+                f"the parameters of {names} get gradients from outside of the layer that they did not get in the first "
+                "step, so out-of-order backprop would add them up in two goes. No gradient has been set: run this step "
+                "again, now in order; or use k=0, or a k below this layer"
+            )
+        if not keeps_graph():
+            forward.is_over = True
+
+    def _check_pass(self, one: WaitingPass) -> None:
+        if one.is_dropped:
+            raise RuntimeError(f"a backward pass comes through the pass {one.key!r}, which was dropped before")
+        backward = current_backward()
+        if self._last is not None and self._last[0] == backward and self._last[1] is not one:
+            raise RuntimeError(
+                f"one backward pass goes through the passes {self._last[1].key!r} and {one.key!r}, whose gradients it "
+                "would add up in two goes: run one backward pass for each, or give both forward passes the same key"
+            )
+        self._last = (backward, one)
+
+
+def roots_of(output: Any) -> list[Tensor]:
+    """What a model returns and computed; a hook on a leaf would stay."""
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+
+
+# What the first pass shows: forward order, which parameters are read elsewhere too, and how much each layer keeps.
+#
+# Its backward pass runs as ever. Passes after something has been frozen or thawed are looked at in the same way.
+
+NOT_CALLED = "it did not run in the first step"
+
+
+class FirstPass:
+    """Watches the layers of a model until one graph has been seen, and looks again where it may differ.
+
+    Args:
+        model: whose parameters may be frozen and thawed.
+        layers: of the model; those that turn out to be unable to wait are marked.
+        on_order: called with those that ran, in forward order, when the watching ends.
+    """
+
+    def __init__(self, model: nn.Module, layers: list[Layer], on_order: Callable[[list[Layer]], None]) -> None:
+        self._layers = layers
+        self._on_order = on_order
+        self._parameters: list[Tensor] = list(model.parameters())
+        self.is_watching = True
+        """Whether the first backward pass is still to come."""
+        self.is_looking = False
+        """Whether the forward pass under way is only looked at: what is frozen in it was not so before."""
+        self.order: list[Layer] = []
+        """The layers that ran, in forward order."""
+        self.input_bytes: dict[Layer, int] = {}
+        """What the forward pass keeps for a layer's weight gradient."""
+        self.waiting_bytes: dict[Layer, int] = {}
+        """What must stay besides while the weight gradient waits: output gradients, or the finished gradient."""
+        self._spans: list[Span] = []
+        self._state: tuple[bool, ...] = ()
+        self._seen: set[tuple[bool, ...]] = set()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the forward pass under way runs as ever."""
+        return self.is_watching or self.is_looking
+
+    def begin(self, args: Any, kwargs: Any, *, any_waits: bool) -> None:
+        """The model is about to run; ``any_waits`` says whether any layer's weight gradient would wait."""
+        with without_subclass_functions():  # parameters may wait for updates, and this is no read of them
+            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            self._state = tuple(tensor.requires_grad for tensor in (*self._parameters, *given))
+        if not self.is_watching:
+            self._spans.clear()
+            self.is_looking = any_waits and self._state not in self._seen
+
+    def note_layer(self, layer: Layer) -> None:
+        """A layer is about to run."""
+        if self.is_watching and layer not in self.order:
+            self.order.append(layer)
+
+    def note_call(self, call: Call, found: list[Tensor]) -> None:
+        """A layer has run; ``found`` are its outputs that need a gradient."""
+        outputs = frozenset(edge.node for edge in call.outputs)
+        self._spans.append(Span(call.since, next_sequence_number(), outputs, frozenset(call.layer.parameters)))
+        if self.is_watching:
+            layer = call.layer
+            waits = found if layer.why_buffered is None else layer.trainable()
+            for sizes, tensors in ((self.input_bytes, call.originals), (self.waiting_bytes, waits)):
+                sizes[layer] = sizes.get(layer, 0) + sum(t.numel() * t.element_size() for t in tensors)
+
+    def end(self, output: Any) -> None:
+        """The model has run."""
+        if self.is_looking:
+            self._look(roots_of(output))
+        if self.is_on:
+            self._seen.add(self._state)
+        self.is_looking = False
+
+    def finish(self, root: Any) -> None:
+        """Look at the graph under ``root`` before its first backward pass; that ends the watching."""
+        roots = roots_of(root)
+        if not self.is_watching or not self._spans or not roots:
+            return
+        called = set(self.order)
+        for layer in self._layers:
+            if layer.why_in_order is None and layer not in called:
+                layer.why_in_order = NOT_CALLED
+        self._look(roots)
+        self._on_order(self.order)
+        self.is_watching = False
+
+    def _look(self, roots: list[Tensor]) -> None:
+        outside = read_elsewhere(roots, self._spans)
+        for layer in self._layers:
+            if layer.why_in_order is None and any(p in outside for p in layer.parameters):
+                layer.why_in_order = USED_ELSEWHERE
+        self._spans.clear()
+
+    def forget(self) -> None:
+        """Begin anew, if no graph has been seen yet."""
+        if self.is_watching:
+            self._spans.clear()
+            self.order.clear()
+            self.input_bytes.clear()
+            self.waiting_bytes.clear()
+
+
+# Hooks around a model and its layers, which cut each call out of the graph or put stand-ins in.
+#
+# What cannot be cut is computed in order and handed on later; a layer that cannot even do that keeps its place.
+
+CHECKPOINTED = "it runs under activation checkpointing or other saved-tensor hooks"
+SMALL = "it is small"
+
+
+class LayerHooks:
+    """Splits the forward passes of a model: its layers' weight gradients wait in the pass that is current then.
+
+    Args:
+        model: whose layers these are.
+        layers: those that :func:`find_layers` found.
+        passes: where weight gradients wait.
+        first_pass: shown every call until it has seen enough.
+        guard: put on what the model returns.
+        anchor: of the cut nodes.
+        chosen: the layers whose weight gradients wait at the moment.
+        defers: whether forward passes may be split at the moment.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: list[Layer],
+        passes: PassesInFlight,
+        first_pass: FirstPass,
+        guard: Guard,
+        anchor: Anchor,
+        *,
+        chosen: Callable[[], set[Layer]],
+        defers: Callable[[], bool],
+    ) -> None:
+        self._passes = passes
+        self._first_pass = first_pass
+        self._guard = guard
+        self._anchor = anchor
+        self._chosen = chosen
+        self._may_defer = defers
+        self._open: list[Call | None] = []
+        """The calls under way, inner ones last."""
+        self._forward: Forward | None = None
+        """The forward pass that is under way, or was last."""
+        self._handles: list[Any] = [
+            model.register_forward_pre_hook(Hook(self._begin), with_kwargs=True),
+            model.register_forward_hook(Hook(self._end)),
+        ]
+        for layer in layers:
+            if layer.why_in_order == COMPILED:
+                continue
+            before, after = Hook(partial(self._before, layer)), Hook(partial(self._after, layer))
+            self._handles += [
+                layer.module.register_forward_pre_hook(before, with_kwargs=True),
+                layer.module.register_forward_hook(after, prepend=True, always_call=True),
+            ]
+
+    def guard(self, root: Any) -> None:
+        """Guard what the owner computed from the forward pass that was last."""
+        if self._forward is not None:
+            self._guard.put_on(root, self._forward)
+
+    def forget_forward(self) -> None:
+        """The forward pass that was last belongs to a backward pass that is done."""
+        self._forward = None
+
+    def forget(self) -> None:
+        """Drop what a forward pass left behind that failed."""
+        self._open.clear()
+        self._forward = None
+
+    def remove(self) -> None:
+        """Take all hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _defers(self) -> bool:
+        return torch.is_grad_enabled() and self._may_defer()
+
+    def _begin(self, args: Any, kwargs: Any) -> None:
+        """The model is about to run. Once anything has been frozen or thawed, its graph is looked at anew."""
+        self._first_pass.is_looking = False
+        if not self._defers() or is_special():
+            return
+        self._forward = Forward(self._passes.current)
+        self._first_pass.begin(args, kwargs, any_waits=bool(self._chosen()))
+
+    def _end(self, args: Any, output: Any) -> None:
+        """The model has run."""
+        if not self._defers() or is_special():
+            return
+        self._first_pass.end(output)
+        self.guard(output)
+
+    def _before(self, layer: Layer, args: Any, kwargs: Any) -> Any:
+        """A layer is about to run."""
+        self._open.append(None)
+        if not self._defers() or is_special():
+            return None
+        if self._first_pass.is_on:
+            self._first_pass.note_layer(layer)
+            if layer.why_in_order is None:
+                self._open[-1], *_ = enter(layer, next_sequence_number(), args, kwargs, rename_inputs=False)
+            return None
+        if layer not in self._chosen() or layer.why_in_order is not None or not layer.trainable():
+            return None
+        if layer.why_buffered is not None:
+            self._passes.current.stand_ins_of(layer).put_in()
+            return None
+        call, args, kwargs = enter(layer, next_sequence_number(), args, kwargs, rename_inputs=True)
+        self._open[-1] = call
+        return args, kwargs
+
+    def _after(self, layer: Layer, args: Any, output: Any) -> Any:
+        """A layer has run, or failed."""
+        stand_ins = self._passes.current.stand_ins.get(layer)
+        if stand_ins is not None:
+            stand_ins.take_out()
+        call = self._open.pop() if self._open else None
+        found = leave(call, output) if call is not None else []
+        if call is None or not found:
+            return None
+        piece = _piece_of(call, output, found)
+        if piece.reason is not None and layer.why_buffered is None:
+            layer.why_buffered = piece.reason
+            if piece.reason == USED_TWICE and not self._first_pass.is_on:
+                warn_difference(
+                    f"the order of {layer.name!r} does not change from now on: {USED_TWICE}, which it did not in the "
+                    "first step, and in this one they may round differently; use k=0 to rule that out"
+                )
+        if self._first_pass.is_on:
+            self._first_pass.note_call(call, found)
+            return None
+        return self._cut(call, output, found[0], piece) if piece.reason is None else None
+
+    def _cut(self, call: Call, output: Any, found: Tensor, piece: Piece) -> Any:
+        call.leaves = piece.leaves
+        call.inputs = [edge for edge, is_read in zip(call.inputs, piece.reads, strict=True) if is_read]
+        call.originals = [tensor for tensor, is_read in zip(call.originals, piece.reads, strict=True) if is_read]
+        current = self._passes.current
+        node, output = self._anchor.cut(call, output, found, current.note)
+        if self._forward is None or self._forward.of is not current:  # the layer was called by itself
+            self._forward = Forward(current)
+        self._forward.add(node)
+        return output
+
+
+def _piece_of(call: Call, output: Any, found: list[Tensor]) -> Piece:
+    layer = call.layer
+    reason = why_whole(call, output, found)
+    if reason is None and top_saved_tensors_hooks(True) is not None:
+        reason = CHECKPOINTED
+    if reason is None and layer.size_bytes <= SMALL_BYTES and call.inputs:
+        reason = SMALL
+    return Piece(reason) if reason else look_into(call.outputs[0], call.inputs, set(layer.parameters), call.since)

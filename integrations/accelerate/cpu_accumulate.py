@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from retime.foundations.arguments import Timeout, checked
 from retime.foundations.ddp import sparse_layer
-from retime.foundations.no_effect import warn_no_effect
+from retime.foundations.messages import warn_no_effect
 from retime.mechanisms.cpu_accumulation import BucketReduction, HostReducer, HostReductionReport
 
 

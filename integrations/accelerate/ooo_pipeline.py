@@ -17,9 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from retime.foundations.arguments import AtLeast, Timeout, checked
-from retime.foundations.byte_sizes import parse_bytes
 from retime.foundations.compatibility import Mechanism
-from retime.foundations.no_effect import warn_no_effect
+from retime.foundations.messages import parse_bytes, warn_no_effect
 from retime.foundations.parts import loss_of
 from retime.integrations.accelerate.pipeline_folders import keep_in_folders, whole_folders
 from retime.integrations.accelerate.pipeline_guards import guards, one_step_a_batch

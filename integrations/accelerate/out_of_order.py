@@ -11,9 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from retime.foundations.arguments import checked
-from retime.foundations.byte_sizes import parse_bytes
 from retime.foundations.compatibility import Mechanism
-from retime.foundations.no_effect import warn_no_effect
+from retime.foundations.messages import parse_bytes, warn_no_effect
 from retime.integrations.accelerate.accelerate_private import renew_captured_steps
 from retime.integrations.accelerate.prepared import note_gone, note_there, prepared_optimizer, refuse_beside
 from retime.integrations.accelerate.state_file import StateFile

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
-from retime.foundations.replaced_attributes import layered_methods, replaced_attributes
+from retime.foundations.patching import layered_methods, replaced_attributes
 from retime.integrations.accelerate.pipeline_guards import same_model
 from retime.mechanisms.pipeline import PipelineStep, forget_absent
 

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
-from retime.foundations.replaced_attributes import layered_methods, replaced_attributes
+from retime.foundations.patching import layered_methods, replaced_attributes
 from retime.integrations.accelerate.accelerate_private import prepared_schedulers
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from retime.foundations.no_effect import warn_no_effect
+from retime.foundations.messages import warn_no_effect
 
 
 class StateFile:

@@ -20,33 +20,397 @@ gradient would take new pages (seen as 17,000 page faults a step). So all bookke
 once.
 """
 
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from retime.foundations.arguments import Above, AtLeast, checked
-from retime.foundations.lazy_updates import OptimizerWindow, nbytes
-from retime.foundations.no_effect import warn_no_effect
-from retime.foundations.streams import SideStream
-from retime.foundations.torch_private import version_of
-from retime.mechanisms.fusion.alive_gradients import AliveGradients
-from retime.mechanisms.fusion.arming import Arming
-from retime.mechanisms.fusion.bucket_bytes import check_bucket_bytes, default_bucket_bytes, parameters_of
-from retime.mechanisms.fusion.clipping import clip_by_value
-from retime.mechanisms.fusion.followed import Followed
-from retime.mechanisms.fusion.gradient_guard import GradientGuard
-from retime.mechanisms.fusion.gradient_memory import GradientMemory
-from retime.mechanisms.fusion.own_step import OwnStep
-from retime.mechanisms.fusion.python_nodes import has_python_nodes
-from retime.mechanisms.fusion.refusals import (
-    refuse_changes,
-    refuse_more_gradients,
-    refuse_new_hyper_parameters,
-    refuse_second_derivative,
+from retime.foundations.lazy_updates import (
+    OptimizerWindow,
+    check_bucket_bytes,
+    default_bucket_bytes,
+    has_alias,
+    nbytes,
+    parameters_of,
 )
+from retime.foundations.messages import warn_no_effect
+from retime.foundations.patching import ReplacedMethod
+from retime.foundations.streams import SideStream
+from retime.foundations.torch_private import (
+    FOREACH_ZERO,
+    TO_COPY,
+    disabled_torch_function,
+    foreach_clamp_max,
+    foreach_clamp_min,
+    make_wrapper_subclass,
+    post_accumulate_hooks,
+    version_of,
+)
+from retime.mechanisms.fusion.gradient_memory import GradientMemory
 from retime.mechanisms.fusion.report import FusionReport
-from retime.mechanisms.fusion.unfused import why_unfused
+
+# What stands in ``parameter.grad`` after backward fusion has used a gradient up.
+#
+# Were it None, ``clip_grad_norm_``, a GradScaler or a gradient logger would silently see nothing. This tensor has the
+# parameter's shape, owns no memory, and raises on every read, saying what to change. Zeroing it, as
+# ``zero_grad(set_to_none=False)`` does, puts ordinary zeros in its place.
+
+_MESSAGE = (
+    "this gradient was consumed by backward fusion: the update already ran inside backward(). "
+    "{reader} needs gradients after the backward pass: use mode='forward' (exact with global-norm clipping, GradScaler "
+    "and gradient logging), or clip_value=... for clipping by value. If this was raised inside backward(): the "
+    "gradients of the step before were never cleared (call optimizer.zero_grad()), or more backward passes ran before "
+    "optimizer.step() than in the steps before (wrap all but the last in `with fusion.accumulate():`), or no "
+    "optimizer.step() followed an earlier one (use mode='forward')."
+)
+_aten = torch.ops.aten
+_ZEROING = (_aten.zero_.default, FOREACH_ZERO)
+_MOVING = (_aten.detach.default, _aten.alias.default, TO_COPY, _aten.detach_.default)
+
+
+class GradientGuard(Tensor):
+    """Stands for a gradient that was used up: the parameter's shape, dtype and device, and no bytes behind it."""
+
+    sparse_zeros: Tensor | None
+    """Zeros of a sparse gradient's layout; None: the gradient was dense."""
+    _parameter: weakref.ref[Tensor] | None
+
+    @staticmethod
+    def __new__(cls, like: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Any:
+        made = make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=dtype or like.dtype, device=device or like.device
+        )
+        made.sparse_zeros = None
+        made._parameter = like._parameter if isinstance(like, cls) else weakref.ref(like)
+        return made
+
+    def __init__(self, like: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None: ...
+
+    def __deepcopy__(self, memo: Any) -> GradientGuard:
+        """Of a tensor's copy: every read of it raises too."""
+        made = GradientGuard(self)
+        made._parameter = None
+        memo[id(self)] = made
+        return made
+
+    def _zero(self) -> None:
+        parameter = None if self._parameter is None else self._parameter()
+        if parameter is None or not isinstance(parameter.grad, GradientGuard):
+            raise RuntimeError(_MESSAGE.format(reader="`zero_` of a copy"))
+        parameter.grad = torch.zeros_like(parameter) if self.sparse_zeros is None else self.sparse_zeros.clone()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"GradientGuard(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0]
+        if func in _ZEROING:
+            for tensor in first if isinstance(first, list | tuple) else (first,):
+                if isinstance(tensor, cls):
+                    tensor._zero()
+                else:
+                    tensor.zero_()
+            return first if func is _aten.zero_.default else None
+        if func in _MOVING and isinstance(first, cls):
+            return cls(first, device=kwargs.get("device"), dtype=kwargs.get("dtype"))
+        raise RuntimeError(_MESSAGE.format(reader=f"`{func.name()}`"))
+
+
+# Which backward passes are fused: those that belong to a step, while gradients of the others only add up.
+
+
+class Arming:
+    """A switch, and a condition of the loop's own.
+
+    Args:
+        armed: whether the switch is on.
+
+    Attributes:
+        armed: whether the switch is on now.
+    """
+
+    def __init__(self, *, armed: bool) -> None:
+        self.armed = armed
+        self._condition: Callable[[], bool] | None = None
+
+    def only_when(self, condition: Callable[[], bool]) -> None:
+        """Fuse a backward pass only where this holds, too: for loops that know which one belongs to a step."""
+        self._condition = condition
+
+    def fuses_now(self) -> bool:
+        """Whether gradients that arrive now are used up at once."""
+        return self.armed and (self._condition is None or self._condition())
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Backward passes in here only add to ``.grad``; the first one outside updates."""
+        before, self.armed = self.armed, False
+        try:
+            yield
+        finally:
+            self.armed = before
+
+    def arm(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """``closure``, with fusion on while it runs."""
+
+        def armed_closure() -> Any:
+            self.armed = True
+            try:
+                return closure()
+            finally:
+                self.armed = False
+
+        return armed_closure
+
+
+# Clipping by value, gradient by gradient.
+
+
+def clip_by_value(gradients: list[Tensor], clip_value: float) -> None:
+    """Clamp in place, with the kernels that ``torch.nn.utils.clip_grad_value_`` uses on parameters."""
+    if not gradients:
+        return
+    with torch.no_grad():
+        foreach_clamp_min(gradients, -clip_value)
+        foreach_clamp_max(gradients, clip_value)
+
+
+# One parameter under backward fusion: how often its gradient arrives in a step, and where the step stands.
+
+
+class Followed:
+    """One parameter: how often its hook fires in a step, and where the step stands.
+
+    Args:
+        parameter: it gets a hook, which ``handle`` takes off.
+        uses: firings in a step, if that is known; else 0.
+        on_gradient: called with this behind each gradient that was added to ``.grad``.
+    """
+
+    __slots__ = (
+        "_on_gradient",
+        "alive_bytes",
+        "fired",
+        "guard",
+        "handle",
+        "parameter",
+        "unfused",
+        "used",
+        "uses",
+        "version",
+    )
+
+    def __init__(self, parameter: Tensor, uses: int, on_gradient: Callable[[Followed], None]) -> None:
+        self._on_gradient = on_gradient
+        self.parameter = parameter
+        self.uses = uses
+        """Firings in a step, ``theta.count`` of algorithm 3; 0 until a step has been counted."""
+        self.fired = 0
+        self.used = False
+        """Whether this step's gradient has been used up."""
+        self.version = 0
+        """Autograd's count of in-place changes of the parameter, right after the update."""
+        self.alive_bytes = 0
+        self.unfused = False
+        self.guard = GradientGuard(parameter)
+        self.handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            self._fire
+        )
+
+    def _fire(self, parameter: Tensor) -> None:
+        self._on_gradient(self)
+
+    def note_layout(self) -> None:
+        """Before the gradient goes: ``zero_grad(set_to_none=False)`` keeps a sparse one sparse."""
+        gradient = self.parameter.grad
+        if gradient is not None and gradient.is_sparse:
+            self.guard.sparse_zeros = torch.zeros_like(gradient)
+
+    def put_guard(self) -> None:
+        """Make every read of ``.grad`` raise."""
+        try:
+            self.parameter.grad = self.guard
+        except (RuntimeError, TypeError):  # the parameter has another shape, dtype or device by now
+            zeros, self.guard = self.guard.sparse_zeros, GradientGuard(self.parameter)
+            self.guard.sparse_zeros = zeros
+            self.parameter.grad = self.guard
+
+    def close(self) -> None:
+        """Forget the step."""
+        self.fired, self.used, self.alive_bytes = 0, False, 0
+
+
+# How many bytes of gradients are alive at one time, as far as the parameters' hooks can see.
+
+
+class AliveGradients:
+    """Counts them, and notes the most in the report."""
+
+    def __init__(self, report: FusionReport) -> None:
+        self._report = report
+        self._bytes = 0
+
+    def note(self, followed: Followed, size: int) -> None:
+        """This parameter's gradient now takes ``size`` bytes."""
+        self._bytes += size - followed.alive_bytes
+        followed.alive_bytes = size
+        if self._bytes > self._report.peak_gradient_bytes:
+            self._report.peak_gradient_bytes = self._bytes
+
+    def forget(self) -> None:
+        """The step has ended, or was abandoned."""
+        self._bytes = 0
+
+
+# ``optimizer.step()`` of a hand-written loop, which updates what the backward pass left over.
+
+
+class OwnStep:
+    """The optimizer's ``step``, with a call in front of it and one behind.
+
+    Args:
+        optimizer: whose method it is.
+        begin: called behind the closure, if there is one.
+        end: called when the optimizer's own ``step`` has returned.
+    """
+
+    def __init__(self, optimizer: Optimizer, begin: Callable[[], None], end: Callable[[], None]) -> None:
+        self._begin, self._end = begin, end
+        self._method = ReplacedMethod(optimizer, "step", self._step)
+
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._begin()
+        self._method.inner()
+        self._end()
+        return loss
+
+    def restore(self) -> None:
+        """Put the former method back."""
+        self._method.restore()
+
+
+# Graphs with nodes that are written in Python, and may run a backward pass of their own.
+
+
+def has_python_nodes(loss: Tensor) -> bool:
+    """Whether the graph behind ``loss`` has a node of a ``torch.autograd.Function``."""
+    waiting: list[Any] = [loss.grad_fn]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return True
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+    return False
+
+
+# Steps that an update inside ``backward()`` would make another one: they end with an error that says what to do.
+
+
+def refuse_second_derivative() -> None:
+    """Called inside of a backward pass.
+
+    Raises:
+        RuntimeError: it builds a graph of its own.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "backward(create_graph=True) keeps the old parameters for a second derivative, backward fusion "
+            "overwrites them: use mode='forward', or remove the fusion"
+        )
+
+
+def refuse_more_gradients(followed: Followed) -> None:
+    """Called when a gradient arrives.
+
+    Raises:
+        RuntimeError: it is one more than in the steps before.
+    """
+    if followed.fired > followed.uses:
+        raise RuntimeError(
+            f"a parameter of shape {tuple(followed.parameter.shape)} received {followed.fired} gradients in one step, "
+            f"{followed.uses} in the steps before, and may be updated already. Wrap all backward passes of a step "
+            "but the last in `with fusion.accumulate():`; with checkpointing, pass use_reentrant=False; a "
+            "backward() that no optimizer.step() follows needs mode='forward'; after an exception inside a "
+            "backward(), call `fusion.abandon_step()` and go on with the next batch"
+        )
+
+
+def refuse_changes(used: Iterable[Followed]) -> None:
+    """Called by ``optimizer.step()``, with parameters whose gradients have been used up and stand under a guard.
+
+    Raises:
+        RuntimeError: a gradient or a parameter has been changed since.
+    """
+    used = list(used)
+    if any(followed.parameter.grad is not followed.guard for followed in used):
+        raise RuntimeError(
+            "a gradient was cleared or replaced between backward() and optimizer.step(), but backward fusion has "
+            "updated its parameter already: use mode='forward'"
+        )
+    if any(version_of(followed.parameter) != followed.version for followed in used):
+        raise RuntimeError(
+            "a parameter was changed in place between backward() and optimizer.step(), but backward fusion has "
+            "updated it already: change it before backward() or after step(), or use mode='forward'"
+        )
+
+
+def refuse_new_hyper_parameters(window: OptimizerWindow, optimizer: Optimizer) -> None:
+    """Called by ``optimizer.step()``, with the window through which parameters have been updated.
+
+    Raises:
+        RuntimeError: a hyper-parameter has been changed since.
+    """
+    if window.is_outdated(optimizer):
+        raise RuntimeError(
+            "a learning rate or another hyper-parameter was changed between backward() and optimizer.step(), but "
+            "backward fusion has updated parameters already: change it before backward(), or use mode='forward'"
+        )
+
+
+# Why an update waits for ``optimizer.step()``, although its gradient is complete.
+
+OTHER_HOOKS = (
+    "with post-accumulate-grad hooks of others, which would find the gradient used up; remove the hooks, or use "
+    "mode='forward'"
+)
+ALIASED = (
+    "that share memory with another tensor or array (.data, .detach(), .numpy()), since backward may still need the "
+    "old values through it and no version check would tell; drop the alias to fuse"
+)
+
+
+def why_unfused(parameter: Tensor) -> str | None:
+    """What keeps this parameter from being updated inside of the backward pass, if anything does."""
+    if _others_read(parameter):
+        return OTHER_HOOKS
+    return ALIASED if has_alias(parameter) else None
+
+
+def _others_read(parameter: Tensor) -> bool:
+    hooks = post_accumulate_hooks(parameter)
+    return hooks is not None and len(hooks) > 1
 
 
 class BackwardFusion(Arming):

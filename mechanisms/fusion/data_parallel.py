@@ -19,10 +19,8 @@ from retime.foundations.arguments import checked
 from retime.foundations.ddp import Reducer, at_end_of_backward, comm_hook_of, sparse_layer
 from retime.foundations.lazy_updates import OptimizerWindow, has_alias, nbytes
 from retime.foundations.torch_private import GradBucket, graph_task_id, version_of
-from retime.mechanisms.fusion.backward import BackwardFusion
-from retime.mechanisms.fusion.followed import Followed
+from retime.mechanisms.fusion.backward import ALIASED, BackwardFusion, Followed
 from retime.mechanisms.fusion.gradient_memory import GradientMemory
-from retime.mechanisms.fusion.unfused import ALIASED
 
 CommunicationHook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 USE_FORWARD = (

@@ -20,14 +20,16 @@ from retime.foundations.arguments import checked
 from retime.foundations.lazy_updates import (
     OptimizerWindow,
     PendingUpdate,
-    ReplacedMethod,
     WatchedState,
     can_wait,
+    check_bucket_bytes,
+    default_bucket_bytes,
     gradient_of,
     has_alias,
     is_pending,
     is_torchs_zero_grad,
     nbytes,
+    parameters_of,
     settle_all,
     settle_before_readers,
     unwatch,
@@ -35,14 +37,14 @@ from retime.foundations.lazy_updates import (
     watch,
     why_not_per_parameter,
 )
-from retime.foundations.no_effect import warn_no_effect
+from retime.foundations.messages import warn_no_effect
+from retime.foundations.patching import ReplacedMethod
 from retime.foundations.torch_private import (
     calls_compiled,
     compilation_callbacks,
     version_of,
     without_subclass_functions,
 )
-from retime.mechanisms.fusion.bucket_bytes import check_bucket_bytes, default_bucket_bytes, parameters_of
 from retime.mechanisms.fusion.gradient_memory import GradientMemory
 from retime.mechanisms.fusion.report import FusionReport
 

@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 from retime.foundations.arguments import Above, AtLeast, checked
 from retime.foundations.lazy_updates import (
     is_fused_step,
+    parameters_of,
     why_not_per_parameter,
     why_not_this_step,
     why_not_this_zero_grad,
 )
 from retime.foundations.torch_private import has_backward_hooks
 from retime.mechanisms.fusion.backward import BackwardFusion
-from retime.mechanisms.fusion.bucket_bytes import parameters_of
 from retime.mechanisms.fusion.data_parallel import DataParallelFusion, reduction_of
 from retime.mechanisms.fusion.forward import ForwardFusion
 from retime.mechanisms.fusion.report import check_mode

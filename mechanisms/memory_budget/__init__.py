@@ -1,5 +1,6 @@
 """Training inside a byte budget: profile, offload, sub-batches (Chen et al. 2018, moDNN)."""
 
+from retime.mechanisms.memory_budget.costs import StepCosts, calibrate
 from retime.mechanisms.memory_budget.data_parallel import (
     SETTING_UP,
     BudgetedDataParallelStep,
@@ -18,44 +19,29 @@ from retime.mechanisms.memory_budget.dry_run import (
     replay,
     task_graph,
 )
-from retime.mechanisms.memory_budget.host import (
+from retime.mechanisms.memory_budget.first_steps import check_dry_run
+from retime.mechanisms.memory_budget.offload import (
     HostDisk,
     HostError,
     HostMemory,
     HostNull,
     HostTier,
+    OffloadReport,
+    OffloadSavedTensors,
+    PlanMismatch,
+    ResidentTensor,
     check_host_text,
     parse_host,
 )
-from retime.mechanisms.memory_budget.offload import OffloadReport, OffloadSavedTensors, PlanMismatch, ResidentTensor
-from retime.mechanisms.memory_budget.planning import (
-    BudgetReport,
-    MemoryFloor,
-    OutOfTime,
-    PlanChoice,
-    PlannedShape,
-    StepCosts,
-    StepMemory,
-    StepPlanner,
-    TimeLimit,
-    calibrate,
-    parse_budget,
-    part_sizes,
-    read_plans,
-    search_plan,
-    write_plans,
-)
+from retime.mechanisms.memory_budget.path_changes import AnotherPath, check_on_shape_change, warn_of_dropped
+from retime.mechanisms.memory_budget.plan_files import read_plans, write_plans
+from retime.mechanisms.memory_budget.planner import StepPlanner
+from retime.mechanisms.memory_budget.report import BudgetReport, PlannedShape, parse_budget
+from retime.mechanisms.memory_budget.search import OutOfTime, PlanChoice, TimeLimit, part_sizes, search_plan
 from retime.mechanisms.memory_budget.separability import ALTERATIONS, Altered, certify
-from retime.mechanisms.memory_budget.step import (
-    AnotherPath,
-    BudgetedStep,
-    NoLossError,
-    SubBatches,
-    Way,
-    check_dry_run,
-    check_on_shape_change,
-    warn_of_dropped,
-)
+from retime.mechanisms.memory_budget.step import BudgetedStep, NoLossError, Way
+from retime.mechanisms.memory_budget.step_memory import MemoryFloor, StepMemory
+from retime.mechanisms.memory_budget.sub_batches import SubBatches
 
 __all__ = [
     "ALTERATIONS",

@@ -1,10 +1,8 @@
 """Out-of-order backprop (Oh et al. 2022): weight gradients wait, communication hides behind them."""
 
 from retime.foundations.weight_gradients import WeightGradientDeferral
-from retime.mechanisms.out_of_order.data_parallel import ALONE, OutOfOrderDataParallel
-from retime.mechanisms.out_of_order.k_choice import K
-from retime.mechanisms.out_of_order.report import OutOfOrderReport
-from retime.mechanisms.out_of_order.saved_k import SavedK, read_saved_k
+from retime.mechanisms.out_of_order.data_parallel import ALONE, OutOfOrderDataParallel, OutOfOrderReport
+from retime.mechanisms.out_of_order.k_search import K, SavedK, read_saved_k
 
 __all__ = [
     "ALONE",

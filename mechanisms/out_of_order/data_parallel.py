@@ -6,7 +6,9 @@ gradients of the first k blocks run last, in forward order, and each block's gra
 the next forward pass needs them first.
 """
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,20 +18,394 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from retime.foundations.arguments import Timeout, checked
-from retime.foundations.byte_sizes import parse_bytes
-from retime.foundations.ddp import OwnGroupsReducer, Reducer, at_end_of_backward, comm_hook_of, scale
-from retime.foundations.no_effect import warn_no_effect
-from retime.foundations.torch_private import GradBucket, joins_uneven_inputs
+from retime.foundations.ddp import (
+    BucketMap,
+    GradientWatch,
+    OwnGroupsReducer,
+    Reducer,
+    Reduction,
+    Reductions,
+    Region,
+    at_end_of_backward,
+    comm_hook_of,
+    release,
+    scale,
+    settle_gradients,
+    sparse_layer,
+)
+from retime.foundations.lazy_updates import parameters_of, pending_of
+from retime.foundations.messages import because, parse_bytes, warn_no_effect
+from retime.foundations.torch_private import GradBucket, has_rebuilt_buckets, joins_uneven_inputs
 from retime.foundations.weight_gradients import Block, WeightGradientDeferral
-from retime.mechanisms.out_of_order.arrivals import Arrivals
-from retime.mechanisms.out_of_order.attached import AttachedUpdates
-from retime.mechanisms.out_of_order.k_choice import K, KChoice
-from retime.mechanisms.out_of_order.memory import extra_bytes
-from retime.mechanisms.out_of_order.report import OutOfOrderReport
-from retime.mechanisms.out_of_order.saved_k import SavedK
-from retime.mechanisms.out_of_order.sending import Sending
-from retime.mechanisms.out_of_order.supported import check_model
-from retime.mechanisms.out_of_order.updates import CrossIterationUpdates
+from retime.mechanisms.fusion import ForwardFusion, FusionReport, GradientMemory
+from retime.mechanisms.out_of_order.k_search import K, KChoice, SavedK, extra_bytes
+
+# The cross-iteration wait: each parameter is updated when the next forward pass reads it and its gradient is there.
+
+
+class CrossIterationUpdates(ForwardFusion):
+    """Forward fusion whose buckets are the all-reduces on their way, each with a wait in front of its update.
+
+    Args:
+        optimizer: whose updates wait.
+        model: of its parameters.
+        reduction_of: the all-reduce that carries a parameter's gradient, if one is on its way.
+        on_remove: called with this, and once, when it is removed.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        reduction_of: Callable[[Tensor], Reduction | None],
+        on_remove: "Callable[[CrossIterationUpdates], None]",
+    ) -> None:
+        super().__init__(optimizer, model)
+        self._reduction_of = reduction_of
+        self._on_remove = on_remove
+
+    def _gradient_memory(self) -> GradientMemory:
+        """DDP's buckets hold the gradients."""
+        return GradientMemory([])
+
+    def remove(self) -> None:
+        """Bring all parameters up to date and give the optimizer its own methods back."""
+        if self.is_removed:
+            return
+        try:
+            super().remove()
+        finally:
+            self._on_remove(self)
+
+    def _settle_others(self) -> None:
+        for parameter in parameters_of(self.optimizer):
+            pending = pending_of(parameter)
+            if pending is not None and not isinstance(pending, GradientWatch):
+                pending.settle()
+
+    def _waiting_buckets(self, parameters: list[Tensor]) -> Iterator[tuple[list[Tensor], Callable[[], None] | None]]:
+        arrived: list[Tensor] = []
+        carried: dict[Reduction, list[Tensor]] = {}
+        for parameter in parameters:
+            reduction = self._reduction_of(parameter)
+            if reduction is not None and isinstance(pending_of(parameter), GradientWatch):
+                carried.setdefault(reduction, []).append(parameter)
+            else:
+                arrived.append(parameter)
+        for reduction, mine in carried.items():
+            watch = pending_of(mine[0])
+            assert watch is not None
+            watch.release()
+            rest = [p for p in reduction.parameters if p not in set(mine)]
+            if rest:
+                GradientWatch(rest, reduction.wait)
+            yield mine, reduction.wait
+        yield from super()._waiting_buckets(arrived)
+
+
+# The optimizers whose updates wait for their own gradients only.
+
+
+class AttachedUpdates:
+    """One :class:`CrossIterationUpdates` an optimizer; those that were removed leave their counts and nothing else.
+
+    Args:
+        model: of the parameters.
+        reduction_of: the all-reduce that carries a parameter's gradient, if one is on its way.
+    """
+
+    def __init__(self, model: nn.Module, reduction_of: Callable[[Tensor], Reduction | None]) -> None:
+        self._model, self._reduction_of = model, reduction_of
+        self._updates: list[CrossIterationUpdates] = []
+        self._detached = FusionReport("forward")
+
+    def attach(self, optimizer: Optimizer) -> CrossIterationUpdates:
+        """Let this optimizer's updates wait."""
+        updates = CrossIterationUpdates(optimizer, self._model, self._reduction_of, self._detach)
+        self._updates.append(updates)
+        return updates
+
+    def _detach(self, updates: CrossIterationUpdates) -> None:
+        self._updates.remove(updates)
+        self._detached = self._detached.beside(updates.report())
+
+    def flush(self) -> None:
+        """Run every update that is still pending."""
+        for updates in self._updates:
+            updates.flush()
+
+    def remove(self) -> None:
+        """Bring all parameters up to date and give the optimizers their own methods back."""
+        for updates in list(self._updates):
+            updates.remove()
+
+    def report(self) -> FusionReport:
+        """What was fused, over all optimizers that are or were attached."""
+        return functools.reduce(FusionReport.beside, (updates.report() for updates in self._updates), self._detached)
+
+
+# Which wrapped models can be re-ordered.
+
+SUPPORTED_BACKENDS = ("gloo", "nccl")
+
+
+def check_model(model: DistributedDataParallel) -> None:
+    """Refuse what cannot be re-ordered, before anything is changed.
+
+    Raises:
+        ValueError: with what to do.
+    """
+    backend = dist.get_backend(model.process_group)
+    if backend not in SUPPORTED_BACKENDS:
+        raise ValueError(f"backend {backend!r} is not supported: use {' or '.join(SUPPORTED_BACKENDS)}")
+    if dist.get_world_size(model.process_group) < 2:
+        return  # it does nothing then
+    if not model.gradient_as_bucket_view:
+        raise ValueError("build the model with DistributedDataParallel(..., gradient_as_bucket_view=True)")
+    if model.mixed_precision is not None:
+        raise ValueError("DistributedDataParallel(mixed_precision=...) is not supported: use autocast instead")
+    layer = sparse_layer(model.module)
+    if layer is not None:
+        raise ValueError(f"the sparse gradients of {layer!r} cannot go through a communication hook: use sparse=False")
+
+
+# Which gradients leave when, if the weight gradients of the first k blocks are computed last.
+
+SMALLEST_MESSAGE_BYTES = 1024 * 1024
+"""Gradients of neighbouring blocks are sent together until they are this large."""
+
+
+class SendPlan:
+    """For one k: a cut through the wrapper's buckets.
+
+    Args:
+        buckets: of the wrapper, as it will keep them.
+        blocks: the first k.
+    """
+
+    def __init__(self, buckets: BucketMap, blocks: list[Block]) -> None:
+        mine = [[p for layer in block.layers for p in layer.parameters] for block in blocks]
+        chosen = {p for parameters in mine for p in parameters}
+        self._first_bucket = buckets.first_bucket_of(chosen)
+        self.others: list[Region] = []
+        """Sent before the first weight gradient that waited: they share buckets with those that wait."""
+        self._behind: dict[str, list[Region]] = {}
+        if self._first_bucket is None:
+            return
+        self.others = buckets.regions(p for p in buckets.parameters_from(self._first_bucket) if p not in chosen)
+        gathered: list[Tensor] = []
+        sent: set[Tensor] = set()
+        for block, parameters in zip(blocks, mine, strict=True):
+            gathered += [p for p in parameters if p not in sent]
+            sent.update(parameters)
+            size = sum(p.numel() * p.element_size() for p in gathered)
+            if gathered and (size >= SMALLEST_MESSAGE_BYTES or block is blocks[-1]):
+                self._behind[block.name] = buckets.regions(gathered)
+                gathered = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether everything leaves when the wrapper finds its bucket full."""
+        return self._first_bucket is None
+
+    def holds(self, bucket: int) -> bool:
+        """Whether this bucket's gradients leave by this plan, not when the wrapper finds the bucket full."""
+        return self._first_bucket is not None and bucket >= self._first_bucket
+
+    def behind(self, block: Block) -> list[Region]:
+        """What leaves behind this block's weight gradients."""
+        return self._behind.get(block.name, [])
+
+
+# When a backward pass starts its all-reduces: buckets as they fill, gradients that waited as the plan says.
+
+
+class Sending:
+    """Learns the wrapper's buckets, and begins each all-reduce once.
+
+    Args:
+        model: whose buckets are sent.
+        reducer: sums; it stays its owner's.
+        divide: whether gradients are divided by the number of ranks, or multiplied by its rounded reciprocal.
+    """
+
+    def __init__(self, model: DistributedDataParallel, reducer: Reducer, *, divide: bool) -> None:
+        self._model = model
+        self._map = BucketMap()
+        self._reductions = Reductions(reducer, dist.get_world_size(model.process_group), divide=divide)
+        self.never_rebuilds = model.find_unused_parameters and not model.static_graph
+        """Whether the wrapper keeps the buckets that it was built with."""
+        self._plan: SendPlan | None = None
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether the wrapper's buckets are known, and will stay."""
+        return self._map.is_steady
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether blocks have been chosen whose gradients leave in our own order."""
+        return self._plan is not None
+
+    @property
+    def waits_for_some(self) -> bool:
+        """Whether some gradients leave in our own order."""
+        return self._plan is not None and not self._plan.is_empty
+
+    def forget_buckets(self) -> None:
+        """The wrapper is about to build its buckets anew."""
+        self._map.forget()
+
+    def forget_plan(self) -> None:
+        """Everything leaves when its bucket is full."""
+        self._plan = None
+
+    def plan(self, blocks: list[Block]) -> None:
+        """The gradients of these blocks, the first k, leave in our own order from now on."""
+        self._plan = SendPlan(self._map, blocks)
+
+    def start_full(self, bucket: GradBucket, *, defers: bool) -> None:
+        """Begin the all-reduce of a bucket that the wrapper has found full, unless it leaves in our own order.
+
+        Args:
+            bucket: of the running backward pass.
+            defers: whether weight gradients wait in this pass.
+
+        Raises:
+            RuntimeError: the wrapper has built its buckets anew, and gradients were sent from the old ones.
+        """
+        ours = defers and self._plan is not None and self._plan.holds(bucket.index())
+        final = has_rebuilt_buckets(self._model) or self.never_rebuilds
+        if not self._map.learn(bucket, final=final) and ours:
+            raise RuntimeError(
+                "DistributedDataParallel built its buckets anew in the middle of training, and gradients were sent "
+                "from the old ones: use k=0 for this model"
+            )
+        if not ours:
+            self._reductions.start(bucket.index(), bucket.parameters(), bucket.buffer(), urgent=False)
+
+    def start_behind(self, block: Block | None) -> None:
+        """Begin what leaves behind this block's weight gradients; None: before the first of those that waited."""
+        if self._plan is None:
+            return
+        for region in self._plan.others if block is None else self._plan.behind(block):
+            self._reductions.start(region.place, region.parameters, region.values, urgent=block is not None)
+
+    def take(self) -> list[Reduction]:
+        """What was begun since the last call."""
+        return self._reductions.take()
+
+
+# What out-of-order backprop really did.
+
+
+@dataclass
+class OutOfOrderReport:
+    """Counts since the mechanism was attached; sizes in bytes, times in seconds."""
+
+    blocks: int = 0
+    """L, the blocks found in forward order; 0 before the first backward pass has been watched."""
+    k: int = 0
+    """Blocks whose weight gradients run last, in forward order (Oh et al. 2022, algorithm 2)."""
+    bucket_bytes: int = 0
+    """Up to which size gradients are sent together (``bucket_cap_mb``)."""
+    steps: int = 0
+    """Backward passes with gradient synchronisation."""
+    deferred_gradients: int = 0
+    """Weight gradients (one a layer and step) that were computed after all output gradients."""
+    buffered_gradients: int = 0
+    """Weight gradients that one kernel computes together with the output gradient, and that were handed on later."""
+    layers_in_order: dict[str, int] = field(default_factory=dict)
+    """Layers that stay in the conventional order, by reason."""
+    buffered_layers: dict[str, int] = field(default_factory=dict)
+    """Layers whose weight gradients are computed in order and handed on later, by reason."""
+    fused_updates: int = 0
+    """Parameter updates that waited for their own gradients only, in the next forward pass or at another read."""
+    late_updates: int = 0
+    """Parameter updates that ran in ``optimizer.step()`` all the same."""
+    early_waits: int = 0
+    """Steps in which something read a gradient between backward and ``optimizer.step()``, and so waited for it."""
+    plain_steps: dict[str, int] = field(default_factory=dict)
+    """Steps or optimizers without cross-iteration wait, by reason."""
+    in_order: dict[str, int] = field(default_factory=dict)
+    """Backward passes whose weight gradients all ran in the conventional order, by reason."""
+    searched: dict[int, float] = field(default_factory=dict)
+    """With ``k="auto"``: seconds a step by k, in the order in which they were measured."""
+    search_steps: int = 0
+    """Steps from the first one until the search had ended, or until now."""
+    extra_bytes: int = 0
+    """Predicted growth of the memory peak at this k (algorithm 2, line 1)."""
+
+    def __str__(self) -> str:
+        text = (
+            f"out-of-order backprop: k={self.k} of {self.blocks} blocks, {self.deferred_gradients} weight gradients "
+            f"deferred and {self.buffered_gradients} buffered over {self.steps} steps; {self.fused_updates} updates "
+            f"waited for their own gradients only, {self.late_updates} ran in optimizer.step(); buckets of "
+            f"{self.bucket_bytes / 2**20:g} MiB"
+        )
+        if self.early_waits:
+            text += f"; {self.early_waits} steps waited because gradients were read before optimizer.step()"
+        for title, counts, what in (
+            ("in order", self.layers_in_order, "layers"),
+            ("buffered gradients", self.buffered_layers, "layers"),
+            ("no cross-iteration wait", self.plain_steps, "steps"),
+            ("weight gradients in order", self.in_order, "backward passes"),
+        ):
+            if counts:
+                text += f"; {title}: {because(counts, what)}"
+        return text
+
+
+# The all-reduces of the last backward pass, and who waits for them.
+
+
+class Arrivals:
+    """Gradients that are on their way between two backward passes.
+
+    Args:
+        report: counts the steps in which a gradient was read before the next forward pass.
+        cross_iteration: whether whoever reads a gradient waits for it; False: the end of the backward pass does.
+    """
+
+    def __init__(self, report: OutOfOrderReport, *, cross_iteration: bool) -> None:
+        self._report = report
+        self._cross_iteration = cross_iteration
+        self._carrying: dict[Tensor, Reduction] = {}
+        self._read_early = False
+
+    def reduction_of(self, parameter: Tensor) -> Reduction | None:
+        """The all-reduce that carries this parameter's gradient, if one is on its way."""
+        return self._carrying.get(parameter)
+
+    def expect(self, reductions: Iterable[Reduction]) -> None:
+        """The backward pass has ended, and these were begun in it."""
+        self._read_early = False
+        self._carrying.clear()
+        for reduction in reductions:
+            if self._cross_iteration:
+                reduction.watch(self._on_early_read)
+            else:
+                reduction.wait()
+            self._carrying.update(dict.fromkeys(reduction.parameters, reduction))
+
+    def settle(self) -> None:
+        """Wait for all of them."""
+        settle_gradients(list(self._carrying))
+
+    def forget(self) -> None:
+        """Nothing is on its way any more."""
+        self._carrying.clear()
+
+    def release(self) -> None:
+        """Let parameters wait for nothing more, whether or not it has arrived."""
+        release(self._carrying)
+        self._carrying.clear()
+
+    def _on_early_read(self) -> None:
+        if not self._read_early:
+            self._read_early = True
+            self._report.early_waits += 1
+
 
 UNUSED = "find_unused_parameters=True lets ranks differ in what they compute; use static_graph=True, or leave it out"
 ALONE = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,21 +17,62 @@ from retime.foundations.lazy_updates import nbytes
 from retime.foundations.parts import loss_of
 from retime.foundations.preserve_state import Undo, seed_all
 from retime.foundations.weight_gradients import SMALL, SplitBackward
-from retime.mechanisms.pipeline.agreement import DIFFERENT
-from retime.mechanisms.pipeline.errors import PipelineError, messages_of
-from retime.mechanisms.pipeline.find_layers import LayerList
-from retime.mechanisms.pipeline.gates import LayerGates
-from retime.mechanisms.pipeline.hollow import HollowModel
+from retime.mechanisms.pipeline.calls import LayerGates, Returned, SuspendedCall, Workers, tensors_in_order
+from retime.mechanisms.pipeline.checks import PipelineError, messages_of, messages_of_group
+from retime.mechanisms.pipeline.layers import LayerList
 from retime.mechanisms.pipeline.losses import LossWeight, LossWeights, look_at_losses
+from retime.mechanisms.pipeline.meta_device import HollowModel
 from retime.mechanisms.pipeline.ownership import Ownership, Reached
 from retime.mechanisms.pipeline.plan import Costs, PipelinePlan, Planner
-from retime.mechanisms.pipeline.spread import Place, Spread, Whole
+from retime.mechanisms.pipeline.running import AtEdge, Place, Spread, TrainingCall, Whole
 from retime.mechanisms.pipeline.survey import FIRST_SEED, Survey, survey
-from retime.mechanisms.pipeline.suspended_call import Returned, SuspendedCall, Workers
-from retime.mechanisms.pipeline.training_call import AtEdge, TrainingCall
-from retime.mechanisms.pipeline.values import tensors_in_order
 
-__all__ = ["FirstBatch", "Wishes"]
+# What the ranks of a pipeline agree upon before a step: that they have the same batch, and the seeds of its parts.
+
+DIFFERENT = (
+    "the ranks of a pipeline were given different batches: each needs the same one. Give the sampler num_replicas and "
+    "rank of the data parallel ranks, or leave it to the Trainer"
+)
+_LOOKED_AT = 256
+"""Values of each tensor, spread over it."""
+
+
+def agreed_seeds(place: Place, batch: Any, count: int) -> list[int]:
+    """Seeds for ``count`` micro-batches, drawn from the first rank's global generator; all ranks call this.
+
+    Ranks that draw different numbers otherwise, as where only the first one draws samples to log, so go on to see the
+    same random numbers in front of the layers and in the loss.
+
+    Raises:
+        PipelineError: this rank's batch is not that of the first one.
+    """
+    mine = torch.tensor([int(torch.randint(2**62, ())), _checksum(batch)])
+    told = mine.to(place.device, copy=True)
+    if place.ranks > 1:
+        with messages_of_group(place.group):
+            dist.broadcast(told, place.world_rank(0), group=place.group)
+    seed, checksum = told.tolist()
+    if checksum != int(mine[1]):
+        raise PipelineError(
+            f"{DIFFERENT}. The first batches were the same, so look for a shuffle that ranks seed apart"
+        )
+    return torch.randint(2**62, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def _checksum(batch: Any) -> int:
+    found = 0
+    for tensor in tensors_in_order(batch):
+        found = zlib.crc32(repr((tuple(tensor.shape), tensor.dtype)).encode(), found)
+        if tensor.layout == torch.strided and tensor.numel():
+            found = zlib.crc32(_some_bytes(tensor), found)
+    return found
+
+
+def _some_bytes(tensor: Tensor) -> bytes:
+    values = tensor.detach().reshape(-1)
+    some = values[:: -(-len(values) // _LOOKED_AT)].contiguous().cpu()
+    return bytes(some.view(torch.uint8).numpy())
+
 
 _PINGS = 4
 _TASK_MS = 0.5

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from retime.foundations.no_effect import is_library
+from retime.foundations.messages import is_library
 from retime.foundations.parts import Weighting, replaced_tensors, samples_in, tensors_of
 from retime.foundations.storages import has_storage, tensors_in
 from retime.foundations.torch_private import TorchDispatchMode, schema_of, storage_address, tree_leaves

@@ -22,9 +22,8 @@ from retime.foundations.parts import (
     split_batch,
 )
 from retime.foundations.preserve_state import seed_all
-from retime.mechanisms.pipeline.errors import PipelineError
-from retime.mechanisms.pipeline.gates import LayerGates
-from retime.mechanisms.pipeline.kinds_between import LayerResults
+from retime.mechanisms.pipeline.calls import LayerGates
+from retime.mechanisms.pipeline.checks import LayerResults, PipelineError
 from retime.mechanisms.pipeline.loss_head import Head, NotUnderstoodError, RecordedRun, head_of, record, record_altered
 
 __all__ = ["Examples", "FirstLook", "LossWeight", "LossWeights", "check_loss_weight", "look_at_losses", "needed_loss"]

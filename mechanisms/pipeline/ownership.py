@@ -2,23 +2,119 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from itertools import compress
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from retime.foundations.byte_sizes import show_bytes
 from retime.foundations.lazy_updates import nbytes
-from retime.foundations.no_effect import warn_no_effect
+from retime.foundations.messages import show_bytes, warn_no_effect
 from retime.foundations.torch_private import storage_address, tree_map, without_subclass_functions
-from retime.mechanisms.pipeline.errors import PipelineError, messages_of_group
-from retime.mechanisms.pipeline.groups import gathered
+from retime.mechanisms.pipeline.checks import PipelineError, messages_of_group
 
-__all__ = ["Ownership", "Reached", "refuse_part_of_model"]
+# Which ranks make up a pipeline, and which add their gradients up.
+
+Size = int | Literal["auto"]
+
+
+def sizes_of(world: int, pipeline: Size, data: Size) -> tuple[int, int]:
+    """Ranks of a pipeline, and pipelines.
+
+    Raises:
+        ValueError: they do not make up all processes.
+    """
+    replicas = data if data != "auto" else 1 if pipeline == "auto" else max(1, world // pipeline)
+    stages = max(1, world // replicas) if pipeline == "auto" else pipeline
+    if stages * replicas != world:
+        raise ValueError(
+            f"pipeline_parallel_size={stages} and data_parallel_size={replicas} make {stages * replicas} ranks, and "
+            f"there are {world}: let their product be the number of processes, or leave one of them 'auto'"
+        )
+    return stages, replicas
+
+
+def make_groups(pipeline: int, data: int, timeout: timedelta) -> tuple[Any, Any]:
+    """The group of this rank's pipeline, and of those it adds gradients up with; all ranks call this.
+
+    Ranks of one pipeline have neighbouring numbers; the n-th ranks of all pipelines add gradients up.
+
+    Args:
+        pipeline: ranks of each.
+        data: number of pipelines.
+        timeout: of messages in a pipeline.
+
+    Returns:
+        The pipeline's, and the data parallel one, which is None if there is one pipeline.
+    """
+    pipeline_group = data_group = None
+    for index in range(data):
+        ranks = list(range(index * pipeline, (index + 1) * pipeline))
+        group = dist.new_group(ranks, timeout=timeout)
+        if dist.get_rank() in ranks:
+            pipeline_group = group
+    for index in range(pipeline if data > 1 else 0):
+        ranks = list(range(index, pipeline * data, pipeline))
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            data_group = group
+    return pipeline_group, data_group
+
+
+def gathered(mine: Any, group: Any) -> list[Any] | None:
+    """What each rank of a group gives, on its first; None on others. All ranks call this."""
+    is_first = dist.get_rank(group) == 0
+    everyone: list[Any] | None = [None] * dist.get_world_size(group) if is_first else None
+    with messages_of_group(group):
+        dist.gather_object(mine, everyone, dst=dist.get_global_rank(group, 0), group=group)
+    return everyone
+
+
+# Gradients of data parallel ranks, added up as soon as a stage has all of them.
+
+
+class GradientSums:
+    """Means of gradients over a group, on their way while other stages go on.
+
+    Args:
+        group: ranks that have the same stages; None: this one is alone.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._on_the_way: list[tuple[Any, Tensor, list[Tensor]]] = []
+
+    def begin(self, parameters: Sequence[Tensor]) -> None:
+        """Let the gradients of these leave; the same on all ranks. One that is not there counts as zeros."""
+        if self._group is None:
+            return
+        by_type: dict[torch.dtype, list[Tensor]] = {}
+        for parameter in parameters:
+            by_type.setdefault(parameter.dtype, []).append(parameter)
+        for some in by_type.values():
+            flat = torch.cat([torch.zeros_like(p).view(-1) if p.grad is None else p.grad.reshape(-1) for p in some])
+            flat /= dist.get_world_size(self._group)
+            self._on_the_way.append((dist.all_reduce(flat, group=self._group, async_op=True), flat, some))
+
+    def end(self) -> None:
+        """Wait for all, and put them where they belong."""
+        while self._on_the_way:
+            work, flat, parameters = self._on_the_way.pop(0)
+            with messages_of_group(self._group):
+                work.wait()
+            for parameter, piece in zip(parameters, torch.split(flat, [p.numel() for p in parameters]), strict=True):
+                mean = piece.view_as(parameter)
+                parameter.grad = mean.clone() if parameter.grad is None else parameter.grad.copy_(mean)
+
+    def forget(self) -> None:
+        """After a failure."""
+        self._on_the_way.clear()
+
 
 _MUCH_MORE = 1.5
 """Of a rank's even share of the parameters' bytes."""
@@ -350,3 +446,49 @@ class Ownership:
             dist.broadcast(message, dist.get_global_rank(self._group, owner), group=self._group)
         if message is not tensor:
             tensor.copy_(message)
+
+
+# Checkpoints of a model that lies on several ranks: one file, as of a plain Trainer.
+
+
+def whole_model_state(model: nn.Module, state: dict[str, Any], owners: Ownership) -> dict[str, Any]:
+    """A state dict with every rank's own values in it, on the first rank of the pipeline; all ranks call this."""
+    owner_of = _first_names(model)
+    mine = {
+        owner_of.get(key, key): value.detach().cpu()
+        for key, value in state.items()
+        if isinstance(value, Tensor) and owners.counts_state(owner_of.get(key, key))
+    }
+    found = owners.gather(mine)
+    if found is None:
+        return state
+    return type(state)((key, found.get(owner_of.get(key, key), value)) for key, value in state.items())
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """By each name of a parameter or buffer, its first: tied weights are sent once, and one tensor in the file too."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    first: dict[Tensor, str] = {}
+    return {name: first.setdefault(tensor, name) for name, tensor in named}
+
+
+def whole_optimizer_state(optimizer: Optimizer, state: dict[str, Any], owners: Ownership) -> dict[str, Any]:
+    """An optimizer's state dict with every rank's own in it, on the first rank of the pipeline; all ranks call this."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    names = {tensor: name for name, tensor in owners.parameters.items()}
+    mine = {
+        index: one
+        for index, one in state["state"].items()
+        if not isinstance(index, int) or owners.counts_state(names[parameters[index]])
+    }
+    found = owners.gather(mine)
+    if found is None:
+        return state
+    return {**state, "state": dict(sorted(found.items(), key=lambda item: str(item[0]).rjust(12)))}
+
+
+def forget_absent(optimizer: Optimizer, owners: Ownership) -> None:
+    """Drop the state of parameters that lie on other ranks."""
+    absent = {owners.parameters[name] for name in owners.absent}
+    for parameter in [one for one in optimizer.state if one in absent]:
+        del optimizer.state[parameter]

@@ -10,9 +10,9 @@ from functools import cached_property
 from math import ceil
 from typing import Literal
 
-from retime.foundations.byte_sizes import show_bytes
+from retime.foundations.messages import show_bytes
 from retime.foundations.torch_private import PipelineAction, torch_pipeline_orders
-from retime.mechanisms.pipeline.errors import PipelineError
+from retime.mechanisms.pipeline.checks import PipelineError
 from retime.schedules import Kind, Schedule
 from retime.schedules.pipeline import (
     FLUSH,

@@ -5,8 +5,7 @@ From "BPPSA: Scaling Back-propagation by Parallel Scan Algorithm".
 """
 
 from retime.mechanisms.scan.calibrate import calibrate
-from retime.mechanisms.scan.choice import choose_solver, keeps_torchs_own, set_cost_model
-from retime.mechanisms.scan.cost_model import CostModel
+from retime.mechanisms.scan.choice import CostModel, choose_solver, keeps_torchs_own, set_cost_model
 from retime.mechanisms.scan.jacobians import (
     CsrPattern,
     JacobianScan,
@@ -26,7 +25,7 @@ from retime.mechanisms.scan.jacobians import (
     transposed_jacobian,
 )
 from retime.mechanisms.scan.layer import scan_bidirectional, scan_layer
-from retime.mechanisms.scan.solver import Solver, check_solver, parse_solver
+from retime.mechanisms.scan.solvers import Solver, check_solver, parse_solver
 
 __all__ = [
     "CostModel",

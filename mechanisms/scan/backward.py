@@ -1,16 +1,84 @@
 """The gradients of one layer and direction, from its saved values and the gradients that reach it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from retime.mechanisms.scan.cells import GateGradients, LocalCell, Weights
-from retime.mechanisms.scan.gru import LocalGRU
-from retime.mechanisms.scan.lstm import LocalLSTM
-from retime.mechanisms.scan.rnn import LocalRNN
-from retime.mechanisms.scan.safe_solve import safe_solve
-from retime.mechanisms.scan.solver import Solver
+from retime.foundations.messages import warn_no_effect
+from retime.mechanisms.scan.cells import (
+    GateGradients,
+    LocalCell,
+    LocalGRU,
+    LocalJacobians,
+    LocalLSTM,
+    LocalRNN,
+    Weights,
+)
+from retime.mechanisms.scan.solvers import Sequential, Solver
+
+# Full float32 products: tf32 keeps 10 bits, and a scan multiplies many Jacobians in a row.
+
+
+@contextmanager
+def ieee_products(device: torch.device) -> Iterator[None]:
+    """Float32 matrix products on ``device`` without tf32, whatever the process has allowed elsewhere."""
+    if device.type != "cuda":
+        yield
+        return
+    settings = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    settings.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
+
+
+# CUDA graphs: what may not happen while one is captured.
+#
+# Between a layer's output and its gradients every solver works on the device alone: the calls depend on shapes, never
+# on values; nothing is read back, and nothing is copied from the host. Two things would break that, and ask here
+# first: :func:`~retime.mechanisms.scan.backward.safe_solve` reads whether a result is finite, and leaves that out
+# while a graph is captured; :class:`~retime.mechanisms.scan.layer.Packing` copies from the host where sequences end,
+# and refuses.
+#
+# Run one step before the capture, as ``torch.cuda.graph`` asks for anyway: cuBLAS makes its workspace then, and
+# ``solver="triton"`` compiles. Tested without a GPU: the calls, on torch's "meta" device, not a capture itself.
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is captured on ``device``'s current stream."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+# Solve a scan, and once more the safe way where a product of Jacobians left the range of its type.
+
+_warned: set[str] = set()
+
+
+def safe_solve(solver: Solver, jacobians: LocalJacobians, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """As ``solver.solve``; finite wherever back-propagation through time is.
+
+    While a CUDA graph is captured nothing can be read back, so that the result is taken as it is: capture with
+    ``solver="sequential"`` or ``"chunk"`` where gradients explode (:mod:`retime.mechanisms.scan.backward`).
+    """
+    v, carry = solver.solve(jacobians, gradient)
+    if solver.safe or capturing(v.device) or bool(torch.isfinite(v.sum() + carry.sum())):
+        return v, carry
+    v, carry = Sequential().solve(jacobians, gradient)
+    name = repr(solver)
+    if name not in _warned and bool(torch.isfinite(carry).all()):
+        _warned.add(name)
+        warn_no_effect(
+            f"solver={name} has no effect on this backward pass: a product of Jacobians overflowed {gradient.dtype}, "
+            f"so the {jacobians.steps} steps ran one after another. Use solver='sequential', or clip what makes the "
+            "gradients explode. This warning comes once.",
+            every_rank=True,
+        )
+    return v, carry
 
 
 class Saved(NamedTuple):
@@ -87,4 +155,49 @@ def _weight_gradients(gates: GateGradients, x: Tensor, before: Tensor) -> Weight
         torch.cat([gate.t() @ states for gate in hidden]),
         torch.cat(input_bias),
         torch.cat(hidden_bias),
+    )
+
+
+# A layer's backward pass in windows of time on a CPU, so that what it works on stays in the cache.
+
+WINDOW_BYTES = 4 * 1024 * 1024
+"""Of one series ``[T, B, H]``; about six are alive at once, which a server's last-level cache holds."""
+LEAST_STEPS = 256
+"""Shorter windows would cost more in calls than the cache saves."""
+
+
+def gradients_in_windows(solver: Solver, saved: Saved, outside: list[Tensor]) -> Gradients:
+    """As :func:`layer_gradients`, from the last window to the first; each hands its carry to the one before.
+
+    Memory beyond the input's gradient is that of one window. All at once: short sequences; other devices, which need
+    every step side by side; an LSTM, whose cell states start from the first step; and under ``create_graph``.
+    """
+    window = window_steps(saved.output)
+    steps = saved.output.shape[0]
+    if saved.first_cell is not None or torch.is_grad_enabled() or not saved.output.is_cpu or steps <= window:
+        return layer_gradients(solver, saved, outside)
+    (reached,) = outside
+    windows = -(-steps // window)
+    edges = [steps * k // windows for k in range(windows + 1)]
+    parts: list[Gradients] = []
+    for start, stop in zip(edges[-2::-1], edges[:0:-1], strict=True):
+        part = reached[start:stop]
+        if parts:
+            part = torch.cat([part[:-1], (part[-1] + parts[-1].first).unsqueeze(0)])
+        parts.append(layer_gradients(solver, _narrow(saved, start, stop), [part]))
+    sums = (torch.stack(one).sum(0) for one in zip(*(part.weights for part in parts), strict=True))
+    return Gradients(torch.cat([part.x for part in reversed(parts)]), parts[-1].first, None, Weights(*sums))
+
+
+def window_steps(series: Tensor) -> int:
+    """Time steps of the longest window of a series ``[T, B, H]``."""
+    return max(LEAST_STEPS, WINDOW_BYTES // max(1, series[0].nbytes))
+
+
+def _narrow(saved: Saved, start: int, stop: int) -> Saved:
+    return saved._replace(
+        x=saved.x[start:stop],
+        first=saved.first if start == 0 else saved.output[start - 1],
+        output=saved.output[start:stop],
+        mask=None if saved.mask is None else saved.mask[start:stop],
     )

@@ -16,7 +16,7 @@ from retime.callbacks.pipeline_timeline import PipelineTimeline
 from retime.callbacks.reverse_first_k import ReverseFirstK
 from retime.callbacks.step_timeline import StepTimeline
 from retime.foundations.lazy_updates import declare_per_parameter
-from retime.foundations.no_effect import DifferenceWarning, NoEffectWarning
+from retime.foundations.messages import DifferenceWarning, NoEffectWarning
 from retime.mechanisms.fusion import fuse_optimizer
 from retime.modules.convert import convert, convert_back
 from retime.modules.layers import ScanGRU, ScanLSTM, ScanRNN

@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from lightning.pytorch.trainer.states import RunningStage
 from torchmetrics import Metric
 
-from retime.foundations.replaced_attributes import replaced_attributes
+from retime.foundations.patching import replaced_attributes
 from retime.foundations.torch_private import needed_by, read_private, write_private
 
 __all__ = [

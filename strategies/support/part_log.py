@@ -12,12 +12,11 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
-from retime.foundations.no_effect import warn_difference
-from retime.foundations.replaced_attributes import replaced_attributes
+from retime.foundations.messages import warn_difference
+from retime.foundations.patching import replaced_attributes
 from retime.mechanisms.memory_budget import SubBatches
 from retime.strategies.support.lightning_private import logging_as
-from retime.strategies.support.logged_numbers import LOGGED, LoggedNumber, is_number, place_of
-from retime.strategies.support.metric_calls import MetricCall, MetricCalls
+from retime.strategies.support.metric_calls import LOGGED, LoggedNumber, MetricCall, MetricCalls, is_number, place_of
 
 _LOG = inspect.signature(LightningModule.log)
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from retime import CPUMemoryPool, NoEffectWarning
-from retime.foundations.cpu_pool.memory_pool import MemoryPool
+from retime.foundations.cpu_pool.pool import MemoryPool
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning", "ignore:.*does not have many workers"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from retime.callbacks.memory_timeline import MemoryTimeline
-from retime.foundations.measure.memory_sampler import MemorySampler
+from retime.foundations.measure.memory import MemorySampler
 from retime.strategies.memory_budget import MemoryBudgetStrategy
 from support import memory_budget as support
 from support.memory_budget import SMALL, Net, assert_close, fit, loader

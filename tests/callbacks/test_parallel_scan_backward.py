@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from retime.callbacks.parallel_scan_backward import ParallelScanBackward
-from retime.foundations.no_effect import NoEffectWarning
+from retime.foundations.messages import NoEffectWarning
 from retime.modules.convert import convert
 from retime.modules.layers import ScanGRU
 

@@ -13,9 +13,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader
 
-import retime.foundations.measure.process_peak as process_peak
+import retime.foundations.measure.memory as process_peak
 from retime.callbacks.peak_memory import PeakMemory
-from retime.foundations.measure.memory_probe import MemoryProbe
+from retime.foundations.measure.memory import MemoryProbe
 
 pytestmark = [  # what Lightning itself warns of
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning"),

@@ -25,7 +25,7 @@ from retime.callbacks.peak_memory import PeakMemory
 from retime.callbacks.step_timeline import StepTimeline
 from retime.callbacks.support.phases import StrategyPhases
 from retime.foundations.measure.step_timer import EXPOSED, StepTimer, StepTiming
-from retime.foundations.no_effect import NoEffectWarning
+from retime.foundations.messages import NoEffectWarning
 
 pytestmark = [  # what Lightning itself warns of
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning"),

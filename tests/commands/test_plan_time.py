@@ -13,11 +13,9 @@ import pytest
 
 from retime.commands import plan as plan_command
 from retime.commands.plan import main
-from retime.mechanisms.memory_budget.planning import time_limit
-from retime.mechanisms.memory_budget.planning.search import MOST_TRIALS
-from retime.mechanisms.memory_budget.planning.stages import PlanningStages
-from retime.mechanisms.memory_budget.planning.time_limit import OutOfTime, TimeLimit
-from retime.mechanisms.memory_budget.planning.trial import PlanTrial
+from retime.mechanisms.memory_budget import search as time_limit
+from retime.mechanisms.memory_budget.planner import PlanningStages
+from retime.mechanisms.memory_budget.search import MOST_TRIALS, OutOfTime, PlanTrial, TimeLimit
 from retime.schedules.budget import OffloadPlan
 from support import memory_budget as support
 from support.memory_budget import SPLITS, TINY, Net, use_costs

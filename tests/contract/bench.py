@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from contract.models import BATCH, FEATURES
 from contract.record import Record, snapshot
 from contract.rows import Row
-from retime.foundations.no_effect import DifferenceWarning, NoEffectWarning
+from retime.foundations.messages import DifferenceWarning, NoEffectWarning
 from support.garbage import pass_over_what_is_there
 from support.quiet import only_errors_logged
 

@@ -9,15 +9,14 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from retime.foundations.parts.split import Split, part_of, samples_in, split_batch
-from retime.mechanisms.memory_budget import BudgetedStep
-from retime.mechanisms.memory_budget.planning.choice import PlanChoice
-from retime.mechanisms.memory_budget.planning.report import PlannedShape
-from retime.mechanisms.memory_budget.planning.step_planner import StepPlanner
-from retime.mechanisms.memory_budget.step import sub_batches
+from retime.mechanisms.memory_budget import BudgetedStep, sub_batches
+from retime.mechanisms.memory_budget.planner import StepPlanner
+from retime.mechanisms.memory_budget.report import PlannedShape
+from retime.mechanisms.memory_budget.search import PlanChoice
 from retime.schedules.budget import OffloadPlan
 from retime.strategies.memory_budget import MemoryBudgetStrategy
 from retime.strategies.memory_budget_ddp import MemoryBudgetDDPStrategy
-from retime.strategies.support.budgeted import Budgeted
+from retime.strategies.support.budgeted_steps import Budgeted
 
 PARTS = 2
 

@@ -35,19 +35,20 @@ from contract.traits import (
     UNUSED,
 )
 from retime.callbacks.fuse_optimizer import FuseOptimizer
-from retime.foundations.weight_gradients import layer_hooks
+from retime.foundations.weight_gradients import passes as layer_hooks
 from retime.mechanisms.cpu_accumulation import HostUpdateReport
 from retime.mechanisms.memory_budget import BudgetedStep
-from retime.mechanisms.memory_budget.planning.choice import PlanChoice
-from retime.mechanisms.memory_budget.planning.report import PlannedShape
-from retime.mechanisms.out_of_order import k_choice, send_plan
+from retime.mechanisms.memory_budget.report import PlannedShape
+from retime.mechanisms.memory_budget.search import PlanChoice
+from retime.mechanisms.out_of_order import data_parallel as send_plan
+from retime.mechanisms.out_of_order import k_search as k_choice
 from retime.schedules.budget import OffloadPlan
 from retime.strategies.cpu_accumulate import CPUAccumulateStrategy
 from retime.strategies.fused_optimizer import FusedOptimizerDDPStrategy, FusedOptimizerStrategy
 from retime.strategies.memory_budget import MemoryBudgetStrategy
 from retime.strategies.memory_budget_ddp import MemoryBudgetDDPStrategy
 from retime.strategies.ooo_ddp import OOODataParallelStrategy
-from retime.strategies.support.budgeted import Budgeted
+from retime.strategies.support.budgeted_steps import Budgeted
 
 REFUSALS = (RuntimeError, ValueError)
 """What a strategy refuses a run with."""

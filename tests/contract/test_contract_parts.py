@@ -10,9 +10,9 @@ from contract.in_parts import folded, uneven_parts
 from contract.record import Record, assert_same_run
 from contract.rows import PLAIN, STRATEGIES
 from contract.scenarios import SCENARIOS
-from retime.foundations.parts.certificate import Certificate
-from retime.mechanisms.memory_budget.planning.step_planner import StepPlanner
-from retime.mechanisms.memory_budget.step import sub_batches
+from retime.foundations.parts.weights import Certificate
+from retime.mechanisms.memory_budget import sub_batches
+from retime.mechanisms.memory_budget.planner import StepPlanner
 
 ROW = next(row for row in STRATEGIES if row.name == "memory_budget_parts")
 NAME = "optimizer_sgd"

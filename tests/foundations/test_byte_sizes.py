@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import retime
-from retime.foundations.byte_sizes import parse_bytes
+from retime.foundations.messages import parse_bytes
 
 
 @pytest.mark.parametrize(

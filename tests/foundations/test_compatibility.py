@@ -30,7 +30,7 @@ from retime.foundations.compatibility import (
     why_aside,
     why_not,
 )
-from retime.strategies.support.strategy_mechanisms import mechanisms_of
+from retime.strategies.support.fused_stepping import mechanisms_of
 
 BACKWARD, FORWARD, OOO, IN_STEP, BUDGET, HOST, UPDATE, SCAN, PIPE, USERS = Mechanism
 DECISIONS = {

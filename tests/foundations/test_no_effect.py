@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from retime import DifferenceWarning, NoEffectWarning
-from retime.foundations import no_effect
-from retime.foundations.no_effect import warn_difference, warn_no_effect
+from retime.foundations import messages as no_effect
+from retime.foundations.messages import warn_difference, warn_no_effect
 
 
 def _relayed(call: Callable[[str], None], module: str = "retime.inner") -> types.FunctionType:

@@ -1,6 +1,6 @@
 """Counts by reason, as reports print them."""
 
-from retime.foundations.reasons import because
+from retime.foundations.messages import because
 
 
 def test_reasons_are_joined_in_the_order_in_which_they_came_up() -> None:

@@ -5,7 +5,7 @@ from itertools import permutations
 
 import pytest
 
-from retime.foundations.replaced_attributes import layered_methods, replaced_attributes
+from retime.foundations.patching import layered_methods, replaced_attributes
 
 
 class Speaker:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from retime.foundations.streams import Mark, SideStream
-from retime.mechanisms.memory_budget.host.pinned import HostMemory
+from retime.mechanisms.memory_budget.offload.hosts import HostMemory
 
 
 class Cuda:

@@ -14,7 +14,6 @@ from retime.mechanisms.scan import (
     JacobianScan,
     calibrate,
     full_levels,
-    function,
     jacobian_of,
     layer,
     parse_solver,
@@ -24,6 +23,7 @@ from retime.mechanisms.scan import (
     scan_plan,
     set_cost_model,
 )
+from retime.mechanisms.scan import layer as function
 
 T, B, X, H = 5, 3, 4, 6
 GATES = {"RNN_TANH": 1, "RNN_RELU": 1, "GRU": 3, "LSTM": 4}

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm
 from torch.nn.utils.rnn import pack_sequence
 
-from retime.foundations.no_effect import NoEffectWarning
+from retime.foundations.messages import NoEffectWarning
 from retime.modules.convert import convert, convert_back
 from retime.modules.layers import ScanGRU, ScanLSTM, ScanRNN
 

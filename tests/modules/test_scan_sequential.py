@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from retime.foundations.no_effect import NoEffectWarning
+from retime.foundations.messages import NoEffectWarning
 from retime.mechanisms.scan import prune_class_blind
 from retime.modules.scan_sequential import ScanSequential
 from retime.recipes.models.chains import lenet5, vgg
@@ -154,7 +154,7 @@ def test_it_is_a_sequential() -> None:
 
 def test_the_backward_pass_really_is_a_scan(monkeypatch: pytest.MonkeyPatch) -> None:
     """One zeroed Jacobian must show: no gradient goes around the scan."""
-    from retime.mechanisms.scan.jacobians.simple import ReLUJacobian
+    from retime.mechanisms.scan.jacobians.layers import ReLUJacobian
 
     monkeypatch.setattr(ReLUJacobian, "values", lambda self, inputs: inputs.new_zeros(self.pattern.entries, 1))
     ours = ScanSequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))

@@ -32,7 +32,5 @@ def test_every_strategy_of_several_processes_has_names_that_start_them() -> None
     for name in ("fused_optimizer_ddp", "ooo_ddp", "memory_budget_ddp", "cpu_accumulate_ddp"):
         for start in ("popen", "spawn", "fork"):
             full = name if start == "popen" else f"{name}_{start}"
-            assert isinstance(
-                StrategyRegistry.get(full), retime.strategies.support.reporting_launcher.ReportsAcrossProcesses
-            )
+            assert isinstance(StrategyRegistry.get(full), retime.strategies.support.base.ReportsAcrossProcesses)
             assert StrategyRegistry[full]["init_params"]["start_method"] == start

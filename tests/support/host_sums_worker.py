@@ -20,9 +20,8 @@ from torch.utils.data import DataLoader
 
 from retime.foundations.ddp import RankLostError
 from retime.mechanisms.cpu_accumulation import HostReducer
-from retime.mechanisms.cpu_accumulation.shared_memory import sums
-from retime.mechanisms.cpu_accumulation.shared_memory.library import sums_library
-from retime.mechanisms.cpu_accumulation.shared_memory.shared_file import SharedFile
+from retime.mechanisms.cpu_accumulation import shared_sums as sums
+from retime.mechanisms.cpu_accumulation.shared_sums import SharedFile, sums_library
 from retime.strategies.cpu_accumulate import CPUAccumulateStrategy
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -24,10 +24,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 import retime
-from retime.foundations.no_effect import NoEffectWarning
+from retime.foundations.messages import NoEffectWarning
 from retime.mechanisms.cpu_accumulation import BucketReduction, HostReducer, HostUpdate
-from retime.mechanisms.cpu_accumulation.host_update.whole_state import state_bytes
-from retime.mechanisms.cpu_accumulation.shared_memory import sums
+from retime.mechanisms.cpu_accumulation import shared_sums as sums
+from retime.mechanisms.cpu_accumulation.host_update import state_bytes
 from retime.strategies.cpu_accumulate import CPUAccumulateStrategy
 from support.time_limits import limit_s
 

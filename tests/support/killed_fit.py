@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import retime
-from retime.mechanisms.cpu_accumulation.host_update import host_update
+from retime.mechanisms.cpu_accumulation import host_update
 
 RANK = int(os.environ["RANK"])
 WAITS = timedelta(minutes=10)

@@ -16,9 +16,9 @@ from lightning.pytorch.loggers.logger import Logger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import retime.mechanisms.memory_budget.planning.step_planner as step_planner
-from retime.mechanisms.memory_budget.planning.costs import StepCosts
-from retime.mechanisms.memory_budget.planning.report import BudgetReport
+import retime.mechanisms.memory_budget.planner as step_planner
+from retime.mechanisms.memory_budget.costs import StepCosts
+from retime.mechanisms.memory_budget.report import BudgetReport
 from retime.strategies.memory_budget import MemoryBudgetStrategy
 
 FEATURES, CLASSES, BATCH = 16, 4, 256

@@ -25,17 +25,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
-import retime.mechanisms.memory_budget.planning.step_planner as step_planner
+import retime.mechanisms.memory_budget.planner as step_planner
 from retime.callbacks.memory_timeline import MemoryTimeline
-from retime.foundations.cpu_pool.heap import trim_heap
-from retime.foundations.measure.memory_probe import MemoryProbe
-from retime.foundations.no_effect import NoEffectWarning
+from retime.foundations.cpu_pool.pool import trim_heap
+from retime.foundations.measure.memory import MemoryProbe
+from retime.foundations.messages import NoEffectWarning
 from retime.mechanisms.cpu_accumulation import BucketReduction, HostReducer
-from retime.mechanisms.memory_budget.data_parallel.alone import alone
-from retime.mechanisms.memory_budget.data_parallel.budgeted_step import BudgetedDataParallelStep
-from retime.mechanisms.memory_budget.host.parse import parse_host
-from retime.mechanisms.memory_budget.planning.costs import StepCosts
-from retime.mechanisms.memory_budget.planning.step_planner import StepPlanner
+from retime.mechanisms.memory_budget.costs import StepCosts
+from retime.mechanisms.memory_budget.data_parallel import BudgetedDataParallelStep, alone
+from retime.mechanisms.memory_budget.offload.hosts import parse_host
+from retime.mechanisms.memory_budget.planner import StepPlanner
 from retime.recipes.modnn.budget_worker import resident_bytes
 from retime.schedules.budget.errors import BudgetError
 from retime.strategies.memory_budget_ddp import MemoryBudgetDDPStrategy

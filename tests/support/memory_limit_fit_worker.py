@@ -18,7 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from retime.foundations.cpu_pool.heap import give_back_freed_memory, trim_heap
+from retime.foundations.cpu_pool.pool import give_back_freed_memory, trim_heap
 from retime.foundations.measure import MemoryProbe, status_bytes
 from retime.strategies.memory_budget import MemoryBudgetStrategy
 

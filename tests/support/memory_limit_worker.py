@@ -18,14 +18,12 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from retime.foundations.cpu_pool.heap import give_back_freed_memory, trim_heap
-from retime.foundations.measure.memory_probe import MemoryProbe
-from retime.mechanisms.memory_budget.dry_run.replay import EVERYTHING, replay
-from retime.mechanisms.memory_budget.dry_run.training_step import TrainingStep, take
-from retime.mechanisms.memory_budget.host.disk import HostDisk
+from retime.foundations.cpu_pool.pool import give_back_freed_memory, trim_heap
+from retime.foundations.measure.memory import MemoryProbe
+from retime.mechanisms.memory_budget.costs import StepCosts, calibrate
+from retime.mechanisms.memory_budget.dry_run.run import EVERYTHING, TrainingStep, replay, take
+from retime.mechanisms.memory_budget.offload.disk import HostDisk
 from retime.mechanisms.memory_budget.offload.saved_tensors import OffloadSavedTensors
-from retime.mechanisms.memory_budget.planning.calibrate import calibrate
-from retime.mechanisms.memory_budget.planning.costs import StepCosts
 from retime.schedules.budget import OffloadPlan
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from retime.commands.plan import main as retime
-from retime.mechanisms.memory_budget.planning.given_plans import PlanFileError
+from retime.mechanisms.memory_budget.plan_files import PlanFileError
 from retime.schedules.budget.errors import BudgetError
 from retime.strategies.memory_budget_ddp import MemoryBudgetDDPStrategy
 from support.memory_budget import OFFLOADS, SPLITS, Net, assert_close, assert_way, loader

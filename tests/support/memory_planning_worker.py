@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retime.foundations.cpu_pool.heap import trim_heap
+from retime.foundations.cpu_pool.pool import trim_heap
 from retime.foundations.measure import status_bytes
 from retime.mechanisms.memory_budget import BudgetedStep, parse_host
 

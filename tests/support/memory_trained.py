@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from retime.mechanisms.memory_budget import BudgetedStep, HostMemory
-from retime.mechanisms.memory_budget.planning.report import PlannedShape
-from retime.mechanisms.memory_budget.planning.search import PlanChoice
-from retime.mechanisms.memory_budget.planning.step_planner import StepPlanner
+from retime.mechanisms.memory_budget.planner import StepPlanner
+from retime.mechanisms.memory_budget.report import PlannedShape
+from retime.mechanisms.memory_budget.search import PlanChoice
 from retime.schedules.budget import OffloadPlan
 
 __all__ = ["Trained", "trained"]

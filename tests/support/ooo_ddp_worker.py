@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from contract.models import Net
 from retime.callbacks.fuse_optimizer import FuseOptimizer
 from retime.callbacks.reverse_first_k import ReverseFirstK
-from retime.foundations.ddp.bucket_size import SIZES_MB, measured_seconds_per_mb
+from retime.foundations.ddp.reductions import SIZES_MB, measured_seconds_per_mb
 from retime.foundations.measure import forget_peak, peak_so_far
-from retime.foundations.no_effect import NoEffectWarning
+from retime.foundations.messages import NoEffectWarning
 from retime.mechanisms.out_of_order import OutOfOrderDataParallel, OutOfOrderReport
 from retime.strategies.ooo_ddp import FIXED_BUCKET_MB, OOODataParallelStrategy
 from support.time_limits import limit_s
@@ -162,7 +162,7 @@ def gradients_leave_in_forward_order() -> None:
         start(key, parameters, values, urgent=urgent)
 
     ooo._sending._reductions.start = noting  # type: ignore[method-assign]
-    import retime.mechanisms.out_of_order.send_plan as module
+    import retime.mechanisms.out_of_order.data_parallel as module
 
     module.SMALLEST_MESSAGE_BYTES = 1
     for _ in range(4):

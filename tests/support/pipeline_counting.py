@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from retime import OOOPipelineStrategy, PipelineTimeline
-from retime.foundations.no_effect import DifferenceWarning
+from retime.foundations.messages import DifferenceWarning
 from support.pipeline_fits import Classifier, loader, trainer
 
 SAMPLES, CLASSES = 32, 8

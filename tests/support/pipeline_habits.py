@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
-from retime.foundations.no_effect import DifferenceWarning, NoEffectWarning
+from retime.foundations.messages import DifferenceWarning, NoEffectWarning
 from retime.mechanisms.pipeline import PipelineError
 from support.pipeline_fits import CLASSES, FEATURES, Classifier, loader, trainer
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from retime.foundations.no_effect import DifferenceWarning, NoEffectWarning
+from retime.foundations.messages import DifferenceWarning, NoEffectWarning
 from retime.foundations.parts import balanced_parts, samples_in
 from retime.foundations.preserve_state import seed_all
 from retime.mechanisms.pipeline import HollowModel, PipelineError, PipelineStep, RankLostError

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from retime.mechanisms.memory_budget.dry_run.training_step import TrainingStep
+from retime.mechanisms.memory_budget.dry_run.run import TrainingStep
 
 SAMPLES = 8
 

@@ -1,11 +1,158 @@
-"""What one training step does to memory: every operation, and every storage with the operations it lives through."""
+"""Sees each operation of a step below autograd, with real or fake tensors, and counts storages.
+
+What tensors hold is counted; what an operation allocates for itself,
+:mod:`retime.mechanisms.memory_budget.costs` measures.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
 
+import torch
+from torch import Tensor, nn
+
+from retime.foundations.preserve_state import Onlooker, ValueReadError
+from retime.foundations.storages import tensors_in
+from retime.foundations.torch_private import (
+    LOCAL_SCALAR_DENSE,
+    TorchDispatchMode,
+    current_node,
+    next_sequence_number,
+    schema_of,
+    sequence_number,
+    sparse_indices,
+    sparse_values,
+    storage_address,
+    tree_leaves,
+)
 from retime.schedules.budget import BlockKind, Phase
+
+# Counts what a forward pass allocates while it is trained for real: its numbers stay what they are.
+
+
+class TooMuchAllocated(BaseException):  # no error: the caller goes another way. A step's own `except` lets it by
+    """The forward pass has allocated more than it may."""
+
+
+class AllocatedBytes(Onlooker):  # type: ignore[no-untyped-call]
+    """While open, adds up the storages that operations make, as though none of them was ever freed.
+
+    So a segment under activation checkpointing counts with what its backward pass makes again.
+
+    Args:
+        most: raise :class:`TooMuchAllocated` as soon as there is more; None never does.
+
+    Attributes:
+        bytes: of all storages so far.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        super().__init__()
+        self.bytes = 0
+        self._most = most
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if made:
+            known = {_storage(leaf)[0] for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+            self.bytes += sum(nbytes for key, nbytes in dict(map(_storage, made)).items() if key not in known)
+            if self._most is not None and self.bytes > self._most:
+                raise TooMuchAllocated
+        return out
+
+
+def _storage(tensor: Tensor) -> tuple[int, int]:
+    """Key and size of a tensor's storage; by itself where it has none to ask for."""
+    try:
+        storage: torch.UntypedStorage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return id(tensor), tensor.numel() * tensor.element_size()
+    return storage_address(storage), int(storage.nbytes())
+
+
+# Which layer of a module runs, in its forward pass and in its backward pass.
+
+# Nodes that accumulate into a leaf are all numbered 2**64 - 1; they run right after the node that they serve.
+_LEAF_SEQUENCE = 2**63
+
+
+class RunningLayer:
+    """Layers by name, innermost first.
+
+    In a backward pass a layer is told by the number of autograd's node, which counts up while the graph is made.
+
+    Args:
+        module: whose layers; its hooks are taken off by :meth:`watch`'s end.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._root = type(module).__name__
+        self._names: Mapping[int, str] = {id(child): name for name, child in module.named_modules()}
+        self._stack: list[str] = []
+        self._marks: tuple[list[int], list[str]] = ([], [])  # sequence numbers at which the layer changed, and to what
+        self._last_backward_layer = self._root
+        self._phase = Phase.FORWARD
+
+    def begin(self, phase: Phase) -> None:
+        """This part of the step runs from now on."""
+        self._phase = phase
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Follow which layer runs, by hooks on the module's children."""
+        handles = []
+        for child in self._module.modules():
+            if isinstance(child, torch.jit.ScriptModule):  # it takes no hooks: what it does counts for its parent
+                continue
+            handles.append(child.register_forward_pre_hook(self._enter_layer))
+            handles.append(child.register_forward_hook(self._leave_layer, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter_layer(self, module: nn.Module, args: object) -> None:
+        self._stack.append(self._names.get(id(module)) or self._root)
+        self._mark()
+
+    def _leave_layer(self, module: nn.Module, args: object, output: object) -> None:
+        self._stack.pop()
+        self._mark()
+
+    def _mark(self) -> None:
+        """Nodes of the graph are numbered as they are made: remember from which number on this layer makes them."""
+        if self._phase is Phase.FORWARD:
+            numbers, layers = self._marks
+            numbers.append(next_sequence_number())
+            layers.append(self._stack[-1] if self._stack else self._root)
+
+    def name(self) -> str:
+        """The name of the layer that runs, or whose backward pass does."""
+        if self._stack or self._phase is not Phase.BACKWARD:
+            return self._stack[-1] if self._stack else self._root
+        node = current_node()
+        numbers, layers = self._marks
+        if node is not None and numbers:
+            sequence = sequence_number(node)
+            if sequence < _LEAF_SEQUENCE:
+                place = bisect_right(numbers, sequence) - 1
+                self._last_backward_layer = layers[place] if place >= 0 else self._root
+        return self._last_backward_layer
+
+
+# What one training step does to memory: every operation, and every storage with the operations it lives through.
 
 FOREVER = 2**62
 
@@ -92,3 +239,225 @@ class Trace:
         for operation in self.operations:
             if operation.phase is not Phase.UPDATE:
                 yield from operation.writes
+
+
+# CUDA's caching allocator hands out multiples of so many bytes.
+_CUDA_ROUNDING = 512
+
+
+class Meter(Protocol):
+    """Measures what an operation allocates for itself."""
+
+    def before(self) -> None:
+        """An operation begins."""
+
+    def after(self, operation: Operation, new_bytes: int) -> None:
+        """It has ended and left so many bytes of new storages."""
+
+
+class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts storages while it is entered; also the observer of an :class:`OffloadSavedTensors`.
+
+    Args:
+        module: gives operations their layers; its hooks are taken off by :meth:`watch`'s end.
+        meter: is told when operations begin and end.
+
+    Attributes:
+        trace: what was seen so far.
+        phase: the part of the step that runs.
+    """
+
+    def __init__(self, module: nn.Module, meter: Meter | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._meter = meter
+        self.trace = Trace()
+        self.phase = Phase.FORWARD
+        self.current_bytes = 0
+        self._layers = RunningLayer(module)
+        self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
+        self._inside_hook = 0
+        self._running = False
+        self._finished = False
+
+    def begin(self, phase: Phase) -> None:
+        """This part of the step runs from now on."""
+        self.phase = phase
+        self._layers.begin(phase)
+
+    # ---- storages
+
+    def add(self, tree: object, kind: BlockKind) -> None:
+        """Count storages that exist before the step."""
+        for tensor in tensors_in(tree):
+            self._see(tensor, kind, born=-1)
+
+    def mark(self, tensor: Tensor, kind: BlockKind) -> None:
+        """What a storage that was seen turned out to hold."""
+        for index in self._see(tensor, kind, self.now):
+            self.trace.storages[index].kind = kind
+
+    @property
+    def now(self) -> int:
+        """Index of the operation that runs, or of the next one."""
+        return len(self.trace.operations)
+
+    def index_of(self, storage: torch.UntypedStorage) -> int | None:
+        """The storage's index in the trace, if it was seen."""
+        found = self._live.get(storage_address(storage))
+        return found[0] if found is not None else None
+
+    def _see(self, tensor: Tensor, kind: BlockKind | None, born: int) -> tuple[int, ...]:
+        """Indices of the storages behind a tensor; new ones are counted."""
+        parts = [sparse_values(tensor), sparse_indices(tensor)] if tensor.layout == torch.sparse_coo else [tensor]
+        found = []
+        for part in parts:
+            try:
+                storage = part.untyped_storage()
+            except (NotImplementedError, RuntimeError):  # a subclass that wraps others, which come by themselves
+                continue
+            known = self._live.get(storage_address(storage))
+            if known is None:
+                known = self._count(storage, part.device, kind or self._kind(), born)
+            found.append(known[0])
+        return tuple(found)
+
+    def _count(
+        self, storage: torch.UntypedStorage, device: torch.device, kind: BlockKind, born: int
+    ) -> tuple[int, weakref.ref[torch.UntypedStorage]]:
+        nbytes = int(storage.nbytes())
+        if device.type == "cuda":  # a fake storage says meta
+            nbytes = -(-nbytes // _CUDA_ROUNDING) * _CUDA_ROUNDING
+        index = len(self.trace.storages)
+        self.trace.storages.append(TracedStorage(nbytes, kind, born))
+        entry = index, weakref.ref(storage, partial(self._gone, storage_address(storage), index))
+        self._live[storage_address(storage)] = entry
+        self.current_bytes += nbytes
+        if self.phase is Phase.UPDATE:
+            self.trace.update_peak_bytes = max(self.trace.update_peak_bytes, self.current_bytes)
+        if self.current_bytes > self.trace.peak_bytes:
+            self.trace.peak_bytes, self.trace.peak_at = self.current_bytes, self.now if born >= 0 else -1
+        return entry
+
+    def finish(self) -> None:
+        """The step has ended: what is there now outlives it."""
+        self._finished = True
+
+    def _gone(self, key: int, index: int, _: object) -> None:
+        if self._finished:
+            return
+        if self._live.get(key, (-1,))[0] == index:
+            del self._live[key]
+        storage = self.trace.storages[index]
+        storage.dies = self.now if self._running else self.now - 1
+        self.current_bytes -= storage.nbytes
+
+    def _kind(self) -> BlockKind:
+        kinds = {
+            Phase.FORWARD: BlockKind.ACTIVATION,
+            Phase.BACKWARD: BlockKind.GRADIENT,
+            Phase.UPDATE: BlockKind.GRADIENT,  # temporaries: states are there before the step
+        }
+        return kinds[self.phase]
+
+    # ---- operations
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is LOCAL_SCALAR_DENSE and self._reads_value(args[0]):
+            return 1.0 if args[0].dtype.is_floating_point else 1
+        if func.namespace == "prim":  # a fake tensor is asked for its device
+            return func(*args, **kwargs)
+        if self._inside_hook:  # what comes back is told by restored(); buffers on the host do not count
+            return func(*args, **kwargs)
+        if func is LOCAL_SCALAR_DENSE:  # a dry run has none of these
+            return func(*args, **kwargs)
+        layer = self._layers.name()
+        known = len(self.trace.storages)
+        self._running = True
+        if self._meter is not None:
+            self._meter.before()
+        try:
+            out = func(*args, **kwargs)
+            reads: dict[int, None] = {}
+            for tensor in _operands((*args, *kwargs.values())):
+                # One that nobody told of is a constant that the model holds beside its parameters and buffers.
+                reads.update(dict.fromkeys(self._see(tensor, BlockKind.WEIGHT, born=-1)))
+            writes: dict[int, None] = {}
+            # Operations on lists write into the first of them and return nothing.
+            changed = args[:1] if out is None and schema_of(func).is_mutable else ()
+            for tensor in _operands((out, changed)):
+                before = len(self.trace.storages)
+                for index in self._see(tensor, None, self.now):
+                    if index >= before or schema_of(func).is_mutable:
+                        writes[index] = None
+        finally:
+            self._running = False
+        name = func.name().split("::")[-1]
+        operation = Operation(name, layer, self.phase, tuple(reads), tuple(writes))
+        if self._meter is not None:
+            self._meter.after(operation, sum(storage.nbytes for storage in self.trace.storages[known:]))
+        self.trace.operations.append(operation)
+        return out
+
+    def _reads_value(self, tensor: Tensor) -> bool:
+        """Whether the value is to be made up: an optimizer's step count says nothing about memory.
+
+        Raises:
+            ValueReadError: the model reads a fake tensor's value.
+        """
+        if type(tensor) is Tensor or type(tensor) is nn.Parameter:
+            return False
+        if self.phase is Phase.UPDATE:
+            return True
+        raise ValueReadError(
+            f"{self._layers.name()} reads the value of a tensor (item(), float(), bool() or the like) in its "
+            f"{self.phase}, which a dry run without values cannot follow"
+        )
+
+    def watch(self) -> AbstractContextManager[None]:
+        """Follow which layer runs, by hooks on the module's children."""
+        return self._layers.watch()
+
+    # ---- the hooks of an OffloadSavedTensors
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        self._inside_hook += 1
+        try:
+            yield
+        finally:
+            self._inside_hook -= 1
+
+    def begin_pass(self) -> None:
+        """The next forward pass begins: numbers of saved storages start again at 0."""
+        self.trace.starts.append(self.now)
+        self.trace.saves.append({})
+        self.trace.uses.append({})
+
+    def saved(self, number: int, storage: torch.UntypedStorage) -> None:
+        self.trace.saves[-1].setdefault(number, self.now)
+        index = self.index_of(storage)
+        if index is None:  # a constant that no operation has read yet: autograd saves before an operation runs
+            index, _ = self._count(storage, storage.device, BlockKind.WEIGHT, born=-1)
+        if self.trace.storages[index].number is None:
+            self.trace.storages[index].number = number
+            self.trace.storages[index].forward_pass = len(self.trace.uses) - 1
+
+    def used(self, number: int) -> None:
+        self.trace.uses[-1].setdefault(number, []).append(self.now)
+
+    def restored(self, number: int, storage: torch.UntypedStorage, device: torch.device) -> None:
+        index, _ = self._count(storage, device, BlockKind.ACTIVATION, self.now)
+        traced = self.trace.storages[index]
+        traced.number, traced.restored, traced.forward_pass = number, True, len(self.trace.uses) - 1
+
+
+def _operands(values: Sequence[Any]) -> Iterator[Tensor]:
+    """Tensors among an operator's arguments or results, which may be lists."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _operands(value)

@@ -8,9 +8,10 @@ means over something else than samples, unless the parts are weighed by it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from typing import Annotated, Any
 
 import torch
@@ -33,19 +34,173 @@ from retime.foundations.parts import (
 )
 from retime.foundations.preserve_state import Untouched, why_not_replaced
 from retime.foundations.torch_private import post_accumulate_hooks, tensor_hooks
-from retime.mechanisms.memory_budget.separability.compared_sizes import compared
+from retime.mechanisms.memory_budget.separability.dry_flow import dry_flows
+from retime.mechanisms.memory_budget.separability.flow import Divisor, Flow, Operation
 from retime.mechanisms.memory_budget.separability.flow_judge import FlowVerdict
-from retime.mechanisms.memory_budget.separability.flow_labels import Divisor
-from retime.mechanisms.memory_budget.separability.judge import (
+from retime.mechanisms.memory_budget.separability.probe import (
+    Case,
+    Probe,
+    Prober,
     Verdict,
     fitted_error,
     judge,
     loss_difference,
     scalar_weightings,
 )
-from retime.mechanisms.memory_budget.separability.probe import Case, Probe, Prober
 
-__all__ = ["certify"]
+# Whether a step does the same on a whole batch as on the few samples of it that were probed, but for their number.
+#
+# Its operations have to be the same, and each number that it hands to them too, or grow as the number of samples does.
+# A ``max(len(x), 6)`` or an ``if len(x) > 8`` is neither.
+
+_SAME = 1e-9
+_SCALES = {"mul", "div"}
+_ADDITIONS = {"add"}
+_SEVERAL = 3
+"""So many sizes show whether something grows as they do."""
+
+
+def unlike(flows: Sequence[Flow], samples: Sequence[int]) -> str:
+    """What runs on batches of these sizes do in another way; empty if there is nothing.
+
+    Args:
+        flows: of runs of one step.
+        samples: how many samples each has, all of them different.
+    """
+    towards = [flow.towards_loss() for flow in flows]
+    chosen: set[int] = set()
+    for operations in zip_longest(*towards):
+        last = operations[-1]
+        if None in operations or len({one.name for one in operations}) > 1:
+            names = ", ".join(one.name if one is not None else "nothing more" for one in operations)
+            return f"it runs other operations: {names}"
+        if last.chosen or any(one.storage in chosen for one in last.reads):
+            chosen.update(one.storage for one in last.writes)
+        if reason := _difference(operations, samples, any(one.storage in chosen for one in last.reads)):
+            return reason
+    return ""
+
+
+def _difference(runs: Sequence[Operation], samples: Sequence[int], chosen: bool) -> str:
+    name = runs[0].name
+    if len({_settings(one) for one in runs}) > 1:
+        return f"{name} has other settings"
+    for numbers in _columns([one.constants for one in runs]):
+        if not _allowed(runs[0], numbers, samples, chosen):
+            return f"{name} is given {', '.join(f'{number:g}' for number in numbers)}"
+    if not all(math.isnan(one.divisor) for one in runs) and not _scales([one.divisor for one in runs], samples, False):
+        return f"{name} is given {', '.join(f'{one.divisor:g}' for one in runs)}"
+    for reads in zip(*(one.reads for one in runs), strict=False):
+        for lengths in _columns([one.shape for one in reads]):
+            if not _affine(lengths, samples):
+                return f"{name} takes {', '.join(f'{length:g}' for length in lengths)} rows"
+    return ""
+
+
+def _settings(one: Operation) -> tuple[object, ...]:
+    shapes = tuple(len(read.shape) for read in one.reads)
+    return one.random, one.reduction, one.ignored, one.weighed, one.counting, len(one.constants), shapes
+
+
+def _columns(rows: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
+    return list(zip(*rows, strict=True))
+
+
+def _allowed(one: Operation, numbers: Sequence[float], samples: Sequence[int], chosen: bool) -> bool:
+    if all(number == numbers[0] for number in numbers):
+        return True
+    if one.name in _SCALES:
+        return _scales(numbers, samples, chosen)
+    if one.name in _ADDITIONS and one.reads and not any(read.shape or read.learns for read in one.reads):
+        return _scales(numbers, samples, False)  # a metric's count of its samples; dividing by it is looked at there
+    return not one.pointwise and all(isinstance(number, int) for number in numbers) and _affine(numbers, samples)
+
+
+def _scales(numbers: Sequence[float], samples: Sequence[int], chosen: bool) -> bool:
+    """Whether a factor or a divisor is always the same, or grows or falls as the number of samples grows.
+
+    Args:
+        chosen: or as the number of rows that were chosen by values does.
+    """
+    if not all(map(math.isfinite, numbers)) or 0 in numbers:
+        return all(number == numbers[0] for number in numbers)
+    if chosen:
+        return _affine(numbers, samples) or _affine([1 / number for number in numbers], samples)
+    each = [number / size for number, size in zip(numbers, samples, strict=True)]
+    shared = [number * size for number, size in zip(numbers, samples, strict=True)]
+    return any(max(law) - min(law) <= _SAME * max(map(abs, law)) for law in (numbers, each, shared))
+
+
+def _affine(numbers: Sequence[float], samples: Sequence[int]) -> bool:
+    """Whether numbers are the same, or grow with the samples at the same rate."""
+    if len(samples) < _SEVERAL:
+        return True
+    (one, two, *rest), (few, more, *larger) = numbers, samples
+    rate = (two - one) / (more - few)
+    return all(
+        abs(number - two - rate * (size - more)) <= _SAME * max(map(abs, numbers), default=0)
+        for number, size in zip(rest, larger, strict=True)
+    )
+
+
+# Whether a step does with as many samples as are really run what it does with the few that were probed.
+
+_SIZES = 3
+"""So many sizes show what grows with them."""
+
+
+def compared(
+    step: Callable[[Any], Any],
+    batch: Any,
+    model: nn.Module,
+    found: Certificate,
+    sizes: Collection[int],
+    *,
+    split: Split = split_batch,
+    given: bool = False,
+) -> Certificate:
+    """The same certificate, if the step does with batches of these sizes what it does with the probed samples.
+
+    The step is run without values, on the first samples of the batch.
+
+    Args:
+        found: one that says that the batch may be split.
+        sizes: of the parts that are to run, and of the batch.
+        given: the user counts what the loss is a mean over, and so answers for a step that cannot be compared.
+    """
+    probed = range(2, found.samples + 1)
+    new = {size for size in sizes if size not in probed}
+    wanted = sorted({*probed[-max(_SIZES - len(new), _SIZES - 1) :], *sizes})
+    total = samples_in(batch, split)
+    wanted = [size for size in wanted if size <= total]
+    if len(wanted) == 1:
+        return _known_sizes(found, wanted)
+    batches = [batch if size == total else split(batch, size)[0] for size in wanted]
+    try:
+        flows = dry_flows(step, model, batches, found.reads)
+    except Exception as error:  # whatever a step says to tensors without values
+        text = str(error).splitlines()[0] if str(error) else "no message"
+        why = f"the step does not run without values ({type(error).__name__}: {text})"
+        if given:
+            note = f"batches of more than {found.samples} samples were taken to do the same as that many, as {why}"
+            return replace(_known_sizes(found, wanted), notes=tuple(dict.fromkeys((*found.notes, note))))
+        reason = (
+            f"whether the step does the same with {max(sizes)} samples as with {found.samples} is not known, as "
+            f"{why}. Give loss_weight(part), which counts what the loss is a mean over, or offload only"
+        )
+        return Certificate(None, reason, samples=found.samples)
+    if reason := unlike(flows, wanted):
+        reason = (
+            f"the step does something else with more samples than with fewer: with "
+            f"{', '.join(map(str, wanted))} samples {reason}. Offload only"
+        )
+        return Certificate(None, reason, samples=found.samples)
+    return _known_sizes(found, wanted)
+
+
+def _known_sizes(found: Certificate, sizes: Collection[int]) -> Certificate:
+    return replace(found, sizes=found.sizes | set(sizes))
+
 
 _LARGEST_PROBE = 8
 _ENOUGH_FOR_BATCHNORM = 3
@@ -82,7 +237,7 @@ def certify(
     be counted. Where single precision cannot tell, it does so again in float64. Gradients are kept as sketches of 1024
     numbers a parameter, so the probe needs the memory of one small step and a copy of the parameters.
 
-    It leaves no trace: see :class:`~retime.foundations.preserve_state.model_state.Untouched`. Dropout is off while it
+    It leaves no trace: see :class:`~retime.foundations.preserve_state.state.Untouched`. Dropout is off while it
     runs; other random numbers are the same for a sample whichever part it is in. Whatever a step changes outside of
     the model, such as a logger's values, its caller must keep it from changing.
 

@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from retime.foundations.parts import tensors_of
+from retime.foundations.parts import COMPARED, Count, compares, tensors_of
 from retime.foundations.storages import has_storage, tensors_in
 from retime.foundations.torch_private import DataDependentOutputException, FakeTensor, schema_of, storage_address
-
-__all__ = ["READS", "Flow", "Operand", "Operation", "Place"]
 
 READS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "read"}
 """Operations that hand a tensor's value to Python; under ``inference_mode`` they come as they were called."""
@@ -364,3 +362,225 @@ def _loss(name: str, given: dict[str, Any], tensors: list[Tensor]) -> tuple[int,
         return reduction, -1, -100, False
     target = next(at for at, one in enumerate(tensors) if one is given["target"])
     return reduction, target, int(given["ignore_index"]), given["weight"] is not None
+
+
+# What a tensor counts in the batch: followed operation by operation, so that it holds for any values.
+#
+# A mask that is the batch's own, or a comparison of the batch's entries with a number, counts what the loss is a mean
+# over. A product of two masks, a mask made of lengths, or class numbers into which others were written may agree with
+# such a count on the samples that are probed, and not on others.
+
+_COPIES = {"clone", "_to_copy", "_unsafe_view", "_reshape_copy", "alias", "lift_fresh"}
+_TINY = 1e-6
+"""What keeps a division from one by zero."""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Values that are entries of one tensor of the batch, or tell which of them compare so, or sums of that.
+
+    Attributes:
+        count: ``"sum"``: the entries themselves; else 1 where they compare so, and 0.
+        shape: of the batch's tensor.
+        integral: whole numbers.
+        summed: sums over some dimensions.
+        appended: each row has one more entry at its end, which is this.
+        some: it may be not all entries.
+    """
+
+    count: Count
+    shape: tuple[int, ...]
+    integral: bool
+    summed: bool = False
+    appended: float | None = None
+    some: bool = False
+
+    @property
+    def exactly(self) -> Count | None:
+        """What its sum is, whatever the batch's values are."""
+        return self.count if not self.some and self.appended is None else None
+
+    def other_than(self, value: float) -> Counted | None:
+        """Which of the entries are not this number."""
+        return _compared(self, "!=", value)
+
+
+def entries_of(place: Place) -> Counted:
+    """A tensor of the batch."""
+    truth = place.dtype == torch.bool
+    count = Count(place.name, "==", 1.0) if truth else Count(place.name, "sum")
+    return Counted(count, place.shape, not place.dtype.is_floating_point)
+
+
+def entries_read(counted: Counted | None, operand: Operand) -> Counted | None:
+    """What an operation reads through its window on such a tensor."""
+    if counted is None or operand.covers == "all":
+        return counted
+    if operand.covers == "all but first" and not counted.summed and not counted.some and len(counted.shape) > 1:
+        left = math.prod(counted.shape) // counted.shape[1] * (counted.shape[1] - (counted.appended is None))
+        if math.prod(operand.shape) == left and not counted.count.skip_first:
+            return replace(counted, count=replace(counted.count, skip_first=True))
+    return None if counted.summed or counted.appended is not None else replace(counted, some=True)
+
+
+def counted_after(operation: Operation, inputs: Sequence[Counted | None]) -> Counted | None:
+    """What an operation gives, by what it reads; None where that cannot be counted."""
+    one = inputs[0] if len(inputs) == 1 else None
+    if one is None or not operation.writes:
+        return None
+    name, numbers = operation.name, operation.numbers
+    if name in _COPIES:
+        return _copied(one, operation.writes[0].dtype)
+    if name == "sum":
+        return replace(one, summed=True) if one.appended is None else None
+    if name in ("clamp", "clamp_min"):
+        lowest = 1.0 if one.integral else _TINY
+        return one if one.summed and operation.floor <= lowest else None
+    if name == "add":
+        return one if one.summed and max(map(abs, numbers), default=1.0) <= _TINY else None
+    if one.summed:
+        return None
+    if name in COMPARED and numbers:
+        return _compared(one, COMPARED[name], numbers[0])
+    if name == "logical_not" or (name == "bitwise_not" and operation.reads[0].dtype == torch.bool):
+        return _compared(one, "==", 0.0)
+    if name == "constant_pad_nd" and operation.pad == (0, 1) and len(one.shape) == 2 and one.exactly is not None:
+        return replace(one, appended=numbers[0]) if numbers and not one.count.skip_first else None
+    return None
+
+
+def _copied(one: Counted, dtype: torch.dtype) -> Counted | None:
+    if dtype == torch.bool:
+        return None if one.summed else _compared(one, "!=", 0.0)
+    return one if one.integral or dtype.is_floating_point else None
+
+
+def _compared(one: Counted, comparison: str, value: float) -> Counted | None:
+    if one.summed or (one.appended is not None and compares(one.appended, comparison, value)):
+        return None
+    one = replace(one, appended=None, integral=True)
+    if one.count.comparison == "sum":
+        return replace(one, count=replace(one.count, comparison=comparison, value=value))
+    kept = [truth for truth in (0.0, 1.0) if compares(truth, comparison, value)]
+    return one if kept == [1.0] else replace(one, count=one.count.opposite()) if kept == [0.0] else None
+
+
+# What is known of a tensor's values while the flow of a step is followed.
+
+
+@dataclass(frozen=True)
+class Divisor:
+    """What a loss is divided by, or what chooses what it is a mean over: it comes from these places of the batch.
+
+    Attributes:
+        ratio: its value in the part over that in the whole; NaN where it is not known.
+        ignored: it counts class numbers that are not this one.
+        count: what it counts there, whatever the values are; None where it is something else.
+        some: the class numbers are some of those entries only.
+    """
+
+    places: frozenset[str]
+    ratio: float = math.nan
+    ignored: int | None = None
+    count: Count | None = None
+    some: bool = False
+
+
+@dataclass(frozen=True)
+class Label:
+    """What is known of a storage's values.
+
+    Attributes:
+        sampled: they depend on samples.
+        computed: on more than the batch: on parameters, on what modules hold, on random numbers.
+        places: of the batch.
+        grows: there are more of them where there are more samples.
+        rows: how many there are depends on these values.
+        cut: they are sums over such rows.
+        classes: they are no less than 0.
+        sums, means: they contain sums, or means, over samples that nothing is divided by.
+        constant: they contain what does not depend on samples, beside what was taken over them.
+        scaled: they are divided by how many samples there are, one by one.
+        reason: why what follows from them may not add up from parts; empty where it does.
+        weights: the reason is a count that nobody can know before; someone who gives it can rule it out.
+        divisors: that they contain.
+        counted: what they count in the batch.
+    """
+
+    sampled: bool = False
+    computed: bool = False
+    places: frozenset[str] = frozenset()
+    grows: bool = False
+    rows: Label | None = None
+    cut: Label | None = None
+    classes: bool = False
+    sums: bool = False
+    means: bool = False
+    reason: str = ""
+    weights: bool = False
+    divisors: frozenset[Divisor] = frozenset()
+    counted: Counted | None = None
+    constant: bool = False
+    scaled: bool = False
+
+    def flagged(self, reason: str, weights: bool = False) -> Label:
+        """The first reason stays, but one that somebody can rule out makes way for one that nobody can."""
+        if self.reason and (weights or not self.weights):
+            return self
+        return replace(self, reason=reason, weights=weights)
+
+    def joined(self, other: Label) -> Label:
+        """Of values that follow from both."""
+        worse = other if other.reason and (not self.reason or (self.weights and not other.weights)) else self
+        return Label(
+            self.sampled or other.sampled,
+            self.computed or other.computed,
+            self.places | other.places,
+            self.grows or other.grows,
+            either(self.rows, other.rows),
+            either(self.cut, other.cut),
+            self.classes and other.classes,
+            self.sums or other.sums,
+            self.means or other.means,
+            worse.reason,
+            worse.weights,
+            self.divisors | other.divisors,
+            self.counted if self.counted == other.counted else None,
+            self.constant or other.constant,
+            self.scaled or other.scaled,
+        )
+
+    def divided(self, divisor: Divisor) -> Label:
+        """The same, divided by more."""
+        return replace(self, sums=False, means=False, divisors=self.divisors | {divisor})
+
+    def shared(self, growth: float, grown: bool) -> Label:
+        """Multiplied by a number that is so many times as large where there are more samples.
+
+        Args:
+            growth: 1 where it is divided by how many samples there are, -1 where it is multiplied by that.
+            grown: they are the values of samples.
+        """
+        if grown and growth == 1 and not self.scaled:
+            return replace(self, scaled=True)
+        if not grown and not self.constant and not self.divisors:
+            if growth == 1 and self.sums and not self.means:
+                return replace(self, sums=False, means=True)
+            if growth == -1 and self.means and not self.sums:
+                return replace(self, sums=True, means=False)
+        return self.flagged("it is multiplied or divided by a number that follows from how many samples there are")
+
+    def by_chosen(self, rows: Label, ratio: float) -> Label:
+        """A mean over rows that were chosen so, of which a part has so much of the whole."""
+        if rows.computed:
+            return self.flagged("the loss is a mean over samples that are chosen by computed values", True)
+        return self.divided(Divisor(rows.places, ratio, count=rows.counted.exactly if rows.counted else None))
+
+    def settled(self, ratio: float = math.nan) -> Label:
+        """After a mean over its rows."""
+        return self if self.rows is None else replace(self.by_chosen(self.rows, ratio), rows=None)
+
+
+def either(one: Label | None, two: Label | None) -> Label | None:
+    """Both, where there are two."""
+    return one if two is None else two if one is None else one.joined(two)

@@ -9,9 +9,19 @@ from functools import reduce
 
 import torch
 
-from retime.mechanisms.memory_budget.separability.flow import READS, Flow, Operand, Operation
-from retime.mechanisms.memory_budget.separability.flow_counts import Counted, counted_after, entries_of, entries_read
-from retime.mechanisms.memory_budget.separability.flow_labels import Divisor, Label, either
+from retime.mechanisms.memory_budget.separability.flow import (
+    READS,
+    Counted,
+    Divisor,
+    Flow,
+    Label,
+    Operand,
+    Operation,
+    counted_after,
+    either,
+    entries_of,
+    entries_read,
+)
 
 __all__ = ["FlowVerdict", "judge_flow"]
 

@@ -8,23 +8,247 @@ off, as it may lie along other dimensions than the batch's.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from typing import Any
+import sys
+import types
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from dis import opmap
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
 from retime.foundations.parts import COMPARED, OPPOSITE, tensors_of
 from retime.foundations.preserve_state import cuda_generators, seed_torch
 from retime.foundations.storages import tensors_in
-from retime.foundations.torch_private import TorchDispatchMode, schema_of, tree_leaves
-from retime.mechanisms.memory_budget.separability.altered import Altered
+from retime.foundations.torch_private import TorchDispatchMode, schema_of, tree_leaves, tree_map, without_dispatch_modes
 from retime.mechanisms.memory_budget.separability.flow import READS, Flow
-from retime.mechanisms.memory_budget.separability.zero_weights import ZeroWeights
 
-__all__ = ["Compared", "NoDropout", "Watch", "cuda_generators", "is_random"]
+__all__ = [
+    "ALTERATIONS",
+    "Altered",
+    "Compared",
+    "NoDropout",
+    "SampleNoise",
+    "Watch",
+    "ZeroWeights",
+    "cuda_generators",
+    "is_random",
+]
+
+
+# Other values for those that a step reads, or that modules give: what is true of a step is true with them too.
+
+Alteration = Literal["other", "low", "high"]
+ALTERATIONS: tuple[Alteration, ...] = ("other", "low", "high")
+_FAR = 1e9
+_SHORTCUTS = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils")
+"""Modules that read whether a mask masks anything, and leave it out where it does not: that changes no result."""
+_CALLERS = 24  # torch's own are in between
+_MOST_SAMPLES = 1000
+
+
+@dataclass
+class Altered:
+    """Stands in for the values that a step reads.
+
+    Args:
+        which: positions among all reads of those that are altered, and all that follow the last of them.
+        how: ``"other"``: the other truth value, and a number that is one larger; ``"low"`` and ``"high"``: false or
+            true, and a number far from any.
+    """
+
+    which: Container[int]
+    last: int
+    how: Alteration
+    _position: int = -1
+    _refused: BaseException | None = None
+
+    @contextmanager
+    def within_operation(self) -> Iterator[None]:
+        """Around an operation of torch: one that raises an error after it has read a value has checked it."""
+        before = self._position
+        try:
+            yield
+        except Exception as error:
+            if self._position > before:
+                self._refused = error
+            raise
+
+    def checked(self, error: BaseException) -> bool:
+        """Whether the step raised this because it checks values; otherwise it could not run on what it read."""
+        return error is self._refused or _raised_by_step(error)
+
+    def instead_of(self, value: Any) -> Any:
+        """What the next read gives."""
+        self._position += 1
+        if (self._position not in self.which and self._position <= self.last) or _in_shortcut():
+            return value
+        return self._changed(value)
+
+    def _changed(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self._changed(one) for one in value]
+        if isinstance(value, bool):
+            return not value if self.how == "other" else self.how == "high"
+        if isinstance(value, int):
+            return {"other": value + 1, "low": 0, "high": value + 1000}[self.how]
+        if isinstance(value, float):
+            return {"other": value + 1, "low": -_FAR, "high": _FAR}[self.how]
+        if hasattr(value, "dtype") and hasattr(value, "copy"):  # an array of NumPy
+            return ~value if value.dtype == bool else value + {"other": 1, "low": -1000, "high": 1000}[self.how]
+        return value
+
+
+class SampleNoise:
+    """Changes what modules with parameters give by noise of its size, and of 1 or more, drawn sample by sample.
+
+    A model at its start gives nearly the same for all samples, and then any function of a batch looks like a mean.
+    A sample gets the same noise in a batch and in a part of it.
+
+    Attributes:
+        names: numbers of the samples that run.
+    """
+
+    def __init__(self) -> None:
+        self.names: Sequence[int] = ()
+        self._calls = 0
+
+    @contextmanager
+    def of(self, names: Sequence[int]) -> Iterator[None]:
+        """Around a run of the step on these samples."""
+        self.names, self._calls = names, 0
+        handle = register_module_forward_hook(self._after)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _after(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        return tree_map(self._changed, output) if any(True for _ in module.parameters(recurse=False)) else output
+
+    def _changed(self, value: Any) -> Any:
+        count = len(self.names)
+        if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
+            return value
+        dimension = next((i for i, length in enumerate(value.shape[:2]) if length % count == 0), None)
+        if dimension is None:
+            return value
+        self._calls += 1
+        with without_dispatch_modes(), torch.no_grad():
+            rows = value.detach().chunk(count, dimension)
+            noise = [self._noise(name, row) for name, row in zip(self.names, rows, strict=True)]
+            changed = torch.cat(noise, dimension)
+        return (value + changed) * 0.5**0.5  # no larger from layer to layer
+
+    def _noise(self, name: int, row: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(self._calls * _MOST_SAMPLES + name)
+        noise = torch.randn(row.shape, generator=generator).to(row)
+        return noise * row.square().mean().sqrt().clamp(min=1)
+
+
+def _in_shortcut() -> bool:
+    frame: types.FrameType | None = sys._getframe(1)
+    for _ in range(_CALLERS):
+        if frame is None:
+            return False
+        if frame.f_globals.get("__name__") in _SHORTCUTS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _raised_by_step(error: BaseException) -> bool:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return False
+    code: types.CodeType = trace.tb_frame.f_code
+    module = str(trace.tb_frame.f_globals.get("__name__", ""))
+    raised = code.co_code[trace.tb_lasti] in (opmap["RAISE_VARARGS"], opmap.get("RERAISE"))
+    return raised and module.partition(".")[0] != "torch"
+
+
+# Terms of a loss that count for nothing yet: a probe runs once more as if they had a weight.
+#
+# A term that is multiplied by 0 in the first batch (a warm-up, a weight of a schedule) has no gradient there, whatever
+# it does to its samples.
+
+_WEIGHT = 0.7310585786300049
+"""No number that a step would use."""
+_MOST = 256
+"""Weights of terms are few; a table of more entries is something else."""
+_PRODUCTS = {"mul", "dot", "vdot", "mv", "mm"}
+_SCALED = {"add": "alpha", "sub": "alpha", "rsub": "alpha", "addmm": "alpha", "addmv": "alpha", "baddbmm": "alpha"}
+_SCALED |= {"addbmm": "alpha", "addr": "alpha", "addcmul": "value", "addcdiv": "value"}
+
+
+class ZeroWeights:
+    """Finds numbers 0 that what follows from samples or parameters is multiplied by.
+
+    Args:
+        lifted: another number takes their place.
+        number_of: a number for a tensor's storage, which no other gets.
+
+    Attributes:
+        found: there was one.
+    """
+
+    def __init__(self, lifted: bool, number_of: Callable[[Tensor], int]) -> None:
+        self.lifted, self.found = lifted, False
+        self._number_of = number_of
+        self._derived: set[int] = set()
+
+    def derive(self, tensors: object) -> None:
+        """These follow from samples."""
+        self._derived.update(self._number_of(one) for one in tree_leaves(tensors) if isinstance(one, Tensor))
+
+    def instead_of(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """What an operation is given."""
+        name = schema_of(func).name.removeprefix("aten::").removesuffix("_")
+        if name in _PRODUCTS:
+            pairs = zip(args[:2], (args[1], args[0]), strict=True)
+            args = (*(self._weight(one, other) for one, other in pairs), *args[2:])
+        elif name == "lerp":
+            args = (*args[:2], self._weight(args[2], args[0]), *args[3:])
+        elif name in _SCALED and kwargs.get(_SCALED[name], 1) == 0:
+            kwargs = {**kwargs, _SCALED[name]: self._weight(0, next((one for one in args if self._follows(one)), None))}
+        return args, kwargs
+
+    def note(self, args: Any, kwargs: dict[str, Any], result: object) -> None:
+        """An operation has run."""
+        if any(map(self._is_derived, tree_leaves((args, kwargs)))):
+            self.derive(result)
+
+    def _weight(self, value: Any, other: Any) -> Any:
+        if not self._follows(other) or not self._is_zero(value):
+            return value
+        self.found = True
+        if not self.lifted:
+            return value
+        if isinstance(value, Tensor):
+            kept = value if value.is_floating_point() else value.to(other.dtype)
+            return torch.where(kept == 0, torch.full_like(kept, _WEIGHT), kept)
+        return _WEIGHT
+
+    def _is_zero(self, value: Any) -> bool:
+        if not isinstance(value, Tensor):
+            return isinstance(value, int | float) and value == 0
+        weight = value.numel() == 1 and value.is_leaf and value.requires_grad  # a trained one
+        constant = value.numel() <= _MOST and not value.is_complex() and not self._is_derived(value)
+        return (weight or constant) and bool((value == 0).any())
+
+    def _follows(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.is_floating_point() and self._is_derived(value)
+
+    def _is_derived(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and (value.requires_grad or self._number_of(value) in self._derived)
+
 
 _SEEDS = 2**31
 _DROPOUTS = {

@@ -14,12 +14,12 @@ from contract.in_parts import uneven_parts
 from contract.random_models.model import RandomModel
 from contract.random_models.spec import Node, Spec, Training
 from contract.random_models.training import CLIP_VALUE, Way, train
-from retime.foundations.weight_gradients import WeightGradientDeferral, layer_hooks
-from retime.mechanisms.memory_budget import BudgetedStep, HostMemory, OffloadSavedTensors
-from retime.mechanisms.memory_budget.planning.choice import PlanChoice
-from retime.mechanisms.memory_budget.planning.report import PlannedShape
-from retime.mechanisms.memory_budget.planning.step_planner import StepPlanner
-from retime.mechanisms.memory_budget.step import sub_batches
+from retime.foundations.weight_gradients import WeightGradientDeferral
+from retime.foundations.weight_gradients import passes as layer_hooks
+from retime.mechanisms.memory_budget import BudgetedStep, HostMemory, OffloadSavedTensors, sub_batches
+from retime.mechanisms.memory_budget.planner import StepPlanner
+from retime.mechanisms.memory_budget.report import PlannedShape
+from retime.mechanisms.memory_budget.search import PlanChoice
 from retime.schedules.budget import OffloadPlan
 
 HOLDS = 2**30

@@ -16,7 +16,7 @@ from contract.random_models.mechanisms import Mechanism, double
 from contract.random_models.spec import Node, Spec
 from contract.random_models.training import Order, Way, as_given
 from contract.ranks import WORLD_SIZE
-from retime.foundations.no_effect import DifferenceWarning
+from retime.foundations.messages import DifferenceWarning
 from retime.mechanisms.pipeline import RankLostError
 from retime.strategies.ooo_pipeline import OOOPipelineStrategy
 from support.time_limits import limit_s

@@ -13,8 +13,8 @@ from contract.random_models.spec import Spec
 from contract.random_models.training import Order, as_given
 from retime.callbacks.fuse_optimizer import FuseOptimizer
 from retime.mechanisms.memory_budget import PlannedShape, StepPlanner, part_sizes
-from retime.mechanisms.memory_budget.planning import step_planner
-from retime.mechanisms.memory_budget.planning.step_memory import StepMemory
+from retime.mechanisms.memory_budget import planner as step_planner
+from retime.mechanisms.memory_budget.step_memory import StepMemory
 from retime.strategies.fused_optimizer import FusedOptimizerStrategy
 from retime.strategies.memory_budget import MemoryBudgetStrategy
 from support.memory_budget import OFFLOADS, SPLITS

@@ -12,13 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from retime.foundations.cpu_pool.freed_memory import FreedMemory
-from retime.foundations.cpu_pool.memory_pool import MemoryPool
-from retime.mechanisms.memory_budget.host.parse import parse_host
-from retime.mechanisms.memory_budget.planning.choice import PlanChoice
-from retime.mechanisms.memory_budget.planning.costs import StepCosts
-from retime.mechanisms.memory_budget.planning.report import PlannedShape
-from retime.mechanisms.memory_budget.step.budgeted_step import BudgetedStep
+from retime.foundations.cpu_pool.pool import FreedMemory, MemoryPool
+from retime.mechanisms.memory_budget.costs import StepCosts
+from retime.mechanisms.memory_budget.offload.hosts import parse_host
+from retime.mechanisms.memory_budget.report import PlannedShape
+from retime.mechanisms.memory_budget.search import PlanChoice
+from retime.mechanisms.memory_budget.step import BudgetedStep
 from retime.schedules.budget import OffloadPlan
 from support.memory_budget import OFFLOADS, SPLITS, use_costs
 

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from retime.foundations.cpu_pool import freed_memory
-from retime.foundations.cpu_pool import memory_pool as pool_module
-from retime.foundations.cpu_pool.freed_memory import FreedMemory
-from retime.foundations.cpu_pool.memory_pool import MemoryPool
-from retime.mechanisms.memory_budget.host.parse import parse_host
-from retime.mechanisms.memory_budget.step.budgeted_step import BudgetedStep
+from retime.foundations.cpu_pool import pool as freed_memory
+from retime.foundations.cpu_pool import pool as pool_module
+from retime.foundations.cpu_pool.pool import FreedMemory, MemoryPool
+from retime.mechanisms.memory_budget.offload.hosts import parse_host
+from retime.mechanisms.memory_budget.step import BudgetedStep
 
 PAGE = os.sysconf("SC_PAGESIZE") if hasattr(os, "sysconf") else 4096
 BLOCK = 256 * PAGE

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from retime.foundations.cpu_pool.library import pool_library
+from retime.foundations.cpu_pool.pool import pool_library
 from retime.foundations.native import NoLibraryError
 
 _PROGRAM = """
 import torch
-from retime.foundations.cpu_pool.memory_pool import MemoryPool
+from retime.foundations.cpu_pool.pool import MemoryPool
 pool = MemoryPool()
 assert pool.install()
 pool.limit(2**30)

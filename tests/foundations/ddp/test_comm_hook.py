@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from retime.foundations.ddp import DeviceReducer, OwnGroupsReducer, Reducer, comm_hook_of
 from retime.mechanisms.cpu_accumulation import BucketReduction, HostReducer
-from retime.mechanisms.cpu_accumulation.shared_memory import sums
+from retime.mechanisms.cpu_accumulation import shared_sums as sums
 from retime.mechanisms.fusion import ReductionHook, fuse_optimizer
 from retime.mechanisms.out_of_order import OutOfOrderDataParallel, data_parallel
 from support.time_limits import limit_s

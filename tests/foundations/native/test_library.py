@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from retime.foundations.cpu_pool.library import pool_library
-from retime.foundations.native import NoLibraryError, own_folder
+from retime.foundations.cpu_pool.pool import pool_library
+from retime.foundations.native import NoLibraryError
 from retime.foundations.native import library as library_module
-from retime.foundations.native.own_folder import OwnFolder
+from retime.foundations.native import library as own_folder
+from retime.foundations.native.library import OwnFolder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the pool is for Linux")
 
@@ -161,7 +162,7 @@ def test_a_library_that_was_cut_short_is_built_again(
         pytest.skip("no C++ compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", f"{copies} {real._name}")
-    program = "from retime.foundations.cpu_pool.memory_pool import MemoryPool; assert MemoryPool().install()"
+    program = "from retime.foundations.cpu_pool.pool import MemoryPool; assert MemoryPool().install()"
 
     def used() -> Path:
         subprocess.run([sys.executable, "-c", program], check=True)

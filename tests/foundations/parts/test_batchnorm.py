@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from retime.foundations.parts.batchnorm import batch_statistics_layers, check_choice, ghost_momentum
-from retime.foundations.parts.certificate import Certificate
-from retime.foundations.parts.weights import Weighting
+from retime.foundations.parts.weights import Certificate, Weighting
 from retime.mechanisms.memory_budget.separability.certify import certify
-from retime.mechanisms.memory_budget.step.sub_batches import SubBatches
+from retime.mechanisms.memory_budget.sub_batches import SubBatches
 from support.memory_steps import classifier, convolutional
 
 

@@ -10,8 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
 
-from retime.foundations.parts.equal_parts import balanced_parts
-from retime.foundations.parts.split import batch_size_of, part_of, replaced_tensors, samples_in, split_batch, tensors_of
+from retime.foundations.parts.split import (
+    balanced_parts,
+    batch_size_of,
+    part_of,
+    replaced_tensors,
+    samples_in,
+    split_batch,
+    tensors_of,
+)
 from retime.foundations.storages import tensors_in
 
 Pair = namedtuple("Pair", "x y")

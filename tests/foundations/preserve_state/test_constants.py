@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from retime.mechanisms.memory_budget.dry_run.replay import EVERYTHING, profile_step, replay
-from retime.mechanisms.memory_budget.dry_run.training_step import TrainingStep
+from retime.mechanisms.memory_budget.dry_run.run import EVERYTHING, TrainingStep, profile_step, replay
 from retime.schedules.budget import OffloadPlan
 
 SAMPLES, WIDTH = 8, 5

@@ -11,14 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import retime.mechanisms.memory_budget.step.first_steps as first_steps
-from retime.foundations.preserve_state.model_state import Untouched
-from retime.foundations.preserve_state.value_reads import ValueReadError
-from retime.mechanisms.memory_budget.dry_run.replay import profile_step
-from retime.mechanisms.memory_budget.dry_run.run import DryRun
-from retime.mechanisms.memory_budget.dry_run.training_step import TrainingStep, take
-from retime.mechanisms.memory_budget.host.pinned import HostMemory
-from retime.mechanisms.memory_budget.step.budgeted_step import BudgetedStep
+import retime.mechanisms.memory_budget.first_steps as first_steps
+from retime.foundations.preserve_state.outside import ValueReadError
+from retime.foundations.preserve_state.state import Untouched
+from retime.mechanisms.memory_budget.dry_run.run import DryRun, TrainingStep, profile_step, take
+from retime.mechanisms.memory_budget.offload.hosts import HostMemory
+from retime.mechanisms.memory_budget.step import BudgetedStep
 from retime.schedules.budget import OffloadPlan
 from support import memory_budget as support
 from support.memory_budget import BATCH, SMALL, Net, loader

@@ -16,9 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from retime.foundations.preserve_state.lazy_copy import LARGE_BYTES, lazy_copy
-from retime.foundations.preserve_state.reachable_state import ReachableState, replaced
-from retime.foundations.preserve_state.undisturbed import undisturbed
+from retime.foundations.preserve_state.state import LARGE_BYTES, ReachableState, lazy_copy, replaced
+from retime.foundations.preserve_state.undo import undisturbed
 
 
 class Pair(NamedTuple):

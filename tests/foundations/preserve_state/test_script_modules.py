@@ -8,12 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from retime.foundations.parts.batchnorm import batch_statistics_layers
-from retime.foundations.preserve_state.model_state import Untouched
-from retime.mechanisms.memory_budget.dry_run.run import DryRun
-from retime.mechanisms.memory_budget.dry_run.training_step import TrainingStep
-from retime.mechanisms.memory_budget.host.parse import parse_host
+from retime.foundations.preserve_state.state import Untouched
+from retime.mechanisms.memory_budget.dry_run.run import DryRun, TrainingStep
+from retime.mechanisms.memory_budget.offload.hosts import parse_host
 from retime.mechanisms.memory_budget.separability.certify import certify
-from retime.mechanisms.memory_budget.step.budgeted_step import BudgetedStep
+from retime.mechanisms.memory_budget.step import BudgetedStep
 from retime.schedules.budget import OffloadPlan
 from retime.schedules.budget.errors import BudgetError
 

@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from retime.foundations.preserve_state.stand_ins import Replacement, aliases, copies, fake, stand_ins
-from retime.mechanisms.memory_budget.dry_run.run import DryRun
-from retime.mechanisms.memory_budget.dry_run.training_step import TrainingStep
-from retime.mechanisms.memory_budget.host.parse import parse_host
-from retime.mechanisms.memory_budget.step.budgeted_step import BudgetedStep
+from retime.mechanisms.memory_budget.dry_run.run import DryRun, TrainingStep
+from retime.mechanisms.memory_budget.offload.hosts import parse_host
+from retime.mechanisms.memory_budget.step import BudgetedStep
 from retime.schedules.budget import OffloadPlan
 
 SAMPLES, WIDTH = 16, 8

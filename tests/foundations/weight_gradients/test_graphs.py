@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from retime.foundations.weight_gradients import WeightGradientDeferral
-from retime.foundations.weight_gradients.guard import USED_ELSEWHERE
+from retime.foundations.weight_gradients.passes import USED_ELSEWHERE
 from support.deferral_pairs import WIDTH, Around, Own, assert_same, pair, step
 
 

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from retime.foundations.weight_gradients import WeightGradientDeferral
-from retime.foundations.weight_gradients.cut import SEVERAL_OUTPUTS
-from retime.foundations.weight_gradients.graph import SAVES_OUTPUT, USED_TWICE
-from retime.foundations.weight_gradients.guard import USED_ELSEWHERE
+from retime.foundations.weight_gradients.cut import SAVES_OUTPUT, SEVERAL_OUTPUTS, USED_TWICE
+from retime.foundations.weight_gradients.passes import USED_ELSEWHERE
 from support.deferral_pairs import WIDTH, Around, Own, assert_same, pair, step
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's, in forward mode

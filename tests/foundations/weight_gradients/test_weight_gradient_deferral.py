@@ -11,10 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from retime.foundations.weight_gradients import WeightGradientDeferral
-from retime.foundations.weight_gradients.first_pass import NOT_CALLED
-from retime.foundations.weight_gradients.graph import ONE_KERNEL, USED_TWICE
-from retime.foundations.weight_gradients.guard import USED_ELSEWHERE
-from retime.foundations.weight_gradients.layer_hooks import CHECKPOINTED, SMALL
+from retime.foundations.weight_gradients.cut import ONE_KERNEL, USED_TWICE
+from retime.foundations.weight_gradients.passes import CHECKPOINTED, NOT_CALLED, SMALL, USED_ELSEWHERE
 
 WIDTH = 160
 """Wide enough that a square weight is not small."""

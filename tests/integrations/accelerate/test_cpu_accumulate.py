@@ -6,7 +6,7 @@ import pytest
 from accelerate import Accelerator
 from torch import nn
 
-from retime.foundations.no_effect import NoEffectWarning
+from retime.foundations.messages import NoEffectWarning
 from retime.integrations.accelerate.cpu_accumulate import CPUAccumulate
 from support.two_ranks import run_two_ranks
 

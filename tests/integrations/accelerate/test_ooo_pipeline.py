@@ -6,7 +6,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import nn
 
-from retime.foundations.no_effect import NoEffectWarning
+from retime.foundations.messages import NoEffectWarning
 from retime.integrations.accelerate.ooo_pipeline import OutOfOrderPipeline
 from support.two_ranks import run_ranks
 

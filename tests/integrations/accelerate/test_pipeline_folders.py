@@ -10,7 +10,7 @@ pytest.importorskip("accelerate", reason="needs the extra lightning-retime[accel
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors.torch import load_file
 
-from retime.foundations.no_effect import NoEffectWarning
+from retime.foundations.messages import NoEffectWarning
 from retime.integrations.accelerate.ooo_pipeline import OutOfOrderPipeline
 from support.accelerate_pipeline_folders import HALF, Loop, losses_of_one_device
 from support.accelerate_pipeline_worker import BATCHES

@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from retime.mechanisms.cpu_accumulation import BucketReduction, HostReducer, HostReductionReport, TimedSum
-from retime.mechanisms.cpu_accumulation.shared_memory import sums
+from retime.mechanisms.cpu_accumulation import shared_sums as sums
 from retime.strategies.memory_budget_ddp import MemoryBudgetDDPStrategy
 
 
@@ -58,7 +58,7 @@ def test_the_clock_is_asked_for_who_watches_only(device: torch.device, monkeypat
         asked[0] += 1
         return float(asked[0])
 
-    monkeypatch.setattr("retime.mechanisms.cpu_accumulation.host_reducer.time.perf_counter", clock)
+    monkeypatch.setattr("retime.mechanisms.cpu_accumulation.reduction.time.perf_counter", clock)
     seen: list[TimedSum] = []
     for watch in (None, seen.append):
         assert not asked[0]

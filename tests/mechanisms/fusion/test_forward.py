@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from retime import NoEffectWarning, fuse_optimizer
-from retime.foundations.lazy_updates.lazy import is_pending
+from retime.foundations.lazy_updates.pending import is_pending
 from retime.mechanisms.fusion.forward import ForwardFusion
 from support.fusion import adamw, assert_same, batches, network, train
 

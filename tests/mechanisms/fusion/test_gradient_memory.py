@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from retime import fuse_optimizer
-from retime.foundations.cpu_pool.memory_pool import MemoryPool
+from retime.foundations.cpu_pool.pool import MemoryPool
 from retime.mechanisms.fusion.gradient_memory import TRIED, WARM_UP
 
 WIDTH, DEPTH = 512, 6  # a weight is 1 MiB

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from retime.foundations.ddp.bucket_size import bucket_mb
-from retime.mechanisms.out_of_order.k_tuner import MOST_STEPS, KTuner
+from retime.foundations.ddp.reductions import bucket_mb
+from retime.mechanisms.out_of_order.k_search import MOST_STEPS, KTuner
 from support.paths import PYTHONPATH, SUPPORT
 from support.two_ranks import run_ranks, run_two_ranks
 

@@ -7,7 +7,7 @@ import pytest
 
 from retime import NoEffectWarning
 from retime.mechanisms.out_of_order import OutOfOrderReport
-from retime.mechanisms.out_of_order.saved_k import SavedK, read_saved_k
+from retime.mechanisms.out_of_order.k_search import SavedK, read_saved_k
 
 GOOD: dict[str, Any] = {"k": 2, "blocks": 5, "bucket_cap_mb": 4, "world_size": 2}
 

@@ -5,8 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from retime.mechanisms.pipeline import PipelineError
-from retime.mechanisms.pipeline.call_chain import call_chain
-from retime.mechanisms.pipeline.find_layers import find_layers
+from retime.mechanisms.pipeline.layers import call_chain, find_layers
 from support.pipeline_models import made
 
 

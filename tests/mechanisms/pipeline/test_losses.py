@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from retime.foundations.parts import balanced_parts
 from retime.mechanisms.pipeline import PipelineError
-from retime.mechanisms.pipeline.gates import LayerGates
+from retime.mechanisms.pipeline.calls import LayerGates
 from retime.mechanisms.pipeline.losses import FirstLook, LossWeights, check_loss_weight, look_at_losses
 
 Step = Callable[[nn.Module, Any], Tensor]

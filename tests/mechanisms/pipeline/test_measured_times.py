@@ -4,12 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from retime.mechanisms.pipeline import Costs, Planner, backward_times
-from retime.mechanisms.pipeline.alike import alike, typical
-from retime.mechanisms.pipeline.gates import LayerGates
-from retime.mechanisms.pipeline.measured_times import MeasuredTimes
-from retime.mechanisms.pipeline.stage import Span
-from retime.mechanisms.pipeline.survey import survey
+from retime.mechanisms.pipeline import Costs, Planner
+from retime.mechanisms.pipeline import survey as backward_times
+from retime.mechanisms.pipeline.calls import LayerGates
+from retime.mechanisms.pipeline.stage import MeasuredTimes, Span
+from retime.mechanisms.pipeline.survey import alike, survey, typical
 from retime.schedules import Kind, Task
 from retime.schedules.pipeline import Placement, StageCosts, simulate_pipeline
 from retime.schedules.pipeline.lanes import rank_schedule

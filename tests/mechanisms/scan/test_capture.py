@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from retime.mechanisms.scan import backward as safe_solve_module
 from retime.mechanisms.scan import parse_solver
-from retime.mechanisms.scan import safe_solve as safe_solve_module
-from retime.mechanisms.scan.blocks import BlockJacobians
-from retime.mechanisms.scan.packed import Packing
+from retime.mechanisms.scan.cells import BlockJacobians
+from retime.mechanisms.scan.layer import Packing
 from retime.mechanisms.scan.triton_launch import why_not
 from support.scan import MODES, SOLVERS, Case, make_case, worst_error
 

@@ -7,9 +7,8 @@ import torch
 
 from retime.mechanisms.scan import CostModel, calibrate, choose_solver, set_cost_model
 from retime.mechanisms.scan import calibrate as calibrate_module
-from retime.mechanisms.scan.calibration import CPU
-from retime.mechanisms.scan.cost_model import AUTOGRAD, WAYS, Shape
-from retime.mechanisms.scan.fit import fit_coefficients
+from retime.mechanisms.scan.calibrate import fit_coefficients
+from retime.mechanisms.scan.choice import AUTOGRAD, CPU, WAYS, Shape
 from support.scan import make_case
 
 

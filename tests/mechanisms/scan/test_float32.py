@@ -6,8 +6,8 @@ import warnings
 import pytest
 import torch
 
-from retime.foundations.no_effect import NoEffectWarning
-from retime.mechanisms.scan import safe_solve
+from retime.foundations.messages import NoEffectWarning
+from retime.mechanisms.scan import backward as safe_solve
 from support.scan import Case, gradients, make_case, worst_error
 
 REGIMES = {"contracting": 0.5, "orthogonal": 1.0, "near-critical": 1.03}

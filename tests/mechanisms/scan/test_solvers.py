@@ -8,8 +8,9 @@ import pickle
 import pytest
 import torch
 
-from retime.mechanisms.scan import check_solver, chunk, parse_solver
-from retime.mechanisms.scan.blocks import BlockJacobians
+from retime.mechanisms.scan import check_solver, parse_solver
+from retime.mechanisms.scan import solvers as chunk
+from retime.mechanisms.scan.cells import BlockJacobians
 from support.scan import SOLVERS, CountOps
 
 

@@ -21,9 +21,9 @@ from retime.mechanisms.scan import (
     set_cost_model,
     triton_launch,
 )
-from retime.mechanisms.scan import solver as solver_module
-from retime.mechanisms.scan.calibration import CUDA
-from retime.mechanisms.scan.triton_chunk import TritonChunk
+from retime.mechanisms.scan import solvers as solver_module
+from retime.mechanisms.scan.choice import CUDA
+from retime.mechanisms.scan.solvers import TritonChunk
 from retime.modules.layers import ScanGRU
 from support.scan import make_case
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from retime.foundations.no_effect import NoEffectWarning
-from retime.mechanisms.scan import calibrate, parse_solver, safe_solve, triton_launch
-from retime.mechanisms.scan.blocks import BlockJacobians
-from retime.mechanisms.scan.sequential import Sequential
-from retime.mechanisms.scan.triton_chunk import TritonChunk
+from retime.foundations.messages import NoEffectWarning
+from retime.mechanisms.scan import backward as safe_solve
+from retime.mechanisms.scan import calibrate, parse_solver, triton_launch
+from retime.mechanisms.scan.cells import BlockJacobians
+from retime.mechanisms.scan.solvers import Sequential, TritonChunk
 from support.scan import Case, CountOps, gradients, make_case, worst_error
 
 INTERPRETED = "TRITON_INTERPRET" in os.environ

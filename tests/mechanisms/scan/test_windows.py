@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from retime.mechanisms.scan import parse_solver, windows
-from retime.mechanisms.scan.blocks import BlockJacobians
+from retime.mechanisms.scan import backward as windows
+from retime.mechanisms.scan import parse_solver
+from retime.mechanisms.scan.cells import BlockJacobians
 from support.scan import MODES, Case, gradients, make_case, worst_error
 
 

@@ -115,7 +115,7 @@ def test_figure_6_refuses_nothing_to_compare() -> None:
 
 
 def test_figure_6_would_show_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    from retime.mechanisms.scan.jacobians.simple import ReLUJacobian
+    from retime.mechanisms.scan.jacobians.layers import ReLUJacobian
 
     torch.manual_seed(0)
     batch = torch.randn(4, 1, 32, 32), torch.arange(4)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from retime.mechanisms.memory_budget.host.pinned import HostMemory
+from retime.mechanisms.memory_budget.offload.hosts import HostMemory
 from retime.recipes import __main__ as command
 from retime.recipes.core.build import CPU, build_model, loss_of
 from retime.recipes.core.results import Point, Result, Row, load

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from retime.mechanisms.memory_budget.host.pinned import HostMemory
-from retime.mechanisms.memory_budget.step.budgeted_step import BudgetedStep
+from retime.mechanisms.memory_budget.offload.hosts import HostMemory
+from retime.mechanisms.memory_budget.step import BudgetedStep
 from retime.schedules.errors import ScheduleError
 from support import memory_budget as support
 from support.memory_budget import BATCH, FEATURES, OFFLOADS, SMALL, use_costs

@@ -9,8 +9,8 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
-import retime.mechanisms.memory_budget.planning.step_planner as step_planner
-from retime.foundations.no_effect import NoEffectWarning
+import retime.mechanisms.memory_budget.planner as step_planner
+from retime.foundations.messages import NoEffectWarning
 from retime.strategies.memory_budget import MemoryBudgetStrategy
 from support import memory_budget as support
 from support.memory_budget import SMALL, Net, assert_same, loader, report_of, trainer

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from contract.in_parts import SplitsEverything
 from contract.rows import _OffloadsEverything
-from retime.foundations.no_effect import DifferenceWarning
+from retime.foundations.messages import DifferenceWarning
 from retime.mechanisms.memory_budget import BudgetedStep, HostNull
 from retime.strategies.memory_budget import MemoryBudgetStrategy
 from support.memory_budget import IGNORED

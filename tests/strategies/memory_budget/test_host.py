@@ -16,9 +16,9 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from retime.mechanisms.memory_budget.host.disk import HostDisk
-from retime.mechanisms.memory_budget.host.pinned import HostMemory
-from retime.mechanisms.memory_budget.host.tier import HostError
+from retime.mechanisms.memory_budget.offload.disk import HostDisk
+from retime.mechanisms.memory_budget.offload.hosts import HostMemory
+from retime.mechanisms.memory_budget.offload.tier import HostError
 from retime.strategies.memory_budget import MemoryBudgetStrategy
 from support import memory_budget as support
 from support.memory_budget import SMALL, Net, assert_close, fit, loader, report_of
@@ -171,7 +171,7 @@ def test_nothing_is_left_after_an_exception(
 def test_nothing_is_left_after_kill_9(tmp_path: Path) -> None:
     program = f"""
 import time, torch
-from retime.mechanisms.memory_budget.host.disk import HostDisk
+from retime.mechanisms.memory_budget.offload.disk import HostDisk
 from retime.mechanisms.memory_budget.offload.saved_tensors import OffloadSavedTensors
 from retime.schedules.budget import OffloadPlan
 host = HostDisk({str(tmp_path)!r})
@@ -225,8 +225,8 @@ sys.path[:0] = TESTS
 import torch
 from torch.utils.data import DataLoader
 from support import memory_budget as support
-import retime.mechanisms.memory_budget.planning.step_planner as step_planner
-from retime.mechanisms.memory_budget.host.tier import HostError
+import retime.mechanisms.memory_budget.planner as step_planner
+from retime.mechanisms.memory_budget.offload.tier import HostError
 from retime.strategies import MemoryBudgetStrategy
 from test_host import Adam, Batches
 step_planner.calibrate = step_planner.least_costs = lambda *_, **__: support.OFFLOADS

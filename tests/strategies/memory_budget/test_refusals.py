@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from retime.mechanisms.memory_budget.host.tier import HostError
+from retime.mechanisms.memory_budget.offload.tier import HostError
 from retime.schedules.budget.errors import BudgetError
 from retime.strategies.memory_budget import MemoryBudgetStrategy
 from support import memory_budget as support

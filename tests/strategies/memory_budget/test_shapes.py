@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-import retime.mechanisms.memory_budget.step.batch_plans as batch_plans
-import retime.mechanisms.memory_budget.step.plan_book as plan_book
-from retime.foundations.no_effect import NoEffectWarning
-from retime.mechanisms.memory_budget.planning.choice import PlanChoice
-from retime.mechanisms.memory_budget.planning.report import BudgetReport, PlannedShape
+import retime.mechanisms.memory_budget.plans as batch_plans
+import retime.mechanisms.memory_budget.plans as plan_book
+from retime.foundations.messages import NoEffectWarning
+from retime.mechanisms.memory_budget.report import BudgetReport, PlannedShape
+from retime.mechanisms.memory_budget.search import PlanChoice
 from retime.schedules.budget import OffloadPlan
 from retime.schedules.errors import ScheduleError
 from retime.strategies.memory_budget import MemoryBudgetStrategy

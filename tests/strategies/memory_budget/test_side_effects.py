@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from retime.mechanisms.memory_budget.host.pinned import HostMemory
-from retime.mechanisms.memory_budget.planning.plan_after import plan_after
-from retime.mechanisms.memory_budget.step.budgeted_step import BudgetedStep
+from retime.mechanisms.memory_budget.offload.hosts import HostMemory
+from retime.mechanisms.memory_budget.search import plan_after
+from retime.mechanisms.memory_budget.step import BudgetedStep
 from retime.schedules.budget.errors import BudgetError
 from retime.strategies.memory_budget import MemoryBudgetStrategy
 from support import memory_budget as support

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader
 
-from retime.mechanisms.memory_budget.step.way import NoLossError
+from retime.mechanisms.memory_budget.step import NoLossError
 from retime.schedules.errors import ScheduleError
 from retime.strategies.memory_budget import MemoryBudgetStrategy
 from support import memory_budget as support

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from retime.foundations.preserve_state.undisturbed import undisturbed
+from retime.foundations.preserve_state.undo import undisturbed
 from retime.strategies.memory_budget import MemoryBudgetStrategy
 from support import memory_budget as support
 from support.memory_budget import SMALL, Net, fit, report_of

@@ -7,12 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import retime.mechanisms.memory_budget.planning.step_planner as step_planner
-from retime.foundations.no_effect import NoEffectWarning
-from retime.foundations.parts.certificate import Certificate
-from retime.foundations.parts.weights import Count, Weighting
+import retime.mechanisms.memory_budget.planner as step_planner
+from retime.foundations.messages import NoEffectWarning
+from retime.foundations.parts.weights import Certificate, Count, Weighting
 from retime.mechanisms.memory_budget.separability.certify import certify
-from retime.mechanisms.memory_budget.step.sub_batches import SubBatches
+from retime.mechanisms.memory_budget.sub_batches import SubBatches
 from retime.strategies.memory_budget import MemoryBudgetStrategy
 from support.memory_budget import (
     CLASSES,

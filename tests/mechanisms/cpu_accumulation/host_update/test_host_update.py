@@ -10,7 +10,7 @@ from torch import nn
 
 from retime.foundations.native import NoLibraryError
 from retime.mechanisms.cpu_accumulation import HostUpdate
-from retime.mechanisms.cpu_accumulation.shared_memory.library import sums_library
+from retime.mechanisms.cpu_accumulation.shared_sums import sums_library
 from support.two_ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is for Linux")

@@ -2,7 +2,7 @@
 
 import torch
 
-from retime.mechanisms.cpu_accumulation.host_update.shares import Shares
+from retime.mechanisms.cpu_accumulation.host_update import Shares
 
 
 def tensors(*sizes: int) -> list[torch.Tensor]:

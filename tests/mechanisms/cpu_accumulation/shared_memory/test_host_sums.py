@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from retime.foundations.native import NoLibraryError
-from retime.mechanisms.cpu_accumulation.shared_memory.library import sums_library
+from retime.mechanisms.cpu_accumulation.shared_sums import sums_library
 from support.time_limits import limit_s
 from support.two_ranks import run_ranks
 

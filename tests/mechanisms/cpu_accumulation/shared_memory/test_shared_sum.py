@@ -20,9 +20,7 @@ from torch import Tensor
 
 from retime.foundations.ddp import RankLostError
 from retime.foundations.native import NoLibraryError
-from retime.mechanisms.cpu_accumulation.shared_memory.library import sums_library
-from retime.mechanisms.cpu_accumulation.shared_memory.shared_file import SharedFile
-from retime.mechanisms.cpu_accumulation.shared_memory.shared_sum import SharedSum, SumTimes, shared_bytes
+from retime.mechanisms.cpu_accumulation.shared_sums import SharedFile, SharedSum, SumTimes, shared_bytes, sums_library
 from support.time_limits import limit_s
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is for Linux")

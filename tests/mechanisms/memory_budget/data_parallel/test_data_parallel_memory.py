@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from retime.mechanisms.memory_budget.data_parallel.ddp_memory import (
+from retime.mechanisms.memory_budget.data_parallel import (
     _piece_bytes,
     _sizes,
     bucket_bytes,

@@ -11,17 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from retime.foundations.parts.certificate import Certificate
 from retime.foundations.parts.combine import WholeOutput
-from retime.foundations.parts.weights import Weighting
-from retime.mechanisms.memory_budget.dry_run.replay import profile_step, replay
-from retime.mechanisms.memory_budget.dry_run.tracer import Tracer
-from retime.mechanisms.memory_budget.dry_run.training_step import TrainingStep
-from retime.mechanisms.memory_budget.host.null import HostNull
-from retime.mechanisms.memory_budget.planning.candidates import part_sizes
-from retime.mechanisms.memory_budget.planning.step_memory import StepMemory
-from retime.mechanisms.memory_budget.step.budgeted_step import BudgetedStep
-from retime.mechanisms.memory_budget.step.sub_batches import SubBatches
+from retime.foundations.parts.weights import Certificate, Weighting
+from retime.mechanisms.memory_budget.dry_run.run import TrainingStep, profile_step, replay
+from retime.mechanisms.memory_budget.dry_run.trace import Tracer
+from retime.mechanisms.memory_budget.offload.tier import HostNull
+from retime.mechanisms.memory_budget.search import part_sizes
+from retime.mechanisms.memory_budget.step import BudgetedStep
+from retime.mechanisms.memory_budget.step_memory import StepMemory
+from retime.mechanisms.memory_budget.sub_batches import SubBatches
 from retime.schedules.budget import BlockKind, OffloadPlan
 from retime.schedules.budget.errors import BudgetError
 from support.memory_budget import SPLITS, use_costs

@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from retime.foundations.preserve_state.value_reads import ValueReadError
-from retime.mechanisms.memory_budget.dry_run.profile import StepProfile
-from retime.mechanisms.memory_budget.dry_run.replay import profile_step, replay
-from retime.mechanisms.memory_budget.dry_run.task_graph import task_graph
-from retime.mechanisms.memory_budget.dry_run.training_step import TrainingStep
+from retime.foundations.preserve_state.outside import ValueReadError
+from retime.mechanisms.memory_budget.dry_run.profile import StepProfile, task_graph
+from retime.mechanisms.memory_budget.dry_run.run import TrainingStep, profile_step, replay
 from retime.schedules.budget import BlockKind, OffloadPlan, Phase
 from retime.schedules.errors import ScheduleError
 from retime.schedules.modnn.bounds import lower_bound

@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from retime.mechanisms.memory_budget.dry_run.gradients import Gradients
-from retime.mechanisms.memory_budget.dry_run.replay import profile_step
-from retime.mechanisms.memory_budget.dry_run.training_step import TrainingStep
+from retime.mechanisms.memory_budget.dry_run.run import Gradients, TrainingStep, profile_step
 from retime.schedules.budget import BlockKind, Phase
 
 SAMPLES = 8

@@ -19,10 +19,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from retime.mechanisms.memory_budget.host.disk import HostDisk
-from retime.mechanisms.memory_budget.host.pinned import HostMemory
-from retime.mechanisms.memory_budget.host.tier import HostTier
+from retime.mechanisms.memory_budget.offload.disk import HostDisk
+from retime.mechanisms.memory_budget.offload.hosts import HostMemory
 from retime.mechanisms.memory_budget.offload.saved_tensors import OffloadSavedTensors
+from retime.mechanisms.memory_budget.offload.tier import HostTier
 from retime.schedules.budget import OffloadPlan
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch.nn.functional as F
 from torch import Tensor
 
-from retime.foundations.preserve_state.dry_mode import LeftBehindError
+from retime.foundations.preserve_state.stand_ins import LeftBehindError
 from retime.strategies.memory_budget import MemoryBudgetStrategy
 from support import memory_budget as support
 from support.memory_budget import Net, fit

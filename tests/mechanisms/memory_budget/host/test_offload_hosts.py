@@ -17,13 +17,10 @@ import psutil
 import pytest
 import torch
 
-from retime.foundations.no_effect import NoEffectWarning
-from retime.mechanisms.memory_budget.host.disk import HostDisk
-from retime.mechanisms.memory_budget.host.extents import Extents
-from retime.mechanisms.memory_budget.host.null import HostNull
-from retime.mechanisms.memory_budget.host.parse import parse_host
-from retime.mechanisms.memory_budget.host.pinned import HostMemory
-from retime.mechanisms.memory_budget.host.tier import HostError
+from retime.foundations.messages import NoEffectWarning
+from retime.mechanisms.memory_budget.offload.disk import Extents, HostDisk
+from retime.mechanisms.memory_budget.offload.hosts import HostMemory, parse_host
+from retime.mechanisms.memory_budget.offload.tier import HostError, HostNull
 
 
 def storage(nbytes: int, seed: int = 0) -> torch.UntypedStorage:
@@ -85,8 +82,8 @@ def test_a_full_disk_says_what_to_do_and_holds_nothing(tmp_path: Path, monkeypat
 def test_a_real_limit_on_the_file_is_an_error_of_the_forward_pass(tmp_path: Path) -> None:
     program = f"""
 import resource, torch
-from retime.mechanisms.memory_budget.host.tier import HostError
-from retime.mechanisms.memory_budget.host.disk import HostDisk
+from retime.mechanisms.memory_budget.offload.tier import HostError
+from retime.mechanisms.memory_budget.offload.disk import HostDisk
 from retime.mechanisms.memory_budget.offload.saved_tensors import OffloadSavedTensors
 from retime.schedules.budget import OffloadPlan
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
@@ -179,7 +176,7 @@ def test_garbage_may_be_collected_on_the_thread_that_copies(tmp_path: Path, unde
     program = f"""
 import gc, os, threading, torch
 from concurrent.futures import wait
-from retime.mechanisms.memory_budget.host.disk import HostDisk
+from retime.mechanisms.memory_budget.offload.disk import HostDisk
 class Cycle:
     pass
 gc.disable()

@@ -11,18 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from retime.mechanisms.memory_budget.dry_run.replay import EVERYTHING
-from retime.mechanisms.memory_budget.dry_run.training_step import TrainingStep
-from retime.mechanisms.memory_budget.host.disk import HostDisk
-from retime.mechanisms.memory_budget.host.null import HostNull
-from retime.mechanisms.memory_budget.host.pinned import HostMemory
-from retime.mechanisms.memory_budget.host.tier import HostError, HostNone
+from retime.mechanisms.memory_budget.costs import calibrate
+from retime.mechanisms.memory_budget.dry_run.run import EVERYTHING, TrainingStep
+from retime.mechanisms.memory_budget.offload.disk import HostDisk
+from retime.mechanisms.memory_budget.offload.hosts import HostMemory
 from retime.mechanisms.memory_budget.offload.saved_tensors import NoHooksError, OffloadSavedTensors, PlanMismatch
-from retime.mechanisms.memory_budget.planning.calibrate import calibrate
-from retime.mechanisms.memory_budget.planning.search import search_plan
-from retime.mechanisms.memory_budget.planning.step_memory import StepMemory
-from retime.mechanisms.memory_budget.planning.trial import PlanTrial
-from retime.mechanisms.memory_budget.step.budgeted_step import BudgetedStep
+from retime.mechanisms.memory_budget.offload.tier import HostError, HostNone, HostNull
+from retime.mechanisms.memory_budget.search import PlanTrial, search_plan
+from retime.mechanisms.memory_budget.step import BudgetedStep
+from retime.mechanisms.memory_budget.step_memory import StepMemory
 from retime.schedules.budget import OffloadPlan
 from retime.schedules.budget.errors import BudgetError
 from support.memory_budget import SPLITS, use_costs

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from retime.mechanisms.memory_budget.host.disk import HostDisk
-from retime.mechanisms.memory_budget.host.pinned import HostMemory, _MemoryCopy
-from retime.mechanisms.memory_budget.host.tier import HostError
-from retime.mechanisms.memory_budget.offload.forward_pass import ForwardPass
-from retime.mechanisms.memory_budget.offload.saved_tensors import OffloadSavedTensors, PlanMismatch
+from retime.mechanisms.memory_budget.offload.disk import HostDisk
+from retime.mechanisms.memory_budget.offload.hosts import HostMemory, _MemoryCopy
+from retime.mechanisms.memory_budget.offload.saved_tensors import ForwardPass, OffloadSavedTensors, PlanMismatch
+from retime.mechanisms.memory_budget.offload.tier import HostError
 from retime.schedules.budget import OffloadPlan
 
 ALL = frozenset(range(1000))
@@ -218,7 +217,7 @@ def test_a_backward_pass_through_a_part_holds_nothing_that_was_fetched_ahead(hos
         return load(self, into)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("retime.mechanisms.memory_budget.host.pinned._MemoryCopy.load", watched)
+        patch.setattr("retime.mechanisms.memory_budget.offload.hosts._MemoryCopy.load", watched)
         torch.autograd.grad(loss, edge, retain_graph=True)
     assert fetched
     assert all(one() is None for one in fetched)

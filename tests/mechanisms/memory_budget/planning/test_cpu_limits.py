@@ -11,9 +11,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from retime.mechanisms.memory_budget.planning import cpu_limits
-from retime.mechanisms.memory_budget.planning.budget import parse_budget
-from retime.mechanisms.memory_budget.planning.cpu_limits import own_bytes, shared_bytes
+from retime.mechanisms.memory_budget import report as cpu_limits
+from retime.mechanisms.memory_budget.report import own_bytes, parse_budget, shared_bytes
 
 TOTAL = 10**12
 
@@ -86,7 +85,7 @@ def test_processes_share_the_machine_but_no_limits_of_their_own(root: Path, monk
 def test_a_real_limit_on_the_process_counts(name: str) -> None:
     program = f"""
 import resource
-from retime.mechanisms.memory_budget.planning.budget import parse_budget
+from retime.mechanisms.memory_budget.report import parse_budget
 hard = resource.getrlimit(resource.{name})[1]
 resource.setrlimit(resource.{name}, (2**34, hard))
 print(parse_budget("50%", "cpu"))

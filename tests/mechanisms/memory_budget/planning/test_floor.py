@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from retime.mechanisms.memory_budget.costs import StepCosts
 from retime.mechanisms.memory_budget.dry_run.profile import LargestTask, Size
-from retime.mechanisms.memory_budget.dry_run.training_step import TrainingStep
-from retime.mechanisms.memory_budget.planning.costs import StepCosts
-from retime.mechanisms.memory_budget.planning.floor import MemoryFloor
-from retime.mechanisms.memory_budget.planning.step_memory import StepMemory
+from retime.mechanisms.memory_budget.dry_run.run import TrainingStep
+from retime.mechanisms.memory_budget.step_memory import MemoryFloor, StepMemory
 from retime.schedules.budget import Phase
 
 SMALLER_PARTS = "smaller sub-batches, if allowed"

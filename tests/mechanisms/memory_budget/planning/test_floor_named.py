@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from retime.mechanisms.memory_budget.dry_run.replay import profile_step
-from retime.mechanisms.memory_budget.dry_run.training_step import TrainingStep
-from retime.mechanisms.memory_budget.host.parse import parse_host
-from retime.mechanisms.memory_budget.step.budgeted_step import BudgetedStep
+from retime.mechanisms.memory_budget.dry_run.run import TrainingStep, profile_step
+from retime.mechanisms.memory_budget.offload.hosts import parse_host
+from retime.mechanisms.memory_budget.step import BudgetedStep
 from retime.schedules.budget.errors import BudgetError
 
 SAMPLES, FEATURES = 64, 32

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from retime.mechanisms.memory_budget.planning.given_plans import PlanFileError
-from retime.mechanisms.memory_budget.planning.trial import PlanTrial
+from retime.mechanisms.memory_budget.plan_files import PlanFileError
+from retime.mechanisms.memory_budget.search import PlanTrial
 from retime.strategies.memory_budget import MemoryBudgetStrategy
 from support import memory_budget as support
 from support.memory_budget import SMALL, Net, accelerate_loop, assert_close, fit, loader, report_of

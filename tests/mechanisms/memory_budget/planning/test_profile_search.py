@@ -12,13 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from retime.mechanisms.memory_budget.costs import StepCosts
 from retime.mechanisms.memory_budget.dry_run.profile import Size
-from retime.mechanisms.memory_budget.dry_run.replay import replay
-from retime.mechanisms.memory_budget.dry_run.training_step import TrainingStep
-from retime.mechanisms.memory_budget.planning.candidates import part_sizes
-from retime.mechanisms.memory_budget.planning.costs import StepCosts
-from retime.mechanisms.memory_budget.planning.search import search_plan
-from retime.mechanisms.memory_budget.planning.step_memory import StepMemory
+from retime.mechanisms.memory_budget.dry_run.run import TrainingStep, replay
+from retime.mechanisms.memory_budget.search import part_sizes, search_plan
+from retime.mechanisms.memory_budget.step_memory import StepMemory
 from retime.schedules.budget import OffloadPlan
 from retime.schedules.budget.errors import BudgetError
 from retime.schedules.errors import ScheduleError

@@ -1,6 +1,6 @@
 """What a process has beyond tensors, measured at two sizes: it is not taken to grow where the counts are noise."""
 
-from retime.mechanisms.memory_budget.planning.scratch import Scratch, rest_between
+from retime.mechanisms.memory_budget.costs import Scratch, rest_between
 
 KIB = 1024
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from retime.foundations.no_effect import NoEffectWarning
-from retime.mechanisms.memory_budget.host.pinned import HostMemory
-from retime.mechanisms.memory_budget.planning.saved_plans import OtherPlansError, plans_in
-from retime.mechanisms.memory_budget.step.budgeted_step import BudgetedStep
+from retime.foundations.messages import NoEffectWarning
+from retime.mechanisms.memory_budget.offload.hosts import HostMemory
+from retime.mechanisms.memory_budget.plan_files import OtherPlansError, plans_in
+from retime.mechanisms.memory_budget.step import BudgetedStep
 from retime.schedules.budget import OffloadPlan
 from retime.schedules.errors import ScheduleError
 from support import memory_budget as support

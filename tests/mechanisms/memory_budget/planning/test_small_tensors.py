@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from retime.foundations.cpu_pool.memory_pool import POOLED_BYTES, MemoryPool
-from retime.mechanisms.memory_budget.dry_run.training_step import TrainingStep
-from retime.mechanisms.memory_budget.planning.choice import PlanChoice
-from retime.mechanisms.memory_budget.planning.search import search_plan
+from retime.foundations.cpu_pool.pool import POOLED_BYTES, MemoryPool
+from retime.mechanisms.memory_budget.dry_run.run import TrainingStep
+from retime.mechanisms.memory_budget.search import PlanChoice, search_plan
 
 WIDTH, DEPTH, SAMPLES = 64, 12, 256
 ROOMY = 2**40

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from retime.mechanisms.memory_budget.host.pinned import HostMemory
-from retime.mechanisms.memory_budget.step.budgeted_step import BudgetedStep
+from retime.mechanisms.memory_budget.offload.hosts import HostMemory
+from retime.mechanisms.memory_budget.step import BudgetedStep
 from retime.schedules.budget.errors import BudgetError
 from support.memory_budget import OFFLOADS, SPLITS, Net, loader, norm, use_costs
 

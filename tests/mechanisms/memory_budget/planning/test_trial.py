@@ -9,17 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from retime.mechanisms.memory_budget.costs import StepCosts, calibrate
 from retime.mechanisms.memory_budget.dry_run.profile import LargestTask
-from retime.mechanisms.memory_budget.dry_run.training_step import TrainingStep
-from retime.mechanisms.memory_budget.host.pinned import HostMemory
-from retime.mechanisms.memory_budget.planning.calibrate import calibrate
-from retime.mechanisms.memory_budget.planning.candidates import part_sizes
-from retime.mechanisms.memory_budget.planning.choice import PlanChoice
-from retime.mechanisms.memory_budget.planning.costs import StepCosts
-from retime.mechanisms.memory_budget.planning.floor import MemoryFloor
-from retime.mechanisms.memory_budget.planning.search import search_plan
-from retime.mechanisms.memory_budget.planning.step_memory import StepMemory
-from retime.mechanisms.memory_budget.planning.trial import PlanTrial
+from retime.mechanisms.memory_budget.dry_run.run import TrainingStep
+from retime.mechanisms.memory_budget.offload.hosts import HostMemory
+from retime.mechanisms.memory_budget.search import PlanChoice, PlanTrial, part_sizes, search_plan
+from retime.mechanisms.memory_budget.step_memory import MemoryFloor, StepMemory
 from retime.schedules.budget import OffloadPlan
 from retime.schedules.budget.errors import BudgetError
 
@@ -171,7 +166,7 @@ def test_a_plan_with_no_room_for_its_trial_is_not_measured(monkeypatch: pytest.M
         def fail(*_: object, **__: object) -> None:
             raise RuntimeError(message)
 
-        monkeypatch.setattr("retime.mechanisms.memory_budget.planning.trial.DryRun.untraced", fail)
+        monkeypatch.setattr("retime.mechanisms.memory_budget.search.DryRun.untraced", fail)
 
     untraced("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
     assert trial.step_ms(choice) is None

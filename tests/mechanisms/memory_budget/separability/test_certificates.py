@@ -8,9 +8,9 @@ import os
 import pytest
 import torch
 
-from retime.foundations.parts.certificate import Certificate, NotSeparableError, WeightsUnclearError
+from retime.foundations.parts.weights import Certificate, NotSeparableError, WeightsUnclearError
 from retime.mechanisms.memory_budget.separability.certify import certify
-from retime.mechanisms.memory_budget.step.sub_batches import SubBatches
+from retime.mechanisms.memory_budget.sub_batches import SubBatches
 from support.memory_losses import ORDINARY, TRICKY, Learner, Loss, batch_of
 
 SEEDS = range(max(2, int(os.environ.get("RETIME_RANDOM", "0")) // (len(ORDINARY) + len(TRICKY))))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from retime.foundations.preserve_state.model_state import Untouched
+from retime.foundations.preserve_state.state import Untouched
 from retime.mechanisms.memory_budget.separability.certify import certify
 from support.memory_steps import SEPARABLE, classifier, convolutional, images, language
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from retime.foundations.no_effect import NoEffectWarning
+from retime.foundations.messages import NoEffectWarning
 from support.memory_trained import Trained, trained
 
 SAMPLES, FEATURES, CLASSES, STEPS = 12, 4, 3, 5

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from retime.foundations.cpu_pool import freed_memory
-from retime.foundations.cpu_pool.memory_pool import MemoryPool
-from retime.mechanisms.memory_budget.host.pinned import HostMemory
-from retime.mechanisms.memory_budget.planning.choice import PlanChoice
-from retime.mechanisms.memory_budget.planning.report import PlannedShape
-from retime.mechanisms.memory_budget.planning.step_planner import StepPlanner
-from retime.mechanisms.memory_budget.step.budgeted_step import BudgetedStep
+from retime.foundations.cpu_pool import pool as freed_memory
+from retime.foundations.cpu_pool.pool import MemoryPool
+from retime.mechanisms.memory_budget.offload.hosts import HostMemory
+from retime.mechanisms.memory_budget.planner import StepPlanner
+from retime.mechanisms.memory_budget.report import PlannedShape
+from retime.mechanisms.memory_budget.search import PlanChoice
+from retime.mechanisms.memory_budget.step import BudgetedStep
 from retime.schedules.budget import OffloadPlan
 from retime.schedules.budget.errors import BudgetError
 

@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from retime.foundations.cpu_pool.memory_pool import MemoryPool
-from retime.mechanisms.memory_budget.dry_run.replay import profile_step
-from retime.mechanisms.memory_budget.dry_run.training_step import TrainingStep
-from retime.mechanisms.memory_budget.host.pinned import HostMemory
-from retime.mechanisms.memory_budget.step.budgeted_step import BudgetedStep
+from retime.foundations.cpu_pool.pool import MemoryPool
+from retime.mechanisms.memory_budget.dry_run.run import TrainingStep, profile_step
+from retime.mechanisms.memory_budget.offload.hosts import HostMemory
+from retime.mechanisms.memory_budget.step import BudgetedStep
 
 MIB = 2**20
 

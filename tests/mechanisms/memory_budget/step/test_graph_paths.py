@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import retime.mechanisms.memory_budget.planning.step_planner as step_planner
-from retime.foundations.no_effect import DifferenceWarning, NoEffectWarning
-from retime.mechanisms.memory_budget.host.parse import parse_host
-from retime.mechanisms.memory_budget.step.budgeted_step import BudgetedStep
+import retime.mechanisms.memory_budget.planner as step_planner
+from retime.foundations.messages import DifferenceWarning, NoEffectWarning
+from retime.mechanisms.memory_budget.offload.hosts import parse_host
+from retime.mechanisms.memory_budget.step import BudgetedStep
 from support.memory_budget import SPLITS, use_costs
 
 WIDTH, DEPTH, SAMPLES = 16, 24, 32

@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from retime.mechanisms.memory_budget.dry_run.replay import profile_step
-from retime.mechanisms.memory_budget.dry_run.training_step import TrainingStep
-from retime.mechanisms.memory_budget.host.disk import HostDisk
-from retime.mechanisms.memory_budget.host.pinned import HostMemory
-from retime.mechanisms.memory_budget.planning.calibrate import calibrate
+from retime.mechanisms.memory_budget.costs import calibrate
+from retime.mechanisms.memory_budget.dry_run.run import TrainingStep, profile_step
+from retime.mechanisms.memory_budget.offload.disk import HostDisk
+from retime.mechanisms.memory_budget.offload.hosts import HostMemory
 from support.paths import PYTHONPATH, SUPPORT, TESTS
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's limits and /proc")

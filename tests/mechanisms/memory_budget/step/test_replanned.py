@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from retime.mechanisms.memory_budget.host.disk import HostDisk
-from retime.mechanisms.memory_budget.host.extents import Extents
-from retime.mechanisms.memory_budget.host.pinned import HostMemory
-from retime.mechanisms.memory_budget.planning.choice import PlanChoice
-from retime.mechanisms.memory_budget.planning.report import PlannedShape
-from retime.mechanisms.memory_budget.planning.step_planner import StepPlanner
-from retime.mechanisms.memory_budget.step.budgeted_step import BudgetedStep
+from retime.mechanisms.memory_budget.offload.disk import Extents, HostDisk
+from retime.mechanisms.memory_budget.offload.hosts import HostMemory
+from retime.mechanisms.memory_budget.planner import StepPlanner
+from retime.mechanisms.memory_budget.report import PlannedShape
+from retime.mechanisms.memory_budget.search import PlanChoice
+from retime.mechanisms.memory_budget.step import BudgetedStep
 from retime.schedules.budget import OffloadPlan
 
 WIDTH, SAMPLES, DEPTH = 64, 64, 8

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam
 from torchmetrics.classification import MulticlassAccuracy
 
-from retime.foundations.parts.certificate import Certificate, NotSeparableError
 from retime.foundations.parts.combine import combined, combined_scalar
-from retime.foundations.parts.loss import loss_of
-from retime.foundations.parts.weights import Weighting
+from retime.foundations.parts.split import loss_of
+from retime.foundations.parts.weights import Certificate, NotSeparableError, Weighting
 from retime.mechanisms.memory_budget.separability.certify import certify
-from retime.mechanisms.memory_budget.step.sub_batches import SubBatches
+from retime.mechanisms.memory_budget.sub_batches import SubBatches
 from support.memory_steps import (
     DETERMINISTIC,
     SEPARABLE,

@@ -15,8 +15,8 @@ from retime.mechanisms.scan import (
     product_pattern,
     scan_plan,
 )
-from retime.mechanisms.scan.jacobians import product as product_module
-from retime.mechanisms.scan.jacobians.matrix import dense_values
+from retime.mechanisms.scan.jacobians import sparse as product_module
+from retime.mechanisms.scan.jacobians.sparse import dense_values
 
 
 def sparse(rows: int, columns: int, density: float, samples: int = 1) -> tuple[CsrPattern, Tensor]:

@@ -1,0 +1,116 @@
+"""Which optimizers can be taken apart, parameter by parameter.
+
+Fusion needs the update of one parameter to depend on nothing but that parameter, its gradient, its state and its
+group's hyper-parameters (Jiang et al. 2021, section 3). torch's own optimizers are like that, LBFGS excepted. Nothing
+can be known about the ``step`` of somebody else's class, so that has to be declared.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from retime.foundations.patching import ReplacedMethod
+from retime.foundations.torch_private import INIT_GROUP, has_global_step_hooks, has_step_hooks
+
+_declared: set[type[Optimizer]] = set()
+_TORCHS_ZERO_GRAD = Optimizer.zero_grad
+_KNOWN_WRAPPERS = (LRScheduler.__init__.__code__.co_filename, ReplacedMethod.__init__.__code__.co_filename)
+"""Files whose wrappers of an optimizer's step pass calls on: torch's schedulers count them, ours take them over."""
+
+
+def declare_per_parameter(optimizer_class: type[Optimizer]) -> type[Optimizer]:
+    """Promise that ``optimizer_class.step`` treats every parameter on its own; usable as a class decorator.
+
+    What must hold: ``step`` reads ``param_groups`` and ``state`` only, keeps no count of its own outside
+    ``state[parameter]``, takes no argument but ``closure``, and gives the same numbers when it is called for one part
+    of the parameters after another.
+    """
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        raise TypeError(f"optimizer_class={optimizer_class!r} is not an Optimizer class: decorate, or give, the class")
+    _declared.add(optimizer_class)
+    return optimizer_class
+
+
+def raw_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
+    """The class's ``step`` without the wrapper that runs step hooks: those belong to the whole step, not a part.
+
+    Of torch's own optimizers also without the wrapper that switches gradients off: call it under ``no_grad``.
+    """
+    step: Any = type(optimizer).step
+    if inspect.unwrap(step).__module__.startswith("torch.optim"):
+        return inspect.unwrap(step)  # type: ignore[no-any-return]
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__
+    return step  # type: ignore[no-any-return]
+
+
+def why_not_per_parameter(optimizer: Optimizer) -> str | None:
+    """The reason why this optimizer must step as a whole, or None when it can be taken apart."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return "LBFGS needs all parameters and gradients at once; choose a first-order optimizer to fuse"
+    why = why_class_not_per_parameter(type(optimizer))
+    if why is not None:
+        return why
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return f"{name}(differentiable=True) needs the graph of the whole step"
+    if has_step_hooks(optimizer) or has_global_step_hooks():
+        return f"{name} has step hooks, which see all parameters between two steps; remove them to fuse"
+    return None
+
+
+def why_class_not_per_parameter(kind: type[Optimizer]) -> str | None:
+    """The reason why nothing is known of an optimizer class's updates, or None for torch's own and declared ones."""
+    if kind not in _declared:
+        for method in ("step", INIT_GROUP):
+            function = inspect.unwrap(getattr(kind, method, _absent))
+            if not function.__module__.startswith("torch.optim"):
+                return (
+                    f"{kind.__name__}.{method} is not torch's own, so its updates may depend on each other; "
+                    f"if they do not, call retime.declare_per_parameter({kind.__name__})"
+                )
+    return None
+
+
+def why_not_this_step(optimizer: Optimizer) -> str | None:
+    """The reason why this object's ``step`` must not be taken over: somebody put another method in its place."""
+    replaced = optimizer.__dict__.get("step")
+    function = getattr(replaced, "__func__", replaced)
+    while function is not None and function is not type(optimizer).step:
+        # a mock has every attribute that one asks for, so marks prove nothing; where the code comes from does
+        code = getattr(function, "__code__", None)
+        if getattr(code, "co_filename", None) not in _KNOWN_WRAPPERS:
+            return f"the step method of this {type(optimizer).__name__} was replaced by {replaced!r}"
+        function = function.__wrapped__
+    return None
+
+
+def why_not_this_zero_grad(optimizer: Optimizer) -> str | None:
+    """The reason why gradients must not be used up: a ``zero_grad`` of somebody's own may read or keep them."""
+    if is_torchs_zero_grad(optimizer.zero_grad):
+        return None
+    return (
+        f"the zero_grad of this {type(optimizer).__name__} is not torch's own and may read gradients, or keep them; "
+        "use mode='forward'"
+    )
+
+
+def is_torchs_zero_grad(method: Callable[..., Any]) -> bool:
+    """Whether this bound method only clears or zeroes gradients."""
+    return getattr(method, "__func__", None) is _TORCHS_ZERO_GRAD
+
+
+def is_fused_step(step: object) -> bool:
+    """Whether ``step`` is, or wraps, a method by which a fusion has taken over an optimizer."""
+    replaced = getattr(step, "_retime_fused", None)
+    return isinstance(replaced, ReplacedMethod) and replaced.active
+
+
+def _absent() -> None: ...
+
+
+_absent.__module__ = "torch.optim"

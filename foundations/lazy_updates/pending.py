@@ -1,0 +1,414 @@
+"""The lazy-update engine: a parameter is brought up to date by whoever reads it first.
+
+Forward fusion (Jiang et al. 2021, algorithm 2) runs an update just before the next forward pass needs the parameter.
+Hooks on modules would miss direct reads (``layer.weight``, a tied embedding, an EMA that kept a list of parameters). So
+the parameter itself watches: while an update is pending its class is :class:`PendingParameter`, whose
+``__torch_function__`` runs the update when any torch function reads it, then hands back the plain class. Up-to-date
+parameters cost nothing. While the update runs, the parameter goes on watching: a read in another thread waits for its
+end, and the update's own reads go past the watch.
+
+What torch functions cannot see are reads that bypass Python: an alias made earlier (``p.data``, a view, an array),
+compiled or scripted code, a C extension that takes the tensor directly, a replayed CUDA graph. ``readers.py`` finds
+such parameters and keeps them out, or brings them up to date by a module hook; before replaying a graph of your own,
+call ``flush()``.
+"""
+
+import contextlib
+import copy
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from retime.foundations.torch_private import (
+    foreach_classes,
+    has_compile_mark,
+    reads_of_hooks,
+    storage_address,
+    storage_use_count,
+    without_subclass_functions,
+    without_torch_functions,
+)
+
+# The optimizer's state while updates are pending: whoever looks into it finds them done.
+
+
+class WatchedState(defaultdict[Any, Any]):
+    """``optimizer.state`` that runs pending updates before anything but those updates reads or changes it."""
+
+    def __init__(self, flush: Callable[[], None], content: dict[Any, Any]) -> None:
+        super().__init__(dict, content)
+        self._flush = flush
+        self._turn = threading.RLock()
+        self._updating: int | None = None
+        """The thread in which an update runs."""
+
+    @contextlib.contextmanager
+    def update_runs(self) -> Iterator[None]:
+        """An update reads and writes the state in here, in this thread; updates in others come one after the other."""
+        with self._turn:
+            before, self._updating = self._updating, threading.get_ident()
+            try:
+                yield
+            finally:
+                self._updating = before
+
+    def _settle(self) -> None:
+        if self._updating != threading.get_ident():
+            self._flush()
+
+    def __getitem__(self, key: Any) -> Any:
+        self._settle()
+        return super().__getitem__(key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._settle()
+        super().__setitem__(key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        self._settle()
+        super().__delitem__(key)
+
+    def __iter__(self) -> Any:
+        self._settle()
+        return super().__iter__()
+
+    def __contains__(self, key: object) -> bool:
+        self._settle()
+        return super().__contains__(key)
+
+    def __len__(self) -> int:
+        self._settle()
+        return super().__len__()
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self._settle()
+        return super().get(key, default)
+
+    def keys(self) -> Any:
+        self._settle()
+        return super().keys()
+
+    def values(self) -> Any:
+        self._settle()
+        return super().values()
+
+    def items(self) -> Any:
+        self._settle()
+        return super().items()
+
+    def pop(self, *args: Any) -> Any:
+        self._settle()
+        return super().pop(*args)
+
+    def clear(self) -> None:
+        self._settle()
+        super().clear()
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        self._settle()
+        super().update(*args, **kwargs)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        self._settle()
+        return super().setdefault(key, default)
+
+    def plain(self) -> defaultdict[Any, Any]:
+        """The same entries without the watch."""
+        self._settle()
+        return defaultdict(dict, super().items())
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return copy.deepcopy(self.plain(), memo)
+
+    def __reduce__(self) -> Any:
+        return self.plain().__reduce__()
+
+
+def watch(optimizer: Optimizer, flush: Callable[[], None]) -> WatchedState:
+    """Put a watch on the optimizer's state, which loading a checkpoint takes off, and return it."""
+    state = optimizer.state
+    if not isinstance(state, WatchedState):
+        state = optimizer.state = WatchedState(flush, state)
+    return state
+
+
+def unwatch(optimizer: Optimizer) -> None:
+    """Give the optimizer a plain state with the same entries."""
+    if isinstance(optimizer.state, WatchedState):
+        optimizer.state = optimizer.state.plain()
+
+
+_get, _set = "__get__", "__set__"
+_KEEPS_PENDING: frozenset[Any] = frozenset(
+    [
+        getattr(getattr(Tensor, name), access)
+        for name in ("grad", "requires_grad")
+        for access in (_get, _set)
+    ]
+    + [
+        getattr(getattr(Tensor, name), _get)
+        for name in ("shape", "dtype", "device", "layout", "ndim", "is_leaf", "grad_fn", "is_cuda", "is_sparse",
+                     "is_meta", "is_quantized", "itemsize", "nbytes")
+    ]
+    + list(reads_of_hooks)
+    + [
+        getattr(Tensor, name)
+        for name in ("size", "dim", "numel", "nelement", "stride", "element_size", "is_contiguous",
+                     "is_floating_point", "is_complex", "get_device", "requires_grad_", "register_hook",
+                     "register_post_accumulate_grad_hook", "__len__")
+    ]
+)  # fmt: skip
+"""Torch functions that look at a parameter's form, or whether it has a gradient, not at its values."""
+_READ_GRADIENT = getattr(Tensor.grad, _get)
+
+
+class PendingUpdate:
+    """One bucket of parameters whose update has not run yet, or runs.
+
+    Args:
+        parameters: each of a class that :func:`can_wait`, or pending already.
+        apply: brings exactly these parameters up to date. Whoever builds the update may make it wait first, for
+            instance for the all-reduce of this bucket.
+    """
+
+    def __init__(self, parameters: list[Tensor], apply: Callable[[], None]) -> None:
+        for parameter in parameters:
+            earlier = getattr(parameter, "_retime_pending", None)
+            if earlier is not None:
+                earlier.settle()
+        self.parameters = parameters
+        self._default_dtype = torch.get_default_dtype()
+        self._apply: Callable[[], None] | None = apply
+        self._turn = threading.RLock()
+        """Of the thread that settles; it may enter again, as the update reads parameters."""
+        self._runs = False
+        for parameter in parameters:
+            parameter._retime_pending = self  # type: ignore[attr-defined]
+            parameter.__class__ = _pending_class[type(parameter)]
+
+    def settle(self) -> bool:
+        """Run the update if it has not run yet; another thread that runs it is waited for.
+
+        Returns:
+            Whether it has run; False: this is called inside of the update itself.
+        """
+        with self._turn:
+            apply, self._apply = self._apply, None
+            if apply is None:
+                return not self._runs
+            self._runs = True
+            try:
+                self._run(apply)
+            finally:
+                self._runs = False
+                self._unwatch()
+            return True
+
+    def _run(self, apply: Callable[[], None]) -> None:
+        if self._is_usual():
+            with without_torch_functions():
+                apply()
+        else:
+            with _surroundings_of_a_step(self.parameters[0].device.type, self._default_dtype):
+                apply()
+
+    def release(self) -> None:
+        """Take the watch off without running the update, for somebody who takes it over."""
+        with self._turn:
+            if self._apply is not None:
+                self._apply = None
+                self._unwatch()
+
+    def _unwatch(self) -> None:
+        for parameter in self.parameters:
+            parameter.__class__ = _plain_class[type(parameter)]
+            del parameter._retime_pending  # type: ignore[attr-defined]
+
+    def _is_usual(self) -> bool:
+        """Whether a step could run here and now as it stands; the long way round costs as much as a small update."""
+        return not (
+            torch.is_inference_mode_enabled()
+            or torch.is_autocast_enabled(self.parameters[0].device.type)
+            or torch.get_default_dtype() != self._default_dtype
+        )
+
+
+@contextlib.contextmanager
+def _surroundings_of_a_step(device_type: str, default_dtype: torch.dtype) -> Iterator[None]:
+    """The reader may be under inference mode or autocast or change the default dtype; ``optimizer.step()`` did not."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default_dtype)  # new state takes it
+    try:
+        # state created in inference mode could never be updated in place again
+        with torch.inference_mode(False), torch.autocast(device_type, enabled=False), without_torch_functions():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def can_wait(parameter: Tensor) -> bool:
+    """Whether this tensor's class can watch reads: plain parameters and tensors, no subclass of somebody's own."""
+    return type(parameter) in _pending_class
+
+
+def is_pending(parameter: Tensor) -> bool:
+    """Whether an update of this parameter has not run yet."""
+    return type(parameter) in _plain_class
+
+
+def pending_of(parameter: Tensor) -> PendingUpdate | None:
+    """What waits for the next read of this parameter, if anything."""
+    # another thread may settle it between two looks
+    found: PendingUpdate | None = getattr(parameter, "_retime_pending", None) if is_pending(parameter) else None
+    return found
+
+
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """``parameter.grad`` without counting as a read, which would run what is pending."""
+    if not is_pending(parameter):
+        return parameter.grad
+    with without_subclass_functions():
+        return parameter.grad
+
+
+def settle_all(parameters: Iterable[Tensor]) -> None:
+    """Bring all of these up to date."""
+    for parameter in parameters:
+        _settled(parameter)
+
+
+def _settled(parameter: Tensor) -> bool:
+    """Bring one up to date; returns whether it is now: not inside of its own update."""
+    while (pending := pending_of(parameter)) is not None:
+        if not pending.settle():
+            return False
+    return True
+
+
+def _settle_arguments(values: Iterable[Any]) -> bool:
+    """Bring all parameters in there up to date; returns whether they are now."""
+    settled = True
+    for value in values:
+        if isinstance(value, Tensor):
+            settled &= _settled(value)
+        elif isinstance(value, list | tuple):
+            settled &= _settle_arguments(value)
+        elif isinstance(value, dict):
+            settled &= _settle_arguments(value.values())
+    return settled
+
+
+class _Watching:
+    """What the pending classes share."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _KEEPS_PENDING:
+            with without_subclass_functions():
+                result = func(*args, **kwargs)
+            if func != _READ_GRADIENT or result is None:
+                return result
+            # the gradient itself may be changed now, through .data even unseen, and the update still needs it
+        if _settle_arguments((args, kwargs)):
+            return func(*args, **kwargs)
+        with without_subclass_functions():  # the update reads what it brings up to date
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        with _in_plain_class(self):
+            return self.__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with _in_plain_class(self):
+            return self.__reduce_ex__(protocol)
+
+
+@contextlib.contextmanager
+def _in_plain_class(parameter: Any) -> Iterator[None]:
+    """Bring a parameter up to date that is about to be copied; inside of its own update it is copied as it stands."""
+    if _settled(parameter):
+        yield
+        return
+    pending, parameter.__class__ = type(parameter), _plain_class[type(parameter)]
+    try:
+        yield
+    finally:
+        parameter.__class__ = pending
+
+
+class PendingParameter(_Watching, nn.Parameter):
+    """A Parameter with a pending update; never constructed, only the class of a live parameter for a while."""
+
+
+class PendingTensor(_Watching, Tensor):
+    """The same for plain tensors that an optimizer updates."""
+
+
+_pending_class: dict[type[Tensor], Any] = {nn.Parameter: PendingParameter, Tensor: PendingTensor}
+_plain_class: dict[type[Tensor], Any] = {pending: plain for plain, pending in _pending_class.items()}
+foreach_classes.extend(_plain_class)
+
+
+# Code that reads parameters where no torch function sees it, and what forward fusion does about each kind.
+
+_PICKS_A_KERNEL_BY_CLASS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+"""They ask ``has_torch_function`` of their weights and would choose another kernel while updates are pending."""
+
+
+def unwatchable_parameters(model: nn.Module) -> set[Tensor]:
+    """Parameters under compiled or scripted modules: their code reads memory directly, so their updates cannot wait."""
+    found: set[Tensor] = set()
+    for module in model.modules():
+        if is_compiled(module):
+            found.update(module.parameters())
+    return found
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether the module's forward is compiled or scripted."""
+    return has_compile_mark(module) or isinstance(module, torch.jit.ScriptModule)
+
+
+def has_alias(parameter: Tensor) -> bool:
+    """Whether something else shares the parameter's memory: ``p.data``, a view or a NumPy array made earlier.
+
+    A read through the alias could not be seen. The parameter and the handle used for counting hold the storage twice.
+    """
+    with without_subclass_functions():  # not a read
+        storage = parameter.untyped_storage()
+    return storage_use_count(storage_address(storage)) > 2 or (storage.device.type == "cpu" and storage.is_shared())
+
+
+def settle_before_readers(model: nn.Module) -> list[RemovableHandle]:
+    """Hook the modules whose forward may hand parameters to code that no torch function sees; returns the handles.
+
+    torch's own layers need no hook. Somebody else's class may call a C extension with its parameters; a module with a
+    ``forward`` of its own on the instance (graphed or wrapped callables) may read its whole subtree.
+    """
+    handles = []
+    for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # takes no Python hook; its parameters never wait
+        whole = isinstance(module, _PICKS_A_KERNEL_BY_CLASS) or "forward" in module.__dict__
+        own = next(module.parameters(recurse=False), None) is not None
+        foreign = not type(module).__module__.startswith("torch.nn.")
+        if whole or (own and foreign):
+            handles.append(module.register_forward_pre_hook(_Settle(recurse=whole), prepend=True))
+    return handles
+
+
+class _Settle:
+    """A pre-hook that brings a module's parameters up to date; a class, so that the model can still be pickled."""
+
+    def __init__(self, *, recurse: bool) -> None:
+        self._recurse = recurse
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        settle_all(module.parameters(recurse=self._recurse))

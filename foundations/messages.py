@@ -1,0 +1,140 @@
+"""The two warnings of this package, and the one way to give them: once, on the first rank, at the user's line."""
+
+from __future__ import annotations
+
+import numbers
+import re
+import sys
+import types
+import warnings
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any
+
+import torch.distributed as dist
+
+# Counts by reason, as reports print them.
+
+
+def because(counts: Mapping[str, int], what: str = "") -> str:
+    """How often something happened and why: ``"3 replanned because ...; 1 replanned because ..."``.
+
+    Args:
+        counts: by reason.
+        what: happened, where the report has not said so before.
+    """
+    did = f" {what}" if what else ""
+    return "; ".join(f"{count}{did} because {reason}" for reason, count in counts.items())
+
+
+# Numbers of bytes, as people write and read them.
+
+_FORM = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
+_DECIMAL = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_BINARY = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def parse_bytes(name: str, size: int | str, *, least: int = 1, examples: str = "'8GiB' or '500MB'") -> int:
+    """The whole number of bytes that an argument asks for.
+
+    Args:
+        name: the argument's, for errors.
+        size: bytes, or a text: ``"8GiB"``, ``"500 MB"``, ``"1.5gib"``.
+        least: the smallest number that can be meant.
+        examples: what an error offers instead.
+
+    Raises:
+        TypeError: neither a whole number nor a text.
+        ValueError: it cannot be read, or is too small.
+    """
+    given: Any = size  # one of numpy's whole numbers is no int, and may be too small to count with
+    if isinstance(given, bool) or not isinstance(given, numbers.Integral | str):
+        raise TypeError(f"{name}={size!r} must be a number of bytes, or a text such as {examples}")
+    if isinstance(given, str):
+        found = _FORM.fullmatch(given.strip())
+        if not found:
+            raise ValueError(f"{name}={size!r} cannot be read: write bytes, {examples}")
+        count = int(Fraction(found[1]) * (_DECIMAL | _BINARY)[(found[2] or "B").lower()])
+    else:
+        count = int(given)
+    if count < least:
+        raise ValueError(f"{name}={size!r} must be {f'{least} or more' if least != 1 else 'above 0'}")
+    return count
+
+
+def show_bytes(count: float) -> str:
+    """Bytes in the largest binary unit of which there is one."""
+    for unit, size in reversed(_BINARY.items()):
+        if count >= size:
+            return f"{count / size:.4g} {unit[0].upper()}iB"
+    return f"{count:.0f} B"
+
+
+_LIBRARIES = (
+    *("retime", "torch", "torchmetrics", "lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"),
+    *("accelerate", "transformers", "hydra", "jsonargparse", "pluggy", "_pytest", "pytest"),
+)
+"""Packages whose frames are not the user's, beside Python's own."""
+
+
+class NoEffectWarning(UserWarning):
+    """A step runs the plain way: the text says why, and what to change so that the mechanism applies."""
+
+
+class DifferenceWarning(UserWarning):
+    """Training or what it shows differs from the plain step's: the text says in what, and how to avoid it."""
+
+
+def warn_no_effect(text: str, *, every_rank: bool = False) -> None:
+    """Give a :class:`NoEffectWarning` at the line of the user's program that led here.
+
+    Args:
+        text: why the step runs the plain way, and what to change.
+        every_rank: for what the first rank of a process group cannot know.
+    """
+    _warn(text, NoEffectWarning, every_rank)
+
+
+def warn_difference(text: str, *, every_rank: bool = False) -> None:
+    """Give a :class:`DifferenceWarning` at the line of the user's program that led here.
+
+    Args:
+        text: what differs, and how to avoid it.
+        every_rank: for what the first rank of a process group cannot know.
+    """
+    _warn(text, DifferenceWarning, every_rank)
+
+
+def _warn(text: str, category: type[UserWarning], every_rank: bool) -> None:
+    if every_rank or not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
+        warnings.warn(text, category, stacklevel=_depth_of_users_line())
+
+
+def is_library(module: str) -> bool:
+    """Whether a module of this name belongs to a library, and its lines are not the user's."""
+    return module.partition(".")[0] in _LIBRARIES
+
+
+def _depth_of_users_line() -> int:
+    """Return the ``stacklevel``, as :func:`_warn` counts, of the innermost frame that no library owns.
+
+    Where a process has none, as a spawned rank has, it is the outermost frame of a library that started no process.
+    """
+    frame: types.FrameType | None = sys._getframe(2)
+    depth, outermost = 2, 3
+    while frame is not None:
+        module = _module_of(frame)
+        if not is_library(module) and module.partition(".")[0] not in sys.stdlib_module_names:
+            return depth
+        if is_library(module) and "multiprocessing" not in module:
+            outermost = depth
+        if module in ("multiprocessing.spawn", "multiprocessing.forkserver"):
+            break  # what is outside of it is the process's command line
+        frame, depth = frame.f_back, depth + 1
+    return outermost
+
+
+def _module_of(frame: types.FrameType) -> str:
+    """Return the module's name, of ``python -m`` too."""
+    name: str = frame.f_globals.get("__name__", "")
+    return getattr(frame.f_globals.get("__spec__"), "name", name) if name == "__main__" else name

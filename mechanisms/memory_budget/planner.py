@@ -1,0 +1,318 @@
+"""Makes the plan of one batch inside a budget: dry runs, probe, calibration, search, trial (moDNN, section 4.2)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from retime.foundations.parts import BatchNormChoice, Certificate, Split, batch_statistics_layers, dry_part
+from retime.foundations.preserve_state import undisturbed
+from retime.foundations.storages import strided_bytes
+from retime.mechanisms.memory_budget.costs import StepCosts, calibrate, least_costs
+from retime.mechanisms.memory_budget.dry_run import Buckets, Gradients, StepProfile, TrainingStep
+from retime.mechanisms.memory_budget.offload import HostTier, PlanMismatch
+from retime.mechanisms.memory_budget.report import PlannedShape
+from retime.mechanisms.memory_budget.search import (
+    MOST_TRIALS,
+    OutOfTime,
+    PlanChoice,
+    PlanTrial,
+    TimeLimit,
+    examined,
+    part_sizes,
+    search_plan,
+)
+from retime.mechanisms.memory_budget.separability import certify, compared
+from retime.mechanisms.memory_budget.step_memory import StepMemory
+from retime.schedules.budget import BudgetError, OffloadPlan
+
+# How far planning is: which stage of how many.
+
+PROBING = "finding out whether sub-batches give the same gradients"
+_MEASURING = "measuring on a few samples how long the step and copies to the host take"
+_COUNTING = (
+    "deterministic algorithms are on, so the plan is chosen by counted bytes and operations and not by measured times: "
+    "every run chooses the same"
+)
+
+
+class PlanningStages:
+    """Tells stages as they begin, after the first one, a dry run.
+
+    How long one takes is not said: it depends on the step's Python code, the disk and what else the machine does.
+
+    Args:
+        say: is told a line a stage.
+        limit: is checked before each.
+        probed: whether gradients are probed.
+        timed: plans are chosen by measured times.
+    """
+
+    def __init__(self, say: Callable[[str], None], limit: TimeLimit, *, probed: bool, timed: bool) -> None:
+        self._say, self._limit, self._timed = say, limit, timed
+        self._trial = 0
+        self._number, self._last = 1, 4 + probed + (MOST_TRIALS if timed else 0)
+
+    def probe(self) -> None:
+        """Of gradients."""
+        self._begin(PROBING)
+
+    def least(self) -> None:
+        """What the floor's plan needs."""
+        self._begin("measuring on a few samples what the step needs at least")
+
+    def costs(self) -> None:
+        """Times and memory of a few samples."""
+        self._begin(_MEASURING if self._timed else _COUNTING)
+
+    def search(self) -> None:
+        """Plans that fit."""
+        self._begin("searching among plans by dry runs")
+
+    def trial(self, plan: OffloadPlan) -> None:
+        """Of the next plan."""
+        self._trial += 1
+        self._begin(f"trying plan {self._trial}: {plan}")
+
+    def _begin(self, text: str) -> None:
+        self._limit.check()
+        self._number += 1
+        self._say(f"{text} (stage {self._number} of at most {self._last})")
+
+
+_SPACIOUS = 3
+"""A plain step whose tensors fit into the budget so many times is not looked at any closer.
+
+oneDNN's LSTM saves a work space that no dry run sees, as large as all the rest.
+"""
+
+_PROBED = (3, 5)
+"""The fewest and the most samples that are probed at once."""
+
+_ONLY_OFFLOAD = re.compile(r"[;,.](?: or)? offload only(?:, or )?", re.IGNORECASE)
+"""Advice in a certificate that is none where offloading alone does not keep the budget."""
+
+
+CUT_SHORT = "the best plan that was known when the time was over: trials were cut short"
+"""Note of such a plan."""
+
+Step = Callable[[Any], Any]
+
+
+class StepPlanner:
+    """Plans for the steps of one model; arguments as for :class:`~retime.mechanisms.memory_budget.BudgetedStep`.
+
+    Args:
+        trying_out: entered around everything that calls a step without its result being wanted.
+
+    Attributes:
+        whole_because: why batches must not be split, if the caller knows a reason.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        budget_bytes: int,
+        host: HostTier,
+        *,
+        batchnorm: BatchNormChoice,
+        split: Split,
+        loss_weight: Callable[[Any], Any] | None,
+        gradients: Gradients,
+        buckets: Buckets,
+        reduction_bytes: int,
+        sub_batches: bool,
+        say: Callable[[str], None],
+        trying_out: Callable[[], AbstractContextManager[None]],
+        limit: TimeLimit | None = None,
+    ) -> None:
+        self.model, self.optimizers, self.budget_bytes, self.host = model, optimizers, budget_bytes, host
+        self.batchnorm, self.split, self.sub_batches = batchnorm, split, sub_batches
+        self.gradients, self.buckets, self.reduction_bytes = gradients, buckets, reduction_bytes
+        self.whole_because = ""
+        self._loss_weight, self._say, self._trying_out = loss_weight, say, trying_out
+        self._limit = limit or TimeLimit()
+
+    def make(self, step: Step, batch: Any, samples: int) -> PlannedShape:
+        """Of the plans that fit and are nearly the fastest the one that moves least; see :func:`search_plan`.
+
+        Raises:
+            BudgetError: the budget is below the floor.
+        """
+        dry = self._dry(step, batch, samples)
+        with self._limit.stoppable(), undisturbed(self.model, step):
+            memory = StepMemory(dry, (samples,))
+            plain = memory.plain
+            if plain is not None and _SPACIOUS * plain.peak_bytes <= self.budget_bytes:
+                choice = search_plan(dry, self.budget_bytes, memory=memory)
+                return PlannedShape(samples, choice, note=_note(memory))
+        probed = self._probe_samples(plain, samples)
+        probes = self.sub_batches and samples > 1 and not self.whole_because
+        timed = not torch.are_deterministic_algorithms_enabled()
+        stages = PlanningStages(self._say, self._limit, probed=probes, timed=timed)
+        certificate = None
+        if self.sub_batches and samples > 1:
+            with self._limit.stoppable():
+                certificate = self._certify(step, batch, None, probed, plain, stages.probe)
+        separable = certificate is not None and certificate.separable
+        with undisturbed(self.model, step):
+            trial = PlanTrial(dry, self.host, plain, self.budget_bytes)
+            with self._limit.stoppable():
+                smallest = 3 if self.batchnorm == "ghost" else 1  # then equal parts have 2, and with them a variance
+                sizes = part_sizes(samples, smallest) if separable else (samples,)
+                memory = memory.with_sizes(sizes, StepCosts(), check=True)
+                stages.least()
+                least = least_costs(dry, self.host, memory.sub_batches[0], plain)
+                memory = memory.with_least(least, None if plain is None else _SPACIOUS * plain.peak_bytes)
+                try:
+                    memory.require(self.budget_bytes)
+                except BudgetError:
+                    fewer = self._fewer(certificate)
+                    raise memory.floor.refusal(self.budget_bytes, fewer) from None
+                stages.costs()
+                costs = calibrate(dry, self.host, plain=plain, budget_bytes=self.budget_bytes, timed=timed)
+                memory = memory.with_costs(costs)
+                stages.search()
+                told = self._told(trial, stages) if timed else None
+                choice = search_plan(dry, self.budget_bytes, memory=memory, trial=told)
+        split = choice.plan.sub_batch < samples
+        return PlannedShape(samples, choice, certificate if split else None, memory.costs, _note(memory, trial.note))
+
+    def of_saved(self, shape: PlannedShape, step: Step, batch: Any, samples: int) -> PlannedShape | None:
+        """An earlier run's plan, if its step needs no more than it did then, and no more than the budget.
+
+        What tensors need and what moves are found out anew, and sub-batches are probed anew. What operations need
+        beside tensors was measured in that run, and is added.
+        """
+        choice = shape.choice
+        with undisturbed(self.model, step):
+            memory = StepMemory(self._dry(step, batch, samples), (samples, choice.plan.sub_batch))
+            plain = memory.plain
+            if plain is None:
+                return None
+            try:
+                found = examined(memory, choice)
+            except PlanMismatch:
+                return None
+        fits = found.peak_bytes + found.spare_bytes <= self.budget_bytes and found.tensor_bytes <= choice.tensor_bytes
+        if not fits or samples == 1 < shape.samples:
+            return None
+        certificate = None
+        if choice.plan.sub_batch < shape.samples:
+            certificate = self.certify(step, batch, samples=self._probe_samples(plain, samples), plain=plain)
+            if not certificate.separable:
+                return None
+        return replace(shape, choice=found, certificate=certificate)
+
+    def certify(
+        self,
+        step: Step,
+        batch: Any,
+        among: Certificate | None = None,
+        samples: int = _PROBED[1],
+        plain: StepProfile | None = None,
+    ) -> Certificate:
+        """Whether sub-batches give the same gradients, by a probe of so many samples."""
+        return self._certify(step, batch, among, samples, plain, lambda: self._say(PROBING))
+
+    def _certify(
+        self,
+        step: Step,
+        batch: Any,
+        among: Certificate | None,
+        samples: int,
+        plain: StepProfile | None,
+        begin: Callable[[], None],
+    ) -> Certificate:
+        if self.whole_because:
+            return Certificate(None, self.whole_because)
+        begin()
+        with self._trying_out(), undisturbed(self.model, step):
+            return certify(
+                step,
+                batch,
+                self.model,
+                split=self.split,
+                loss_weight=self._loss_weight,
+                ghost=self.batchnorm == "ghost",
+                among=among,
+                samples=samples,
+                read_only=plain is not None and not plain.trace.writes_parameters,
+            )
+
+    def compared(self, step: Step, batch: Any, found: Certificate, sizes: Collection[int]) -> Certificate:
+        """The same certificate, if batches of these sizes do what the probed samples do."""
+        with self._trying_out(), undisturbed(self.model, step):
+            return compared(
+                step, batch, self.model, found, sizes, split=self.split, given=self._loss_weight is not None
+            )
+
+    def made_for(self) -> dict[str, Any]:
+        """What plans depend on beside the batch and the model's flags, in plain types."""
+        trained = strided_bytes(parameter for parameter in self.model.parameters() if parameter.requires_grad)
+        fixed = strided_bytes((*self.model.parameters(), *self.model.buffers())) - trained
+        return {
+            "budget_bytes": self.budget_bytes,
+            "batchnorm": self.batchnorm,
+            "buckets": self.buckets,
+            "reduction_bytes": self.reduction_bytes,
+            "sub_batches": self.sub_batches,
+            "model": f"{type(self.model).__name__}: {trained} bytes trained, {fixed} fixed",
+            "optimizers": ", ".join(type(one).__name__ for one in self.optimizers),
+        }
+
+    def _dry(self, step: Step, batch: Any, samples: int) -> TrainingStep:
+        return TrainingStep(
+            self.model,
+            batch,
+            samples,
+            loss=step,
+            optimizers=self.optimizers,
+            split=lambda whole, first, last: dry_part(whole, first, last, self.split),
+            gradients=self.gradients,
+            buckets=self.buckets,
+            reduction_bytes=self.reduction_bytes,
+        )
+
+    def _probe_samples(self, plain: StepProfile | None, samples: int) -> int:
+        """How many samples the probe may run at once inside the budget."""
+        if plain is None:
+            return _PROBED[1]
+        each = max(1, (plain.peak_bytes - plain.resident_bytes) // samples)
+        room = self.budget_bytes - plain.resident_bytes
+        return max(_PROBED[0], min(_PROBED[1], room // each))
+
+    def _told(self, trial: PlanTrial, stages: PlanningStages) -> Callable[[PlanChoice], float | None]:
+        def step_ms(choice: PlanChoice) -> float | None:
+            try:
+                stages.trial(choice.plan)
+                return trial.step_ms(choice)
+            except OutOfTime:
+                trial.note = CUT_SHORT
+                raise
+
+        return step_ms
+
+    def _fewer(self, certificate: Certificate | None) -> str:
+        """What keeps fewer samples than a batch has from running at once, and what can be done; empty if nothing."""
+        if not self.sub_batches:
+            return "Batches are only offloaded here: run(), which may split them, or a smaller batch would help"
+        if certificate is None or certificate.separable:
+            return ""
+        problem, *advice = _ONLY_OFFLOAD.split(certificate.reason, maxsplit=1)
+        because = f"Sub-batches would lower it, but {problem}"
+        if not certificate.layers or list(certificate.layers) != batch_statistics_layers(self.model):
+            return "; ".join(filter(None, (because, *advice))) + ". A smaller batch would help"
+        return f"{because}; choose batchnorm='ghost', or a smaller batch"
+
+
+def _note(memory: StepMemory, *more: str) -> str:
+    unknown = [f"what {name} keeps for itself is not counted" for name in memory.not_run]
+    return "; ".join(filter(None, (memory.note, *unknown, *more)))

@@ -1,0 +1,531 @@
+"""Decides under which plan a batch runs: a known one, a given one, an earlier run's, or one that is made now."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retime.foundations.cpu_pool import FreedMemory
+from retime.foundations.measure import PeakWatch
+from retime.foundations.messages import show_bytes
+from retime.foundations.parts import Certificate, Split, key_of, name_of, no_larger, part_lengths, samples_in, sizes_of
+from retime.foundations.preserve_state import CompiledCode
+from retime.foundations.storages import strided_bytes, tensors_in
+from retime.mechanisms.memory_budget.dry_run import everything
+from retime.mechanisms.memory_budget.first_steps import DryRuns, FirstSteps
+from retime.mechanisms.memory_budget.offload import HostTier, OffloadReport, OffloadSavedTensors, PlanMismatch
+from retime.mechanisms.memory_budget.path_changes import (
+    GraphPaths,
+    warn_of_mismatches,
+    warn_of_paths,
+    warn_of_whole,
+    why_anew,
+)
+from retime.mechanisms.memory_budget.plan_files import GivenPlans, plans_in, state_of
+from retime.mechanisms.memory_budget.planner import Step, StepPlanner
+from retime.mechanisms.memory_budget.report import BudgetReport, PlannedShape
+from retime.mechanisms.memory_budget.search import PlanChoice
+from retime.schedules.budget import OffloadPlan
+from retime.schedules.errors import ScheduleError
+
+# The memory that a budget counts beside what a step makes, and what freed memory may be kept.
+
+
+class MemoryLimit:
+    """Keeps a process to what its plans need.
+
+    Args:
+        model, optimizers: what a step trains.
+        hidden_bytes: of tensors that nothing in Python holds: freed memory leaves room for them.
+
+    Attributes:
+        freed: what happens to freed memory.
+        hidden_bytes: as given; may be set anew.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], hidden_bytes: int = 0) -> None:
+        self._model, self._optimizers, self.hidden_bytes = model, optimizers, hidden_bytes
+        device = next(model.parameters()).device
+        self.freed = FreedMemory(device)
+        self._process = _watched_process() if device.type == "cpu" else None
+        self._model_bytes = self._standing_bytes = strided_bytes(self._between_steps(()))
+
+    def limit(self, batch: Any, nbytes: int) -> None:
+        """Freed memory is kept for the next tensors as far as there is room for it in ``nbytes``."""
+        self.freed.hold(max(0, nbytes - self.hidden_bytes), self._between_steps(batch))
+
+    def needed_bytes(self, batch: Any) -> int | None:
+        """What is there between steps, and the most that tensors held beside since the first step began.
+
+        None where it cannot be measured.
+        """
+        more = self.freed.peak_bytes()
+        return None if more is None else more + self.hidden_bytes + strided_bytes(self._between_steps(batch))
+
+    def grown_bytes(self) -> int:
+        """The most that the process has grown by so far, with the model that was there; 0 where it cannot be told."""
+        return 0 if self._process is None else self._process.read() - self._process.begin_bytes + self._model_bytes
+
+    def begin_first_step(self, batch: Any) -> None:
+        """From now on :meth:`allocated_bytes` counts."""
+        self._standing_bytes = strided_bytes(self._between_steps(batch))
+        self.freed.forget_peak()
+
+    def allocated_bytes(self) -> int:
+        """The most that tensors held since :meth:`begin_first_step`; 0 where it cannot be measured."""
+        more = self.freed.peak_bytes()
+        return 0 if more is None else more + self.hidden_bytes + self._standing_bytes
+
+    def _between_steps(self, batch: Any) -> list[Tensor]:
+        states = [tensors_in(list(optimizer.state.values())) for optimizer in self._optimizers]
+        gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
+        return [*self._model.parameters(), *self._model.buffers(), *gradients, *chain(*states), *tensors_in(batch)]
+
+
+def _watched_process() -> PeakWatch | None:
+    try:
+        return PeakWatch()
+    except (OSError, LookupError):  # no Linux, or a kernel that does not forget peaks
+        return None
+
+
+# What plans go by of one batch, found out once and passed along.
+
+Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class BatchRecord:
+    """A batch, with what decides which plan it runs under.
+
+    Attributes:
+        batch: itself.
+        key: everything of its shape but how many samples it has, and the model as it is.
+        samples: how many it has.
+        sizes: bytes of each of its tensors.
+    """
+
+    batch: Any
+    key: Key
+    samples: int
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, batch: Any, model: nn.Module, gradients: str, split: Split) -> BatchRecord:
+        """The record of a batch that comes now.
+
+        Args:
+            batch: on the model's device.
+            model: as it is now.
+            gradients: whether those of steps before are there.
+            split: cuts the batch.
+        """
+        return cls(batch, key_of(batch, model, gradients), samples_in(batch, split), sizes_of(batch))
+
+    @property
+    def name(self) -> str:
+        """The key as text, for checkpoints and files."""
+        return name_of(self.key)
+
+    def fits(self, samples: int, sizes: tuple[int, ...]) -> bool:
+        """Whether it is no larger than a batch of so many samples and these sizes."""
+        return self.samples <= samples and no_larger(self.sizes, sizes)
+
+
+# The plans that batches run under, by what they were made for.
+
+MOST_PLANS = 128
+"""So many plans are kept, those used last."""
+
+
+@dataclass
+class _Entry:
+    shape: PlannedShape
+    sizes: tuple[int, ...]
+    paths: GraphPaths
+
+
+class PlanBook:
+    """One plan a key, with the sizes it was made for and the graph paths that were seen under it.
+
+    Plans of an earlier run wait by name, until a batch that they were made for comes.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[Key, _Entry] = {}  # used longest ago first
+        self._earlier: dict[str, PlannedShape] = {}
+        self._unexamined: set[Key] = set()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def find(self, record: BatchRecord) -> PlannedShape | None:
+        """The plan that holds for a batch; None if there is none."""
+        entry = self._entries.get(record.key)
+        return entry.shape if entry is not None and record.fits(entry.shape.samples, entry.sizes) else None
+
+    def paths(self, record: BatchRecord) -> GraphPaths:
+        """The graph paths that were seen under the plan of this key; new ones where there is no plan."""
+        entry = self._entries.get(record.key)
+        return GraphPaths() if entry is None else entry.paths
+
+    def add(self, record: BatchRecord, shape: PlannedShape) -> None:
+        """Batches like this one run under this plan from now on; what was known of its key goes."""
+        self._entries.pop(record.key, None)
+        self._unexamined.discard(record.key)
+        constants = shape.certificate is not None and shape.certificate.constants
+        self._entries[record.key] = _Entry(shape, record.sizes, GraphPaths(constants))
+        while len(self._entries) > MOST_PLANS:
+            del self._entries[next(iter(self._entries))]
+
+    def use(self, record: BatchRecord) -> None:
+        """The plan of this key is the one used last."""
+        self._entries[record.key] = self._entries.pop(record.key)
+
+    def recertify(self, record: BatchRecord, certificate: Certificate) -> PlannedShape:
+        """More is known of whether this batch may be split; returns the plan with that."""
+        entry = self._entries[record.key]
+        entry.shape = replace(entry.shape, certificate=certificate)
+        return entry.shape
+
+    def renew(self, record: BatchRecord, before: PlannedShape, now: PlannedShape) -> None:
+        """More is known of a plan, if it is still there."""
+        entry = self._entries.get(record.key)
+        if entry is not None and entry.shape is before:
+            entry.shape = now
+
+    def drop(self, plan: OffloadPlan) -> None:
+        """It does not hold: nothing runs under it any more, nor takes it up from an earlier run."""
+        for key, entry in list(self._entries.items()):
+            if entry.shape.choice.plan == plan:
+                del self._entries[key]
+                if entry.paths.new:
+                    self._unexamined.add(key)
+        self._earlier = {name: shape for name, shape in self._earlier.items() if shape.choice.plan != plan}
+
+    def shapes(self, but: BatchRecord | None = None) -> list[PlannedShape]:
+        """All that is planned, used longest ago first; without the plan of one key."""
+        return [entry.shape for key, entry in self._entries.items() if but is None or key != but.key]
+
+    def same_shape(self, record: BatchRecord) -> bool:
+        """Whether there is a plan for such batches and another state of the model."""
+        return any(key[-1] == record.key[-1] for key in self._entries if key != record.key)
+
+    def unexamined(self) -> bool:
+        """Whether a batch took a graph path that no later one was examined for."""
+        return bool(self._unexamined) or any(entry.paths.new for entry in self._entries.values())
+
+    def earlier(self, record: BatchRecord) -> PlannedShape | None:
+        """An earlier run's plan for a batch like this one."""
+        found = self._earlier.get(record.name)
+        return None if found is None or record.samples > found.samples else found
+
+    def state(self, made_for: Mapping[str, Any]) -> dict[str, Any]:
+        """All plans in plain types, and what they were made for."""
+        return state_of(made_for, {name_of(key): entry.shape for key, entry in self._entries.items()})
+
+    def load(self, state: object, made_for: Mapping[str, Any]) -> None:
+        """Take up what :meth:`state` gave in an earlier run.
+
+        Raises:
+            OtherPlansError: it was made for something else.
+            ScheduleError: this is no such state.
+        """
+        self._earlier = plans_in(state, made_for)
+
+
+# Whether the step that runs at the moment is only tried out.
+
+
+class TriedOut:
+    """Called for a context around everything that calls a step without its result being wanted.
+
+    Attributes:
+        now: such a context is open.
+    """
+
+    def __init__(self) -> None:
+        self.now = False
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        before, self.now = self.now, True
+        try:
+            yield
+        finally:
+            self.now = before
+
+
+# The one :class:`OffloadSavedTensors` of each plan that is in use, and what they all moved.
+
+
+class Offloads:
+    """Plans' storages go to ``host``."""
+
+    def __init__(self, host: HostTier) -> None:
+        self._host = host
+        self._of: dict[OffloadPlan, OffloadSavedTensors] = {}
+        self._gone: OffloadReport | None = None
+
+    @contextmanager
+    def around(
+        self, choice: PlanChoice, keep: Iterable[Tensor], on_mismatch: Callable[[PlanMismatch], None]
+    ) -> Iterator[None]:
+        """Around a forward pass under a plan that offloads something; arguments as for :class:`OffloadSavedTensors`."""
+        offload = self._of.get(choice.plan)
+        if offload is None:
+            offload = self._of[choice.plan] = OffloadSavedTensors(
+                choice.plan, self._host, in_flight_bytes=choice.in_flight_bytes, on_mismatch=on_mismatch
+            )
+        offload.keep, offload.in_flight_bytes = keep, choice.in_flight_bytes
+        try:
+            with offload:
+                yield
+        finally:
+            offload.keep = ()  # the batch may go when the step has ended
+
+    def sizes(self, plan: OffloadPlan) -> list[int]:
+        """Bytes of each storage that the last forward pass under a plan saved, by number."""
+        return self._of[plan].sizes if plan in self._of else []
+
+    def forget(self, plan: OffloadPlan) -> None:
+        """A plan is used no more; what it moved still counts."""
+        offload = self._of.pop(plan, None)
+        if offload is not None:
+            self._gone = OffloadReport.total([offload.report(), *filter(None, [self._gone])])
+
+    def keep_only(self, plans: Container[OffloadPlan]) -> None:
+        """Forget all other plans, but not before their last backward pass has ended: then at a later call."""
+        for plan in [plan for plan, offload in self._of.items() if plan not in plans and offload.ended]:
+            self.forget(plan)
+
+    def forget_all(self) -> None:
+        """No plan is used any more."""
+        for plan in list(self._of):
+            self.forget(plan)
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def report(self) -> OffloadReport | None:
+        """What was moved under all plans; None if nothing was to be."""
+        return OffloadReport.total([*(offload.report() for offload in self._of.values()), *filter(None, [self._gone])])
+
+
+MakePlan = Callable[[StepPlanner, Step, Any, int], PlannedShape]
+"""Makes the plan of a step for a batch of so many samples, as :meth:`StepPlanner.make` does."""
+
+
+class BatchPlans:
+    """The plans of one model's batches.
+
+    Args:
+        planner: makes them.
+        offloads: what runs under them.
+        report: is told of each.
+        compiled: is looked for while a step is tried out.
+        tried_out: entered around that.
+        dry_run, on_shape_change, hidden_bytes, plan, may_stop, say, make_plan: as for
+            :class:`~retime.mechanisms.memory_budget.BudgetedStep`.
+
+    Attributes:
+        planner: as given.
+        book: the plans so far.
+        first: first steps that run without one.
+        memory: what is held beside what a step makes.
+    """
+
+    def __init__(
+        self,
+        planner: StepPlanner,
+        offloads: Offloads,
+        report: BudgetReport,
+        compiled: CompiledCode,
+        tried_out: TriedOut,
+        *,
+        dry_run: DryRuns,
+        on_shape_change: str,
+        hidden_bytes: int,
+        plan: str | os.PathLike[str] | None,
+        may_stop: bool,
+        say: Callable[[str], None],
+        make_plan: MakePlan,
+    ) -> None:
+        self.planner, self.book = planner, PlanBook()
+        self.first = FirstSteps(planner.model, planner.optimizers, planner.budget_bytes, dry_run, say)
+        self._first_step: tuple[BatchRecord, PlannedShape] | None = None
+        self._given = None if plan is None else GivenPlans(plan, planner)
+        self.memory = MemoryLimit(planner.model, planner.optimizers, hidden_bytes)
+        self._offloads, self._report, self._compiled, self._tried_out = offloads, report, compiled, tried_out
+        self._on_shape_change, self._may_stop, self._say, self._make_plan = on_shape_change, may_stop, say, make_plan
+
+    def first_or_plan(self, step: Step, record: BatchRecord, may_stop: bool = True) -> PlannedShape:
+        """As :meth:`plan`, or what the first step of a shape is to run under, which is trained to find out the rest."""
+        self.measure_first()
+        self._first_step = None
+        known = self.book.find(record) is not None or (self.book and self._on_shape_change == "error")
+        if known or self._given is not None:
+            return self.plan(step, record)
+        found = self.first.planned(record.key, lambda: self.memory.needed_bytes(record.batch))
+        if found is not None:
+            self._offloads.forget(everything(found.samples))
+            return self.keep(record, found)
+        first = self.first.begin(record.key, record.batch, record.samples, may_stop and self._may_stop)
+        if first is None:
+            return self.plan(step, record)
+        self.memory.limit(record.batch, self.planner.budget_bytes)
+        return first
+
+    def plan(self, step: Step, record: BatchRecord) -> PlannedShape:
+        """What is decided for batches like this one; made now if there is nothing yet.
+
+        Raises:
+            BudgetError: the budget is below the floor.
+            ScheduleError: a batch of another shape, with ``on_shape_change="error"``.
+        """
+        known = self.book.find(record)
+        if known is not None:
+            known = self._examined(step, record, known)
+            if known is not None:
+                self.book.use(record)
+                return known
+        if self.book and self._on_shape_change == "error":
+            raise ScheduleError(why_anew(record.samples, self.book.same_shape(record)))
+        return self._plan_anew(step, record)
+
+    def _examined(self, step: Step, record: BatchRecord, shape: PlannedShape) -> PlannedShape | None:
+        """The same, if sub-batches that took another path than those before are as separable; else None: plan anew."""
+        paths = self.book.paths(record)
+        if not paths.new or shape.certificate is None or record.samples < 2:
+            return shape
+        self._say("the step computes something else than the one that was planned for")
+        with self.room(record.batch):
+            again = self.planner.certify(step, record.batch, among=shape.certificate)
+        stopped = paths.accept()
+        warn_of_paths(again, paths, stopped)
+        return self.book.recertify(record, again) if again.separable else None
+
+    def _plan_anew(self, step: Step, record: BatchRecord) -> PlannedShape:
+        self._say(
+            f"planning a batch of {record.samples} samples for {show_bytes(self.planner.budget_bytes)}; nothing of "
+            "it is trained yet, and save_plan() keeps the plan for other runs. Dry runs, a probe and trials call the "
+            "step more often than training does; dry_run='off' does without them"
+        )
+        self.memory.limit(record.batch, self.planner.budget_bytes)
+        with self._tried_out(), self._compiled.looked_for():
+            shape = self._with_parts_compared(step, record, self._made_or_taken(step, record))
+        if not shape.plain:
+            self._compiled.warn()
+        self.memory.freed.trim()  # planning is over: what it took is the steps'
+        return self.keep(record, shape)
+
+    def _made_or_taken(self, step: Step, record: BatchRecord) -> PlannedShape:
+        batch, samples = record.batch, record.samples
+        if self._given is not None:
+            return self._given.plan(record.name, step, batch, samples, dry=self.first.dry_run != "off")
+        earlier = self.book.earlier(record)
+        taken = None if earlier is None else self.planner.of_saved(earlier, step, batch, samples)
+        if taken is not None:
+            return taken
+        shape = self._make_plan(self.planner, step, batch, samples)
+        return replace(shape, note="; ".join(filter(None, (shape.note, self.memory.freed.note))))
+
+    def _with_parts_compared(self, step: Step, record: BatchRecord, shape: PlannedShape) -> PlannedShape:
+        """The same, once its parts are known to do what the probed samples do; else a plan for the whole batch.
+
+        The first batch would find it out too, but has no room for a dry run.
+        """
+        known = shape.certificate
+        if known is None or not known.samples:
+            return shape
+        sub_batch = min(shape.choice.plan.sub_batch, record.samples)
+        sizes = {record.samples, *part_lengths(record.samples, -(-record.samples // sub_batch))} - known.sizes
+        compared = self.planner.compared(step, record.batch, known, sizes) if sizes else known
+        if compared.separable:
+            return replace(shape, certificate=compared)
+        warn_of_whole(compared.reason)
+        with self._kept_whole(compared.reason):
+            return self._made_or_taken(step, record)
+
+    @contextmanager
+    def room(self, batch: Any) -> Iterator[None]:
+        """Around what examines a step in the midst of training: freed memory that is kept makes room for it."""
+        self.memory.limit(batch, 0)
+        try:
+            yield
+        finally:
+            self.memory.freed.trim()
+            self._limit_freed(batch)
+
+    def keep(self, record: BatchRecord, shape: PlannedShape) -> PlannedShape:
+        """From now on batches like this one run under this plan."""
+        self._reserve([*self.book.shapes(but=record), shape])
+        self.book.add(record, shape)
+        self._report.note(shape, MOST_PLANS)
+        self._first_step = None if shape.first_step_bytes is None else (record, shape)
+        self._limit_freed(record.batch)
+        self._say(str(shape))
+        return shape
+
+    def measure_first(self) -> None:
+        """Note what a first step that was trained without a plan has allocated so far, until the next batch begins."""
+        if self._first_step is None:
+            return
+        record, before = self._first_step
+        shape = replace(before, first_step_bytes=self.memory.allocated_bytes())
+        self._report.renew(before, shape)
+        self.book.renew(record, before, shape)
+        self._first_step = record, shape
+
+    def keep_whole(self, step: Step, record: BatchRecord, reason: str) -> None:
+        """Batches like this one are not split any more."""
+        warn_of_whole(reason)
+        with self._kept_whole(reason):
+            self._plan_anew(step, record)
+
+    @contextmanager
+    def _kept_whole(self, reason: str) -> Iterator[None]:
+        before, self.planner.whole_because = self.planner.whole_because, reason
+        try:
+            yield
+        finally:
+            self.planner.whole_because = before
+
+    def drop_mismatched(self, plan: OffloadPlan, mismatch: PlanMismatch) -> None:
+        """A forward pass under this plan saved something else: the next batch is planned anew.
+
+        Raises:
+            PlanMismatch: with ``on_shape_change="error"``.
+        """
+        if self._on_shape_change == "error":
+            raise mismatch
+        reason = "a forward pass saved other storages than planned"
+        times = self._report.replanned[reason] = self._report.replanned.get(reason, 0) + 1
+        self.book.drop(plan)
+        self._say(f"{mismatch}; the next batch of this shape is planned anew")
+        warn_of_mismatches(reason, times)
+
+    def hide(self, hidden_bytes: int, batch: Any) -> None:
+        """From now on nothing in Python holds so many bytes of tensors, in batches like this one."""
+        self.memory.hidden_bytes = hidden_bytes
+        self._limit_freed(batch)
+
+    def _reserve(self, shapes: Sequence[PlannedShape]) -> None:
+        """Have the space on the host that the plans of these need, one at a time."""
+        away = [shape for shape in shapes if shape.choice.plan.offload]
+        if away:
+            nbytes = max(shape.choice.out_bytes // -(-shape.samples // shape.choice.plan.sub_batch) for shape in away)
+            self.planner.host.reserve(nbytes, max(len(shape.choice.plan.offload) for shape in away))
+
+    def _limit_freed(self, batch: Any) -> None:
+        """What freed memory may hold together with tensors: as much as the largest plan."""
+        if self.book:
+            held = max(shape.reserved_bytes(self.planner.budget_bytes) for shape in self.book.shapes())
+            self.memory.limit(batch, held)

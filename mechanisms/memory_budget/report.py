@@ -1,0 +1,203 @@
+"""What a memory budget decided and did, to print and to keep in a checkpoint."""
+
+from __future__ import annotations
+
+import re
+import resource
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path, PurePosixPath
+
+import psutil
+import torch
+
+from retime.foundations.messages import because, parse_bytes, show_bytes
+from retime.foundations.parts import Certificate
+from retime.mechanisms.memory_budget.costs import StepCosts
+from retime.mechanisms.memory_budget.offload import OffloadReport
+from retime.mechanisms.memory_budget.search import PlanChoice
+
+# How much memory a process may use on a CPU: less than the machine has, in a container or under ``ulimit``.
+
+_ROOT = Path("/")
+_GROUPS = "sys/fs/cgroup"
+# Where the memory controller's groups are mounted, and the file that limits one: version 2, alone or beside 1, and 1.
+_UNIFIED = ((_GROUPS, "memory.max"), (f"{_GROUPS}/unified", "memory.max"))
+_OLD = ((f"{_GROUPS}/memory", "memory.limit_in_bytes"),)
+
+
+def shared_bytes() -> int:
+    """What all processes of this one's control group have together: the machine's memory, or less.
+
+    The limits of the group itself and of all groups around it count, of both versions of control groups.
+    """
+    return min([int(psutil.virtual_memory().total), *_group_limits()])
+
+
+def own_bytes() -> int:
+    """The same, or less where this process has limits of its own: ``RLIMIT_DATA`` and ``RLIMIT_AS``."""
+    soft = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS))
+    return min([shared_bytes(), *(limit for limit in soft if limit != resource.RLIM_INFINITY)])
+
+
+def _group_limits() -> Iterator[int]:
+    try:
+        lines = (_ROOT / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return  # no Linux, or no control groups
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        for mounted, limit in _OLD if controllers else _UNIFIED:
+            yield from _limits_of(_ROOT / mounted, group, limit)
+
+
+def _limits_of(mounted: Path, group: str, name: str) -> Iterator[int]:
+    """Those of a group and of all around it, as far as they can be seen: a container sees its own as the outermost."""
+    inside = PurePosixPath(*(part for part in PurePosixPath(group).parts if part not in ("/", "..")))
+    for folder in (inside, *inside.parents):
+        try:
+            text = (mounted / folder / name).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():  # else "max"
+            yield int(text)
+
+
+# A byte budget, as people write it.
+
+_PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
+
+
+def parse_budget(budget: int | str, device: torch.device | str | int | None, sharing: int = 1) -> int:
+    """The bytes that a budget means on ``device``.
+
+    Args:
+        budget: bytes, or a text: ``"8GiB"``, ``"500 MB"``, ``"90%"`` of the device's memory. On a CPU that is
+            the least of the machine's memory, the limits of the process's control group and of all groups around it
+            (``memory.max`` or ``memory.limit_in_bytes``: a container's), ``RLIMIT_DATA`` and ``RLIMIT_AS``.
+        device: where training runs; None where that is not known yet: only the form of bytes is checked then.
+        sharing: processes on this machine; on a CPU they share a percentage, since they share the memory. Each has its
+            own resource limits.
+
+    Raises:
+        TypeError: neither a whole number nor a text.
+        ValueError: it cannot be read, is not above 0, or is more than the device has.
+    """
+    total = _device_bytes(device)
+    percent = _PERCENT.fullmatch(budget.strip()) if isinstance(budget, str) else None
+    if percent:
+        if not 0 < Fraction(percent[1]) <= 100:
+            raise ValueError(f"budget={budget!r} must be above 0% and at most 100% of the device's memory")
+        wanted = int(Fraction(percent[1]) / 100 * _device_bytes(device, sharing))
+    else:
+        wanted = parse_bytes("budget", budget, examples="'8GiB', '500MB' or '90%'")
+    if wanted < 1:
+        raise ValueError(f"budget={budget!r} must be above 0")
+    if wanted > total:
+        raise ValueError(f"budget={budget!r} is {wanted} bytes, but {device} has {total}: give at most that, or '90%'")
+    return wanted
+
+
+def _device_bytes(device: torch.device | str | int | None, sharing: int = 1) -> int:
+    """What one of so many processes has."""
+    if device is None:
+        return sys.maxsize // sharing
+    device = torch.device(device)
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return min(shared_bytes() // sharing, own_bytes())
+
+
+_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class PlannedShape:
+    """What was decided for batches of one shape.
+
+    Attributes:
+        samples: of a batch.
+        choice: the plan, its predicted peak and what it was chosen by.
+        certificate: whether and how the batch may be split; None where it is not.
+        costs: what was measured; None where a dry run was enough.
+        note: why the prediction is not exact; empty if it is.
+        source: where the plan comes from, if it was not made now.
+        first_step_bytes: that tensors held at most in the first step, where that was trained without a plan; 0 before
+            it has ended, or where nobody counts.
+    """
+
+    samples: int
+    choice: PlanChoice
+    certificate: Certificate | None = None
+    costs: StepCosts | None = None
+    note: str = ""
+    source: str = ""
+    first_step_bytes: int | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether the plan asks for nothing: batches run as without a budget."""
+        return not self.choice.plan.offload and self.choice.plan.sub_batch >= self.samples
+
+    def reserved_bytes(self, budget_bytes: int) -> int:
+        """What live tensors, and freed memory cached for the next ones, may take together at most."""
+        return self.choice.reserved_bytes(budget_bytes)
+
+    def __str__(self) -> str:
+        choice = self.choice
+        text = f"batch of {self.samples}" + (" fits" if self.plain else f": {choice.plan}")
+        if self.first_step_bytes is None:
+            text += f"; predicted peak {show_bytes(choice.peak_bytes)}"
+        elif self.first_step_bytes:
+            text += f": it allocated {show_bytes(self.first_step_bytes)}"
+        if choice.out_bytes:
+            text += f", {show_bytes(choice.out_bytes + choice.in_bytes)} moved a step"
+        if self.certificate is not None:
+            text += f"; {self.certificate}"
+        return "; ".join(filter(None, (text, self.note, self.source)))
+
+
+@dataclass
+class BudgetReport:
+    """What was planned and done; sizes in bytes."""
+
+    budget_bytes: int
+    steps: int = 0
+    """Batches."""
+    sub_batches: int = 0
+    """Forward passes of those batches."""
+    plans: int = 0
+    """Plans that were made or taken from a checkpoint."""
+    shapes: list[PlannedShape] = field(default_factory=list)
+    """The last of them."""
+    offload: OffloadReport | None = None
+    replanned: dict[str, int] = field(default_factory=dict)
+    """Plans that were thrown away, by reason."""
+    grown_bytes: int = 0
+    """The most that the process grew by, with the model; 0 where it cannot be told."""
+
+    def note(self, shape: PlannedShape, most: int) -> None:
+        """A plan was made; only the last ``most`` are kept."""
+        self.plans += 1
+        self.shapes.append(shape)
+        del self.shapes[:-most]
+
+    def renew(self, before: PlannedShape, now: PlannedShape) -> None:
+        """More is known of a shape."""
+        self.shapes = [now if shape is before else shape for shape in self.shapes]
+
+    def __str__(self) -> str:
+        text = f"memory budget {show_bytes(self.budget_bytes)}: {self.steps} steps in {self.sub_batches} sub-batches"
+        if self.offload is not None and self.offload.storages:
+            moved = self.offload.bytes_out + self.offload.bytes_in
+            text += f"; {show_bytes(moved)} moved, {self.offload.stalls} waits"
+        if self.grown_bytes > self.budget_bytes:
+            text += f"; the process grew by {show_bytes(self.grown_bytes)}, which is above the budget"
+            text += " (a process's first steps load code once, which no budget counts)"
+        text += "".join(f"; {shape}" for shape in self.shapes[-_SHOWN:])
+        text += f"; {self.plans - _SHOWN} plans before these" if self.plans > _SHOWN else ""
+        return "; ".join(filter(None, (text, because(self.replanned, "replanned"))))

@@ -1,0 +1,336 @@
+"""Training steps that stay inside a byte budget: profile, plan and execution put together (moDNN, section 4.2).
+
+    step = BudgetedStep(model, [optimizer], 8 * 2**30, host=parse_host("memory", "cuda"))
+    for batch in loader:
+        optimizer.zero_grad()
+        output = step.run(lambda part: {"loss": criterion(model(part[0]), part[1])}, batch)   # forward and backward
+        optimizer.step()
+    print(step.report()); step.remove()
+
+The first batch of each shape is planned for: nothing if it fits, else nearly the fastest of all (sub-batch size,
+offloaded storages, prefetch distance) that fit: the one that moves the fewest bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from enum import IntEnum
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor, nn
+
+from retime.foundations.arguments import AtLeast, checked
+from retime.foundations.messages import parse_bytes
+from retime.foundations.parts import BatchNormChoice, Split, check_choice, loss_of, split_batch
+from retime.foundations.preserve_state import CompiledCode
+from retime.mechanisms.memory_budget.dry_run import Buckets, Gradients, TooMuchAllocated, check_held
+from retime.mechanisms.memory_budget.first_steps import check_dry_run
+from retime.mechanisms.memory_budget.offload import HostTier, check_host
+from retime.mechanisms.memory_budget.path_changes import (
+    AnotherPath,
+    check_on_shape_change,
+    warn_of_dropped,
+    warn_of_unexamined,
+)
+from retime.mechanisms.memory_budget.plan_files import OtherPlansError, write_plans
+from retime.mechanisms.memory_budget.planner import Step, StepPlanner
+from retime.mechanisms.memory_budget.plans import BatchPlans, BatchRecord, MakePlan, Offloads, TriedOut
+from retime.mechanisms.memory_budget.report import BudgetReport, PlannedShape
+from retime.mechanisms.memory_budget.search import TimeLimit
+from retime.mechanisms.memory_budget.sub_batches import PlannedBatches, SubBatches
+from retime.schedules.errors import ScheduleError
+
+# In what way a batch runs, and the error where there is none.
+
+
+class Way(IntEnum):
+    """How a batch runs: as without a budget, at once but with storages offloaded, or in sub-batches."""
+
+    PLAIN = 0
+    WHOLE = 1
+    PARTS = 2
+
+
+class NoLossError(ValueError):
+    """A step gave no loss for this batch, so there is nothing to plan from or to go backward from."""
+
+
+class BudgetedStep:
+    """Runs the steps of one model inside a budget.
+
+    Offload-only plans give the plain step's numbers bit by bit, sub-batches give them up to rounding; whether
+    sub-batches may be used is found out by a probe on the first batch (:func:`certify`).
+
+    Args:
+        model: all that a step trains.
+        optimizers: those that update it; their states count.
+        budget_bytes: for parameters, buffers, gradients, optimizer states, the batch, activations and what operations
+            need for themselves. On a CPU: what the process may grow by over itself without the model.
+        host: where offloaded storages go; it is closed by :meth:`remove`.
+        batchnorm: what to do about layers with batch statistics: ``"offload"`` only, or ``"ghost"`` statistics of
+            each sub-batch.
+        split: a ``split_batch(batch, sub_batch)`` hook for batches that cannot be cut by their first dimension.
+        loss_weight: counts what the loss of a part is a mean over, where a probe cannot see it.
+        on_shape_change: ``"replan"`` for batches of another shape, or ``"error"``. Smaller batches of the same shape
+            else keep their plan.
+        sub_batches: False plans for whole batches only.
+        dry_run: ``"auto"`` calls the step more often than training does where a budget is not roomy, which is said
+            before; ``"off"`` never does: the first step of each shape runs with everything offloaded, and plans follow
+            from what it saved. Batches then stay whole.
+        gradients, buckets, reduction_bytes: what else holds memory, and when; see :class:`TrainingStep`.
+        hidden_bytes: of tensors that nothing in Python holds; plans count them, and freed memory leaves room for them.
+        may_stop: a first step that runs without a plan may be stopped in its forward pass, and runs again.
+        whole_because: why batches must not be split, if the caller knows a reason; refusals quote it.
+        plan: a file that :meth:`save_plan` or ``retime plan --save`` wrote: its plans are used, and no others.
+        say: is told what is being done, a line at a time.
+        limit: when planning is to end: with the best plan known by then, or with
+            :class:`~retime.mechanisms.memory_budget.search.OutOfTime`.
+        make_plan: a ``make_plan(planner, step, batch, samples)`` that makes the plan of each new shape, instead of
+            :meth:`StepPlanner.make`. First steps then are planned for too, and none is stopped.
+
+    Raises:
+        TypeError: ``host`` is no host tier, or a number of bytes is no number.
+        ValueError: an unknown choice, or a number of bytes that cannot be read.
+        PlanFileError, OSError: ``plan`` cannot be used.
+    """
+
+    @checked
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        budget_bytes: int | str,
+        host: HostTier,
+        *,
+        batchnorm: str = "offload",
+        split: Split = split_batch,
+        loss_weight: Callable[[Any], Any] | None = None,
+        on_shape_change: str = "replan",
+        gradients: Gradients = "freed",
+        buckets: Buckets = "",
+        reduction_bytes: int | str = 0,
+        hidden_bytes: Annotated[int, AtLeast(0)] = 0,
+        may_stop: bool = True,
+        whole_because: str = "",
+        sub_batches: bool = True,
+        dry_run: str = "auto",
+        plan: str | os.PathLike[str] | None = None,
+        say: Callable[[str], None] = lambda text: None,
+        limit: TimeLimit | None = None,
+        make_plan: MakePlan | None = None,
+    ) -> None:
+        self.batchnorm: BatchNormChoice = check_choice(batchnorm)
+        check_on_shape_change(on_shape_change)
+        check_held(gradients, buckets)
+        check_host(host)
+        budget_bytes = parse_bytes("budget_bytes", budget_bytes)
+        reduction_bytes = parse_bytes("reduction_bytes", reduction_bytes, least=0)
+        self.model, self.optimizers, self.budget_bytes, self.host = model, list(optimizers), budget_bytes, host
+        may_stop = may_stop and make_plan is None
+        self._split = split
+        self._tried_out, compiled = TriedOut(), CompiledCode()
+        self._offloads, self._report = Offloads(host), BudgetReport(budget_bytes)
+        self._planner = StepPlanner(
+            model,
+            self.optimizers,
+            budget_bytes,
+            host,
+            batchnorm=self.batchnorm,
+            split=split,
+            loss_weight=loss_weight,
+            gradients=gradients,
+            buckets=buckets,
+            reduction_bytes=reduction_bytes,
+            sub_batches=sub_batches,
+            say=say,
+            trying_out=self._tried_out,
+            limit=limit,
+        )
+        self._planner.whole_because = whole_because
+        self._plans = BatchPlans(
+            self._planner,
+            self._offloads,
+            self._report,
+            compiled,
+            self._tried_out,
+            dry_run=check_dry_run(dry_run),
+            on_shape_change=on_shape_change,
+            hidden_bytes=hidden_bytes,
+            plan=plan,
+            may_stop=may_stop,
+            say=say,
+            make_plan=make_plan or StepPlanner.make,
+        )
+        self._batches = PlannedBatches(
+            self._plans, self._offloads, compiled, self._report, split=split, may_stop=make_plan is None
+        )
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def run(self, step: Step, batch: Any, backward: Callable[[Tensor], Any] | None = None) -> Any:
+        """Forward and backward pass of a batch; returns what the step would have returned for all of it, detached.
+
+        ``torch.compile`` what the step calls, not what calls this: it leaves out ``run`` and all that it calls.
+
+        Args:
+            step: computes on a batch and returns the loss, or a mapping or object with ``loss``.
+            batch: on the model's device.
+            backward: what to do with a loss; ``loss.backward()`` as default.
+
+        Raises:
+            BudgetError: the budget is below the floor; before the first step.
+            ScheduleError: a batch of another shape, with ``on_shape_change="error"``.
+        """
+        try:
+            return self.finish(loss_of(self.begin(step, batch)), backward)
+        finally:
+            self.ended()
+
+    def begin(self, step: Step, batch: Any) -> Any:
+        """Plan if need be, and run the forward pass of the first sub-batch; returns what the step returns for it."""
+        with suppress(TooMuchAllocated, AnotherPath):
+            return self.prepare(step, batch).forward(0)
+        # Behind an `except`, not in it: its traceback would hold the stopped pass's activations while this one runs.
+        return self.prepare(step, batch).forward(0)
+
+    def choose(self, step: Step, batch: Any) -> Way:
+        """Plan if need be; :attr:`parts` are ready unless the batch is to run plainly."""
+        self.drop()
+        record = self._record(batch)
+        shape = self._plans.first_or_plan(step, record)
+        if shape.plain and self._plans.book.find(record) is not None:
+            return Way.PLAIN
+        return Way.PARTS if len(self._batches.prepare(step, record)) > 1 else Way.WHOLE
+
+    def prepare(self, step: Step, batch: Any) -> SubBatches:
+        """Plan if need be, and cut the batch; nothing of it runs yet."""
+        return self._batches.prepare(step, self._record(batch))
+
+    def finish(self, loss: Tensor, backward: Callable[[Tensor], Any] | None = None) -> Any:
+        """Backward pass of the first sub-batch from ``loss``, then all others; returns as :meth:`run`."""
+        now = self._batches.drop()
+        if now is None:
+            raise RuntimeError("finish() without begin(): no batch is under way")
+        backward = backward or (lambda whole: whole.backward())  # type: ignore[no-untyped-call]
+        try:
+            first = now.weighted(0, loss)
+            del loss  # else its graph would live on through the other parts, even if it has no weight
+            with self._batches.backward():
+                if first is not None:
+                    backward(first)
+                del first
+                return now.run(backward, start=1)
+        finally:
+            self.ended()
+
+    def ended(self) -> None:
+        """A batch is over, or has failed."""
+
+    @property
+    def parts(self) -> SubBatches | None:
+        """The sub-batches of the batch that is under way."""
+        return self._batches.now
+
+    def drop(self) -> SubBatches | None:
+        """Forget the batch that is under way: there is no loss to go backward from."""
+        return self._batches.drop()
+
+    def count_plain(self) -> None:
+        """A batch whose plan asks for nothing was run by the caller itself."""
+        self._batches.count(1)
+
+    @contextmanager
+    def offloading(self, step: Step, batch: Any) -> Iterator[None]:
+        """Around a forward pass of the caller's own, with ``sub_batches=False``; ``step`` is used for planning only.
+
+        Raises:
+            BudgetError, ScheduleError: see :meth:`run`.
+            ValueError: this object plans sub-batches, which need :meth:`run`.
+        """
+        if self._planner.sub_batches:
+            raise ValueError(
+                "offloading() runs batches whole: make the BudgetedStep with sub_batches=False, or use run()"
+            )
+        with self._batches.around_whole(step, self._record(batch)):
+            yield
+
+    def plan(self, step: Step, batch: Any) -> PlannedShape:
+        """What is decided for batches like this one; made now if there is nothing yet.
+
+        Raises:
+            BudgetError, ScheduleError: see :meth:`run`.
+        """
+        return self._plans.plan(step, self._record(batch))
+
+    def planned(self, batch: Any) -> PlannedShape | None:
+        """What was decided for batches like this one; None if nothing was yet."""
+        return self._plans.book.find(self._record(batch))
+
+    @property
+    def planning(self) -> bool:
+        """Whether the step that runs at the moment is only tried out: nothing of it is to be kept."""
+        return self._tried_out.now
+
+    @property
+    def gradients(self) -> Gradients:
+        """Whether gradients of steps before are there."""
+        return self._planner.gradients
+
+    def expect_gradients(self, choice: Gradients) -> None:
+        """From the next batch on those of steps before are there, or not; plans for the other choice are kept beside.
+
+        Raises:
+            ValueError: an unknown choice.
+        """
+        check_held(choice, self._planner.buckets)
+        self._planner.gradients = choice
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Of tensors that nothing in Python holds, as far as freed memory leaves room for them now."""
+        return self._plans.memory.hidden_bytes
+
+    def report(self) -> BudgetReport:
+        """What was planned and done so far."""
+        self._report.offload = self._offloads.report()
+        self._report.grown_bytes = self._plans.memory.grown_bytes()
+        self._plans.measure_first()
+        return self._report
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plans by shape, and what they were made for, in plain types."""
+        return self._plans.book.state(self._planner.made_for())
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take up plans of an earlier run, if they were made for the same budget, choices, model and optimizers.
+
+        What is no such state is dropped with a :class:`NoEffectWarning`, and planned anew.
+        """
+        try:
+            self._plans.book.load(state, self._planner.made_for())
+        except OtherPlansError:
+            return
+        except ScheduleError as error:
+            warn_of_dropped(error)
+
+    def save_plan(self, path: str | os.PathLike[str]) -> None:
+        """Write the plans of all shapes so far to a JSON file, for ``plan=`` in other runs.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        write_plans(path, self.state_dict())
+
+    def remove(self) -> None:
+        """Give back the host's space and take wrappers off."""
+        if self._plans.book.unexamined():
+            warn_of_unexamined()
+        self._batches.drop()
+        self._offloads.forget_all()
+        self._plans.memory.freed.close()
+        self.host.close()
+
+    def _record(self, batch: Any) -> BatchRecord:
+        return BatchRecord.of(batch, self.model, self.gradients, self._split)

@@ -1,0 +1,402 @@
+"""A call that stops on its way and goes on later: a user's training step, cut where its layers lie on other ranks.
+
+Each call runs in a thread of its own, but only one of them, or the caller, runs at any time. So what a thread keeps to
+itself (grad mode, autocast, saved-tensor hooks) stays with its micro-batch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from retime.foundations.preserve_state import seed_torch
+from retime.foundations.torch_private import base_of, kept_version, tree_flatten, tree_map, tree_unflatten
+
+# Hooks at the layers of a model, where a step stops, or goes past what lies on another rank.
+
+
+class Visitor(Protocol):
+    """Whoever is asked at each layer."""
+
+    def before(self, layer: int, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """A layer is called; other arguments for it, or None."""
+
+    def is_here(self, layer: int) -> bool:
+        """Whether it runs on this rank."""
+
+    def instead(self, layer: int, args: Any, kwargs: Any) -> Any:
+        """What a layer returns that does not run here."""
+
+    def after(self, layer: int, output: Any) -> Any:
+        """What a layer returns that has run here."""
+
+
+class LayerGates:
+    """Lets a visitor decide what the layers of a model do; without one they do what they ever did.
+
+    Args:
+        layers: in forward order.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self.visitor: Visitor | None = None
+        self.around: Callable[[nn.Module], AbstractContextManager[None]] | None = None
+        """In which a layer runs, for those that have their values only then."""
+        self._layers = list(layers)
+        self._handles = [
+            layer.register_forward_pre_hook(_Before(self, number), prepend=True, with_kwargs=True)
+            for number, layer in enumerate(layers)
+        ]
+        for number, layer in enumerate(layers):
+            vars(layer)["forward"] = _Gate(self, number, layer)
+
+    def remove(self) -> None:
+        """Give the layers their own ``forward`` back."""
+        for handle in self._handles:
+            handle.remove()
+        for layer in self._layers:
+            gate = vars(layer).get("forward")
+            if isinstance(gate, _Gate):
+                gate.take_out()
+
+
+class _Before:
+    """A hook in front of a layer; in a copy of the model, which is a plain model, it does nothing."""
+
+    def __init__(self, gates: LayerGates | None, number: int) -> None:
+        self._gates, self._number = gates, number
+
+    def __call__(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        visitor = None if self._gates is None else self._gates.visitor
+        return None if visitor is None else visitor.before(self._number, args, kwargs)
+
+    def __reduce__(self) -> Any:
+        return _Before, (None, self._number)
+
+
+class _Gate:
+    """Stands in the place of a layer's ``forward``."""
+
+    def __init__(self, gates: LayerGates | None, number: int, layer: nn.Module, own: Any = None) -> None:
+        self._gates, self._number, self._layer = gates, number, layer
+        self._own = vars(layer).get("forward") if own is None else own
+
+    def take_out(self) -> None:
+        if self._own is None:
+            del vars(self._layer)["forward"]
+        else:
+            vars(self._layer)["forward"] = self._own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        visitor = None if self._gates is None else self._gates.visitor
+        if visitor is None:
+            return self._forward(*args, **kwargs)
+        if not visitor.is_here(self._number):
+            return visitor.instead(self._number, args, kwargs)
+        return visitor.after(self._number, self._forward(*args, **kwargs))
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self._own or partial(type(self._layer).forward, self._layer)
+        if self._gates is None or self._gates.around is None:
+            return forward(*args, **kwargs)
+        with self._gates.around(self._layer):
+            return forward(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _Gate, (None, self._number, self._layer, self._own)
+
+
+# What goes into a layer and comes out: nested values taken apart, their tensors' shapes, and stand-ins for them.
+
+
+@dataclass(frozen=True)
+class TensorKind:
+    """A tensor without its values.
+
+    Attributes:
+        shape: of it.
+        dtype: of it.
+        requires_grad: whether a gradient goes back to it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorKind:
+        """The kind of a tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes its values take."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Memory for one."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    def stand_in(self, device: torch.device) -> Tensor:
+        """A tensor of this kind that takes no memory: not a number, so that whoever reads it shows."""
+        value = float("nan") if self.dtype.is_floating_point or self.dtype.is_complex else 0
+        one = torch.full((1,), value, dtype=self.dtype, device=device)
+        # not by expand(): a view cannot become another tensor
+        return one.new_empty(0).set_(one.untyped_storage(), 0, self.shape, (0,) * len(self.shape))
+
+
+@dataclass(frozen=True)
+class ValueKind:
+    """A nested value with the kinds of its tensors in their places.
+
+    Attributes:
+        value: what is neither tensor, number nor text is None in it.
+    """
+
+    value: Any
+
+    def stand_in(self, device: torch.device) -> Any:
+        """A value of this kind; see :meth:`TensorKind.stand_in`."""
+        return tree_map(lambda leaf: leaf.stand_in(device) if isinstance(leaf, TensorKind) else leaf, self.value)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Any:
+        """A value of this kind with these tensors, in order."""
+        given = iter(tensors)
+        return tree_map(lambda leaf: next(given) if isinstance(leaf, TensorKind) else leaf, self.value)
+
+    @property
+    def tensors(self) -> list[TensorKind]:
+        """The kinds of its tensors, in order."""
+        return [leaf for leaf in tree_flatten(self.value)[0] if isinstance(leaf, TensorKind)]
+
+
+def kind_of(value: Any) -> ValueKind:
+    """The kind of a nested value."""
+    return ValueKind(tree_map(_kind, value))
+
+
+def _kind(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return TensorKind.of(leaf)
+    return leaf if isinstance(leaf, bool | int | float | str) else None
+
+
+def tensors_in_order(value: Any) -> list[Tensor]:
+    """The tensors of a nested value."""
+    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
+
+
+def replaced_tensors(value: Any, tensors: dict[int, Tensor]) -> Any:
+    """A copy of a nested value with other tensors at some places of :func:`tensors_in_order`."""
+    leaves, structure = tree_flatten(value)
+    number, found = 0, []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            found.append(tensors.get(number, leaf))
+            number += 1
+        else:
+            found.append(leaf)
+    return tree_unflatten(found, structure)
+
+
+def shapes_of(value: Any) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    """Shapes and types of a nested value's tensors: what tells one kind of batch from another."""
+    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_in_order(value))
+
+
+def leads_to(old: Tensor, new: Tensor, *, has_backward: bool, written: bool) -> tuple[Tensor, Tensor]:
+    """Let a tensor, wherever user code holds it, have the values of another, and its graph end there.
+
+    Args:
+        old: came from a layer, or stands for what did. A view stays what it is.
+        new: without a graph, but it may need a gradient.
+        has_backward: the graph of ``old`` is run backward on this rank.
+        written: a layer writes into it.
+
+    Returns:
+        What to use in the place of ``old``, itself where that can be; and the leaf that gets the gradient.
+    """
+    if base_of(old) is not None:
+        return new.clone() if written else new, new
+    old.detach_().data = new.detach()
+    if not new.requires_grad:
+        return old, new
+    # no leaf, so that layers may write into it, as ReLU(inplace=True) does
+    with kept_version(old):  # the graph, or a checkpoint, may have saved it, so it must not count as written into
+        led: Tensor = _LeadsTo.apply(old, new)  # type: ignore[no-untyped-call]
+    return led.clone() if written and has_backward else led, new
+
+
+class _LeadsTo(torch.autograd.Function):
+    """A tensor without a graph, as if it had been computed from another with the same values."""
+
+    @staticmethod
+    def forward(ctx: Any, old: Tensor, new: Tensor) -> Tensor:
+        ctx.mark_dirty(old)
+        return old
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, gradient
+
+
+_HERE = threading.local()
+_OTHER_NUMBERS = 0x9E3779B97F4A7C15
+"""Layers of one micro-batch draw from seeds that are this far apart."""
+
+
+@dataclass(frozen=True)
+class Returned:
+    """The call has come to its end.
+
+    Attributes:
+        value: that it returned.
+    """
+
+    value: Any
+
+
+class _Closed(BaseException):
+    """The rest of the call is not wanted."""
+
+
+@dataclass(frozen=True)
+class _Failed:
+    error: BaseException
+
+
+class Workers:
+    """Threads that wait for calls: one that is done serves the next call, as each has a team of OpenMP's own."""
+
+    def __init__(self) -> None:
+        self._idle: list[SimpleQueue[Callable[[], None] | None]] = []
+
+    def run(self, task: Callable[[], None]) -> None:
+        """Let a thread run ``task``, which must not raise."""
+        if self._idle:
+            self._idle.pop().put(task)
+            return
+        inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        inbox.put(task)
+        threading.Thread(target=self._serve, args=(inbox,), name="retime-pipeline", daemon=True).start()
+
+    def stop(self) -> None:
+        """Let the idle threads end."""
+        while self._idle:
+            self._idle.pop().put(None)
+
+    def _serve(self, inbox: SimpleQueue[Callable[[], None] | None]) -> None:
+        while (task := inbox.get()) is not None:
+            task()
+            del task
+            self._idle.append(inbox)
+
+
+class SuspendedCall:
+    """A call that has not begun yet.
+
+    Args:
+        call: without arguments.
+        workers: one of which runs it.
+        seed: of what it draws in front of the layers; each layer behind the first has one of its own, so that numbers
+            do not depend on where the model is cut. None: nothing is seeded.
+
+    Attributes:
+        leaves: what received tensors are inside of the call, from the last edge on.
+        received: by layer and place in its arguments, those that a checkpoint around the layer computes from again.
+    """
+
+    def __init__(self, call: Callable[[], Any], workers: Workers, seed: int | None = None) -> None:
+        self.leaves: list[Tensor] = []
+        self.received: dict[int, dict[int, Tensor]] = {}
+        self._seed = seed
+        self._call: Callable[[], Any] | None = call
+        self._workers = workers
+        self._inbox: SimpleQueue[Any] = SimpleQueue()
+        self._outbox: SimpleQueue[Any] = SimpleQueue()
+        self._dtype = torch.get_default_dtype()
+        self._grad = torch.is_grad_enabled()
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._wants_end = False
+
+    def resume(self, value: Any = None) -> Any:
+        """Run until the call stops, and return what it stopped with, or :class:`Returned`.
+
+        Args:
+            value: what :meth:`stop` returns inside of the call.
+
+        Raises:
+            BaseException: the call's own.
+        """
+        outer = torch.get_default_dtype()
+        torch.set_default_dtype(self._dtype)
+        try:
+            if self._call is not None:
+                self._workers.run(self._run)
+            else:
+                self._inbox.put(value)
+            answer = self._outbox.get()
+        finally:
+            self._dtype = torch.get_default_dtype()
+            torch.set_default_dtype(outer)
+        if isinstance(answer, _Failed):
+            raise answer.error
+        return answer
+
+    def stop(self, value: Any) -> Any:
+        """Inside of the call: hand ``value`` to :meth:`resume`, and wait for the next one's."""
+        self._outbox.put(value)
+        answer = self._inbox.get()
+        if self._wants_end:
+            raise _Closed
+        return answer
+
+    def draw_for(self, layer: int) -> None:
+        """Inside of the call: a layer begins."""
+        if self._seed is not None:
+            draw_for(layer, self._seed)
+
+    def close(self) -> None:
+        """The rest is not wanted: the call ends where it stands, with its ``finally`` blocks."""
+        if self._wants_end or self._call is not None:
+            return
+        self._wants_end = True
+        self._inbox.put(None)
+        self._outbox.get()
+
+    def _run(self) -> None:
+        call, self._call = self._call, None
+        assert call is not None
+        _HERE.call = self
+        answer: Any
+        try:
+            if self._device is not None:
+                torch.cuda.set_device(self._device)
+            with torch.set_grad_enabled(self._grad):
+                answer = Returned(call())
+        except BaseException as error:
+            answer = _Failed(error)
+        del call
+        _HERE.call = None
+        self._wants_end = True
+        self._outbox.put(answer)
+
+
+def draw_for(layer: int, seed: int) -> None:
+    """A layer begins in a call with this seed; the first one draws what it draws without a pipeline."""
+    if layer:
+        seed_torch((seed + _OTHER_NUMBERS * layer) % 2**63)
+
+
+def current_call() -> SuspendedCall | None:
+    """The call that this thread runs."""
+    call: SuspendedCall | None = getattr(_HERE, "call", None)
+    return call

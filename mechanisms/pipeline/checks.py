@@ -1,0 +1,293 @@
+"""Layers that do something else with micro-batches than with a batch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.optim import LBFGS, Optimizer
+from torch.utils.checkpoint import CheckpointFunction
+
+from retime.foundations.ddp import RankLostError, is_lost_message
+from retime.foundations.lazy_updates import why_class_not_per_parameter
+from retime.foundations.messages import warn_difference
+from retime.foundations.torch_private import BatchNormBase, tensor_hooks, tree_leaves, version_of
+from retime.mechanisms.pipeline.calls import replaced_tensors, tensors_in_order
+from retime.mechanisms.pipeline.loss_head import Recorder
+
+__all__ = [
+    "ChangedBuffers",
+    "LayerResults",
+    "PipelineError",
+    "RankLostError",
+    "check_optimizer",
+    "messages_of",
+    "messages_of_group",
+    "refuse_kinds",
+    "warn_of_gradient_hooks",
+    "warn_of_parts",
+]
+
+
+# Which optimizers may run on each rank for the layers that it has.
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Look whether a parameter's update needs nothing of parameters on other ranks; warn where nobody can know.
+
+    Raises:
+        ValueError: it does.
+    """
+    if isinstance(optimizer, LBFGS):
+        raise ValueError(
+            "LBFGS needs all parameters and gradients at once, and each rank of a pipeline has its own layers only: "
+            "choose a first-order optimizer"
+        )
+    why = why_class_not_per_parameter(type(optimizer))
+    if why is not None:
+        warn_difference(f"each rank of a pipeline updates its own layers only, and {why}")
+
+
+# What is said where a model cannot be spread over ranks, or a rank is gone.
+
+
+class PipelineError(ValueError):
+    """The model or the batch cannot go through a pipeline; the message says what to change."""
+
+
+@contextmanager
+def messages_of(whose: Callable[[], str]) -> Iterator[None]:
+    """Inside, a message that does not come is a RankLostError.
+
+    Args:
+        whose: of which rank it is, asked then.
+
+    Raises:
+        RankLostError: a message did not come.
+    """
+    try:
+        yield
+    except RankLostError:
+        raise
+    except RuntimeError as error:
+        if not is_lost_message(error):
+            raise
+        raise RankLostError(
+            f"a message of {whose()} did not come, as it has ended or failed: look at its error. ({error})"
+        ) from error
+
+
+def messages_of_group(group: Any) -> Any:
+    """As :func:`messages_of`, where all ranks of a group (None: all there are) send and receive."""
+
+    def whose() -> str:
+        others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
+        return f"rank {others[0]}" if len(others) == 1 else f"one of the ranks {', '.join(map(str, others))}"
+
+    return messages_of(whose)
+
+
+# What goes between the layers of a pipeline: what cannot, and noise in it, to see what is made of unlike samples.
+
+_STRONGEST = 4.0
+"""Noise of the last sample, beside what a layer gives; it grows from the first, so that micro-batches become unlike."""
+
+
+def refuse_kinds(name: str, value: Any) -> None:
+    """Raise PipelineError if a layer takes or gives, in ``value``, what cannot be sent."""
+    for leaf in tree_leaves(value, is_leaf=lambda one: isinstance(one, PackedSequence)):
+        if isinstance(leaf, PackedSequence):
+            raise PipelineError(
+                f"{name} takes or gives a PackedSequence, whose shape depends on how long its sequences are: let "
+                "padded sequences go between the layers, and pack them inside of a layer"
+            )
+        if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.layout != torch.strided):
+            what = "nested" if leaf.is_nested else "sparse"
+            raise PipelineError(
+                f"{name} takes or gives a {what} tensor, which cannot go between the layers of a pipeline: let dense "
+                "ones (build nn.TransformerEncoder with enable_nested_tensor=False)"
+            )
+
+
+def _is_checkpointed_reentrantly() -> bool:
+    """Whether a reentrant checkpoint has called what runs: there no tensor has a graph, and none can get one."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+class LayerResults:
+    """A visitor that looks at what goes between the layers, and adds noise to what they return if it is asked to.
+
+    Args:
+        names: of the layers.
+
+    Attributes:
+        low_precision: they have returned numbers of 16 bits.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names, self.low_precision = names, False
+        self._recorder: Recorder | None = None
+        self._samples: tuple[int, int, int] | None = None
+        self._noise: str | None = None
+        self._axes: dict[tuple[int, int], set[int]] = {}  # that may run over samples, by layer and tensor
+
+    @property
+    def can_have_noise(self) -> bool:
+        """Whether layers return anything that has a dimension of samples."""
+        return any(self._axes.values())
+
+    def tells(self, recorder: Recorder | None) -> None:
+        """From now on a recorder is told what layers return."""
+        self._recorder = recorder
+
+    @contextmanager
+    def noisy(self, noise: str | None) -> Iterator[None]:
+        """Inside, outputs of layers have noise: ``"added"``, or ``"multiplied"``, which keeps signs and bounds."""
+        self._noise = noise
+        try:
+            yield
+        finally:
+            self._noise = None
+
+    @contextmanager
+    def samples(self, first: int, count: int, whole: int) -> Iterator[None]:
+        """Inside, a step runs on samples of the first batch, the same number ``first`` there in all runs."""
+        self._samples = first, count, whole
+        try:
+            yield
+        finally:
+            self._samples = None
+
+    def before(self, layer: int, args: Any, kwargs: Any) -> None:
+        name = repr(self._names[layer])
+        refuse_kinds(name, (args, kwargs))
+        if _is_checkpointed_reentrantly():
+            raise PipelineError(
+                f"{name} runs inside of torch.utils.checkpoint.checkpoint(..., use_reentrant=True), torch's default, "
+                "which cannot be stopped between the layers: give it use_reentrant=False (in transformers "
+                "gradient_checkpointing_enable({'use_reentrant': False})), or call it in the layer's own forward"
+            )
+
+    def is_here(self, layer: int) -> bool:
+        return True
+
+    def instead(self, layer: int, args: Any, kwargs: Any) -> Any:
+        raise AssertionError
+
+    def after(self, layer: int, output: Any) -> Any:
+        refuse_kinds(repr(self._names[layer]), output)
+        tensors = tensors_in_order(output)
+        self.low_precision |= any(tensor.dtype in (torch.bfloat16, torch.float16) for tensor in tensors)
+        if self._recorder is not None:
+            for tensor in tensors:
+                self._recorder.at_edge(tensor)
+        if self._samples is None:
+            return output
+        changed = {}
+        for number, tensor in enumerate(tensors):
+            key = layer, number
+            if self._noise is None:
+                axes = {axis for axis, length in enumerate(tensor.shape) if length == self._samples[1]}
+                self._axes[key] = axes & self._axes.get(key, axes) if tensor.is_floating_point() else set()
+            elif self._axes.get(key):
+                changed[number] = self._with_noise(tensor, key, min(self._axes[key]))
+        return replaced_tensors(output, changed) if changed else output
+
+    def _with_noise(self, tensor: Tensor, key: tuple[int, int], axis: int) -> Tensor:
+        """Each sample's noise is the same in whichever part of the batch it is."""
+        assert self._samples is not None
+        first, _, whole = self._samples
+        rows = []
+        for position, row in enumerate(tensor.movedim(axis, 0), first):
+            strength = (position + 1) / whole
+            drawn = torch.Generator().manual_seed(hash((*key, position)) % 2**63)
+            if self._noise == "added":
+                size = row.detach().float().square().mean().sqrt().nan_to_num(1.0).clamp(min=1.0)
+                noise = torch.randn(row.shape, generator=drawn).to(row.device) * size * (_STRONGEST * strength)
+                rows.append(row + noise.to(row.dtype))
+            else:
+                noise = torch.rand(row.shape, generator=drawn).to(row.device)
+                rows.append(row * (1 - 0.8 * strength * noise).to(row.dtype))
+        return torch.stack(rows).movedim(0, axis)
+
+
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+def warn_of_parts(model: nn.Module, microbatches: int) -> None:
+    """Say of layers that see parts of a batch that they do, and of those that draw random numbers; once each kind."""
+    parts = microbatches > 1
+    norms = [name for name, one in model.named_modules() if isinstance(one, BatchNormBase)]
+    if norms and parts:
+        warn_difference(
+            f"{norms[0]!r} and other BatchNorm layers take their statistics from micro-batches under a pipeline, so "
+            "training differs from that on one device: use microbatches=1, or another normalisation"
+        )
+    drops = [name for name, one in model.named_modules() if isinstance(one, _DROPOUT) and one.p]
+    if drops:
+        warn_difference(f"{drops[0]!r} and other dropout layers draw other masks under a pipeline than on one device")
+    tables = [name for name, one in model.named_modules() if getattr(one, "scale_grad_by_freq", False)]
+    if tables and parts:
+        warn_difference(
+            f"{tables[0]!r} divides gradients by how often a row was read (scale_grad_by_freq), in a micro-batch under "
+            "a pipeline, so training differs from that on one device: use microbatches=1, or leave it out"
+        )
+
+
+def warn_of_gradient_hooks(model: nn.Module) -> None:
+    """Say of hooks on parameters' gradients that they see those of micro-batches."""
+    hooked = [name for name, one in model.named_parameters() if one.requires_grad and tensor_hooks(one)]
+    if hooked:
+        others = f" and {len(hooked) - 1} more" if len(hooked) > 1 else ""
+        warn_difference(
+            f"{hooked[0]!r}{others} has a hook on its gradient (register_hook), which runs once a micro-batch under a "
+            "pipeline, on that one's share: a hook that is not linear, such as a clamp, trains something else there. "
+            "Use microbatches=1, or change gradients in on_before_optimizer_step"
+        )
+
+
+class ChangedBuffers:
+    """Says which buffers a step changes, as spectral norms do: once a micro-batch, in place of once a batch.
+
+    Args:
+        model: before the step. BatchNorm's buffers do not count, of which :func:`warn_of_parts` tells.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._before = self._found()
+
+    def warn(self) -> None:
+        """After the step."""
+        changed = [name for name, found in self._found().items() if found != self._before.get(name)]
+        if changed:
+            others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            warn_difference(
+                f"the forward pass changes the buffer {changed[0]!r}{others}, and runs once a micro-batch under a "
+                "pipeline, so training may differ from that on one device: use microbatches=1, or change it once a "
+                "batch, in a hook",
+                every_rank=True,
+            )
+
+    def _found(self) -> dict[str, tuple[int, int]]:
+        """Which tensor a buffer is, and how often it was written in place."""
+        norms = {f"{name}." for name, one in self._model.named_modules() if isinstance(one, BatchNormBase)}
+        return {
+            name: _identity(buffer)
+            for name, buffer in self._model.named_buffers()
+            if f"{name.rpartition('.')[0]}." not in norms
+        }
+
+
+def _identity(buffer: Tensor) -> tuple[int, int]:
+    return id(buffer), 0 if buffer.is_inference() else version_of(buffer)

@@ -1,0 +1,254 @@
+"""Models on the meta device: parameters that take no memory until a rank knows that it needs them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retime.foundations.preserve_state import random_state, seed_torch, set_random_state
+from retime.foundations.torch_private import own_buffers, own_parameters
+from retime.mechanisms.pipeline.checks import PipelineError
+
+# How parameters begin: as their modules say, from random numbers that depend on a module's name alone.
+
+_APART = 0x9E3779B97F4A7C15
+"""Seeds of modules are this far apart, times a number of their names."""
+
+
+def initial_values(
+    model: nn.Module,
+    names: Mapping[nn.Module, str],
+    modules: Sequence[nn.Module],
+    wanted: set[Tensor],
+    seed: int,
+    memory_for: Callable[[Tensor], Tensor],
+) -> None:
+    """Give parameters memory and values; other parameters of these modules, and random numbers, stay as they are.
+
+    A module's own ``reset_parameters()`` says which, or the ``_init_weights(module)`` of a module around it, as
+    transformers' models and others have it.
+
+    Args:
+        model: that the modules belong to.
+        names: of all its modules.
+        modules: those with the parameters, and all inside of them, outer ones first.
+        wanted: the parameters.
+        seed: of all values.
+        memory_for: gives a tensor for the values of a parameter.
+
+    Raises:
+        PipelineError: nobody says how a parameter begins.
+    """
+    held = {p for module in modules for p in own_parameters(module).values() if p is not None}
+    kept = {p: p.data for p in held if p not in wanted}
+    for parameter in held:  # what is not wanted has a copy to write into
+        parameter.data = memory_for(parameter).fill_(float("nan"))
+    random = random_state()
+    try:
+        with torch.no_grad():
+            for module in reversed(modules):  # what is inside first: an outer module may have the last word
+                seed_torch((seed + _APART * zlib.crc32(names[module].encode())) % 2**63)
+                for say in _who_says(model, names, module):
+                    say(module)
+                    if not _unknown(module, wanted):
+                        break
+    finally:
+        set_random_state(random)
+        for parameter, data in kept.items():
+            parameter.data = data
+    for module in modules:
+        for key in _unknown(module, wanted):
+            name = f"{names[module]}.{key}".lstrip(".")
+            raise PipelineError(
+                f"{name!r} is on the meta device, and nobody says how it begins: give {type(module).__name__} a "
+                "reset_parameters() that sets its own parameters, or load a checkpoint with ckpt_path"
+            )
+
+
+def initial_buffers(model: nn.Module, names: Mapping[nn.Module, str], module: nn.Module) -> None:
+    """Give the buffers of one module their values; its parameters stay as they are.
+
+    Raises:
+        PipelineError: nobody says how they begin.
+    """
+    said = _who_says(model, names, module)
+    if not said:
+        known = ", ".join(repr(key) for key in own_buffers(module))
+        raise PipelineError(
+            f"buffers of {names[module]!r} ({known}) are on the meta device, and nobody says how they begin: make them "
+            f"with torch.device('cpu'), or give {type(module).__name__} a reset_parameters()"
+        )
+    own = [p for p in own_parameters(module).values() if p is not None]
+    kept = [p.data for p in own]
+    for parameter in own:  # to write into
+        parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    random = random_state()
+    try:
+        with torch.no_grad():
+            for say in said:
+                say(module)
+    finally:
+        set_random_state(random)
+        for parameter, data in zip(own, kept, strict=True):
+            parameter.data = data
+
+
+def _unknown(module: nn.Module, wanted: set[Tensor]) -> list[str]:
+    """Names of the module's own parameters that still have no values."""
+    return [key for key, p in own_parameters(module).items() if p is not None and p in wanted and bool(p.isnan().any())]
+
+
+def _who_says(model: nn.Module, names: Mapping[nn.Module, str], module: nn.Module) -> list[Callable[[nn.Module], Any]]:
+    """Those that may know how a module begins, the nearest around it first, and it itself last."""
+    found: list[Callable[[nn.Module], Any]] = []
+    parts = names[module].split(".") if names[module] else []
+    for length in range(len(parts), -1, -1):
+        around = model.get_submodule(".".join(parts[:length]))
+        say = getattr(around, "_init_weights", None)
+        if callable(say):
+            found.append(say)
+            break
+    own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    has_own = any(one is not None for one in (*own_parameters(module).values(), *own_buffers(module).values()))
+    if callable(own) and has_own:
+        found.append(lambda _: own())
+    return found
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    """Whether parameters of a model are on the meta device."""
+    return any(parameter.device.type == "meta" for parameter in model.parameters())
+
+
+def load_into_meta(model: nn.Module, values: Mapping[str, Tensor], strict: bool) -> None:
+    """Let values be a model's parameters and buffers, in place of those on the meta device; tied weights stay tied.
+
+    Raises:
+        RuntimeError: names or shapes that do not fit, as of ``load_state_dict``.
+    """
+    places: dict[Tensor, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        places.setdefault(parameter, []).append(name)
+    model.load_state_dict(values, strict=strict, assign=True)
+    for first, *others in places.values():
+        parameter = model.get_parameter(first)
+        for name in others:
+            path, _, key = name.rpartition(".")
+            own_parameters(model.get_submodule(path))[key] = parameter
+
+
+class HollowModel:
+    """Gives a model that was built on the meta device parameters, and these their values layer by layer.
+
+    All parameters are on the device from now on, for an optimizer to hold, and have neither values nor memory. Those of
+    a module come with :meth:`fill`, or :meth:`filled` for a while. They are the same bits on all ranks, any number of
+    them, and whenever they are asked for. A parameter of several modules is given its value by the first of them.
+
+    Args:
+        model: built under ``torch.device("meta")``.
+        device: of the model from now on.
+        seed: of the initial values, the same on all ranks.
+
+    Raises:
+        PipelineError: a module does not say how its parameters or buffers begin.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, seed: int) -> None:
+        self._model, self._seed = model, seed
+        self._names = {module: name for name, module in model.named_modules()}
+        self._owner: dict[Tensor, nn.Module] = {}
+        self._filled: set[Tensor] = set()
+        self._spare: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+        """Memory of parameters that had values for a while: allocators may not give the same twice."""
+        made: dict[Tensor, nn.Parameter] = {}
+        with_buffers: list[nn.Module] = []
+        for module in model.modules():
+            for key, parameter in list(own_parameters(module).items()):
+                if parameter is None or parameter.device.type != "meta":
+                    continue
+                if parameter not in made:
+                    made[parameter] = nn.Parameter(_nothing(parameter, device), requires_grad=parameter.requires_grad)
+                    self._owner[made[parameter]] = module
+                own_parameters(module)[key] = made[parameter]
+            for key, buffer in list(own_buffers(module).items()):
+                if buffer is not None and buffer.device.type == "meta":
+                    own_buffers(module)[key] = torch.zeros_like(buffer, device=device)
+                    with_buffers.append(module)
+        for module in with_buffers:
+            initial_buffers(model, self._names, module)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Those that were on the meta device."""
+        return list(self._owner)
+
+    def fill(self, module: nn.Module) -> None:
+        """Give the parameters of a module and of all inside of it their memory and initial values."""
+        self._fill(list(module.modules()))
+
+    def fill_outside(self, layers: Iterable[nn.Module]) -> None:
+        """Likewise those of all modules that are in none of these.
+
+        Raises:
+            PipelineError: a layer's parameter is used outside of it, where it would have no values.
+        """
+        every = [one for one in self._model.modules() if any(p is not None for p in own_parameters(one).values())]
+        outside = every
+        for layer in layers:
+            inside, owned = set(layer.modules()), self._owned(layer.modules())
+            for one in every:
+                tied = [p for p in own_parameters(one).values() if p in owned and one not in inside]
+                if tied:
+                    raise PipelineError(
+                        f"{self._names[one]!r} has a weight of {self._names[layer]!r}, and both are on the meta "
+                        "device, where a layer has values only while it runs: build the module with values"
+                    )
+            outside = [one for one in outside if one not in inside]
+        self._fill(outside)
+
+    @contextmanager
+    def filled(self, layer: nn.Module, *, again: bool = True) -> Iterator[None]:
+        """Inside, a layer has its values; afterwards their memory is used ``again``, by others."""
+        before = set(self._filled)
+        self.fill(layer)
+        try:
+            yield
+        finally:
+            for parameter in self._filled - before:
+                if again:
+                    self._spare.setdefault((parameter.shape, parameter.dtype), []).append(parameter.data)
+                parameter.data = _nothing(parameter, parameter.device)
+            self._filled = before
+
+    def keep(self, layers: Sequence[nn.Module], wanted: set[Tensor]) -> None:
+        """Give the layers that have one of these parameters their values for good."""
+        for layer in layers:
+            if self._owned(layer.modules()) & wanted - self._filled:
+                self.fill(layer)
+        self._spare.clear()
+
+    def _fill(self, modules: list[nn.Module]) -> None:
+        wanted = self._owned(modules) - self._filled
+        if wanted:
+            initial_values(self._model, self._names, modules, wanted, self._seed, self._memory_for)
+            self._filled |= wanted
+
+    def _memory_for(self, parameter: Tensor) -> Tensor:
+        spare = self._spare.get((parameter.shape, parameter.dtype))
+        return spare.pop() if spare else torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+
+    def _owned(self, modules: Iterable[nn.Module]) -> set[Tensor]:
+        """The parameters that these are the first to have."""
+        return {
+            p for one in modules for p in own_parameters(one).values() if p is not None and self._owner.get(p) is one
+        }
+
+
+def _nothing(parameter: Tensor, device: torch.device) -> Tensor:
+    """Not a number in this shape, without memory: whoever reads it shows."""
+    return torch.full((), float("nan"), dtype=parameter.dtype, device=device).expand(parameter.shape)

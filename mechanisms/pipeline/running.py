@@ -1,0 +1,494 @@
+"""One batch on its way through a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from retime.foundations.parts import loss_of, samples_in
+from retime.foundations.preserve_state import seed_all
+from retime.foundations.torch_private import top_saved_tensors_hooks
+from retime.foundations.weight_gradients import Layer, SplitBackward
+from retime.mechanisms.pipeline.calls import (
+    Returned,
+    SuspendedCall,
+    TensorKind,
+    ValueKind,
+    Workers,
+    current_call,
+    kind_of,
+    leads_to,
+    replaced_tensors,
+    shapes_of,
+    tensors_in_order,
+)
+from retime.mechanisms.pipeline.checks import PipelineError, messages_of_group
+from retime.mechanisms.pipeline.losses import FirstLook, LossWeights, needed_loss
+from retime.mechanisms.pipeline.ownership import Ownership
+from retime.mechanisms.pipeline.plan import PipelinePlan, Planner
+from retime.mechanisms.pipeline.stage import MeasuredTimes
+from retime.mechanisms.pipeline.survey import Shapes
+
+# A visitor of training steps that are cut: it stops at the edges of stages and goes past what lies elsewhere.
+
+
+@dataclass(frozen=True)
+class AtEdge:
+    """A step stands at the first layer of a stage.
+
+    Attributes:
+        stage: from 0, in front of which it stands.
+        given: the tensors in the layer's arguments.
+    """
+
+    stage: int
+    given: list[Tensor]
+
+
+class TrainingCall:
+    """What the layers do in a training step of one micro-batch.
+
+    Args:
+        plan: which layer runs where.
+        rank: this one.
+        device: of the model.
+        outputs: kinds of what layers return, by layer and shapes of their arguments.
+        names: of the layers, for errors.
+        writes: layers that write into what they are given.
+
+    Attributes:
+        recomputes: the call whose backward pass runs, in which checkpoints run layers again.
+    """
+
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        rank: int,
+        device: torch.device,
+        outputs: Mapping[tuple[int, Shapes], ValueKind],
+        names: Sequence[str],
+        writes: Container[int] = (),
+    ) -> None:
+        self._plan, self._rank, self._device, self._outputs, self._names = plan, rank, device, outputs, names
+        self._firsts = {plan.layers_of(stage)[0]: stage for stage in range(plan.stages)}
+        self._writes = writes
+        self.recomputes: SuspendedCall | None = None
+        self._mine = [plan.rank_of[stage] == rank for stage in plan.stage_of]
+
+    def before(self, layer: int, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        stage = self._firsts.get(layer)
+        if stage is None:
+            return None
+        if current_call() is None and self.recomputes is not None:
+            return _replaced(args, kwargs, self.recomputes.received.get(layer, {}))
+        here = self._mine[layer]
+        comes_from_here = layer > 0 and self._mine[layer - 1]
+        if not here and not comes_from_here:
+            return None
+        call = self._call(layer)
+        given = tensors_in_order((args, kwargs))
+        # what is sent is a copy: code between the layers may go on to write into it; what is given twice is sent once
+        copies = {id(one): one.clone() for one in given} if comes_from_here else {id(one): one for one in given}
+        sent = call.stop(AtEdge(stage, [copies[id(one)] for one in given]))
+        if not here or not sent:
+            return None
+        # in place where that can be: code between the layers may use it beside the layer (a residual connection)
+        inputs = {
+            place: leads_to(given[place], one, has_backward=comes_from_here, written=layer in self._writes)
+            for place, one in sent.items()
+        }
+        call.leaves = [leaf for _, leaf in inputs.values()]
+        changed = {
+            number: one
+            for number, tensor in enumerate(given)
+            for place, (one, _) in inputs.items()
+            if tensor is given[place]
+        }  # a layer may take the same tensor twice
+        if top_saved_tensors_hooks(True) is not None:
+            call.received[layer] = changed
+        return _replaced(args, kwargs, changed)
+
+    def is_here(self, layer: int) -> bool:
+        here = self._mine[layer]
+        if here:
+            self._call(layer).draw_for(layer)
+        return here
+
+    def instead(self, layer: int, args: Any, kwargs: Any) -> Any:
+        self._call(layer)
+        kind = self._outputs.get((layer, shapes_of((args, kwargs))))
+        if kind is None:
+            raise PipelineError(
+                f"{self._names[layer]!r} was called with tensors of shapes that it never had in a batch of this shape: "
+                "what goes between the layers may depend on the batch's shape only, or use microbatches=1 without a "
+                "pipeline"
+            )
+        return kind.stand_in(self._device)
+
+    def after(self, layer: int, output: Any) -> Any:
+        return output
+
+    def _call(self, layer: int) -> SuspendedCall:
+        call = current_call() or self.recomputes
+        if call is None:
+            raise PipelineError(
+                f"{self._names[layer]!r} was called outside of the step: the model's layers lie on several ranks, and "
+                "run in training_step, validation_step, test_step and predict_step only"
+            )
+        return call
+
+
+def _replaced(args: Any, kwargs: Any, tensors: dict[int, Tensor]) -> tuple[Any, Any]:
+    replaced: tuple[Any, Any] = replaced_tensors((args, kwargs), tensors)
+    return replaced
+
+
+# Steps without a backward pass: all ranks run them, and each layer runs where it lies and sends on what it gives.
+
+
+class Relay:
+    """A visitor under which a step's values are there on all ranks, the layers' parameters only on their own.
+
+    Args:
+        plan: which layer runs where.
+        group: the ranks of the pipeline.
+        device: of the model.
+        outputs: kinds of what layers return, by layer and shapes of their arguments; new ones are added.
+    """
+
+    def __init__(
+        self, plan: PipelinePlan, group: Any, device: torch.device, outputs: dict[tuple[int, Shapes], ValueKind]
+    ) -> None:
+        self._plan, self._group, self._device, self._outputs = plan, group, device, outputs
+        self._rank = dist.get_rank(group)
+        self._shapes: Shapes = ()
+        self.given: dict[int, list[TensorKind]] = {}
+        """Kinds of the tensors in the arguments of each layer, in the last step."""
+
+    def before(self, layer: int, args: Any, kwargs: Any) -> None:
+        self._shapes = shapes_of((args, kwargs))
+        self.given[layer] = [TensorKind.of(tensor) for tensor in tensors_in_order((args, kwargs))]
+
+    def is_here(self, layer: int) -> bool:
+        return self._plan.rank_of[self._plan.stage_of[layer]] == self._rank
+
+    def instead(self, layer: int, args: Any, kwargs: Any) -> Any:
+        key = layer, self._shapes
+        if key not in self._outputs:
+            self._outputs[key] = self._told(layer, None)
+        kind = self._outputs[key]
+        tensors = [one.empty(self._device) for one in kind.tensors]
+        for tensor in tensors:
+            self._broadcast(tensor, layer)
+        return kind.with_tensors(tensors)
+
+    def after(self, layer: int, output: Any) -> Any:
+        key = layer, self._shapes
+        if key not in self._outputs:
+            self._outputs[key] = self._told(layer, kind_of(output))
+        for tensor in tensors_in_order(output):
+            self._broadcast(tensor.detach().contiguous(), layer)
+        return output
+
+    def _told(self, layer: int, kind: ValueKind | None) -> ValueKind:
+        told = [kind]
+        with messages_of_group(self._group):
+            dist.broadcast_object_list(told, self._source(layer), group=self._group)
+        assert told[0] is not None
+        return told[0]
+
+    def _broadcast(self, tensor: Tensor, layer: int) -> None:
+        with messages_of_group(self._group):
+            dist.broadcast(tensor, self._source(layer), group=self._group)
+
+    def _source(self, layer: int) -> int:
+        return dist.get_global_rank(self._group, self._plan.rank_of[self._plan.stage_of[layer]])
+
+
+# A model that is spread over ranks: what one rank knows of it after the first batch.
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands.
+
+    Attributes:
+        group: the ranks of the pipeline.
+        data_group: the ranks with the same stages in other pipelines; None: there are none.
+        device: of the model.
+        names: of the layers.
+    """
+
+    group: Any
+    data_group: Any
+    device: torch.device
+    names: list[str]
+
+    @property
+    def rank(self) -> int:
+        """In the group."""
+        return dist.get_rank(self.group)
+
+    @property
+    def ranks(self) -> int:
+        """Of the group."""
+        return dist.get_world_size(self.group)
+
+    def world_rank(self, rank: int) -> int:
+        """Of a rank of the group."""
+        return dist.get_global_rank(self.group, rank)
+
+    def all_gather(self, mine: Any) -> list[Any]:
+        """What each rank gives, on all of them."""
+        everyone: list[Any] = [None] * self.ranks
+        with messages_of_group(self.group):
+            dist.all_gather_object(everyone, mine, group=self.group)
+        return everyone
+
+    def agreed(self, mine: Any) -> Any:
+        """What the first rank of the first pipeline gives, on all ranks of all pipelines."""
+        if self.data_group is not None and self.rank == 0:
+            told = [mine]
+            with messages_of_group(self.data_group):
+                dist.broadcast_object_list(told, dist.get_global_rank(self.data_group, 0), group=self.data_group)
+            mine = told[0]
+        return self.broadcast(mine, 0)
+
+    def broadcast(self, mine: Any, rank: int) -> Any:
+        """What one rank gives, on all of them."""
+        told = [mine]
+        with messages_of_group(self.group):
+            dist.broadcast_object_list(told, self.world_rank(rank), group=self.group)
+        return told[0]
+
+
+class Whole(nn.Module):
+    """Runs a stretch of a step, as if it were a module's forward pass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.splits = True
+        """Whether weight gradients of what runs next are to wait."""
+        self.waits: set[Layer] = set()
+        """Those of these layers, then."""
+
+    def forward(self, stretch: Callable[[], Any]) -> Any:
+        """Run it."""
+        return stretch()
+
+
+@dataclass
+class Spread:
+    """What the first batch has shown.
+
+    Attributes:
+        place: of this process.
+        planner: for other numbers of micro-batches.
+        plan: the one in use.
+        whole: runs stretches of a step for ``split``.
+        split: of this rank's stages.
+        owners: of the parameters.
+        weights: of micro-batches' losses.
+        outputs: kinds of what layers return, by layer and shapes of their arguments.
+        positions: by stage, which tensors of its first layer's arguments come from the stage before.
+        needs_gradient: of those.
+        writes: layers that write into what they are given.
+        reads: kinds of those, by stage and shapes of a micro-batch.
+        stage_parameters: by stage, the trainable parameters that only it uses.
+        late: this rank's parameters that several stages use.
+        outside: names of the parameters in front of the layers and behind them.
+        look: what the first batch has shown of its losses, until somebody has looked at it.
+        with_messages: the plan's orders with all messages, as the runtime found them.
+    """
+
+    place: Place
+    planner: Planner
+    plan: PipelinePlan
+    whole: Whole
+    split: SplitBackward
+    owners: Ownership
+    weights: LossWeights
+    outputs: dict[tuple[int, Shapes], ValueKind]
+    positions: dict[int, list[int]]
+    needs_gradient: dict[int, list[bool]]
+    writes: set[int]
+    reads: dict[tuple[int, Shapes], list[TensorKind]] = field(default_factory=dict)
+    stage_parameters: dict[int, list[Tensor]] = field(default_factory=dict)
+    late: list[Tensor] = field(default_factory=list)
+    outside: list[str] = field(default_factory=list)
+    look: FirstLook | None = None
+    with_messages: Any = None
+    times: MeasuredTimes = field(default_factory=MeasuredTimes)
+
+    def use(self, plan: PipelinePlan) -> None:
+        """Another one, of as many stages."""
+        self.plan, self.with_messages = plan, None
+
+    def plan_from_steps(self) -> None:
+        """Order the tasks anew, by what they took in the steps so far; all ranks call this."""
+        shares = {stage: self.planner.weight_share(stage) for stage in self.mine}
+        everyone = self.place.all_gather(self.times.by_stage(shares))
+        self.planner.know(self.place.agreed({stage: took for one in everyone for stage, took in one.items()}))
+        self.use(self.planner.plan(self.plan.micro_batches))
+
+    @property
+    def mine(self) -> list[int]:
+        """This rank's stages."""
+        return [stage for stage, rank in enumerate(self.plan.rank_of) if rank == self.place.rank]
+
+    @cached_property
+    def training_call(self) -> TrainingCall:
+        """The layers of training steps."""
+        return TrainingCall(self.plan, self.place.rank, self.place.device, self.outputs, self.place.names, self.writes)
+
+    def relay(self) -> Relay:
+        """The layers of steps without gradients."""
+        return Relay(self.plan, self.place.group, self.place.device, self.outputs)
+
+
+@dataclass(frozen=True)
+class MicroBatchResult:
+    """What a step returned for one micro-batch; on the rank of the last stage only.
+
+    Attributes:
+        output: of the step, without its graph.
+        weight: of its loss in the batch's.
+        samples: in it.
+    """
+
+    output: Any
+    weight: float
+    samples: int
+
+
+def whole_loss(results: Sequence[MicroBatchResult]) -> Tensor:
+    """The loss of a batch, a scalar in float64: that of its micro-batches, but for those that count for nothing."""
+    return torch.stack([one.weight * loss_of(one.output).detach().double() for one in results if one.weight]).sum()
+
+
+class RunningStep:
+    """The micro-batches' calls of the training step on this rank, each as far as its stages have come.
+
+    Args:
+        spread: over which ranks.
+        step: the training step.
+        parts: micro-batches.
+        weights: of their losses.
+        seeds: of the micro-batches, the same on all ranks: what runs in front of the layers draws the same numbers
+            everywhere, whatever the schedule.
+        divide_by: of the losses, beside their weights.
+        workers: for suspended calls.
+    """
+
+    def __init__(
+        self,
+        spread: Spread,
+        step: Callable[[Any], Any],
+        parts: Sequence[Any],
+        weights: Sequence[float],
+        seeds: Sequence[int],
+        divide_by: int,
+        workers: Workers,
+    ) -> None:
+        self._spread, self._seeds, self._divide_by = spread, seeds, divide_by
+        self._weights = weights
+        self._samples = [samples_in(part) for part in parts]
+        self._keys = [shapes_of(part) for part in parts]
+        self._calls = [_call(step, part, workers, seed) for part, seed in zip(parts, seeds, strict=True)]
+        self._at: list[Any] = [None] * len(parts)
+        self._results: dict[int, MicroBatchResult] = {}
+
+    @property
+    def results(self) -> list[MicroBatchResult]:
+        """By micro-batch; empty on ranks without the last stage."""
+        return [self._results[batch] for batch in sorted(self._results)]
+
+    def begin(self) -> None:
+        """Begin the first micro-batch's call on ranks that wait for a message before their first stage.
+
+        What a step raises in front of its layers, it then raises on all ranks, and none waits for another.
+        """
+        mine = self._spread.mine
+        if 0 not in mine:
+            with self._spread.split.begin((min(mine), 0)):
+                self._start(0)
+
+    def reads(self, stage: int, batch: int) -> list[TensorKind]:
+        """Kinds of what a stage reads of the one before."""
+        return self._spread.reads[stage, self._keys[batch]]
+
+    def forward(self, stage: int, batch: int, received: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Run the step of a micro-batch through a stage.
+
+        Returns:
+            What the next stage reads, or the weighted loss; and what ``received`` became in the step, to which its
+            gradients go.
+        """
+        spread, call = self._spread, self._calls[batch]
+        self._start(batch)
+        answer = self._at[batch]
+        while isinstance(answer, AtEdge) and answer.stage != stage:
+            answer = call.resume()
+        if not isinstance(answer, AtEdge):
+            first = spread.place.names[spread.plan.layers_of(stage)[0]]
+            raise PipelineError(
+                f"training_step did not come to {first!r}, as it did in the first batch: a pipeline needs each layer "
+                "once in every micro-batch"
+            )
+        sent = dict(zip(spread.positions.get(stage, []), received, strict=True))
+        call.leaves = []
+        spread.whole.splits = (stage, batch) in spread.plan.waiting
+        answer = self._at[batch] = spread.whole(lambda: call.resume(sent))
+        if isinstance(answer, Returned):
+            return [self._weighted(batch, answer.value)], call.leaves
+        return [answer.given[number] for number in spread.positions[stage + 1]], call.leaves
+
+    @contextmanager
+    def backward(self, stage: int, batch: int) -> Iterator[None]:
+        """Inside, layers that checkpoints run again belong to this micro-batch."""
+        training, call = self._spread.training_call, self._calls[batch]
+        training.recomputes = call
+        try:
+            yield
+        finally:
+            training.recomputes = None
+            call.received.pop(self._spread.plan.layers_of(stage)[0], None)
+
+    def close(self) -> None:
+        """End what is left of the calls."""
+        for call in self._calls:
+            call.close()
+
+    def _start(self, batch: int) -> None:
+        if self._at[batch] is None:
+            seed_all(self._seeds[batch])
+            self._at[batch] = self._calls[batch].resume()
+
+    def _weighted(self, batch: int, output: Any) -> Tensor:
+        loss = needed_loss(output)
+        if not self._weights[batch] and loss.detach().isfinite() and loss.detach():
+            raise PipelineError(
+                f"loss_weight=... gave 0 for a micro-batch whose loss is {float(loss.detach()):.6g}, so the step "
+                "divides by something else there: give the same number, such as a count with .clamp(min=1)"
+            )
+        self._results[batch] = MicroBatchResult(_detached(output), self._weights[batch], self._samples[batch])
+        weight = self._weights[batch] / self._divide_by
+        return loss * weight if weight else loss.detach()  # a mean over nothing has no gradient either
+
+
+def _call(step: Callable[[Any], Any], part: Any, workers: Workers, seed: int) -> SuspendedCall:
+    return SuspendedCall(lambda: step(part), workers, seed)
+
+
+def _detached(output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return output.detach()
+    return {key: _detached(value) for key, value in output.items()} if isinstance(output, dict) else output

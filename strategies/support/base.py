@@ -1,0 +1,217 @@
+"""Strategies for one device, whichever the Trainer chose."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from abc import abstractmethod
+from typing import Annotated, Any, Literal
+
+import lightning
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch.nn.parallel import DistributedDataParallel
+
+from retime.foundations.arguments import Above, AtMost
+from retime.foundations.ddp import RankProcesses, Reducer, sparse_layer
+from retime.mechanisms.cpu_accumulation import HostReducer
+from retime.strategies.support.lightning_private import (
+    Launcher,
+    MomentsOfDDP,
+    ProcessLauncher,
+    end_behind_batch_on_sigterm,
+    given_device,
+    start_method_of,
+    timeout_of,
+)
+
+# What a fit over several ranks does where one of them is gone.
+
+
+class NamesLostRanks(MomentsOfDDP):
+    """``ddp`` whose errors name the rank that ended, and which SIGTERM ends on any rank, also where others wait."""
+
+    _processes: RankProcesses | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, made in the middle of a fit too, learns the processes in a fit of its own."""
+        return super().__getstate__() | {"_processes": None}
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if self.world_size > 1 and dist.is_initialized():
+            self._forget_processes()
+            self._processes = RankProcesses()
+            end_behind_batch_on_sigterm(trainer)
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        text = None if self._processes is None else self._processes.explain(exception)
+        if text is not None:
+            exception.args = (text,)
+
+    def teardown(self) -> None:
+        self._forget_processes()
+        super().teardown()
+
+    def _forget_processes(self) -> None:
+        processes, self._processes = self._processes, None
+        if processes is not None:
+            processes.close()
+
+
+# What strategies hand on to Lightning's ``DDPStrategy``; their signatures spell it out, for command lines to see.
+
+MegaBytes = Annotated[float, Above(0), AtMost(2**20)]
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+
+
+def given(**arguments: Any) -> dict[str, Any]:
+    """Those that were given: for the others Lightning and torch have defaults of their own."""
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+# Lightning's private place for DDP's communication hook, and what to say when it is not used.
+
+
+def hook_was_not_asked_for(consequence: str, instead: str) -> str:
+    """An error's text: Lightning has wrapped the model without calling ``_register_ddp_hooks``, which we override.
+
+    Args:
+        consequence: what would happen without the hook.
+        instead: what works all the same.
+    """
+    return (
+        f"lightning {lightning.__version__} has wrapped the model without calling DDPStrategy._register_ddp_hooks, so "
+        f"DDP has no communication hook of retime's and {consequence}: install a version of lightning that this "
+        f"version of retime was tested with (2.6), or {instead}"
+    )
+
+
+# Say so when the other Lightning package is in use.
+
+_HINT = "retime works with `lightning`: use `from lightning.pytorch import Trainer` in place of `pytorch_lightning`"
+
+
+class LightningOnly:
+    """Mix-in for strategies: ``pytorch_lightning.Trainer`` quotes the strategy's repr when it refuses an instance."""
+
+    def __repr__(self) -> str:
+        name = f"{type(self).__module__}.{type(self).__name__}()"
+        return f"{name} ({_HINT})" if "pytorch_lightning" in sys.modules else name
+
+
+def refuse_other_trainer(trainer: object) -> None:
+    """Raise TypeError for a Trainer of ``pytorch_lightning``."""
+    if type(trainer).__module__.partition(".")[0] == "pytorch_lightning":
+        raise TypeError(_HINT)
+
+
+# Who sums the gradients of a strategy's model.
+
+ReduceOn = Literal["device", "host"]
+"""Where gradients are summed."""
+
+
+class ReducerOfChoice(MomentsOfDDP):
+    """A DDP strategy that hands its mechanism a reducer; which one is decided here and nowhere else."""
+
+    reduce_on: ReduceOn = "device"
+    urgent_sums = False
+    """Whether some sums are to overtake others."""
+
+    def make_reducer(self, model: DistributedDataParallel) -> Reducer | None:
+        """What sums this model's gradients; None: all-reduces where they are. All ranks call this before they train.
+
+        Raises:
+            ValueError: it has sparse gradients, which the host does not sum.
+        """
+        if self.reduce_on == "device" or self.world_size < 2:
+            return None
+        layer = sparse_layer(model.module)
+        if layer is not None:
+            raise ValueError(
+                f"the sparse gradients of {layer!r} cannot be summed on the host, as they cannot go through DDP's "
+                "communication hook: use sparse=False, or strategy='ddp' or reduce_on='device'"
+            )
+        return HostReducer(self.root_device, model.process_group, timeout_of(self), overtakes=self.urgent_sums)
+
+
+# Reports of fits that run in processes of their own: rank 0 returns its report with the weights.
+
+_KEY = "retime_report"
+
+
+class ReportsAcrossProcesses(NamesLostRanks):
+    """``ddp`` whose ``report()`` tells of the fit after spawned and forked processes have ended, too."""
+
+    @abstractmethod
+    def report(self) -> Any:
+        """What was done so far."""
+
+    @abstractmethod
+    def take_report(self, report: Any) -> None:
+        """Let :meth:`report` return rank 0's report from now on, until the next fit."""
+
+    def choose_launcher(self, launcher: Launcher | None) -> Launcher | None:
+        if isinstance(launcher, ProcessLauncher):
+            return _ReportingLauncher(self, start_method=start_method_of(self))
+        return launcher
+
+
+class _ReportingLauncher(ProcessLauncher):
+    """Lightning's launcher, with one more thing among its results."""
+
+    def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
+        strategy = trainer.strategy
+        assert isinstance(strategy, ReportsAcrossProcesses)
+        # as bytes: Lightning would look for tensors inside of it, to move them to the CPU
+        return super().get_extra_results(trainer) | {_KEY: pickle.dumps(strategy.report())}
+
+    def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
+        super().update_main_process_results(trainer, extra)
+        strategy = trainer.strategy
+        assert isinstance(strategy, ReportsAcrossProcesses)
+        strategy.take_report(pickle.loads(extra[_KEY]))
+
+
+class SingleDevice(SingleDeviceStrategy):
+    """Takes its device from the Trainer, unless it is given one, and refuses several.
+
+    Lightning's own needs a ``device`` from the start, so its registry can only make it for a CPU.
+    """
+
+    instead = ""
+    """What to say to those who have several devices."""
+
+    def __init__(
+        self,
+        device: str | int | torch.device | None = None,
+        accelerator: Accelerator | str | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        chosen: Any = accelerator  # the Trainer takes names too, which Lightning's annotations do not say
+        super().__init__("cpu" if device is None else device, chosen, checkpoint_io, precision_plugin)
+        self.parallel_devices: list[torch.device] | None = None if device is None else [given_device(self)]
+
+    @property
+    def root_device(self) -> torch.device:
+        devices = self.parallel_devices
+        if not devices:
+            return given_device(self)
+        if len(devices) > 1:
+            raise ValueError(
+                f"strategy={self.strategy_name!r} runs on one device, got devices={len(devices)}: use devices=1"
+                + (f", or strategy={self.instead!r} for several" if self.instead else "")
+            )
+        return devices[0]
+
+    def setup_environment(self) -> None:
+        _ = self.root_device  # several devices are refused before anything is set up
+        super().setup_environment()

@@ -1,0 +1,432 @@
+"""Training steps inside a byte budget under Lightning: what one device and DDP have in common."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+
+from retime.foundations.compatibility import Mechanism
+from retime.foundations.parts import Split, check_choice, loss_of, samples_in, split_batch
+from retime.foundations.patching import replaced_attributes
+from retime.mechanisms.memory_budget import (
+    AnotherPath,
+    BudgetedStep,
+    BudgetReport,
+    Gradients,
+    NoLossError,
+    PlannedShape,
+    SubBatches,
+    TooMuchAllocated,
+    Way,
+    check_dry_run,
+    check_host_text,
+    check_on_shape_change,
+    parse_budget,
+    read_plans,
+    write_plans,
+)
+from retime.strategies.support.base import LightningOnly
+from retime.strategies.support.lightning_private import skips_backward
+from retime.strategies.support.metric_calls import LOGGED
+from retime.strategies.support.part_log import PartLog
+
+# Steps that are only tried out log nothing.
+
+
+@contextmanager
+def muted_logging(trainer: Trainer, noticed: Callable[[], None] | None = None) -> Iterator[None]:
+    """While open, the module's ``log`` and the Trainer's loggers take nothing.
+
+    Args:
+        trainer: of the step that is tried out.
+        noticed: is called where the step asks a logger of the Trainer's to write.
+    """
+    loggers = trainer.loggers
+    trainer.loggers = [DummyLogger() if noticed is None else _NoticingLogger(noticed) for _ in loggers]
+    try:
+        with replaced_attributes(trainer.lightning_module, log=_log_nothing, log_dict=_log_nothing):
+            yield
+    finally:
+        trainer.loggers = loggers
+
+
+class _NoticingLogger(DummyLogger):
+    """Takes nothing, and tells that it was asked to."""
+
+    def __init__(self, noticed: Callable[[], None]) -> None:
+        super().__init__()
+        self._noticed = noticed
+
+    @property
+    def experiment(self) -> Any:
+        self._noticed()
+        return super().experiment
+
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+        self._noticed()
+
+
+def _log_nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+# Where sub-batches ran, callbacks and the optimizer see the loss and the outputs of the whole batch.
+
+
+class WholeBatchResults:
+    """Lets callbacks see the loss and the outputs of the whole batch, which are known after backward.
+
+    So does the optimizer, which may read the loss that its closure returns: LBFGS searches by it.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._loop = trainer.fit_loop.epoch_loop.automatic_optimization
+        self._whole: dict[str, Any] | None = None
+        self._result: ClosureResult | None = None
+        taken, made = self._take, self._made
+
+        class Result(ClosureResult):
+            def __post_init__(self) -> None:
+                super().__post_init__()
+                made(self)
+
+            def asdict(self) -> dict[str, Any]:
+                whole = taken()
+                return super().asdict() if whole is None else whole
+
+        self._loop.output_result_cls = _Results(Result)  # type: ignore[assignment]
+
+    def put(self, output: Any, accumulated: int) -> None:
+        """What ``training_step`` would have returned; ``accumulated``: batches that its loss is divided by."""
+        whole = dict(output) if isinstance(output, dict) else {"loss": output}
+        whole["loss"] = whole["loss"] / accumulated
+        self._whole = whole
+        result, self._result = self._result, None
+        if result is not None:
+            result.loss = whole["loss"]
+
+    def remove(self) -> None:
+        self._loop.__dict__.pop("output_result_cls", None)
+
+    def _made(self, result: ClosureResult) -> None:
+        self._result = result
+
+    def _take(self) -> dict[str, Any] | None:
+        whole, self._whole = self._whole, None
+        return whole
+
+
+class _Results:
+    """Makes a loop's results; a copy of the loop has Lightning's class again, as nobody puts whole batches there."""
+
+    def __init__(self, kind: type[ClosureResult]) -> None:
+        self._kind = kind
+
+    def from_training_step_output(self, *args: Any, **kwargs: Any) -> ClosureResult:
+        return self._kind.from_training_step_output(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _lightnings_results, ()
+
+
+def _lightnings_results() -> type[ClosureResult]:
+    return ClosureResult
+
+
+_SKIPPING = (
+    "Under a memory budget training_step runs once a sub-batch: return None for all parts of a batch or for none "
+    "(decide by batch_idx), and a loss of 0 for a part with nothing to learn from"
+)
+CHECKPOINT_KEY = "retime_memory_budget"
+
+
+class Budgeted(LightningOnly, Strategy):
+    """Runs the steps of a fit through a :class:`BudgetedStep`, which a strategy makes in :meth:`_make_step`."""
+
+    def __init__(
+        self,
+        budget: int | str = "90%",
+        host: str | None = None,
+        batchnorm: str = "offload",
+        on_shape_change: str = "replan",
+        split_batch: Split | None = None,
+        loss_weight: Callable[[Any], Any] | None = None,
+        dry_run: str = "auto",
+        plan: str | os.PathLike[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        check_choice(batchnorm)
+        check_dry_run(dry_run)
+        if plan is not None:
+            read_plans(plan)  # what is wrong with it shows here; what it was made for, before the first step
+        check_on_shape_change(on_shape_change)
+        check_host_text(host)
+        of_device = isinstance(budget, str) and budget.strip().endswith("%")  # which is known later
+        parse_budget(budget, None if of_device else kwargs.get("device"))
+        super().__init__(**kwargs)
+        self._budget, self._host = budget, host
+        self._options: dict[str, Any] = {
+            "batchnorm": batchnorm,
+            "on_shape_change": on_shape_change,
+            "dry_run": dry_run,
+            "plan": plan,
+        }
+        self._split, self._loss_weight = split_batch, loss_weight
+        self._step: BudgetedStep | None = None
+        self._log: PartLog | None = None
+        self._results: WholeBatchResults | None = None
+        self._last_report: BudgetReport | None = None
+        self._plans: dict[str, Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, made in the middle of a fit too, has the plans and the report; its budget begins with its own fit."""
+        state: dict[str, Any] = super().__getstate__()
+        if self._step is not None:
+            kept = {"_plans": self._step.state_dict(), "_last_report": copy.deepcopy(self._step.report())}
+            state |= kept | {"_step": None, "_log": None, "_results": None}
+        return state
+
+    @property
+    def mechanisms(self) -> tuple[Mechanism, ...]:
+        """What this strategy brings along."""
+        return (Mechanism.MEMORY_BUDGET,)
+
+    @abstractmethod
+    def _make_step(self, module: LightningModule, **options: Any) -> BudgetedStep:
+        """What runs the steps of this fit; the model and the optimizers are where they train."""
+
+    def setup(self, trainer: Trainer) -> None:
+        module = self.lightning_module
+        assert module is not None
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            _check_module(module)
+        super().setup(trainer)
+        if not fitting:
+            return
+        if self._step is not None:  # a fit that ended without teardown, as one for a batch size does
+            self._step.remove()
+        self._step = self._make_step(
+            module,
+            split=self.split,
+            loss_weight=self._loss_weight,
+            gradients=gradients_in(trainer),
+            say=lambda text: rank_zero_info(f"retime: {text}"),
+            **self._options,
+        )
+        if self._plans is not None:
+            self._step.load_state_dict(self._plans)
+        self._log = PartLog(module)
+        self._results = WholeBatchResults(trainer)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._step is None or self._log is None or not torch.is_grad_enabled():
+            return super().training_step(*args, **kwargs)
+        batch, *rest = args
+        module, budgeted, log, plain = self.lightning_module, self._step, self._log, super().training_step
+        assert module is not None
+        way = Way.PARTS
+
+        def step(part: Any) -> dict[str, Any]:
+            dry = budgeted.planning
+            with ExitStack() as around:
+                if dry:
+                    around.enter_context(muted_logging(module.trainer))
+                whole = way is Way.WHOLE and not dry
+                logged = around.enter_context(log.collecting(samples_in(part, self.split), dry=dry, whole=whole))
+                output = plain(part, *rest, **kwargs)
+            try:
+                loss = loss_of(output)
+            except ValueError as error:  # None, or what Lightning has an error of its own for
+                raise NoLossError(f"a part of a batch gave no loss: {error}. {_SKIPPING}") from error
+            return {"loss": loss, "output": output, LOGGED: logged}
+
+        if not skips_backward(module.trainer):
+            budgeted.expect_gradients(gradients_in(module.trainer))  # callbacks may change what is accumulated
+        try:
+            way = budgeted.choose(step, batch)
+        except NoLossError:
+            return plain(*args, **kwargs)  # a batch that is skipped; the next one is planned for
+        log.clear()
+        if way is Way.PLAIN:
+            budgeted.count_plain()
+            return plain(*args, **kwargs)
+        parts = budgeted.parts
+        assert parts is not None
+        log.warn(parts)  # before the first step, of all that the probe has seen
+        stopped = False
+        try:
+            output = parts.forward(0)["output"]
+        except NoLossError:
+            budgeted.drop()
+            _see_no_loss(parts)
+            log.publish(parts)
+            return None
+        except (TooMuchAllocated, AnotherPath):
+            stopped = True
+        if stopped:  # not in the `except`, whose traceback holds the stopped pass's activations
+            return self.training_step(*args, **kwargs)  # this time with a plan, or after a look at the way
+        if not skips_backward(module.trainer):
+            return output
+        del output  # no backward pass frees its graph
+        return self._without_backward(parts)
+
+    def _without_backward(self, parts: SubBatches) -> Any:
+        """The other parts of a batch that only passes forward, as weight averaging does for BatchNorm's statistics."""
+        assert self._step is not None
+        assert self._log is not None
+        for index in range(1, len(parts)):
+            parts.forward(index)
+        self._step.drop()
+        self._log.publish(parts)
+        self._log.warn(parts)
+        return parts.result()["output"]
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        step, module, plugin = self._step, self.lightning_module, self.precision_plugin
+        assert module is not None
+        parts = step.parts if step is not None else None
+        if step is None or parts is None:
+            self.pre_backward(closure_loss)
+            closure_loss = plugin.pre_backward(closure_loss, module)
+            plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+            closure_loss = plugin.post_backward(closure_loss, module)
+            self.post_backward(closure_loss)
+            return closure_loss
+        assert self._log is not None
+        assert self._results is not None
+        accumulated = module.trainer.accumulate_grad_batches
+        begun = False
+        learns = bool(parts.weights[0])
+
+        def backward(loss: Tensor) -> None:
+            nonlocal begun
+            if begun or not learns:  # Lightning has divided the first part's loss
+                loss = loss / accumulated
+            if begun:  # hooks and the scaler have been told of this batch already
+                scaler = getattr(plugin, "scaler", None)
+                loss = loss if scaler is None else scaler.scale(loss)
+            else:
+                self.pre_backward(loss)
+                loss = plugin.pre_backward(loss, module)
+                begun = True
+            plugin.backward(loss, module, optimizer, *args, **kwargs)
+
+        if not learns:
+            closure_loss.detach_()  # no backward pass frees the first part's graph, and Lightning holds its loss
+        whole = step.finish(closure_loss, backward)
+        closure_loss = plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        self._log.publish(parts)
+        self._log.warn(parts)
+        self._results.put(whole["output"], accumulated)
+        return closure_loss.detach()
+
+    def teardown(self) -> None:
+        step, self._step = self._step, None
+        if step is not None:
+            self._last_report, self._plans = step.report(), step.state_dict()
+            step.remove()
+            if self._last_report.steps:
+                rank_zero_info(f"retime: {self._last_report}")
+        if self._results is not None:
+            self._results.remove()
+            self._results = None
+        self._log = None
+        super().teardown()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Plans are kept too, so that a resumed run with the same budget need not search for them again."""
+        plans = self._plans if self._step is None else self._step.state_dict()
+        if plans is not None:
+            checkpoint[CHECKPOINT_KEY] = plans
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(*args, **kwargs)
+        found = checkpoint.get(CHECKPOINT_KEY)
+        if found is not None:
+            self._plans = found
+        return checkpoint
+
+    def save_plan(self, path: str | os.PathLike[str]) -> None:
+        """Write the plans of this fit, or of the last one, to a file for ``plan=`` in other runs; rank 0 does.
+
+        Raises:
+            ValueError: nothing was planned yet.
+            OSError: it cannot be written.
+        """
+        plans = self._plans if self._step is None else self._step.state_dict()
+        if plans is None:
+            raise ValueError(f"save_plan({str(path)!r}): nothing is planned before the first batch of a fit")
+        if self.is_global_zero:
+            write_plans(path, plans)
+
+    @property
+    def split(self) -> Split:
+        """How batches are cut."""
+        return self._split or split_batch
+
+    def planned(self, batch: Any) -> PlannedShape | None:
+        """What was decided for batches like this one; None before that, and after the fit."""
+        return None if self._step is None else self._step.planned(batch)
+
+    def report(self) -> BudgetReport | None:
+        """What was planned and done so far; None before the first fit."""
+        return self._last_report if self._step is None else self._step.report()
+
+
+def _check_module(module: LightningModule) -> None:
+    if not module.automatic_optimization:
+        raise ValueError(
+            "a memory budget needs automatic optimization: with manual optimization nobody knows where a step begins "
+            "and ends. Set automatic_optimization=True, or use retime.mechanisms.memory_budget.BudgetedStep in "
+            "training_step"
+        )
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise ValueError(
+            "training_step(dataloader_iter) takes batches by itself, so they cannot be planned for: use "
+            "training_step(batch, batch_idx)"
+        )
+
+
+def _see_no_loss(parts: SubBatches) -> None:
+    """The first part gave no loss, so the batch is skipped; its other parts run too, as they log, and must give none.
+
+    Raises:
+        NoLossError: one does.
+    """
+    for index in range(1, len(parts)):
+        try:
+            parts.compute(index)
+        except NoLossError:
+            continue
+        raise NoLossError(f"part 1 of {len(parts)} of a batch gave no loss, and part {index + 1} gave one. {_SKIPPING}")
+
+
+def gradients_in(trainer: Trainer) -> Gradients:
+    """Whether gradients may be there in the backward pass of a fit: of batches before, or zeroed in place."""
+    schedulers = (one for one in trainer.callbacks if isinstance(one, GradientAccumulationScheduler))  # type: ignore[attr-defined]
+    kept = (
+        trainer.accumulate_grad_batches > 1
+        or any(one.going_to_accumulate_grad_batches() for one in schedulers)
+        or is_overridden("optimizer_zero_grad", trainer.lightning_module)
+    )
+    return "kept" if kept else "freed after forward"
