@@ -28,6 +28,15 @@ LEFT_OF = {
     "conf": set(),
 }
 ROOMS = {"mechanisms", "foundations", "schedules"}
+FLOORS = (
+    {"arguments", "compatibility", "measure", "messages", "native", "patching", "streams", "torch_private"},
+    {"cpu_pool", "lazy_updates", "storages"},
+    {"ddp", "parts", "weight_gradients"},
+    {"preserve_state"},
+)
+"""Rooms of foundations, which import from floors below their own."""
+SMALLEST_STATION = 100
+"""Lines, below which a file needs more than one importer."""
 LAST = {"recipes", "commands"}  # these use the public API as a user does
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
 CONFIGURATION = {"hydra", "omegaconf"}
@@ -166,6 +175,85 @@ def test_every_package_is_packaged(monkeypatch):
     }
     assert set(given["packages"]) == there | {"retime"}
     assert {path for name, path in given["package_dir"].items() if name != "retime"} == set(LEFT_OF)
+
+
+def imports_from(path: Path) -> list[tuple[str, list[str]]]:
+    """Each ``from module import names`` of a file that is about retime."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.ImportFrom)]
+    return [
+        (str(node.module), [alias.name for alias in node.names])
+        for node in nodes
+        if str(node.module).startswith("retime.")
+    ]
+
+
+def test_foundations_import_from_lower_floors():
+    floor = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+    rooms = {path.stem for path in (ROOT / "foundations").iterdir() if has_code(path)}
+    assert rooms == set(floor)
+    upwards = [
+        f"{path.relative_to(ROOT)}: {module} is not on a floor below"
+        for path in files("foundations")
+        for module, _ in imports_from(path)
+        for room, other in [(path.relative_to(ROOT / "foundations").parts[0].removesuffix(".py"), module.split(".")[2])]
+        if module.startswith("retime.foundations.") and other != room and floor[other] >= floor[room]
+    ]
+    assert not upwards, "\n".join(upwards)
+
+
+def has_code(path: Path) -> bool:
+    return (path / "__init__.py").is_file() or (path.suffix == ".py" and path.stem != "__init__")
+
+
+def through_faces(path: Path) -> list[str]:
+    """What a file takes from a face that the face does not show, or from the face of a package that it is in."""
+    offences = []
+    for module, names in imports_from(path):
+        package = ROOT / Path(*module.split(".")[1:])
+        if not (package / "__init__.py").is_file() or not has_face(package):
+            continue
+        names = [name for name in names if not (path.is_relative_to(package) and (package / f"{name}.py").is_file())]
+        if names and path.is_relative_to(package):
+            offences.append(f"{path.relative_to(ROOT)}: import from the file itself, not from its own face {module}")
+        body = ast.parse((package / "__init__.py").read_text("utf-8")).body
+        shown = {name for node in body if isinstance(node, ast.Assign) for name in ast.literal_eval(node.value)}
+        offences += [f"{path.relative_to(ROOT)}: {module} does not show {name}" for name in names if name not in shown]
+    return offences
+
+
+@pytest.mark.parametrize("folder", LEFT_OF)
+def test_nothing_is_imported_through_a_face(folder):
+    found = [what for path in files(folder) if path.name != "__init__.py" for what in through_faces(path)]
+    assert not found, "\n".join(found)
+
+
+def file_of(module: str, name: str) -> Path:
+    """The file that defines what is imported, which a face may only show."""
+    path = ROOT / Path(*module.split(".")[1:])
+    if (path / f"{name}.py").is_file():
+        return path / f"{name}.py"
+    if (path / "__init__.py").is_file():
+        for inner, names in imports_from(path / "__init__.py"):
+            if name in names:
+                return file_of(inner, name)
+    return path.with_suffix(".py")
+
+
+def test_a_small_file_has_several_importers():
+    """A file with one importer is part of it, unless it is an idea of its own that fills a hundred lines."""
+    importers = {path: set() for folder in ("foundations", "mechanisms") for path in files(folder)}
+    for path in (path for folder in LEFT_OF for path in files(folder)):
+        for module, names in imports_from(path):
+            for name in names:
+                importers.get(file_of(module, name), set()).add(path)
+    small = [
+        f"{path.relative_to(ROOT)} has one importer: make it part of that"
+        for path, by in importers.items()
+        if len(by - {path.parent / "__init__.py"}) == 1
+        and path.name != "__init__.py"
+        and len(path.read_text("utf-8").splitlines()) < SMALLEST_STATION
+    ]
+    assert not small, "\n".join(small)
 
 
 @pytest.mark.parametrize(

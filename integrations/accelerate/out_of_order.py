@@ -16,7 +16,8 @@ from retime.foundations.messages import parse_bytes, warn_no_effect
 from retime.integrations.accelerate.accelerate_private import renew_captured_steps
 from retime.integrations.accelerate.prepared import note_gone, note_there, prepared_optimizer, refuse_beside
 from retime.integrations.accelerate.state_file import StateFile
-from retime.mechanisms.out_of_order import ALONE, K, OutOfOrderReport, data_parallel, read_saved_k
+from retime.mechanisms.out_of_order import ALONE, K, OutOfOrderReport, read_saved_k
+from retime.mechanisms.out_of_order import OutOfOrderDataParallel as Deferred
 
 
 class OutOfOrderDataParallel:
@@ -47,7 +48,7 @@ class OutOfOrderDataParallel:
         blocks: Iterable[str] | None = None,
     ) -> None:
         self._optimizer = prepared_optimizer(optimizer, type(self).__name__)
-        self._ooo: data_parallel.OutOfOrderDataParallel | None = None
+        self._ooo: Deferred | None = None
         if accelerator.num_processes < 2:
             if max_memory is not None:
                 parse_bytes("max_memory", max_memory)
@@ -62,7 +63,7 @@ class OutOfOrderDataParallel:
             )
         self._mechanism = Mechanism.out_of_order(cross_iteration=cross_iteration)
         refuse_beside(self._optimizer, self._mechanism)
-        self._ooo = data_parallel.OutOfOrderDataParallel(
+        self._ooo = Deferred(
             model,
             [self._optimizer.optimizer] if cross_iteration else [],
             k=k,
