@@ -14,8 +14,7 @@ from retime.mechanisms.memory_budget.planner import StepPlanner
 from retime.mechanisms.memory_budget.report import PlannedShape
 from retime.mechanisms.memory_budget.search import PlanChoice
 from retime.schedules.budget import OffloadPlan
-from retime.strategies.memory_budget import MemoryBudgetStrategy
-from retime.strategies.memory_budget_ddp import MemoryBudgetDDPStrategy
+from retime.strategies import MemoryBudgetDDPStrategy, MemoryBudgetStrategy
 from retime.strategies.support.budgeted_steps import Budgeted
 
 PARTS = 2

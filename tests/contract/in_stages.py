@@ -11,7 +11,7 @@ from torch import Tensor
 
 from contract.record import Record
 from retime.foundations.parts import balanced_parts, samples_in
-from retime.strategies.ooo_pipeline import OOOPipelineStrategy
+from retime.strategies import OOOPipelineStrategy
 
 IN_PARTS = frozenset({"optimizers", "trace"})
 """What of a fit each rank has for its own layers only."""

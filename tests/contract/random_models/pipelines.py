@@ -18,7 +18,7 @@ from contract.random_models.training import Order, Way, as_given
 from contract.ranks import WORLD_SIZE
 from retime.foundations.messages import DifferenceWarning
 from retime.mechanisms.pipeline import RankLostError
-from retime.strategies.ooo_pipeline import OOOPipelineStrategy
+from retime.strategies import OOOPipelineStrategy
 from support.time_limits import limit_s
 
 SCHEDULES = ("ooo2", "ooo1", "gpipe", "1f1b", "zb_h1", "ooo2_flush", "ooo1_flush", "ooo")

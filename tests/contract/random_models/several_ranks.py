@@ -21,9 +21,7 @@ from contract.random_models.spec import Spec
 from contract.random_models.training import Order, Way, as_given
 from contract.ranks import WORLD_SIZE, RankRuns
 from contract.rows import STRATEGIES
-from retime.strategies.cpu_accumulate import CPUAccumulateStrategy
-from retime.strategies.fused_optimizer import FusedOptimizerDDPStrategy
-from retime.strategies.memory_budget_ddp import MemoryBudgetDDPStrategy
+from retime.strategies import CPUAccumulateStrategy, FusedOptimizerDDPStrategy, MemoryBudgetDDPStrategy
 
 SEED_S = 150
 """The longest a seed may take, on a busy machine and made small if it fails."""

@@ -11,12 +11,11 @@ from contract.random_models.fits import Fit, train_fit
 from contract.random_models.mechanisms import UPDATED_TWICE, Mechanism, double, in_backward
 from contract.random_models.spec import Spec
 from contract.random_models.training import Order, as_given
-from retime.callbacks.fuse_optimizer import FuseOptimizer
+from retime.callbacks import FuseOptimizer
 from retime.mechanisms.memory_budget import PlannedShape, StepPlanner, part_sizes
 from retime.mechanisms.memory_budget import planner as step_planner
 from retime.mechanisms.memory_budget.step_memory import StepMemory
-from retime.strategies.fused_optimizer import FusedOptimizerStrategy
-from retime.strategies.memory_budget import MemoryBudgetStrategy
+from retime.strategies import FusedOptimizerStrategy, MemoryBudgetStrategy
 from support.memory_budget import OFFLOADS, SPLITS
 
 
