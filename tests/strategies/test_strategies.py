@@ -1,7 +1,9 @@
 """What the strategies refuse, before anything is set up, and how they report."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +19,8 @@ from lightning.pytorch.strategies import (
 )
 
 import retime
-from retime.callbacks.fuse_optimizer import FuseOptimizer
-from retime.strategies.fused_optimizer import FusedOptimizerDDPStrategy, FusedOptimizerStrategy
+from retime.callbacks import FuseOptimizer
+from retime.strategies import FusedOptimizerDDPStrategy, FusedOptimizerStrategy
 
 QUIET: dict[str, Any] = {
     "logger": False,
@@ -40,10 +42,23 @@ def trainer(**options: Any) -> Trainer:
 
 
 def test_names_are_registered_once_and_described() -> None:
-    for name in ("fused_optimizer", "fused_optimizer_forward", "fused_optimizer_ddp"):
-        assert name in StrategyRegistry.available_strategies()
-        assert StrategyRegistry[name]["description"]
+    registered = [name for name in StrategyRegistry.available_strategies() if _is_ours(name)]
+    suffixes = {name: ("", "_spawn", "_fork") if starts else ("",) for name, _, starts, _, _ in retime.STRATEGIES}
+    assert sorted(registered) == sorted(name + suffix for name in suffixes for suffix in suffixes[name])
+    assert all(StrategyRegistry[name]["description"] for name in registered)
     assert isinstance(trainer(strategy="fused_optimizer").strategy, FusedOptimizerStrategy)
+
+
+def test_the_readme_lists_the_names_of_the_table() -> None:
+    page = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+    table = page.partition("## What there is")[2].partition("\n## ")[0]
+    first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("|")]
+    listed = {name for cell in first_cells for name in re.findall(r"`([a-z]+_[a-z_]+)`", cell)}
+    assert listed == {name for name, *_ in retime.STRATEGIES}
+
+
+def _is_ours(name: str) -> bool:
+    return str(StrategyRegistry[name]["strategy"].__module__).startswith("retime.")
 
 
 def test_name_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
