@@ -1,0 +1,16 @@
+"""The package keeps the number of lines that pyproject.toml gives it: less code behind the same promise is progress."""
+
+import pytest
+
+from support.size import PRODUCT, budget, lines_of, rooms
+
+
+@pytest.mark.parametrize(("part", "folders"), [("product", PRODUCT), ("tests", ("tests",))])
+def test_the_lines_are_within_their_budget(part: str, folders: tuple[str, ...]) -> None:
+    lines = sum(room.all for room in rooms(folders).values())
+    assert lines <= budget()[part], f"{part} has {lines:,} lines: delete some, or raise tool.retime.lines in a review"
+
+
+def test_lines_are_told_apart() -> None:
+    lines = lines_of('"""What.\n\nMore.\n"""\n\nimport os  # why\n\n# a comment\nx = """\ntext\n"""\n')
+    assert (lines.files, lines.code, lines.words, lines.blank) == (1, 4, 5, 2)
