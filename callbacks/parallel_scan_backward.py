@@ -8,8 +8,7 @@ from torch import nn
 
 from retime.foundations.arguments import checked
 from retime.mechanisms.scan import check_solver
-from retime.modules.conversion_report import ConversionReport
-from retime.modules.convert import convert, convert_back
+from retime.modules import ConversionReport, convert, convert_back
 from retime.modules.obstacles import obstacles
 
 

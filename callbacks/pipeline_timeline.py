@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from retime.foundations.arguments import AtLeast, checked
 from retime.schedules.timeline import write_chrome_trace, write_png
-from retime.strategies.ooo_pipeline import OOOPipelineStrategy
+from retime.strategies import OOOPipelineStrategy
 
 __all__ = ["PipelineTimeline"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retime.modules.convert import convert
+from retime.modules import convert
 from retime.recipes.core.build import build_batches, build_model, build_optimizer, loss_of
 from retime.recipes.core.measure import PhaseClock, Spread, interleave, middle_step, speedup, spread
 from retime.recipes.core.recipe import Measured, Recipe, Tick

@@ -33,7 +33,7 @@ from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result
 from retime.recipes.core.schema import RecurrentSettings
 from retime.recipes.core.tables import label_of
-from retime.recipes.data.base import ArrayData
+from retime.recipes.data import ArrayData
 
 MOST_POINTS = 500
 """A stored curve has at most so many points, each the mean of a window of steps."""

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from retime.mechanisms.scan import choose_solver
-from retime.modules.convert import convert
+from retime.modules import convert
 from retime.recipes.bppsa.recurrent import BASELINE, OURS, Recurrent, label, ratio
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, Target

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from retime.callbacks.cpu_memory_pool import CPUMemoryPool
+from retime.callbacks import CPUMemoryPool
 from retime.foundations.cpu_pool import MemoryPool, trim_heap
 from retime.foundations.measure import MemoryProbe, status_bytes
 from retime.recipes.core.build import CPU, build_model

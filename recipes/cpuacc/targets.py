@@ -18,8 +18,7 @@ from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import AccumulationSettings
 from retime.recipes.cpuacc.worker import ALONE, COPY, GLOO, HOST, PIECES, serve
-from retime.recipes.emulated.network import loopback
-from retime.recipes.emulated.ranks import run_ranks
+from retime.recipes.emulated import loopback, run_ranks
 
 SUM, STEP = "sum", "step"
 OVER_GLOO = Target("sum in shared memory over the faster of gloo's", "x", 3.0)

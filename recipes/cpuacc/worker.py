@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
-from retime.callbacks.step_timeline import StepTimeline
+from retime.callbacks import StepTimeline
 from retime.foundations.measure import MemoryProbe, status_bytes
 from retime.mechanisms.cpu_accumulation import HostReducer
 from retime.recipes.core.build import CPU, build, build_batches, build_model

@@ -11,7 +11,7 @@ from retime.recipes.core.measure import interleave
 from retime.recipes.core.schema import FusionSettings, Hardware
 from retime.recipes.core.workers import Answer
 from retime.recipes.fusion.trainer import WARMUP_STEPS, TrainerBlocks
-from retime.recipes.models.common import parameter_count
+from retime.recipes.models import parameter_count
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any] | None:

@@ -23,7 +23,7 @@ from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import FusionSettings
 from retime.recipes.core.trainer_loop import Batch, Training, train
 from retime.recipes.fusion.trainer import trainer_run
-from retime.recipes.models.common import parameter_count
+from retime.recipes.models import parameter_count
 
 MIB = 2**20
 PLAIN, OURS = "fused", "retime_backward"

@@ -11,7 +11,7 @@ from retime.recipes.core.build import build_batches, build_model
 from retime.recipes.core.gradient_bytes import GradientBytes
 from retime.recipes.core.workers import Answer
 from retime.recipes.fusion.variants import VARIANTS, BareLoop
-from retime.recipes.models.common import parameter_count
+from retime.recipes.models import parameter_count
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Row
 from retime.recipes.core.schema import FusionSettings
 from retime.recipes.fusion.variants import PHASES, VARIANTS, BareLoop, choose_variants, kernel_flags
-from retime.recipes.models.common import parameter_count, parameters_per_layer
+from retime.recipes.models import parameter_count, parameters_per_layer
 
 OURS = ("retime_backward", "retime_forward")
 LIKE_THE_PAPER = ("retime_backward_default", "retime_forward_default")

@@ -22,12 +22,11 @@ from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import FusionSettings
 from retime.recipes.core.trainer_loop import Batch, Run, Training, train
-from retime.recipes.emulated.network import loopback
-from retime.recipes.emulated.ranks import run_ranks
+from retime.recipes.emulated import loopback, run_ranks
 from retime.recipes.fusion.claims import PAPER
 from retime.recipes.fusion.step_times import StepTimes, label, strongest_peer
 from retime.recipes.fusion.variants import VARIANTS
-from retime.recipes.models.common import parameter_count
+from retime.recipes.models import parameter_count
 
 MIB = 2**20
 WARMUP_STEPS = 3
@@ -46,7 +45,7 @@ def trainer_run(variant: str, *, distributed: bool = False) -> Run:
 
 def _fused_strategy(mode: str, distributed: bool) -> Strategy | str:
     if distributed:
-        from retime.strategies.fused_optimizer import FusedOptimizerDDPStrategy
+        from retime.strategies import FusedOptimizerDDPStrategy
 
         strategy: Strategy = FusedOptimizerDDPStrategy(mode=mode)
         return strategy

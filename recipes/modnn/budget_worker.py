@@ -31,7 +31,7 @@ from retime.mechanisms.memory_budget import (
 )
 from retime.recipes.core.build import build_model, build_optimizer, loss_of
 from retime.recipes.core.workers import Answer
-from retime.recipes.models.common import parameter_count
+from retime.recipes.models import parameter_count
 from retime.recipes.modnn.vdnn import Vdnn
 from retime.recipes.modnn.vdnn_plus import VdnnPlus
 from retime.schedules.budget import BudgetError

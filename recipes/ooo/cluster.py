@@ -10,10 +10,8 @@ from retime.recipes.core.measure import Spread, speedup, spread
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Row
 from retime.recipes.core.schema import OutOfOrderSettings
+from retime.recipes.emulated import Network, emulated_network, loopback, parse_rate, rate_text, run_ranks
 from retime.recipes.emulated.bandwidth import sent_bytes
-from retime.recipes.emulated.network import Network, emulated_network, loopback
-from retime.recipes.emulated.ranks import run_ranks
-from retime.recipes.emulated.rate import parse_rate, rate_text
 from retime.recipes.ooo.fits import BUCKET_BYTES
 from retime.recipes.ooo.variants import COMMUNICATION, COMPUTE, label, variant
 from retime.recipes.ooo.worker import serve

@@ -14,12 +14,12 @@ from lightning.pytorch import Callback
 from lightning.pytorch.strategies import Strategy
 from torch import nn
 
-from retime.callbacks.step_timeline import StepTimeline
+from retime.callbacks import StepTimeline
 from retime.mechanisms.out_of_order import OutOfOrderReport
 from retime.recipes.core.idle_clock import IdleClock
 from retime.recipes.core.trainer_loop import Batch, Run, Training, train
 from retime.recipes.ooo.variants import COMMUNICATION, COMPUTE, alone, variant
-from retime.strategies.ooo_ddp import OOODataParallelStrategy
+from retime.strategies import OOODataParallelStrategy
 
 WARMUP_STEPS = 4
 """DDP rebuilds its buckets after the first step, after the second with a static graph; the order changes in the third,

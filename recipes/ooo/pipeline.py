@@ -21,10 +21,15 @@ from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import PipelineSettings
-from retime.recipes.emulated.network import Network, emulated_network, loopback
-from retime.recipes.emulated.ranks import run_ranks
-from retime.recipes.emulated.rate import parse_rate
-from retime.recipes.emulated.requirements import ClusterUnavailable, unavailable
+from retime.recipes.emulated import (
+    ClusterUnavailable,
+    Network,
+    emulated_network,
+    loopback,
+    parse_rate,
+    run_ranks,
+    unavailable,
+)
 from retime.recipes.ooo.pipeline_worker import schedule_of, serve
 
 STEP = "step"

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from retime.mechanisms.pipeline import PipelineStep
 from retime.recipes.core.measure import interleave
 from retime.recipes.core.workers import Answer
+from retime.recipes.emulated import SleepingLayer
 from retime.recipes.emulated.rank import joined, tell
-from retime.recipes.emulated.sleeping import SleepingLayer
 
 _ELEMENTS = 2**15
 """Of a layer's weight: gradients of up to 64 KiB do not wait."""

@@ -12,8 +12,7 @@ from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import PipelineSettings
-from retime.recipes.emulated.network import loopback
-from retime.recipes.emulated.ranks import run_ranks
+from retime.recipes.emulated import loopback, run_ranks
 from retime.recipes.ooo.pipeline import of_case
 from retime.recipes.ooo.real_layers_worker import ONE, serve
 

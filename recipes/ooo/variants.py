@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 
-from retime.strategies.ooo_ddp import OOODataParallelStrategy
+from retime.strategies import OOODataParallelStrategy
 
 _NAME = re.compile(r"(?:(?P<ddp>ddp)|ooo_(?P<k>auto|tuned|k\d+))(?P<waiting>_waiting)?(?P<small>_layer_buckets)?")
 COMPUTE, COMMUNICATION = "compute", "communication"

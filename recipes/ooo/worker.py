@@ -19,7 +19,7 @@ from retime.recipes.emulated.bandwidth import measure_bandwidth
 from retime.recipes.emulated.rank import joined, tell
 from retime.recipes.emulated.rate import rate_text
 from retime.recipes.emulated.sleeping import LayerTimes, sleeping_copy
-from retime.recipes.models.common import parameter_count
+from retime.recipes.models import parameter_count
 from retime.recipes.ooo.fits import WARMUP_STEPS, Fit, Fits, gradient_bytes
 from retime.recipes.ooo.layers import layer_times, update_ms
 from retime.recipes.ooo.variants import COMMUNICATION, COMPUTE, variant

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from retime.callbacks.memory_timeline import MemoryTimeline
+from retime.callbacks import MemoryTimeline
 from retime.foundations.measure.memory import MemorySampler
-from retime.strategies.memory_budget import MemoryBudgetStrategy
+from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
 from support.memory_budget import SMALL, Net, assert_close, fit, loader
 

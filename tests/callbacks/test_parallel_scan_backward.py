@@ -9,10 +9,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from retime.callbacks.parallel_scan_backward import ParallelScanBackward
+from retime.callbacks import ParallelScanBackward
 from retime.foundations.messages import NoEffectWarning
-from retime.modules.convert import convert
-from retime.modules.layers import ScanGRU
+from retime.modules import ScanGRU, convert
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning"),

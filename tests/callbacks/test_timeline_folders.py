@@ -8,8 +8,7 @@ import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from retime.callbacks.memory_timeline import MemoryTimeline
-from retime.callbacks.step_timeline import StepTimeline
+from retime.callbacks import MemoryTimeline, StepTimeline
 
 TIMELINES = (MemoryTimeline, StepTimeline)
 

@@ -11,8 +11,7 @@ from torch.nn.utils import parametrizations, prune, spectral_norm
 from torch.nn.utils.rnn import pack_sequence
 
 from retime.foundations.messages import NoEffectWarning
-from retime.modules.convert import convert, convert_back
-from retime.modules.layers import ScanGRU, ScanLSTM, ScanRNN
+from retime.modules import ScanGRU, ScanLSTM, ScanRNN, convert, convert_back
 
 WIDTH, HIDDEN = 4, 5
 

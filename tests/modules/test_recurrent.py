@@ -12,8 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from retime.modules.convert import convert
-from retime.modules.layers import ScanGRU, ScanLSTM, ScanRNN
+from retime.modules import ScanGRU, ScanLSTM, ScanRNN, convert
 
 T, B, X, H = 7, 3, 4, 5
 TOLERANCE = 1e-12

@@ -13,7 +13,7 @@ from torch.nn.utils import prune
 from retime.foundations.messages import NoEffectWarning
 from retime.mechanisms.scan import prune_class_blind
 from retime.modules.scan_sequential import ScanSequential
-from retime.recipes.models.chains import lenet5, vgg
+from retime.recipes.models import lenet5, vgg
 
 LEVELS = [0, 1, 2, None]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from retime.recipes import models
-from retime.recipes.models.common import parameter_count, parameters_per_layer
+from retime.recipes.models import parameter_count, parameters_per_layer
 
 Builder = Callable[..., nn.Module]
 

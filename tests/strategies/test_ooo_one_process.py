@@ -98,7 +98,7 @@ def test_in_a_bare_loop(tmp_path: Path) -> None:
 
 def test_with_accelerate(tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate", reason="needs the extra lightning-retime[accelerate]")
-    from retime.integrations.accelerate.out_of_order import OutOfOrderDataParallel as ForAccelerate
+    from retime.integrations.accelerate import OutOfOrderDataParallel as ForAccelerate
 
     accelerate.state.AcceleratorState._reset_state(True)
     accelerator = accelerate.Accelerator(cpu=True)

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from retime.strategies.fused_optimizer import FusedOptimizerStrategy
+from retime.strategies import FusedOptimizerStrategy
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

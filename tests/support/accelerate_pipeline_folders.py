@@ -13,7 +13,7 @@ from accelerate.utils import ProjectConfiguration
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from retime.integrations.accelerate.ooo_pipeline import OutOfOrderPipeline
+from retime.integrations.accelerate import OutOfOrderPipeline
 from support.accelerate_pipeline_worker import (
     ACCUMULATED,
     BATCH,

@@ -15,8 +15,7 @@ from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from retime.integrations.accelerate.fused_optimizer import FusedOptimizer
-from retime.integrations.accelerate.ooo_pipeline import OutOfOrderPipeline
+from retime.integrations.accelerate import FusedOptimizer, OutOfOrderPipeline
 from retime.mechanisms.pipeline import PipelineError
 
 WIDTH, BATCH, BATCHES, ACCUMULATED = 96, 8, 8, 2

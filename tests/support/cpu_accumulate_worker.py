@@ -8,8 +8,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from retime.integrations.accelerate.cpu_accumulate import CPUAccumulate
-from retime.integrations.accelerate.fused_optimizer import FusedOptimizer
+from retime.integrations.accelerate import CPUAccumulate, FusedOptimizer
 
 STEPS = 6
 

@@ -2,8 +2,7 @@
 
 import signal
 
-from retime.recipes.emulated.network import emulated_network
-from retime.recipes.emulated.ranks import run_ranks
+from retime.recipes.emulated import emulated_network, run_ranks
 from support.emulated_plain_worker import serve
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored

@@ -22,7 +22,7 @@ from retime.foundations.ddp import RankLostError
 from retime.mechanisms.cpu_accumulation import HostReducer
 from retime.mechanisms.cpu_accumulation import shared_sums as sums
 from retime.mechanisms.cpu_accumulation.shared_sums import SharedFile, sums_library
-from retime.strategies.cpu_accumulate import CPUAccumulateStrategy
+from retime.strategies import CPUAccumulateStrategy
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 CHECKS: dict[str, Callable[[], None]] = {}

@@ -28,7 +28,7 @@ from retime.foundations.messages import NoEffectWarning
 from retime.mechanisms.cpu_accumulation import BucketReduction, HostReducer, HostUpdate
 from retime.mechanisms.cpu_accumulation import shared_sums as sums
 from retime.mechanisms.cpu_accumulation.host_update import state_bytes
-from retime.strategies.cpu_accumulate import CPUAccumulateStrategy
+from retime.strategies import CPUAccumulateStrategy
 from support.time_limits import limit_s
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

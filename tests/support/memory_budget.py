@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import retime.mechanisms.memory_budget.planner as step_planner
 from retime.mechanisms.memory_budget.costs import StepCosts
 from retime.mechanisms.memory_budget.report import BudgetReport
-from retime.strategies.memory_budget import MemoryBudgetStrategy
+from retime.strategies import MemoryBudgetStrategy
 
 FEATURES, CLASSES, BATCH = 16, 4, 256
 WIDTH, DEPTH = 16, 8
@@ -194,7 +194,7 @@ def accelerate_loop(
     from accelerate import Accelerator  # here, so that the other tests need not import it
     from accelerate.state import GradientState
 
-    from retime.integrations.accelerate.memory_budget import MemoryBudget
+    from retime.integrations.accelerate import MemoryBudget
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
     module = module or Net()

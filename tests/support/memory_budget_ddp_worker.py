@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
 import retime.mechanisms.memory_budget.planner as step_planner
-from retime.callbacks.memory_timeline import MemoryTimeline
+from retime.callbacks import MemoryTimeline
 from retime.foundations.cpu_pool.pool import trim_heap
 from retime.foundations.measure.memory import MemoryProbe
 from retime.foundations.messages import NoEffectWarning
@@ -37,7 +37,7 @@ from retime.mechanisms.memory_budget.offload.hosts import parse_host
 from retime.mechanisms.memory_budget.planner import StepPlanner
 from retime.recipes.modnn.budget_worker import resident_bytes
 from retime.schedules.budget.errors import BudgetError
-from retime.strategies.memory_budget_ddp import MemoryBudgetDDPStrategy
+from retime.strategies import MemoryBudgetDDPStrategy
 from support import memory_budget as support
 from support.garbage import pass_over_what_is_there
 from support.memory_budget import (

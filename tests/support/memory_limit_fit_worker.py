@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from retime.foundations.cpu_pool.pool import give_back_freed_memory, trim_heap
 from retime.foundations.measure import MemoryProbe, status_bytes
-from retime.strategies.memory_budget import MemoryBudgetStrategy
+from retime.strategies import MemoryBudgetStrategy
 
 SAMPLES, WIDTH, DEPTH, CLASSES, BATCHES = 4096, 256, 12, 10, 5
 

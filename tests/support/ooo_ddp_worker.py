@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from contract.models import Net
-from retime.callbacks.fuse_optimizer import FuseOptimizer
-from retime.callbacks.reverse_first_k import ReverseFirstK
+from retime.callbacks import FuseOptimizer, ReverseFirstK
 from retime.foundations.ddp.reductions import SIZES_MB, measured_seconds_per_mb
 from retime.foundations.measure import forget_peak, peak_so_far
 from retime.foundations.messages import NoEffectWarning
 from retime.mechanisms.out_of_order import OutOfOrderDataParallel, OutOfOrderReport
-from retime.strategies.ooo_ddp import FIXED_BUCKET_MB, OOODataParallelStrategy
+from retime.strategies import OOODataParallelStrategy
+from retime.strategies.ooo_ddp import FIXED_BUCKET_MB
 from support.time_limits import limit_s
 
 WIDTH = 160
@@ -439,7 +439,7 @@ def accelerate_loop() -> None:
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs
 
-    from retime.integrations.accelerate.out_of_order import OutOfOrderDataParallel as ForAccelerate
+    from retime.integrations.accelerate import OutOfOrderDataParallel as ForAccelerate
 
     def train(k: Any) -> tuple[list[Tensor], Any]:
         views = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
@@ -485,9 +485,8 @@ def accelerate_refuses_a_budget_beside() -> None:
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs
 
-    from retime.integrations.accelerate.fused_optimizer import FusedOptimizer
-    from retime.integrations.accelerate.memory_budget import MemoryBudget
-    from retime.integrations.accelerate.out_of_order import OutOfOrderDataParallel as ForAccelerate
+    from retime.integrations.accelerate import FusedOptimizer, MemoryBudget
+    from retime.integrations.accelerate import OutOfOrderDataParallel as ForAccelerate
 
     views = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
     accelerator = Accelerator(cpu=True, kwargs_handlers=[views])

@@ -14,8 +14,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from retime.foundations.compatibility import Mechanism
-from retime.integrations.accelerate.fused_optimizer import FusedOptimizer
-from retime.integrations.accelerate.memory_budget import MemoryBudget
+from retime.integrations.accelerate import FusedOptimizer, MemoryBudget
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from retime.foundations.messages import NoEffectWarning
-from retime.integrations.accelerate.cpu_accumulate import CPUAccumulate
+from retime.integrations.accelerate import CPUAccumulate
 from support.two_ranks import run_two_ranks
 
 

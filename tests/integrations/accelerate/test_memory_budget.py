@@ -8,7 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from retime.integrations.accelerate.memory_budget import MemoryBudget
+from retime.integrations.accelerate import MemoryBudget
 from retime.schedules.budget.errors import BudgetError
 from support.memory_budget import SMALL, TINY, Net, accelerate_loop, assert_close, loader
 

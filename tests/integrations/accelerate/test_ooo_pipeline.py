@@ -7,7 +7,7 @@ from accelerate.state import AcceleratorState
 from torch import nn
 
 from retime.foundations.messages import NoEffectWarning
-from retime.integrations.accelerate.ooo_pipeline import OutOfOrderPipeline
+from retime.integrations.accelerate import OutOfOrderPipeline
 from support.two_ranks import run_ranks
 
 WORKER = "accelerate_pipeline_worker.py"

@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors.torch import load_file
 
 from retime.foundations.messages import NoEffectWarning
-from retime.integrations.accelerate.ooo_pipeline import OutOfOrderPipeline
+from retime.integrations.accelerate import OutOfOrderPipeline
 from support.accelerate_pipeline_folders import HALF, Loop, losses_of_one_device
 from support.accelerate_pipeline_worker import BATCHES
 from support.two_ranks import run_ranks

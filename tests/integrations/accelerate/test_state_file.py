@@ -14,8 +14,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from retime import NoEffectWarning
-from retime.integrations.accelerate.memory_budget import MemoryBudget
-from retime.integrations.accelerate.out_of_order import OutOfOrderDataParallel
+from retime.integrations.accelerate import MemoryBudget, OutOfOrderDataParallel
 from retime.integrations.accelerate.state_file import StateFile
 from support.memory_budget import SMALL, accelerate_loop, loader
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from retime.mechanisms.cpu_accumulation import BucketReduction, HostReducer, HostReductionReport, TimedSum
 from retime.mechanisms.cpu_accumulation import shared_sums as sums
-from retime.strategies.memory_budget_ddp import MemoryBudgetDDPStrategy
+from retime.strategies import MemoryBudgetDDPStrategy
 
 
 @pytest.fixture(

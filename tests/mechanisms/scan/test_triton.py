@@ -24,7 +24,7 @@ from retime.mechanisms.scan import (
 from retime.mechanisms.scan import solvers as solver_module
 from retime.mechanisms.scan.choice import CUDA
 from retime.mechanisms.scan.solvers import TritonChunk
-from retime.modules.layers import ScanGRU
+from retime.modules import ScanGRU
 from support.scan import make_case
 
 CPU = torch.device("cpu")

@@ -33,7 +33,7 @@ from retime.recipes.bppsa.convolutional_jacobians import (
 )
 from retime.recipes.core.results import Result, load
 from retime.recipes.core.schema import ConvolutionalSettings
-from retime.recipes.models.chains import lenet5
+from retime.recipes.models import lenet5
 
 Command = Callable[..., Path]
 

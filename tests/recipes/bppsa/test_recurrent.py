@@ -15,8 +15,8 @@ from retime.recipes.bppsa.recurrent_sensitivity import Instruments, Scaling, ove
 from retime.recipes.bppsa.recurrent_targets import Targets, worst_of
 from retime.recipes.core.results import load
 from retime.recipes.core.schema import Hardware, RecurrentSettings
-from retime.recipes.data.synthetic import bitstreams, synthetic_irmas
-from retime.recipes.models.recurrent import recurrent_classifier
+from retime.recipes.data import bitstreams, synthetic_irmas
+from retime.recipes.models import recurrent_classifier
 from retime.recipes.report import rebuild
 
 CPU = torch.device("cpu")

@@ -9,12 +9,19 @@ from contextlib import contextmanager
 
 import pytest
 
-from retime.recipes.emulated import requirements
+from retime.recipes.emulated import (
+    ClusterUnavailable,
+    RankError,
+    emulated_network,
+    loopback,
+    parse_rate,
+    rate_text,
+    requirements,
+    run_ranks,
+    unavailable,
+)
 from retime.recipes.emulated.namespaces import existing, new_prefix, remove_stale
-from retime.recipes.emulated.network import emulated_network, loopback
-from retime.recipes.emulated.ranks import RankError, run_ranks
-from retime.recipes.emulated.rate import parse_rate, rate_text
-from retime.recipes.emulated.requirements import ClusterUnavailable, call, unavailable
+from retime.recipes.emulated.requirements import call
 from support.emulated_gloo_worker import serve as gloo
 from support.emulated_plain_worker import serve as plain
 from support.paths import PYTHONPATH

@@ -13,7 +13,7 @@ from retime.recipes.core.trainer_loop import digest, train
 from retime.recipes.fusion.fit import fit_speedup
 from retime.recipes.fusion.trainer import largest_layer_bytes, trainer_run
 from retime.recipes.fusion.variants import VARIANTS, BareLoop, choose_variants, kernel_flags
-from retime.recipes.models.chains import mlp
+from retime.recipes.models import mlp
 
 CPU = torch.device("cpu")
 DATA = {"_target_": "retime.recipes.data.synthetic_vectors", "features": 8, "classes": 8}

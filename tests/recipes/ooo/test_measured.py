@@ -13,7 +13,7 @@ from torch import nn
 from retime.recipes.core.recipe import Recipe
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import Hardware, OutOfOrderSettings, register_all, settings_of
-from retime.recipes.emulated.requirements import ClusterUnavailable
+from retime.recipes.emulated import ClusterUnavailable
 from retime.recipes.ooo.cases import case_of
 from retime.recipes.ooo.cluster import PEAK, bound_fraction, bound_ms, identical, ratio, strongest_peer
 from retime.recipes.ooo.convergence import Convergence

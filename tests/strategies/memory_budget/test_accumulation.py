@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader
 
-from retime.strategies.memory_budget import MemoryBudgetStrategy
+from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
 from support.memory_budget import BATCH, CLASSES, FEATURES, SMALL, Net, assert_close, fit, report_of
 

@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 
 import retime.mechanisms.memory_budget.planner as step_planner
 from retime.foundations.messages import NoEffectWarning
-from retime.strategies.memory_budget import MemoryBudgetStrategy
+from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
 from support.memory_budget import SMALL, Net, assert_same, loader, report_of, trainer
 

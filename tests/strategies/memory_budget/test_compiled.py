@@ -16,7 +16,7 @@ from contract.in_parts import SplitsEverything
 from contract.rows import _OffloadsEverything
 from retime.foundations.messages import DifferenceWarning
 from retime.mechanisms.memory_budget import BudgetedStep, HostNull
-from retime.strategies.memory_budget import MemoryBudgetStrategy
+from retime.strategies import MemoryBudgetStrategy
 from support.memory_budget import IGNORED
 
 pytestmark = [*IGNORED, pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")]  # torch.compile reads it

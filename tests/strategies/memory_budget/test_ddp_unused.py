@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from retime.strategies.memory_budget_ddp import MemoryBudgetDDPStrategy
+from retime.strategies import MemoryBudgetDDPStrategy
 from support import memory_budget as support
 from support.memory_budget import CLASSES, FEATURES, TINY, Net, fit, loader
 

@@ -19,7 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from retime.mechanisms.memory_budget.offload.disk import HostDisk
 from retime.mechanisms.memory_budget.offload.hosts import HostMemory
 from retime.mechanisms.memory_budget.offload.tier import HostError
-from retime.strategies.memory_budget import MemoryBudgetStrategy
+from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
 from support.memory_budget import SMALL, Net, assert_close, fit, loader, report_of
 from support.paths import TESTS

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from retime.strategies.memory_budget import MemoryBudgetStrategy
+from retime.strategies import MemoryBudgetStrategy
 from support.memory_budget import IGNORED, SMALL, Net, fit
 from support.paths import PYTHONPATH, SUPPORT, TESTS
 

@@ -15,7 +15,7 @@ from torchmetrics.regression import MeanSquaredError, R2Score
 from torchmetrics.wrappers import ClasswiseWrapper, Running
 
 from retime.foundations.messages import DifferenceWarning
-from retime.strategies.memory_budget import MemoryBudgetStrategy
+from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
 from support.memory_budget import CLASSES, SMALL, Net, assert_close, assert_same, assert_way, fit, loader, report_of
 

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torchmetrics.classification import MulticlassAccuracy
 
-from retime.strategies.memory_budget import MemoryBudgetStrategy
+from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
 from support.memory_budget import BATCH, CLASSES, SMALL, Net, assert_same, assert_way, fit, norm, report_of
 from support.memory_budget_looks import Looks

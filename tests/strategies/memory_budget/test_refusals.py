@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from retime.mechanisms.memory_budget.offload.tier import HostError
 from retime.schedules.budget.errors import BudgetError
-from retime.strategies.memory_budget import MemoryBudgetStrategy
+from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
 from support.memory_budget import SMALL, Net, assert_close, fit
 

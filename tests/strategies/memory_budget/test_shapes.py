@@ -18,7 +18,7 @@ from retime.mechanisms.memory_budget.report import BudgetReport, PlannedShape
 from retime.mechanisms.memory_budget.search import PlanChoice
 from retime.schedules.budget import OffloadPlan
 from retime.schedules.errors import ScheduleError
-from retime.strategies.memory_budget import MemoryBudgetStrategy
+from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
 from support.memory_budget import CLASSES, FEATURES, Net, assert_close, assert_same, fit, report_of
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from retime.mechanisms.memory_budget.step import NoLossError
 from retime.schedules.errors import ScheduleError
-from retime.strategies.memory_budget import MemoryBudgetStrategy
+from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
 from support.memory_budget import BATCH, SMALL, Net, assert_close, assert_same, assert_way, fit, loader, report_of
 

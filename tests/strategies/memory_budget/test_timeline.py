@@ -9,9 +9,9 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from retime.callbacks.memory_timeline import MemoryTimeline
+from retime.callbacks import MemoryTimeline
 from retime.foundations.storages import tensors_in
-from retime.strategies.memory_budget import MemoryBudgetStrategy
+from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
 from support.memory_budget import SMALL, Net, fit, loader, report_of
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from retime.foundations.preserve_state.undo import undisturbed
-from retime.strategies.memory_budget import MemoryBudgetStrategy
+from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
 from support.memory_budget import SMALL, Net, fit, report_of
 

@@ -12,7 +12,7 @@ from retime.foundations.messages import NoEffectWarning
 from retime.foundations.parts.weights import Certificate, Count, Weighting
 from retime.mechanisms.memory_budget.separability.certify import certify
 from retime.mechanisms.memory_budget.sub_batches import SubBatches
-from retime.strategies.memory_budget import MemoryBudgetStrategy
+from retime.strategies import MemoryBudgetStrategy
 from support.memory_budget import (
     CLASSES,
     FEATURES,

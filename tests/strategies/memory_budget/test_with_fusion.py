@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from retime.callbacks.fuse_optimizer import FuseOptimizer
+from retime.callbacks import FuseOptimizer
 from retime.foundations.messages import NoEffectWarning
-from retime.strategies.memory_budget import MemoryBudgetStrategy
+from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
 from support.memory_budget import SMALL, Net, assert_same, assert_way, fit, report_of
 

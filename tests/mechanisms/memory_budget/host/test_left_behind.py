@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from retime.foundations.preserve_state.stand_ins import LeftBehindError
-from retime.strategies.memory_budget import MemoryBudgetStrategy
+from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
 from support.memory_budget import Net, fit
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from retime.mechanisms.memory_budget.plan_files import PlanFileError
 from retime.mechanisms.memory_budget.search import PlanTrial
-from retime.strategies.memory_budget import MemoryBudgetStrategy
+from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
 from support.memory_budget import SMALL, Net, accelerate_loop, assert_close, fit, loader, report_of
 

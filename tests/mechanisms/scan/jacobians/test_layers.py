@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from retime.mechanisms.scan import UnknownJacobian, jacobian_of, prune_class_blind, transposed_jacobian
-from retime.recipes.models.chains import lenet5
+from retime.recipes.models import lenet5
 
 
 def by_autograd(layer: nn.Module, sample: Tensor) -> Tensor:
