@@ -177,6 +177,9 @@ OUT_OF_ORDER: dict[str, Any] = {
     "refused": {SPARSE: "sparse"},
 }
 FEW = ("accumulat", "clip_by", "checkpoint", "optimizer_sparse", "parameters_", "precision_", "ddp_")
+"""For a row that runs another row's code in another place."""
+WIRED = (*FEW, "hook_", "callback_", "fit_", "exception_", "optimizer_built", "network_", "lr_finder", "evaluate_")
+"""For a row that another class connects to the Trainer: what comes and goes there, beside."""
 
 
 def _of_strategy(trainer: Trainer) -> Any:
@@ -301,7 +304,7 @@ BUDGET_DDP: dict[str, Any] = {"plain": "ddp", "refused": {MANUAL: "needs automat
 
 STRATEGIES = [
     # Whatever differs in this row is the table's own doing.
-    Row("plain_again", lambda _: SingleDeviceStrategy("cpu")),
+    Row("plain_again", lambda _: SingleDeviceStrategy("cpu"), only=FEW),
     Row("fused_optimizer", lambda _: "fused_optimizer", report=_of_strategy, **ON_ONE_DEVICE),
     Row("fused_optimizer_forward", lambda _: "fused_optimizer_forward", report=_of_strategy, **FORWARD),
     Row(
@@ -316,6 +319,7 @@ STRATEGIES = [
         lambda _: "auto",
         callbacks=lambda: [FuseOptimizer("backward")],
         report=_of_callback,
+        only=WIRED,
         **ON_ONE_DEVICE,
     ),
     Row(
@@ -324,6 +328,7 @@ STRATEGIES = [
         callbacks=lambda: [FuseOptimizer("forward")],
         **FORWARD,
         report=_of_callback,
+        only=WIRED,
     ),
     Row(
         "fused_optimizer_ddp",
@@ -338,6 +343,7 @@ STRATEGIES = [
         plain="ddp",
         **FORWARD,
         report=_of_strategy,
+        only=WIRED,
     ),
     Row(
         "ddp_callback",
@@ -348,7 +354,8 @@ STRATEGIES = [
         report=_of_callback,
         only=FEW,
     ),
-    Row("memory_budget", lambda _: "memory_budget", refused={MANUAL: "needs automatic optimization"}),
+    # Roomy budgets train plainly: what holds in the next rows holds here.
+    Row("memory_budget", lambda _: "memory_budget", refused={MANUAL: "needs automatic optimization"}, only=WIRED),
     Row(
         "memory_budget_offload",
         lambda _: _OffloadsEverything(),
@@ -364,6 +371,7 @@ STRATEGIES = [
     Row(
         "memory_budget_ddp",
         lambda ddp: MemoryBudgetDDPStrategy(**ddp) if ddp else "memory_budget_ddp",
+        only=WIRED,
         **BUDGET_DDP,
     ),
     Row(
@@ -385,7 +393,14 @@ STRATEGIES = [
         **OUT_OF_ORDER,
         report=_of_strategy,
     ),
-    Row("ooo_ddp_one_block", _one_block, warned=frozenset({MANUAL, UNUSED}), **OUT_OF_ORDER, report=_of_strategy),
+    Row(
+        "ooo_ddp_one_block",
+        _one_block,
+        warned=frozenset({MANUAL, UNUSED}),
+        only=WIRED,
+        **OUT_OF_ORDER,
+        report=_of_strategy,
+    ),
     Row("ooo_ddp_all_blocks", _all_blocks, warned=frozenset({MANUAL, UNUSED}), **OUT_OF_ORDER, report=_of_strategy),
     Row(
         "ooo_ddp_waiting",

@@ -186,7 +186,7 @@ class Mechanism:
         late: an error may be raised in the middle of the training too; documented.
         raises: parts of messages of torch's errors that the documentation names.
         train: runs a `Spec` with a `Way` and the samples of each batch in a given `Order`.
-        every: a seed takes so long that a test run has one of so many.
+        every: a test run has one of so many seeds, as each takes long or runs another mechanism's code.
         here: runs in this process; else on ranks, which make failures small by themselves.
         share: in so many of 100 seeds the mechanism is on and its result compared, at least.
     """

@@ -125,8 +125,13 @@ LIGHTNING = [
         fit=_to_none,
         late=True,
         raises=UPDATED_TWICE,
+        every=5,
     ),
-    _lightning("callback_forward", lambda: Fit(did=_fused_by_callback, callbacks=lambda: [FuseOptimizer("forward")])),
+    _lightning(
+        "callback_forward",
+        lambda: Fit(did=_fused_by_callback, callbacks=lambda: [FuseOptimizer("forward")]),
+        every=5,
+    ),
     _lightning("memory_budget", lambda: Fit(lambda spec: "memory_budget", _planned), every=4),
     _lightning("memory_budget_tight", lambda: _Tight(did=_moved), fit=roomy, exact=False, share=10, every=5),
 ]
