@@ -33,7 +33,7 @@ def test_the_longest_shares_are_there() -> None:
 
 @pytest.mark.parametrize(
     ("arithmetic", "load", "slowness"),
-    [(0.5, 0.1, 1.0), (4.0, 0.5, 4.0), (1.0, 3.0, 3.0), (1.0, 500.0, 10.0)],
+    [(0.5, 0.1, 1.0), (3.5, 0.5, 3.5), (1.0, 3.0, 3.0), (1.0, 500.0, 4.0)],
     ids=["idle and fast", "slow", "many processes on each core", "no end"],
 )
 def test_limits_grow_on_a_slow_or_busy_machine(
@@ -46,11 +46,21 @@ def test_limits_grow_on_a_slow_or_busy_machine(
     monkeypatch.setenv(time_limits._VARIABLE, "1")
     measure_slowness()
     assert limit_s(5) == 5 * slowness
-    monkeypatch.setattr(time_limits, "_processes_a_core", lambda: 7.0)
+    monkeypatch.setattr(time_limits, "_processes_a_core", lambda: 2.0)
     measure_slowness()  # not yet again
     assert limit_s(5) == 5 * slowness
     measure_slowness()  # a minute later
-    assert limit_s(5) == 5 * 7
+    assert limit_s(5) == 5 * max(2, arithmetic)
+
+
+@pytest.mark.parametrize(("workers", "processes"), [("1", 3.5), ("4", 2.0), ("8", 1.0)])
+def test_limits_do_not_grow_by_the_suites_workers(
+    monkeypatch: pytest.MonkeyPatch, workers: str, processes: float
+) -> None:
+    monkeypatch.setattr(time_limits.os, "getloadavg", lambda: (6.0, 0.0, 0.0))
+    monkeypatch.setattr(time_limits.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", workers)
+    assert time_limits._processes_a_core() == processes
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="pytest-timeout's signal")
