@@ -64,7 +64,7 @@ class CPUMemoryPool(Callback):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._entered -= 1
+        self._entered = max(0, self._entered - 1)
         self._remove_if_unused()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -113,6 +113,10 @@ def test_it_ends_with_the_outermost_of_its_uses():
         assert pool._pool.installed
         copied = copy.deepcopy(pool)
     assert not pool._pool.installed
+    pool.__exit__(None, None, None)  # once more than it was entered
+    with pool:
+        assert pool._pool.installed
+    assert not pool._pool.installed
     with copied:
         pass
     assert not copied._pool.installed
