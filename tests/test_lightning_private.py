@@ -78,27 +78,38 @@ def test_reports_come_home_by_the_launcher():
 
 
 class _Hit(Callback):
-    """Gets SIGTERM in the second batch."""
+    """Gets SIGTERM in the second batch, and sees another rank lost there."""
+
+    def __init__(self, lost=False):
+        self.lost = lost
+
+    def is_lost(self, error):
+        return isinstance(error, EOFError)
 
     def setup(self, trainer, pl_module, stage):
-        lightning_private.end_behind_batch_on_sigterm(trainer)
+        lightning_private.end_behind_batch_on_sigterm(trainer, self.is_lost)
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if batch_idx == 1:
             copy.deepcopy(trainer)  # in the middle of training, too
             os.kill(os.getpid(), signal.SIGTERM)
+            if self.lost:
+                raise EOFError
 
     def on_exception(self, trainer, pl_module, exception):
-        self.steps = trainer.global_step
+        self.steps, self.ended = trainer.global_step, type(exception)
 
 
 @canary("end_behind_batch_on_sigterm", breaks="the end of a rank that gets SIGTERM")
-def test_sigterm_ends_a_fit_behind_the_batch(monkeypatch):
+@pytest.mark.parametrize("lost", [False, True])
+def test_sigterm_ends_a_fit_behind_the_batch(monkeypatch, caplog, lost):
+    caplog.set_level("INFO", "lightning.pytorch")
     monkeypatch.setattr("torch.distributed.broadcast", lambda *_, **__: pytest.fail("waited for rank 0"))
-    hit = _Hit()
+    hit = _Hit(lost)
     with pytest.raises(SIGTERMException):
         fit(hit)
-    assert hit.steps == 2
+    assert (hit.steps, hit.ended) == (1 if lost else 2, SIGTERMException)
+    assert "Received SIGTERM: 15" in caplog.text
 
 
 @canary("user_comm_hook", breaks="backward fusion beside a user's communication hook")

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from retime.foundations.arguments import Timeout, checked
+from retime.foundations.ddp import RankLostError
 from retime.foundations.lazy_updates import why_not_per_parameter, why_not_this_step
 from retime.foundations.messages import show_bytes, warn_no_effect
 from retime.foundations.patching import ReplacedMethod
@@ -507,7 +508,8 @@ class HostUpdate:
                 if (one >= _Does.END) != (does >= _Does.END)
             )
             ended = "failed; see its own error" if what == _Does.END_FAILED else "has ended its training"
-            raise RuntimeError(f"rank {other} {'still steps' if what < _Does.END else ended}")
+            kind = RankLostError if what == _Does.END_FAILED else RuntimeError
+            raise kind(f"rank {other} {'still steps' if what < _Does.END else ended}")
         if does >= _Does.END or _Does.STEP_WHOLE in do:
             return True
         if len(set(steps)) > 1:

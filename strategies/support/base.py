@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 from retime.foundations.arguments import Above, AtMost
-from retime.foundations.ddp import RankProcesses, Reducer, sparse_layer
+from retime.foundations.ddp import RankLostError, RankProcesses, Reducer, sparse_layer
 from retime.mechanisms.cpu_accumulation import HostReducer
 from retime.strategies.support.lightning_private import (
     Launcher,
@@ -47,13 +47,20 @@ class NamesLostRanks(MomentsOfDDP):
         if self.world_size > 1 and dist.is_initialized():
             self._forget_processes()
             self._processes = RankProcesses()
-            end_behind_batch_on_sigterm(trainer)
+            end_behind_batch_on_sigterm(trainer, self._tells_of_lost_rank)
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        text = None if self._processes is None else self._processes.explain(exception)
-        if text is not None:
-            exception.args = (text,)
+        self._tells_of_lost_rank(exception)
+
+    def _tells_of_lost_rank(self, error: BaseException) -> bool:
+        """Whether it says that another rank is gone; it names the rank from here on."""
+        text = None if self._processes is None else self._processes.explain(error)
+        if text is None:
+            return isinstance(error, RankLostError)
+        error.args = (text,)
+        self._forget_processes()
+        return True
 
     def teardown(self) -> None:
         self._forget_processes()

@@ -6,7 +6,9 @@ All of them are known in lightning 2.6 and torchmetrics 1.9. A name that is gone
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -17,7 +19,10 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.trainer.connectors import signal_connector
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_prefixed_message
 from torchmetrics import Metric
 
 from retime.foundations.patching import replaced_attributes
@@ -140,18 +145,42 @@ def in_the_loaders_order(trainer: Trainer) -> Iterator[None]:
         yield
 
 
-def end_behind_batch_on_sigterm(trainer: Trainer) -> None:
+_TOGETHER_S = 0.2
+"""Within which a scheduler signals all ranks of a machine."""
+
+
+def end_behind_batch_on_sigterm(trainer: Trainer, tells_of_lost_rank: Callable[[BaseException], bool]) -> None:
     """Let SIGTERM end this rank's fit behind the batch, as on one device; a strategy's ``setup`` calls this.
 
-    Lightning's handler waits in a broadcast of rank 0's, which does not come while that rank waits for this one.
+    Lightning's handler waits in a broadcast of rank 0's, which does not come while that rank waits for this one. Where
+    all ranks get SIGTERM, one ends a moment before the others, to which it is lost: they end with SIGTERMException too.
+
+    Args:
+        trainer: of the fit.
+        tells_of_lost_rank: whether an error says that another rank is gone.
     """
     feature = "the end of a rank that gets SIGTERM"
     connector = read_private(trainer, "_signal_connector", feature)
     read_private(connector, "received_sigterm", feature)
     write_private(connector, "_sigterm_notifier_fn", partial(_note_sigterm, connector), feature)
+    write_private(trainer, "_run_stage", partial(_run_stage, trainer, connector, tells_of_lost_rank), feature)
+
+
+def _run_stage(trainer: Any, connector: Any, tells_of_lost_rank: Callable[[BaseException], bool]) -> Any:
+    del trainer._run_stage  # the class's, for the next run
+    try:
+        return trainer._run_stage()
+    except Exception as error:
+        if tells_of_lost_rank(error):
+            time.sleep(_TOGETHER_S)
+            if connector.received_sigterm:
+                raise SIGTERMException from error
+        raise
 
 
 def _note_sigterm(connector: Any, number: int, frame: object) -> None:
+    log = logging.getLogger(signal_connector.__name__)
+    log.info(rank_prefixed_message(f"Received SIGTERM: {number}", connector.trainer.local_rank))
     launcher = connector.trainer.strategy.launcher
     if not connector.received_sigterm and launcher is not None:
         launcher.kill(number)  # the ranks that this one has started

@@ -2,33 +2,44 @@
 
 import os
 import re
-from itertools import product
 
 import psutil
 import pytest
 
+from support.time_limits import limit_s
 from support.two_ranks import run_two_ranks
 
 ENDS = {"SIGTERM": "SIGTERMException", "SIGINT": "SystemExit 1", "SIGKILL": None}
 """Signals, and how they end a rank's fit."""
-NAMES, PHASES = ("ooo_pipeline", "update_on_host", "ooo_ddp", "fused_optimizer_ddp"), ("training", "validation")
-CASES = [
-    (name, number, phase)
-    for name, number, phase in product(NAMES, ENDS, PHASES)
-    if name in NAMES[:2] or (number, phase) != ("SIGINT", "validation")  # the others validate as ddp does
+NAMES = ("ooo_pipeline", "update_on_host", "ooo_ddp", "fused_optimizer_ddp")
+HITS = [
+    ("SIGTERM", "training", 0),
+    ("SIGINT", "training", 1),
+    ("SIGKILL", "training", 1),
+    ("SIGTERM", "validation", 1),
+    ("SIGKILL", "validation", 0),
 ]
+"""Signals, where they come, and to which rank."""
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(("name", "number", "phase"), CASES)
+@pytest.mark.parametrize(("number", "phase", "rank"), HITS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_signal_ends_all_ranks(name: str, number: str, phase: str, rank: int) -> None:
     ranks = run_two_ranks("killed_fit.py", name, phase, number, str(rank), timeout_s=60)
     hit, other = ranks[rank], ranks[1 - rank]
     assert f"\n{ENDS[number]}" in hit.stdout if ENDS[number] else hit.returncode == -9, hit.stdout + hit.stderr[-2000:]
     process, _, how = other.stdout.partition("\n")
-    assert re.match(rf"(RankLostError|RuntimeError) .*rank {rank} .*(ended|failed)", how), how + other.stderr[-2000:]
+    lost = rf"^(RankLostError|RuntimeError) .*rank {rank} .*(ended|failed)"
+    assert re.search(lost, how, re.MULTILINE), how + other.stderr[-2000:]
     began = float(re.findall(r"hit (\S+)", hit.stdout)[0])
-    assert all(float(end) - began < 15 for one in ranks for end in re.findall(r"end (\S+)\n", one.stdout))
+    assert all(float(end) - began < limit_s(15) for one in ranks for end in re.findall(r"end (\S+)\n", one.stdout))
     for ended in (process, hit.stdout.split()[0]):
         assert not psutil.pid_exists(int(ended))
         assert not [file for file in os.listdir("/dev/shm") if ended in file]
+
+
+@pytest.mark.parametrize(("rank", "later_ms"), [(0, 0), (0, 50), (1, 20)])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "update_on_host"])
+def test_a_signal_to_all_ranks_ends_all_alike(name: str, later_ms: int, rank: int) -> None:
+    for one in run_two_ranks("killed_fit.py", name, "training", "SIGTERM", str(rank), str(later_ms), timeout_s=60):
+        assert "\ncallback SIGTERMException\nSIGTERMException" in one.stdout, one.stdout + one.stderr[-2000:]

@@ -1,5 +1,9 @@
-"""One rank of a fit in which a rank gets a signal: `STRATEGY PHASE SIGNAL RANK`. Prints its process and its end."""
+"""One rank of a fit in which a rank gets a signal: `STRATEGY PHASE SIGNAL RANK [LATER_MS]`. Prints its process and end.
 
+`LATER_MS` after that rank, the other one gets the signal too.
+"""
+
+import atexit
 import os
 import signal
 import sys
@@ -7,15 +11,15 @@ import time
 import warnings
 from datetime import timedelta
 from tempfile import TemporaryDirectory
+from threading import Timer
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import retime
-from retime.mechanisms.cpu_accumulation import host_update
 
 RANK = int(os.environ["RANK"])
 WAITS = timedelta(minutes=10)
@@ -31,16 +35,19 @@ STRATEGIES = {
 class Hit(LightningModule):
     """Sends itself a signal in a batch of this phase."""
 
-    def __init__(self, phase: str, number: signal.Signals) -> None:
+    def __init__(self, phase: str, number: signal.Signals, delay_s: float) -> None:
         super().__init__()
         self.net = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())))
-        self.phase, self.number = phase, number
+        self.phase, self.number, self.delay_s = phase, number, delay_s
 
     def _pass(self, phase: str, batch_idx: int) -> None:
         if phase == self.phase and batch_idx == 3:
             self.phase = ""  # a pipeline calls the step for each micro-batch
             print("hit", time.time(), flush=True)
-            os.kill(os.getpid(), self.number)
+            if self.delay_s:
+                Timer(self.delay_s, os.kill, (os.getpid(), self.number)).start()
+            else:
+                os.kill(os.getpid(), self.number)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self._pass("training", batch_idx)
@@ -55,8 +62,14 @@ class Hit(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-def main(name: str, phase: str, number: str, rank: str) -> None:
-    host_update._PATIENCE = timedelta(seconds=1)  # it is waited for in most of these fits
+class TellsOfEnd(Callback):
+    """As a callback that saves when a scheduler ends the fit."""
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        print("callback", type(exception).__name__, flush=True)
+
+
+def main(name: str, phase: str, number: str, rank: str, later_ms: str | None = None) -> None:
     loader = DataLoader(torch.randn(48, 16), batch_size=4)
     with TemporaryDirectory() as folder:
         trainer = Trainer(
@@ -64,13 +77,16 @@ def main(name: str, phase: str, number: str, rank: str) -> None:
             devices=2,
             strategy=STRATEGIES[name](),
             logger=False,
-            callbacks=[ModelCheckpoint(folder, every_n_train_steps=2)],
+            callbacks=[ModelCheckpoint(folder, every_n_train_steps=2), TellsOfEnd()],
             enable_progress_bar=False,
             enable_model_summary=False,
             max_epochs=50,
             num_sanity_val_steps=0,
         )
-        trainer.fit(Hit(phase if int(rank) == RANK else "", signal.Signals[number]), loader, loader)
+        first = int(rank) == RANK
+        delay_s = 0.0 if first or later_ms is None else int(later_ms) / 1000
+        model = Hit(phase if first or later_ms is not None else "", signal.Signals[number], delay_s)
+        trainer.fit(model, loader, loader)
 
 
 if __name__ == "__main__":
@@ -81,5 +97,6 @@ if __name__ == "__main__":
         main(*sys.argv[1:])
     except BaseException as error:
         print(type(error).__name__, str(error).partition("\n")[0], flush=True)
+    atexit._run_exitfuncs()  # a forked rank leaves without them
     print("end", time.time(), flush=True)
-    os._exit(0)
+    sys.exit()

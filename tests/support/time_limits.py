@@ -19,7 +19,7 @@ def limit_s(seconds: float) -> float:
 
 
 def measure_slowness() -> None:
-    """Measure it again, if the last time was a minute ago: by arithmetic, and by how many other processes want its core."""
+    """Measure it again, if the last time was a minute ago: by arithmetic, and by how many others want its core."""
     global _measured_at
     now = time.monotonic()
     if now - _measured_at < _RENEWED_S:
