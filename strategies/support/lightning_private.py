@@ -22,7 +22,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from lightning.pytorch.trainer.connectors import signal_connector
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_prefixed_message
+from lightning_utilities.core.rank_zero import rank_prefixed_message
 from torchmetrics import Metric
 
 from retime.foundations.patching import replaced_attributes
