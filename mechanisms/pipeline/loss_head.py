@@ -34,6 +34,14 @@ _SAME_VALUES = {
 }
 """Operations that give the values that they are given, in another shape or type."""
 _SOME_VALUES = {"select", "slice", "unbind", "split", "split_with_sizes", "narrow", "stack", "cat"}
+_VALUES_LEFT_OUT = {"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros"}
+_VALUES_LEFT_OUT |= {"new_ones", "new_full", "new_empty", "new_empty_strided"}
+"""Operations that take a shape or a type of what they are given, and no value."""
+_ORDERED = {"sort", "topk", "argsort", "kthvalue", "mode"}
+"""Operations along the last dimension, where a call says nothing else."""
+_PRODUCTS = {"mm", "bmm", "mv", "addmm", "addmv", "baddbmm", "addbmm", "matmul"}
+_EACH_ROW = {"arange", "repeat_interleave"}
+"""What numbers samples by their places."""
 _READS = {"_local_scalar_dense", "item", "is_nonzero", "equal"}
 _READ_WHOLE = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
 _REDUCED = {
@@ -48,6 +56,7 @@ _NEVER_NEGATIVE = {
     *("bitwise_not", "randint", "abs", "one_hot"),
 }
 """What computes labels none of which is negative, as ``ignore_index`` mostly is; ``remainder`` by numbers above 0."""
+_WRITTEN = "a write into a part of a tensor"
 _SIGNED_LIMIT = 4096
 """A constant of more entries is not read to compare it between two runs."""
 _SHOWN = 64
@@ -150,7 +159,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.reads, self.altered = 0, altered
         self._results: dict[int, dict[Any, Operation]] = {}  # by storage and by how the tensor looks at it
-        self._changed: dict[int, bool] = {}  # storages that were written through a window; whether samples' values were
+        self._changed: dict[
+            int, list[Operation]
+        ] = {}  # storages that were written through a window; all that is in them
         self._held: list[Any] = []  # so that no other storage gets the same number
         named, samples = tensors_of(batch), samples_in(batch)
         for place, tensor in named.items():
@@ -165,9 +176,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage, window = self._key(tensor)
         found = self._results.get(storage, {}).get(window)
         if found is None:
-            varies = self._changed.get(storage)
-            if varies is not None:
-                return Operation("a write into a part of a tensor", {}, tuple(tensor.shape), varies)
+            inside = self._changed.get(storage)
+            if inside is not None:
+                varies = any(one.varies for one in inside)
+                return Operation(_WRITTEN, {"inside": inside}, tuple(tensor.shape), varies)
             found = Operation("constant", {}, tuple(tensor.shape), value=_signature(tensor))
             self._put(tensor, found)
         return found
@@ -217,8 +229,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage, window = self._key(tensor)
             others = [one for key, one in self._results.get(storage, {}).items() if key != window]
             if others:
-                was = self._changed.get(storage, False)
-                self._changed[storage] = was or made.varies or any(one.varies for one in others)
+                self._changed[storage] = [*self._changed.get(storage, others), self._shaped(made, tensor, random)]
             self._results[storage] = {}
             self._put(tensor, self._shaped(made, tensor, random))
         for leaf in tree_leaves(result):
@@ -449,7 +460,7 @@ class _Judge:
         elif name in _SAME_VALUES | _SOME_VALUES:
             self._passed_on(one, two, factor)
         elif name in ("dot", "vdot") and given["self"].shape != other["self"].shape:
-            self._collapsed(one, factor)
+            self._collapsed(one, two, factor)
         else:
             raise NotUnderstoodError(f"it goes through {one}")
 
@@ -490,7 +501,7 @@ class _Judge:
         elif one.shape != two.shape:
             raise NotUnderstoodError(f"{one} gives other shapes for other numbers of samples")
         else:
-            self._collapsed(one, factor)
+            self._collapsed(one, two, factor)
 
     def _loss(self, one: Operation, two: Operation, factor: float) -> None:
         given, other = one.given, two.given
@@ -500,22 +511,22 @@ class _Judge:
         if one.name not in _LABELLED:
             if reduction == 1:
                 factor *= _entries(other["self"]) / _entries(given["self"])
-            self._collapsed(one, factor)
+            self._collapsed(one, two, factor)
             return
         if reduction == 2:
-            self._collapsed(one, factor)
+            self._collapsed(one, two, factor)
             return
         if given.get("weight") is not None:
             raise NotUnderstoodError(f"{one} is a mean by class weights")
         label = given["target"]
         if _never(label, given["ignore_index"]):
-            self._collapsed(one, factor * _entries(other["target"]) / _entries(label))
+            self._collapsed(one, two, factor * _entries(other["target"]) / _entries(label))
             return
         self._same_factor(one, factor)
-        self._check_chosen(one)
+        self._check_inside(one, two)
         self._weightings[Weighting("count", _count(label, given["ignore_index"]))] = one
 
-    def _collapsed(self, one: Operation, factor: float) -> None:
+    def _collapsed(self, one: Operation, two: Operation, factor: float) -> None:
         """Here samples become one number: a sum over them, or a mean."""
         if math.isclose(factor, 1, rel_tol=1e-6):
             kind = Weighting("sum")
@@ -525,26 +536,105 @@ class _Judge:
             raise NotUnderstoodError(
                 f"{one} is divided by a number that is neither the same for all batches nor grows with the samples"
             )
-        self._check_chosen(one)
+        self._check_inside(one, two)
         self._weightings.setdefault(kind, one)
 
-    def _check_chosen(self, one: Operation) -> None:
-        """Raise where values decide how many entries there are, between the layers and here."""
-        waiting, seen = [one], {one}
+    def _check_inside(self, one: Operation, two: Operation) -> None:
+        """Raise where samples influence one another, or values decide how many there are, from the layers to here."""
+        waiting = [*self._operands(one, two)]
+        seen: set[tuple[Operation, Operation]] = set()
+        mixing = None
         while waiting:
-            operation = waiting.pop()
-            if operation.edge:
+            pair = waiting.pop()
+            large, small = pair
+            if pair in seen or large.edge or not large.varies or large.name in _VALUES_LEFT_OUT:
                 continue
-            if operation.selects and operation.varies:
-                raise NotUnderstoodError(f"how many entries {one} has depends on values that {operation} chooses by")
-            for before in operation.operands():
-                if before not in seen:
-                    seen.add(before)
-                    waiting.append(before)
+            seen.add(pair)
+            if large.selects:
+                raise NotUnderstoodError(f"how many entries {one} has depends on values that {large} chooses by")
+            waiting += self._operands(large, small)
+            mixing = large if self._mixes_any(large, small) else mixing
+        if mixing is not None:
+            raise NotUnderstoodError(f"samples of a batch influence one another in {mixing}, which {one} takes in")
+
+    def _operands(self, one: Operation, two: Operation) -> Iterator[tuple[Operation, Operation]]:
+        """What both were given; shapes aside, which one sample may leave out."""
+        given, other = (
+            [_without_views(operand) for operand in operation.operands() if operand.varies] for operation in (one, two)
+        )
+        if [operation.name for operation in given] != [operation.name for operation in other]:
+            raise NotUnderstoodError(f"{one} is computed in other ways for other samples")
+        if one.name not in _SAME_VALUES | _SOME_VALUES | {_WRITTEN}:
+            for key, value in one.given.items():
+                there = two.given.get(key)
+                if not isinstance(value, int | float) or value == there or value != value:
+                    continue
+                if not isinstance(value, int) or not math.isclose(value, (there or 0) * self._grows):
+                    raise NotUnderstoodError(f"{one} is given {value!r}, and {there!r} for other samples")
+        return zip(given, other, strict=True)
+
+    def _mixes_any(self, one: Operation, two: Operation) -> bool:
+        """Whether a sample's entries of a result may follow from another sample's."""
+        varying = ([operand for operand in operation.operands() if operand.varies] for operation in (one, two))
+        pairs = zip(*varying, strict=True)
+        return one.name != _WRITTEN and any(self._mixes(one, two, given, other) for given, other in pairs)
+
+    def _mixes(self, one: Operation, two: Operation, given: Operation, other: Operation) -> bool:
+        axes = _unlike(given, other)
+        if not axes:
+            return False
+        kept = _unlike(one, two)
+        if len(kept) != 1 or len(axes) != 1 or not self._is_share(one, two, kept[0]):
+            return True
+        axis, dimensions = axes[0], len(given.shape)
+        if one.name == "slice" and one.given.get("dim", 0) % dimensions == axis:
+            starts = [operation.given.get("start") or 0 for operation in (one, two)]
+            return not math.isclose(starts[0], starts[1] * self._grows)
+        if one.name in _SAME_VALUES | _SOME_VALUES:
+            return False
+        if one.name in ("index", "index_put", "_unsafe_index") and given is one.given["self"]:
+            number = (list(one.given["indices"]) + [None] * dimensions)[axis]
+            return number is not None and _without_views(number).name not in _EACH_ROW
+        if one.name == "index_select" and one.given["index"].name in _EACH_ROW:
+            return False
+        if one.name in _PRODUCTS:
+            left, right = [operand for operand in one.operands() if len(operand.shape)][-2:]
+            return given in (left, right) and axis == dimensions - (2 if given is right and len(right.shape) > 1 else 1)
+        if one.name == "convolution" or "batch_norm" in one.name or one.name.startswith("linalg_"):
+            return axis > 0 or bool(one.given.get("training"))
+        if one.name == "native_layer_norm":
+            return axis >= dimensions - len(one.given["normalized_shape"])
+        if one.name in ("masked_scatter", "take", "unfold", "as_strided") or (
+            one.name == "embedding" and given is one.given["weight"]
+        ):
+            return True
+        along = one.given.get("dim", one.given.get("dims", -1 if one.name in _ORDERED else ()))
+        along = along if isinstance(along, list | tuple) else (along,)
+        return (one.name == "roll" and not along) or any(number % dimensions == axis for number in along)
+
+    def _is_share(self, one: Operation, two: Operation, axis: int) -> bool:
+        """Whether a dimension is as long as the number of samples, or a multiple."""
+        return math.isclose(one.shape[axis], two.shape[axis] * self._grows)
 
     def _same_factor(self, one: Operation, factor: float) -> None:
         if not math.isclose(factor, 1, rel_tol=1e-6):
             raise NotUnderstoodError(f"{one} is multiplied by a number that depends on how many samples there are")
+
+
+def _without_views(operation: Operation) -> Operation:
+    while operation.name in _SAME_VALUES and not operation.edge and "self" in operation.given:
+        before = operation.given["src" if operation.name == "copy" and "src" in operation.given else "self"]
+        if not isinstance(before, Operation):
+            break
+        operation = before
+    return operation
+
+
+def _unlike(one: Operation, two: Operation) -> list[int]:
+    """The dimensions that are not equally long for more samples and for fewer; all, where there are not as many."""
+    if len(one.shape) != len(two.shape):
+        return list(range(max(len(one.shape), len(two.shape))))
+    return [axis for axis, lengths in enumerate(zip(one.shape, two.shape, strict=True)) if lengths[0] != lengths[1]]
 
 
 def _ratio(one: Any, two: Any) -> float:

@@ -91,6 +91,33 @@ def checked(net: Any, part: Any) -> Tensor:
     return error_of(net, part).mean()
 
 
+def per_sample(net: Any, part: Any) -> Tensor:
+    """Reductions, norms and attention over what one sample has, and a choice of one of its entries."""
+    scores, wanted = net["x"](part["x"]), part["wanted"]
+    rows = torch.arange(len(scores))
+    states = F.layer_norm(net["tokens"](part["tokens"]), (TOKENS,))
+    causal = torch.ones(7, 7).tril()
+    attended = (states @ states.transpose(1, 2)).masked_fill(causal == 0, -9.0).softmax(-1) @ states
+    attended = attended * torch.linspace(0, 1, 7)[None, :, None] + F.scaled_dot_product_attention(
+        states, states, states
+    )
+    scaled = (scores - scores.mean(1, keepdim=True)) / (wanted / wanted.abs().amax(1, keepdim=True)).std(1)[:, None]
+    chosen = -scores.log_softmax(-1)[rows, part["classes"]] + scores.gather(1, part["several"]).sort(1).values[:, 0]
+    return scaled.square().mean() + (chosen * rows.new_ones(())).mean() + attended.square().sum((1, 2)).mean()
+
+
+def two_views(net: Any, part: Any) -> Tensor:
+    one, two = net["x"](torch.cat([part["x"], 2 * part["x"]])).chunk(2)
+    both = net["x"](torch.cat([part["x"], -part["x"]]))
+    return F.cosine_similarity(one, two).mean() + (both[: len(both) // 2] * both[len(both) // 2 :]).mean()
+
+
+def written(net: Any, part: Any) -> Tensor:
+    counts = part["wanted"].clone()
+    counts[:, 0] = 0
+    return (error_of(net, part) * counts).mean()
+
+
 LABELS = "mean over count(batch['labels'] != -100)"
 NEXT = "mean over count(batch['labels'][:, 1:] != -100)"
 MEAN, SUM = "mean over samples", "sum over samples"
@@ -171,6 +198,8 @@ KNOWN: dict[str, tuple[Step, list[str]]] = {
         [MEAN],
     ),
     "checked": (checked, [MEAN]),
+    "per sample": (per_sample, [MEAN]),
+    "written": (written, [MEAN]),
 }
 
 
@@ -198,6 +227,11 @@ def by_branch(net: Any, part: Any) -> Tensor:
     return loss + net["x"](part["x"]).mean() if bool(part["mask"].any()) else loss
 
 
+def divided_by(error: Tensor, mean: Tensor) -> Tensor:
+    return (error / mean).mean()
+
+
+INFLUENCE = "samples of a batch influence one another"
 BY_BATCH = "`div` (test_losses.py:"
 READ = "depends on values of the batch that are read"
 UNKNOWN: dict[str, tuple[Step, str]] = {
@@ -241,6 +275,76 @@ UNKNOWN: dict[str, tuple[Step, str]] = {
         lambda net, part: error_of(net, part).sum() + net["x"][0].weight.square().sum(),
         "the same for each micro-batch",
     ),
+    "shares of classes": (
+        lambda net, part: F.binary_cross_entropy_with_logits(
+            net["x"](part["x"]), part["mask"], pos_weight=(part["mask"] == 0).sum() / (part["mask"] == 1).sum()
+        ),
+        "in `sum` (test_losses.py",
+    ),
+    "weights of mean 1": (
+        lambda net, part: F.binary_cross_entropy_with_logits(
+            net["x"](part["x"]), part["mask"], part["mask"] / part["mask"].mean()
+        ),
+        "in `mean` (test_losses.py",
+    ),
+    "weighted by a mean": (
+        lambda net, part: (error_of(net, part) * part["mask"] / part["mask"].mean()).mean(),
+        "in `mean` (test_losses.py",
+    ),
+    "weighted by the largest": (
+        lambda net, part: (error_of(net, part) * part["mask"] / part["mask"].max()).mean(),
+        "in `max` (test_losses.py",
+    ),
+    "by a share": (
+        lambda net, part: (error_of(net, part) / (part["mask"] > 0).float().mean().clamp(min=0.1)).mean(),
+        "in `mean` (test_losses.py",
+    ),
+    "added inside": (
+        lambda net, part: (
+            error_of(net, part) + (net["x"](part["x"]) * part["mask"]).sum() / part["mask"].sum()
+        ).mean(),
+        "in `sum` (test_losses.py",
+    ),
+    "by itself": (lambda net, part: divided_by(error_of(net, part), error_of(net, part).detach().mean()), INFLUENCE),
+    "advantages": (
+        lambda net, part: (
+            error_of(net, part).mean() + (net["x"](part["x"]) * (part["wanted"] - part["wanted"].mean())).mean()
+        ),
+        "in `mean` (test_losses.py",
+    ),
+    "normalised": (
+        lambda net, part: (
+            error_of(net, part) * (part["wanted"] - part["wanted"].mean(0)) / part["wanted"].std(0)
+        ).mean(),
+        INFLUENCE,
+    ),
+    "read inside": (
+        lambda net, part: (error_of(net, part) * part["mask"] / float(part["mask"].mean())).mean(),
+        READ,
+    ),
+    "softmax of samples": (
+        lambda net, part: (error_of(net, part).mean(1) * part["wanted"].mean(1).softmax(0)).sum(),
+        "in `_softmax`",
+    ),
+    "running sum": (lambda net, part: (error_of(net, part) * part["mask"].cumsum(0)).sum(), "in `cumsum`"),
+    "ranks": (lambda net, part: (error_of(net, part).mean(1).sort().values * 0.5).mean(), "in `sort`"),
+    "neighbours": (
+        lambda net, part: (net["x"](part["x"])[1:] - net["x"](part["x"])[:-1]).square().sum(),
+        "in `slice`",
+    ),
+    "others": (lambda net, part: (net["x"](part["x"]) - part["wanted"][part["x"][:, 0].argsort()]).mean(), INFLUENCE),
+    "pairs": (
+        lambda net, part: (net["x"](part["x"])[:, None] - part["wanted"][None]).square().mean(),
+        "neither the same for all batches nor grows with the samples",
+    ),
+    "batch statistics": (
+        lambda net, part: F.batch_norm(net["x"](part["x"]), None, None, training=True).square().mean(),
+        "batch_norm",
+    ),
+    "in a matrix": (
+        lambda net, part: (part["wanted"].T @ net["x"](part["x"])).square().mean(),
+        "it goes through `pow`",
+    ),
     "window": (
         lambda net, part: torch.cat([error_of(net, part).mean(1)[:2].mean()[None]]).sum(),
         "`slice` (test_losses.py",
@@ -264,6 +368,10 @@ def contrasted(net: Any, part: Any) -> Tensor:
     return F.cross_entropy(features @ features.T, torch.arange(len(features)))
 
 
+def test_two_views_of_each_sample_in_one_tensor():
+    assert list(map(str, look(two_views)[0].weightings)) == [MEAN]
+
+
 def test_samples_that_influence_one_another_are_refused():
     with pytest.raises(PipelineError, match="samples of a batch influence one another"):
         look(contrasted)
@@ -280,8 +388,8 @@ def test_what_is_the_same_only_for_samples_that_are_alike_is_refused():
         name: tensor[:1].expand(12, *tensor.shape[1:]) if tensor.dim() else tensor for name, tensor in batch().items()
     }
     with pytest.raises(PipelineError, match="loss of layers whose outputs were changed at random"):
-        look(varied, alike)
-    assert look(varied, alike, gates=False)[0].weightings
+        look(varied, alike, told="samples")
+    assert look(varied, alike, told="samples", gates=False)[0]
 
 
 def test_noise_stays_within_what_layers_return():
