@@ -178,6 +178,9 @@ class LayerResults:
                 "gradient_checkpointing_enable({'use_reentrant': False})), or call it in the layer's own forward"
             )
 
+        if self._recorder is not None:
+            self._recorder.inside += 1
+
     def is_here(self, layer: int) -> bool:
         return True
 
@@ -189,6 +192,7 @@ class LayerResults:
         tensors = tensors_in_order(output)
         self.low_precision |= any(tensor.dtype in (torch.bfloat16, torch.float16) for tensor in tensors)
         if self._recorder is not None:
+            self._recorder.inside -= 1
             for tensor in tensors:
                 self._recorder.at_edge(tensor)
         if self._samples is None:

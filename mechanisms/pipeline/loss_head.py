@@ -21,9 +21,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from retime.foundations.messages import is_library
-from retime.foundations.parts import Weighting, replaced_tensors, samples_in, tensors_of
+from retime.foundations.parts import Weighting, map_leaves, replaced_tensors, samples_in, tensors_of
 from retime.foundations.storages import has_storage, tensors_in
-from retime.foundations.torch_private import TorchDispatchMode, schema_of, storage_address, tree_leaves
+from retime.foundations.torch_private import TorchDispatchMode, schema_of, storage_address, tree_leaves, tree_map
 from retime.mechanisms.memory_budget import ALTERATIONS, Altered
 
 __all__ = ["Head", "LabelCount", "NotUnderstoodError", "RecordedRun", "Recorder", "head_of", "record", "record_altered"]
@@ -59,6 +59,7 @@ _NEVER_NEGATIVE = {
 _WRITTEN = "a write into a part of a tensor"
 _SIGNED_LIMIT = 4096
 """A constant of more entries is not read to compare it between two runs."""
+_MORE = 3
 _SHOWN = 64
 """What gives no more entries than these may be named in an error, with its line."""
 _CROSS_ENTROPY = inspect.signature(F.cross_entropy)
@@ -153,11 +154,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         batch: what it runs on, of tensors that share no memory.
         altered: what reads of samples' values give instead.
+        more: what is chosen by samples' values has some more rows.
+
+    Attributes:
+        reads, chosen: how often values were read, and chosen by values outside of layers.
+        inside: how many layers run, each in the one before; what they choose by values is theirs.
     """
 
-    def __init__(self, batch: Any, altered: Altered | None = None) -> None:
+    def __init__(self, batch: Any, altered: Altered | None = None, more: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.reads, self.altered = 0, altered
+        self.reads, self.altered, self.inside = 0, altered, 0
+        self.chosen, self.more = 0, more
         self._results: dict[int, dict[Any, Operation]] = {}  # by storage and by how the tensor looks at it
         self._changed: dict[
             int, list[Operation]
@@ -202,6 +209,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.reads += 1
         return value if self.altered is None else self.altered.instead_of(value)
 
+    def _with_rows(self, result: Any, given: dict[str, Any]) -> Any:
+        """What samples' values choose, of which Python gets the shape; with some more where that is altered."""
+        if not any(one.varies for one in Operation("", given).operands()):
+            return result
+        self.chosen += 1
+        if not self.more:
+            return result
+        return tree_map(
+            lambda one: torch.cat([one, one.new_zeros(_MORE, *one.shape[1:])]) if isinstance(one, Tensor) else one,
+            result,
+        )
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         schema = schema_of(func)
         name = schema.name.removeprefix("aten::")
@@ -215,6 +234,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name == "index":
             selects = any(isinstance(t, Tensor) and t.dtype in (torch.bool, torch.uint8) for t in args[1])
         result = func(*args, **(kwargs or {}))
+        if selects and not self.inside:
+            result = self._with_rows(result, before)
         made = Operation(name.removesuffix("_") if schema.is_mutable else name, before, selects=selects)
         made.varies = any(one.varies for one in made.operands())
         written = [
@@ -304,12 +325,14 @@ class RecordedRun:
         samples: how many.
         output: what it returned.
         reads: how often it read samples' values.
+        chosen: how often it chose by them, outside of layers.
         operation_of: what gave a tensor.
     """
 
     samples: int
     output: Any
     reads: int
+    chosen: int
     operation_of: Callable[[Tensor], Operation]
 
 
@@ -318,6 +341,7 @@ def record(
     batch: Any,
     looks: Callable[[Recorder], Any] | None = None,
     altered: Altered | None = None,
+    more: bool = False,
 ) -> RecordedRun:
     """Run a step and note its operations. The caller sees to it that it begins alike each time and leaves no trace.
 
@@ -326,15 +350,16 @@ def record(
         batch: some samples.
         looks: is given the recorder before the run, to tell it what layers return.
         altered: what reads of samples' values give instead.
+        more: what is chosen by samples' values outside of layers has some more rows.
     """
     batch = replaced_tensors(batch, torch.clone)
-    recorder = Recorder(batch, altered)
+    recorder = Recorder(batch, altered, more)
     if looks is not None:
         looks(recorder)
     hooks = torch.autograd.graph.saved_tensors_hooks(_nothing, _nothing)
     with torch.enable_grad(), hooks, recorder, _Calls(recorder):
         output = step(batch)
-    return RecordedRun(samples_in(batch), output, recorder.reads, recorder.operation_of)
+    return RecordedRun(samples_in(batch), output, recorder.reads, recorder.chosen, recorder.operation_of)
 
 
 def _nothing(_: Any) -> Any:
@@ -343,8 +368,10 @@ def _nothing(_: Any) -> Any:
 
 def record_altered(
     step: Callable[[Any], Any], batch: Any, run: RecordedRun, looks: Callable[[Recorder], Any] | None = None
-) -> Iterator[RecordedRun]:
-    """The same with other values where it reads those of samples; not where it checks them, and raises.
+) -> Iterator[RecordedRun | None]:
+    """The same with other values where it reads those of samples, and more of them where it chooses by values.
+
+    Gives None where it cannot run on them. Left out are runs in which it checks what it reads, and raises.
 
     Args:
         step: as in :func:`record`.
@@ -352,13 +379,47 @@ def record_altered(
         run: what that gave.
         looks: as in :func:`record`.
     """
-    for how in ALTERATIONS if run.reads else ():
+    for how in (*ALTERATIONS, "zero") if run.reads else ():
         for which in [*([number] for number in range(min(run.reads, _ALTERED_ALONE))), range(run.reads)]:
             altered = Altered(set(which), max(which), how)
             try:
                 yield record(step, batch, looks, altered)
-            except Exception:  # it checks what it reads, or cannot run on it
-                continue
+            except Exception as error:
+                if not altered.checked(error):
+                    yield None
+    if run.chosen:
+        altered = Altered((), sys.maxsize, "other")
+        try:
+            yield record(step, batch, looks, altered, more=True)
+        except Exception as error:
+            if not altered.checked(error):
+                yield None
+    for texts in _other_texts(batch):
+        try:
+            yield record(step, texts, looks)
+        except Exception:
+            yield None
+
+
+def _other_texts(batch: Any) -> Iterator[Any]:
+    """The batch with the shortest, and with the longest, of the texts of its samples in the place of all."""
+    samples = samples_in(batch)
+
+    def is_text(leaf: Any) -> bool:
+        return isinstance(leaf, list | tuple) and len(leaf) == samples and all(isinstance(t, str | bytes) for t in leaf)
+
+    for choose in (min, max):
+        others: list[Any] = []
+
+        def change(_: str, leaf: Any, choose: Any = choose, others: list[Any] = others) -> Any:
+            if not is_text(leaf):
+                return leaf
+            others.append(leaf)
+            return type(leaf)([choose(leaf, key=len)] * len(leaf))
+
+        changed = map_leaves(batch, change)
+        if others:
+            yield changed
 
 
 _ALTERED_ALONE = 4

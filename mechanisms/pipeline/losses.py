@@ -133,9 +133,11 @@ class LossWeights:
 
 def check_loss_weight(given: Any) -> None:
     """Raise ValueError for a ``loss_weight`` that is none."""
-    if given is not None and given not in ("samples", "sum") and not callable(given):
+    named = isinstance(given, str) and given in ("samples", "sum")
+    if given is not None and not named and (isinstance(given, Tensor) or not callable(given)):
+        shown = f"a {type(given).__name__}" if hasattr(given, "shape") else repr(given)
         raise ValueError(
-            f"loss_weight={given!r}: give 'samples', 'sum', or a function from a batch to the number that the step "
+            f"loss_weight={shown}: give 'samples', 'sum', or a function from a batch to the number that the step "
             "divides its sum by"
         )
 
@@ -285,12 +287,13 @@ def _certificate(
     try:
         for other in record_altered(lambda part: _run(step, part, 0), _few(batch)[0], large, results.tells):
             try:
-                same = head_of((other, loss_of(other.output)), fewer) == head
+                same = other is not None and head_of((other, loss_of(other.output)), fewer) == head
             except NotUnderstoodError:
                 same = False
             if not same:
                 raise NotUnderstoodError(
-                    "it depends on values of the batch that are read, as by .item() or by `if`, what it is a mean over"
+                    "it depends on values of the batch that are read, as by .item(), by `if`, by how many entries "
+                    "nonzero() and its like give, or by len() of a text, what it is a mean over"
                 )
     finally:
         results.tells(None)

@@ -43,7 +43,7 @@ __all__ = [
 
 # Other values for those that a step reads, or that modules give: what is true of a step is true with them too.
 
-Alteration = Literal["other", "low", "high"]
+Alteration = Literal["other", "low", "high", "zero"]
 ALTERATIONS: tuple[Alteration, ...] = ("other", "low", "high")
 _FAR = 1e9
 _SHORTCUTS = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils")
@@ -59,7 +59,7 @@ class Altered:
     Args:
         which: positions among all reads of those that are altered, and all that follow the last of them.
         how: ``"other"``: the other truth value, and a number that is one larger; ``"low"`` and ``"high"``: false or
-            true, and a number far from any.
+            true, and a number far from any; ``"zero"``: false or 0, so that what is counted is another number.
     """
 
     which: Container[int]
@@ -96,10 +96,12 @@ class Altered:
         if isinstance(value, bool):
             return not value if self.how == "other" else self.how == "high"
         if isinstance(value, int):
-            return {"other": value + 1, "low": 0, "high": value + 1000}[self.how]
+            return {"other": value + 1, "low": 0, "high": value + 1000, "zero": 0}[self.how]
         if isinstance(value, float):
-            return {"other": value + 1, "low": -_FAR, "high": _FAR}[self.how]
+            return {"other": value + 1, "low": -_FAR, "high": _FAR, "zero": 0.0}[self.how]
         if hasattr(value, "dtype") and hasattr(value, "copy"):  # an array of NumPy
+            if self.how == "zero":
+                return value * 0
             return ~value if value.dtype == bool else value + {"other": 1, "low": -1000, "high": 1000}[self.how]
         return value
 

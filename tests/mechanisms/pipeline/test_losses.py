@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -43,6 +44,7 @@ def batch(*, padded: int = 0, empty: int = 0) -> dict[str, Tensor]:
         "labels": labels,
         "mask": mask,
         "items": torch.tensor(7.0),
+        "texts": ["some words"] * 2 + ["word", "and four words more"] + ["some words"] * 8,
     }
 
 
@@ -104,6 +106,14 @@ def per_sample(net: Any, part: Any) -> Tensor:
     scaled = (scores - scores.mean(1, keepdim=True)) / (wanted / wanted.abs().amax(1, keepdim=True)).std(1)[:, None]
     chosen = -scores.log_softmax(-1)[rows, part["classes"]] + scores.gather(1, part["several"]).sort(1).values[:, 0]
     return scaled.square().mean() + (chosen * rows.new_ones(())).mean() + attended.square().sum((1, 2)).mean()
+
+
+def shown_beside(net: Any, part: Any) -> Tensor:
+    """Selects and reads by values for what is shown, not for the loss."""
+    scores, right = net["x"](part["x"]), part["classes"] > 1
+    net.shown = float((scores.argmax(1)[right] == part["classes"][right]).float().mean()), right.nonzero().shape[0]
+    net.shown += (len(torch.unique(part["classes"])), sum(map(len, part["texts"])))
+    return 0.5 * (scores - part["wanted"]).square().mean()
 
 
 def two_views(net: Any, part: Any) -> Tensor:
@@ -198,6 +208,7 @@ KNOWN: dict[str, tuple[Step, list[str]]] = {
         [MEAN],
     ),
     "checked": (checked, [MEAN]),
+    "shown beside": (shown_beside, [MEAN]),
     "per sample": (per_sample, [MEAN]),
     "written": (written, [MEAN]),
 }
@@ -245,6 +256,30 @@ UNKNOWN: dict[str, tuple[Step, str]] = {
     "numpy": (lambda net, part: error_of(net, part).sum() / float(part["mask"].numpy().sum()), READ),
     "list": (lambda net, part: error_of(net, part).sum() / sum(map(sum, part["mask"].tolist())), READ),
     "branch": (by_branch, READ),
+    "counted by numpy": (
+        lambda net, part: error_of(net, part).sum() / max(1, int(numpy.count_nonzero(part["mask"].numpy()))),
+        READ,
+    ),
+    "counted in a list": (
+        lambda net, part: error_of(net, part).sum() / max(1, sum(v != 0 for v in part["mask"][:, 0].tolist())),
+        READ,
+    ),
+    "where": (lambda net, part: error_of(net, part).sum() / max(1, torch.where(part["mask"] > 0)[0].numel()), READ),
+    "rows": (lambda net, part: error_of(net, part).sum() / max(1, (part["mask"] > 0).nonzero().shape[0]), READ),
+    "rows chosen": (lambda net, part: error_of(net, part).sum() / len(part["x"][part["mask"][:, 0] > 0]), READ),
+    "kinds": (lambda net, part: error_of(net, part).sum() / torch.unique(part["mask"]).numel(), READ),
+    "masked rows": (
+        lambda net, part: error_of(net, part).sum() / max(1, part["mask"].masked_select(part["mask"] > 2).numel()),
+        READ,
+    ),
+    "texts": (
+        lambda net, part: error_of(net, part).sum() / max(1, sum(len(t) > 11 for t in part["texts"])),
+        READ,
+    ),
+    "words": (
+        lambda net, part: error_of(net, part).sum() / sum(len(t.split()) for t in part["texts"]),
+        "is divided by a number that is neither",
+    ),
     "chosen": (lambda net, part: error_of(net, part)[part["mask"] > 0].mean(), "values that `index`"),
     "selected": (
         lambda net, part: torch.masked_select(error_of(net, part), part["mask"] > 0).mean(),
@@ -385,7 +420,8 @@ def test_what_is_the_same_only_for_samples_that_are_alike_is_refused():
         return (features - part["wanted"]).square().mean() + (features - features.mean(0)).square().mean()
 
     alike = {
-        name: tensor[:1].expand(12, *tensor.shape[1:]) if tensor.dim() else tensor for name, tensor in batch().items()
+        name: tensor[:1].expand(12, *tensor.shape[1:]) if isinstance(tensor, Tensor) and tensor.dim() else tensor
+        for name, tensor in batch().items()
     }
     with pytest.raises(PipelineError, match="loss of layers whose outputs were changed at random"):
         look(varied, alike, told="samples")
@@ -455,7 +491,7 @@ def test_a_loss_weight_has_to_give_a_number(given):
 def test_a_loss_weight_is_a_name_or_a_function():
     for right in (None, "samples", "sum", len):
         check_loss_weight(right)
-    for wrong in ("tokens", 3, True):
+    for wrong in ("tokens", 3, True, torch.ones(3), torch.ones(()), numpy.ones(3)):
         with pytest.raises(ValueError, match=r"loss_weight=.*: give 'samples', 'sum', or a function from a batch"):
             check_loss_weight(wrong)
 
