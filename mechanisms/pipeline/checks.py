@@ -140,11 +140,14 @@ class LayerResults:
         self._samples: tuple[int, int, int] | None = None
         self._noise: str | None = None
         self._axes: dict[tuple[int, int], set[int]] = {}  # that may run over samples, by layer and tensor
+        self._rows: dict[tuple[int, int], Tensor] = {}  # means of the whole batch's, where each sample has several
+        self._orders: dict[tuple[int, int], set[str]] = {}  # of these rows, as parts of the batch have them
+        self._within: dict[tuple[int, int], bool] = {}  # from 0 to 1
 
     @property
     def can_have_noise(self) -> bool:
         """Whether layers return anything that has a dimension of samples."""
-        return any(self._axes.values())
+        return any(self._axes.values()) or any(len(orders) == 1 for orders in self._orders.values())
 
     def tells(self, recorder: Recorder | None) -> None:
         """From now on a recorder is told what layers return."""
@@ -152,7 +155,12 @@ class LayerResults:
 
     @contextmanager
     def noisy(self, noise: str | None) -> Iterator[None]:
-        """Inside, outputs of layers have noise: ``"added"``, or ``"multiplied"``, which keeps signs and bounds."""
+        """Inside, outputs of layers have noise.
+
+        Args:
+            noise: ``"added"``; ``"multiplied"``, which keeps signs and bounds; ``"bounded"``: added, but to what is
+                from 0 to 1, as an error of a loss that gets no probability would end a GPU's process.
+        """
         self._noise = noise
         try:
             yield
@@ -203,9 +211,41 @@ class LayerResults:
             if self._noise is None:
                 axes = {axis for axis, length in enumerate(tensor.shape) if length == self._samples[1]}
                 self._axes[key] = axes & self._axes.get(key, axes) if tensor.is_floating_point() else set()
+                self._note_rows(key, tensor)
+                if tensor.device.type != "cpu" and tensor.is_floating_point() and tensor.numel():
+                    self._within[key] = bool(((tensor >= 0) & (tensor <= 1)).all()) and self._within.get(key, True)
             elif self._axes.get(key):
                 changed[number] = self._with_noise(tensor, key, min(self._axes[key]))
+            elif len(self._orders.get(key, ())) == 1:
+                count = self._samples[1]
+                if self._orders[key] == {"blocks"}:  # [samples * steps, ...]
+                    changed[number] = self._with_noise(tensor.unflatten(0, (count, -1)), key, 0).flatten(0, 1)
+                else:  # as torch.cat() puts views of samples
+                    changed[number] = self._with_noise(tensor.unflatten(0, (-1, count)), key, 1).flatten(0, 1)
         return replaced_tensors(output, changed) if changed else output
+
+    def _note_rows(self, key: tuple[int, int], tensor: Tensor) -> None:
+        """Look how rows lie of which each sample has several, as far as parts of a batch show it."""
+        assert self._samples is not None
+        first, count, whole = self._samples
+        several = tensor.dim() > 0 and len(tensor) > count and len(tensor) % count == 0
+        if self._axes[key] or not tensor.is_floating_point() or not several:
+            self._orders.pop(key, None)
+            return
+        rows = tensor.detach().reshape(len(tensor), -1).double().mean(1).cpu()
+        if count == whole:
+            self._rows[key], self._orders[key] = rows, {"blocks", "turns"}
+        elif key in self._orders:
+            there = self._rows[key]
+            expected = {
+                "blocks": there.unflatten(0, (whole, -1))[first : first + count],
+                "turns": there.unflatten(0, (-1, whole))[:, first : first + count],
+            }
+            self._orders[key] -= {
+                order
+                for order, means in expected.items()
+                if means.numel() != len(rows) or not torch.allclose(means.flatten(), rows, rtol=1e-3, atol=1e-6)
+            }
 
     def _with_noise(self, tensor: Tensor, key: tuple[int, int], axis: int) -> Tensor:
         """Each sample's noise is the same in whichever part of the batch it is."""
@@ -215,7 +255,7 @@ class LayerResults:
         for position, row in enumerate(tensor.movedim(axis, 0), first):
             strength = (position + 1) / whole
             drawn = torch.Generator().manual_seed(hash((*key, position)) % 2**63)
-            if self._noise == "added":
+            if self._noise == "added" or (self._noise == "bounded" and not self._within.get(key)):
                 size = row.detach().float().square().mean().sqrt().nan_to_num(1.0).clamp(min=1.0)
                 noise = torch.randn(row.shape, generator=drawn).to(row.device) * size * (_STRONGEST * strength)
                 rows.append(row + noise.to(row.dtype))

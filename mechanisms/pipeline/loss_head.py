@@ -491,8 +491,7 @@ class _Judge:
             one, two: the same operation in the runs on more and on fewer samples.
             factor: by how much larger is what it is multiplied by in the first.
         """
-        if self.loss is not None and (one, two) == self.loss:
-            self._same_factor(one, factor)
+        if self.loss is not None and (one, two) == self.loss and math.isclose(factor, 1, rel_tol=1e-6):
             self._like_loss = True
             return
         if one.name != two.name or ((one.varies or two.varies) and one.given.keys() != two.given.keys()):

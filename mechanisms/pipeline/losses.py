@@ -66,11 +66,13 @@ class FirstLook:
         examples: as layers compute, and as they compute with noise in what they return, sample by sample; empty where
             losses of the same batch are not the same.
         runs: on a few samples and on fewer, with their operations; empty where these were not followed.
+        altered: on a few samples, with other values where it reads those of samples; None where it cannot run on them.
         low_precision: layers compute in 16 bits.
     """
 
     examples: list[Examples] = field(default_factory=list)
     runs: tuple[RecordedRun, ...] = ()
+    altered: list[RecordedRun | None] = field(default_factory=list)
     low_precision: bool = False
 
     def head_of(self, of: Callable[[Any], Any]) -> Head | None:
@@ -206,8 +208,9 @@ def look_at_losses(
             )
     try:
         look.runs = _followed(step, batch, results)
+        look.altered = _altered(step, batch, results, look.runs[0])
         if told is None:
-            weights = LossWeights(_certificate(step, batch, results, look.runs))
+            weights = LossWeights(_certificate(look))
     except NotUnderstoodError as error:
         if told is None:
             raise PipelineError(
@@ -217,7 +220,8 @@ def look_at_losses(
     if not _same(everything, again) or not _loss(everything).isfinite():
         return weights, look  # it draws random numbers, or has no value: there is nothing to compare
     each = weights.of(batch, parts)
-    for noise in (None, "added", "multiplied"):
+    noises = ("added", "multiplied") if _loss(everything).device.type == "cpu" else ("multiplied", "bounded")
+    for noise in (None, *noises):
         try:
             with _without_gradients(model), results.noisy(noise):
                 whole = _seen(results, step, batch, 0, sum(samples)) if noise else everything
@@ -225,6 +229,8 @@ def look_at_losses(
                     continue
                 firsts = [sum(samples[:number]) for number in range(len(parts))]
                 outputs = [_seen(results, step, *one, sum(samples)) for one in zip(parts, firsts, strict=True)]
+        except PipelineError:
+            raise
         except Exception:
             if noise is None:
                 raise
@@ -277,26 +283,30 @@ def _followed(step: Callable[[Any], Any], batch: Any, results: LayerResults) -> 
     return large, small
 
 
-def _certificate(
-    step: Callable[[Any], Any], batch: Any, results: LayerResults, runs: tuple[RecordedRun, RecordedRun]
-) -> Certificate:
-    """What the loss is a mean or a sum over, as operations show it."""
-    large, small = runs
-    fewer = small, loss_of(small.output)
-    head = head_of((large, loss_of(large.output)), fewer)
+def _altered(
+    step: Callable[[Any], Any], batch: Any, results: LayerResults, run: RecordedRun
+) -> list[RecordedRun | None]:
     try:
-        for other in record_altered(lambda part: _run(step, part, 0), _few(batch)[0], large, results.tells):
-            try:
-                same = other is not None and head_of((other, loss_of(other.output)), fewer) == head
-            except NotUnderstoodError:
-                same = False
-            if not same:
-                raise NotUnderstoodError(
-                    "it depends on values of the batch that are read, as by .item(), by `if`, by how many entries "
-                    "nonzero() and its like give, or by len() of a text, what it is a mean over"
-                )
+        return list(record_altered(lambda part: _run(step, part, 0), _few(batch)[0], run, results.tells))
     finally:
         results.tells(None)
+
+
+def _certificate(look: FirstLook) -> Certificate:
+    """What the loss is a mean or a sum over, as operations show it."""
+    large, small = look.runs
+    fewer = small, loss_of(small.output)
+    head = head_of((large, loss_of(large.output)), fewer)
+    for other in look.altered:
+        try:
+            same = other is not None and head_of((other, loss_of(other.output)), fewer) == head
+        except NotUnderstoodError:
+            same = False
+        if not same:
+            raise NotUnderstoodError(
+                "it depends on values of the batch that are read, as by .item(), by `if`, by how many entries "
+                "nonzero() and its like give, or by len() of a text, what it is a mean over"
+            )
     first, *others = head.weightings or (Weighting("mean"),)
     return Certificate(first, alternatives=tuple(others))
 

@@ -108,6 +108,7 @@ class PipelineLog:
         self._metrics = {name: one for name, one in module.named_modules() if isinstance(one, Metric)}
         self._counts: dict[str, int] = {}
         self._rules: dict[_Key, str] = {}
+        self._fallback = "loss"
 
     @contextmanager
     def batch(self) -> Iterator[None]:
@@ -151,6 +152,16 @@ class PipelineLog:
                 "samples from now on. Log the tensor in place of a number of Python's, which does not tell",
                 every_rank=True,  # only the last stage's knows
             )
+        for key, found in numbers.items():
+            if key not in self._rules and not _is_clear(found):
+                self._rules[key] = self._fallback
+                warn_difference(
+                    f"the logged value {key[0]!r} was not logged in the first batch, which shows how a pipeline has to "
+                    "put such values together from micro-batches: it is taken for a mean over what the loss is a mean "
+                    "over, or over samples where that is a sum. Log it in each batch, or a torchmetrics object, which "
+                    "sees all samples",
+                    every_rank=True,  # only the last stage's knows
+                )
         return [_combined(found, self._rules.get(key, "")) for key, found in numbers.items()], states
 
     def look(self, look: FirstLook, weights: LossWeights, calls: Callable[[Any], Sequence[dict[str, Any]]]) -> None:
@@ -161,6 +172,8 @@ class PipelineLog:
             weights: of micro-batches' losses.
             calls: what was logged, in what a step returned.
         """
+        if {one.kind for one in weights.weightings} == {"sum"}:
+            self._fallback = "samples"
         outputs = [*(one.whole for one in look.examples), *(run.output for run in look.runs)]
         for key, call in _numbered(calls(outputs[0]) if outputs else ()):
             if _METRIC in call:
@@ -194,7 +207,7 @@ class PipelineLog:
             head = look.head_of(lambda output: dict(_numbered(calls(output))).get(key, {}).get("value"))
         except NotUnderstoodError as error:
             if rules == _RULES or _reduction(call) == "sum":
-                return rules[0], f"it is no mean or sum over samples ({error})"
+                return self._fallback, f"it is no mean or sum over samples ({error})"
             head = None
         if head is not None and rules == _RULES:
             kinds = {one.kind for one in head.weightings}
@@ -205,12 +218,19 @@ class PipelineLog:
             elif kinds:
                 return "loss", f"it is a {head.weightings[0]}, and the loss is not"
         found = {rule: _misfits(rule, key, look, calls) for rule in rules}
-        constant = bool(look.examples) and all(_is_constant(key, one, calls) for one in look.examples)
-        if rules == _RULES and constant:
+        if rules == _RULES and head is None:
+            unlike = len(look.examples) > 1 and any(len(_values(key, one.parts, calls)) > 1 for one in look.examples)
+            if not unlike and _is_read(key, look, calls):
+                return (
+                    self._fallback,
+                    "it is no tensor, and the first batch does not show of unlike micro-batches what it is",
+                )
+        if rules == _RULES and look.examples and all(_is_constant(key, one, calls) for one in look.examples):
             return "samples", ""
         fitting = [rule for rule, misfits in found.items() if misfits is None]
         if not fitting:
-            return rules[0], str(found[rules[0]])
+            rule = self._fallback if rules == _RULES else rules[0]
+            return rule, str(found[rule])
         by_samples = {one.kind for one in weights.weightings} == {"mean"}
         if fitting[:2] == ["loss", "samples"] and not by_samples and not _is_share_of_loss(key, look.examples, calls):
             return _EITHER, ""
@@ -295,10 +315,31 @@ def _reduction(call: dict[str, Any]) -> str:
     return reduce if isinstance(reduce, str) else getattr(reduce, "__name__", "mean")
 
 
+def _is_clear(found: _Found) -> bool:
+    """Whether there is one way to put numbers together, or all are the same."""
+    call = found[0][0]
+    if _METRIC in call or len(found) == 1 or _reduction(call) in _REDUCED:
+        return True
+    return len({float(one["value"]) for one, _, _ in found}) == 1
+
+
+def _values(key: _Key, outputs: Sequence[Any], calls: Callable[[Any], Sequence[dict[str, Any]]]) -> set[float]:
+    """What steps logged, as far as they did."""
+    logged = [dict(_numbered(calls(output))).get(key) for output in outputs]
+    return {float(call["value"]) for call in logged if call is not None}
+
+
 def _is_constant(key: _Key, one: Examples, calls: Callable[[Any], Sequence[dict[str, Any]]]) -> bool:
     """Whether a number is the same for a batch and each of its parts."""
-    values = {float(dict(_numbered(calls(output)))[key]["value"]) for output in (one.whole, *one.parts)}
-    return len(values) == 1
+    return len(_values(key, (one.whole, *one.parts), calls)) == 1
+
+
+def _is_read(key: _Key, look: FirstLook, calls: Callable[[Any], Sequence[dict[str, Any]]]) -> bool:
+    """Whether a number follows from values that were read; of what cannot be followed, whether it may."""
+    if not look.runs:
+        return not look.examples
+    here = _values(key, [look.runs[0].output], calls)
+    return any(run is None or _values(key, [run.output], calls) != here for run in look.altered)
 
 
 def _is_share_of_loss(

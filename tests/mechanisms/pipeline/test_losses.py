@@ -117,9 +117,15 @@ def shown_beside(net: Any, part: Any) -> Tensor:
 
 
 def two_views(net: Any, part: Any) -> Tensor:
-    one, two = net["x"](torch.cat([part["x"], 2 * part["x"]])).chunk(2)
-    both = net["x"](torch.cat([part["x"], -part["x"]]))
+    both = net["x"](torch.cat([part["x"], 2 * part["x"]]))
+    one, two = both.chunk(2)
     return F.cosine_similarity(one, two).mean() + (both[: len(both) // 2] * both[len(both) // 2 :]).mean()
+
+
+def steps_in_a_row(net: Any, part: Any) -> Tensor:
+    """Layers return [samples * steps, ...]."""
+    rows = torch.stack([part["x"], part["x"] ** 2], 1).flatten(0, 1)
+    return net["x"](rows).square().mean()
 
 
 def written(net: Any, part: Any) -> Tensor:
@@ -209,6 +215,8 @@ KNOWN: dict[str, tuple[Step, list[str]]] = {
     ),
     "checked": (checked, [MEAN]),
     "shown beside": (shown_beside, [MEAN]),
+    "two views": (two_views, [MEAN]),
+    "steps in a row": (steps_in_a_row, [MEAN]),
     "per sample": (per_sample, [MEAN]),
     "written": (written, [MEAN]),
 }
@@ -401,10 +409,6 @@ def test_other_heads_are_refused_by_name(name):
 def contrasted(net: Any, part: Any) -> Tensor:
     features = net["x"](part["x"])
     return F.cross_entropy(features @ features.T, torch.arange(len(features)))
-
-
-def test_two_views_of_each_sample_in_one_tensor():
-    assert list(map(str, look(two_views)[0].weightings)) == [MEAN]
 
 
 def test_samples_that_influence_one_another_are_refused():
