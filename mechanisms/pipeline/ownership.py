@@ -179,7 +179,10 @@ class _Absent:
 
     def __deepcopy__(self, memo: Any) -> Any:
         with without_subclass_functions():
-            return _plain(self).__deepcopy__(memo)  # type: ignore[no-untyped-call]
+            plain = _plain(self)
+            copied = memo[id(self)] = plain.__deepcopy__(memo)  # type: ignore[no-untyped-call]
+            memo.pop(id(plain), None)  # which lives no longer, and another may come to have its id
+            return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with without_subclass_functions():

@@ -634,6 +634,12 @@ def written() -> None:
         total = torch.zeros(())
         total += p.norm()
         assert total.isnan()
+    for copied, of in zip(copy.deepcopy(model).parameters(), model.parameters(), strict=True):
+        assert copied.shape == of.shape
+    tied = copy.deepcopy([absent[0], absent[1], absent[0], absent[1].data])
+    assert tied[0] is tied[2]
+    assert tied[0] is not tied[1]
+    assert tied[3].shape == absent[1].shape
     model.zero_grad()
     reference.zero_grad()
     pipeline.train(step, batch)
