@@ -535,8 +535,8 @@ def _left_on_meta(module: LightningModule | None) -> Iterator[None]:
 
 @contextmanager
 def _clipped_by_all(precision: Precision, step: PipelineStep) -> Iterator[None]:
-    """Inside, the norm that gradients are clipped by is that of all ranks."""
-    plain = precision.clip_grad_by_norm
+    """Inside, the norm that gradients are clipped by is that of all ranks, and a rank may have no gradients to clip."""
+    plain, by_value = precision.clip_grad_by_norm, precision.clip_grad_by_value
 
     def clip(optimizer: Optimizer, clip_val: float) -> None:
         if not step.is_spread:
@@ -545,11 +545,16 @@ def _clipped_by_all(precision: Precision, step: PipelineStep) -> Iterator[None]:
         parameters = list(precision.main_params(optimizer))
         nn.utils.clip_grads_with_norm_(parameters, clip_val, step.total_norm(parameters))
 
-    vars(precision)["clip_grad_by_norm"] = clip
+    def clip_values(optimizer: Optimizer, clip_val: float) -> None:
+        if any(parameter.grad is not None for parameter in precision.main_params(optimizer)):  # else torch raises
+            by_value(optimizer, clip_val)
+
+    vars(precision).update(clip_grad_by_norm=clip, clip_grad_by_value=clip_values)
     try:
         yield
     finally:
-        vars(precision).pop("clip_grad_by_norm", None)
+        for name in ("clip_grad_by_norm", "clip_grad_by_value"):
+            vars(precision).pop(name, None)
 
 
 @contextmanager

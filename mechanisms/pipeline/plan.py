@@ -305,7 +305,8 @@ class Planner:
             if not cuts:
                 raise PipelineError(
                     f"split names {len(self._split)} stages, and schedule={self._schedule!r} has "
-                    f"{self._stages_allowed(self._schedule)} on {self._ranks} ranks"
+                    f"{self._stages_allowed(self._schedule)} on {self._ranks} ranks: "
+                    f"{self._other_split(self._schedule)}"
                 )
             return [self._planned(self._schedule, stages, micro_batches) for stages in cuts]
         plans: list[PipelinePlan] = []
@@ -321,9 +322,17 @@ class Planner:
         if not plans:
             raise PipelineError(
                 f"split names {len(self._split)} stages, and schedule='ooo' has a multiple of {self._ranks} on as many "
-                "ranks"
+                f"ranks: {self._other_split(_ANY)}"
             )
         return plans
+
+    def _other_split(self, kind: str) -> str:
+        """What to change where the stages that ``split`` names do not fit the ranks."""
+        one, two = self._ranks, 2 * self._ranks
+        number = (
+            one if kind in _ONE_CHUNK else two if kind in _TWO_CHUNKS else f"{one}, {two} or another multiple of {one}"
+        )
+        return f"name {number} layers that stages begin with, or use split='even'"
 
     def _stages_allowed(self, kind: str) -> str:
         if kind in _ONE_CHUNK:

@@ -159,10 +159,16 @@ def test_a_split_by_names_is_kept():
     costs = Costs((1.0,) * 6, (1,) * 6, 0.0, parameter_bytes=(1,) * 6)
     assert Planner("1f1b", 2, costs, split=(0, 5)).plan(4).stage_of == (0, 0, 0, 0, 0, 1)
     assert Planner("ooo", 2, costs, split=(0, 1, 2, 5)).plan(4).stage_of == (0, 1, 2, 2, 2, 3)
-    for schedule, allowed in (("1f1b", "one a rank"), ("zbv", "two a rank"), ("ooo2", "the same number for each rank")):
-        with pytest.raises(PipelineError, match=f"split names 3 stages, and schedule='{schedule}' has {allowed}"):
+    several = "2, 4 or another multiple of 2"
+    for schedule, allowed, number in (
+        ("1f1b", "one a rank", 2),
+        ("zbv", "two a rank", 4),
+        ("ooo2", "the same number for each rank", several),
+    ):
+        message = f"split names 3 stages, and schedule='{schedule}' has {allowed} on 2 ranks: name {number} layers"
+        with pytest.raises(PipelineError, match=message):
             Planner(schedule, 2, costs, split=(0, 2, 4)).plan(4)
-    with pytest.raises(PipelineError, match="split names 3 stages"):
+    with pytest.raises(PipelineError, match=f"split names 3 stages, .* ranks: name {several} layers"):
         Planner("ooo", 2, costs, split=(0, 2, 4)).plan(4)
 
 
