@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from itertools import compress
 from typing import Any, Literal
 
@@ -161,18 +162,29 @@ class Reached:
 
 
 class _Absent:
-    """Writes into a parameter that lies on another rank, or into a view of one, do nothing; reads give NaN."""
+    """Writes into a parameter that lies on another rank, or into a view of one, do nothing; reads give NaN.
+
+    A write that draws random numbers draws them, into memory of that size for a moment: generators of all ranks stay
+    together.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         written = _written(func, args, kwargs)
         if isinstance(written, _Absent):
+            if _draws(func):
+                with without_subclass_functions():
+                    scratch = torch.empty_like(_plain(written).detach(), memory_format=torch.contiguous_format)
+                    given = [scratch if one is written else one for one in args]
+                    func(*given, **{name: scratch if one is written else one for name, one in kwargs.items()})
             return written
         if isinstance(written, list | tuple) and any(isinstance(one, _Absent) for one in written):
             here = [not isinstance(one, _Absent) for one in written]  # torch._foreach_... of several parameters
-            args = [list(compress(v, here)) if isinstance(v, list | tuple) else v for v in args]
-            return func(*args, **kwargs) if any(here) else None
+            if not any(here):
+                return None
+            args, kwargs = [_compressed(v, here) for v in args], {k: _compressed(v, here) for k, v in kwargs.items()}
+            return func(*args, **kwargs)
         with without_subclass_functions():
             result = func(*args, **kwargs)
             return tree_map(lambda one: _marked(one, args), result) if args else result
@@ -211,8 +223,21 @@ def _written(func: Any, args: Any, kwargs: Any) -> Any:
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__") and name not in _LEAVES_VALUES
     if in_place or name in _WRITES or func == _SETS_DATA:
-        return args[0] if args else next(iter(kwargs.values()), None)
+        return args[0] if args else kwargs.get("self", next(iter(kwargs.values()), None))
     return None
+
+
+@cache
+def _draws(func: Any) -> bool:
+    """Whether a torch function draws random numbers, by what torch says of its operator."""
+    operator = getattr(torch.ops.aten, getattr(func, "__name__", ""), None)
+    overloads = [] if operator is None else [getattr(operator, name) for name in operator.overloads()]
+    is_random = any(torch.Tag.nondeterministic_seeded in one.tags for one in overloads)
+    return is_random or getattr(func, "__module__", None) == nn.init.__name__
+
+
+def _compressed(value: Any, here: list[bool]) -> Any:
+    return list(compress(value, here)) if isinstance(value, list | tuple) else value
 
 
 def _marked(result: Any, args: Any) -> Any:

@@ -174,6 +174,44 @@ def clipped(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
     return outcome(module, fit)
 
 
+def frozen_behind(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
+    """The last rank has no gradients, and clips by value."""
+    module = Classifier()
+    for layer in list(module.net)[1:]:
+        layer.requires_grad_(False)
+    fit = trainer(strategy, folder, devices=devices, gradient_clip_val=0.01, gradient_clip_algorithm="value")
+    fit.fit(module, loader(), loader())
+    return outcome(module, fit)
+
+
+class _Reset(Classifier):
+    """Layers get new weights in the middle of an epoch, and draw random numbers in each."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if batch_idx == 1:
+            torch.manual_seed(5)
+            for layer in self.net:
+                if isinstance(layer, nn.Linear):
+                    layer.reset_parameters()
+            first, last = self.net[0], self.net[-1]
+            with torch.no_grad():
+                first.weight.normal_()
+                nn.init.xavier_normal_(first.weight)
+                torch.rand(first.weight.shape, out=first.weight.data).mul_(0.1)
+                nn.init.orthogonal_(first.weight)
+                last.bias.uniform_(-0.1, 0.1)
+                last.weight.data[1:].normal_(std=0.1)
+            self.seen.append(float(torch.rand(())))
+
+
+def reset_between(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
+    module = _Reset()
+    fit = trainer(strategy, folder, devices=devices)
+    fit.fit(module, loader(), loader())
+    return outcome(module, fit)
+
+
 def callbacks(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
     """Checkpoints, early stopping and monitors, which read what is logged."""
     module = Classifier()
@@ -314,7 +352,7 @@ def afterwards(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
 
 
 _ALL = (plain_fit, without_a_list, clipped, callbacks, resumed, saved_behind, language_model, on_meta, half_precision)
-_ALL += (afterwards, outputs, constrained)
+_ALL += (afterwards, outputs, constrained, frozen_behind, reset_between)
 FITS = {one.__name__: one for one in _ALL}
 
 

@@ -621,6 +621,8 @@ def written() -> None:
                 p.copy_(p.detach() + torch.zeros_like(p).add_(0.001))
             torch._foreach_mul_(parameters, [0.5] * len(parameters))
             torch._foreach_add_(parameters, 0.001)
+            torch._foreach_add_(self=parameters, other=[torch.full_like(p, 0.001) for p in parameters])
+            torch._foreach_add_(other=[torch.full_like(p, 0.001) for p in parameters], self=parameters)
             nn.init.constant_(parameters[1], 0.2)
             nn.init.constant_(parameters[-1], 0.2)
     absent = [model.get_parameter(name) for name in pipeline.owners.absent]
