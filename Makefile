@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# All tests, a process a core (at most four: each takes about 1 GB). PYTEST_ARGS of your own replace this: one process.
-PYTEST_ARGS ?= --numprocesses logical --maxprocesses 4 --dist loadfile
+# A process a core (at most four: each takes about 1 GB). PYTEST_ARGS of your own replace this: one process.
+SHARED := --numprocesses logical --maxprocesses 4 --dist loadfile
+PYTEST_ARGS ?= $(SHARED) -m "not long"
 
-.PHONY: demo test check size clean
+.PHONY: demo test test-all check size clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "retime needs Python 3.11 or newer; set PYTHON=/path/to/python3.11")'
@@ -21,6 +22,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# What `make test` leaves out: rows and random models beside those that run each line of code once.
+test-all: $(STAMP)
+	$(BIN)/python -m pytest $(SHARED) -m long
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -22,10 +22,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import retime
-from retime.foundations import arguments, ddp, weight_gradients
-from retime.foundations.ddp import reducers
+from retime.foundations import arguments, cpu_pool, ddp, weight_gradients
 from retime.integrations import accelerate as for_accelerate
-from retime.mechanisms import fusion, out_of_order, pipeline, scan
+from retime.mechanisms import cpu_accumulation, fusion, out_of_order, pipeline, scan
 from retime.mechanisms import memory_budget as memory
 from retime.mechanisms.scan import jacobians as jacobian
 from retime.schedules.budget import OffloadPlan
@@ -130,7 +129,7 @@ def _wrapped() -> dict[str, Any]:
 
 
 def _reduced() -> dict[str, Any]:
-    return {**_wrapped(), "reducer": reducers.DeviceReducer()}
+    return {**_wrapped(), "reducer": ddp.DeviceReducer()}
 
 
 def _wrapped_optimizer() -> dict[str, Any]:
@@ -244,11 +243,11 @@ CASES = [
     Case(out_of_order.WeightGradientDeferral, _recurrent, right={"k": (0,)}),
     Case(out_of_order.OutOfOrderDataParallel, _wrapped_optimizer, OUT_OF_ORDER, right=SOME_K),
     Case(weight_gradients.SplitBackward, _recurrent),
-    Case(ddp.BucketReduction, _reduced, right={"name": ANY_TEXT, "instead": ANY_TEXT}),
-    Case(ddp.HostUpdate, _updated),
-    Case(reducers.HostReducer, free=("device",)),
-    Case(reducers.DeviceReducer),
-    Case(reducers.OwnGroupsReducer),
+    Case(cpu_accumulation.BucketReduction, _reduced, right={"name": ANY_TEXT, "instead": ANY_TEXT}),
+    Case(cpu_accumulation.HostUpdate, _updated),
+    Case(cpu_accumulation.HostReducer, free=("device",)),
+    Case(ddp.DeviceReducer),
+    Case(ddp.OwnGroupsReducer),
     Case(pipeline.PipelineStep, _staged, {"schedule": NO_CHOICE, "layers": NO_CHOICE[:1]}, right={"layers": ("",)}),
     Case(pipeline.PipelineStep.train, _batch, free=("batch",)),
     Case(
@@ -265,7 +264,7 @@ CASES = [
     ),
     Case(memory.certify, _examined, free=("batch", "split", "loss_weight")),
     Case(memory.part_sizes, lambda: {"samples": 8}),
-    Case(memory.give_back_freed_memory, right={"threshold_bytes": (0,)}),
+    Case(cpu_pool.give_back_freed_memory, right={"threshold_bytes": (0,)}),
     Case(memory.profile_step, _planned),
     Case(memory.replay, lambda: {**_planned(), "plan": OffloadPlan(4)}, right={"in_flight_bytes": (0,)}),
     Case(memory.search_plan, lambda: {**_planned(), "budget_bytes": 10**6}),
@@ -317,11 +316,12 @@ def test_every_argument_can_be_judged_or_says_who_does(case: Case) -> None:
         assert arguments.is_checkable(hint) or name in case.wrong, f"{name}: {hint} tells nothing"
 
 
-FACES = (retime, for_accelerate, reducers)
+FACES = (retime, for_accelerate, cpu_accumulation)
+RESULTS = {"HostReductionReport", "HostUpdateReport", "SumTimes", "TimedSum", "RankLostError"}
 NOT_CALLED_BY_USERS = {
     retime.DifferenceWarning,
     retime.NoEffectWarning,
-    *(reducers.Reducer, reducers.ScalingReducer, reducers.TimedSum),  # what a reducer is, and what one gives
+    *(value for name, value in vars(cpu_accumulation).items() if name in RESULTS),
 }
 
 

@@ -14,13 +14,14 @@ from contract.runs import Runs
 from contract.scenarios import SCENARIOS
 
 
-def why_skipped(row: Row, scenario: Scenario) -> list[pytest.MarkDecorator]:
-    """What cannot apply is skipped, with the reason."""
-    return [pytest.mark.skip(row.cannot[scenario.name])] if scenario.name in row.cannot else []
+def marks(row: Row, scenario: Scenario) -> list[pytest.MarkDecorator]:
+    """What cannot apply is skipped, with the reason; rows that share another's code are left to `make test-all`."""
+    skipped = [pytest.mark.skip(row.cannot[scenario.name])] if scenario.name in row.cannot else []
+    return [*skipped, *([pytest.mark.long] if row.only != ("",) else [])]
 
 
 TABLE = [
-    pytest.param(row, scenario, id=f"{row.name}-{scenario.name}", marks=why_skipped(row, scenario))
+    pytest.param(row, scenario, id=f"{row.name}-{scenario.name}", marks=marks(row, scenario))
     for row in STRATEGIES
     for scenario in SCENARIOS.values()
     if scenario.fits(row)

@@ -20,6 +20,8 @@ from contract.random_models.training import Way
 
 COUNT = int(os.environ.get("RETIME_RANDOM", "100"))
 START = int(os.environ.get("RETIME_RANDOM_START", "0"))
+SOON = 20
+"""Seeds of each mechanism in `make test`; `make test-all` has the others."""
 CHUNK = 10 if COUNT <= 1000 else 100
 HERE = {mechanism.name: mechanism for mechanism in [*BARE, *LIGHTNING]}
 CLEAN = (
@@ -47,10 +49,21 @@ def chunks(mechanism: Mechanism) -> list[range]:
     return [range(first, min(first + CHUNK, end)) for first in range(START, end, CHUNK)]
 
 
+def first_and_rest(mechanism: Mechanism) -> list[range]:
+    """Those of `make test`, and all others: ranks take long to start."""
+    end, soon = START + -(-COUNT // mechanism.every), START + -(-SOON // mechanism.every)
+    return [seeds for seeds in (range(START, min(soon, end)), range(soon, end)) if seeds]
+
+
+def long(mechanism: Mechanism, seeds: range) -> list[pytest.MarkDecorator]:
+    """Mark what `make test` leaves to `make test-all`."""
+    return [pytest.mark.long] if seeds[0] >= START + -(-SOON // mechanism.every) else []
+
+
 @pytest.mark.parametrize(
     ("name", "seeds"),
     [
-        pytest.param(name, seeds, id=f"{name}-{seeds[0]}")
+        pytest.param(name, seeds, id=f"{name}-{seeds[0]}", marks=long(HERE[name], seeds))
         for name in CLEAN
         if name in HERE
         for seeds in chunks(HERE[name])
@@ -61,9 +74,17 @@ def test_trains_as_plain_torch(name: str, seeds: range) -> None:
 
 
 @pytest.mark.timeout(120 + 5 * COUNT)
-@pytest.mark.parametrize("mechanism", [one for one in ON_RANKS if one.name in CLEAN], ids=lambda one: one.name)
-def test_trains_as_ddp(mechanism: Mechanism, tmp_path: Path) -> None:
-    assert_clean(mechanism, run_on_ranks(mechanism, range(START, START + -(-COUNT // mechanism.every)), tmp_path))
+@pytest.mark.parametrize(
+    ("mechanism", "seeds"),
+    [
+        pytest.param(mechanism, seeds, id=f"{mechanism.name}-{seeds[0]}", marks=long(mechanism, seeds))
+        for mechanism in ON_RANKS
+        if mechanism.name in CLEAN
+        for seeds in first_and_rest(mechanism)
+    ],
+)
+def test_trains_as_ddp(mechanism: Mechanism, seeds: range, tmp_path: Path) -> None:
+    assert_clean(mechanism, run_on_ranks(mechanism, seeds, tmp_path))
 
 
 def test_a_loop_that_clips_clips_what_no_optimizer_has_too() -> None:

@@ -33,7 +33,7 @@ def dense(pattern: CsrPattern, values: Tensor) -> Tensor:
 @pytest.mark.parametrize("density", [(0.1, 0.1), (0.3, 1.0), (1.0, 0.3), (1.0, 1.0), (0.0, 0.5), (0.5, 0.05)])
 def test_products(density: tuple[float, float], samples: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(product_module, "CHUNK", 50)  # several chunks even here
+    monkeypatch.setattr(product_module, "LISTED_AT_A_TIME", 50)  # several chunks even here
     a, left = sparse(13, 17, density[0], samples[0])
     b, right = sparse(17, 11, density[1], samples[1])
     plan = ProductPlan(a, b)
