@@ -203,8 +203,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._results[storage] = {window: whole}
 
     def read(self, value: Any, tensor: Tensor | None) -> Any:
-        """What Python gets that reads a value."""
-        if tensor is None or not self.operation_of(tensor).varies:
+        """What Python gets that reads a value; layers decide by those of micro-batches, and get them as they are."""
+        if self.inside or tensor is None or not self.operation_of(tensor).varies:
             return value
         self.reads += 1
         return value if self.altered is None else self.altered.instead_of(value)
@@ -231,8 +231,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before |= {key: self._noted(value) for key, value in (kwargs or {}).items()}
         random = torch.Tag.nondeterministic_seeded in func.tags
         selects = name != "_ctc_loss" and torch.Tag.dynamic_output_shape in func.tags
-        if name == "index":
-            selects = any(isinstance(t, Tensor) and t.dtype in (torch.bool, torch.uint8) for t in args[1])
+        if name in ("index", "index_put", "index_put_") and args[1]:
+            by_mask = any(isinstance(t, Tensor) and t.dtype in (torch.bool, torch.uint8) for t in args[1])
+            selects, before["by_mask"] = by_mask and name == "index", by_mask
         result = func(*args, **(kwargs or {}))
         if selects and not self.inside:
             result = self._with_rows(result, before)
@@ -371,7 +372,7 @@ def record_altered(
 ) -> Iterator[RecordedRun | None]:
     """The same with other values where it reads those of samples, and more of them where it chooses by values.
 
-    Gives None where it cannot run on them. Left out are runs in which it checks what it reads, and raises.
+    Gives None where it can run on none of them. Left out are runs in which it checks what it reads, and raises.
 
     Args:
         step: as in :func:`record`.
@@ -379,14 +380,20 @@ def record_altered(
         run: what that gave.
         looks: as in :func:`record`.
     """
-    for how in (*ALTERATIONS, "zero") if run.reads else ():
-        for which in [*([number] for number in range(min(run.reads, _ALTERED_ALONE))), range(run.reads)]:
+    alone = [[number] for number in range(min(run.reads, _ALTERED_ALONE))]
+    for which in [*alone, range(run.reads)] if run.reads else ():
+        could, refused = False, False
+        for how in (*ALTERATIONS, "zero"):
             altered = Altered(set(which), max(which), how)
             try:
-                yield record(step, batch, looks, altered)
-            except Exception as error:
-                if not altered.checked(error):
-                    yield None
+                other = record(step, batch, looks, altered)
+            except Exception as error:  # as math.exp() of what is too large
+                refused |= altered.checked(error)
+                continue
+            could = True
+            yield other
+        if not could and not refused:
+            yield None
     if run.chosen:
         altered = Altered((), sys.maxsize, "other")
         try:
@@ -653,6 +660,8 @@ class _Judge:
         if one.name in _SAME_VALUES | _SOME_VALUES:
             return False
         if one.name in ("index", "index_put", "_unsafe_index") and given is one.given["self"]:
+            if one.given.get("by_mask") and one.name == "index_put":
+                return False  # writes where the mask is, entry by entry
             number = (list(one.given["indices"]) + [None] * dimensions)[axis]
             return number is not None and _without_views(number).name not in _EACH_ROW
         if one.name == "index_select" and one.given["index"].name in _EACH_ROW:

@@ -173,7 +173,7 @@ def _raised_by_step(error: BaseException) -> bool:
     code: types.CodeType = trace.tb_frame.f_code
     module = str(trace.tb_frame.f_globals.get("__name__", ""))
     raised = code.co_code[trace.tb_lasti] in (opmap["RAISE_VARARGS"], opmap.get("RERAISE"))
-    return raised and module.partition(".")[0] != "torch"
+    return raised and (module.partition(".")[0] != "torch" or module.startswith("torch.distributions"))
 
 
 # Terms of a loss that count for nothing yet: a probe runs once more as if they had a weight.

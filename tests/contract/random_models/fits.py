@@ -46,6 +46,8 @@ class Module(LightningModule):
         read = torch.tensor(loss.item(), dtype=loss.dtype)
         self.log_dict({"half": loss.detach() / 2, "read": read, "samples": float(len(batch.inputs)), "rate": 0.1})
         self.log_dict({"mean": batch.target.mean(), "total": batch.target.sum(), "pairs": batch.target.sum() / 2})
+        if self.spec.training.loss == "sum":
+            self.log("each", loss.detach() / len(batch.inputs))
         self.log("largest", batch.target.max(), reduce_fx="max")
         self.log("marked", batch.mask.sum(), reduce_fx="sum")
         self.log_dict({"power": (0.1 * loss).exp(), "read_power": math.exp(min(9.0, 0.1 * loss.item()))})

@@ -14,6 +14,8 @@ COUNTS: dict[str, Callable[[Any], Any]] = {
     "clamped": lambda batch: Batch(*batch).mask.sum().clamp(min=1),
     "epsilon": lambda batch: Batch(*batch).mask.sum() + 1e-3,
     "maxed": lambda batch: max(1, int(Batch(*batch).mask.sum())),
+    "rows": lambda batch: max(1, Batch(*batch).mask.nonzero().shape[0]),
+    "normalised": lambda batch: Batch(*batch).mask.mean().clamp(min=0.1) * Batch(*batch).mask.numel(),
 }
 """What losses divide by, of which batches may have nothing."""
 
@@ -113,6 +115,13 @@ def _counted(name: str) -> Any:
 
 
 LOSSES |= {name: _counted(name) for name in COUNTS}
+
+
+@_named("normalised")
+def _normalised(model: Any, scores: Tensor, features: Tensor, batch: Batch) -> Tensor:
+    """A mean of what a share of the batch divides."""
+    error = (features - batch.target).square().mean(-1)
+    return (error * batch.mask / batch.mask.mean().clamp(min=0.1)).mean()
 
 
 @_named("sum_and_mean")

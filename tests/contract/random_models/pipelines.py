@@ -26,6 +26,7 @@ OF_MANY_LAYERS = ("ooo2", "zbv", "ooo_v", "interleaved", "interleaved_zero_bubbl
 MANY = 4
 """Layers, of which each rank can have two stages."""
 _LOSSES = ("mean", "clamped", "sum", "tokens", "epsilon", "classes", "smoothed", "maxed", "penalty")
+_LOSSES += ("rows", "normalised")
 _MAY_DIFFER = {"power", "read_power", "root", "share"}
 """Logged numbers that are neither means nor sums over samples."""
 _NAMED = re.compile(r"the logged value '(\w+)' is")

@@ -116,6 +116,26 @@ def shown_beside(net: Any, part: Any) -> Tensor:
     return 0.5 * (scores - part["wanted"]).square().mean()
 
 
+def by_distribution(net: Any, part: Any) -> Tensor:
+    """Reads values to check them."""
+    scores = net["x"](part["x"])
+    chosen = torch.distributions.Categorical(logits=scores).log_prob(part["classes"])
+    return -(chosen * part["wanted"][:, 0]).mean()
+
+
+def read_perplexity(net: Any, part: Any) -> Tensor:
+    """Cannot run on all numbers that it may read."""
+    loss = error_of(net, part).mean()
+    net.shown = math.exp(loss.item())
+    return loss
+
+
+def written_by_mask(net: Any, part: Any) -> Tensor:
+    error = error_of(net, part)
+    error[part["wanted"] > 0.5] = 0
+    return error.mean()
+
+
 def two_views(net: Any, part: Any) -> Tensor:
     both = net["x"](torch.cat([part["x"], 2 * part["x"]]))
     one, two = both.chunk(2)
@@ -215,6 +235,9 @@ KNOWN: dict[str, tuple[Step, list[str]]] = {
     ),
     "checked": (checked, [MEAN]),
     "shown beside": (shown_beside, [MEAN]),
+    "distribution": (by_distribution, [MEAN]),
+    "read perplexity": (read_perplexity, [MEAN]),
+    "written by mask": (written_by_mask, [MEAN]),
     "two views": (two_views, [MEAN]),
     "steps in a row": (steps_in_a_row, [MEAN]),
     "per sample": (per_sample, [MEAN]),
