@@ -21,9 +21,9 @@ from retime.foundations.compatibility import Mechanism, refuse
 from retime.foundations.messages import warn_no_effect
 from retime.mechanisms.cpu_accumulation import BucketReduction, HostReductionReport, HostUpdate, HostUpdateReport
 from retime.strategies.support.base import (
+    HostReductionMixin,
     LightningOnly,
     MegaBytes,
-    ReducerOfChoice,
     ReportsAcrossProcesses,
     StartMethod,
     given,
@@ -32,7 +32,7 @@ from retime.strategies.support.base import (
 from retime.strategies.support.lightning_private import timeout_of
 
 
-class CPUAccumulateStrategy(ReducerOfChoice, LightningOnly, ReportsAcrossProcesses):
+class CPUAccumulateStrategy(HostReductionMixin, LightningOnly, ReportsAcrossProcesses):
     """``ddp`` whose gradients the host's processors add up, in memory that the ranks of a machine share.
 
     Each bucket leaves for host memory as soon as the backward pass has filled it, every rank adds its part of it up,

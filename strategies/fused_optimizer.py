@@ -21,10 +21,10 @@ from retime.foundations.ddp import sparse_layer
 from retime.mechanisms.cpu_accumulation import BucketReduction
 from retime.mechanisms.fusion import FusionReport, ReductionHook
 from retime.strategies.support.base import (
+    HostReductionMixin,
     LightningOnly,
     MegaBytes,
     ReduceOn,
-    ReducerOfChoice,
     ReportsAcrossProcesses,
     SingleDevice,
     StartMethod,
@@ -115,7 +115,7 @@ class FusedOptimizerStrategy(_Fused, SingleDevice):
         self._stepping = FusedStepping(mode, bucket_bytes, side_stream)
 
 
-class FusedOptimizerDDPStrategy(ReducerOfChoice, _Fused, ReportsAcrossProcesses):
+class FusedOptimizerDDPStrategy(HostReductionMixin, _Fused, ReportsAcrossProcesses):
     """DistributedDataParallel, with each bucket's update right after its all-reduce (backward mode).
 
     Works with ``no_sync``, accumulation and a communication hook of the user's own. Bit-identical to ``ddp``.

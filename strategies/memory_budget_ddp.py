@@ -28,9 +28,9 @@ from retime.mechanisms.memory_budget import (
     parse_host,
 )
 from retime.strategies.support.base import (
+    HostReductionMixin,
     MegaBytes,
     ReduceOn,
-    ReducerOfChoice,
     ReportsAcrossProcesses,
     StartMethod,
     given,
@@ -39,7 +39,7 @@ from retime.strategies.support.budgeted_steps import Budgeted
 from retime.strategies.support.lightning_private import timeout_of
 
 
-class MemoryBudgetDDPStrategy(ReducerOfChoice, Budgeted, ReportsAcrossProcesses):
+class MemoryBudgetDDPStrategy(HostReductionMixin, Budgeted, ReportsAcrossProcesses):
     """``ddp`` in which no rank uses more of its device's memory than a number of bytes.
 
     Each rank plans by itself for the batches that it gets, as under :class:`MemoryBudgetStrategy`; DDP's gradient

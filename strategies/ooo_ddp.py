@@ -23,10 +23,10 @@ from retime.foundations.messages import parse_bytes, warn_no_effect
 from retime.mechanisms.fusion import FusionReport
 from retime.mechanisms.out_of_order import ALONE, K, OutOfOrderDataParallel, OutOfOrderReport, SavedK, read_saved_k
 from retime.strategies.support.base import (
+    HostReductionMixin,
     LightningOnly,
     MegaBytes,
     ReduceOn,
-    ReducerOfChoice,
     ReportsAcrossProcesses,
     StartMethod,
     given,
@@ -41,7 +41,7 @@ FIXED_BUCKET_MB = 4
 MANUAL = "manual optimization decides by itself which gradients it wants; the order of its backward passes stays"
 
 
-class OOODataParallelStrategy(ReducerOfChoice, LightningOnly, ReportsAcrossProcesses):
+class OOODataParallelStrategy(HostReductionMixin, LightningOnly, ReportsAcrossProcesses):
     """``ddp`` that hides gradient communication behind weight gradients and behind the next forward pass.
 
     The weight gradients of the first k blocks run last, in forward order, each block's gradients leave at once, and

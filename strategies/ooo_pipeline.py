@@ -30,7 +30,7 @@ from retime.foundations.compatibility import Mechanism
 from retime.foundations.messages import parse_bytes, warn_difference, warn_no_effect
 from retime.foundations.parts import combined
 from retime.mechanisms.pipeline import (
-    HollowModel,
+    DeferredInitModel,
     LossWeight,
     Ownership,
     PipelineReport,
@@ -233,7 +233,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         self._for_fit.enter_context(_clipped_by_all(self.precision_plugin, self._step))
         self._for_fit.enter_context(_metrics_of(module, self._data_group))
 
-    def _off_the_meta_device(self, module: LightningModule, fitting: bool) -> HollowModel | None:
+    def _off_the_meta_device(self, module: LightningModule, fitting: bool) -> DeferredInitModel | None:
         """A module that was built there has parameters from now on; on several ranks they have no memory yet."""
         if not is_on_meta(module):
             return None
@@ -242,7 +242,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
                 "parameters are on the meta device, and only a fit gives them values: give a ckpt_path, or build the "
                 "module with values"
             )
-        hollow = HollowModel(module, self.root_device, self.broadcast(torch.initial_seed() % 2**63))
+        hollow = DeferredInitModel(module, self.root_device, self.broadcast(torch.initial_seed() % 2**63))
         pipeline, _ = sizes_of(self.world_size, *self._sizes)
         if pipeline > 1:
             self._without_values = set(hollow.parameters)

@@ -46,12 +46,12 @@ def fit(*callbacks: Callback, model: BoringModel | None = None, steps: int = 3) 
     return trainer
 
 
-@canary("MomentsOfDDP", breaks="the reductions of ooo_ddp and fused_optimizer_ddp, and reports of spawned processes")
+@canary("DDPMoments", breaks="the reductions of ooo_ddp and fused_optimizer_ddp, and reports of spawned processes")
 def test_ddp_strategies_are_called_at_their_moments(monkeypatch):
     called = []
     monkeypatch.setattr(DDPStrategy, "_register_ddp_hooks", lambda self: called.append("lightning's hook"))
 
-    class Strategy(lightning_private.MomentsOfDDP):
+    class Strategy(lightning_private.DDPMoments):
         def register_hooks(self):
             called.append("ours")
             super().register_hooks()

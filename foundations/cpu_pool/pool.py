@@ -126,7 +126,7 @@ class PoolReport:
 
 
 @dataclass(frozen=True)
-class Wish:
+class PoolRequest:
     """One user's.
 
     Attributes:
@@ -140,11 +140,11 @@ class Wish:
     slack: float | None = None
 
 
-class Wishes:
+class PoolRequests:
     """All users' wishes: the last limit is the promise of the step that runs; without one the largest slack holds."""
 
     def __init__(self) -> None:
-        self._of: dict[int, Wish] = {}
+        self._of: dict[int, PoolRequest] = {}
         self._next = 0
 
     def __len__(self) -> int:
@@ -155,13 +155,13 @@ class Wishes:
         """Whether tensors of the whole process come from the pool."""
         return any(wish.everywhere for wish in self._of.values())
 
-    def enter(self, library: ctypes.CDLL, wish: Wish) -> int:
+    def enter(self, library: ctypes.CDLL, wish: PoolRequest) -> int:
         """One user more; the number by which it is known."""
         self._next += 1
         self.change(library, self._next, wish)
         return self._next
 
-    def change(self, library: ctypes.CDLL, user: int, wish: Wish) -> None:
+    def change(self, library: ctypes.CDLL, user: int, wish: PoolRequest) -> None:
         """What this user wishes from now on."""
         self._of.pop(user, None)
         self._of[user] = wish  # behind all others
@@ -188,7 +188,7 @@ class Wishes:
 POOLED_BYTES = 16 * 1024
 """Smaller tensors come from the C library, as the pool's machine code says."""
 
-_WISHES = Wishes()
+_WISHES = PoolRequests()
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ class MemoryPool:
 
     def __init__(self, everywhere: bool = True) -> None:
         self.why_not = ""
-        self._wish = Wish(everywhere)
+        self._wish = PoolRequest(everywhere)
         self._user: int | None = None
         self._before = (0, 0, 0)
 
@@ -282,7 +282,7 @@ class MemoryPool:
         if self._user is not None:
             self._leave()
         self._user = None
-        self._wish = Wish(self._wish.everywhere)
+        self._wish = PoolRequest(self._wish.everywhere)
 
     def limit(self, nbytes: int) -> None:
         """Keep no more than leaves live tensors and what is kept below ``nbytes``; 0 keeps nothing.

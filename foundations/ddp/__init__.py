@@ -17,7 +17,7 @@ from retime.foundations.ddp.comm_hook import (
 from retime.foundations.ddp.lost_ranks import RankLostError, RankProcesses, end_of_process, is_lost_message, machine
 from retime.foundations.ddp.reductions import (
     BucketMap,
-    GradientWatch,
+    PendingGradient,
     Reduction,
     Reductions,
     Region,
@@ -31,7 +31,7 @@ __all__ = [
     "BucketMap",
     "CommHook",
     "DeviceReducer",
-    "GradientWatch",
+    "PendingGradient",
     "HookOwner",
     "OwnGroupsReducer",
     "RankAgreement",

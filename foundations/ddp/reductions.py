@@ -146,7 +146,7 @@ def measured_seconds_per_mb(group: Any = None) -> float:
     return float(slowest) / _PROBE_MB
 
 
-class GradientWatch(PendingUpdate):
+class PendingGradient(PendingUpdate):
     """Parameters whose gradients are on their way; reading one waits for the all-reduce."""
 
 
@@ -169,7 +169,7 @@ class Reduction:
                 on_read()
                 self.wait()
 
-            GradientWatch(self.parameters, wait)
+            PendingGradient(self.parameters, wait)
         else:
             self.wait()
 
@@ -205,7 +205,7 @@ def settle_gradients(parameters: Iterable[Tensor]) -> None:
     """Wait for gradients that are still on their way, without running updates that wait for them."""
     for parameter in parameters:
         pending = pending_of(parameter)
-        if isinstance(pending, GradientWatch):
+        if isinstance(pending, PendingGradient):
             pending.settle()
 
 

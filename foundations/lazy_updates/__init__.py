@@ -5,12 +5,12 @@ from retime.foundations.lazy_updates.eligibility import (
     is_fused_step,
     is_torchs_zero_grad,
     why_class_not_per_parameter,
-    why_not_per_parameter,
+    why_not_separable,
     why_not_this_step,
     why_not_this_zero_grad,
 )
 from retime.foundations.lazy_updates.optimizer_window import (
-    OptimizerWindow,
+    PartialOptimizer,
     check_bucket_bytes,
     default_bucket_bytes,
     nbytes,
@@ -20,13 +20,13 @@ from retime.foundations.lazy_updates.pending import (
     PendingUpdate,
     WatchedState,
     can_wait,
+    flush_before_opaque_forward,
     gradient_of,
     has_alias,
     is_compiled,
     is_pending,
     pending_of,
     settle_all,
-    settle_before_readers,
     unwatch,
     unwatchable_parameters,
     watch,
@@ -34,7 +34,7 @@ from retime.foundations.lazy_updates.pending import (
 from retime.foundations.patching import ReplacedMethod
 
 __all__ = [
-    "OptimizerWindow",
+    "PartialOptimizer",
     "PendingUpdate",
     "ReplacedMethod",
     "WatchedState",
@@ -52,12 +52,12 @@ __all__ = [
     "parameters_of",
     "pending_of",
     "settle_all",
-    "settle_before_readers",
+    "flush_before_opaque_forward",
     "unwatch",
     "unwatchable_parameters",
     "watch",
     "why_class_not_per_parameter",
-    "why_not_per_parameter",
+    "why_not_separable",
     "why_not_this_step",
     "why_not_this_zero_grad",
 ]

@@ -48,7 +48,7 @@ def raw_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
     return step  # type: ignore[no-any-return]
 
 
-def why_not_per_parameter(optimizer: Optimizer) -> str | None:
+def why_not_separable(optimizer: Optimizer) -> str | None:
     """The reason why this optimizer must step as a whole, or None when it can be taken apart."""
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):

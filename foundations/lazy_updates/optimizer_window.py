@@ -164,7 +164,7 @@ def _same(kind: type[Adam], *, amsgrad: bool, maximize: bool) -> bool:
     )
 
 
-class OptimizerWindow:
+class PartialOptimizer:
     """A view of ``optimizer`` that can step a part of its parameters.
 
     With ``snapshot=True`` hyper-parameters are copied (tensor ones cloned, also ``grad_scale`` and ``found_inf`` which

@@ -386,7 +386,7 @@ def has_alias(parameter: Tensor) -> bool:
     return storage_use_count(storage_address(storage)) > 2 or (storage.device.type == "cpu" and storage.is_shared())
 
 
-def settle_before_readers(model: nn.Module) -> list[RemovableHandle]:
+def flush_before_opaque_forward(model: nn.Module) -> list[RemovableHandle]:
     """Hook the modules whose forward may hand parameters to code that no torch function sees; returns the handles.
 
     torch's own layers need no hook. Somebody else's class may call a C extension with its parameters; a module with a

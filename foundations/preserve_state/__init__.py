@@ -1,6 +1,6 @@
 """Runs a step without leaving a trace: stand-ins, copies, and everything put back."""
 
-from retime.foundations.preserve_state.outside import BoundNames, Onlooker, Outside, ValueReadError
+from retime.foundations.preserve_state.outside import ExternalTensors, GlobalsSnapshot, ObserverMode, ValueReadError
 from retime.foundations.preserve_state.stand_ins import (
     DryMode,
     Replacement,
@@ -24,11 +24,11 @@ from retime.foundations.preserve_state.state import (
 from retime.foundations.preserve_state.undo import Undo, reachable_tensors, undisturbed
 
 __all__ = [
-    "BoundNames",
+    "GlobalsSnapshot",
     "CompiledCode",
     "DryMode",
-    "Onlooker",
-    "Outside",
+    "ObserverMode",
+    "ExternalTensors",
     "Replacement",
     "Undo",
     "Untouched",

@@ -33,7 +33,7 @@ from retime.foundations.torch_private import (
 # Modes that look on while a step is trained for real.
 
 
-class Onlooker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class ObserverMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees each operation, and changes none: compiled code stays compiled, and what it does inside is not seen."""
 
     supports_higher_order_operators = True
@@ -69,7 +69,7 @@ _MOST = 5000
 _PLAIN = (bool, int, float, str, type(None))
 
 
-class BoundNames:
+class GlobalsSnapshot:
     """What such names are bound to when this is made.
 
     Found are functions that ``step`` reaches by its closures and global names, and methods of the model's modules and
@@ -223,7 +223,7 @@ _USED = (Tensor, torch.Generator)
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-class Outside:
+class ExternalTensors:
     """What runs of a step write into beside stand-ins: tensors, gradients of leaves, and generators' states.
 
     Attributes and variables that are bound to other tensors are not seen, nor is what is no tensor. A tensor that is
@@ -358,8 +358,8 @@ def _leaves(value: object, kind: Any) -> Iterator[Any]:
         yield from _leaves(tuple(value.values()), kind)
 
 
-class _Watch(Onlooker):  # type: ignore[no-untyped-call]
-    def __init__(self, outside: Outside) -> None:
+class _Watch(ObserverMode):  # type: ignore[no-untyped-call]
+    def __init__(self, outside: ExternalTensors) -> None:
         super().__init__()
         self._outside = outside
 
@@ -382,7 +382,7 @@ class _Watch(Onlooker):  # type: ignore[no-untyped-call]
 class _Bindings(TorchFunctionMode):
     """Sees assignments to ``tensor.data``, which are no operation."""
 
-    def __init__(self, outside: Outside) -> None:
+    def __init__(self, outside: ExternalTensors) -> None:
         super().__init__()
         self._outside = outside
 

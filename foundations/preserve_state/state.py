@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from retime.foundations.messages import warn_difference
-from retime.foundations.preserve_state.outside import BoundNames, Outside
+from retime.foundations.preserve_state.outside import ExternalTensors, GlobalsSnapshot
 from retime.foundations.storages import has_storage
 from retime.foundations.torch_private import (
     compiled_backends,
@@ -415,7 +415,7 @@ class Untouched:
     ``torch.compile`` runs uncompiled.
 
     So do tensors and generators that the step reaches in other ways, see
-    `Outside`. What else a step changes outside of the model is its caller's to
+    `ExternalTensors`. What else a step changes outside of the model is its caller's to
     bring back.
 
     Args:
@@ -446,13 +446,13 @@ class Untouched:
         self._model = model
         self._dtype, self._prepare = dtype, prepare
         self._read_only = read_only and dtype is None
-        self._names = None if step is None else BoundNames(step, model)
+        self._names = None if step is None else GlobalsSnapshot(step, model)
         self._snapshot = Snapshot()
         self._copies: dict[int, tuple[Tensor, Tensor, int]] = {}
         self._named = [*model.named_parameters(), *model.named_buffers()]
         self._registered = {id(tensor) for _, tensor in self._named}
         self._random: list[Any] = []
-        self._outside, self._around = Outside(), ExitStack()
+        self._outside, self._around = ExternalTensors(), ExitStack()
 
     def __enter__(self) -> Untouched:
         self._random = random_state()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retime.foundations.preserve_state.outside import BoundNames
+from retime.foundations.preserve_state.outside import GlobalsSnapshot
 from retime.foundations.preserve_state.state import ReachableState, Snapshot, random_state, replaced, set_random_state
 from retime.foundations.storages import tensors_in
 from retime.foundations.torch_private import version_of
@@ -31,7 +31,7 @@ def undisturbed(model: nn.Module, step: Callable[[Any], Any] | None = None) -> I
         step: what will run: names outside of the model that it binds anew are bound as they were again, too.
     """
     random = random_state()
-    names = None if step is None else BoundNames(step, model)
+    names = None if step is None else GlobalsSnapshot(step, model)
     snapshot = Snapshot()
     snapshot.save_all(ReachableState(model.modules()))
     try:

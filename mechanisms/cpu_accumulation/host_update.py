@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from retime.foundations.arguments import Timeout, checked
 from retime.foundations.ddp import RankLostError
-from retime.foundations.lazy_updates import why_not_per_parameter, why_not_this_step
+from retime.foundations.lazy_updates import why_not_separable, why_not_this_step
 from retime.foundations.messages import show_bytes, warn_no_effect
 from retime.foundations.patching import ReplacedMethod
 from retime.foundations.torch_private import version_of
@@ -88,7 +88,7 @@ _COMPARED = 16
 """Parameters of which ranks compare one number in each step: others in the next step."""
 
 
-class Likeness:
+class ReplicaChecksum:
     """Numbers that are the same on ranks whose parameters are alike, and almost surely not on others.
 
     To compare all would take a turn through memory. But gradients that are not reduced differ everywhere, so a few of
@@ -366,7 +366,7 @@ class HostUpdate:
             self._sums.close()
             return
         self._held, self._states = 0, 0
-        self._shares, self._likeness = Shares(self._ranks.ranks, parameters), Likeness()
+        self._shares, self._likeness = Shares(self._ranks.ranks, parameters), ReplicaChecksum()
         self._step_method = ReplacedMethod(optimizer, "step", self._step)
         self._copied = ReplacedMethod(optimizer, "__getstate__", self._refuse_copies)
         self._handles = [
@@ -442,7 +442,7 @@ class HostUpdate:
         """The same on all ranks of a machine."""
         if self._sums.shared is None:
             return f"ranks do not share memory ({self._sums.note})"
-        mine = why_not_per_parameter(self._optimizer) or why_not_this_step(self._optimizer)
+        mine = why_not_separable(self._optimizer) or why_not_this_step(self._optimizer)
         return next(filter(None, exchanged(mine, self._sums.shared)), None)
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -452,7 +452,7 @@ class HostUpdate:
             with torch.enable_grad():
                 loss = closure()
         stepped = [one for one in self._parameters() if one.grad is not None]
-        mine = why_not_per_parameter(self._optimizer)
+        mine = why_not_separable(self._optimizer)
         try:
             whole = self._agree(_Does.STEP if mine is None else _Does.STEP_WHOLE, stepped)
             if not whole:

@@ -34,7 +34,7 @@ from torch.utils.hooks import RemovableHandle
 
 from retime.foundations.arguments import Above, AtLeast, checked
 from retime.foundations.lazy_updates import (
-    OptimizerWindow,
+    PartialOptimizer,
     check_bucket_bytes,
     default_bucket_bytes,
     has_alias,
@@ -133,7 +133,7 @@ class GradientGuard(Tensor):
 # Which backward passes are fused: those that belong to a step, while gradients of the others only add up.
 
 
-class Arming:
+class FusionSwitch:
     """A switch, and a condition of the loop's own.
 
     Args:
@@ -192,7 +192,7 @@ def clip_by_value(gradients: list[Tensor], clip_value: float) -> None:
 # One parameter under backward fusion: how often its gradient arrives in a step, and where the step stands.
 
 
-class Followed:
+class FusedParameter:
     """One parameter: how often its hook fires in a step, and where the step stands.
 
     Args:
@@ -214,7 +214,7 @@ class Followed:
         "version",
     )
 
-    def __init__(self, parameter: Tensor, uses: int, on_gradient: Callable[[Followed], None]) -> None:
+    def __init__(self, parameter: Tensor, uses: int, on_gradient: Callable[[FusedParameter], None]) -> None:
         self._on_gradient = on_gradient
         self.parameter = parameter
         self.uses = uses
@@ -257,14 +257,14 @@ class Followed:
 # How many bytes of gradients are alive at one time, as far as the parameters' hooks can see.
 
 
-class AliveGradients:
+class LiveGradientBytes:
     """Counts them, and notes the most in the report."""
 
     def __init__(self, report: FusionReport) -> None:
         self._report = report
         self._bytes = 0
 
-    def note(self, followed: Followed, size: int) -> None:
+    def note(self, followed: FusedParameter, size: int) -> None:
         """This parameter's gradient now takes ``size`` bytes."""
         self._bytes += size - followed.alive_bytes
         followed.alive_bytes = size
@@ -279,7 +279,7 @@ class AliveGradients:
 # ``optimizer.step()`` of a hand-written loop, which updates what the backward pass left over.
 
 
-class OwnStep:
+class WrappedStep:
     """The optimizer's ``step``, with a call in front of it and one behind.
 
     Args:
@@ -341,7 +341,7 @@ def refuse_second_derivative() -> None:
         )
 
 
-def refuse_more_gradients(followed: Followed) -> None:
+def refuse_more_gradients(followed: FusedParameter) -> None:
     """Called when a gradient arrives.
 
     Raises:
@@ -357,7 +357,7 @@ def refuse_more_gradients(followed: Followed) -> None:
         )
 
 
-def refuse_changes(used: Iterable[Followed]) -> None:
+def refuse_changes(used: Iterable[FusedParameter]) -> None:
     """Called by ``optimizer.step()``, with parameters whose gradients have been used up and stand under a guard.
 
     Raises:
@@ -376,7 +376,7 @@ def refuse_changes(used: Iterable[Followed]) -> None:
         )
 
 
-def refuse_new_hyper_parameters(window: OptimizerWindow, optimizer: Optimizer) -> None:
+def refuse_new_hyper_parameters(window: PartialOptimizer, optimizer: Optimizer) -> None:
     """Called by ``optimizer.step()``, with the window through which parameters have been updated.
 
     Raises:
@@ -401,7 +401,7 @@ ALIASED = (
 )
 
 
-def why_unfused(parameter: Tensor) -> str | None:
+def fusion_blocker(parameter: Tensor) -> str | None:
     """What keeps this parameter from being updated inside of the backward pass, if anything does."""
     if _others_read(parameter):
         return OTHER_HOOKS
@@ -413,7 +413,7 @@ def _others_read(parameter: Tensor) -> bool:
     return hooks is not None and len(hooks) > 1
 
 
-class BackwardFusion(Arming):
+class BackwardFusion(FusionSwitch):
     """Updates the optimizer's parameters inside ``backward()``; see :func:`retime.mechanisms.fusion.fuse_optimizer`.
 
     Args:
@@ -450,13 +450,13 @@ class BackwardFusion(Arming):
         self.bucket_bytes = check_bucket_bytes(bucket_bytes) or default_bucket_bytes(parameters_of(optimizer))
         self._side = SideStream() if side_stream else None
         self._report = FusionReport(mode="backward")
-        self._followed: dict[Tensor, Followed] = {}
-        self._alive = AliveGradients(self._report)
+        self._followed: dict[Tensor, FusedParameter] = {}
+        self._alive = LiveGradientBytes(self._report)
         self._memory = self._gradient_memory()
-        self._bucket: list[Followed] = []
+        self._bucket: list[FusedParameter] = []
         self._bucket_size = 0
-        self._window: OptimizerWindow | None = None
-        self._own_step: OwnStep | None = None
+        self._window: PartialOptimizer | None = None
+        self._own_step: WrappedStep | None = None
         self.follow_new_parameters()
 
     def __reduce__(self) -> Any:
@@ -475,13 +475,13 @@ class BackwardFusion(Arming):
 
     def complete_in_step(self) -> None:
         """Let ``optimizer.step()`` of a hand-written loop update what the backward pass left over."""
-        self._own_step = OwnStep(self.optimizer, self.begin_rest, self.end_step)
+        self._own_step = WrappedStep(self.optimizer, self.begin_rest, self.end_step)
 
     def follow_new_parameters(self) -> None:
         """Put the hook on parameters that joined the optimizer, or were unfrozen, since the last call."""
         for parameter in parameters_of(self.optimizer):
             if parameter.requires_grad and parameter not in self._followed:
-                self._followed[parameter] = Followed(parameter, self.backward_passes or 0, self.on_gradient)
+                self._followed[parameter] = FusedParameter(parameter, self.backward_passes or 0, self.on_gradient)
         self._report.parameters = len(self._followed)
 
     def expect_one_graph(self, loss: Tensor) -> None:
@@ -495,7 +495,7 @@ class BackwardFusion(Arming):
             for followed in unknown:
                 followed.uses = 1
 
-    def on_gradient(self, followed: Followed) -> None:
+    def on_gradient(self, followed: FusedParameter) -> None:
         """A gradient was added to ``.grad`` of this parameter."""
         parameter = followed.parameter
         gradient = parameter.grad
@@ -510,13 +510,13 @@ class BackwardFusion(Arming):
         followed.fired += 1
         if followed.fired < followed.uses or not followed.uses:
             return
-        reason = why_unfused(parameter)
+        reason = fusion_blocker(parameter)
         if reason is not None:
             self._hold_back(followed, reason)
             return
         refuse_more_gradients(followed)
         if self._window is None:
-            self._window = OptimizerWindow(self.optimizer)
+            self._window = PartialOptimizer(self.optimizer)
         if not self._window.holds(parameter):
             return
         self._bucket.append(followed)
@@ -524,7 +524,7 @@ class BackwardFusion(Arming):
         if self._bucket_size >= self.bucket_bytes:
             self._update_bucket(self._window)
 
-    def _hold_back(self, followed: Followed, why: str) -> None:
+    def _hold_back(self, followed: FusedParameter, why: str) -> None:
         if followed.unfused:
             return
         followed.unfused = True
@@ -532,7 +532,7 @@ class BackwardFusion(Arming):
             warn_no_effect(f"backward fusion has no effect on parameters {why}")
         self._report.note_unfused(why)
 
-    def _update_bucket(self, window: OptimizerWindow) -> None:
+    def _update_bucket(self, window: PartialOptimizer) -> None:
         bucket, size = self._bucket, self._bucket_size
         self._bucket, self._bucket_size = [], 0
         parameters = [followed.parameter for followed in bucket]
@@ -553,7 +553,7 @@ class BackwardFusion(Arming):
                 followed.parameter.grad = None
         self._report.note_bucket(len(bucket), size)
 
-    def _step(self, window: OptimizerWindow, parameters: list[Tensor]) -> None:
+    def _step(self, window: PartialOptimizer, parameters: list[Tensor]) -> None:
         if self.clip_value is not None:
             clip_by_value([p.grad for p in parameters if p.grad is not None], self.clip_value)
         window.update(parameters)
@@ -561,7 +561,7 @@ class BackwardFusion(Arming):
     def _gradient_memory(self) -> GradientMemory:
         return GradientMemory(parameters_of(self.optimizer))
 
-    def _used(self) -> list[Followed]:
+    def _used(self) -> list[FusedParameter]:
         return [followed for followed in self._followed.values() if followed.used]
 
     def _join(self) -> None:
@@ -595,7 +595,7 @@ class BackwardFusion(Arming):
         self._close()
         self.follow_new_parameters()
 
-    def _show(self, followed: Followed) -> None:
+    def _show(self, followed: FusedParameter) -> None:
         """What ``.grad`` holds after a step in which the gradient was used."""
         if followed.parameter.grad is None:
             followed.put_guard()
@@ -615,7 +615,7 @@ class BackwardFusion(Arming):
 
     def go_on_from(self, report: FusionReport) -> None:
         """Count on in this report of a fusion before."""
-        self._report, self._alive = report, AliveGradients(report)
+        self._report, self._alive = report, LiveGradientBytes(report)
 
     def report(self) -> FusionReport:
         """What was fused so far."""

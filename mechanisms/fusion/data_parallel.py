@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from retime.foundations.arguments import checked
 from retime.foundations.ddp import Reducer, at_end_of_backward, comm_hook_of, sparse_layer
-from retime.foundations.lazy_updates import OptimizerWindow, has_alias, nbytes
+from retime.foundations.lazy_updates import PartialOptimizer, has_alias, nbytes
 from retime.foundations.torch_private import GradBucket, graph_task_id, version_of
-from retime.mechanisms.fusion.backward import ALIASED, BackwardFusion, Followed
+from retime.mechanisms.fusion.backward import ALIASED, BackwardFusion, FusedParameter
 from retime.mechanisms.fusion.gradient_memory import GradientMemory
 
 CommunicationHook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
@@ -163,14 +163,14 @@ class DataParallelFusion(BackwardFusion):
         super().__init__(optimizer, **options)
         self._reduction = reduction
         self._lock = threading.Lock()
-        self._hidden: dict[Followed, Tensor | None] = {}
+        self._hidden: dict[FusedParameter, Tensor | None] = {}
         reduction.join(self)
 
     def _gradient_memory(self) -> GradientMemory:
         """DDP's gradients lie in its buckets."""
         return GradientMemory([])
 
-    def on_gradient(self, followed: Followed) -> None:
+    def on_gradient(self, followed: FusedParameter) -> None:
         """Note that this rank used the parameter, in whichever micro-batch of the step.
 
         A parameter that no rank used keeps grad=None, which only the end of backward can tell; one that this rank used
@@ -183,7 +183,7 @@ class DataParallelFusion(BackwardFusion):
     def update_reduced(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
         """Update these parameters from their reduced gradients; called by the thread that completed the all-reduce."""
         with self._lock:
-            window = self._window = self._window or OptimizerWindow(self.optimizer)
+            window = self._window = self._window or PartialOptimizer(self.optimizer)
             ready = [
                 (followed, gradient)
                 for parameter, gradient in zip(parameters, gradients, strict=True)
@@ -208,7 +208,7 @@ class DataParallelFusion(BackwardFusion):
                 followed.version = version_of(followed.parameter)
             self._report.note_bucket(len(ready), sum(nbytes(gradient) for _, gradient in ready))
 
-    def _is_aliased(self, followed: Followed) -> bool:
+    def _is_aliased(self, followed: FusedParameter) -> bool:
         if not has_alias(followed.parameter):
             return False
         self._hold_back(followed, ALIASED)
@@ -221,7 +221,7 @@ class DataParallelFusion(BackwardFusion):
             for followed in self._hidden:
                 followed.put_guard()
 
-    def _show(self, followed: Followed) -> None:
+    def _show(self, followed: FusedParameter) -> None:
         followed.parameter.grad = self._hidden.pop(followed, None)
 
     def remove(self) -> None:

@@ -18,12 +18,13 @@ from torch.optim import Optimizer
 
 from retime.foundations.arguments import checked
 from retime.foundations.lazy_updates import (
-    OptimizerWindow,
+    PartialOptimizer,
     PendingUpdate,
     WatchedState,
     can_wait,
     check_bucket_bytes,
     default_bucket_bytes,
+    flush_before_opaque_forward,
     gradient_of,
     has_alias,
     is_pending,
@@ -31,11 +32,10 @@ from retime.foundations.lazy_updates import (
     nbytes,
     parameters_of,
     settle_all,
-    settle_before_readers,
     unwatch,
     unwatchable_parameters,
     watch,
-    why_not_per_parameter,
+    why_not_separable,
 )
 from retime.foundations.messages import warn_no_effect
 from retime.foundations.patching import ReplacedMethod
@@ -75,7 +75,7 @@ class ForwardFusion:
         self._report = FusionReport(mode="forward", parameters=sum(1 for _ in parameters_of(optimizer)))
         self._pending: list[PendingUpdate] = []
         self._removed = False
-        self._handles: list[Any] = settle_before_readers(model) if model is not None else []
+        self._handles: list[Any] = flush_before_opaque_forward(model) if model is not None else []
         if isinstance(model, DistributedDataParallel):
             # gradients may live in DDP's buckets, which the coming backward pass overwrites
             self._handles.append(model.register_forward_hook(_FlushAfter(self)))
@@ -123,7 +123,7 @@ class ForwardFusion:
         if any(calls_compiled(module) for module in self._modules):
             assert self._model is not None
             self._unwatchable |= unwatchable_parameters(self._model)
-        reason = why_not_per_parameter(self.optimizer)
+        reason = why_not_separable(self.optimizer)
         if reason is not None:
             return self._plain_step(reason, loss)
         self._settle_others()
@@ -133,7 +133,7 @@ class ForwardFusion:
         if stepped and not deferred:
             return self._plain_step(NOTHING_CAN_WAIT, loss)
         state = watch(self.optimizer, self.flush)
-        window = OptimizerWindow(self.optimizer, snapshot=True)
+        window = PartialOptimizer(self.optimizer, snapshot=True)
         self._step_the_rest(deferred)
         for bucket, wait in self._waiting_buckets(deferred):
             self._pending.append(PendingUpdate(bucket, _Apply(window, bucket, state, wait)))
@@ -268,7 +268,7 @@ class _Apply:
     """Steps one bucket from gradients that were put aside, once ``wait`` has returned."""
 
     def __init__(
-        self, window: OptimizerWindow, bucket: list[Tensor], state: WatchedState, wait: Callable[[], None] | None
+        self, window: PartialOptimizer, bucket: list[Tensor], state: WatchedState, wait: Callable[[], None] | None
     ) -> None:
         self._window, self._bucket, self._state, self._wait = window, bucket, state, wait
         self._gradients: list[Any] = [parameter.grad for parameter in bucket]

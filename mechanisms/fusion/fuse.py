@@ -13,7 +13,7 @@ from retime.foundations.arguments import Above, AtLeast, checked
 from retime.foundations.lazy_updates import (
     is_fused_step,
     parameters_of,
-    why_not_per_parameter,
+    why_not_separable,
     why_not_this_step,
     why_not_this_zero_grad,
 )
@@ -142,7 +142,7 @@ def check_can_fuse(model: nn.Module, optimizer: Optimizer) -> None:
     """Raise ValueError if fusing this pair can't be right, saying what to change."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"the optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
-    reason = why_not_per_parameter(optimizer) or why_not_this_step(optimizer)
+    reason = why_not_separable(optimizer) or why_not_this_step(optimizer)
     if reason is not None:
         raise ValueError(f"cannot fuse this optimizer: {reason}")
     if is_fused_step(optimizer.__dict__.get("step")):

@@ -38,14 +38,14 @@ from retime.mechanisms.memory_budget.plan_files import read_plans, write_plans
 from retime.mechanisms.memory_budget.planner import StepPlanner
 from retime.mechanisms.memory_budget.report import BudgetReport, PlannedShape, parse_budget
 from retime.mechanisms.memory_budget.search import OutOfTime, PlanChoice, TimeLimit, part_sizes, search_plan
-from retime.mechanisms.memory_budget.separability import ALTERATIONS, Altered, certify
-from retime.mechanisms.memory_budget.step import BudgetedStep, NoLossError, Way
+from retime.mechanisms.memory_budget.separability import ALTERATIONS, PerturbedReads, certify
+from retime.mechanisms.memory_budget.step import BudgetedStep, ExecutionMode, NoLossError
 from retime.mechanisms.memory_budget.step_memory import MemoryFloor, StepMemory
 from retime.mechanisms.memory_budget.sub_batches import SubBatches
 
 __all__ = [
     "ALTERATIONS",
-    "Altered",
+    "PerturbedReads",
     "AnotherPath",
     "BudgetReport",
     "BudgetedDataParallelStep",
@@ -75,7 +75,7 @@ __all__ = [
     "TimeLimit",
     "TooMuchAllocated",
     "TrainingStep",
-    "Way",
+    "ExecutionMode",
     "bucket_bytes",
     "buckets_of",
     "calibrate",

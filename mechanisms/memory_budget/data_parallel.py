@@ -32,7 +32,7 @@ from retime.mechanisms.memory_budget.offload import HostTier
 from retime.mechanisms.memory_budget.path_changes import AnotherPath, warn_of_no_plan
 from retime.mechanisms.memory_budget.planner import Step
 from retime.mechanisms.memory_budget.report import PlannedShape
-from retime.mechanisms.memory_budget.step import BudgetedStep, NoLossError, Way
+from retime.mechanisms.memory_budget.step import BudgetedStep, ExecutionMode, NoLossError
 from retime.mechanisms.memory_budget.sub_batches import SubBatches
 
 # A rank tries something out by itself: the model's step without the other ranks, who may be doing something else.
@@ -300,7 +300,7 @@ class BudgetedDataParallelStep(BudgetedStep):
         self._agreement = agreement or RankAgreement()
         self._collective: CollectiveError | None = None
         self._watched = False
-        self._way = Way.PLAIN
+        self._way = ExecutionMode.PLAIN
         self._late: Exception | None = None
 
     def plan(self, step: Step, batch: Any) -> PlannedShape:
@@ -310,7 +310,7 @@ class BudgetedDataParallelStep(BudgetedStep):
     def prepare(self, step: Step, batch: Any) -> SubBatches:
         return self._begun(super().prepare(self._guarded(step), batch))
 
-    def choose(self, step: Step, batch: Any) -> Way:
+    def choose(self, step: Step, batch: Any) -> ExecutionMode:
         """In what way this batch runs: on this rank or, if they have a harder one, on another.
 
         Raises:
@@ -327,7 +327,7 @@ class BudgetedDataParallelStep(BudgetedStep):
         self._make_room(batch)
         no_loss: list[NoLossError] = []
 
-        def decide() -> Way:
+        def decide() -> ExecutionMode:
             late, self._late = self._late, None
             if late is not None:
                 raise late
@@ -335,12 +335,12 @@ class BudgetedDataParallelStep(BudgetedStep):
                 return super(BudgetedDataParallelStep, self).choose(guarded, batch)
             except NoLossError as error:
                 no_loss.append(error)
-                return Way.PLAIN
+                return ExecutionMode.PLAIN
 
-        way = self._way = Way(int(self._agreement.largest(decide, _PLANNING)))
+        way = self._way = ExecutionMode(int(self._agreement.largest(decide, _PLANNING)))
         if no_loss:
             raise no_loss[0]
-        if way is not Way.PLAIN:
+        if way is not ExecutionMode.PLAIN:
             self._begun(self.parts or super().prepare(guarded, batch))
         return way
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from retime.foundations.lazy_updates import is_compiled
-from retime.foundations.preserve_state import Outside, Undo, nothing_compiled, reachable_tensors
+from retime.foundations.preserve_state import ExternalTensors, Undo, nothing_compiled, reachable_tensors
 from retime.foundations.storages import strided_bytes
 from retime.mechanisms.memory_budget.dry_run import AllocatedBytes, TooMuchAllocated, everything
 from retime.mechanisms.memory_budget.report import PlannedShape
@@ -128,7 +128,7 @@ class FirstSteps:
         standing = self._standing_bytes(batch)
         found: list[PlannedShape] = []
         undo = Undo(self._model, batch) if self.dry_run == "auto" else None
-        outside = Outside(reachable_tensors(self._model, batch), gradients=False)
+        outside = ExternalTensors(reachable_tensors(self._model, batch), gradients=False)
         made = AllocatedBytes((self._budget_bytes - 2 * standing) // _TIMES_MADE if undo else None)
         try:
             with made, outside.watched(bindings=nothing_compiled()) if undo else nullcontext():

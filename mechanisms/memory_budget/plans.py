@@ -152,7 +152,7 @@ class _Entry:
     paths: GraphPaths
 
 
-class PlanBook:
+class PlanCache:
     """One plan a key, with the sizes it was made for and the graph paths that were seen under it.
 
     Plans of an earlier run wait by name, until a batch that they were made for comes.
@@ -244,7 +244,7 @@ class PlanBook:
 # Whether the step that runs at the moment is only tried out.
 
 
-class TriedOut:
+class PlanningFlag:
     """Called for a context around everything that calls a step without its result being wanted.
 
     Attributes:
@@ -348,7 +348,7 @@ class BatchPlans:
         offloads: Offloads,
         report: BudgetReport,
         compiled: CompiledCode,
-        tried_out: TriedOut,
+        tried_out: PlanningFlag,
         *,
         dry_run: DryRuns,
         on_shape_change: str,
@@ -358,7 +358,7 @@ class BatchPlans:
         say: Callable[[str], None],
         make_plan: MakePlan,
     ) -> None:
-        self.planner, self.book = planner, PlanBook()
+        self.planner, self.book = planner, PlanCache()
         self.first = FirstSteps(planner.model, planner.optimizers, planner.budget_bytes, dry_run, say)
         self._first_step: tuple[BatchRecord, PlannedShape] | None = None
         self._given = None if plan is None else GivenPlans(plan, planner)

@@ -37,7 +37,7 @@ from retime.mechanisms.memory_budget.path_changes import (
 )
 from retime.mechanisms.memory_budget.plan_files import OtherPlansError, write_plans
 from retime.mechanisms.memory_budget.planner import Step, StepPlanner
-from retime.mechanisms.memory_budget.plans import BatchPlans, BatchRecord, MakePlan, Offloads, TriedOut
+from retime.mechanisms.memory_budget.plans import BatchPlans, BatchRecord, MakePlan, Offloads, PlanningFlag
 from retime.mechanisms.memory_budget.report import BudgetReport, PlannedShape
 from retime.mechanisms.memory_budget.search import TimeLimit
 from retime.mechanisms.memory_budget.sub_batches import PlannedBatches, SubBatches
@@ -46,7 +46,7 @@ from retime.schedules.errors import ScheduleError
 # In what way a batch runs, and the error where there is none.
 
 
-class Way(IntEnum):
+class ExecutionMode(IntEnum):
     """How a batch runs: as without a budget, at once but with storages offloaded, or in sub-batches."""
 
     PLAIN = 0
@@ -131,7 +131,7 @@ class BudgetedStep:
         self.model, self.optimizers, self.budget_bytes, self.host = model, list(optimizers), budget_bytes, host
         may_stop = may_stop and make_plan is None
         self._split = split
-        self._tried_out, compiled = TriedOut(), CompiledCode()
+        self._tried_out, compiled = PlanningFlag(), CompiledCode()
         self._offloads, self._report = Offloads(host), BudgetReport(budget_bytes)
         self._planner = StepPlanner(
             model,
@@ -195,14 +195,14 @@ class BudgetedStep:
         # Behind an `except`, not in it: its traceback would hold the stopped pass's activations while this one runs.
         return self.prepare(step, batch).forward(0)
 
-    def choose(self, step: Step, batch: Any) -> Way:
+    def choose(self, step: Step, batch: Any) -> ExecutionMode:
         """Plan if need be; :attr:`parts` are ready unless the batch is to run plainly."""
         self.drop()
         record = self._record(batch)
         shape = self._plans.first_or_plan(step, record)
         if shape.plain and self._plans.book.find(record) is not None:
-            return Way.PLAIN
-        return Way.PARTS if len(self._batches.prepare(step, record)) > 1 else Way.WHOLE
+            return ExecutionMode.PLAIN
+        return ExecutionMode.PARTS if len(self._batches.prepare(step, record)) > 1 else ExecutionMode.WHOLE
 
     def prepare(self, step: Step, batch: Any) -> SubBatches:
         """Plan if need be, and cut the batch; nothing of it runs yet."""

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from retime.foundations.arguments import Timeout, checked
 from retime.foundations.ddp import (
     BucketMap,
-    GradientWatch,
     OwnGroupsReducer,
+    PendingGradient,
     Reducer,
     Reduction,
     Reductions,
@@ -80,7 +80,7 @@ class CrossIterationUpdates(ForwardFusion):
     def _settle_others(self) -> None:
         for parameter in parameters_of(self.optimizer):
             pending = pending_of(parameter)
-            if pending is not None and not isinstance(pending, GradientWatch):
+            if pending is not None and not isinstance(pending, PendingGradient):
                 pending.settle()
 
     def _waiting_buckets(self, parameters: list[Tensor]) -> Iterator[tuple[list[Tensor], Callable[[], None] | None]]:
@@ -88,7 +88,7 @@ class CrossIterationUpdates(ForwardFusion):
         carried: dict[Reduction, list[Tensor]] = {}
         for parameter in parameters:
             reduction = self._reduction_of(parameter)
-            if reduction is not None and isinstance(pending_of(parameter), GradientWatch):
+            if reduction is not None and isinstance(pending_of(parameter), PendingGradient):
                 carried.setdefault(reduction, []).append(parameter)
             else:
                 arrived.append(parameter)
@@ -98,7 +98,7 @@ class CrossIterationUpdates(ForwardFusion):
             watch.release()
             rest = [p for p in reduction.parameters if p not in set(mine)]
             if rest:
-                GradientWatch(rest, reduction.wait)
+                PendingGradient(rest, reduction.wait)
             yield mine, reduction.wait
         yield from super()._waiting_buckets(arrived)
 
@@ -106,7 +106,7 @@ class CrossIterationUpdates(ForwardFusion):
 # The optimizers whose updates wait for their own gradients only.
 
 
-class AttachedUpdates:
+class DeferredOptimizers:
     """One :class:`CrossIterationUpdates` an optimizer; those that were removed leave their counts and nothing else.
 
     Args:
@@ -175,7 +175,7 @@ SMALLEST_MESSAGE_BYTES = 1024 * 1024
 """Gradients of neighbouring blocks are sent together until they are this large."""
 
 
-class SendPlan:
+class BucketPlan:
     """For one k: a cut through the wrapper's buckets.
 
     Args:
@@ -220,7 +220,7 @@ class SendPlan:
 # When a backward pass starts its all-reduces: buckets as they fill, gradients that waited as the plan says.
 
 
-class Sending:
+class BucketScheduler:
     """Learns the wrapper's buckets, and begins each all-reduce once.
 
     Args:
@@ -235,7 +235,7 @@ class Sending:
         self._reductions = Reductions(reducer, dist.get_world_size(model.process_group), divide=divide)
         self.never_rebuilds = model.find_unused_parameters and not model.static_graph
         """Whether the wrapper keeps the buckets that it was built with."""
-        self._plan: SendPlan | None = None
+        self._plan: BucketPlan | None = None
 
     @property
     def is_steady(self) -> bool:
@@ -262,7 +262,7 @@ class Sending:
 
     def plan(self, blocks: list[Block]) -> None:
         """The gradients of these blocks, the first k, leave in our own order from now on."""
-        self._plan = SendPlan(self._map, blocks)
+        self._plan = BucketPlan(self._map, blocks)
 
     def start_full(self, bucket: GradBucket, *, defers: bool) -> None:
         """Begin the all-reduce of a bucket that the wrapper has found full, unless it leaves in our own order.
@@ -359,7 +359,7 @@ class OutOfOrderReport:
 # The all-reduces of the last backward pass, and who waits for them.
 
 
-class Arrivals:
+class InFlightReductions:
     """Gradients that are on their way between two backward passes.
 
     Args:
@@ -480,8 +480,8 @@ class OutOfOrderDataParallel:
         )
         self._choice = KChoice(model, self._deferral, k, most, known_k)
         self._divide = divide
-        self._arrivals = Arrivals(self._report, cross_iteration=cross_iteration)
-        self._updates = AttachedUpdates(model.module, self._arrivals.reduction_of)
+        self._arrivals = InFlightReductions(self._report, cross_iteration=cross_iteration)
+        self._updates = DeferredOptimizers(model.module, self._arrivals.reduction_of)
         self._handles: list[Any] = []
         self._removed = False
         if dist.get_world_size(model.process_group) < 2:
@@ -492,7 +492,7 @@ class OutOfOrderDataParallel:
         self._slot = comm_hook_of(model)
         self._slot.take(self, "out-of-order data parallel", "remove yours, or use plain DistributedDataParallel")
         self._reducer: Reducer = reducer or OwnGroupsReducer(model.process_group, timeout)
-        self._sending = Sending(model, self._reducer, divide=divide)
+        self._sending = BucketScheduler(model, self._reducer, divide=divide)
         if self._sending.never_rebuilds:
             self.keep_order(UNUSED)
         self._handles += [

@@ -17,7 +17,7 @@ from retime.mechanisms.pipeline.losses import (
     check_loss_weight,
     needed_loss,
 )
-from retime.mechanisms.pipeline.meta_device import HollowModel, is_on_meta, load_into_meta
+from retime.mechanisms.pipeline.meta_device import DeferredInitModel, is_on_meta, load_into_meta
 from retime.mechanisms.pipeline.ownership import (
     Ownership,
     Size,
@@ -36,7 +36,7 @@ __all__ = [
     "Costs",
     "Examples",
     "FirstLook",
-    "HollowModel",
+    "DeferredInitModel",
     "LossWeight",
     "LossWeights",
     "MicroBatchResult",

@@ -39,7 +39,7 @@ class Visitor(Protocol):
         """What a layer returns that has run here."""
 
 
-class LayerGates:
+class LayerInterceptors:
     """Lets a visitor decide what the layers of a model do; without one they do what they ever did.
 
     Args:
@@ -71,7 +71,7 @@ class LayerGates:
 class _Before:
     """A hook in front of a layer; in a copy of the model, which is a plain model, it does nothing."""
 
-    def __init__(self, gates: LayerGates | None, number: int) -> None:
+    def __init__(self, gates: LayerInterceptors | None, number: int) -> None:
         self._gates, self._number = gates, number
 
     def __call__(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -85,7 +85,7 @@ class _Before:
 class _Gate:
     """Stands in the place of a layer's ``forward``."""
 
-    def __init__(self, gates: LayerGates | None, number: int, layer: nn.Module, own: Any = None) -> None:
+    def __init__(self, gates: LayerInterceptors | None, number: int, layer: nn.Module, own: Any = None) -> None:
         self._gates, self._number, self._layer = gates, number, layer
         self._own = vars(layer).get("forward") if own is None else own
 
@@ -154,7 +154,7 @@ class TensorKind:
 
 
 @dataclass(frozen=True)
-class ValueKind:
+class TensorSpec:
     """A nested value with the kinds of its tensors in their places.
 
     Attributes:
@@ -178,9 +178,9 @@ class ValueKind:
         return [leaf for leaf in tree_flatten(self.value)[0] if isinstance(leaf, TensorKind)]
 
 
-def kind_of(value: Any) -> ValueKind:
+def kind_of(value: Any) -> TensorSpec:
     """The kind of a nested value."""
-    return ValueKind(tree_map(_kind, value))
+    return TensorSpec(tree_map(_kind, value))
 
 
 def _kind(leaf: Any) -> Any:

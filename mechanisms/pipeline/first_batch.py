@@ -17,14 +17,14 @@ from retime.foundations.lazy_updates import nbytes
 from retime.foundations.parts import loss_of
 from retime.foundations.preserve_state import Undo, seed_all
 from retime.foundations.weight_gradients import SMALL, SplitBackward
-from retime.mechanisms.pipeline.calls import LayerGates, Returned, SuspendedCall, Workers, tensors_in_order
+from retime.mechanisms.pipeline.calls import LayerInterceptors, Returned, SuspendedCall, Workers, tensors_in_order
 from retime.mechanisms.pipeline.checks import PipelineError, messages_of, messages_of_group
 from retime.mechanisms.pipeline.layers import LayerList
 from retime.mechanisms.pipeline.losses import LossWeight, LossWeights, look_at_losses
-from retime.mechanisms.pipeline.meta_device import HollowModel
+from retime.mechanisms.pipeline.meta_device import DeferredInitModel
 from retime.mechanisms.pipeline.ownership import Ownership, Reached
 from retime.mechanisms.pipeline.plan import Costs, PipelinePlan, Planner
-from retime.mechanisms.pipeline.running import AtEdge, Place, Spread, TrainingCall, Whole
+from retime.mechanisms.pipeline.running import AtEdge, PipelineState, RankInfo, StepModule, TrainingCall
 from retime.mechanisms.pipeline.survey import FIRST_SEED, Survey, survey
 
 # What the ranks of a pipeline agree upon before a step: that they have the same batch, and the seeds of its parts.
@@ -37,7 +37,7 @@ _LOOKED_AT = 256
 """Values of each tensor, spread over it."""
 
 
-def agreed_seeds(place: Place, batch: Any, count: int) -> list[int]:
+def agreed_seeds(place: RankInfo, batch: Any, count: int) -> list[int]:
     """Seeds for ``count`` micro-batches, drawn from the first rank's global generator; all ranks call this.
 
     Ranks that draw different numbers otherwise, as where only the first one draws samples to log, so go on to see the
@@ -93,7 +93,7 @@ _SMALLEST = 0.1
 
 
 @dataclass(frozen=True)
-class Wishes:
+class PipelineConfig:
     """How the model is to be spread.
 
     Attributes:
@@ -127,22 +127,24 @@ class FirstBatch:
         self,
         model: nn.Module,
         layers: LayerList,
-        gates: LayerGates,
-        place: Place,
+        gates: LayerInterceptors,
+        place: RankInfo,
         workers: Workers,
-        hollow: HollowModel | None = None,
+        hollow: DeferredInitModel | None = None,
     ) -> None:
         self._model, self._layers, self._gates, self._place, self._workers = model, layers, gates, place, workers
         self._hollow = hollow
 
-    def spread(self, step: Callable[[Any], Any], batch: Any, parts: Sequence[Any], wishes: Wishes) -> Spread:
+    def spread(
+        self, step: Callable[[Any], Any], batch: Any, parts: Sequence[Any], config: PipelineConfig
+    ) -> PipelineState:
         """Run it, and let each rank keep its stages only.
 
         Args:
             step: the training step.
             batch: whole.
             parts: its micro-batches.
-            wishes: of the user.
+            config: of the user.
 
         Raises:
             PipelineError: the model or the batch cannot go through a pipeline.
@@ -154,7 +156,7 @@ class FirstBatch:
                 step,
                 batch,
                 parts,
-                told=wishes.loss_weight,
+                told=config.loss_weight,
                 gates=self._gates,
                 names=self._place.names,
             )
@@ -168,8 +170,8 @@ class FirstBatch:
                 self._place.names,
                 lambda: self._no_trace(batch, parameters=False),
             )
-        planner = self._planner(found, wishes)
-        plan, whole = planner.plan(len(parts)), Whole(self._model)
+        planner = self._planner(found, config)
+        plan, whole = planner.plan(len(parts)), StepModule(self._model)
         # its hooks on layers are to stay: not inside of what leaves no trace
         split = SplitBackward(whole, chosen=lambda: whole.waits, defers=lambda: whole.splits)
         whole.waits = set(split.layers)
@@ -204,7 +206,7 @@ class FirstBatch:
         if any(one != everyone[0] for one in everyone):
             raise PipelineError(DIFFERENT)
 
-    def _planner(self, found: Survey, wishes: Wishes) -> Planner:
+    def _planner(self, found: Survey, config: PipelineConfig) -> Planner:
         hop, message = self._hop_ms(max((sum(t.nbytes for t in given) for given in found.given), default=0))
         costs = self._place.agreed(
             Costs(
@@ -219,12 +221,12 @@ class FirstBatch:
             )
         )
         return Planner(
-            wishes.schedule,
+            config.schedule,
             self._place.ranks,
             costs,
-            group=wishes.layers_per_stage,
-            cap=wishes.activation_cap,
-            split=wishes.split,
+            group=config.layers_per_stage,
+            cap=config.activation_cap,
+            split=config.split,
         )
 
     def _parameter_bytes(self, found: Survey) -> tuple[int, ...]:
@@ -263,9 +265,9 @@ class FirstBatch:
         planner: Planner,
         plan: PipelinePlan,
         weights: LossWeights,
-        whole: Whole,
+        whole: StepModule,
         split: SplitBackward,
-    ) -> Spread:
+    ) -> PipelineState:
         """Run one micro-batch in stages on this rank alone: what a stage is sent, and which parameters it uses."""
         place = self._place
         self._gates.visitor = TrainingCall(plan, place.rank, place.device, found.outputs, place.names, found.writes)
@@ -312,7 +314,7 @@ class FirstBatch:
         # a small gradient is computed with the output gradient in any case; nobody waits for its place in a sum
         whole.waits = {layer for layer in split.layers if layer.why_buffered != SMALL}
         owners = self._owners(graphs, plan)
-        spread = Spread(
+        spread = PipelineState(
             place,
             planner,
             plan,
@@ -375,7 +377,7 @@ class FirstBatch:
         needed = {leaf for graph in graphs.values() for leaf in graph.leaves}
         return Ownership(self._model, needed, self._place.group, here)
 
-    def _divide(self, spread: Spread, reached: dict[int, set[Tensor]]) -> None:
+    def _divide(self, spread: PipelineState, reached: dict[int, set[Tensor]]) -> None:
         """Which parameters belong to one stage, and which to several."""
         owners, mine = spread.owners, spread.mine
         inside = {p for module in self._layers.modules for p in module.parameters()}

@@ -24,7 +24,7 @@ from retime.foundations.messages import is_library
 from retime.foundations.parts import Weighting, map_leaves, replaced_tensors, samples_in, tensors_of
 from retime.foundations.storages import has_storage, tensors_in
 from retime.foundations.torch_private import TorchDispatchMode, schema_of, storage_address, tree_leaves, tree_map
-from retime.mechanisms.memory_budget import ALTERATIONS, Altered
+from retime.mechanisms.memory_budget import ALTERATIONS, PerturbedReads
 
 __all__ = ["Head", "LabelCount", "NotUnderstoodError", "RecordedRun", "Recorder", "head_of", "record", "record_altered"]
 
@@ -161,7 +161,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inside: how many layers run, each in the one before; what they choose by values is theirs.
     """
 
-    def __init__(self, batch: Any, altered: Altered | None = None, more: bool = False) -> None:
+    def __init__(self, batch: Any, altered: PerturbedReads | None = None, more: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.reads, self.altered, self.inside = 0, altered, 0
         self.chosen, self.more = 0, more
@@ -341,7 +341,7 @@ def record(
     step: Callable[[Any], Any],
     batch: Any,
     looks: Callable[[Recorder], Any] | None = None,
-    altered: Altered | None = None,
+    altered: PerturbedReads | None = None,
     more: bool = False,
 ) -> RecordedRun:
     """Run a step and note its operations. The caller sees to it that it begins alike each time and leaves no trace.
@@ -384,7 +384,7 @@ def record_altered(
     for which in [*alone, range(run.reads)] if run.reads else ():
         could, refused = False, False
         for how in (*ALTERATIONS, "zero"):
-            altered = Altered(set(which), max(which), how)
+            altered = PerturbedReads(set(which), max(which), how)
             try:
                 other = record(step, batch, looks, altered)
             except Exception as error:  # as math.exp() of what is too large
@@ -395,7 +395,7 @@ def record_altered(
         if not could and not refused:
             yield None
     if run.chosen:
-        altered = Altered((), sys.maxsize, "other")
+        altered = PerturbedReads((), sys.maxsize, "other")
         try:
             yield record(step, batch, looks, altered, more=True)
         except Exception as error:

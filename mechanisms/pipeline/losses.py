@@ -22,7 +22,7 @@ from retime.foundations.parts import (
     split_batch,
 )
 from retime.foundations.preserve_state import seed_all
-from retime.mechanisms.pipeline.calls import LayerGates
+from retime.mechanisms.pipeline.calls import LayerInterceptors
 from retime.mechanisms.pipeline.checks import LayerResults, PipelineError
 from retime.mechanisms.pipeline.loss_head import Head, NotUnderstoodError, RecordedRun, head_of, record, record_altered
 
@@ -165,7 +165,7 @@ def look_at_losses(
     parts: Sequence[Any],
     *,
     told: LossWeight | None = None,
-    gates: LayerGates | None = None,
+    gates: LayerInterceptors | None = None,
     names: Sequence[str] = (),
 ) -> tuple[LossWeights, FirstLook]:
     """By what weights a batch's loss is that of its parts: by samples, by labels counted in them, or as a sum.
@@ -187,7 +187,7 @@ def look_at_losses(
     Raises:
         PipelineError: no such weights are known.
     """
-    gates = LayerGates([]) if gates is None else gates
+    gates = LayerInterceptors([]) if gates is None else gates
     results = gates.visitor = LayerResults(names)
     divisor = None if isinstance(told, str) else told
     if divisor is not None or told is not None:

@@ -142,7 +142,7 @@ def load_into_meta(model: nn.Module, values: Mapping[str, Tensor], strict: bool)
             own_parameters(model.get_submodule(path))[key] = parameter
 
 
-class HollowModel:
+class DeferredInitModel:
     """Gives a model that was built on the meta device parameters, and these their values layer by layer.
 
     All parameters are on the device from now on, for an optimizer to hold, and have neither values nor memory. Those of

@@ -20,7 +20,7 @@ from retime.mechanisms.pipeline.calls import (
     Returned,
     SuspendedCall,
     TensorKind,
-    ValueKind,
+    TensorSpec,
     Workers,
     current_call,
     kind_of,
@@ -72,7 +72,7 @@ class TrainingCall:
         plan: PipelinePlan,
         rank: int,
         device: torch.device,
-        outputs: Mapping[tuple[int, Shapes], ValueKind],
+        outputs: Mapping[tuple[int, Shapes], TensorSpec],
         names: Sequence[str],
         writes: Container[int] = (),
     ) -> None:
@@ -153,7 +153,7 @@ def _replaced(args: Any, kwargs: Any, tensors: dict[int, Tensor]) -> tuple[Any, 
 # Steps without a backward pass: all ranks run them, and each layer runs where it lies and sends on what it gives.
 
 
-class Relay:
+class EvaluationBroadcast:
     """A visitor under which a step's values are there on all ranks, the layers' parameters only on their own.
 
     Args:
@@ -164,7 +164,7 @@ class Relay:
     """
 
     def __init__(
-        self, plan: PipelinePlan, group: Any, device: torch.device, outputs: dict[tuple[int, Shapes], ValueKind]
+        self, plan: PipelinePlan, group: Any, device: torch.device, outputs: dict[tuple[int, Shapes], TensorSpec]
     ) -> None:
         self._plan, self._group, self._device, self._outputs = plan, group, device, outputs
         self._rank = dist.get_rank(group)
@@ -197,7 +197,7 @@ class Relay:
             self._broadcast(tensor.detach().contiguous(), layer)
         return output
 
-    def _told(self, layer: int, kind: ValueKind | None) -> ValueKind:
+    def _told(self, layer: int, kind: TensorSpec | None) -> TensorSpec:
         told = [kind]
         with messages_of_group(self._group):
             dist.broadcast_object_list(told, self._source(layer), group=self._group)
@@ -216,7 +216,7 @@ class Relay:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """Where this process stands.
 
     Attributes:
@@ -269,7 +269,7 @@ class Place:
         return told[0]
 
 
-class Whole(nn.Module):
+class StepModule(nn.Module):
     """Runs a stretch of a step, as if it were a module's forward pass."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -286,7 +286,7 @@ class Whole(nn.Module):
 
 
 @dataclass
-class Spread:
+class PipelineState:
     """What the first batch has shown.
 
     Attributes:
@@ -309,14 +309,14 @@ class Spread:
         with_messages: the plan's orders with all messages, as the runtime found them.
     """
 
-    place: Place
+    place: RankInfo
     planner: Planner
     plan: PipelinePlan
-    whole: Whole
+    whole: StepModule
     split: SplitBackward
     owners: Ownership
     weights: LossWeights
-    outputs: dict[tuple[int, Shapes], ValueKind]
+    outputs: dict[tuple[int, Shapes], TensorSpec]
     positions: dict[int, list[int]]
     needs_gradient: dict[int, list[bool]]
     writes: set[int]
@@ -349,9 +349,9 @@ class Spread:
         """The layers of training steps."""
         return TrainingCall(self.plan, self.place.rank, self.place.device, self.outputs, self.place.names, self.writes)
 
-    def relay(self) -> Relay:
+    def relay(self) -> EvaluationBroadcast:
         """The layers of steps without gradients."""
-        return Relay(self.plan, self.place.group, self.place.device, self.outputs)
+        return EvaluationBroadcast(self.plan, self.place.group, self.place.device, self.outputs)
 
 
 @dataclass(frozen=True)
@@ -390,7 +390,7 @@ class RunningStep:
 
     def __init__(
         self,
-        spread: Spread,
+        spread: PipelineState,
         step: Callable[[Any], Any],
         parts: Sequence[Any],
         weights: Sequence[float],

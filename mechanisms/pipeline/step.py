@@ -19,7 +19,7 @@ from retime.foundations.messages import because, show_bytes, warn_no_effect
 from retime.foundations.parts import balanced_parts, samples_in
 from retime.foundations.preserve_state import Undo, random_state, set_random_state
 from retime.foundations.torch_private import pipeline_runtime, post_accumulate_hooks
-from retime.mechanisms.pipeline.calls import LayerGates, Workers, shapes_of
+from retime.mechanisms.pipeline.calls import LayerInterceptors, Workers, shapes_of
 from retime.mechanisms.pipeline.checks import (
     ChangedBuffers,
     PipelineError,
@@ -27,13 +27,13 @@ from retime.mechanisms.pipeline.checks import (
     messages_of_group,
     warn_of_gradient_hooks,
 )
-from retime.mechanisms.pipeline.first_batch import FirstBatch, Wishes, agreed_seeds, seeded
+from retime.mechanisms.pipeline.first_batch import FirstBatch, PipelineConfig, agreed_seeds, seeded
 from retime.mechanisms.pipeline.layers import LayerList, call_chain, find_layers, first_layers, warn_of_no_list
 from retime.mechanisms.pipeline.losses import FirstLook, LossWeight, LossWeights, check_loss_weight
-from retime.mechanisms.pipeline.meta_device import HollowModel
+from retime.mechanisms.pipeline.meta_device import DeferredInitModel
 from retime.mechanisms.pipeline.ownership import GradientSums, Ownership, gathered
 from retime.mechanisms.pipeline.plan import PipelinePlan, check_schedule
-from retime.mechanisms.pipeline.running import MicroBatchResult, Place, RunningStep, Spread
+from retime.mechanisms.pipeline.running import MicroBatchResult, PipelineState, RankInfo, RunningStep
 from retime.mechanisms.pipeline.stage import Span, Stage
 from retime.schedules.pipeline import lane_name
 from retime.schedules.timeline import Span as TimelineSpan
@@ -169,7 +169,7 @@ class PipelineStep:
         split: Literal["even", "fastest"] | Sequence[str] = "even",
         loss_weight: LossWeight | None = None,
         quiet: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        hollow: HollowModel | None = None,
+        hollow: DeferredInitModel | None = None,
     ) -> None:
         check_loss_weight(loss_weight)
         group = dist.group.WORLD if group is None else group
@@ -180,10 +180,10 @@ class PipelineStep:
         """Of each batch with as many samples."""
         self._model, self._quiet = model, quiet
         self._split, self._path = split, layers
-        self._wishes = Wishes(check_schedule(schedule), layers_per_stage, activation_cap, "even", loss_weight)
+        self._config = PipelineConfig(check_schedule(schedule), layers_per_stage, activation_cap, "even", loss_weight)
         self._layers = find_layers(model, layers, dist.get_world_size(group))
-        self._place = Place(group, data_group, next(model.parameters()).device, [])
-        self._gates = LayerGates([])
+        self._place = RankInfo(group, data_group, next(model.parameters()).device, [])
+        self._gates = LayerInterceptors([])
         if self._layers is not None:
             self._stand_at(self._layers)
         self._hollow = hollow
@@ -197,7 +197,7 @@ class PipelineStep:
             self._gates.around = hollow.filled
         self._workers = Workers()
         self._sums = GradientSums(data_group)
-        self._spread: Spread | None = None
+        self._spread: PipelineState | None = None
         self._frozen: tuple[bool, ...] = ()
         self._report = PipelineReport()
 
@@ -216,7 +216,7 @@ class PipelineStep:
         return self._known.owners
 
     @property
-    def _known(self) -> Spread:
+    def _known(self) -> PipelineState:
         if self._spread is None:
             raise RuntimeError(_NOT_YET)
         return self._spread
@@ -390,9 +390,9 @@ class PipelineStep:
         ]
 
     def _stand_at(self, layers: LayerList) -> None:
-        firsts = first_layers(self._split, layers, self._place.ranks, self._wishes.layers_per_stage)
-        self._wishes = replace(self._wishes, split=firsts)
-        self._layers, self._gates = layers, LayerGates(layers.modules)
+        firsts = first_layers(self._split, layers, self._place.ranks, self._config.layers_per_stage)
+        self._config = replace(self._config, split=firsts)
+        self._layers, self._gates = layers, LayerInterceptors(layers.modules)
         self._place = replace(self._place, names=layers.names)
 
     def _called_in_order(self, step: Callable[[Any], Any], part: Any) -> LayerList:
@@ -413,7 +413,7 @@ class PipelineStep:
                     warn_of_no_list(self._model, layers, self._place.ranks)
                 self._stand_at(layers)
             first = FirstBatch(self._model, layers, self._gates, self._place, self._workers, self._hollow)
-            spread = self._spread = first.spread(step, batch, parts, self._wishes)
+            spread = self._spread = first.spread(step, batch, parts, self._config)
         self._gates.around = None
         self._gates.visitor = spread.training_call
         self._frozen = self._flags()
@@ -441,7 +441,7 @@ class PipelineStep:
             warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
             yield
 
-    def _know(self, spread: Spread, step: Callable[[Any], Any], part: Any) -> None:
+    def _know(self, spread: PipelineState, step: Callable[[Any], Any], part: Any) -> None:
         """Micro-batches of new shapes run once in a relay, without a trace, to show the shapes between the layers."""
         key = shapes_of(part)
         if (0, key) in spread.reads:
@@ -462,7 +462,7 @@ class PipelineStep:
                 replace(given[number], requires_grad=flag) for number, flag in zip(places, flags, strict=True)
             ]
 
-    def _run(self, spread: Spread, running: RunningStep) -> None:
+    def _run(self, spread: PipelineState, running: RunningStep) -> None:
         plan, place = spread.plan, self._place
 
         def done(stage: int) -> None:

@@ -14,7 +14,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from retime.foundations.parts import loss_of
 from retime.foundations.torch_private import version_of
-from retime.mechanisms.pipeline.calls import LayerGates, ValueKind, draw_for, kind_of, shapes_of, tensors_in_order
+from retime.mechanisms.pipeline.calls import (
+    LayerInterceptors,
+    TensorSpec,
+    draw_for,
+    kind_of,
+    shapes_of,
+    tensors_in_order,
+)
 from retime.mechanisms.pipeline.checks import PipelineError, refuse_kinds
 from retime.mechanisms.pipeline.ownership import Reached
 
@@ -158,7 +165,7 @@ class Survey:
 
     def __init__(self, layers: int) -> None:
         self.given: list[list[Tensor]] = [[] for _ in range(layers)]
-        self.outputs: dict[tuple[int, Shapes], ValueKind] = {}
+        self.outputs: dict[tuple[int, Shapes], TensorSpec] = {}
         self.forward_ms = [0.0] * layers
         self.output_gradient_ms: list[float] = []
         self.weight_gradient_ms: list[float] = []
@@ -270,7 +277,7 @@ class _Looks:
 def survey(
     call: Callable[[], Any],
     model: nn.Module,
-    gates: LayerGates,
+    gates: LayerInterceptors,
     layers: Sequence[nn.Module],
     names: Sequence[str],
     apart: Callable[[], AbstractContextManager[None]] = nullcontext,

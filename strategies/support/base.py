@@ -21,8 +21,8 @@ from retime.foundations.arguments import Above, AtMost
 from retime.foundations.ddp import RankLostError, RankProcesses, Reducer, sparse_layer
 from retime.mechanisms.cpu_accumulation import HostReducer
 from retime.strategies.support.lightning_private import (
+    DDPMoments,
     Launcher,
-    MomentsOfDDP,
     ProcessLauncher,
     end_behind_batch_on_sigterm,
     given_device,
@@ -33,7 +33,7 @@ from retime.strategies.support.lightning_private import (
 # What a fit over several ranks does where one of them is gone.
 
 
-class NamesLostRanks(MomentsOfDDP):
+class NamesLostRanks(DDPMoments):
     """``ddp`` whose errors name the rank that ended, and which SIGTERM ends on any rank, also where others wait."""
 
     _processes: RankProcesses | None = None
@@ -125,7 +125,7 @@ ReduceOn = Literal["device", "host"]
 """Where gradients are summed."""
 
 
-class ReducerOfChoice(MomentsOfDDP):
+class HostReductionMixin(DDPMoments):
     """A DDP strategy that hands its mechanism a reducer; which one is decided here and nowhere else."""
 
     reduce_on: ReduceOn = "device"

@@ -29,12 +29,12 @@ from retime.mechanisms.memory_budget import (
     AnotherPath,
     BudgetedStep,
     BudgetReport,
+    ExecutionMode,
     Gradients,
     NoLossError,
     PlannedShape,
     SubBatches,
     TooMuchAllocated,
-    Way,
     check_dry_run,
     check_host_text,
     check_on_shape_change,
@@ -242,14 +242,14 @@ class Budgeted(LightningOnly, Strategy):
         batch, *rest = args
         module, budgeted, log, plain = self.lightning_module, self._step, self._log, super().training_step
         assert module is not None
-        way = Way.PARTS
+        way = ExecutionMode.PARTS
 
         def step(part: Any) -> dict[str, Any]:
             dry = budgeted.planning
             with ExitStack() as around:
                 if dry:
                     around.enter_context(muted_logging(module.trainer))
-                whole = way is Way.WHOLE and not dry
+                whole = way is ExecutionMode.WHOLE and not dry
                 logged = around.enter_context(log.collecting(samples_in(part, self.split), dry=dry, whole=whole))
                 output = plain(part, *rest, **kwargs)
             try:
@@ -265,7 +265,7 @@ class Budgeted(LightningOnly, Strategy):
         except NoLossError:
             return plain(*args, **kwargs)  # a batch that is skipped; the next one is planned for
         log.clear()
-        if way is Way.PLAIN:
+        if way is ExecutionMode.PLAIN:
             budgeted.count_plain()
             return plain(*args, **kwargs)
         parts = budgeted.parts

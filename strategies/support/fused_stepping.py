@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from retime.foundations.compatibility import Mechanism, why_aside
 from retime.foundations.lazy_updates import (
     check_bucket_bytes,
-    why_not_per_parameter,
+    why_not_separable,
     why_not_this_step,
     why_not_this_zero_grad,
 )
@@ -244,7 +244,7 @@ class FusedStepping:
         return fusion
 
     def _why_plain(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> str | None:
-        reason = why_not_per_parameter(optimizer) or why_not_this_step(optimizer)
+        reason = why_not_separable(optimizer) or why_not_this_step(optimizer)
         if reason is not None:
             return reason
         if self.mode == "forward":

@@ -30,7 +30,7 @@ from retime.foundations.torch_private import needed_by, read_private, write_priv
 
 __all__ = [
     "Launcher",
-    "MomentsOfDDP",
+    "DDPMoments",
     "ProcessLauncher",
     "averages_models",
     "end_behind_batch_on_sigterm",
@@ -63,7 +63,7 @@ with needed_by("ooo_ddp and fused_optimizer_ddp, whose reductions are DDP's comm
     DDPStrategy._register_ddp_hooks  # noqa: B018
 
 
-class MomentsOfDDP(DDPStrategy):
+class DDPMoments(DDPStrategy):
     """``ddp`` with names for two moments at which Lightning calls private methods."""
 
     def register_hooks(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from retime import DifferenceWarning
 from retime.foundations.parts import balanced_parts
 from retime.mechanisms.pipeline import PipelineError
-from retime.mechanisms.pipeline.calls import LayerGates
+from retime.mechanisms.pipeline.calls import LayerInterceptors
 from retime.mechanisms.pipeline.losses import look_at_losses
 from retime.strategies.support.pipeline_log import PipelineLog
 
@@ -56,7 +56,9 @@ def shown(module: Module, others: dict[str, Tensor] | None = None) -> tuple[dict
         warnings.simplefilter("always")
         with log.batch():
             parts = balanced_parts(first, 3)
-            weights, look = look_at_losses(module, step, first, parts, gates=LayerGates(layers), names=["0", "1", "2"])
+            weights, look = look_at_losses(
+                module, step, first, parts, gates=LayerInterceptors(layers), names=["0", "1", "2"]
+            )
             log.look(look, weights, lambda output: output["calls"])
             others = batch() if others is None else others
             parts = balanced_parts(others, 3)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from retime import OOOPipelineStrategy
-from retime.mechanisms.pipeline import HollowModel
+from retime.mechanisms.pipeline import DeferredInitModel
 from support.pipeline_models import transformer
 
 FEATURES, CLASSES = 12, 3
@@ -318,7 +318,7 @@ def on_meta(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
         module = OnMeta()
         if devices == 1:
             module.configure_model()
-            HollowModel(module, torch.device("cpu"), 5).fill(module)
+            DeferredInitModel(module, torch.device("cpu"), 5).fill(module)
         saves = ModelCheckpoint(folder / f"meta{devices}{epochs}", save_last=True)
         fit = trainer(
             again(strategy), folder, devices=devices, max_epochs=epochs, callbacks=[saves], enable_checkpointing=True

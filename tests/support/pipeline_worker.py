@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from retime.foundations.messages import DifferenceWarning, NoEffectWarning
 from retime.foundations.parts import balanced_parts, samples_in
 from retime.foundations.preserve_state import seed_all
-from retime.mechanisms.pipeline import HollowModel, PipelineError, PipelineStep, RankLostError
+from retime.mechanisms.pipeline import DeferredInitModel, PipelineError, PipelineStep, RankLostError
 from retime.mechanisms.pipeline.stage import Stage
 from support.pipeline_models import MODELS, WIDTH, Checkpointed, UNet, in_place, made, sequential
 from support.time_limits import limit_s
@@ -303,14 +303,14 @@ def hollow(name: str) -> None:
     """Models on the meta device begin and train as the same model with all of its values on one device."""
     with torch.device("meta"):
         whole, _, _ = MODELS[name]()
-    HollowModel(whole, torch.device("cpu"), 3).fill(whole)
+    DeferredInitModel(whole, torch.device("cpu"), 3).fill(whole)
     _, _, batch = made(name)
     first = {key: p.detach().clone() for key, p in whole.named_parameters()}
     for part in balanced_parts(batch, -(-samples_in(batch) // MICRO_BATCHES)):
         (_with(whole, name)(part) * (samples_in(part) / samples_in(batch))).backward()
     with torch.device("meta"):
         model, _, _ = MODELS[name]()
-    values = HollowModel(model, torch.device("cpu"), 3)
+    values = DeferredInitModel(model, torch.device("cpu"), 3)
     optimizer = torch.optim.AdamW(model.parameters())
     pipeline = PipelineStep(  # one layer a stage: stages are not cut by measured times
         model, microbatches=MICRO_BATCHES, hollow=values, layers_per_stage=1

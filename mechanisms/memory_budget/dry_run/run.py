@@ -17,7 +17,7 @@ from retime.foundations.messages import parse_bytes
 from retime.foundations.parts import has_entries, loss_of, part_lengths, tensors_of
 from retime.foundations.preserve_state import (
     DryMode,
-    Outside,
+    ExternalTensors,
     Replacement,
     ValueReadError,
     aliases,
@@ -445,7 +445,7 @@ class DryRun:
         self._batch = self._replacement.batch(step.batch) if own_batch or not real else step.batch
         with self._staged():
             self._optimizers = StandInOptimizers(step, self._replacement)
-            self._outside, self._watched = Outside(self._replacement.stand_ins), False
+            self._outside, self._watched = ExternalTensors(self._replacement.stand_ins), False
             with self._mode or nullcontext(), self._outside.put_back_after():
                 self._optimizers.complete(self._reached)
 

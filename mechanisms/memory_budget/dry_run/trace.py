@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from retime.foundations.preserve_state import Onlooker, ValueReadError
+from retime.foundations.preserve_state import ObserverMode, ValueReadError
 from retime.foundations.storages import tensors_in
 from retime.foundations.torch_private import (
     LOCAL_SCALAR_DENSE,
@@ -40,7 +40,7 @@ class TooMuchAllocated(BaseException):  # no error: the caller goes another way.
     """The forward pass has allocated more than it may."""
 
 
-class AllocatedBytes(Onlooker):  # type: ignore[no-untyped-call]
+class AllocatedBytes(ObserverMode):  # type: ignore[no-untyped-call]
     """While open, adds up the storages that operations make, as though none of them was ever freed.
 
     So a segment under activation checkpointing counts with what its backward pass makes again.

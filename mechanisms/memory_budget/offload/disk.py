@@ -26,7 +26,7 @@ import torch
 
 from retime.foundations.messages import parse_bytes, warn_no_effect
 from retime.mechanisms.memory_budget.offload.last_owner import never_at_once
-from retime.mechanisms.memory_budget.offload.tier import HostError, LeftBehind
+from retime.mechanisms.memory_budget.offload.tier import Finalizers, HostError
 
 # Places in a file: handed out, given back, and used again.
 
@@ -134,7 +134,7 @@ class HostDisk:
                 f"host={self.name!r} is a file system in memory: offloading there frees nothing; name a disk's folder"
             )
         self._extents = Extents()
-        self._left = LeftBehind()
+        self._left = Finalizers()
         self._lock = threading.RLock()
         self._capacity_bytes = capacity_bytes
         self._reserved = 0

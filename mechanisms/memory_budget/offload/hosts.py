@@ -19,7 +19,7 @@ from torch import Tensor
 from retime.foundations.streams import Mark, SideStream
 from retime.foundations.torch_private import empty_host_cache, without_dispatch_modes
 from retime.mechanisms.memory_budget.offload.disk import HostDisk
-from retime.mechanisms.memory_budget.offload.tier import HostError, HostTier, LeftBehind
+from retime.mechanisms.memory_budget.offload.tier import Finalizers, HostError, HostTier
 
 
 class HostMemory:
@@ -40,7 +40,7 @@ class HostMemory:
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._side = SideStream(self._device)
         self._cached = _CachedBuffers()
-        self._left = LeftBehind()
+        self._left = Finalizers()
         self._lock = threading.RLock()
         self._live = 0
         self._most = 0

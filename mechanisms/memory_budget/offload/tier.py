@@ -22,7 +22,7 @@ class _Will(weakref.ref[object]):
     then: Callable[[], object]
 
 
-class LeftBehind:
+class Finalizers:
     """Things to do when objects have ended."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class HostNull:
     name = "null"
 
     def __init__(self) -> None:
-        self._left = LeftBehind()
+        self._left = Finalizers()
         self._copies: set[int] = set()
         self._live = 0
 

@@ -1,11 +1,11 @@
 """Whether a batch may be trained in parts: a probe of its gradients, and the flow of its operations."""
 
 from retime.mechanisms.memory_budget.separability.certify import certify, compared
-from retime.mechanisms.memory_budget.separability.watch import ALTERATIONS, Altered, Compared
+from retime.mechanisms.memory_budget.separability.watch import ALTERATIONS, Compared, PerturbedReads
 
 __all__ = [
     "ALTERATIONS",
-    "Altered",
+    "PerturbedReads",
     "Compared",
     "certify",
     "compared",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from retime.foundations.parts import loss_of
-from retime.foundations.preserve_state import DryMode, Outside, fake, stand_ins, undisturbed
+from retime.foundations.preserve_state import DryMode, ExternalTensors, fake, stand_ins, undisturbed
 from retime.foundations.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -41,7 +41,7 @@ def dry_flows(step: Callable[[Any], Any], model: nn.Module, batches: Sequence[An
     parts = [replacement.batch(batch) for batch in batches]
     found = []
     with mode.open(), stand_ins(model, replacement), torch.random.fork_rng(devices=[]):
-        outside = Outside(replacement.stand_ins)
+        outside = ExternalTensors(replacement.stand_ins)
         for part in parts:
             flow = Flow()
             with undisturbed(model, step), mode, outside.put_back_after(), torch.enable_grad():

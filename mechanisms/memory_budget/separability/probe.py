@@ -17,7 +17,13 @@ from retime.foundations.preserve_state import Untouched, seed_all
 from retime.foundations.torch_private import run_backward
 from retime.mechanisms.memory_budget.separability.flow import Flow
 from retime.mechanisms.memory_budget.separability.flow_judge import FlowVerdict, judge_flow
-from retime.mechanisms.memory_budget.separability.watch import ALTERATIONS, Altered, NoDropout, SampleNoise, Watch
+from retime.mechanisms.memory_budget.separability.watch import (
+    ALTERATIONS,
+    NoDropout,
+    PerturbedReads,
+    SampleNoise,
+    Watch,
+)
 
 __all__ = [
     "Case",
@@ -210,7 +216,7 @@ class Prober:
         """
         for how in ALTERATIONS:
             self._scratch.restart()
-            altered = Altered(set(read), max(read), how)
+            altered = PerturbedReads(set(read), max(read), how)
             try:
                 run = self._run(batch, list(names), altered)
             except Exception as error:
@@ -235,7 +241,7 @@ class Prober:
                 return ", ".join(dict.fromkeys(name for _, name in full.counters))
         return ""
 
-    def _run(self, batch: Any, names: Sequence[int], altered: Altered | None = None) -> Run:
+    def _run(self, batch: Any, names: Sequence[int], altered: PerturbedReads | None = None) -> Run:
         before = self._scratch.numbers()
         seed_all()  # for each part too: the noise of a sample depends on its name and on the draws before
         batch = replaced_tensors(batch, self._copied)  # parts are views, and a step may write into its batch
@@ -264,7 +270,7 @@ class Prober:
         batch: Any,
         names: Sequence[int],
         parameters: list[tuple[str, Tensor, Tensor]],
-        altered: Altered | None,
+        altered: PerturbedReads | None,
     ) -> tuple[Any, dict[str, Tensor], Watch]:
         with torch.enable_grad(), Watch(names, batch, altered, self._lifted) as watch, NoDropout(watch) as dropout:
             with nullcontext() if self._noise is None else self._noise.of(names):

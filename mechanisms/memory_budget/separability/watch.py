@@ -30,7 +30,7 @@ from retime.mechanisms.memory_budget.separability.flow import READS, Flow
 
 __all__ = [
     "ALTERATIONS",
-    "Altered",
+    "PerturbedReads",
     "Compared",
     "NoDropout",
     "SampleNoise",
@@ -53,7 +53,7 @@ _MOST_SAMPLES = 1000
 
 
 @dataclass
-class Altered:
+class PerturbedReads:
     """Stands in for the values that a step reads.
 
     Args:
@@ -349,7 +349,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(
-        self, names: Sequence[int], batch: Any = None, altered: Altered | None = None, lifted: bool = False
+        self, names: Sequence[int], batch: Any = None, altered: PerturbedReads | None = None, lifted: bool = False
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names = list(names)

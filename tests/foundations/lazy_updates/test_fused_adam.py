@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from retime.foundations.lazy_updates import OptimizerWindow
+from retime.foundations.lazy_updates import PartialOptimizer
 from retime.foundations.lazy_updates import optimizer_window as fused_adam
 from retime.foundations.lazy_updates.eligibility import raw_step
 from retime.foundations.lazy_updates.optimizer_window import FusedAdam, is_the_same_here
@@ -49,7 +49,7 @@ def train(make: Callable[[Any], Optimizer], dtype: torch.dtype = torch.float32, 
     for step in range(4):
         give_gradients(tensors, step)
         if windowed:
-            window = OptimizerWindow(optimizer)
+            window = PartialOptimizer(optimizer)
             with torch.no_grad():
                 window.update(tensors[:2])
                 window.update(tensors[2:])
@@ -156,7 +156,7 @@ def test_a_loaded_state_is_used() -> None:
         give_gradients(tensors, 2)
         if windowed:
             with torch.no_grad():
-                OptimizerWindow(optimizer).update(tensors)
+                PartialOptimizer(optimizer).update(tensors)
         else:
             optimizer.step()
         return [*tensors, *(value for tensor in tensors for value in optimizer.state[tensor].values())]

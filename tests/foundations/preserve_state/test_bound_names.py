@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from retime.foundations.preserve_state import BoundNames
+from retime.foundations.preserve_state import GlobalsSnapshot
 
 number = 0
 
@@ -48,7 +48,7 @@ STEPS: dict[str, Callable[[Any], Any]] = {
 def test_globals_are_found(name: str) -> None:
     global number
     number = 3
-    names = BoundNames(STEPS[name], nn.Identity())
+    names = GlobalsSnapshot(STEPS[name], nn.Identity())
     STEPS[name](None)
     assert number == 4
     names.put_back()
@@ -58,7 +58,7 @@ def test_globals_are_found(name: str) -> None:
 def test_a_models_methods_and_classes_are_looked_into() -> None:
     global number
     number, Counter.total, model = 0, 5, nn.Sequential(Counter())
-    names = BoundNames(lambda batch: model(batch), model)
+    names = GlobalsSnapshot(lambda batch: model(batch), model)
     model(None)
     names.put_back()
     assert (number, Counter.total) == (0, 5)
@@ -74,7 +74,7 @@ def test_variables_of_enclosing_functions_are_found() -> None:
 
         more()
 
-    names = BoundNames(lambda batch: step(batch), nn.Identity())
+    names = GlobalsSnapshot(lambda batch: step(batch), nn.Identity())
     step(None)
     assert seen == 1
     assert [value for value in names.numbers().values() if value == 1]
@@ -83,7 +83,7 @@ def test_variables_of_enclosing_functions_are_found() -> None:
 
 
 def test_a_name_that_was_not_there_goes() -> None:
-    names = BoundNames(_new_global, nn.Identity())
+    names = GlobalsSnapshot(_new_global, nn.Identity())
     _new_global(None)
     names.put_back()
     assert "appeared" not in globals()
@@ -100,4 +100,4 @@ LAZY = Lazy(known=1)
 
 
 def test_mappings_that_import_what_they_are_asked_for_are_not_asked() -> None:
-    BoundNames(lambda batch: LAZY["known"], nn.Linear(1, 1))
+    GlobalsSnapshot(lambda batch: LAZY["known"], nn.Linear(1, 1))

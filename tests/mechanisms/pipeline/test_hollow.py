@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from retime.mechanisms.pipeline import HollowModel, PipelineError, is_on_meta, load_into_meta
+from retime.mechanisms.pipeline import DeferredInitModel, PipelineError, is_on_meta, load_into_meta
 
 CPU = torch.device("cpu")
 
@@ -45,7 +45,7 @@ def linear():
 
 
 def hollow_of(model, seed=0):
-    return HollowModel(model, CPU, seed)
+    return DeferredInitModel(model, CPU, seed)
 
 
 def has_values(module):

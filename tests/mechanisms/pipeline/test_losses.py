@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from retime.foundations.parts import balanced_parts
 from retime.mechanisms.pipeline import PipelineError
-from retime.mechanisms.pipeline.calls import LayerGates
+from retime.mechanisms.pipeline.calls import LayerInterceptors
 from retime.mechanisms.pipeline.losses import FirstLook, LossWeights, check_loss_weight, look_at_losses
 
 Step = Callable[[nn.Module, Any], Tensor]
@@ -57,7 +57,7 @@ def look(step: Step, given: Any = None, told: Any = None, gates: bool = True) ->
         given,
         balanced_parts(given, 3),
         told=told,
-        gates=LayerGates(layers) if gates else None,
+        gates=LayerInterceptors(layers) if gates else None,
         names=list(map(str, range(len(layers)))),
     )
 
@@ -463,7 +463,7 @@ def test_noise_stays_within_what_layers_return():
         lambda part: F.binary_cross_entropy(net(part["x"]), part["mask"]),
         given,
         balanced_parts(given, 3),
-        gates=LayerGates(list(net)),
+        gates=LayerInterceptors(list(net)),
         names=["0", "1"],
     )
     assert list(map(str, weights.weightings)) == [MEAN]

@@ -6,7 +6,7 @@ from torch import nn
 
 from retime.mechanisms.pipeline import Costs, Planner
 from retime.mechanisms.pipeline import survey as backward_times
-from retime.mechanisms.pipeline.calls import LayerGates
+from retime.mechanisms.pipeline.calls import LayerInterceptors
 from retime.mechanisms.pipeline.stage import MeasuredTimes, Span
 from retime.mechanisms.pipeline.survey import alike, survey, typical
 from retime.schedules import Kind, Task
@@ -57,7 +57,7 @@ def surveyed(monkeypatch, layers, clock, before=None, behind=None):
     monkeypatch.setattr(backward_times, "now", clock)
     model = nn.Sequential(*layers)
     whole = nn.ModuleList([one for one in (before, model, behind) if one is not None])
-    gates = LayerGates(list(model))
+    gates = LayerInterceptors(list(model))
 
     def step():
         tensor = torch.ones(2, 3) if before is None else before(torch.ones(2, 3))
