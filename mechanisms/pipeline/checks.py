@@ -219,9 +219,13 @@ class LayerResults:
             elif len(self._orders.get(key, ())) == 1:
                 count = self._samples[1]
                 if self._orders[key] == {"blocks"}:  # [samples * steps, ...]
-                    changed[number] = self._with_noise(tensor.unflatten(0, (count, -1)), key, 0).flatten(0, 1)
+                    changed[number] = self._with_noise(tensor.reshape(count, -1, *tensor.shape[1:]), key, 0).flatten(
+                        0, 1
+                    )
                 else:  # as torch.cat() puts views of samples
-                    changed[number] = self._with_noise(tensor.unflatten(0, (-1, count)), key, 1).flatten(0, 1)
+                    changed[number] = self._with_noise(tensor.reshape(-1, count, *tensor.shape[1:]), key, 1).flatten(
+                        0, 1
+                    )
         return replaced_tensors(output, changed) if changed else output
 
     def _note_rows(self, key: tuple[int, int], tensor: Tensor) -> None:
@@ -238,8 +242,8 @@ class LayerResults:
         elif key in self._orders:
             there = self._rows[key]
             expected = {
-                "blocks": there.unflatten(0, (whole, -1))[first : first + count],
-                "turns": there.unflatten(0, (-1, whole))[:, first : first + count],
+                "blocks": there.reshape(whole, -1, *there.shape[1:])[first : first + count],
+                "turns": there.reshape(-1, whole, *there.shape[1:])[:, first : first + count],
             }
             self._orders[key] -= {
                 order
