@@ -61,6 +61,7 @@ def train_in_stages(spec: Spec, way: Way, order: Order = as_given) -> dict[str, 
     if not isinstance(way, Fit):
         return Fit().fit(spec, order)
     way.ranks = WORLD_SIZE
+    way.by_value = frozenset({"read_power"})
     left, error = None, None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

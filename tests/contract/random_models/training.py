@@ -67,6 +67,7 @@ class Way:
         steps: optimizer steps begun.
         model: what is trained.
         told: names of logged numbers that a warning says to differ.
+        by_value: names of those that are judged by their values in the first batch.
     """
 
     on = False
@@ -75,6 +76,7 @@ class Way:
     steps = 0
     model: nn.Module
     told: frozenset[str] = frozenset()
+    by_value: frozenset[str] = frozenset()
 
     def begin(self, model: RandomModel, optimizer: Optimizer, spec: Spec) -> None:
         """Before the first step."""
