@@ -78,7 +78,7 @@ class KeptAttributes:
 
 _LOG = inspect.signature(LightningModule.log)
 _METRIC = "metric"
-_NEAR, _LOW_PRECISION = 1e-4, 3e-2
+_NEAR, _LOW_PRECISION = 1e-5, 3e-2
 """Relative to the largest of the numbers, as layers compute in 32 bits or in 16."""
 _SHARE = 1e-5
 _REDUCED = ("sum", "max", "amax", "min", "amin")
@@ -219,8 +219,10 @@ class PipelineLog:
                 return "loss", f"it is a {head.weightings[0]}, and the loss is not"
         found = {rule: _misfits(rule, key, look, calls) for rule in rules}
         if rules == _RULES and head is None:
-            unlike = len(look.examples) > 1 and any(len(_values(key, one.parts, calls)) > 1 for one in look.examples)
-            if not unlike and _is_read(key, look, calls):
+            unlike = len(look.examples) > 1 and any(
+                len(_values(key, _counted(one), calls)) > 1 for one in look.examples
+            )
+            if not unlike and _is_read(key, look, calls) and not _is_share_of_loss(key, look.examples, calls):
                 return (
                     self._fallback,
                     "it is no tensor, and the first batch does not show of unlike micro-batches what it is",
@@ -329,6 +331,11 @@ def _values(key: _Key, outputs: Sequence[Any], calls: Callable[[Any], Sequence[d
     return {float(call["value"]) for call in logged if call is not None}
 
 
+def _counted(one: Examples) -> list[Any]:
+    """Return what a step gave for the micro-batches that count: a loss over nothing shows nothing."""
+    return [part for part, weight in zip(one.parts, one.weights, strict=True) if weight]
+
+
 def _is_constant(key: _Key, one: Examples, calls: Callable[[Any], Sequence[dict[str, Any]]]) -> bool:
     """Whether a number is the same for a batch and each of its parts."""
     return len(_values(key, (one.whole, *one.parts), calls)) == 1
@@ -347,7 +354,7 @@ def _is_share_of_loss(
     key: _Key, examples: Sequence[Examples], calls: Callable[[Any], Sequence[dict[str, Any]]]
 ) -> bool:
     """Whether a number is the loss times a constant, in all that was seen."""
-    outputs = [output for one in examples for output in (one.whole, *one.parts)]
+    outputs = [output for one in examples for output in (one.whole, *_counted(one))]
     if not all(float(loss_of(output)) for output in outputs):
         return False
     shares = [float(dict(_numbered(calls(output)))[key]["value"]) / float(loss_of(output)) for output in outputs]
