@@ -108,7 +108,7 @@ class _Step:
         self._last_layer = max((task.layer for task in tasks if task.kind in (Kind.F, Kind.O, Kind.W)), default=0)
 
     def pick(self, near: Task, *wanted: tuple[Kind, int]) -> tuple[Task, ...]:
-        """Those of the wanted tasks that are listed for the micro-batch and step of ``near``."""
+        """Return the wanted tasks that are listed for the micro-batch and step of ``near``."""
         layered = [(kind, number) for kind, number in wanted if number >= 1 or kind in (Kind.D, Kind.P)]
         tasks = [Task(kind, number, near.micro_batch, near.step) for kind, number in layered]
         return tuple(task for task in tasks if task in self._listed)

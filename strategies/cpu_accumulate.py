@@ -109,7 +109,7 @@ class CPUAccumulateStrategy(HostReductionMixin, LightningOnly, ReportsAcrossProc
         self._update_on_host = update_on_host
         self._updates: dict[Optimizer, HostUpdate] = {}
         self._updated = HostUpdateReport()
-        """Of optimizers that were swapped for others."""
+        """Report of optimizers that were swapped for others."""
         self._reduction: BucketReduction | None = None
         self._last_report = HostReductionReport()
 

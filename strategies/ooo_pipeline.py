@@ -381,14 +381,14 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         return tensor if self._data_group is None else super().all_gather(tensor, self._data_group, sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Of all ranks."""
+        """Reduce a decision over all ranks."""
         counted = torch.tensor(int(decision), device=self.root_device)
         if dist.is_initialized():
             dist.all_reduce(counted)
         return int(counted) == self.world_size if all else int(counted) > 0
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Of all ranks, as behind a checkpoint that the first one writes."""
+        """Wait for all ranks, as behind a checkpoint that the first one writes."""
         if self._step is None:
             super().barrier(*args, **kwargs)
             return

@@ -35,7 +35,7 @@ class Region:
     """Neighbouring gradients, reduced together."""
 
     place: Place
-    """Of all of them."""
+    """Where all of them lie in the bucket."""
     parameters: tuple[Tensor, ...]
     values: Tensor
     """One-dimensional, inside the bucket."""
@@ -196,7 +196,7 @@ class Reductions:
         self._on_their_way.append(Reduction(parameters, done))
 
     def take(self) -> list[Reduction]:
-        """Those begun since the last call."""
+        """Return the reductions that began since the last call."""
         taken, self._on_their_way = self._on_their_way, []
         return taken
 

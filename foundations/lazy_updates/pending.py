@@ -186,7 +186,7 @@ class PendingUpdate:
         self._default_dtype = torch.get_default_dtype()
         self._apply: Callable[[], None] | None = apply
         self._turn = threading.RLock()
-        """Of the thread that settles; it may enter again, as the update reads parameters."""
+        """Lock of the thread that applies the update; it may enter again, as the update reads parameters."""
         self._runs = False
         for parameter in parameters:
             parameter._retime_pending = self  # type: ignore[attr-defined]

@@ -97,7 +97,7 @@ class GlobalsSnapshot:
                 _set(owner, name, value)
 
     def numbers(self) -> dict[tuple[int, str], float]:
-        """Those that are bound to numbers now."""
+        """Return the names that are bound to numbers now."""
         now = {key: _get(owner, key[1]) for key, (owner, _) in self._kept.items()}
         return {key: value for key, value in now.items() if _is_number(value)}
 

@@ -36,7 +36,7 @@ with needed_by("fusion, out-of-order data parallel and memory budgets under DDP,
 with needed_by("memory budgets under DDP, which refuse collectives that a training step calls itself,"):
     torch.ops._c10d_functional.all_reduce  # noqa: B018
 COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
-"""Of the operations that ranks run together, as a mode of the dispatcher meets them."""
+"""Namespaces of collective operations, as a dispatch mode meets them."""
 
 
 def has_rebuilt_buckets(model: DistributedDataParallel) -> bool:

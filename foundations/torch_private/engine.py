@@ -126,7 +126,7 @@ with needed_by(_PENDING):
 
 _compiled_call = attribute(nn.Module(), "_compiled_call_impl", _PENDING)
 _MARKS = ("_torchdynamo_orig_callable", "_compiler_ctx")
-"""Of a callable that ``torch.compile`` made, and of a LightningModule that Lightning compiled."""
+"""Attributes of a callable that ``torch.compile`` made, and of a LightningModule that Lightning compiled."""
 
 
 def calls_compiled(module: nn.Module) -> bool:

@@ -69,7 +69,7 @@ class Piece:
     reason: str | None = None
     """Why the weight gradient cannot run alone; None: it can."""
     leaves: tuple[Node, ...] = ()
-    """Those that add into the layer's parameters."""
+    """Accumulation nodes of the layer's parameters."""
     reads: tuple[bool, ...] = ()
     """For each input, whether the output depends on it."""
 
@@ -207,12 +207,12 @@ class Layer:
     computed later."""
 
     def trainable(self) -> list[Tensor]:
-        """Those of its parameters that are not frozen now."""
+        """Return its parameters that are not frozen now."""
         return [p for p in self.parameters if p.requires_grad]
 
     @property
     def size_bytes(self) -> int:
-        """Of the weight gradients."""
+        """Return the bytes of the weight gradients."""
         return sum(p.numel() * p.element_size() for p in self.trainable())
 
 
@@ -343,7 +343,7 @@ class StandIns:
         """Parameters and their stand-ins."""
         self._now: dict[Tensor, Tensor] = {}
         self._arrived: dict[int, dict[Tensor, Tensor]] = {}
-        """Of each backward pass that was not handed on yet: gradients by stand-in."""
+        """Gradients by stand-in, for each backward pass that was not handed on yet."""
         mine = set(layer.parameters)
         self._places = [
             (module, name, parameter)
@@ -438,7 +438,7 @@ class Call:
     """The storages of all inputs."""
     outputs: list[GradientEdge] = field(default_factory=list)
     leaves: tuple[Node, ...] = ()
-    """Of the parameters that it read."""
+    """Accumulation nodes of the parameters that it read."""
     hidden: Tensor | None = None
 
 

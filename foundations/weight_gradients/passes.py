@@ -272,7 +272,7 @@ class PassesInFlight:
         return self._passes[key]
 
     def keys(self) -> list[Hashable]:
-        """Of the passes in flight, in the order in which they began."""
+        """Return the keys of passes in flight, in the order in which they began."""
         return list(self._passes)
 
     def settle(self, one: WaitingPass) -> None:

@@ -269,7 +269,7 @@ class WeightGradientDeferral:
 
     @property
     def layers(self) -> list[Layer]:
-        """Of the model, in order of registration."""
+        """Return the model's layers in order of registration."""
         return self._split.layers
 
     @property

@@ -205,7 +205,7 @@ class OutOfOrderPipeline:
         return norm
 
     def state_dict(self) -> dict[str, Any] | None:
-        """That of the whole model on the first process of a pipeline, None on others; all processes call this."""
+        """Return the whole model's state on a pipeline's first process, None on others; all processes call this."""
         state = self._model.state_dict()
         if self._step is not None and self._step.is_spread:
             state = whole_model_state(self._model, state, self._step.owners)

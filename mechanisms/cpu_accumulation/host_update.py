@@ -103,12 +103,12 @@ class ReplicaChecksum:
         self._versions |= {one: version_of(one) for one in parameters}
 
     def weights(self, parameters: Iterable[Tensor]) -> int:
-        """Of all the weights that were written into since they were noted."""
+        """Return the checksum of all weights that were written into since they were noted."""
         written = (one for one in parameters if self._versions.get(one) != version_of(one))
         return zlib.crc32(repr([_sum_of_bits(one) for one in written]).encode())
 
     def sample(self, parameters: Sequence[Tensor], step: int) -> int:
-        """Of one number of some gradients, and of their weights."""
+        """Return the checksum of one number of some gradients, and of their weights."""
         first = step * _COMPARED % max(1, len(parameters))
         some = [*parameters[first:], *parameters[:first]][:_COMPARED]
         numbers = [
@@ -155,7 +155,7 @@ class HostUpdateReport:
     reasons: tuple[str, ...] = ()
 
     def beside(self, other: HostUpdateReport) -> HostUpdateReport:
-        """Of two optimizers."""
+        """Return the report of two optimizers together."""
         return HostUpdateReport(
             self.steps + other.steps,
             self.updated_bytes + other.updated_bytes,
@@ -194,7 +194,7 @@ class Shares:
         self._owners: dict[Tensor, int] = {}
 
     def give_out(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Those that nobody had so far; returns them."""
+        """Assign the parameters that no rank had so far, and return them."""
         new = [one for one in parameters if one not in self._owners and one in self._divisible]
         for parameter in sorted(new, key=lambda one: -one.nbytes):
             rank = min(range(len(self.bytes)), key=self.bytes.__getitem__)
@@ -255,7 +255,7 @@ def whole_state(part: dict[int, Any], ranks: SharedSum, *, keep: bool) -> dict[i
 
 
 def state_bytes(state: Any) -> int:
-    """Of the tensors in one parameter's state."""
+    """Return the bytes of the tensors in one parameter's state."""
     return sum(one.nbytes for one in _tensors(state))
 
 
@@ -292,7 +292,7 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """In the order in which :func:`_mapped` meets them."""
+    """Yield the tensors in the order in which :func:`_mapped` meets them."""
     if isinstance(value, dict):
         value = list(value.values())
     if type(value) in (list, tuple):

@@ -45,7 +45,7 @@ class SumTimes:
 
 
 def default_chunk_bytes(ranks: int) -> int:
-    """Of a block that one rank adds up at a time: what many ranks share must fit into the processors' caches too."""
+    """Return the bytes that one rank adds up at a time: what many ranks share must fit into the caches too."""
     return max(_PAGE, min(_CHUNK_BYTES, _ALL_CHUNKS_BYTES // ranks // _PAGE * _PAGE))
 
 
@@ -170,7 +170,7 @@ class SharedSum:
         )
 
     def times(self) -> SumTimes:
-        """Of the sums since the last call; they are timed from the first call on."""
+        """Return the times of the sums since the last call; they are timed from the first call on."""
         if self._nanoseconds is None:
             self._nanoseconds = (ctypes.c_int64 * 4)()
             self._library.retime_sums_time(self._sums, self._nanoseconds)
@@ -307,7 +307,7 @@ class HostSums(Protocol):
 
     @property
     def shared(self) -> SharedSum | None:
-        """Of this machine's ranks alone; None: they share no memory."""
+        """Return the sum of this machine's ranks alone; None: they share no memory."""
 
     def add(self, values: Tensor, scale: float = 1.0) -> None:
         """Replace ``values``, shape ``(n,)``, by their sum, each rank's times ``scale``."""
@@ -383,7 +383,7 @@ class MachineSums:
             self.shared.broadcast(values, 0)
 
     def times(self) -> SumTimes | None:
-        """Of this machine's sums."""
+        """Return the times of this machine's sums."""
         return self.shared.times()
 
     def stop(self) -> bool:

@@ -95,7 +95,7 @@ class GradientGuard(Tensor):
     def __init__(self, like: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None: ...
 
     def __deepcopy__(self, memo: Any) -> GradientGuard:
-        """Of a tensor's copy: every read of it raises too."""
+        """Return the guard of a tensor's copy: every read of it raises too."""
         made = GradientGuard(self)
         made._parameter = None
         memo[id(self)] = made

@@ -171,7 +171,7 @@ def spare_bytes(plain: StepProfile | None) -> int:
 # Times of a step by what it computes on: the same in every run, where clocks are not to choose.
 
 _OPERATION_MS = 0.005
-"""Of an operation that computes on nothing."""
+"""Time of an operation that computes on nothing."""
 _BYTES_PER_MS = 1e7
 """That operations read and write."""
 _DISK, _BUS = 1e6, 1e7

@@ -91,7 +91,7 @@ def buckets_of(model: nn.Module | None) -> Literal["", "beside", "gradients"]:
 
 
 def bucket_bytes(model: nn.Module | None) -> int:
-    """Of all gradient buckets."""
+    """Return the bytes of all gradient buckets."""
     if not isinstance(model, DistributedDataParallel):
         return 0
     return strided_bytes(one for one in model.parameters() if one.requires_grad)
@@ -161,7 +161,7 @@ class NewBuckets:
 
 
 def _sizes(total: int, cap: int) -> Iterator[int]:
-    """Of the buckets, about: they end at whole parameters."""
+    """Yield the buckets' sizes, about: they end at whole parameters."""
     size = min(_FIRST_BUCKET_BYTES, cap)
     while total > 0:
         yield min(total, size)

@@ -21,7 +21,7 @@ from retime.schedules.budget import OffloadPlan
 from retime.schedules.errors import ScheduleError
 
 VERSION = 1
-"""Of the form; raise it with every change to what is kept, or to what it means."""
+"""Version of the file format; raise it with every change to what is kept, or to what it means."""
 EARLIER_RUN = "plan of an earlier run"
 _MOST, _LENGTH = 2**62, 120
 _BYTES = ("in_flight_bytes", "peak_bytes", "scratch_bytes", "spare_bytes", "tensor_bytes", "out_bytes", "in_bytes")
@@ -117,7 +117,7 @@ def _time(name: str, value: object) -> None:
 
 
 def _shown(value: object) -> str:
-    """Of anything, whatever its size: enough to find it."""
+    """Return a short text of any value: enough to find it."""
     if isinstance(value, int) and abs(value) >= _MOST:
         return "a huge number"
     return repr(value)[:_LENGTH] if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"

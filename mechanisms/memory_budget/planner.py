@@ -60,23 +60,23 @@ class PlanningStages:
         self._number, self._last = 1, 4 + probed + (MOST_TRIALS if timed else 0)
 
     def probe(self) -> None:
-        """Of gradients."""
+        """Note that the gradient probe runs."""
         self._begin(PROBING)
 
     def least(self) -> None:
-        """What the floor's plan needs."""
+        """Note that the least need is measured."""
         self._begin("measuring on a few samples what the step needs at least")
 
     def costs(self) -> None:
-        """Times and memory of a few samples."""
+        """Note that times and memory of a few samples are measured."""
         self._begin(_MEASURING if self._timed else _COUNTING)
 
     def search(self) -> None:
-        """Plans that fit."""
+        """Note that plans that fit are searched for."""
         self._begin("searching among plans by dry runs")
 
     def trial(self, plan: OffloadPlan) -> None:
-        """Of the next plan."""
+        """Note that the next plan is tried out."""
         self._trial += 1
         self._begin(f"trying plan {self._trial}: {plan}")
 

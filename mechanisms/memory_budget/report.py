@@ -56,7 +56,7 @@ def _group_limits() -> Iterator[int]:
 
 
 def _limits_of(mounted: Path, group: str, name: str) -> Iterator[int]:
-    """Those of a group and of all around it, as far as they can be seen: a container sees its own as the outermost."""
+    """Yield the limits of a control group and of those around it; a container sees its own as the outermost."""
     inside = PurePosixPath(*(part for part in PurePosixPath(group).parts if part not in ("/", "..")))
     for folder in (inside, *inside.parents):
         try:

@@ -289,7 +289,7 @@ class BudgetedStep:
 
     @property
     def hidden_bytes(self) -> int:
-        """Of tensors that nothing in Python holds, as far as freed memory leaves room for them now."""
+        """Return the bytes of tensors that nothing in Python holds, as far as freed memory leaves room for them."""
         return self._plans.memory.hidden_bytes
 
     def report(self) -> BudgetReport:

@@ -76,7 +76,7 @@ def _some_bytes(tensor: Tensor) -> bytes:
 
 _PINGS = 4
 _TASK_MS = 0.5
-"""Of the runtime, for each task: threads that take turns, hooks, a call of autograd; as seen on processors."""
+"""Time of the runtime for each task: threads that take turns, hooks, a call of autograd; as seen on processors."""
 _ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-5}
 _LOW_PRECISION = 1e-2
 _NO_GRADIENT = "the loss of training_step has no gradient: nothing of the model is trained"
@@ -238,7 +238,7 @@ class FirstBatch:
         return tuple(sum(map(nbytes, one)) for one in held)
 
     def _hop_ms(self, nbytes: int) -> tuple[float, float]:
-        """Of a message of so many bytes from rank 0 to rank 1, as these see it: on its way, and of their processors."""
+        """Return the time of a message from rank 0 to rank 1, and what it takes of their processors."""
         place = self._place
         if place.ranks < 2 or place.rank > 1:
             return 0.0, 0.0

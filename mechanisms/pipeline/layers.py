@@ -20,7 +20,7 @@ from retime.mechanisms.pipeline.ownership import Reached
 AUTO = "auto"
 """In place of a path: a list, or else the modules that a step calls."""
 LEAST_SHARE = 0.5
-"""Of the model's parameters, that the layers have to hold."""
+"""Share of the model's parameters that the layers have to hold."""
 _SHOWN = 12
 """Layers in an error."""
 

@@ -364,7 +364,7 @@ def record(
 
 
 def _nothing(_: Any) -> Any:
-    """Of what autograd would keep."""
+    """Keep nothing of what autograd would save."""
 
 
 def record_altered(

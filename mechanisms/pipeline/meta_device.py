@@ -104,7 +104,7 @@ def _unknown(module: nn.Module, wanted: set[Tensor]) -> list[str]:
 
 
 def _who_says(model: nn.Module, names: Mapping[nn.Module, str], module: nn.Module) -> list[Callable[[nn.Module], Any]]:
-    """Those that may know how a module begins, the nearest around it first, and it itself last."""
+    """Return what may give a module its initial values, the nearest module around it first, and it itself last."""
     found: list[Callable[[nn.Module], Any]] = []
     parts = names[module].split(".") if names[module] else []
     for length in range(len(parts), -1, -1):
@@ -184,7 +184,7 @@ class DeferredInitModel:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Those that were on the meta device."""
+        """Return the parameters that were on the meta device."""
         return list(self._owner)
 
     def fill(self, module: nn.Module) -> None:

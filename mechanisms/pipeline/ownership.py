@@ -118,7 +118,7 @@ class GradientSums:
 
 
 _MUCH_MORE = 1.5
-"""Of a rank's even share of the parameters' bytes."""
+"""Multiple of a rank's even share of the parameters' bytes that is warned of."""
 
 
 def refuse_part_of_model(model: nn.Module) -> None:
@@ -415,13 +415,13 @@ class Ownership:
 
     @property
     def bytes_by_rank(self) -> list[int]:
-        """Of the parameters that each rank has."""
+        """Return the bytes of the parameters that each rank has."""
         sizes = {name: nbytes(parameter) for name, parameter in self.parameters.items()}
         return [sum(size for name, size in sizes.items() if rank in self.ranks[name]) for rank in self._everyone]
 
     @property
     def bytes_of_all(self) -> int:
-        """Of all parameters."""
+        """Return the bytes of all parameters."""
         return sum(map(nbytes, self.parameters.values()))
 
     def warn_of_shares(self, split: str) -> None:

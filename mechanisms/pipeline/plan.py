@@ -71,15 +71,15 @@ _ANY = "ooo"
 _FLUSH_FORMS = ("ooo1_flush", "ooo2_flush")
 _CAPPED = (_ANY, *_SEARCHED, *_FLUSH_FORMS)
 _AS_GOOD = 1.01
-"""Of plans so close to the shortest the one with the fewest stages is taken: each task costs some time of its own."""
+"""Among plans so close to the shortest the one with the fewest stages is taken: each task costs time of its own."""
 _AS_EVEN = 1.05
-"""Of even cuts, those whose largest share is so close to the least; the shortest step decides among them."""
+"""Even cuts are those whose largest share is so close to the least; the shortest step decides among them."""
 _FULL_LAYER = 1000
 """So often the mean layer's bytes count what a layer counts that has none."""
 _NOMINAL_TASK = 0.05
-"""Of a layer's F, what a task takes beside its layers, where nothing may be measured."""
+"""Share of a layer's F that a task takes beside its layers, where nothing may be measured."""
 _AS_SHORT = 1.005
-"""Of orders so close to the shortest, in measured times, the one with the fewest split backward passes is taken."""
+"""Among orders so close to the shortest, in measured times, that with the fewest split backward passes is taken."""
 _FAST_FORWARDING = {"ooo1": zb_h1, "ooo2": interleaved_zero_bubble, "ooo_v": zbv}
 """Orders of others that let weight gradients wait, by allocation."""
 _LETTERS: dict[Kind, Literal["F", "O", "W"]] = {Kind.F: "F", Kind.O: "O", Kind.W: "W"}
@@ -110,12 +110,12 @@ class Costs:
 
     @property
     def by_kind(self) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
-        """Of F, O and W, by layer."""
+        """Return the times of F, O and W, by layer."""
         return self.forward_ms, self.output_gradient_ms or self.forward_ms, self.weight_gradient_ms or self.forward_ms
 
     @property
     def total_ms(self) -> tuple[float, ...]:
-        """Of F, O and W together, by layer."""
+        """Return the time of F, O and W together, by layer."""
         return tuple(map(sum, zip(*self.by_kind, strict=True)))
 
     @property
@@ -264,7 +264,7 @@ class Planner:
         self._measured = StageCosts(forward, output, weight, self._bytes_of(*self._chosen))
 
     def weight_share(self, stage: int) -> float:
-        """Of W in O and W together, as the first batch has shown."""
+        """Return the share of W in O and W together, as measured in the first batch."""
         assert self._chosen is not None
         stage_of, stages = self._stage_of(*self._chosen), self._chosen[1]
         _, output, weight = (_by_stage(times, stage_of, stages) for times in self._costs.by_kind)

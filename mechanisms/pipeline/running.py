@@ -233,16 +233,16 @@ class RankInfo:
 
     @property
     def rank(self) -> int:
-        """In the group."""
+        """Return the rank within the pipeline group."""
         return dist.get_rank(self.group)
 
     @property
     def ranks(self) -> int:
-        """Of the group."""
+        """Return the size of the pipeline group."""
         return dist.get_world_size(self.group)
 
     def world_rank(self, rank: int) -> int:
-        """Of a rank of the group."""
+        """Return the global rank of a rank of the pipeline group."""
         return dist.get_global_rank(self.group, rank)
 
     def all_gather(self, mine: Any) -> list[Any]:
@@ -278,10 +278,10 @@ class StepModule(nn.Module):
         self.splits = True
         """Whether weight gradients of what runs next are to wait."""
         self.waits: set[Layer] = set()
-        """Those of these layers, then."""
+        """Layers whose weight gradients wait."""
 
     def forward(self, stretch: Callable[[], Any]) -> Any:
-        """Run it."""
+        """Run a stretch of the step as the module's forward pass."""
         return stretch()
 
 

@@ -187,7 +187,7 @@ class Stage:
         return self._in_flight.setdefault(batch, _InFlight())
 
     def _input_gradients(self, batch: int) -> list[Tensor]:
-        """Of all inputs that need one; zeros where nothing of the loss came back."""
+        """Return the gradients of all inputs that need one; zeros where nothing of the loss came back."""
         one = self._of(batch)
         found = [
             torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.contiguous()
@@ -210,7 +210,7 @@ class Stage:
 
 
 def _with_graph(roots: list[Tensor], gradients: list[Any]) -> tuple[list[Tensor], list[Any]]:
-    """Those that a backward pass can start from."""
+    """Return the roots, and their gradients, that a backward pass can start from."""
     pairs = [(root, gradient) for root, gradient in zip(roots, gradients, strict=True) if root.requires_grad]
     return [root for root, _ in pairs], [gradient for _, gradient in pairs]
 

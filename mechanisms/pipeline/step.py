@@ -177,7 +177,7 @@ class PipelineStep:
         if microbatches == "auto":
             microbatches = _MICRO_BATCHES_A_RANK * dist.get_world_size(group)
         self.microbatches: int = microbatches
-        """Of each batch with as many samples."""
+        """Micro-batches of each batch with as many samples."""
         self._model, self._quiet = model, quiet
         self._split, self._path = split, layers
         self._config = PipelineConfig(check_schedule(schedule), layers_per_stage, activation_cap, "even", loss_weight)

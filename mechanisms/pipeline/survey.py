@@ -51,7 +51,7 @@ def typical(values: Sequence[float], groups: Sequence[Sequence[int]]) -> list[fl
 # How long the output gradient and the weight gradient of each layer take, in a step that runs whole on this rank.
 
 _PASSES = 2
-"""Of each kind; the faster counts."""
+"""Timed passes of each kind; the faster counts."""
 
 
 class BackwardTimes:
@@ -143,7 +143,7 @@ def now() -> float:
 
 
 FIRST_SEED = 0
-"""Of the first batch, whole or in stages."""
+"""Seed of the first batch, whole or in stages."""
 Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 

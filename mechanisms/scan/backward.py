@@ -136,7 +136,7 @@ def local_cell(saved: Saved, before: Tensor) -> LocalCell:
 
 
 def _input_gradient(gates: tuple[Tensor, ...], weight: Tensor) -> Tensor:
-    """Of ``x``: ``[T, B, I]``."""
+    """Return the gradient of ``x``: ``[T, B, I]``."""
     first, *rest = weight.chunk(len(gates))
     total = gates[0].flatten(0, 1) @ first
     for gate, part in zip(gates[1:], rest, strict=True):
@@ -161,7 +161,7 @@ def _weight_gradients(gates: GateGradients, x: Tensor, before: Tensor) -> Weight
 # A layer's backward pass in windows of time on a CPU, so that what it works on stays in the cache.
 
 WINDOW_BYTES = 4 * 1024 * 1024
-"""Of one series ``[T, B, H]``; about six are alive at once, which a server's last-level cache holds."""
+"""Bytes of a series ``[T, B, H]`` in a window; about six are alive at once, which a server's last-level cache holds."""
 LEAST_STEPS = 256
 """Shorter windows would cost more in calls than the cache saves."""
 

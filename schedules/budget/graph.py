@@ -16,12 +16,12 @@ class BlockKind(StrEnum):
     """A part of the batch: it comes from the host and never needs to be offloaded."""
     ACTIVATION = "activation"
     GRADIENT = "gradient"
-    """Of an activation: the paper's delta."""
+    """Gradient of an activation: the paper's delta."""
     WEIGHT = "weight"
     """A parameter or a buffer: stays in device memory."""
     WEIGHT_GRADIENT = "weight gradient"
     STATE = "state"
-    """Of the optimizer: stays in device memory."""
+    """State of the optimizer: stays in device memory."""
 
 
 class Phase(StrEnum):

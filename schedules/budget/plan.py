@@ -11,7 +11,7 @@ _FORM = re.compile(r"sub-batch (\d+), prefetch (\d+), offload (all|none|\d+(?:-\
 MOST_SAVED = 100_000
 """More storages than the forward pass of any step saves."""
 _DIGITS = 18
-"""Of a number; all counts of bytes and samples have fewer."""
+"""Digits of a number; all counts of bytes and samples have fewer."""
 _SHOWN = 80
 
 

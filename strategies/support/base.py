@@ -79,7 +79,7 @@ StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
 def given(**arguments: Any) -> dict[str, Any]:
-    """Those that were given: for the others Lightning and torch have defaults of their own."""
+    """Return the arguments that were given: for the others Lightning and torch have defaults of their own."""
     return {name: value for name, value in arguments.items() if value is not None}
 
 

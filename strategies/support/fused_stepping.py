@@ -47,7 +47,7 @@ from retime.strategies.support.lightning_private import averages_models, has_bat
 
 
 def mechanisms_of(strategy: Strategy) -> tuple[Mechanism, ...]:
-    """Those of a strategy of retime's or of anyone's; a communication hook of the user's own counts as one."""
+    """Return the mechanisms of any strategy; a communication hook of the user's own counts as one."""
     ours: tuple[Mechanism, ...] = getattr(strategy, "mechanisms", ())
     hooked = isinstance(strategy, DDPStrategy) and user_comm_hook(strategy)[0] is not None
     return (*ours, Mechanism.USERS_HOOK) if hooked else ours
@@ -65,7 +65,7 @@ _CALLBACK_READERS = ("on_after_backward", "on_before_optimizer_step", "on_before
 _USE_FORWARD = "use mode='forward' (strategy='fused_optimizer_forward')"
 
 IN_A_TRAINER: dict[str, Any] = {"armed": False, "guard_at_once": False}
-"""Of backward fusions: which backward pass belongs to a step, and who reads gradients until its end, is known here."""
+"""For backward fusions: which backward pass belongs to a step, and who reads gradients until its end, is known here."""
 
 
 class FusedStepping:
@@ -103,9 +103,9 @@ class FusedStepping:
         self._side_stream = side_stream
         self._fusions: dict[Optimizer, BackwardFusion | ForwardFusion] = {}
         self._plain = FusionReport(mode=self.mode)
-        """Of fits that have ended, and steps that ran the plain way."""
+        """Report of fits that have ended, and of steps that ran the plain way."""
         self._dropped: dict[weakref.ref[Optimizer], FusionReport] = {}
-        """Of this fit's fusions that have ended: their optimizers may be fused again, and must not live on for this."""
+        """Reports of this fit's ended fusions: their optimizers may be fused again, and must not live on for this."""
         self._warned: set[str] = set()
         self._modules: list[tuple[str, nn.Module]] = []
         self._owners: tuple[LightningModule | Callback, ...] = ()

@@ -103,7 +103,7 @@ def ddp_options(strategy: DDPStrategy) -> dict[str, Any]:
 
 
 def timeout_of(strategy: DDPStrategy) -> timedelta | None:
-    """Of collectives; for the process groups of ooo_ddp's and memory_budget_ddp's own."""
+    """Return the timeout of collectives, for the process groups of ooo_ddp's and memory_budget_ddp's own."""
     timeout: timedelta | None = read_private(
         strategy, "_timeout", "ooo_ddp and memory_budget_ddp, whose own process groups have the strategy's timeout,"
     )

@@ -101,7 +101,7 @@ class KeptOutputs:
         return made
 
     def _new_bytes(self) -> int:
-        """Of storages that this part has made: what it returns of the model or the batch is there anyway."""
+        """Return the bytes of storages that this part has made; those of the model and the batch are there anyway."""
         trace = self._tracer.trace
         found = {self._tracer.index_of(leaf.untyped_storage()) for leaf in self.apart if has_storage(leaf)}
         storages = [trace.storages[index] for index in found if index is not None]
@@ -519,7 +519,7 @@ class DryRun:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Of real runs only the first is watched: later ones, which may be timed, write into the same tensors."""
+        """Watch the first real run only: later ones, which may be timed, write into the same tensors."""
         with self._mode or nullcontext(), self._outside.put_back_after(watched=not self._watched):
             yield
         self._watched = self._mode is None

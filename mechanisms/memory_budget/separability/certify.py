@@ -413,7 +413,7 @@ class _Examiner:
 
 
 def _possible(known: Sequence[Weighting] | None, divisors: Set[Divisor]) -> list[Weighting]:
-    """Those by which the loss may be weighed, as far as it is a mean over what is counted in the batch."""
+    """Return the weightings that are possible for a loss that is a mean over what is counted in the batch."""
     return [one for one in known or () if not isinstance(one.count, Count) or any(_is(one, by) for by in divisors)]
 
 

@@ -146,7 +146,7 @@ class Flow:
             self.places[self.number_of(tensor)] = Place(name, tuple(tensor.shape), total, tensor.dtype)
 
     def names(self) -> list[str]:
-        """Of the operations."""
+        """Return the operations' names."""
         return [operation.name for operation in self.operations]
 
     def towards_loss(self) -> list[Operation]:
@@ -225,7 +225,7 @@ class Flow:
         return Operand(self.number_of(tensor), tuple(tensor.shape), tensor.dtype, _covers(tensor), tensor.requires_grad)
 
     def number_of(self, tensor: Tensor) -> int:
-        """Of its storage; no other gets it before :meth:`release`."""
+        """Return the number of its storage, which no other gets before :meth:`release`."""
         if has_storage(tensor):
             storage = tensor.untyped_storage()
             self._held.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
@@ -530,7 +530,7 @@ class Label:
         return replace(self, reason=reason, weights=weights)
 
     def joined(self, other: Label) -> Label:
-        """Of values that follow from both."""
+        """Return the label of values that follow from both."""
         worse = other if other.reason and (not self.reason or (self.weights and not other.weights)) else self
         return Label(
             self.sampled or other.sampled,
