@@ -369,7 +369,7 @@ def _misfits(rule: str, key: _Key, look: FirstLook, calls: Callable[[Any], Seque
         if whole is None or found is None:
             continue
         there, here = float(whole["value"]), float(_combined(found, rule)["value"])
-        values = [abs(float(call["value"])) for call, _, _ in found]
+        values = [abs(float(call["value"])) for call, weight, _ in found if weight or rule != "loss"]
         low = look.low_precision or torch.as_tensor(whole["value"]).dtype in (torch.bfloat16, torch.float16)
         near = _LOW_PRECISION if low else _NEAR
         largest = max([abs(there), *filter(math.isfinite, values)])

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -12,10 +13,10 @@ from torch import Tensor, nn
 
 from retime import DifferenceWarning
 from retime.foundations.parts import balanced_parts
-from retime.mechanisms.pipeline import PipelineError
+from retime.mechanisms.pipeline import Examples, PipelineError
 from retime.mechanisms.pipeline.calls import LayerInterceptors
 from retime.mechanisms.pipeline.losses import look_at_losses
-from retime.strategies.support.pipeline_log import PipelineLog
+from retime.strategies.support.pipeline_log import PipelineLog, _misfits
 
 Logs = Callable[[Tensor, dict[str, Tensor]], dict[str, Any]]
 
@@ -115,6 +116,19 @@ def test_numbers_of_python(draws: bool) -> None:
     named = [text.split("'")[1] for text in said]
     assert named == ["any", "marked", "counted", *(["of loss"] if draws else [])]
     assert all("it is no tensor" in text for text in said)
+
+
+def test_what_a_part_without_labels_logs_hides_nothing() -> None:
+    """A function of the loss is told, though a part that counts for nothing logs a thousand times as much."""
+
+    def logged(*values: float) -> list[dict[str, Any]]:
+        return [{"calls": [{"name": "ppl", "value": value}]} for value in values]
+
+    (whole,), parts = logged(1.1255), logged(1.1454, 8103.0, 1.0831, 1.1494)
+    example = Examples(whole, parts, [1 / 3, 0.0, 1 / 3, 1 / 3], [1, 1, 1, 1])
+    look: Any = SimpleNamespace(examples=[example], low_precision=False)
+    text = _misfits("loss", ("ppl", 0), look, lambda output: output["calls"])
+    assert text == "1.126 for 1.126 in the first batch"
 
 
 def test_errors_of_a_pipeline_are_raised_from_noise_too() -> None:
