@@ -124,11 +124,11 @@ def test_what_a_part_without_labels_logs_hides_nothing() -> None:
     def logged(*values: float) -> list[dict[str, Any]]:
         return [{"calls": [{"name": "ppl", "value": value}]} for value in values]
 
-    (whole,), parts = logged(1.1255), logged(1.1454, 8103.0, 1.0831, 1.1494)
+    (whole,), parts = logged(1.12), logged(1.1454, 8103.0, 1.0831, 1.1494)
     example = Examples(whole, parts, [1 / 3, 0.0, 1 / 3, 1 / 3], [1, 1, 1, 1])
     look: Any = SimpleNamespace(examples=[example], low_precision=False)
     text = _misfits("loss", ("ppl", 0), look, lambda output: output["calls"])
-    assert text == "1.126 for 1.126 in the first batch"
+    assert text == "1.126 for 1.12 in the first batch"
 
 
 def test_errors_of_a_pipeline_are_raised_from_noise_too() -> None:
