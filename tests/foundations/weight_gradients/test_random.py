@@ -98,7 +98,7 @@ def difference(seed: int, operations: list[int] | None = None) -> str:
 @pytest.mark.filterwarnings("ignore::retime.DifferenceWarning")
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_as_plain_autograd(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("layer_hooks", "layers"):
+    for module in ("passes", "cut"):
         monkeypatch.setattr(
             f"retime.foundations.weight_gradients.{module}.SMALL_BYTES", random.Random(seed).choice([0, 0, 200])
         )
