@@ -235,6 +235,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             by_mask = any(isinstance(t, Tensor) and t.dtype in (torch.bool, torch.uint8) for t in args[1])
             selects, before["by_mask"] = by_mask and name == "index", by_mask
         result = func(*args, **(kwargs or {}))
+        if name == "bincount" and len(result) <= before.get("minlength", 0):
+            selects = False  # as many bins as were asked for
         if selects and not self.inside:
             result = self._with_rows(result, before)
         made = Operation(name.removesuffix("_") if schema.is_mutable else name, before, selects=selects)

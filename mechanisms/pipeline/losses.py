@@ -21,7 +21,7 @@ from retime.foundations.parts import (
     samples_in,
     split_batch,
 )
-from retime.foundations.preserve_state import seed_all
+from retime.foundations.preserve_state import Undo, seed_all
 from retime.mechanisms.pipeline.calls import LayerInterceptors
 from retime.mechanisms.pipeline.checks import LayerResults, PipelineError
 from retime.mechanisms.pipeline.loss_head import Head, NotUnderstoodError, RecordedRun, head_of, record, record_altered
@@ -207,8 +207,12 @@ def look_at_losses(
                 "a hook, such as on_train_batch_end"
             )
     try:
-        look.runs = _followed(step, batch, results)
-        look.altered = _altered(step, batch, results, look.runs[0])
+        undo = Undo(model, batch, parameters=False)  # steps in training mode change buffers, as a spectral norm's
+        try:
+            look.runs = _followed(step, batch, results)
+            look.altered = _altered(step, batch, results, look.runs[0])
+        finally:
+            undo.put_back()
         if told is None:
             weights = LossWeights(_certificate(look))
     except NotUnderstoodError as error:

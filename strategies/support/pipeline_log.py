@@ -362,7 +362,8 @@ def _is_share_of_loss(
 
 
 def _misfits(rule: str, key: _Key, look: FirstLook, calls: Callable[[Any], Sequence[dict[str, Any]]]) -> str | None:
-    """In which example a number that is put together by a rule is not the whole batch's; None where it always is."""
+    """Where a number that is put together by a rule differs most from the whole batch's; None where it never does."""
+    worst, said = 0.0, None
     for number, one in enumerate(look.examples):
         whole = dict(_numbered(calls(one.whole))).get(key)
         found = _numbers([calls(part) for part in one.parts], one.weights, one.samples).get(key)
@@ -373,10 +374,12 @@ def _misfits(rule: str, key: _Key, look: FirstLook, calls: Callable[[Any], Seque
         low = look.low_precision or torch.as_tensor(whole["value"]).dtype in (torch.bfloat16, torch.float16)
         near = _LOW_PRECISION if low else _NEAR
         largest = max([abs(there), *filter(math.isfinite, values)])
-        if math.isfinite(there) and not abs(here - there) <= near * largest:
+        off = abs(here - there) / largest if largest else 0.0
+        if math.isfinite(there) and not off <= max(near, worst):
+            worst = off if math.isfinite(off) else math.inf
             where = "where outputs of layers are others, sample by sample" if number else "in the first batch"
-            return f"{here:.4g} for {there:.4g} {where}"
-    return None
+            said = f"{here:.4g} for {there:.4g} {where}"
+    return said
 
 
 def _combined(found: _Found, rule: str = "") -> dict[str, Any]:

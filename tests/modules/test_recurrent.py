@@ -351,5 +351,5 @@ def test_constructor_refuses():
         ScanGRU(X, H, solver="quick")
     with pytest.raises(TypeError, match=r"solver=3\): give a text or a Solver"):
         convert(nn.GRU(X, H), solver=3)
-    with pytest.raises(ValueError, match="dropout should be a number in range"):
+    with pytest.raises(ValueError, match=r"ScanGRU\(dropout=2.0\): give a number of 0 or more and of at most 1"):
         ScanGRU(X, H, dropout=2.0)

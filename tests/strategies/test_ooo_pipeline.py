@@ -179,7 +179,7 @@ def test_numbers_that_micro_batches_change_are_named(tmp_path: Path) -> None:
     said = dict(zip(TOLD, first["said"]["perplexity"], strict=True))
     for name, text in said.items():
         assert text.startswith(f"the logged value {name!r} is put together from micro-batches under a pipeline")
-        assert TOLD[name] in text
+        assert TOLD[name] in text, (name, text)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         expected = shown("auto", tmp_path, 1)

@@ -169,7 +169,7 @@ REFUSALS = {
     "skipped": "does not call '7'",
     "whole loss": "it goes through `std` (pipeline_worker.py:",
     "no weight": "loss_weight=... gave 0 for a whole batch",
-    "wrong weight": "loss_weight='tokens': give 'samples', 'sum', or a function",
+    "wrong weight": "PipelineStep(loss_weight='tokens'): give 'samples' or 'sum', a function, or None",
     "no loss": "a step must return its loss",
     "no gradient": "has no gradient",
     "batches": "were given different batches",
@@ -183,7 +183,7 @@ REFUSALS = {
     "split": "split=['0', '9']: '9' is no layer. Give 'even', 'fastest', or the name of each stage's first layer",
     "split order": "names are to be in the order of the layers, each once",
     "split start": "the first stage begins with '0'",
-    "split word": "split='equal': 'equal' is no layer",
+    "split word": "PipelineStep(split='equal'): give 'even' or 'fastest' or texts in a list",
     "frozen": "were frozen or thawed",
 }
 
