@@ -304,9 +304,14 @@ class Ownership:
         self._finite = [name for name in self.unreached if self._is_finite(name)]
         self._groups: dict[tuple[int, ...], Any] = {}
         self._owner_of_buffers = self._owners_of_buffers()
+        self._computed = self._computed_attributes()
 
     def free(self) -> None:
         """Give the memory of what other ranks have back."""
+        for owner, module, attribute in self._computed:
+            value = vars(module).get(attribute)
+            if isinstance(value, Tensor) and not value.is_leaf and self._rank != owner:
+                setattr(module, attribute, value.detach())  # else it keeps parameters alive, and copies of it fail
         for name in self.absent:
             parameter = self.parameters[name]
             _set_absent(parameter, False)
@@ -336,6 +341,13 @@ class Ownership:
             self._send(parameter.data, ranks[0])
         for name, buffer in sorted(self._model.named_buffers()):
             self._send(buffer, self._owner_of_buffers.get(name, 0))
+        for owner, module, attribute in self._computed:
+            mine = vars(module).get(attribute) if owner == self._rank else None
+            told = [mine.detach() if isinstance(mine, Tensor) else mine]
+            with messages_of_group(self._group):
+                dist.broadcast_object_list(told, dist.get_global_rank(self._group, owner), group=self._group)
+            if owner != self._rank:
+                setattr(module, attribute, told[0])
 
     @contextmanager
     def whole(self, names: Iterable[str] | None = None) -> Iterator[None]:
@@ -467,6 +479,25 @@ class Ownership:
                 if first is not None:
                     owners[f"{prefix}.{name}" if prefix else name] = first
         return owners
+
+    def _computed_attributes(self) -> list[tuple[int, nn.Module, str]]:
+        """What modules keep beside parameters and buffers and compute from them, as pruning and old weight norms do.
+
+        Returns:
+            The rank that has the parameters, the module, and the attribute, in the same order on all ranks.
+        """
+        owned: dict[str, tuple[int, nn.Module, str]] = {}
+        for prefix, module in self._model.named_modules():
+            named = [f"{prefix}.{name}" if prefix else name for name, _ in module.named_parameters(recurse=False)]
+            ranks = [self.ranks[name][0] for name in named if name in self.ranks]
+            for attribute, value in vars(module).items() if ranks else ():
+                if isinstance(value, Tensor):
+                    owned[f"{prefix}.{attribute}"] = min(ranks), module, attribute
+        computed = {name for name, (_, module, attribute) in owned.items() if not vars(module)[attribute].is_leaf}
+        everyone: list[Any] = [None] * len(self._everyone)
+        dist.all_gather_object(everyone, (computed, set(owned)), group=self._group)
+        somewhere = set().union(*(names for names, _ in everyone))
+        return [owned[name] for name in sorted(somewhere.intersection(*(names for _, names in everyone)))]
 
     def _send(self, tensor: Tensor, owner: int) -> None:
         message = tensor.contiguous()  # else what is sent is in the order of the memory, which ranks may differ in

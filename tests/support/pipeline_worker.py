@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from retime.foundations.messages import DifferenceWarning, NoEffectWarning
@@ -430,6 +431,37 @@ def parts() -> None:
                 pipeline.train(lambda part: model(part[0]).square().mean(), (tokens,))
             pipeline.restore()
         print(count, *(str(one.message) for one in found if issubclass(one.category, DifferenceWarning)))
+
+
+def computed() -> None:
+    """A pruned layer's weight is computed by its rank; others can copy the model, and have the weight behind it."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))))
+        for number in (0, 3):
+            prune.l1_unstructured(models[-1][number][0], "weight", 0.3)
+    model, plain = models
+    batch = torch.randn(8, 8), torch.randn(8, 8)
+    for one in models:
+        pipeline = PipelineStep(one, microbatches=4, schedule="1f1b") if one is model else None
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            if pipeline is None:
+                (one(batch[0]) - batch[1]).square().mean().backward()
+            else:
+                pipeline.train(lambda part: (model(part[0]) - part[1]).square().mean(), batch)
+                elsewhere = 3 if RANK == 0 else 0
+                copy.deepcopy(model[elsewhere])
+            optimizer.step()
+        if pipeline is not None:
+            pipeline.restore()
+    for number in (0, 3):
+        weight, expected = model[number][0].weight, plain[number][0].weight
+        assert torch.allclose(weight, expected, rtol=1e-5), number
+        assert int((weight == 0).sum()) == int((expected == 0).sum()) > 0
+    print("same")
 
 
 def relays(name: str) -> None:

@@ -70,6 +70,10 @@ def test_checkpoints_around_the_layers_and_in_them():
     assert outputs(4, "gradients", "checkpointed", "ooo2", "1", "float64") == ["same"] * 4
 
 
+def test_weights_that_a_layer_computes_are_its_ranks():
+    assert outputs(2, "computed") == ["same"] * 2
+
+
 def test_without_gradients_all_ranks_have_all_values():
     assert outputs(2, "relays", "between") == ["same"] * 2
     assert outputs(2, "relays", "attributes") == ["same"] * 2
