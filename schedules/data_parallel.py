@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from retime.schedules.errors import check_count
 from retime.schedules.network import Transfer
 from retime.schedules.reverse_first_k import reverse_first_k
 from retime.schedules.tasks import Kind, Task
@@ -118,7 +119,16 @@ def size_buckets(
         bucket_bytes: ``bucket_cap_mb`` in bytes.
         first_bytes: the same for the first bucket of a queue; ``bucket_bytes`` when left out.
         k: the first k layers get buckets, and a queue, of their own, filled from layer 1 on.
+
+    Raises:
+        ValueError: when a number is out of its range.
     """
+    check_count(bucket_bytes=bucket_bytes)
+    check_count(0, k=k)
+    if first_bytes is not None:
+        check_count(1, ", or None for bucket_bytes", first_bytes=first_bytes)
+    if k > len(costs):
+        raise ValueError(f"k={k}: give 0 (nothing deferred) to {len(costs)}, the number of layers")
     deferred = list(range(1, k + 1)) if k > 1 else []
     rest = range(len(costs), len(deferred), -1)
     return [
@@ -145,8 +155,7 @@ def simulate_data_parallel(
     Raises:
         ValueError: when a number is out of its range, or the buckets do not hold every layer with parameters once.
     """
-    if steps < 2:
-        raise ValueError(f"steps={steps}: give 2 or more; the first has nothing to wait for")
+    check_count(2, "; the first has nothing to wait for", steps=steps)
     _check(costs, communication)
     return _Run(costs, communication, k, steps).timeline()
 
@@ -311,8 +320,10 @@ def _filled(
 def _check(costs: Sequence[LayerCost], communication: Communication) -> None:
     if not 0 <= communication.interference < 1:
         raise ValueError(f"interference={communication.interference}: give 0 or more, below 1")
-    if communication.partition_bytes is not None and communication.partition_bytes < 1:
-        raise ValueError(f"partition_bytes={communication.partition_bytes}: give 1 or more, or None for whole buckets")
+    if communication.partition_bytes is not None:
+        check_count(1, ", or None for whole buckets", partition_bytes=communication.partition_bytes)
+    if communication.order not in ("fifo", "priority"):
+        raise ValueError(f"order={communication.order!r}: give 'fifo' or 'priority'")
     held = sorted(layer for bucket in communication.buckets for layer in bucket.layers)
     wanted = [layer for layer, cost in enumerate(costs, 1) if cost.size_bytes]
     if held != wanted:

@@ -1,8 +1,9 @@
-"""The one error of this package, and the mark that shows where a schedule is wrong."""
+"""The one error of this package, the mark that shows where a schedule is wrong, and the check of counts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 
 # A step of a deep network is a line of hundreds of tasks; the reader needs the neighbourhood of the mark.
 _NEIGHBOURS_SHOWN = 8
@@ -10,6 +11,25 @@ _NEIGHBOURS_SHOWN = 8
 
 class ScheduleError(ValueError):
     """A schedule, or a piece of text that should be one, is wrong; the message says what and marks the place."""
+
+
+def check_count(least: int = 1, also: str = "", /, **counts: object) -> None:
+    """Raise an error for an argument that is no whole number, or too small a one.
+
+    Args:
+        least: the smallest allowed.
+        also: what the message adds, such as ``", or None for no limit"``.
+        counts: by the arguments' names.
+
+    Raises:
+        TypeError: it is no whole number.
+        ValueError: it is below ``least``.
+    """
+    for name, value in counts.items():
+        if not isinstance(value, Integral) or isinstance(value, bool):
+            raise TypeError(f"{name}={value!r}: give a whole number, {least} or more{also}")
+        if value < least:
+            raise ValueError(f"{name}={value!r}: give {least} or more{also}")
 
 
 def mark(words: Sequence[str], position: int, *, prefix: str = "") -> str:

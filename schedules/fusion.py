@@ -6,6 +6,7 @@ same tasks. ``O_1``, the gradient of the batch, is left out: training does not n
 
 from __future__ import annotations
 
+from retime.schedules.errors import check_count
 from retime.schedules.schedule import Schedule
 from retime.schedules.tasks import Kind, Task
 
@@ -97,6 +98,4 @@ def _updates(layers: int, step: int) -> list[Task]:
 
 
 def _check(layers: int, steps: int) -> None:
-    for name, value in (("layers", layers), ("steps", steps)):
-        if value < 1:
-            raise ValueError(f"{name}={value}: give 1 or more")
+    check_count(layers=layers, steps=steps)

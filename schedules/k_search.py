@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from retime.schedules.errors import check_count
+
 _FIRST_PASS = 10
 """The first pass goes up in tenths of the layers."""
 
@@ -40,12 +42,11 @@ class KSearch:
     measured: dict[int, float]
 
     def __init__(self, layers: int, *, largest: int | None = None, budget: int | None = None) -> None:
-        if layers < 1:
-            raise ValueError(f"layers={layers}: give 1 or more")
-        if largest is not None and largest < 0:
-            raise ValueError(f"largest={largest}: give 0 (nothing deferred) or more")
-        if budget is not None and budget < 1:
-            raise ValueError(f"budget={budget}: give 1 or more, or None for no limit")
+        check_count(layers=layers)
+        if largest is not None:
+            check_count(0, ", where 0 defers nothing", largest=largest)
+        if budget is not None:
+            check_count(1, ", or None for no limit", budget=budget)
         self.measured = {}
         self._budget = budget
         self._last = layers - 1 if largest is None else min(largest, layers - 1)

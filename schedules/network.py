@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from retime.schedules.errors import check_count
+
 _BITS_PER_BYTE = 8
 _MS_PER_S = 1e3
 
@@ -42,6 +44,11 @@ class Transfer:
     latency_ms: float
     busy_ms: float
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name}={value}: give a finite number of milliseconds, 0 or more")
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -63,9 +70,7 @@ class Cluster:
     within_node: Link = Link(math.inf)
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "devices_per_node"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: give 1 or more")
+        check_count(nodes=self.nodes, devices_per_node=self.devices_per_node)
 
     @property
     def devices(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from retime.schedules.buffers import Sizes, step_buffers
-from retime.schedules.errors import ScheduleError
+from retime.schedules.errors import ScheduleError, check_count
 from retime.schedules.schedule import Schedule
 from retime.schedules.simulate import simulate
 from retime.schedules.tasks import Kind, Task
@@ -140,6 +140,10 @@ def largest_k(
         # Memory depends on the order of the computations only: S takes no time, all others the same.
         return simulate(schedule, {"F": 1.0, "O": 1.0, "W": 1.0, "S": 0.0}, buffers=buffers).peak_bytes
 
+    check_count(layers=layers)
+    check_count(0, max_memory=max_memory)
+    if plain_peak_bytes is not None:
+        check_count(0, ", or None for the simulated one", plain_peak_bytes=plain_peak_bytes)
     simulated_bytes = peak_bytes(0)
     plain_bytes = simulated_bytes if plain_peak_bytes is None else plain_peak_bytes
     if max_memory < plain_bytes:
@@ -159,8 +163,7 @@ def _weight_gradient(layer: int, step: int) -> list[Task]:
 
 
 def _check(layers: int, k: int, steps: int) -> None:
-    for name, value in (("layers", layers), ("steps", steps)):
-        if value < 1:
-            raise ValueError(f"{name}={value}: give 1 or more")
-    if not 0 <= k <= layers:
+    check_count(layers=layers, steps=steps)
+    check_count(0, f" (nothing deferred), to {layers}", k=k)
+    if k > layers:
         raise ValueError(f"k={k}: give 0 (nothing deferred) to {layers}, the number of layers")

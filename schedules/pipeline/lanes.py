@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from retime.schedules.errors import check_count
 from retime.schedules.pipeline.placement import Placement
 from retime.schedules.schedule import Schedule
 from retime.schedules.tasks import Kind, Task
@@ -59,9 +60,8 @@ class Chunks:
 
 
 def check_micro_batches(micro_batches: int) -> None:
-    """Raise a ValueError for less than one micro-batch."""
-    if micro_batches < 1:
-        raise ValueError(f"micro_batches={micro_batches}: give 1 or more")
+    """Raise an error for less than one micro-batch."""
+    check_count(micro_batches=micro_batches)
 
 
 def require_one_chunk(placement: Placement, schedule: str) -> None:
