@@ -8,7 +8,13 @@ from retime import schedules as s
 
 COSTS = [s.LayerCost(1, 1, 1, 10)] * 3
 TAKES = {
-    "layers": [s.baseline, s.backward_fusion, lambda v: s.reverse_first_k(v, 1), lambda v: s.largest_k(v, 10), s.KSearch],
+    "layers": [
+        s.baseline,
+        s.backward_fusion,
+        lambda v: s.reverse_first_k(v, 1),
+        lambda v: s.largest_k(v, 10),
+        s.KSearch,
+    ],
     "steps": [
         lambda v: s.baseline(3, steps=v),
         lambda v: s.forward_fusion(3, steps=v),
@@ -49,5 +55,5 @@ def test_a_k_of_more_than_all_layers_is_refused():
 
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
 def test_a_message_takes_a_finite_time(value):
-    with pytest.raises(ValueError, match="busy_ms=.*: give a finite number of milliseconds"):
+    with pytest.raises(ValueError, match=r"busy_ms=.*: give a finite number of milliseconds"):
         s.Transfer(0, value)
