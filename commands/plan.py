@@ -27,8 +27,7 @@ The answer on stdout has
                                                      sample, and that with parameters, gradients and optimizer states
 
 stderr says what is being done, stage by stage. Exit status: 0 a plan, 1 the budget
-is below the floor, 2 anything else went wrong. When --seconds are over, the best plan known by then is printed (0), or
-that none is known (2).
+is below the floor, 2 anything else went wrong.
 """
 
 import argparse
@@ -51,9 +50,7 @@ from retime.foundations.preserve_state import undisturbed
 from retime.foundations.storages import strided_bytes
 from retime.mechanisms.memory_budget import (
     BudgetedStep,
-    OutOfTime,
     PlannedShape,
-    TimeLimit,
     TrainingStep,
     gloo_bytes,
     parse_budget,
@@ -89,16 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         job = job_of(options, words)
         if not job.optimizers:
             _progress("no optimizer is known, so its states are not counted: give --optimizer")
-        limit = TimeLimit(options.seconds)
-        with limit.alarmed():
-            ask = partial(_planned, job, options.host, options.batchnorm, _data_parallel(options, job), limit)
-            return plan(job, budget, ask, _progress, limit, options.save)
-    except OutOfTime:
-        print(
-            f"retime plan: --seconds {options.seconds:g} are over, and no plan is known yet. Give more, a smaller "
-            "--batch, or a budget that the plain step fits into, which takes one dry run",
-            file=sys.stderr,
-        )
+        ask = partial(_planned, job, options.host, options.batchnorm, _data_parallel(options, job))
+        return plan(job, budget, ask, _progress, options.save)
     except ModuleNotFoundError as error:
         extra = (error.name or "").partition(".")[0] in _OF_RECIPES
         _say_error(error, _INSTALL if extra else ": is the folder right, and the environment?")
@@ -133,17 +122,14 @@ def plan(
     budget_bytes: int,
     ask: Ask,
     say: Say = lambda text: None,
-    limit: TimeLimit | None = None,
     save: Path | None = None,
 ) -> int:
     """Print what a budget asks for; returns the exit status.
 
     Raises:
         ValueError, OSError: what was asked for is no use here.
-        OutOfTime: before a plan, or that there is none, was known.
         Exception: whatever the step raises.
     """
-    limit = limit or TimeLimit()
     samples = samples_in(job.batch)
     device = next(job.model.parameters()).device
     print(f"budget          {show_bytes(budget_bytes)}, batch of {samples} on {device}", flush=True)
@@ -152,16 +138,14 @@ def plan(
     except BudgetError as error:
         print(f"refused         {error}")
         _print_floor(error)
-        _print_bounds(job, samples, limit)
+        _print_bounds(job, samples)
         return 1
     _print_plan(shape)
     try:
-        _print_floor(_floor_of(shape, ask, say, limit))
-    except OutOfTime:
-        print("floor           not known: the time is over")
+        _print_floor(_floor_of(shape, ask, say))
     except Exception as error:  # the plan stands, though the step does not run on a few samples
         print(f"floor           not known: {error}")
-    _print_bounds(job, samples, limit)
+    _print_bounds(job, samples)
     return 0
 
 
@@ -170,7 +154,6 @@ def _planned(
     host: str | None,
     batchnorm: str,
     data_parallel: dict[str, Any],
-    limit: TimeLimit,
     budget_bytes: int,
     say: Say,
     save: Path | None = None,
@@ -184,7 +167,6 @@ def _planned(
         batchnorm=batchnorm,
         gradients=job.gradients,
         say=say,
-        limit=limit,
         **data_parallel,
     )
     try:
@@ -196,15 +178,14 @@ def _planned(
         step.remove()
 
 
-def _floor_of(shape: PlannedShape, ask: Ask, say: Say, limit: TimeLimit) -> BudgetError:
+def _floor_of(shape: PlannedShape, ask: Ask, say: Say) -> BudgetError:
     """What a refusal would say of this step. A step that fits was not asked what it needs at least."""
     if shape.choice.floor is not None:
         return shape.choice.floor.refusal(0)
     say("the step fits; finding out what the smallest budget is")
     lines = count()
     try:
-        with limit.stoppable():
-            ask(1, lambda text: say(text) if next(lines) else None)  # the first tells the budget
+        ask(1, lambda text: say(text) if next(lines) else None)  # the first tells the budget
     except BudgetError as refusal:
         return refusal
     raise AssertionError("a plan that needs no memory")
@@ -230,7 +211,7 @@ def _print_floor(refusal: BudgetError) -> None:
     print(f"floor           {refusal.floor_bytes} bytes ({show_bytes(refusal.floor_bytes)}): {where}")
 
 
-def _print_bounds(job: Job, samples: int, limit: TimeLimit) -> None:
+def _print_bounds(job: Job, samples: int) -> None:
     """The paper's bounds (moDNN, Eq. 6 and 7), from dry runs of two parts of the batch."""
     dry = TrainingStep(
         job.model,
@@ -242,14 +223,11 @@ def _print_bounds(job: Job, samples: int, limit: TimeLimit) -> None:
     )
     few = max(1, samples // 4)
     try:
-        with limit.stoppable(), undisturbed(job.model):
+        with undisturbed(job.model):
             small, large = (profile_step(dry.of_size(size)) for size in (few, max(2, samples // 2)))
             bound = lower_bound(task_graph(small, large))
     except (ValueError, RuntimeError) as error:  # some layers refuse one sample, and some steps read values
         print(f"Eq. 7           not known: {error}")
-        return
-    except OutOfTime:
-        print("Eq. 7           not known: the time is over")
         return
     print(f"Eq. 6           {show_bytes(bound.working_bytes)}: task {bound.task} of layer {bound.layer!r}, one sample")
     print(f"Eq. 7           {show_bytes(bound.bytes)} (the paper's bound)")
@@ -292,7 +270,6 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--bucket-cap-mb", type=float, metavar="MIB", help="with --ddp: DDP's argument of that name (default 25)"
     )
-    command.add_argument("--seconds", type=float, metavar="S", help="end after so long, with what is known by then")
     command.add_argument("--save", type=Path, metavar="FILE", help="write the plan, to be given as plan=FILE")
     command.add_argument("--device", default="cpu")
     command.add_argument("--host", help="where activations go: 'memory' or 'disk:FOLDER'")
@@ -336,8 +313,6 @@ def _data_parallel(options: argparse.Namespace, job: Job) -> dict[str, Any]:
 
 def _check_outcome(options: argparse.Namespace) -> None:
     """Before minutes of planning, what would show after them."""
-    if options.seconds is not None and not options.seconds >= 0:
-        raise ValueError(f"--seconds {options.seconds:g}: give 0 or more")
     if options.save is not None and not options.save.absolute().parent.is_dir():
         raise ValueError(f"--save {options.save}: there is no folder {options.save.parent}; make it first")
 

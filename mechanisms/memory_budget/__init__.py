@@ -37,7 +37,7 @@ from retime.mechanisms.memory_budget.path_changes import AnotherPath, check_on_s
 from retime.mechanisms.memory_budget.plan_files import read_plans, write_plans
 from retime.mechanisms.memory_budget.planner import StepPlanner
 from retime.mechanisms.memory_budget.report import BudgetReport, PlannedShape, parse_budget
-from retime.mechanisms.memory_budget.search import OutOfTime, PlanChoice, TimeLimit, part_sizes, search_plan
+from retime.mechanisms.memory_budget.search import PlanChoice, part_sizes, search_plan
 from retime.mechanisms.memory_budget.separability import ALTERATIONS, PerturbedReads, certify
 from retime.mechanisms.memory_budget.step import BudgetedStep, ExecutionMode, NoLossError
 from retime.mechanisms.memory_budget.step_memory import MemoryFloor, StepMemory
@@ -61,7 +61,6 @@ __all__ = [
     "NoLossError",
     "OffloadReport",
     "OffloadSavedTensors",
-    "OutOfTime",
     "PlanChoice",
     "PlanMismatch",
     "PlannedShape",
@@ -72,7 +71,6 @@ __all__ = [
     "StepPlanner",
     "StepProfile",
     "SubBatches",
-    "TimeLimit",
     "TooMuchAllocated",
     "TrainingStep",
     "ExecutionMode",

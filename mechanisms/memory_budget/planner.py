@@ -20,10 +20,8 @@ from retime.mechanisms.memory_budget.offload import HostTier, PlanMismatch
 from retime.mechanisms.memory_budget.report import PlannedShape
 from retime.mechanisms.memory_budget.search import (
     MOST_TRIALS,
-    OutOfTime,
     PlanChoice,
     PlanTrial,
-    TimeLimit,
     examined,
     part_sizes,
     search_plan,
@@ -49,13 +47,12 @@ class PlanningStages:
 
     Args:
         say: is told a line a stage.
-        limit: is checked before each.
         probed: whether gradients are probed.
         timed: plans are chosen by measured times.
     """
 
-    def __init__(self, say: Callable[[str], None], limit: TimeLimit, *, probed: bool, timed: bool) -> None:
-        self._say, self._limit, self._timed = say, limit, timed
+    def __init__(self, say: Callable[[str], None], *, probed: bool, timed: bool) -> None:
+        self._say, self._timed = say, timed
         self._trial = 0
         self._number, self._last = 1, 4 + probed + (MOST_TRIALS if timed else 0)
 
@@ -81,7 +78,6 @@ class PlanningStages:
         self._begin(f"trying plan {self._trial}: {plan}")
 
     def _begin(self, text: str) -> None:
-        self._limit.check()
         self._number += 1
         self._say(f"{text} (stage {self._number} of at most {self._last})")
 
@@ -97,10 +93,6 @@ _PROBED = (3, 5)
 
 _ONLY_OFFLOAD = re.compile(r"[;,.](?: or)? offload only(?:, or )?", re.IGNORECASE)
 """Advice in a certificate that is none where offloading alone does not keep the budget."""
-
-
-CUT_SHORT = "the best plan that was known when the time was over: trials were cut short"
-"""Note of such a plan."""
 
 Step = Callable[[Any], Any]
 
@@ -131,14 +123,12 @@ class StepPlanner:
         sub_batches: bool,
         say: Callable[[str], None],
         trying_out: Callable[[], AbstractContextManager[None]],
-        limit: TimeLimit | None = None,
     ) -> None:
         self.model, self.optimizers, self.budget_bytes, self.host = model, optimizers, budget_bytes, host
         self.batchnorm, self.split, self.sub_batches = batchnorm, split, sub_batches
         self.gradients, self.buckets, self.reduction_bytes = gradients, buckets, reduction_bytes
         self.whole_because = ""
         self._loss_weight, self._say, self._trying_out = loss_weight, say, trying_out
-        self._limit = limit or TimeLimit()
 
     def make(self, step: Step, batch: Any, samples: int) -> PlannedShape:
         """Of the plans that fit and are nearly the fastest the one that moves least; see :func:`search_plan`.
@@ -147,7 +137,7 @@ class StepPlanner:
             BudgetError: the budget is below the floor.
         """
         dry = self._dry(step, batch, samples)
-        with self._limit.stoppable(), undisturbed(self.model, step):
+        with undisturbed(self.model, step):
             memory = StepMemory(dry, (samples,))
             plain = memory.plain
             if plain is not None and _SPACIOUS * plain.peak_bytes <= self.budget_bytes:
@@ -156,32 +146,30 @@ class StepPlanner:
         probed = self._probe_samples(plain, samples)
         probes = self.sub_batches and samples > 1 and not self.whole_because
         timed = not torch.are_deterministic_algorithms_enabled()
-        stages = PlanningStages(self._say, self._limit, probed=probes, timed=timed)
+        stages = PlanningStages(self._say, probed=probes, timed=timed)
         certificate = None
         if self.sub_batches and samples > 1:
-            with self._limit.stoppable():
-                certificate = self._certify(step, batch, None, probed, plain, stages.probe)
+            certificate = self._certify(step, batch, None, probed, plain, stages.probe)
         separable = certificate is not None and certificate.separable
         with undisturbed(self.model, step):
             trial = PlanTrial(dry, self.host, plain, self.budget_bytes)
-            with self._limit.stoppable():
-                smallest = 3 if self.batchnorm == "ghost" else 1  # then equal parts have 2, and with them a variance
-                sizes = part_sizes(samples, smallest) if separable else (samples,)
-                memory = memory.with_sizes(sizes, StepCosts(), check=True)
-                stages.least()
-                least = least_costs(dry, self.host, memory.sub_batches[0], plain)
-                memory = memory.with_least(least, None if plain is None else _SPACIOUS * plain.peak_bytes)
-                try:
-                    memory.require(self.budget_bytes)
-                except BudgetError:
-                    fewer = self._fewer(certificate)
-                    raise memory.floor.refusal(self.budget_bytes, fewer) from None
-                stages.costs()
-                costs = calibrate(dry, self.host, plain=plain, budget_bytes=self.budget_bytes, timed=timed)
-                memory = memory.with_costs(costs)
-                stages.search()
-                told = self._told(trial, stages) if timed else None
-                choice = search_plan(dry, self.budget_bytes, memory=memory, trial=told)
+            smallest = 3 if self.batchnorm == "ghost" else 1  # then equal parts have 2, and with them a variance
+            sizes = part_sizes(samples, smallest) if separable else (samples,)
+            memory = memory.with_sizes(sizes, StepCosts(), check=True)
+            stages.least()
+            least = least_costs(dry, self.host, memory.sub_batches[0], plain)
+            memory = memory.with_least(least, None if plain is None else _SPACIOUS * plain.peak_bytes)
+            try:
+                memory.require(self.budget_bytes)
+            except BudgetError:
+                fewer = self._fewer(certificate)
+                raise memory.floor.refusal(self.budget_bytes, fewer) from None
+            stages.costs()
+            costs = calibrate(dry, self.host, plain=plain, budget_bytes=self.budget_bytes, timed=timed)
+            memory = memory.with_costs(costs)
+            stages.search()
+            told = self._told(trial, stages) if timed else None
+            choice = search_plan(dry, self.budget_bytes, memory=memory, trial=told)
         split = choice.plan.sub_batch < samples
         return PlannedShape(samples, choice, certificate if split else None, memory.costs, _note(memory, trial.note))
 
@@ -291,12 +279,8 @@ class StepPlanner:
 
     def _told(self, trial: PlanTrial, stages: PlanningStages) -> Callable[[PlanChoice], float | None]:
         def step_ms(choice: PlanChoice) -> float | None:
-            try:
-                stages.trial(choice.plan)
-                return trial.step_ms(choice)
-            except OutOfTime:
-                trial.note = CUT_SHORT
-                raise
+            stages.trial(choice.plan)
+            return trial.step_ms(choice)
 
         return step_ms
 

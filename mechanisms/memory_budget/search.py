@@ -6,12 +6,8 @@ predicted time, and what is chosen has been run dry.
 
 from __future__ import annotations
 
-import math
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -315,75 +311,6 @@ def _absent_bytes(step: TrainingStep, plain: StepProfile) -> int:
     return states + (strided_bytes(trained) if step.buckets else 0)
 
 
-# An end to planning that takes too long; what is known by then stands.
-
-
-class OutOfTime(BaseException):
-    """Planning takes too long; no error, so that nobody takes it for the step's."""
-
-
-class TimeLimit:
-    """So many seconds from now, for what runs in :meth:`stoppable`.
-
-    In the main thread of a system with alarms it is stopped in the middle, elsewhere at the next :meth:`check`.
-
-    Args:
-        seconds: None for no end.
-    """
-
-    def __init__(self, seconds: float | None = None) -> None:
-        self._end = math.inf if seconds is None else time.monotonic() + seconds
-        self._stoppable = False
-
-    @property
-    def over(self) -> bool:
-        """Nothing more is to be begun."""
-        return time.monotonic() >= self._end
-
-    def check(self) -> None:
-        """Between two things that take long.
-
-        Raises:
-            OutOfTime: the time is over.
-        """
-        if self.over:
-            raise OutOfTime
-
-    @contextmanager
-    def stoppable(self) -> Iterator[None]:
-        """Around what may be given up.
-
-        Raises:
-            OutOfTime: the time is over.
-        """
-        self.check()
-        before, self._stoppable = self._stoppable, True
-        try:
-            yield
-        finally:
-            self._stoppable = before
-
-    @contextmanager
-    def alarmed(self) -> Iterator[None]:
-        """Around everything that is to end in time, where the system has alarms."""
-        main = threading.current_thread() is threading.main_thread()
-        if math.isinf(self._end) or not main or not hasattr(signal, "setitimer"):
-            yield
-            return
-        before = signal.signal(signal.SIGALRM, self._ring)
-        signal.setitimer(signal.ITIMER_REAL, max(1e-3, self._end - time.monotonic()))
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
-
-    def _ring(self, *_: object) -> None:
-        self._end = min(self._end, time.monotonic())  # two clocks: nothing is to be begun after the alarm
-        if self._stoppable:
-            raise OutOfTime
-
-
 # Predicted and measured times within these shares of the fastest count as equal.
 _NEAR, _NEAR_MEASURED = 1.1, 1.04
 # Sub-batch sizes that are tried out beside the best one's, and how much slower than it they may seem.
@@ -412,7 +339,7 @@ def search_plan(
         costs: from ``calibrate``.
         memory: dry runs of the same step that were made before.
         trial: times a plan for real; asked about the best few by predicted time, at most :data:`MOST_TRIALS`. None, or
-            one that cannot tell, leaves it at the prediction; :class:`OutOfTime` leaves it at what is known by then.
+            one that cannot tell, leaves it at the prediction.
 
     Raises:
         BudgetError: the budget is below the floor.
@@ -482,21 +409,14 @@ def _worth_a_trial(candidates: list[PlanChoice], best: PlanChoice) -> list[PlanC
 
 
 def _tried(choices: list[PlanChoice], trial: Callable[[PlanChoice], float | None], update_ms: float) -> PlanChoice:
-    """The best by measured times, if all can be measured: a measured and a predicted time say nothing together.
-
-    Of those that were tried out, where there was no time for all.
-    """
-    times: list[float | None] = []
-    with suppress(OutOfTime):
-        for choice in choices:
-            step_ms = trial(choice)
-            times.append(step_ms)
+    """The best by measured times, if all can be measured: a measured and a predicted time say nothing together."""
+    times = [trial(choice) for choice in choices]
     measured = [
         replace(choice, step_ms=step_ms + update_ms)
-        for choice, step_ms in zip(choices, times, strict=False)
+        for choice, step_ms in zip(choices, times, strict=True)
         if step_ms is not None
     ]
-    return _in_order(measured, _NEAR_MEASURED)[0] if 0 < len(measured) == len(times) else choices[0]
+    return _in_order(measured, _NEAR_MEASURED)[0] if len(measured) == len(times) else choices[0]
 
 
 def _in_order(candidates: list[PlanChoice], near_enough: float = _NEAR) -> list[PlanChoice]:

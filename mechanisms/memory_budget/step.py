@@ -39,7 +39,6 @@ from retime.mechanisms.memory_budget.plan_files import OtherPlansError, write_pl
 from retime.mechanisms.memory_budget.planner import Step, StepPlanner
 from retime.mechanisms.memory_budget.plans import BatchPlans, BatchRecord, MakePlan, Offloads, PlanningFlag
 from retime.mechanisms.memory_budget.report import BudgetReport, PlannedShape
-from retime.mechanisms.memory_budget.search import TimeLimit
 from retime.mechanisms.memory_budget.sub_batches import PlannedBatches, SubBatches
 from retime.schedules.errors import ScheduleError
 
@@ -86,8 +85,6 @@ class BudgetedStep:
         whole_because: why batches must not be split, if the caller knows a reason; refusals quote it.
         plan: a file that :meth:`save_plan` or ``retime plan --save`` wrote: its plans are used, and no others.
         say: is told what is being done, a line at a time.
-        limit: when planning is to end: with the best plan known by then, or with
-            :class:`~retime.mechanisms.memory_budget.search.OutOfTime`.
         make_plan: a ``make_plan(planner, step, batch, samples)`` that makes the plan of each new shape, instead of
             :meth:`StepPlanner.make`. First steps then are planned for too, and none is stopped.
 
@@ -119,7 +116,6 @@ class BudgetedStep:
         dry_run: str = "auto",
         plan: str | os.PathLike[str] | None = None,
         say: Callable[[str], None] = lambda text: None,
-        limit: TimeLimit | None = None,
         make_plan: MakePlan | None = None,
     ) -> None:
         self.batchnorm: BatchNormChoice = check_choice(batchnorm)
@@ -147,7 +143,6 @@ class BudgetedStep:
             sub_batches=sub_batches,
             say=say,
             trying_out=self._tried_out,
-            limit=limit,
         )
         self._planner.whole_because = whole_because
         self._plans = BatchPlans(

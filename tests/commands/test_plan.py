@@ -384,7 +384,6 @@ def test_an_unknown_option_is_none_of_the_overrides(capsys: pytest.CaptureFixtur
         ((f"{__name__}:plain_model", "--optimizer", "Adam"), "--optimizer Adam: there is no such class"),
         ((f"{__name__}:plain_model", "--optimizer", "torch.nn.Linear"), "Linear: there is no such class"),
         ((f"{__name__}:plain_model", "--device", "meta"), "--device meta: give cpu, cuda"),
-        ((f"{__name__}:plain_model", "--seconds", "-1"), "--seconds -1: give 0 or more"),
         ((f"{__name__}:plain_model", "--save", "/no/such/plan.json"), "there is no folder /no/such"),
     ],
 )
