@@ -7,10 +7,11 @@ itself (grad mode, autocast, saved-tensor hooks) stays with its micro-batch.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -125,11 +126,13 @@ class TensorKind:
         shape: of it.
         dtype: of it.
         requires_grad: whether a gradient goes back to it.
+        written: code between the layers writes into it.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    written: bool = False
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorKind:
@@ -146,8 +149,10 @@ class TensorKind:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
     def stand_in(self, device: torch.device) -> Tensor:
-        """A tensor of this kind that takes no memory: not a number, so that whoever reads it shows."""
+        """A tensor of this kind: not a number, so that whoever reads it shows. Only one to write into has memory."""
         value = float("nan") if self.dtype.is_floating_point or self.dtype.is_complex else 0
+        if self.written:
+            return torch.full(self.shape, value, dtype=self.dtype, device=device)
         one = torch.full((1,), value, dtype=self.dtype, device=device)
         # not by expand(): a view cannot become another tensor
         return one.new_empty(0).set_(one.untyped_storage(), 0, self.shape, (0,) * len(self.shape))
@@ -171,6 +176,15 @@ class TensorSpec:
         """A value of this kind with these tensors, in order."""
         given = iter(tensors)
         return tree_map(lambda leaf: next(given) if isinstance(leaf, TensorKind) else leaf, self.value)
+
+    def with_written(self, numbers: Container[int]) -> TensorSpec:
+        """The same, of which code between the layers writes into some tensors, by their numbers in order."""
+        counter = count()
+
+        def mark(leaf: Any) -> Any:
+            return replace(leaf, written=next(counter) in numbers) if isinstance(leaf, TensorKind) else leaf
+
+        return TensorSpec(tree_map(mark, self.value))
 
     @property
     def tensors(self) -> list[TensorKind]:

@@ -192,6 +192,8 @@ class _Looks:
         self._last: list[Tensor] = []
         self._near: list[Tensor] = []  # to the layer before
         self._gave: dict[Any, int] = {}  # by node of the graph, the layer that gave the tensor
+        self._returned: list[tuple[tuple[int, Shapes], int, Tensor, int]] = []  # key in `outputs`, number, version
+        self._written: dict[tuple[int, Shapes], set[int]] = {}  # numbers of tensors, by key in `outputs`
 
     def before(self, layer: int, args: Any, kwargs: Any) -> None:
         if layer != self.next:
@@ -201,6 +203,7 @@ class _Looks:
                 "the list; name another list with layers="
             )
         self.next += 1
+        self._note_written()
         refuse_kinds(self._name(layer), (args, kwargs))
         given = tensors_in_order((args, kwargs))
         self._found.given[layer] = [tensor.detach().clone() for tensor in given]
@@ -230,6 +233,14 @@ class _Looks:
         if any(version_of(tensor) != version for tensor, version in self._given):
             self._found.writes.add(layer)
         self._given.clear()
+        # what this layer has written into is not written into between the layers
+        self._returned = [(key, number, tensor, version_of(tensor)) for key, number, tensor, _ in self._returned]
+        if torch.is_grad_enabled():  # the graph keeps them anyway
+            self._returned += [
+                ((layer, self._shapes), number, tensor.detach(), version_of(tensor))
+                for number, tensor in enumerate(self._last)
+                if not tensor.is_inference()
+            ]
         if layer + 1 == len(self._found.given):
             self.backward.enter(layer + 1, self._last)
             self._found.forward_ms[layer] += self._lap()
@@ -247,6 +258,10 @@ class _Looks:
     def end(self, model: nn.Module, layers: Sequence[nn.Module], *, gradients: bool) -> None:
         """The step has run: layers that are alike take the same, and what is around them counts with the outermost."""
         after, found = self._lap(), self._found
+        self._note_written()
+        for key, numbers in self._written.items():
+            found.outputs[key] = found.outputs[key].with_written(numbers)
+        self._returned.clear()
         found.behind = Reached(tensors_in_order(found.output), until={tensor.grad_fn for tensor in self._last}).leaves
         self._note_skips(len(layers), tensors_in_order(found.output))
         self._last, self._near = [], []
@@ -258,6 +273,12 @@ class _Looks:
         times = self.backward.measure(found.output, model, layers, groups) if gradients else None
         if times is not None:
             found.output_gradient_ms, found.weight_gradient_ms = times
+
+    def _note_written(self) -> None:
+        """Between two layers: what earlier ones returned may have been written into, as by ``x.relu_()``."""
+        for key, number, tensor, version in self._returned:
+            if version_of(tensor) != version:
+                self._written.setdefault(key, set()).add(number)
 
     def _note_skips(self, layer: int, given: list[Tensor]) -> None:
         """What a layer is given may come from the one before, or from what that was given."""

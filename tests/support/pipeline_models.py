@@ -126,6 +126,19 @@ class InPlaceAlone(InPlace):
         return logits
 
 
+class InPlaceBetween(Between):
+    """Code between the layers writes into what they return, once through a view."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x).mul_(0.9)
+            x[:, :2].add_(0.1)
+            x.tanh_()
+        logits: Tensor = self.head(x)
+        return logits
+
+
 class Skipping(Between):
     """What all layers give goes past the later ones to the head."""
 
@@ -332,6 +345,7 @@ MODELS: dict[str, Callable[[], Made]] = {
     "between": between,
     "doubled": doubled,
     "in_place": in_place,
+    "in_place_between": lambda: in_place(InPlaceBetween),
     "in_place_alone": lambda: in_place(InPlaceAlone),
     "checkpointed": lambda: in_place(Checkpointed),
     "segments": segments,

@@ -61,8 +61,9 @@ def test_layers_that_are_given_a_tensor_twice():
 
 
 def test_layers_that_write_into_what_they_are_given():
-    assert outputs(2, "gradients", "in_place", "ooo2,1f1b", "1")
-    assert outputs(2, "gradients", "in_place_alone", "zbv,ooo_v,ooo2", "1") == ["same"] * 2 == ["same"] * 2
+    assert outputs(2, "gradients", "in_place", "ooo2,1f1b", "1") == ["same"] * 2
+    assert outputs(2, "gradients", "in_place_between", "zbv,ooo2,1f1b", "1") == ["same"] * 2
+    assert outputs(2, "gradients", "in_place_alone", "zbv,ooo_v,ooo2", "1") == ["same"] * 2
 
 
 def test_checkpoints_around_the_layers_and_in_them():
