@@ -314,6 +314,7 @@ class FirstBatch:
         # a small gradient is computed with the output gradient in any case; nobody waits for its place in a sum
         whole.waits = {layer for layer in split.layers if layer.why_buffered != SMALL}
         owners = self._owners(graphs, plan)
+        self._check_hidden(graphs, owners)
         spread = PipelineState(
             place,
             planner,
@@ -345,6 +346,17 @@ class FirstBatch:
         for one in self._place.all_gather(why):
             if one is not None:
                 raise PipelineError(one)
+
+    def _check_hidden(self, graphs: dict[int, Reached], owners: Ownership) -> None:
+        """Raise on all ranks where a reentrant checkpoint may hide parameters around the layers from the graph."""
+        hidden = [name for name in owners.unreached if owners.parameters[name].requires_grad]
+        reentrant = any(node.name() == "CheckpointFunctionBackward" for one in graphs.values() for node in one.nodes)
+        if hidden and any(self._place.all_gather(reentrant)):
+            raise PipelineError(
+                f"which ranks need {hidden[0]!r} is not known: torch.utils.checkpoint.checkpoint(..., "
+                "use_reentrant=True), torch's default, hides what it uses. Give it use_reentrant=False, call it in a "
+                "layer of the list, or freeze what is not used"
+            )
 
     def _check_values(self, edges: dict[int, list[Tensor]], found: Survey, plan: PipelinePlan) -> None:
         """Raise on all ranks where a stage gives something else than the whole model did."""

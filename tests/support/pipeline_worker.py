@@ -494,6 +494,16 @@ def refused(name: str) -> None:
     elif name == "reentrant":
         model, step, batch = in_place(partial(Checkpointed, reentrant=True))
         steps, batches = [step], [batch]
+    elif name == "reentrant behind":
+        model, _, batch = made("between")
+        behind, model.head = model.head, nn.Identity()
+        model.behind = behind
+
+        def last(part: Any) -> Tensor:
+            logits = checkpoint(behind, model(part[0]), use_reentrant=True)
+            return nn.functional.cross_entropy(logits, part[1])
+
+        steps, batches = [last], [batch]
     elif name == "unet":
         model, steps, batches = UNet(), [lambda part: model(part[0]).square().mean()], [batch]
     elif name == "last unused":

@@ -168,6 +168,7 @@ REFUSALS = {
     "twice": "calls '0' a second time: a pipeline needs each layer once",
     "skip": "gives other numbers when stage 2 runs",
     "reentrant": "'blocks.0' runs inside of torch.utils.checkpoint.checkpoint(..., use_reentrant=True)",
+    "reentrant behind": "which ranks need 'behind.weight' is not known: torch.utils.checkpoint.checkpoint(...",
     "unet": "what 'down' gives goes past the next layer to 'up', whose stage does not have it (a skip connection",
     "last unused": "the loss does not depend on what 'layers.2' gives, the last of the layers, as of a second head",
     "written": "gives other numbers when stage 3 runs",
