@@ -15,7 +15,7 @@ from torch.nn.utils.prune import BasePruningMethod
 
 from retime.foundations.arguments import AtLeast, checked
 from retime.foundations.messages import warn_no_effect
-from retime.foundations.torch_private import forward_hooks, forward_pre_hooks, has_backward_hooks
+from retime.foundations.torch_private import backward_hooks, forward_hooks, forward_pre_hooks
 from retime.mechanisms.scan import JacobianScan, LayerJacobian, UnknownJacobian, jacobian_of
 
 
@@ -244,4 +244,4 @@ def _leaves(model: nn.Sequential, prefix: str = "") -> Iterator[tuple[str, nn.Mo
 def _has_hooks(layer: nn.Module) -> bool:
     """Whether hooks may see or change what flows through; those that apply pruning masks to weights may stay."""
     pre = [hook for hook in forward_pre_hooks(layer).values() if not isinstance(hook, BasePruningMethod)]
-    return bool(pre or forward_hooks(layer) or has_backward_hooks(layer))
+    return bool(pre or forward_hooks(layer) or any(backward_hooks(layer)))

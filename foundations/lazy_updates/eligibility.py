@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from retime.foundations.patching import ReplacedMethod
-from retime.foundations.torch_private import INIT_GROUP, has_global_step_hooks, has_step_hooks
+from retime.foundations.torch_private import INIT_GROUP, global_step_hooks, step_hooks
 
 _declared: set[type[Optimizer]] = set()
 _TORCHS_ZERO_GRAD = Optimizer.zero_grad
@@ -58,7 +58,7 @@ def why_not_separable(optimizer: Optimizer) -> str | None:
         return why
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{name}(differentiable=True) needs the graph of the whole step"
-    if has_step_hooks(optimizer) or has_global_step_hooks():
+    if any(step_hooks(optimizer)) or any(global_step_hooks()):
         return f"{name} has step hooks, which see all parameters between two steps; remove them to fuse"
     return None
 

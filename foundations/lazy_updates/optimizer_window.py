@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -187,13 +187,10 @@ class PartialOptimizer:
                 if name in window.__dict__:
                     window.__dict__[name] = _copied(window.__dict__[name])
         self._kernels = [FusedAdam.of(window, self._step, group) for group in self._groups]
-        self._group_of = {
+        self.group_of = {
             id(parameter): index for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]
         }
-
-    def holds(self, parameter: Tensor) -> bool:
-        """Whether the optimizer updates this parameter."""
-        return id(parameter) in self._group_of
+        """The number of each parameter's group, by the parameter's identity."""
 
     def update(self, parameters: Sequence[Tensor]) -> None:
         """Step these parameters, from their ``.grad``, with the kernels the optimizer would use for all of them."""
@@ -208,7 +205,7 @@ class PartialOptimizer:
             return
         members: dict[int, list[Tensor]] = {}
         for parameter in parameters:
-            members.setdefault(self._group_of[id(parameter)], []).append(parameter)
+            members.setdefault(self.group_of[id(parameter)], []).append(parameter)
         self._window.param_groups = [{**self._groups[index], "params": members[index]} for index in sorted(members)]
         device = parameters[0].device.type
         if torch.is_autocast_enabled(device):  # the caller's, around its backward pass
@@ -218,9 +215,9 @@ class PartialOptimizer:
             self._step(self._window)
 
     def _by_kernel(self, parameters: Sequence[Tensor]) -> bool:
-        group = self._group_of[id(parameters[0])]
+        group = self.group_of[id(parameters[0])]
         kernel = self._kernels[group]
-        if kernel is None or any(self._group_of[id(parameter)] != group for parameter in parameters):
+        if kernel is None or any(self.group_of[id(parameter)] != group for parameter in parameters):
             return False
         return kernel.update(parameters)
 
@@ -255,10 +252,9 @@ CPU_BUCKET_BYTES = 1 << 20
 CUDA_BUCKET_BYTES = 8 << 20
 
 
-def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """All parameters of the optimizer, group by group."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def default_bucket_bytes(parameters: Iterable[Tensor]) -> int:

@@ -376,14 +376,18 @@ def is_compiled(module: nn.Module) -> bool:
     return has_compile_mark(module) or isinstance(module, torch.jit.ScriptModule)
 
 
-def has_alias(parameter: Tensor) -> bool:
-    """Whether something else shares the parameter's memory: ``p.data``, a view or a NumPy array made earlier.
+def aliased(parameters: Iterable[Tensor]) -> set[Tensor]:
+    """Return those that share their memory with something else: ``p.data``, a view or a NumPy array made earlier.
 
     A read through the alias could not be seen. The parameter and the handle used for counting hold the storage twice.
     """
-    with without_subclass_functions():  # not a read
-        storage = parameter.untyped_storage()
-    return storage_use_count(storage_address(storage)) > 2 or (storage.device.type == "cpu" and storage.is_shared())
+    found: set[Tensor] = set()
+    for parameter in parameters:
+        with without_subclass_functions():  # not a read
+            storage = parameter.untyped_storage()
+        if storage_use_count(storage_address(storage)) > 2 or (storage.device.type == "cpu" and storage.is_shared()):
+            found.add(parameter)
+    return found
 
 
 def flush_before_opaque_forward(model: nn.Module) -> list[RemovableHandle]:

@@ -6,6 +6,7 @@ All of them were seen to do this in torch 2.11, 2.13 and 2.14 (2.11 is the oldes
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ __all__ = [
     "flat_weights_names",
     "forward_hooks",
     "forward_pre_hooks",
-    "has_backward_hooks",
-    "has_global_backward_hooks",
+    "backward_hooks",
+    "global_backward_hooks",
     "own_parameters",
     "recurrent_kernels",
     "weight_names",
@@ -42,21 +43,15 @@ with needed_by("vDNN, the memory budget's peer, to find convolutions,"):
 _plain, _recurrent = nn.Module(), nn.RNN(1, 1, device="meta")
 
 _READERS = "fusion and out-of-order weight gradients, which must see hooks that read weights or gradients,"
-_backward_hooks = attribute(_plain, "_backward_hooks", _READERS)
-_backward_pre_hooks = attribute(_plain, "_backward_pre_hooks", _READERS)
-with needed_by(_READERS):
-    _module._global_backward_hooks, _module._global_backward_pre_hooks  # noqa: B018
+backward_hooks: Callable[[nn.Module], tuple[dict[int, Any], ...]] = attribute(
+    _plain, ("_backward_hooks", "_backward_pre_hooks"), _READERS
+)
+"""What ``register_full_backward_hook`` and others of its kind put on a module."""
 
-
-def has_backward_hooks(module: nn.Module) -> bool:
-    """Whether ``register_full_backward_hook`` or one of its kind put something on this module."""
-    return bool(_backward_hooks(module) or _backward_pre_hooks(module))
-
-
-def has_global_backward_hooks() -> bool:
-    """Whether hooks of all modules' backward passes are registered; names that torch may bind anew are read here."""
-    return bool(_module._global_backward_hooks or _module._global_backward_pre_hooks)
-
+global_backward_hooks: Callable[[], tuple[dict[int, Any], ...]] = partial(
+    attribute(_module, ("_global_backward_hooks", "_global_backward_pre_hooks"), _READERS), _module
+)
+"""The hooks of all modules' backward passes; torch may bind them anew, so they are read by name at each call."""
 
 forward_pre_hooks: Callable[[nn.Module], dict[int, Callable[..., Any]]] = attribute(
     _plain, "_forward_pre_hooks", "ScanSequential, which runs no layer by a scan that has hooks,"

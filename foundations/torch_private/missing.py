@@ -38,20 +38,22 @@ def needed_by(feature: str) -> Iterator[None]:
         raise PrivateNameError(str(error), feature) from error
 
 
-def attribute(owner: object, name: str, feature: str) -> Callable[[Any], Any]:
+def attribute(owner: object, name: str | tuple[str, ...], feature: str) -> Callable[[Any], Any]:
     """A function that reads a private attribute, in C: as fast as reading it in place.
 
     Args:
         owner: a class that has the attribute, or an object whose class gives it to all of its kind.
-        name: of the attribute.
+        name: of the attribute; several are read as a tuple.
         feature: as for :func:`needed_by`.
 
     Raises:
         PrivateNameError: ``owner`` has no such attribute.
     """
-    if not hasattr(owner, name):
-        raise PrivateNameError(f"{_described(owner)} has no attribute {name!r}", feature)
-    return attrgetter(name)
+    names = (name,) if isinstance(name, str) else name
+    for one in names:
+        if not hasattr(owner, one):
+            raise PrivateNameError(f"{_described(owner)} has no attribute {one!r}", feature)
+    return attrgetter(*names)
 
 
 def read_private(owner: object, name: str, feature: str) -> Any:

@@ -6,6 +6,7 @@ All of them were seen to do this in torch 2.11, 2.13 and 2.14 (2.11 is the oldes
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ __all__ = [
     "foreach_clamp_min",
     "fused_adam_kernel",
     "fused_adamw",
-    "has_global_step_hooks",
-    "has_step_hooks",
+    "global_step_hooks",
+    "step_hooks",
 ]
 
 _HOOKS = "fusion and the memory budget's dry run, which must see an optimizer's step hooks,"
@@ -36,20 +37,16 @@ INIT_GROUP = "_init_group"
 """The method by which torch's optimizers collect parameters and make their state; forward fusion asks whose it is."""
 
 _some = torch.optim.SGD([torch.empty(0, device="meta")])
-_before, _after = (attribute(_some, name, _HOOKS) for name in STEP_HOOKS)
 attribute(_some, INIT_GROUP, "fusion, to tell torch's own optimizers from others,")
-with needed_by(_HOOKS):
-    _optimizer._global_optimizer_pre_hooks, _optimizer._global_optimizer_post_hooks  # noqa: B018
 
+step_hooks: Callable[[Optimizer], tuple[dict[int, Any], ...]] = attribute(_some, STEP_HOOKS, _HOOKS)
+"""What ``register_step_pre_hook`` and ``register_step_post_hook`` put on an optimizer."""
 
-def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether ``register_step_pre_hook`` or ``register_step_post_hook`` put something on this optimizer."""
-    return bool(_before(optimizer) or _after(optimizer))
-
-
-def has_global_step_hooks() -> bool:
-    """Whether hooks of all optimizers' steps are registered; names that torch may bind anew are read here."""
-    return bool(_optimizer._global_optimizer_pre_hooks or _optimizer._global_optimizer_post_hooks)
+_global_hooks = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+global_step_hooks: Callable[[], tuple[dict[int, Any], ...]] = partial(
+    attribute(_optimizer, _global_hooks, _HOOKS), _optimizer
+)
+"""The hooks of all optimizers' steps; torch may bind them anew, so they are read by name at each call."""
 
 
 with needed_by("backward fusion, to clip by value as torch does,"):

@@ -20,8 +20,8 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from retime.foundations.lazy_updates import is_compiled
 from retime.foundations.torch_private import (
+    backward_hooks,
     graph_task_id,
-    has_backward_hooks,
     keeps_graph,
     own_parameters,
     saves_any,
@@ -248,7 +248,7 @@ def find_layers(model: nn.Module) -> list[Layer]:
             layer.why_in_order = "its kernel computes all gradients at once, from a list of weights of its own"
         elif any(owners[p] > 1 for p in parameters):
             layer.why_in_order = "its parameters are tied to another module's"
-        elif any(has_backward_hooks(m) for m in module.modules()):
+        elif any(any(backward_hooks(m)) for m in module.modules()):
             layer.why_in_order = "it has backward hooks"
         elif any(tensor_hooks(p) for p in parameters):
             layer.why_in_order = "its parameters have gradient hooks"

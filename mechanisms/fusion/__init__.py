@@ -5,7 +5,6 @@ from retime.mechanisms.fusion.backward import BackwardFusion
 from retime.mechanisms.fusion.data_parallel import DataParallelFusion, ReductionHook, reduction_of
 from retime.mechanisms.fusion.forward import ForwardFusion
 from retime.mechanisms.fusion.fuse import fuse_optimizer
-from retime.mechanisms.fusion.gradient_memory import GradientMemory
 from retime.mechanisms.fusion.report import FusionReport, check_mode
 
 __all__ = [
@@ -13,7 +12,6 @@ __all__ = [
     "DataParallelFusion",
     "ForwardFusion",
     "FusionReport",
-    "GradientMemory",
     "ReductionHook",
     "check_bucket_bytes",
     "check_mode",

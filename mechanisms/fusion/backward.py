@@ -13,16 +13,15 @@ A parameter is updated once its gradient is complete and nothing needs its old v
   parameter whose gradient is complete by then: use mode='forward' for such a model.
 
 Updates go by *buckets* of gradients in order of arrival, so the optimizer's multi-tensor and fused kernels are kept,
-and each bucket's gradients are freed at once; on a CPU they come from a pool where that pays (see
-:mod:`~retime.mechanisms.fusion.gradient_memory`). For the freed memory to be used again without it, nothing small may
-be allocated between two gradients and outlive them: glibc's aligned allocations would not merge again, and every
-gradient would take new pages (seen as 17,000 page faults a step). So all bookkeeping of a step lives in records made
-once.
+and each bucket's gradients are freed at once. For the freed memory to be used again, nothing small may be allocated
+between two gradients and outlive them: glibc's aligned allocations would not merge again, and every gradient would take
+new pages (seen as 17,000 page faults a step). So all bookkeeping of a step lives in records made once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any
@@ -35,9 +34,9 @@ from torch.utils.hooks import RemovableHandle
 from retime.foundations.arguments import Above, AtLeast, checked
 from retime.foundations.lazy_updates import (
     PartialOptimizer,
+    aliased,
     check_bucket_bytes,
     default_bucket_bytes,
-    has_alias,
     nbytes,
     parameters_of,
 )
@@ -54,7 +53,6 @@ from retime.foundations.torch_private import (
     post_accumulate_hooks,
     version_of,
 )
-from retime.mechanisms.fusion.gradient_memory import GradientMemory
 from retime.mechanisms.fusion.report import FusionReport
 
 # What stands in ``parameter.grad`` after backward fusion has used a gradient up.
@@ -130,53 +128,6 @@ class GradientGuard(Tensor):
         raise RuntimeError(_MESSAGE.format(reader=f"`{func.name()}`"))
 
 
-# Which backward passes are fused: those that belong to a step, while gradients of the others only add up.
-
-
-class FusionSwitch:
-    """A switch, and a condition of the loop's own.
-
-    Args:
-        armed: whether the switch is on.
-
-    Attributes:
-        armed: whether the switch is on now.
-    """
-
-    def __init__(self, *, armed: bool) -> None:
-        self.armed = armed
-        self._condition: Callable[[], bool] | None = None
-
-    def only_when(self, condition: Callable[[], bool]) -> None:
-        """Fuse a backward pass only where this holds, too: for loops that know which one belongs to a step."""
-        self._condition = condition
-
-    def fuses_now(self) -> bool:
-        """Whether gradients that arrive now are used up at once."""
-        return self.armed and (self._condition is None or self._condition())
-
-    @contextlib.contextmanager
-    def accumulate(self) -> Iterator[None]:
-        """Backward passes in here only add to ``.grad``; the first one outside updates."""
-        before, self.armed = self.armed, False
-        try:
-            yield
-        finally:
-            self.armed = before
-
-    def arm(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """``closure``, with fusion on while it runs."""
-
-        def armed_closure() -> Any:
-            self.armed = True
-            try:
-                return closure()
-            finally:
-                self.armed = False
-
-        return armed_closure
-
-
 # Clipping by value, gradient by gradient.
 
 
@@ -198,24 +149,12 @@ class FusedParameter:
     Args:
         parameter: it gets a hook, which ``handle`` takes off.
         uses: firings in a step, if that is known; else 0.
-        on_gradient: called with this behind each gradient that was added to ``.grad``.
+        on_gradient: called with this and the parameter behind each gradient that was added to ``.grad``.
     """
 
-    __slots__ = (
-        "_on_gradient",
-        "alive_bytes",
-        "fired",
-        "guard",
-        "handle",
-        "parameter",
-        "unfused",
-        "used",
-        "uses",
-        "version",
-    )
+    __slots__ = ("fired", "guard", "handle", "live_bytes", "parameter", "unfused", "used", "uses", "version")
 
-    def __init__(self, parameter: Tensor, uses: int, on_gradient: Callable[[FusedParameter], None]) -> None:
-        self._on_gradient = on_gradient
+    def __init__(self, parameter: Tensor, uses: int, on_gradient: Callable[[FusedParameter, Tensor], None]) -> None:
         self.parameter = parameter
         self.uses = uses
         """Firings in a step, ``theta.count`` of algorithm 3; 0 until a step has been counted."""
@@ -224,21 +163,13 @@ class FusedParameter:
         """Whether this step's gradient has been used up."""
         self.version = 0
         """Autograd's count of in-place changes of the parameter, right after the update."""
-        self.alive_bytes = 0
+        self.live_bytes = 0
+        """Of its gradient, as far as the hook can see."""
         self.unfused = False
         self.guard = GradientGuard(parameter)
         self.handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-            self._fire
+            functools.partial(on_gradient, self)
         )
-
-    def _fire(self, parameter: Tensor) -> None:
-        self._on_gradient(self)
-
-    def note_layout(self) -> None:
-        """Before the gradient goes: ``zero_grad(set_to_none=False)`` keeps a sparse one sparse."""
-        gradient = self.parameter.grad
-        if gradient is not None and gradient.is_sparse:
-            self.guard.sparse_zeros = torch.zeros_like(gradient)
 
     def put_guard(self) -> None:
         """Make every read of ``.grad`` raise."""
@@ -248,32 +179,6 @@ class FusedParameter:
             zeros, self.guard = self.guard.sparse_zeros, GradientGuard(self.parameter)
             self.guard.sparse_zeros = zeros
             self.parameter.grad = self.guard
-
-    def close(self) -> None:
-        """Forget the step."""
-        self.fired, self.used, self.alive_bytes = 0, False, 0
-
-
-# How many bytes of gradients are alive at one time, as far as the parameters' hooks can see.
-
-
-class LiveGradientBytes:
-    """Counts them, and notes the most in the report."""
-
-    def __init__(self, report: FusionReport) -> None:
-        self._report = report
-        self._bytes = 0
-
-    def note(self, followed: FusedParameter, size: int) -> None:
-        """This parameter's gradient now takes ``size`` bytes."""
-        self._bytes += size - followed.alive_bytes
-        followed.alive_bytes = size
-        if self._bytes > self._report.peak_gradient_bytes:
-            self._report.peak_gradient_bytes = self._bytes
-
-    def forget(self) -> None:
-        """The step has ended, or was abandoned."""
-        self._bytes = 0
 
 
 # ``optimizer.step()`` of a hand-written loop, which updates what the backward pass left over.
@@ -328,26 +233,19 @@ def has_python_nodes(loss: Tensor) -> bool:
 # Steps that an update inside ``backward()`` would make another one: they end with an error that says what to do.
 
 
-def refuse_second_derivative() -> None:
-    """Called inside of a backward pass.
-
-    Raises:
-        RuntimeError: it builds a graph of its own.
-    """
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "backward(create_graph=True) keeps the old parameters for a second derivative, backward fusion "
-            "overwrites them: use mode='forward', or remove the fusion"
-        )
+SECOND_DERIVATIVE = (
+    "backward(create_graph=True) keeps the old parameters for a second derivative, backward fusion overwrites them: "
+    "use mode='forward', or remove the fusion"
+)
 
 
 def refuse_more_gradients(followed: FusedParameter) -> None:
-    """Called when a gradient arrives.
+    """Called when one gradient more arrives than in the steps before.
 
     Raises:
-        RuntimeError: it is one more than in the steps before.
+        RuntimeError: the parameter is updated already, or will be before the step.
     """
-    if followed.fired > followed.uses:
+    if followed.used or fusion_blockers([followed])[0] is None:
         raise RuntimeError(
             f"a parameter of shape {tuple(followed.parameter.shape)} received {followed.fired} gradients in one step, "
             f"{followed.uses} in the steps before, and may be updated already. Wrap all backward passes of a step "
@@ -401,19 +299,20 @@ ALIASED = (
 )
 
 
-def fusion_blocker(parameter: Tensor) -> str | None:
-    """What keeps this parameter from being updated inside of the backward pass, if anything does."""
-    if _others_read(parameter):
-        return OTHER_HOOKS
-    return ALIASED if has_alias(parameter) else None
+def fusion_blockers(bucket: list[FusedParameter]) -> list[str | None]:
+    """Return what keeps each of these parameters from being updated inside of the backward pass, if anything does."""
+    shared = aliased([followed.parameter for followed in bucket])
+    blockers: list[str | None] = []
+    for followed in bucket:
+        hooks = post_accumulate_hooks(followed.parameter)
+        if hooks is not None and len(hooks) > 1:
+            blockers.append(OTHER_HOOKS)
+        else:
+            blockers.append(ALIASED if followed.parameter in shared else None)
+    return blockers
 
 
-def _others_read(parameter: Tensor) -> bool:
-    hooks = post_accumulate_hooks(parameter)
-    return hooks is not None and len(hooks) > 1
-
-
-class BackwardFusion(FusionSwitch):
+class BackwardFusion:
     """Updates the optimizer's parameters inside ``backward()``; see :func:`retime.mechanisms.fusion.fuse_optimizer`.
 
     Args:
@@ -442,17 +341,17 @@ class BackwardFusion(FusionSwitch):
         armed: bool = True,
         guard_at_once: bool = True,
     ) -> None:
-        super().__init__(armed=armed)
+        self.armed = armed
         self.optimizer = optimizer
         self._guard_at_once = guard_at_once
         self.backward_passes = backward_passes
         self.clip_value = clip_value
         self.bucket_bytes = check_bucket_bytes(bucket_bytes) or default_bucket_bytes(parameters_of(optimizer))
         self._side = SideStream() if side_stream else None
+        self._condition: Callable[[], bool] | None = None
         self._report = FusionReport(mode="backward")
         self._followed: dict[Tensor, FusedParameter] = {}
-        self._alive = LiveGradientBytes(self._report)
-        self._memory = self._gradient_memory()
+        self._live_bytes = 0
         self._bucket: list[FusedParameter] = []
         self._bucket_size = 0
         self._window: PartialOptimizer | None = None
@@ -477,11 +376,29 @@ class BackwardFusion(FusionSwitch):
         """Let ``optimizer.step()`` of a hand-written loop update what the backward pass left over."""
         self._own_step = WrappedStep(self.optimizer, self.begin_rest, self.end_step)
 
+    def only_when(self, condition: Callable[[], bool]) -> None:
+        """Fuse a backward pass only where this holds, too: for loops that know which one belongs to a step."""
+        self._condition = condition
+
+    def fuses_now(self) -> bool:
+        """Whether gradients that arrive now are used up at once."""
+        return self.armed and (self._condition is None or self._condition())
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Backward passes in here only add to ``.grad``; the first one outside updates."""
+        before, self.armed = self.armed, False
+        try:
+            yield
+        finally:
+            self.armed = before
+
     def follow_new_parameters(self) -> None:
         """Put the hook on parameters that joined the optimizer, or were unfrozen, since the last call."""
-        for parameter in parameters_of(self.optimizer):
-            if parameter.requires_grad and parameter not in self._followed:
-                self._followed[parameter] = FusedParameter(parameter, self.backward_passes or 0, self.on_gradient)
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and parameter not in self._followed:
+                    self._followed[parameter] = FusedParameter(parameter, self.backward_passes or 0, self.on_gradient)
         self._report.parameters = len(self._followed)
 
     def expect_one_graph(self, loss: Tensor) -> None:
@@ -495,34 +412,70 @@ class BackwardFusion(FusionSwitch):
             for followed in unknown:
                 followed.uses = 1
 
-    def on_gradient(self, followed: FusedParameter) -> None:
+    def on_gradient(self, followed: FusedParameter, parameter: Tensor) -> None:
         """A gradient was added to ``.grad`` of this parameter."""
-        parameter = followed.parameter
         gradient = parameter.grad
         if gradient is None:
             return
-        size = nbytes(gradient)
-        self._alive.note(followed, size)
-        if not self.fuses_now():
+        size = gradient.nbytes if gradient.layout is torch.strided else nbytes(gradient)
+        self._live_bytes += size - followed.live_bytes
+        followed.live_bytes = size
+        if self._live_bytes > self._report.peak_gradient_bytes:
+            self._report.peak_gradient_bytes = self._live_bytes
+        if not self.armed or (self._condition is not None and not self._condition()):
             return
-        self._memory.first_gradient()
-        refuse_second_derivative()
+        if torch.is_grad_enabled():
+            raise RuntimeError(SECOND_DERIVATIVE)
         followed.fired += 1
         if followed.fired < followed.uses or not followed.uses:
             return
-        reason = fusion_blocker(parameter)
-        if reason is not None:
-            self._hold_back(followed, reason)
-            return
-        refuse_more_gradients(followed)
-        if self._window is None:
-            self._window = PartialOptimizer(self.optimizer)
-        if not self._window.holds(parameter):
+        if followed.fired > followed.uses:
+            refuse_more_gradients(followed)
             return
         self._bucket.append(followed)
         self._bucket_size += size
         if self._bucket_size >= self.bucket_bytes:
-            self._update_bucket(self._window)
+            self._update_bucket()
+
+    def _update_bucket(self) -> None:
+        if self._window is None:
+            self._window = PartialOptimizer(self.optimizer)
+        group_of = self._window.group_of
+        bucket = [followed for followed in self._take_bucket() if id(followed.parameter) in group_of]
+        if not bucket:
+            return
+        parameters, size = [], 0
+        for followed in bucket:
+            size += followed.live_bytes
+            gradient = followed.parameter.grad
+            if gradient is not None and gradient.is_sparse:  # which zero_grad(set_to_none=False) keeps sparse
+                followed.guard.sparse_zeros = torch.zeros_like(gradient)
+            parameters.append(followed.parameter)
+        if self._side is None:
+            self._step(self._window, parameters)
+        else:
+            with self._side.after_current(hold=[p.grad for p in parameters]):
+                self._step(self._window, parameters)
+        self._live_bytes -= size
+        for followed in bucket:
+            followed.live_bytes, followed.used = 0, True
+            followed.version = version_of(followed.parameter)
+            if self._guard_at_once:
+                followed.put_guard()
+            else:
+                followed.parameter.grad = None
+        self._note_bucket(len(bucket), size)
+
+    def _take_bucket(self) -> list[FusedParameter]:
+        """Empty the bucket; returns what may be updated before ``optimizer.step()``, the report tells of the rest."""
+        bucket, self._bucket, self._bucket_size = self._bucket, [], 0
+        fusible = []
+        for followed, blocker in zip(bucket, fusion_blockers(bucket), strict=True):
+            if blocker is None:
+                fusible.append(followed)
+            else:
+                self._hold_back(followed, blocker)
+        return fusible
 
     def _hold_back(self, followed: FusedParameter, why: str) -> None:
         if followed.unfused:
@@ -532,34 +485,17 @@ class BackwardFusion(FusionSwitch):
             warn_no_effect(f"backward fusion has no effect on parameters {why}")
         self._report.note_unfused(why)
 
-    def _update_bucket(self, window: PartialOptimizer) -> None:
-        bucket, size = self._bucket, self._bucket_size
-        self._bucket, self._bucket_size = [], 0
-        parameters = [followed.parameter for followed in bucket]
-        for followed in bucket:
-            followed.note_layout()
-        if self._side is None:
-            self._step(window, parameters)
-        else:
-            with self._side.after_current(hold=[p.grad for p in parameters]):
-                self._step(window, parameters)
-        for followed in bucket:
-            self._alive.note(followed, 0)
-            followed.used = True
-            followed.version = version_of(followed.parameter)
-            if self._guard_at_once:
-                followed.put_guard()
-            else:
-                followed.parameter.grad = None
-        self._report.note_bucket(len(bucket), size)
+    def _note_bucket(self, updates: int, size: int) -> None:
+        """Count updates that ran together inside a backward pass, from ``size`` bytes of gradients."""
+        report = self._report
+        report.fused_updates += updates
+        report.buckets += 1
+        report.largest_bucket_bytes = max(report.largest_bucket_bytes, size)
 
     def _step(self, window: PartialOptimizer, parameters: list[Tensor]) -> None:
         if self.clip_value is not None:
             clip_by_value([p.grad for p in parameters if p.grad is not None], self.clip_value)
         window.update(parameters)
-
-    def _gradient_memory(self) -> GradientMemory:
-        return GradientMemory(parameters_of(self.optimizer))
 
     def _used(self) -> list[FusedParameter]:
         return [followed for followed in self._followed.values() if followed.used]
@@ -571,6 +507,7 @@ class BackwardFusion(FusionSwitch):
     def begin_rest(self) -> None:
         """Before the optimizer's own ``step``: it finds None for used-up gradients, and updates only the rest."""
         self._join()
+        self._take_bucket()
         used = self._used()
         if self._guard_at_once:
             refuse_changes(used)
@@ -585,20 +522,22 @@ class BackwardFusion(FusionSwitch):
         """After the optimizer's own ``step``: close the window, remember the counts of a first step, put the guards."""
         self._join()
         self._report.steps += 1
-        self._report.gradient_memory = self._memory.decision or self._report.gradient_memory
+        used = []
         for followed in self._followed.values():
             if followed.used:
-                self._show(followed)
+                used.append(followed)
             elif followed.fired:
                 self._report.late_updates += 1
             followed.uses = max(followed.uses, followed.fired)
+        self._show(used)
         self._close()
         self.follow_new_parameters()
 
-    def _show(self, followed: FusedParameter) -> None:
-        """What ``.grad`` holds after a step in which the gradient was used."""
-        if followed.parameter.grad is None:
-            followed.put_guard()
+    def _show(self, used: list[FusedParameter]) -> None:
+        """Set what ``.grad`` holds after a step in which the gradients were used."""
+        for followed in used:
+            if followed.parameter.grad is None:
+                followed.put_guard()
 
     def abandon_step(self) -> None:
         """After an exception inside backward: forget the half-done step. Gradients not yet used stay in ``.grad``."""
@@ -608,14 +547,13 @@ class BackwardFusion(FusionSwitch):
     def _close(self) -> None:
         self._bucket, self._bucket_size = [], 0
         for followed in self._followed.values():
-            followed.close()
-        self._alive.forget()
-        self._memory.interrupted()
+            followed.fired, followed.used, followed.live_bytes = 0, False, 0
+        self._live_bytes = 0
         self._window = None
 
     def go_on_from(self, report: FusionReport) -> None:
         """Count on in this report of a fusion before."""
-        self._report, self._alive = report, LiveGradientBytes(report)
+        self._report = report
 
     def report(self) -> FusionReport:
         """What was fused so far."""
@@ -631,7 +569,6 @@ class BackwardFusion(FusionSwitch):
             if isinstance(followed.parameter.grad, GradientGuard):
                 followed.parameter.grad = None
         self._close()
-        self._memory.remove()
         self._followed.clear()
 
 

@@ -17,10 +17,9 @@ from torch.optim import Optimizer
 
 from retime.foundations.arguments import checked
 from retime.foundations.ddp import Reducer, at_end_of_backward, comm_hook_of, sparse_layer
-from retime.foundations.lazy_updates import PartialOptimizer, has_alias, nbytes
+from retime.foundations.lazy_updates import PartialOptimizer, aliased
 from retime.foundations.torch_private import GradBucket, graph_task_id, version_of
 from retime.mechanisms.fusion.backward import ALIASED, BackwardFusion, FusedParameter
-from retime.mechanisms.fusion.gradient_memory import GradientMemory
 
 CommunicationHook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 USE_FORWARD = (
@@ -166,32 +165,33 @@ class DataParallelFusion(BackwardFusion):
         self._hidden: dict[FusedParameter, Tensor | None] = {}
         reduction.join(self)
 
-    def _gradient_memory(self) -> GradientMemory:
-        """DDP's gradients lie in its buckets."""
-        return GradientMemory([])
-
-    def on_gradient(self, followed: FusedParameter) -> None:
+    def on_gradient(self, followed: FusedParameter, parameter: Tensor) -> None:
         """Note that this rank used the parameter, in whichever micro-batch of the step.
 
         A parameter that no rank used keeps grad=None, which only the end of backward can tell; one that this rank used
         certainly gets the reduced gradient.
         """
         followed.fired = 1
-        if followed.parameter.grad is not None:
-            self._alive.note(followed, nbytes(followed.parameter.grad))
+        if parameter.grad is not None:
+            size = parameter.grad.nbytes
+            self._live_bytes += size - followed.live_bytes
+            followed.live_bytes = size
+            self._report.peak_gradient_bytes = max(self._report.peak_gradient_bytes, self._live_bytes)
 
     def update_reduced(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
         """Update these parameters from their reduced gradients; called by the thread that completed the all-reduce."""
         with self._lock:
             window = self._window = self._window or PartialOptimizer(self.optimizer)
-            ready = [
-                (followed, gradient)
-                for parameter, gradient in zip(parameters, gradients, strict=True)
-                if (followed := self._followed.get(parameter))
-                and followed.fired
-                and window.holds(parameter)
-                and not self._is_aliased(followed)
-            ]
+            shared = aliased(parameters)
+            ready = []
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                followed = self._followed.get(parameter)
+                if followed is None or not followed.fired or id(parameter) not in window.group_of:
+                    continue
+                if parameter in shared:
+                    self._hold_back(followed, ALIASED)
+                else:
+                    ready.append((followed, gradient))
             if not ready:
                 return
             local = [followed.parameter.grad for followed, _ in ready]
@@ -206,13 +206,7 @@ class DataParallelFusion(BackwardFusion):
             for followed, _ in ready:
                 followed.used = True
                 followed.version = version_of(followed.parameter)
-            self._report.note_bucket(len(ready), sum(nbytes(gradient) for _, gradient in ready))
-
-    def _is_aliased(self, followed: FusedParameter) -> bool:
-        if not has_alias(followed.parameter):
-            return False
-        self._hold_back(followed, ALIASED)
-        return True
+            self._note_bucket(len(ready), sum(gradient.nbytes for _, gradient in ready))
 
     def guard_reduced(self) -> None:
         """From the end of backward to the step, a read of a used gradient raises: clipping it would change nothing."""
@@ -221,12 +215,12 @@ class DataParallelFusion(BackwardFusion):
             for followed in self._hidden:
                 followed.put_guard()
 
-    def _show(self, followed: FusedParameter) -> None:
-        followed.parameter.grad = self._hidden.pop(followed, None)
+    def _show(self, used: list[FusedParameter]) -> None:
+        for followed in used:
+            followed.parameter.grad = self._hidden.pop(followed, None)
 
     def remove(self) -> None:
         """Take all hooks off, and give the communication hook back if no other fusion of this model needs it."""
         self._reduction.leave(self)
-        for followed in list(self._hidden):
-            self._show(followed)
+        self._show(list(self._hidden))
         super().remove()

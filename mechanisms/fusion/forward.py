@@ -3,8 +3,7 @@
 ``optimizer.step()`` notes what is to be done - the gradients, and the hyper-parameters as they stand now - and returns.
 Each bucket is updated when something first reads one of its parameters, usually the next forward pass, where the fresh
 values are still in the caches. All gradients exist at ``step()``, so whatever needs global information (global-norm
-clipping, GradScaler, gradient logging) is exact. They are freed one by one in the next forward pass; on a CPU the next
-ones come from a pool where that pays (see :mod:`~retime.mechanisms.fusion.gradient_memory`).
+clipping, GradScaler, gradient logging) is exact. They are freed one by one in the next forward pass.
 """
 
 import contextlib
@@ -21,12 +20,12 @@ from retime.foundations.lazy_updates import (
     PartialOptimizer,
     PendingUpdate,
     WatchedState,
+    aliased,
     can_wait,
     check_bucket_bytes,
     default_bucket_bytes,
     flush_before_opaque_forward,
     gradient_of,
-    has_alias,
     is_pending,
     is_torchs_zero_grad,
     nbytes,
@@ -45,7 +44,6 @@ from retime.foundations.torch_private import (
     version_of,
     without_subclass_functions,
 )
-from retime.mechanisms.fusion.gradient_memory import GradientMemory
 from retime.mechanisms.fusion.report import FusionReport
 
 NOTHING_CAN_WAIT = (
@@ -72,14 +70,13 @@ class ForwardFusion:
                     self._layer.setdefault(parameter, number)
         self._unwatchable = unwatchable_parameters(model) if model is not None else set()
         self._modules = list(model.modules()) if model is not None else []
-        self._report = FusionReport(mode="forward", parameters=sum(1 for _ in parameters_of(optimizer)))
+        self._report = FusionReport(mode="forward", parameters=len(parameters_of(optimizer)))
         self._pending: list[PendingUpdate] = []
         self._removed = False
         self._handles: list[Any] = flush_before_opaque_forward(model) if model is not None else []
         if isinstance(model, DistributedDataParallel):
             # gradients may live in DDP's buckets, which the coming backward pass overwrites
             self._handles.append(model.register_forward_hook(_FlushAfter(self)))
-        self._memory = self._gradient_memory()
         self._hear_of_compilations()
         self._handles.append(optimizer.register_state_dict_pre_hook(lambda _: self.flush()))
         self._handles.append(optimizer.register_load_state_dict_pre_hook(lambda *_: self.flush()))
@@ -93,18 +90,6 @@ class ForwardFusion:
         self.flush()
         return _fuse_again, (self.optimizer, self._model, self.bucket_bytes, self._report)
 
-    def _gradient_memory(self) -> GradientMemory:
-        if isinstance(self._model, DistributedDataParallel):  # whose buckets hold the gradients
-            return GradientMemory([])
-        memory = GradientMemory(parameters_of(self.optimizer))
-        if memory.wanted:
-            self._handles += [
-                parameter.register_post_accumulate_grad_hook(lambda _: memory.first_gradient())  # type: ignore[no-untyped-call]
-                for parameter in parameters_of(self.optimizer)
-                if parameter.requires_grad and parameter.is_leaf
-            ]
-        return memory
-
     def _clear(self, *args: Any, **kwargs: Any) -> None:
         set_to_none = args[0] if args else kwargs.get("set_to_none", True)
         if not set_to_none or not is_torchs_zero_grad(self._zero_grad.inner):
@@ -117,8 +102,6 @@ class ForwardFusion:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._memory.interrupted()
-        self._report.gradient_memory = self._memory.decision or self._report.gradient_memory
         self.flush()  # parameters that no forward pass read
         if any(calls_compiled(module) for module in self._modules):
             assert self._model is not None
@@ -129,7 +112,8 @@ class ForwardFusion:
         self._settle_others()
         self._hear_of_compilations()
         stepped = [p for p in parameters_of(self.optimizer) if gradient_of(p) is not None]
-        deferred = [p for p in stepped if self._can_defer(p)]
+        shared = aliased(stepped)
+        deferred = [p for p in stepped if p not in shared and self._can_defer(p)]
         if stepped and not deferred:
             return self._plain_step(NOTHING_CAN_WAIT, loss)
         state = watch(self.optimizer, self.flush)
@@ -164,7 +148,7 @@ class ForwardFusion:
         return loss
 
     def _can_defer(self, parameter: Tensor) -> bool:
-        if not (can_wait(parameter) or is_pending(parameter)) or parameter in self._unwatchable or has_alias(parameter):
+        if not (can_wait(parameter) or is_pending(parameter)) or parameter in self._unwatchable:
             return False
         # a parameter of another model has readers that nobody examined
         return self._model is None or parameter in self._layer
@@ -236,7 +220,6 @@ class ForwardFusion:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._memory.remove()
         unwatch(self.optimizer)
         self._step.restore()
         self._zero_grad.restore()

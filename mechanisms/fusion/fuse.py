@@ -17,7 +17,7 @@ from retime.foundations.lazy_updates import (
     why_not_this_step,
     why_not_this_zero_grad,
 )
-from retime.foundations.torch_private import has_backward_hooks
+from retime.foundations.torch_private import backward_hooks
 from retime.mechanisms.fusion.backward import BackwardFusion
 from retime.mechanisms.fusion.data_parallel import DataParallelFusion, reduction_of
 from retime.mechanisms.fusion.forward import ForwardFusion
@@ -131,7 +131,7 @@ def fuse_optimizer(
 def refuse_backward_hooks(model: nn.Module) -> None:
     """Raise ValueError if a module's backward hook could read weights that are updated already."""
     for name, module in model.named_modules():
-        if has_backward_hooks(module):
+        if any(backward_hooks(module)):
             raise ValueError(
                 f"the backward hook of {name or 'the model'} may read weights that are updated already by then: "
                 "use mode='forward', or remove the hook"

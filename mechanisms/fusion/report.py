@@ -40,8 +40,6 @@ class FusionReport:
     """Parameters that are updated in ``optimizer.step()`` although the others are fused, by reason."""
     plain_steps: dict[str, int] = field(default_factory=dict)
     """Steps that ran the plain way, by reason."""
-    gradient_memory: str = ""
-    """On a CPU: whether gradients come from the pool, and what was measured for it."""
 
     def __str__(self) -> str:
         text = (
@@ -54,8 +52,6 @@ class FusionReport:
         if self.plain_steps:
             reasons = "; ".join(f"{count} because {reason}" for reason, count in self.plain_steps.items())
             text += f"; plain steps: {reasons}"
-        if self.gradient_memory:
-            text += f"; {self.gradient_memory}"
         return text
 
     def followed_by(self, later: "FusionReport") -> "FusionReport":
@@ -79,14 +75,7 @@ class FusionReport:
             peak_gradient_bytes=both(self.peak_gradient_bytes, other.peak_gradient_bytes),
             unfused=_merged(self.unfused, other.unfused, both),
             plain_steps=_merged(self.plain_steps, other.plain_steps, operator.add),
-            gradient_memory=other.gradient_memory or self.gradient_memory,
         )
-
-    def note_bucket(self, updates: int, size: int) -> None:
-        """Count updates that ran together inside a backward pass, from ``size`` bytes of gradients."""
-        self.fused_updates += updates
-        self.buckets += 1
-        self.largest_bucket_bytes = max(self.largest_bucket_bytes, size)
 
     def note_unfused(self, reason: str) -> None:
         """Count one parameter that is updated in ``optimizer.step()``."""

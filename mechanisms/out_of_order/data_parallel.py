@@ -37,7 +37,7 @@ from retime.foundations.lazy_updates import parameters_of, pending_of
 from retime.foundations.messages import because, parse_bytes, warn_no_effect
 from retime.foundations.torch_private import GradBucket, has_rebuilt_buckets, joins_uneven_inputs
 from retime.foundations.weight_gradients import Block, WeightGradientDeferral
-from retime.mechanisms.fusion import ForwardFusion, FusionReport, GradientMemory
+from retime.mechanisms.fusion import ForwardFusion, FusionReport
 from retime.mechanisms.out_of_order.k_search import K, KChoice, SavedK, extra_bytes
 
 # The cross-iteration wait: each parameter is updated when the next forward pass reads it and its gradient is there.
@@ -63,10 +63,6 @@ class CrossIterationUpdates(ForwardFusion):
         super().__init__(optimizer, model)
         self._reduction_of = reduction_of
         self._on_remove = on_remove
-
-    def _gradient_memory(self) -> GradientMemory:
-        """DDP's buckets hold the gradients."""
-        return GradientMemory([])
 
     def remove(self) -> None:
         """Bring all parameters up to date and give the optimizer its own methods back."""

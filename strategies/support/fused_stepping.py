@@ -31,7 +31,7 @@ from retime.foundations.lazy_updates import (
     why_not_this_zero_grad,
 )
 from retime.foundations.messages import warn_no_effect
-from retime.foundations.torch_private import has_backward_hooks, has_global_backward_hooks
+from retime.foundations.torch_private import backward_hooks, global_backward_hooks
 from retime.mechanisms.fusion import (
     BackwardFusion,
     DataParallelFusion,
@@ -110,6 +110,8 @@ class FusedStepping:
         self._modules: list[tuple[str, nn.Module]] = []
         self._owners: tuple[LightningModule | Callback, ...] = ()
         self._reader: str | None = None
+        self._standing: str | None = None
+        """Why the strategy lets no step of this fit be fused."""
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, made in the middle of a fit too, has the counts; it fuses the copied optimizers by itself."""
@@ -136,6 +138,9 @@ class FusedStepping:
         self._check_reduction(trainer)
         module = trainer.lightning_module
         self._modules = []
+        self._standing = why_aside(Mechanism.fusion(self.mode), mechanisms_of(trainer.strategy))
+        if self._standing is None and averages_models(trainer.strategy):
+            self._standing = "post-local SGD averages by gradient after the step"
         for optimizer in trainer.strategy.optimizers:
             reason = self._why_plain(trainer, module, optimizer)
             if reason is not None:
@@ -205,10 +210,13 @@ class FusedStepping:
         # clipping, if any, is by value here: fusion does it, gradient by gradient, in Lightning's place
         clip_value, trainer.gradient_clip_val = trainer.gradient_clip_val, None
         fusion.clip_value = clip_value or None
-        armed = fusion.arm(closure)
 
         def closure_then_rest() -> Any:
-            result = armed()
+            fusion.armed = True
+            try:
+                result = closure()
+            finally:
+                fusion.armed = False
             fusion.begin_rest()
             return result
 
@@ -252,6 +260,7 @@ class FusedStepping:
         return (
             why_not_this_zero_grad(optimizer)
             or _why_not_in_backward(trainer, module)
+            or self._standing
             or self._why_not_beside_readers(trainer, module)
             or self._why_not_beside_hooks(module)
             or self._no_reduction
@@ -265,10 +274,10 @@ class FusedStepping:
 
     def _why_not_beside_hooks(self, owner: LightningModule) -> str | None:
         self._modules = self._modules or list(owner.named_modules())
-        if has_global_backward_hooks():
+        if any(global_backward_hooks()):
             return f"a global module backward hook may read weights updated already; {_USE_FORWARD}"
         for name, module in self._modules:
-            if has_backward_hooks(module):
+            if any(backward_hooks(module)):
                 return f"the backward hook of {name or 'the module'} may read weights updated already; {_USE_FORWARD}"
         return None
 
@@ -344,11 +353,6 @@ def _why_not_in_backward(trainer: Trainer, module: LightningModule) -> str | Non
             and trainer.current_epoch >= callback.swa_end
         ):
             return "StochasticWeightAveraging steps once more with the last gradients after its BatchNorm epoch"
-    aside = why_aside(Mechanism.BACKWARD_FUSION, mechanisms_of(trainer.strategy))
-    if aside is not None:
-        return aside
-    if averages_models(trainer.strategy):
-        return "post-local SGD averages by gradient after the step"
     return None
 
 

@@ -423,3 +423,17 @@ def test_meta_parameters_are_refused() -> None:
     model = network().to("meta")
     with pytest.raises(ValueError, match="meta device"):
         fuse_optimizer(model, adamw(model.parameters()))
+
+
+def test_an_alias_made_after_the_update_hides_no_second_gradient() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    fusion = BackwardFusion(
+        torch.optim.SGD(model.parameters(), 0.1), bucket_bytes=1, backward_passes=1, guard_at_once=False
+    )
+    model(torch.ones(2, 4)).sum().backward()
+    assert fusion.report().fused_updates == 1
+    alias = model.weight.data
+    with pytest.raises(RuntimeError, match="received 2 gradients"):
+        model(torch.ones(2, 4)).sum().backward()
+    assert alias.data_ptr() == model.weight.data_ptr()
+    fusion.remove()
