@@ -321,11 +321,22 @@ class CommHook:
             raise ValueError(_refusal(name, others[0] if others else "one of torch's own", instead)) from error
         self._registered = True
 
-    def give_back(self, owner: HookOwner) -> None:
-        """Let DDP's own arithmetic reduce gradients again, unless another owner does; when no backward pass runs."""
+    def give_back(self, owner: HookOwner, reducer: Reducer | None = None, *, failed: bool = False) -> None:
+        """Let DDP's own arithmetic reduce gradients again, unless another owner does; when no backward pass runs.
+
+        Args:
+            owner: does nothing more with buckets.
+            reducer: the owner's, which ends with it.
+            failed: whether a reduction may never be done.
+        """
         if self._owner is owner:
             self._owner, self._name = None, ""
             self.mean()
+        if reducer is not None:
+            if failed:
+                reducer.abort()
+            else:
+                reducer.close()
 
     def mean(self) -> MeanOfBuckets:
         """What divides buckets as DDP does; an owner that needs it asks before the first backward pass."""

@@ -260,13 +260,8 @@ class BucketReduction:
             failed: whether a reduction may never be done.
         """
         reducer, self._reducer = self._reducer, None
-        if reducer is None:
-            return
-        self._slot.give_back(self)
-        if failed:
-            reducer.abort()
-        else:
-            reducer.close()
+        if reducer is not None:
+            self._slot.give_back(self, reducer, failed=failed)
 
 
 def _alike(model: DistributedDataParallel) -> frozenset[Tensor]:

@@ -89,13 +89,8 @@ class ReductionHook:
             failed: whether a reduction may never be done.
         """
         reducer, self._reducer = self._reducer, None
-        if reducer is None:
-            return
-        self._slot.give_back(self)
-        if failed:
-            reducer.abort()
-        else:
-            reducer.close()
+        if reducer is not None:
+            self._slot.give_back(self, reducer, failed=failed)
 
     def _take(self) -> None:
         self._slot.take(self, "backward fusion", USE_FORWARD)

@@ -593,11 +593,7 @@ class OutOfOrderDataParallel:
             for handle in self._handles:
                 handle.remove()
             self._deferral.remove()
-            if failed:
-                self._reducer.abort()
-            else:
-                self._reducer.close()
-            self._slot.give_back(self)
+            self._slot.give_back(self, self._reducer, failed=failed)
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
         synchronised = model.training and torch.is_grad_enabled() and self.model.require_backward_grad_sync
