@@ -265,7 +265,7 @@ def test_forward_fusion_sees_compiled_lightning_modules():
     assert not torch_private.has_compile_mark(model)
     compiled = from_compiled(torch.compile(model, backend="eager"))
     assert compiled is model
-    assert not torch_private.calls_compiled(compiled)  # nothing else tells of it
+    assert not torch_private.compiled_call(compiled)  # nothing else tells of it
     assert torch_private.has_compile_mark(compiled)
     assert not torch_private.has_compile_mark(to_uncompiled(compiled))
 

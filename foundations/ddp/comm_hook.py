@@ -25,7 +25,7 @@ from retime.foundations.torch_private import (
     GradBucket,
     divides_by_ranks_left,
     graph_task_id,
-    joins_uneven_inputs,
+    join_reader,
     queue_callback,
 )
 
@@ -279,6 +279,7 @@ class CommHook:
         self._name = ""
         self._mean: MeanOfBuckets | None = None
         self._ranks = dist.get_world_size(model.process_group)
+        self._joins = join_reader(model)
 
     def __reduce__(self) -> "tuple[type[_NoSlot], tuple[()]]":
         return _NoSlot, ()
@@ -381,7 +382,7 @@ class CommHook:
         """
         model = self._model()
         assert model is not None
-        if not divides_by_ranks_left(model):
+        if not self._joins(model) or not divides_by_ranks_left(model):
             return dist.get_world_size(model.process_group)
         self.mean().follow(model)  # the number may be one whose reciprocal is rounded
         count = torch.full((1,), float(graph_task_id() != -1), device=model.join_device)
@@ -391,9 +392,14 @@ class CommHook:
     def _now(self, reducer: Reducer | None) -> Reducer:
         model = self._model()
         assert model is not None
-        if reducer is None or joins_uneven_inputs(model):
-            return DeviceReducer(model.process_group)
-        return reducer
+        return _WrappersReducer(model) if reducer is None or self._joins(model) else reducer
+
+
+class _WrappersReducer(DeviceReducer):
+    """All-reduces in the wrapper's own group; made for each bucket, and so without checks."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._group = model.process_group
 
 
 class _NoSlot:

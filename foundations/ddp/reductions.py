@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from retime.foundations.ddp.comm_hook import Reducer, start_mean
-from retime.foundations.lazy_updates import PendingUpdate, aliased, can_wait, is_pending, pending_of
+from retime.foundations.lazy_updates import PendingUpdate, is_pending, pending_of, unwatchable
 from retime.foundations.torch_private import GradBucket
 
 # Where DistributedDataParallel keeps each parameter's gradient, learned from the buckets its hook is shown.
@@ -163,7 +163,7 @@ class Reduction:
 
     def watch(self, on_read: Callable[[], None]) -> None:
         """Make whoever reads one of these gradients wait for it; where that cannot be seen, wait now."""
-        if all(can_wait(p) and not is_pending(p) for p in self.parameters) and not aliased(self.parameters):
+        if not any(map(is_pending, self.parameters)) and not unwatchable(self.parameters):
 
             def wait() -> None:
                 on_read()

@@ -1,6 +1,7 @@
 """Updates that wait until somebody reads the parameter, by the user's own optimizer."""
 
 from retime.foundations.lazy_updates.eligibility import (
+    ReplacedMethod,
     declare_per_parameter,
     is_fused_step,
     is_torchs_zero_grad,
@@ -9,29 +10,26 @@ from retime.foundations.lazy_updates.eligibility import (
     why_not_this_step,
     why_not_this_zero_grad,
 )
-from retime.foundations.lazy_updates.optimizer_window import (
-    PartialOptimizer,
-    check_bucket_bytes,
-    default_bucket_bytes,
-    nbytes,
-    parameters_of,
-)
 from retime.foundations.lazy_updates.pending import (
+    PartialOptimizer,
     PendingUpdate,
     WatchedState,
     aliased,
-    can_wait,
+    check_bucket_bytes,
+    default_bucket_bytes,
     flush_before_opaque_forward,
     gradient_of,
     is_compiled,
     is_pending,
+    nbytes,
+    parameters_of,
     pending_of,
     settle_all,
     unwatch,
+    unwatchable,
     unwatchable_parameters,
     watch,
 )
-from retime.foundations.patching import ReplacedMethod
 
 __all__ = [
     "PartialOptimizer",
@@ -39,7 +37,6 @@ __all__ = [
     "ReplacedMethod",
     "WatchedState",
     "aliased",
-    "can_wait",
     "check_bucket_bytes",
     "declare_per_parameter",
     "default_bucket_bytes",
@@ -54,6 +51,7 @@ __all__ = [
     "settle_all",
     "flush_before_opaque_forward",
     "unwatch",
+    "unwatchable",
     "unwatchable_parameters",
     "watch",
     "why_class_not_per_parameter",

@@ -8,7 +8,7 @@ parameters cost nothing. While the update runs, the parameter goes on watching: 
 end, and the update's own reads go past the watch.
 
 What torch functions cannot see are reads that bypass Python: an alias made earlier (``p.data``, a view, an array),
-compiled or scripted code, a C extension that takes the tensor directly, a replayed CUDA graph. ``readers.py`` finds
+compiled or scripted code, a C extension that takes the tensor directly, a replayed CUDA graph. The last section finds
 such parameters and keeps them out, or brings them up to date by a module hook; before replaying a graph of your own,
 call ``flush()``.
 """
@@ -17,7 +17,7 @@ import contextlib
 import copy
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,15 +25,137 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from retime.foundations.lazy_updates.eligibility import raw_step
+from retime.foundations.lazy_updates.fused_adam import FusedAdam
+from retime.foundations.messages import parse_bytes
 from retime.foundations.torch_private import (
     foreach_classes,
     has_compile_mark,
     reads_of_hooks,
+    sparse_indices,
+    sparse_values,
     storage_address,
     storage_use_count,
     without_subclass_functions,
     without_torch_functions,
 )
+
+# Step the user's own optimizer for some of its parameters.
+#
+# One optimizer object a parameter (the usual recipe) leaves the user's optimizer without state, and loses the
+# multi-tensor kernels. Here a *window* shares the optimizer's state and hyper-parameters and shows its ``step`` only
+# the parameters of one bucket. The user's object is never touched, so a failure or a second thread finds it whole.
+
+
+class PartialOptimizer:
+    """A view of ``optimizer`` that can step a part of its parameters.
+
+    With ``snapshot=True`` hyper-parameters are copied (tensor ones cloned, also ``grad_scale`` and ``found_inf`` which
+    a GradScaler hangs on the optimizer), so later changes by a scheduler or the scaler do not reach this window.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, snapshot: bool = False) -> None:
+        self._step = raw_step(optimizer)
+        window = object.__new__(type(optimizer))
+        window.__dict__.update(optimizer.__dict__)
+        window.__dict__.pop("step", None)
+        window.__dict__.pop("zero_grad", None)
+        self._window = window
+        self._groups: list[dict[str, Any]] = [
+            {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+        ]
+        if snapshot:
+            self._groups = [{k: _copied(v) for k, v in group.items()} for group in self._groups]
+            for name in ("grad_scale", "found_inf"):
+                if name in window.__dict__:
+                    window.__dict__[name] = _copied(window.__dict__[name])
+        self._kernels = [
+            FusedAdam.of(window, self._step, group) if group.get("fused") else None for group in self._groups
+        ]
+        self.group_of = {
+            id(parameter): index for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]
+        }
+        """The number of each parameter's group, by the parameter's identity."""
+
+    def update(self, parameters: Sequence[Tensor]) -> None:
+        """Step these parameters, from their ``.grad``, with the kernels the optimizer would use for all of them."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self._update(parameters)
+        else:  # inside a backward pass
+            self._update(parameters)
+
+    def _update(self, parameters: Sequence[Tensor]) -> None:
+        if self._by_kernel(parameters):
+            return
+        members: dict[int, list[Tensor]] = {}
+        for parameter in parameters:
+            members.setdefault(self.group_of[id(parameter)], []).append(parameter)
+        self._window.param_groups = [{**self._groups[index], "params": members[index]} for index in sorted(members)]
+        device = parameters[0].device.type
+        if torch.is_autocast_enabled(device):  # the caller's, around its backward pass
+            with torch.autocast(device, enabled=False):
+                self._step(self._window)
+        else:
+            self._step(self._window)
+
+    def _by_kernel(self, parameters: Sequence[Tensor]) -> bool:
+        group = self.group_of[id(parameters[0])]
+        kernel = self._kernels[group]
+        if kernel is None or any(self.group_of[id(parameter)] != group for parameter in parameters):
+            return False
+        return kernel.update(parameters)
+
+    def is_outdated(self, optimizer: Optimizer) -> bool:
+        """Whether hyper-parameters of the groups seen here were changed since."""
+        for mine, group in zip(self._groups, optimizer.param_groups, strict=False):
+            for key, value in mine.items():
+                now = group.get(key)
+                if now is not value and (isinstance(value, Tensor) or isinstance(now, Tensor) or now != value):
+                    return True
+        return False
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, tuple):
+        return tuple(_copied(v) for v in value)
+    return value
+
+
+def nbytes(tensor: Tensor) -> int:
+    """Bytes that ``tensor`` occupies (values and indices of a sparse one)."""
+    if tensor.layout is torch.sparse_coo:
+        return nbytes(sparse_values(tensor)) + nbytes(sparse_indices(tensor))
+    return tensor.nbytes
+
+
+# How many bytes are gathered before one multi-tensor update.
+
+CPU_BUCKET_BYTES = 1 << 20
+CUDA_BUCKET_BYTES = 8 << 20
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """All parameters of the optimizer, group by group."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def default_bucket_bytes(parameters: Iterable[Tensor]) -> int:
+    """Bucket size when the user names none: enough to keep the kernels busy, little enough to stay in the caches.
+
+    A small model gets at least four buckets, or nothing would be left to fuse.
+    """
+    everything = list(parameters)
+    most = CUDA_BUCKET_BYTES if any(parameter.is_cuda for parameter in everything) else CPU_BUCKET_BYTES
+    return max(1, min(most, sum(map(nbytes, everything)) // 4))
+
+
+def check_bucket_bytes(bucket_bytes: int | str | None) -> int | None:
+    """The bytes that the argument asks for; None for the default."""
+    return None if bucket_bytes is None else parse_bytes("bucket_bytes", bucket_bytes, examples="'1MiB', or None")
+
 
 # The optimizer's state while updates are pending: whoever looks into it finds them done.
 
@@ -172,7 +294,7 @@ class PendingUpdate:
     """One bucket of parameters whose update has not run yet, or runs.
 
     Args:
-        parameters: each of a class that :func:`can_wait`, or pending already.
+        parameters: none that is :func:`unwatchable`.
         apply: brings exactly these parameters up to date. Whoever builds the update may make it wait first, for
             instance for the all-reduce of this bucket.
     """
@@ -250,11 +372,6 @@ def _surroundings_of_a_step(device_type: str, default_dtype: torch.dtype) -> Ite
             yield
     finally:
         torch.set_default_dtype(before)
-
-
-def can_wait(parameter: Tensor) -> bool:
-    """Whether this tensor's class can watch reads: plain parameters and tensors, no subclass of somebody's own."""
-    return type(parameter) in _pending_class
 
 
 def is_pending(parameter: Tensor) -> bool:
@@ -381,13 +498,20 @@ def aliased(parameters: Iterable[Tensor]) -> set[Tensor]:
 
     A read through the alias could not be seen. The parameter and the handle used for counting hold the storage twice.
     """
-    found: set[Tensor] = set()
+    shared: set[Tensor] = set()
     for parameter in parameters:
         with without_subclass_functions():  # not a read
             storage = parameter.untyped_storage()
         if storage_use_count(storage_address(storage)) > 2 or (storage.device.type == "cpu" and storage.is_shared()):
-            found.add(parameter)
-    return found
+            shared.add(parameter)
+    return shared
+
+
+def unwatchable(parameters: Iterable[Tensor]) -> set[Tensor]:
+    """Return those whose reads cannot be seen: of a class of somebody's own, or aliased."""
+    parameters = list(parameters)
+    others = {p for p in parameters if type(p) not in _pending_class and type(p) not in _plain_class}
+    return others | aliased(p for p in parameters if p not in others)
 
 
 def flush_before_opaque_forward(model: nn.Module) -> list[RemovableHandle]:

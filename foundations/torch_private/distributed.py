@@ -5,7 +5,8 @@ All of them were seen to do this in torch 2.13. The module takes a second to imp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ __all__ = [
     "PipelineAction",
     "divides_by_ranks_left",
     "has_rebuilt_buckets",
+    "join_reader",
     "joins_uneven_inputs",
     "pipeline_runtime",
     "torch_pipeline_orders",
@@ -55,8 +57,18 @@ def joins_uneven_inputs(model: DistributedDataParallel) -> bool:
     Raises:
         PrivateNameError: this torch's DDP has no such attribute.
     """
+    return bool(join_reader(model)(model))
+
+
+def join_reader(model: DistributedDataParallel) -> Callable[[DistributedDataParallel], bool]:
+    """A function that says the same of this model, in C: for those who ask for each bucket.
+
+    Raises:
+        PrivateNameError: this torch's DDP has no such attribute.
+    """
     feature = "out-of-order data parallel, to keep DDP's own order where ranks join early,"
-    return bool(read_private(read_private(model, "_join_config", feature), "enable", feature))
+    read_private(read_private(model, "_join_config", feature), "enable", feature)
+    return attrgetter("_join_config.enable")
 
 
 def divides_by_ranks_left(model: DistributedDataParallel) -> bool:

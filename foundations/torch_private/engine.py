@@ -31,9 +31,9 @@ __all__ = [
     "TO_COPY",
     "TorchDispatchMode",
     "UnsupportedFakeTensorException",
-    "calls_compiled",
     "check_saved_values",
     "compilation_callbacks",
+    "compiled_call",
     "compiled_backends",
     "current_node",
     "dispatch_mode_count",
@@ -124,20 +124,19 @@ with needed_by(_PENDING):
     _OptimizedModule = torch._dynamo.OptimizedModule
 """Where functions are registered that are called when something is about to be compiled."""
 
-_compiled_call = attribute(nn.Module(), "_compiled_call_impl", _PENDING)
+compiled_call: Callable[[nn.Module], Callable[..., Any] | None] = attribute(
+    nn.Module(), "_compiled_call_impl", _PENDING
+)
+"""What ``module.compile()`` made, if it was called."""
+
 _MARKS = ("_torchdynamo_orig_callable", "_compiler_ctx")
 """Attributes of a callable that ``torch.compile`` made, and of a LightningModule that Lightning compiled."""
-
-
-def calls_compiled(module: nn.Module) -> bool:
-    """Whether ``module.compile()`` was called."""
-    return _compiled_call(module) is not None
 
 
 def has_compile_mark(module: nn.Module) -> bool:
     """Whether the module is compiled, in itself or wrapped, or is one that Lightning compiled."""
     return (
-        calls_compiled(module)
+        compiled_call(module) is not None
         or isinstance(module, _OptimizedModule)
         or any(getattr(module, mark, None) is not None for mark in _MARKS)
     )

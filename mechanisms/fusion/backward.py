@@ -34,6 +34,7 @@ from torch.utils.hooks import RemovableHandle
 from retime.foundations.arguments import Above, AtLeast, checked
 from retime.foundations.lazy_updates import (
     PartialOptimizer,
+    ReplacedMethod,
     aliased,
     check_bucket_bytes,
     default_bucket_bytes,
@@ -41,7 +42,6 @@ from retime.foundations.lazy_updates import (
     parameters_of,
 )
 from retime.foundations.messages import warn_no_effect
-from retime.foundations.patching import ReplacedMethod
 from retime.foundations.streams import SideStream
 from retime.foundations.torch_private import (
     FOREACH_ZERO,

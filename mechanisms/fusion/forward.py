@@ -7,7 +7,7 @@ clipping, GradScaler, gradient logging) is exact. They are freed one by one in t
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,28 +19,26 @@ from retime.foundations.arguments import checked
 from retime.foundations.lazy_updates import (
     PartialOptimizer,
     PendingUpdate,
+    ReplacedMethod,
     WatchedState,
-    aliased,
-    can_wait,
     check_bucket_bytes,
     default_bucket_bytes,
     flush_before_opaque_forward,
     gradient_of,
-    is_pending,
     is_torchs_zero_grad,
     nbytes,
     parameters_of,
     settle_all,
     unwatch,
+    unwatchable,
     unwatchable_parameters,
     watch,
     why_not_separable,
 )
 from retime.foundations.messages import warn_no_effect
-from retime.foundations.patching import ReplacedMethod
 from retime.foundations.torch_private import (
-    calls_compiled,
     compilation_callbacks,
+    compiled_call,
     version_of,
     without_subclass_functions,
 )
@@ -103,7 +101,7 @@ class ForwardFusion:
             with torch.enable_grad():
                 loss = closure()
         self.flush()  # parameters that no forward pass read
-        if any(calls_compiled(module) for module in self._modules):
+        if any(map(compiled_call, self._modules)):
             assert self._model is not None
             self._unwatchable |= unwatchable_parameters(self._model)
         reason = why_not_separable(self.optimizer)
@@ -112,8 +110,7 @@ class ForwardFusion:
         self._settle_others()
         self._hear_of_compilations()
         stepped = [p for p in parameters_of(self.optimizer) if gradient_of(p) is not None]
-        shared = aliased(stepped)
-        deferred = [p for p in stepped if p not in shared and self._can_defer(p)]
+        deferred = self._deferrable(stepped)
         if stepped and not deferred:
             return self._plain_step(NOTHING_CAN_WAIT, loss)
         state = watch(self.optimizer, self.flush)
@@ -135,10 +132,9 @@ class ForwardFusion:
         """Another optimizer's updates of the same parameters come first."""
         settle_all(parameters_of(self.optimizer))
 
-    def _waiting_buckets(self, parameters: list[Tensor]) -> Iterator[tuple[list[Tensor], Callable[[], None] | None]]:
+    def _waiting_buckets(self, parameters: list[Tensor]) -> list[tuple[list[Tensor], Callable[[], None] | None]]:
         """The buckets, each with what its update must wait for."""
-        for bucket in self._buckets(parameters):
-            yield bucket, None
+        return [(bucket, None) for bucket in self._buckets(parameters)]
 
     def _plain_step(self, reason: str, loss: Any) -> Any:
         if reason not in self._report.plain_steps:
@@ -147,11 +143,10 @@ class ForwardFusion:
         self._step.inner()
         return loss
 
-    def _can_defer(self, parameter: Tensor) -> bool:
-        if not (can_wait(parameter) or is_pending(parameter)) or parameter in self._unwatchable:
-            return False
+    def _deferrable(self, parameters: list[Tensor]) -> list[Tensor]:
+        unseen = unwatchable(parameters) | self._unwatchable
         # a parameter of another model has readers that nobody examined
-        return self._model is None or parameter in self._layer
+        return [p for p in parameters if p not in unseen and (self._model is None or p in self._layer)]
 
     def _step_the_rest(self, deferred: list[Tensor]) -> None:
         """The optimizer's own step, for what cannot wait: it counts the step for schedulers, whatever is left."""

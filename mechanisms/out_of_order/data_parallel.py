@@ -7,7 +7,7 @@ the next forward pass needs them first.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,7 +79,8 @@ class CrossIterationUpdates(ForwardFusion):
             if pending is not None and not isinstance(pending, PendingGradient):
                 pending.settle()
 
-    def _waiting_buckets(self, parameters: list[Tensor]) -> Iterator[tuple[list[Tensor], Callable[[], None] | None]]:
+    def _waiting_buckets(self, parameters: list[Tensor]) -> list[tuple[list[Tensor], Callable[[], None] | None]]:
+        buckets: list[tuple[list[Tensor], Callable[[], None] | None]] = []
         arrived: list[Tensor] = []
         carried: dict[Reduction, list[Tensor]] = {}
         for parameter in parameters:
@@ -95,8 +96,8 @@ class CrossIterationUpdates(ForwardFusion):
             rest = [p for p in reduction.parameters if p not in set(mine)]
             if rest:
                 PendingGradient(rest, reduction.wait)
-            yield mine, reduction.wait
-        yield from super()._waiting_buckets(arrived)
+            buckets.append((mine, reduction.wait))
+        return buckets + super()._waiting_buckets(arrived)
 
 
 # The optimizers whose updates wait for their own gradients only.

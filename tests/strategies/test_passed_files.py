@@ -33,7 +33,7 @@ def test_a_generator_that_goes_on_is_not_entered_again() -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "files", "returns"),
-    [("fused_optimizer", 6, 19)],
+    [("fused_optimizer", 5, 20), ("fused_optimizer_forward", 5, 45), ("fused_optimizer_ddp", 7, 19)],
 )
 def test_a_settled_batch(strategy: str, files: int, returns: int) -> None:
     done = subprocess.run(

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from retime.foundations.lazy_updates import PartialOptimizer
-from retime.foundations.lazy_updates import optimizer_window as fused_adam
+from retime.foundations.lazy_updates import PartialOptimizer, fused_adam
 from retime.foundations.lazy_updates.eligibility import raw_step
-from retime.foundations.lazy_updates.optimizer_window import FusedAdam, is_the_same_here
+from retime.foundations.lazy_updates.fused_adam import FusedAdam, is_the_same_here
 
 SHAPES = ((5, 7), (3,), (2, 2, 2))
 

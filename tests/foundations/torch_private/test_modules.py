@@ -219,16 +219,16 @@ def test_bucket_is_updated_as_by_a_fused_step(decoupled: bool) -> None:
     assert torch.equal(mine, weight)
 
 
-@canary("calls_compiled", "has_compile_mark", breaks="forward fusion beside torch.compile")
+@canary("compiled_call", "has_compile_mark", breaks="forward fusion beside torch.compile")
 def test_forward_fusion_sees_compiled_modules():
     layer = nn.Linear(1, 1)
-    assert not torch_private.calls_compiled(layer)
+    assert not torch_private.compiled_call(layer)
     assert not torch_private.has_compile_mark(layer)
     wrapped = torch.compile(layer, backend="eager")
     assert torch_private.has_compile_mark(wrapped)
-    assert not torch_private.calls_compiled(layer)
+    assert not torch_private.compiled_call(layer)
     layer.compile(backend="eager")
-    assert torch_private.calls_compiled(layer)
+    assert torch_private.compiled_call(layer)
     assert torch_private.has_compile_mark(layer)
 
 
@@ -306,11 +306,14 @@ def test_out_of_order_knows_when_buckets_are_final(wrapped):
     assert buckets[0].buffer().numel() == 6
 
 
-@canary("joins_uneven_inputs", breaks="ooo_ddp inside of DDP's join()")
+@canary("joins_uneven_inputs", "join_reader", breaks="ooo_ddp and communication hooks inside of DDP's join()")
 def test_out_of_order_sees_join(wrapped):
+    joins = torch_private.join_reader(wrapped)
     assert not torch_private.joins_uneven_inputs(wrapped)
+    assert not joins(wrapped)
     with wrapped.join():
         assert torch_private.joins_uneven_inputs(wrapped)
+        assert joins(wrapped)
         wrapped(torch.ones(1, 2)).sum().backward()
 
 

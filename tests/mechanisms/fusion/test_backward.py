@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from retime import NoEffectWarning, fuse_optimizer
-from retime.foundations.lazy_updates.optimizer_window import is_the_same_here
+from retime.foundations.lazy_updates.fused_adam import is_the_same_here
 from retime.mechanisms.fusion import BackwardFusion
 from retime.mechanisms.fusion.backward import GradientGuard
 from support.fusion import adamw, assert_same, batches, network, train
