@@ -37,8 +37,6 @@ constexpr size_t kSmallest = 16 * 1024; // smaller blocks come from the C librar
 constexpr size_t kLargest = size_t{1} << 47; // no process has so many addresses: torch's own allocator refuses more
 constexpr int64_t kSpare = 2 * kGranule; // beyond a limit that follows what is alive, for what is rounded to granules
 
-thread_local bool on_here = false; // whether this thread's tensors come from the pool although others' do not
-
 struct Counts {
   int64_t live, free, peak_live, peak_reserved, mapped, moved, reused;
 };
@@ -46,7 +44,7 @@ struct Counts {
 class Pool final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t nbytes) override {
-    if (nbytes < kSmallest || nbytes > kLargest || !(on_.load(std::memory_order_relaxed) || on_here)) {
+    if (nbytes < kSmallest || nbytes > kLargest || !on_.load(std::memory_order_relaxed)) {
       return c10::GetDefaultCPUAllocator()->allocate(nbytes);
     }
     void* block = take(nbytes);
@@ -291,10 +289,6 @@ void retime_pool_remove() {
   pool()->turn(false);
   pool()->set_limit(0, 0);
 }
-
-void retime_pool_turn(bool on) { pool()->turn(on); }
-
-void retime_pool_here(bool on) { on_here = on; }
 
 void retime_pool_limit(int64_t nbytes) { pool()->set_limit(nbytes, 0); }
 

@@ -77,7 +77,6 @@ def _declare(library: ctypes.CDLL) -> None:
     library.retime_pool_size_of.argtypes = [ctypes.c_void_p]
     library.retime_pool_size_of.restype = ctypes.c_int64
     library.retime_pool_follow.argtypes = [ctypes.c_double]
-    library.retime_pool_here.argtypes = library.retime_pool_turn.argtypes = [ctypes.c_bool]
     for name in ("remove", "counts", "reset_peaks", "begin_window"):
         getattr(library, f"retime_pool_{name}")
 
@@ -130,12 +129,10 @@ class PoolRequest:
     """One user's.
 
     Attributes:
-        everywhere: tensors of the whole process come from the pool; otherwise those of threads that say so.
         limit: bytes of live and retained memory together; None leaves it to ``slack``.
         slack: the limit follows the most that was alive, times this; None leaves it to the others.
     """
 
-    everywhere: bool = True
     limit: int | None = None
     slack: float | None = None
 
@@ -149,11 +146,6 @@ class PoolRequests:
 
     def __len__(self) -> int:
         return len(self._of)
-
-    @property
-    def everywhere(self) -> bool:
-        """Whether tensors of the whole process come from the pool."""
-        return any(wish.everywhere for wish in self._of.values())
 
     def enter(self, library: ctypes.CDLL, wish: PoolRequest) -> int:
         """One user more; the number by which it is known."""
@@ -182,7 +174,6 @@ class PoolRequests:
             library.retime_pool_follow(max(slacks))
         else:
             library.retime_pool_limit(limits[-1] if limits else 0)
-        library.retime_pool_turn(self.everywhere)
 
 
 POOLED_BYTES = 16 * 1024
@@ -237,28 +228,19 @@ class MemoryPool:
     process-wide switch, as an allocator is; several users share the pool, and the last :meth:`remove` takes it away.
     Tensors may outlive that.
 
-    Args:
-        everywhere: tensors of the whole process come from it; otherwise those of threads that
-            :meth:`turn_here` switched on.
-
     Attributes:
         why_not: after :meth:`install`, why there is no pool; empty if there is.
     """
 
-    def __init__(self, everywhere: bool = True) -> None:
+    def __init__(self) -> None:
         self.why_not = ""
-        self._wish = PoolRequest(everywhere)
+        self._wish = PoolRequest()
         self._user: int | None = None
         self._before = (0, 0, 0)
 
-    def __reduce__(self) -> tuple[type[MemoryPool], tuple[bool]]:
+    def __reduce__(self) -> tuple[type[MemoryPool], tuple[()]]:
         """A copy, and one that is sent to another process, has not installed the pool."""
-        return MemoryPool, (self._wish.everywhere,)
-
-    @staticmethod
-    def has_everything() -> bool:
-        """Whether large tensors of the whole process come from the pool, for whichever user."""
-        return _WISHES.everywhere
+        return MemoryPool, ()
 
     def install(self) -> bool:
         """Let tensors come from the pool; whether they do. The first time ever, it is compiled (seconds)."""
@@ -282,7 +264,7 @@ class MemoryPool:
         if self._user is not None:
             self._leave()
         self._user = None
-        self._wish = PoolRequest(self._wish.everywhere)
+        self._wish = PoolRequest()
 
     def limit(self, nbytes: int) -> None:
         """Keep no more than leaves live tensors and what is kept below ``nbytes``; 0 keeps nothing.
@@ -301,10 +283,6 @@ class MemoryPool:
     def begin_window(self) -> None:
         """The most that was alive is from now on that of the time since the last call, and of this window."""
         self._library.retime_pool_begin_window()
-
-    def turn_here(self, on: bool) -> None:
-        """Whether tensors that this thread makes from now on come from the pool although others' do not."""
-        self._library.retime_pool_here(on)
 
     def _ask(self, limit: int | None = None, slack: float | None = None) -> None:
         if self._user is not None:
