@@ -4,35 +4,30 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
-from typing import Annotated, Any
+from typing import Any
 
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from retime.foundations.arguments import AtLeast, Timeout, checked
-from retime.foundations.compatibility import Mechanism, refuse
+from retime.foundations.arguments import checked
+from retime.foundations.compatibility import Mechanism
 from retime.foundations.messages import warn_no_effect
 from retime.mechanisms.cpu_accumulation import BucketReduction, HostReductionReport, HostUpdate, HostUpdateReport
 from retime.strategies.support.base import (
+    DDPArguments,
     HostReductionMixin,
     LightningOnly,
-    MegaBytes,
-    ReportsAcrossProcesses,
-    StartMethod,
-    given,
     hook_was_not_asked_for,
+    refuse_users_hook,
 )
 from retime.strategies.support.lightning_private import timeout_of
 
 
-class CPUAccumulateStrategy(HostReductionMixin, LightningOnly, ReportsAcrossProcesses):
+class CPUAccumulateStrategy(HostReductionMixin, LightningOnly, DDPArguments):
     """``ddp`` whose gradients the host's processors add up, in memory that the ranks of a machine share.
 
     Each bucket leaves for host memory as soon as the backward pass has filled it, every rank adds its part of it up,
@@ -62,50 +57,9 @@ class CPUAccumulateStrategy(HostReductionMixin, LightningOnly, ReportsAcrossProc
     reduce_on = "host"
 
     @checked
-    def __init__(
-        self,
-        ddp_comm_state: object | None = None,
-        ddp_comm_hook: Callable[..., Any] | None = None,
-        ddp_comm_wrapper: Callable[..., Any] | None = None,
-        model_averaging_period: Annotated[int, AtLeast(1)] | None = None,
-        process_group_backend: str | None = None,
-        timeout: Timeout | None = None,
-        start_method: StartMethod = "popen",
-        bucket_cap_mb: MegaBytes | None = None,
-        find_unused_parameters: bool = False,
-        static_graph: bool = False,
-        gradient_as_bucket_view: bool = False,
-        broadcast_buffers: bool | None = None,
-        update_on_host: bool = False,
-        accelerator: Accelerator | str | None = None,
-        parallel_devices: list[Any] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        **ddp_kwargs: Any,
-    ) -> None:
-        if ddp_comm_hook is not None or ddp_comm_state is not None:
-            refuse(Mechanism.HOST_REDUCTION, [Mechanism.USERS_HOOK])
-        super().__init__(
-            **given(
-                ddp_comm_wrapper=ddp_comm_wrapper,
-                model_averaging_period=model_averaging_period,
-                process_group_backend=process_group_backend,
-                timeout=timeout,
-                start_method=start_method,
-                bucket_cap_mb=bucket_cap_mb,
-                find_unused_parameters=find_unused_parameters,
-                static_graph=static_graph,
-                gradient_as_bucket_view=gradient_as_bucket_view,
-                broadcast_buffers=broadcast_buffers,
-                accelerator=accelerator,
-                parallel_devices=parallel_devices,
-                cluster_environment=cluster_environment,
-                checkpoint_io=checkpoint_io,
-                precision_plugin=precision_plugin,
-            ),
-            **ddp_kwargs,
-        )
+    def __init__(self, *, update_on_host: bool = False, **ddp: Any) -> None:
+        super().__init__(**ddp)
+        refuse_users_hook(Mechanism.HOST_REDUCTION, ddp)
         self._update_on_host = update_on_host
         self._updates: dict[Optimizer, HostUpdate] = {}
         self._updated = HostUpdateReport()

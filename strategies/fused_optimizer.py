@@ -2,10 +2,10 @@
 
 import sys
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
@@ -15,20 +15,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from retime.foundations.arguments import AtLeast, Timeout, checked
-from retime.foundations.compatibility import Mechanism, refuse
+from retime.foundations.arguments import checked
+from retime.foundations.compatibility import Mechanism
 from retime.foundations.ddp import sparse_layer
 from retime.mechanisms.cpu_accumulation import BucketReduction
 from retime.mechanisms.fusion import FusionReport, ReductionHook
 from retime.strategies.support.base import (
+    DDPArguments,
     HostReductionMixin,
     LightningOnly,
-    MegaBytes,
     ReduceOn,
-    ReportsAcrossProcesses,
     SingleDevice,
-    StartMethod,
-    given,
+    refuse_users_hook,
 )
 from retime.strategies.support.fused_stepping import FusedStepping
 from retime.strategies.support.lightning_private import user_comm_hook
@@ -115,7 +113,7 @@ class FusedOptimizerStrategy(_Fused, SingleDevice):
         self._stepping = FusedStepping(mode, bucket_bytes, side_stream)
 
 
-class FusedOptimizerDDPStrategy(HostReductionMixin, _Fused, ReportsAcrossProcesses):
+class FusedOptimizerDDPStrategy(HostReductionMixin, _Fused, DDPArguments):
     """DistributedDataParallel, with each bucket's update right after its all-reduce (backward mode).
 
     Works with ``no_sync``, accumulation and a communication hook of the user's own. Bit-identical to ``ddp``.
@@ -138,49 +136,11 @@ class FusedOptimizerDDPStrategy(HostReductionMixin, _Fused, ReportsAcrossProcess
         mode: str = "backward",
         bucket_bytes: int | str | None = None,
         reduce_on: ReduceOn = "device",
-        ddp_comm_state: object | None = None,
-        ddp_comm_hook: Callable[..., Any] | None = None,
-        ddp_comm_wrapper: Callable[..., Any] | None = None,
-        model_averaging_period: Annotated[int, AtLeast(1)] | None = None,
-        process_group_backend: str | None = None,
-        timeout: Timeout | None = None,
-        start_method: StartMethod = "popen",
-        bucket_cap_mb: MegaBytes | None = None,
-        find_unused_parameters: bool = False,
-        static_graph: bool = False,
-        gradient_as_bucket_view: bool = False,
-        broadcast_buffers: bool | None = None,
-        accelerator: Accelerator | str | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        **ddp_kwargs: Any,
+        **ddp: Any,
     ) -> None:
-        if reduce_on == "host" and ddp_comm_hook is not None:
-            refuse(Mechanism.HOST_REDUCTION, [Mechanism.USERS_HOOK])
-        super().__init__(
-            **given(
-                ddp_comm_state=ddp_comm_state,
-                ddp_comm_hook=ddp_comm_hook,
-                ddp_comm_wrapper=ddp_comm_wrapper,
-                model_averaging_period=model_averaging_period,
-                process_group_backend=process_group_backend,
-                timeout=timeout,
-                start_method=start_method,
-                bucket_cap_mb=bucket_cap_mb,
-                find_unused_parameters=find_unused_parameters,
-                static_graph=static_graph,
-                gradient_as_bucket_view=gradient_as_bucket_view,
-                broadcast_buffers=broadcast_buffers,
-                accelerator=accelerator,
-                parallel_devices=parallel_devices,
-                cluster_environment=cluster_environment,
-                checkpoint_io=checkpoint_io,
-                precision_plugin=precision_plugin,
-            ),
-            **ddp_kwargs,
-        )
+        super().__init__(**ddp)
+        if reduce_on == "host":
+            refuse_users_hook(Mechanism.HOST_REDUCTION, ddp)
         self._stepping = FusedStepping(mode, bucket_bytes, distributed=True)
         self.reduce_on = reduce_on
         self._reduction: BucketReduction | None = None

@@ -5,17 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Any
 
-import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import Precision
 from torch.nn.parallel import DistributedDataParallel
 
-from retime.foundations.arguments import AtLeast, Timeout, checked
-from retime.foundations.compatibility import Mechanism, refuse
+from retime.foundations.arguments import checked
+from retime.foundations.compatibility import Mechanism
 from retime.foundations.ddp import RankAgreement
 from retime.foundations.parts import Split
 from retime.mechanisms.cpu_accumulation import BucketReduction
@@ -28,18 +24,16 @@ from retime.mechanisms.memory_budget import (
     parse_host,
 )
 from retime.strategies.support.base import (
+    DDPArguments,
     HostReductionMixin,
-    MegaBytes,
     ReduceOn,
-    ReportsAcrossProcesses,
-    StartMethod,
-    given,
+    refuse_users_hook,
 )
 from retime.strategies.support.budgeted_steps import Budgeted
 from retime.strategies.support.lightning_private import timeout_of
 
 
-class MemoryBudgetDDPStrategy(HostReductionMixin, Budgeted, ReportsAcrossProcesses):
+class MemoryBudgetDDPStrategy(HostReductionMixin, Budgeted, DDPArguments):
     """``ddp`` in which no rank uses more of its device's memory than a number of bytes.
 
     Each rank plans by itself for the batches that it gets, as under :class:`MemoryBudgetStrategy`; DDP's gradient
@@ -83,27 +77,8 @@ class MemoryBudgetDDPStrategy(HostReductionMixin, Budgeted, ReportsAcrossProcess
         dry_run: str = "auto",
         plan: str | os.PathLike[str] | None = None,
         reduce_on: ReduceOn = "device",
-        ddp_comm_state: object | None = None,
-        ddp_comm_hook: Callable[..., Any] | None = None,
-        ddp_comm_wrapper: Callable[..., Any] | None = None,
-        model_averaging_period: Annotated[int, AtLeast(1)] | None = None,
-        process_group_backend: str | None = None,
-        timeout: Timeout | None = None,
-        start_method: StartMethod = "popen",
-        bucket_cap_mb: MegaBytes | None = None,
-        find_unused_parameters: bool = False,
-        static_graph: bool = False,
-        gradient_as_bucket_view: bool = False,
-        broadcast_buffers: bool | None = None,
-        accelerator: Accelerator | str | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        **ddp_kwargs: Any,
+        **ddp: Any,
     ) -> None:
-        if reduce_on == "host" and ddp_comm_hook is not None:
-            refuse(Mechanism.HOST_REDUCTION, [Mechanism.USERS_HOOK])
         super().__init__(
             budget,
             host,
@@ -113,27 +88,10 @@ class MemoryBudgetDDPStrategy(HostReductionMixin, Budgeted, ReportsAcrossProcess
             loss_weight,
             dry_run,
             plan,
-            **given(
-                ddp_comm_state=ddp_comm_state,
-                ddp_comm_hook=ddp_comm_hook,
-                ddp_comm_wrapper=ddp_comm_wrapper,
-                model_averaging_period=model_averaging_period,
-                process_group_backend=process_group_backend,
-                timeout=timeout,
-                start_method=start_method,
-                bucket_cap_mb=bucket_cap_mb,
-                find_unused_parameters=find_unused_parameters,
-                static_graph=static_graph,
-                gradient_as_bucket_view=gradient_as_bucket_view,
-                broadcast_buffers=broadcast_buffers,
-                accelerator=accelerator,
-                parallel_devices=parallel_devices,
-                cluster_environment=cluster_environment,
-                checkpoint_io=checkpoint_io,
-                precision_plugin=precision_plugin,
-            ),
-            **ddp_kwargs,
+            **ddp,
         )
+        if reduce_on == "host":
+            refuse_users_hook(Mechanism.HOST_REDUCTION, ddp)
         self.reduce_on = reduce_on
         self._reduction: BucketReduction | None = None
 

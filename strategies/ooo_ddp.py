@@ -3,34 +3,29 @@
 import sys
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from retime.foundations.arguments import AtLeast, Timeout, checked
-from retime.foundations.compatibility import Mechanism, refuse
+from retime.foundations.arguments import checked
+from retime.foundations.compatibility import Mechanism
 from retime.foundations.ddp import bucket_mb, measured_seconds_per_mb, sparse_layer
 from retime.foundations.messages import parse_bytes, warn_no_effect
 from retime.mechanisms.fusion import FusionReport
 from retime.mechanisms.out_of_order import ALONE, K, OutOfOrderDataParallel, OutOfOrderReport, SavedK, read_saved_k
 from retime.strategies.support.base import (
+    DDPArguments,
     HostReductionMixin,
     LightningOnly,
-    MegaBytes,
     ReduceOn,
-    ReportsAcrossProcesses,
-    StartMethod,
-    given,
     hook_was_not_asked_for,
+    refuse_users_hook,
 )
 from retime.strategies.support.fused_stepping import FusedStepping
 from retime.strategies.support.lightning_private import ddp_options, timeout_of
@@ -41,7 +36,7 @@ FIXED_BUCKET_MB = 4
 MANUAL = "manual optimization decides by itself which gradients it wants; the order of its backward passes stays"
 
 
-class OOODataParallelStrategy(HostReductionMixin, LightningOnly, ReportsAcrossProcesses):
+class OOODataParallelStrategy(HostReductionMixin, LightningOnly, DDPArguments):
     """``ddp`` that hides gradient communication behind weight gradients and behind the next forward pass.
 
     The weight gradients of the first k blocks run last, in forward order, each block's gradients leave at once, and
@@ -79,50 +74,14 @@ class OOODataParallelStrategy(HostReductionMixin, LightningOnly, ReportsAcrossPr
         cross_iteration: bool = True,
         blocks: Iterable[str] | None = None,
         reduce_on: ReduceOn = "device",
-        ddp_comm_state: object | None = None,
-        ddp_comm_hook: Callable[..., Any] | None = None,
-        ddp_comm_wrapper: Callable[..., Any] | None = None,
-        model_averaging_period: Annotated[int, AtLeast(1)] | None = None,
-        process_group_backend: str | None = None,
-        timeout: Timeout | None = None,
-        start_method: StartMethod = "popen",
-        bucket_cap_mb: MegaBytes | None = None,
-        find_unused_parameters: bool = False,
-        static_graph: bool = False,
         gradient_as_bucket_view: bool = False,
-        broadcast_buffers: bool | None = None,
-        accelerator: Accelerator | str | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        **ddp_kwargs: Any,
+        **ddp: Any,
     ) -> None:
-        if ddp_comm_hook is not None or ddp_comm_state is not None:
-            refuse(Mechanism.OUT_OF_ORDER, [Mechanism.USERS_HOOK])
         if max_memory is not None:
             max_memory = parse_bytes("max_memory", max_memory)
         self._divide = gradient_as_bucket_view
-        super().__init__(
-            **given(
-                ddp_comm_wrapper=ddp_comm_wrapper,
-                model_averaging_period=model_averaging_period,
-                process_group_backend=process_group_backend,
-                timeout=timeout,
-                start_method=start_method,
-                bucket_cap_mb=bucket_cap_mb,
-                find_unused_parameters=find_unused_parameters,
-                static_graph=static_graph,
-                broadcast_buffers=broadcast_buffers,
-                accelerator=accelerator,
-                parallel_devices=parallel_devices,
-                cluster_environment=cluster_environment,
-                checkpoint_io=checkpoint_io,
-                precision_plugin=precision_plugin,
-            ),
-            **ddp_kwargs,
-            gradient_as_bucket_view=True,
-        )
+        super().__init__(**ddp, gradient_as_bucket_view=True)
+        refuse_users_hook(Mechanism.OUT_OF_ORDER, ddp)
         self.reduce_on = reduce_on
         self._wanted, self._max_memory, self._cross_iteration = k, max_memory, cross_iteration
         self._block_names = list(blocks) if blocks is not None else None

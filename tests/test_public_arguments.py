@@ -89,8 +89,13 @@ class Case:
 
     @property
     def hints(self) -> dict[str, Any]:
-        function: Any = self.of.__init__ if isinstance(self.of, type) else self.of
-        hints = typing.get_type_hints(function, include_extras=True)
+        functions: list[Any] = [self.of]
+        if isinstance(self.of, type):  # a strategy hands arguments on to the class that it inherits from
+            functions = [vars(one)["__init__"] for one in reversed(self.of.__mro__) if "__init__" in vars(one)]
+        hints: dict[str, Any] = {}
+        for function in functions:
+            if hasattr(function, "__globals__"):
+                hints |= typing.get_type_hints(function, include_extras=True)
         names = inspect.signature(self.of).parameters
         return {name: hints[name] for name in names if name in hints and name not in self.free}
 

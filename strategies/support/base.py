@@ -1,23 +1,24 @@
 """Strategies for one device, whichever the Trainer chose."""
 
-from __future__ import annotations
-
+import inspect
 import pickle
 import sys
 from abc import abstractmethod
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 import lightning
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.nn.parallel import DistributedDataParallel
 
-from retime.foundations.arguments import Above, AtMost
+from retime.foundations.arguments import Above, AtLeast, AtMost, Timeout, checked
+from retime.foundations.compatibility import Mechanism, refuse
 from retime.foundations.ddp import RankLostError, RankProcesses, Reducer, sparse_layer
 from retime.mechanisms.cpu_accumulation import HostReducer
 from retime.strategies.support.lightning_private import (
@@ -72,9 +73,8 @@ class NamesLostRanks(DDPMoments):
             processes.close()
 
 
-# What strategies hand on to Lightning's ``DDPStrategy``; their signatures spell it out, for command lines to see.
+# What strategies hand on to Lightning's ``DDPStrategy``.
 
-MegaBytes = Annotated[float, Above(0), AtMost(2**20)]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
@@ -83,7 +83,17 @@ def given(**arguments: Any) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if value is not None}
 
 
-# Lightning's private place for DDP's communication hook, and what to say when it is not used.
+# DDP's communication hook: who has it, Lightning's private place for it, and what to say when it is not used.
+
+
+def refuse_users_hook(owner: Mechanism, ddp: Mapping[str, Any]) -> None:
+    """Refuse a communication hook among DDP's arguments beside a mechanism that owns it.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if ddp.get("ddp_comm_hook") is not None or ddp.get("ddp_comm_state") is not None:
+        refuse(owner, [Mechanism.USERS_HOOK])
 
 
 def hook_was_not_asked_for(consequence: str, instead: str) -> str:
@@ -169,6 +179,72 @@ class ReportsAcrossProcesses(NamesLostRanks):
         if isinstance(launcher, ProcessLauncher):
             return _ReportingLauncher(self, start_method=start_method_of(self))
         return launcher
+
+
+class DDPArguments(ReportsAcrossProcesses):
+    """``ddp`` with its arguments and those of ``DistributedDataParallel`` spelled out, for command lines to see.
+
+    A strategy takes its own arguments and hands the others on: ``super().__init__(**ddp)``.
+    """
+
+    __signature__: ClassVar[inspect.Signature]
+
+    @checked
+    def __init__(
+        self,
+        *,
+        ddp_comm_state: object | None = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        model_averaging_period: Annotated[int, AtLeast(1)] | None = None,
+        process_group_backend: str | None = None,
+        timeout: Timeout | None = None,
+        start_method: StartMethod = "popen",
+        bucket_cap_mb: Annotated[float, Above(0), AtMost(2**20)] | None = None,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        gradient_as_bucket_view: bool = False,
+        broadcast_buffers: bool | None = None,
+        accelerator: Accelerator | str | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        **ddp_kwargs: Any,
+    ) -> None:
+        super().__init__(
+            **given(
+                ddp_comm_state=ddp_comm_state,
+                ddp_comm_hook=ddp_comm_hook,
+                ddp_comm_wrapper=ddp_comm_wrapper,
+                model_averaging_period=model_averaging_period,
+                process_group_backend=process_group_backend,
+                timeout=timeout,
+                start_method=start_method,
+                bucket_cap_mb=bucket_cap_mb,
+                find_unused_parameters=find_unused_parameters,
+                static_graph=static_graph,
+                gradient_as_bucket_view=gradient_as_bucket_view,
+                broadcast_buffers=broadcast_buffers,
+                accelerator=accelerator,
+                parallel_devices=parallel_devices,
+                cluster_environment=cluster_environment,
+                checkpoint_io=checkpoint_io,
+                precision_plugin=precision_plugin,
+            ),
+            **ddp_kwargs,
+        )
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let ``inspect.signature``, and so ``help``, show what is behind ``**ddp`` too."""
+        super().__init_subclass__(**kwargs)
+        own = inspect.signature(cls.__init__).parameters
+        parameters = [one for one in own.values() if one.kind is not one.VAR_KEYWORD]
+        if len(parameters) < len(own):
+            parent = next(one for one in cls.__mro__[1:] if issubclass(one, DDPArguments))
+            taken = [one for one in inspect.signature(parent).parameters.values() if one.name not in own]
+            parameters += [one if one.kind is one.VAR_KEYWORD else one.replace(kind=one.KEYWORD_ONLY) for one in taken]
+        cls.__signature__ = inspect.Signature(parameters[1:])
 
 
 class _ReportingLauncher(ProcessLauncher):

@@ -14,7 +14,12 @@ from torch import nn
 import retime
 from retime.foundations.weight_gradients import WeightGradientDeferral
 
-DDP = [retime.FusedOptimizerDDPStrategy, retime.MemoryBudgetDDPStrategy, retime.OOODataParallelStrategy]
+DDP = [
+    retime.CPUAccumulateStrategy,
+    retime.FusedOptimizerDDPStrategy,
+    retime.MemoryBudgetDDPStrategy,
+    retime.OOODataParallelStrategy,
+]
 ONE = [retime.FusedOptimizerStrategy, retime.MemoryBudgetStrategy]
 OF_THE_WRAPPER = {
     "bucket_cap_mb",
@@ -33,6 +38,14 @@ def names(made: Any) -> set[str]:
 @pytest.mark.parametrize("strategy", DDP)
 def test_arguments_of_ddp_are_in_the_signature(strategy: type[Strategy]) -> None:
     assert names(DDPStrategy) | OF_THE_WRAPPER <= names(strategy)
+
+
+def test_a_strategy_of_ones_own_shows_them_too() -> None:
+    class Own(retime.OOODataParallelStrategy):
+        def __init__(self, more: int = 0, **options: Any) -> None:
+            super().__init__(**options)
+
+    assert names(Own) == {"more"} | names(retime.OOODataParallelStrategy)
 
 
 @pytest.mark.parametrize("strategy", ONE)
