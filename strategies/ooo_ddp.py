@@ -168,7 +168,7 @@ class OOODataParallelStrategy(HostReductionMixin, LightningOnly, DDPArguments):
         )
         assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
-            self._ooo.keep_order(MANUAL)
+            self._ooo.k_choice.keep_order(MANUAL)
 
     def _make_updates(self, optimizer: Optimizer, module: LightningModule) -> Any:
         assert self._ooo is not None
@@ -200,7 +200,7 @@ class OOODataParallelStrategy(HostReductionMixin, LightningOnly, DDPArguments):
     def _tell_search(self) -> None:
         """Say once that a search has begun, and once what it found."""
         assert self._ooo is not None
-        searching = self._ooo.is_searching
+        searching = self._ooo.k_choice.is_searching
         if searching and not self._was_searching:
             rank_zero_info("retime: searching for k during the first steps; all of them count for training")
         elif self._was_searching and not searching:
@@ -215,7 +215,7 @@ class OOODataParallelStrategy(HostReductionMixin, LightningOnly, DDPArguments):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         self._pause()
-        saved = None if self._ooo is None else self._ooo.saved_k()
+        saved = None if self._ooo is None else self._ooo.k_choice.to_save()
         if saved is not None:
             checkpoint[CHECKPOINT_KEY] = saved.state()
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -227,12 +227,12 @@ class OOODataParallelStrategy(HostReductionMixin, LightningOnly, DDPArguments):
             self._known_k = saved
             ddp_options(self).setdefault("bucket_cap_mb", saved.bucket_cap_mb)
             if self._ooo is not None:
-                self._ooo.use_saved_k(saved)
+                self._ooo.k_choice.use_known(saved)
         return checkpoint
 
     def _pause(self) -> None:
         if self._ooo is not None:
-            self._ooo.discard_measurement()
+            self._ooo.k_choice.discard_measurement()
 
     def teardown(self) -> None:
         ooo, self._ooo = self._ooo, None

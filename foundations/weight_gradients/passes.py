@@ -234,17 +234,24 @@ class PassesInFlight:
 
     Args:
         on_backward: see :class:`WaitingPass`.
+        layers: whose weight gradients wait, until ``chosen`` is set.
+
+    Attributes:
+        splits: whether forward passes are split.
+        chosen: the layers whose weight gradients wait.
     """
 
-    def __init__(self, on_backward: Callable[[WaitingPass], None]) -> None:
+    def __init__(self, on_backward: Callable[[WaitingPass], None], layers: Iterable[Layer]) -> None:
         self._on_backward = on_backward
+        self.splits = True
+        self.chosen = set(layers)
         self._passes: dict[Hashable, WaitingPass] = {}
         self.current = self.unnamed = WaitingPass(UNNAMED, on_backward)
         """What forward passes belong to from now on."""
 
     @contextmanager
-    def begin(self, key: Hashable) -> Iterator[None]:
-        """Forward passes in here belong to the pass ``key``.
+    def begin(self, key: Hashable, waits: bool = True) -> Iterator[None]:
+        """Forward passes in here belong to the pass ``key``; they are split if its weight gradients are to wait.
 
         Raises:
             ValueError: the key is None.
@@ -253,11 +260,12 @@ class PassesInFlight:
             raise ValueError("a pass needs a key that is not None, the number of its micro-batch for example")
         if key not in self._passes:
             self._passes[key] = WaitingPass(key, self._on_backward)
-        before, self.current = self.current, self._passes[key]
+        before = self.current, self.splits
+        self.current, self.splits = self._passes[key], waits
         try:
             yield
         finally:
-            self.current = before
+            self.current, self.splits = before
 
     def of(self, key: Hashable) -> WaitingPass:
         """The pass of this key.
@@ -493,8 +501,6 @@ class LayerHooks:
         first_pass: shown every call until it has seen enough.
         guard: put on what the model returns.
         anchor: of the cut nodes.
-        chosen: the layers whose weight gradients wait at the moment.
-        defers: whether forward passes may be split at the moment.
     """
 
     def __init__(
@@ -505,16 +511,11 @@ class LayerHooks:
         first_pass: FirstPass,
         guard: Guard,
         anchor: Anchor,
-        *,
-        chosen: Callable[[], set[Layer]],
-        defers: Callable[[], bool],
     ) -> None:
         self._passes = passes
         self._first_pass = first_pass
         self._guard = guard
         self._anchor = anchor
-        self._chosen = chosen
-        self._may_defer = defers
         self._open: list[Call | None] = []
         """The calls under way, inner ones last."""
         self._forward: Forward | None = None
@@ -553,7 +554,7 @@ class LayerHooks:
         self._handles.clear()
 
     def _defers(self) -> bool:
-        return torch.is_grad_enabled() and self._may_defer()
+        return torch.is_grad_enabled() and self._passes.splits
 
     def _begin(self, args: Any, kwargs: Any) -> None:
         """The model is about to run. Once anything has been frozen or thawed, its graph is looked at anew."""
@@ -561,7 +562,7 @@ class LayerHooks:
         if not self._defers() or is_special():
             return
         self._forward = Forward(self._passes.current)
-        self._first_pass.begin(args, kwargs, any_waits=bool(self._chosen()))
+        self._first_pass.begin(args, kwargs, any_waits=bool(self._passes.chosen))
 
     def _end(self, args: Any, output: Any) -> None:
         """The model has run."""
@@ -580,7 +581,7 @@ class LayerHooks:
             if layer.why_in_order is None:
                 self._open[-1], *_ = enter(layer, next_sequence_number(), args, kwargs, rename_inputs=False)
             return None
-        if layer not in self._chosen() or layer.why_in_order is not None or not layer.trainable():
+        if layer not in self._passes.chosen or layer.why_in_order is not None or not layer.trainable():
             return None
         if layer.why_buffered is not None:
             self._passes.current.stand_ins_of(layer).put_in()

@@ -46,10 +46,14 @@ class SplitBackward:
 
     Args:
         model: any module; parameters must not be replaced while this is attached.
-        chosen: the layers whose weight gradients wait, asked at every call; None: all that can.
-        defers: whether forward passes may be split, asked at every call.
         on_backward: called with the pass, inside of each backward pass, when its first weight gradient begins to wait.
         on_order: called with the layers in forward order, as soon as the first pass has shown it.
+
+    Attributes:
+        layers: in order of registration.
+        passes: in flight; ``passes.chosen`` are the layers whose weight gradients wait, all of them at first, and
+            without ``passes.splits`` forward passes run as ever. Both may be set between two forward passes.
+        first_pass: what it has shown.
     """
 
     @checked
@@ -57,28 +61,16 @@ class SplitBackward:
         self,
         model: nn.Module,
         *,
-        chosen: Callable[[], set[Layer]] | None = None,
-        defers: Callable[[], bool] = lambda: True,
         on_backward: Callable[[WaitingPass], None] = lambda one: None,
         on_order: Callable[[list[Layer]], None] = lambda order: None,
     ) -> None:
         check_saved_values()
         self.layers = find_layers(model)
         self.deferred_gradients = self.buffered_gradients = 0
-        self.passes = PassesInFlight(on_backward)
+        self.passes = PassesInFlight(on_backward, self.layers)
         self.first_pass = FirstPass(model, self.layers, on_order)
-        every = set(self.layers)
         anchor = Anchor()
-        self._hooks = LayerHooks(
-            model,
-            self.layers,
-            self.passes,
-            self.first_pass,
-            Guard(anchor),
-            anchor,
-            chosen=(lambda: every) if chosen is None else chosen,
-            defers=defers,
-        )
+        self._hooks = LayerHooks(model, self.layers, self.passes, self.first_pass, Guard(anchor), anchor)
 
     @property
     def order(self) -> list[Layer]:
@@ -117,13 +109,17 @@ class SplitBackward:
         """
         self._hooks.guard(root)
 
-    def begin(self, key: Hashable) -> AbstractContextManager[None]:
+    def begin(self, key: Hashable, *, waits: bool = True) -> AbstractContextManager[None]:
         """Forward passes inside of this context belong to the pass ``key``.
+
+        Args:
+            key: of the pass.
+            waits: False: its weight gradients are computed in its backward pass, as without this.
 
         Raises:
             ValueError: the key is None.
         """
-        return self.passes.begin(key)
+        return self.passes.begin(key, waits)
 
     def waiting(self, key: Hashable) -> list[Layer]:
         """The layers of which a weight gradient of this pass waits, in forward order.
@@ -228,9 +224,13 @@ class WeightGradientDeferral:
         model: any module; parameters must not be replaced while this is attached.
         k: how many blocks, counted in forward order; may be set at any time between two steps.
         blocks: names of the modules that are the blocks; None: the repeated blocks, else single layers.
-        defers: whether forward passes may defer, asked at every call: not where gradients are not synchronised, say.
         on_block: called before the first weight gradient that waits (with None) and behind each block's.
         on_finished: called behind the last of them.
+
+    Attributes:
+        split: what waits, and why some layers do not.
+        blocks: in forward order, once the first pass has shown it.
+        is_finishing: weight gradients that waited are being computed.
     """
 
     @checked
@@ -240,7 +240,6 @@ class WeightGradientDeferral:
         k: Annotated[int, AtLeast(0)] = 0,
         *,
         blocks: Iterable[str] | None = None,
-        defers: Callable[[], bool] = lambda: True,
         on_block: Callable[[Block | None], None] = lambda block: None,
         on_finished: Callable[[], None] = lambda: None,
     ) -> None:
@@ -251,11 +250,8 @@ class WeightGradientDeferral:
         self._names = list(blocks) if blocks is not None else None
         self._on_block = on_block
         self._on_finished = on_finished
-        self._selected: set[Layer] = set()
-        self._selected_for = -1
-        self._split = SplitBackward(
-            model, chosen=self._chosen, defers=defers, on_backward=self._finish_behind, on_order=self._group
-        )
+        self.split = SplitBackward(model, on_backward=self._finish_behind, on_order=self._group)
+        self.split.passes.chosen = set()
 
     @property
     def k(self) -> int:
@@ -266,76 +262,26 @@ class WeightGradientDeferral:
     @checked
     def k(self, k: Annotated[int, AtLeast(0)]) -> None:
         self._k = k
-
-    @property
-    def layers(self) -> list[Layer]:
-        """Return the model's layers in order of registration."""
-        return self._split.layers
-
-    @property
-    def is_watching(self) -> bool:
-        """Whether the first backward pass is still to come."""
-        return self._split.first_pass.is_watching
-
-    @property
-    def layers_in_order(self) -> dict[str, int]:
-        """How many layers cannot wait, by reason."""
-        return self._split.layers_in_order
-
-    @property
-    def buffered_layers(self) -> dict[str, int]:
-        """How many layers' weight gradients are computed in order and handed on later, by reason."""
-        return self._split.buffered_layers
-
-    @property
-    def deferred_gradients(self) -> int:
-        """Weight gradients, one a layer and backward pass, that were computed behind all output gradients."""
-        return self._split.deferred_gradients
-
-    @property
-    def buffered_gradients(self) -> int:
-        """Weight gradients that were computed in order and handed on behind all output gradients."""
-        return self._split.buffered_gradients
-
-    @property
-    def input_bytes(self) -> dict[Layer, int]:
-        """What the forward pass keeps for a layer's weight gradient."""
-        return self._split.first_pass.input_bytes
-
-    @property
-    def waiting_bytes(self) -> dict[Layer, int]:
-        """What must stay besides while the weight gradient waits: output gradients, or the finished gradient."""
-        return self._split.first_pass.waiting_bytes
+        self._choose()
 
     def watch(self, root: Any) -> None:
         """Look at the graph under ``root`` (the loss, or what the model returned) before its first backward pass.
 
-        Given every loss, this also guards each backward pass, as :meth:`guard` does.
+        Given every loss, this also guards each backward pass, as :meth:`SplitBackward.guard` does.
 
         Raises:
             ValueError: a name in ``blocks`` is not a module of the model, or holds no layer.
         """
-        self._split.watch(root)
-
-    def guard(self, root: Any) -> None:
-        """Let backward passes through ``root`` raise before they set any gradient, where they would have to raise.
-
-        The model's own output is guarded always.
-        """
-        self._split.guard(root)
-
-    def forget(self) -> None:
-        """Drop what a pass left behind that failed; forward passes in flight keep what they need."""
-        self._split.forget()
+        self.split.watch(root)
 
     def finish(self) -> None:
         """Compute the weight gradients that wait, block by block in forward order (algorithm 2, line 6)."""
-        self._split.forget_forward()
+        self.split.forget_forward()
         self.is_finishing = True
         try:
             self._on_block(None)
             for number, block in enumerate(self.blocks):  # those beyond k wait too if k was lowered since the forward
-                self._split.finish(UNNAMED, block.layers)
+                self.split.finish(UNNAMED, block.layers)
                 if number < self.k:
                     self._on_block(block)
         finally:
@@ -344,17 +290,15 @@ class WeightGradientDeferral:
 
     def remove(self) -> None:
         """Take all hooks off."""
-        self._split.remove()
+        self.split.remove()
 
     def _group(self, order: list[Layer]) -> None:
         self.blocks = group_into_blocks(self.model, order, self._names)
-        self._selected_for = -1
+        self._choose()
 
-    def _chosen(self) -> set[Layer]:
-        if self._selected_for != self.k:
-            self._selected = {la for block in self.blocks[: self.k] for la in block.layers if la.why_in_order is None}
-            self._selected_for = self.k
-        return self._selected
+    def _choose(self) -> None:
+        chosen = [layer for block in self.blocks[: self._k] for layer in block.layers]
+        self.split.passes.chosen = {layer for layer in chosen if layer.why_in_order is None}
 
     def _finish_behind(self, one: WaitingPass) -> None:
         """A weight gradient waits: finish where its backward pass ends. What waits of another one failed."""

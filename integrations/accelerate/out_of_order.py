@@ -91,14 +91,14 @@ class OutOfOrderDataParallel:
 
     def state_dict(self) -> dict[str, Any]:
         """What ``accelerator.save_state()`` keeps: the k that was found, nothing while the search is under way."""
-        saved = None if self._ooo is None else self._ooo.saved_k()
+        saved = None if self._ooo is None else self._ooo.k_choice.to_save()
         return {} if saved is None else saved.state()
 
     def load_state_dict(self, state: Any) -> None:
         """Take up the k of an earlier run with as many processes, so that ``"auto"`` need not search again."""
         saved = read_saved_k(state)
         if saved is not None and self._ooo is not None:
-            self._ooo.use_saved_k(saved)
+            self._ooo.k_choice.use_known(saved)
 
     def flush(self) -> None:
         """Wait for all gradients and run all pending updates now, for readers that bypass Python."""

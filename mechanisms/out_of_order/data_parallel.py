@@ -441,8 +441,12 @@ class OutOfOrderDataParallel:
             here.
         timeout: of these groups; None: torch's default.
         expects_loss: whether the owner calls :meth:`watch` with every loss, which shows more than the model's output.
-        known_k: what an earlier run found (:meth:`saved_k`): ``"auto"`` does not search then, if ranks and blocks are
-            as many as they were.
+        known_k: what an earlier run found (``k_choice.to_save()``): ``"auto"`` does not search then, if ranks and
+            blocks are as many as they were.
+
+    Attributes:
+        model: as given.
+        k_choice: which k the next step uses, whether it is searched for, and what a checkpoint keeps of it.
     """
 
     @checked
@@ -466,16 +470,15 @@ class OutOfOrderDataParallel:
         self.model = model
         self._expects_loss = expects_loss
         self._report = OutOfOrderReport()
-        self._defers = False
-        """Whether the forward pass under way, or the last one, defers: not without gradient synchronisation, say."""
         self._deferral = WeightGradientDeferral(
             model.module,
             blocks=blocks,
-            defers=lambda: self._defers,
             on_block=self._on_block,
             on_finished=self._arrange_waits,
         )
-        self._choice = KChoice(model, self._deferral, k, most, known_k)
+        self._passes = self._deferral.split.passes
+        self._passes.splits = False  # until a forward pass whose gradients are synchronised
+        self.k_choice = KChoice(model, self._deferral, k, most, known_k)
         self._divide = divide
         self._arrivals = InFlightReductions(self._report, cross_iteration=cross_iteration)
         self._updates = DeferredOptimizers(model.module, self._arrivals.reduction_of)
@@ -491,7 +494,7 @@ class OutOfOrderDataParallel:
         self._reducer: Reducer = reducer or OwnGroupsReducer(model.process_group, timeout)
         self._sending = BucketScheduler(model, self._reducer, divide=divide)
         if self._sending.never_rebuilds:
-            self.keep_order(UNUSED)
+            self.k_choice.keep_order(UNUSED)
         self._handles += [
             model.register_forward_pre_hook(self._before_forward),
             model.register_forward_hook(self._after_forward),
@@ -509,31 +512,10 @@ class OutOfOrderDataParallel:
         """Names of the blocks in forward order; empty before the first backward pass."""
         return [block.name for block in self._deferral.blocks]
 
-    def keep_order(self, reason: str) -> None:
-        """Leave all weight gradients in the conventional order from now on; whoever asked for a k is warned."""
-        self._choice.keep_order(reason)
-
-    @property
-    def is_searching(self) -> bool:
-        """Whether ``k="auto"`` is still measuring."""
-        return self._choice.is_searching
-
     @checked
     def set_k(self, k: K) -> None:
         """Use this k from the next step on; ``"auto"`` searches again. All ranks must be given the same."""
-        self._choice.want(k)
-
-    def saved_k(self) -> SavedK | None:
-        """What a checkpoint should keep; None while k is searched for, or before there are blocks."""
-        return self._choice.to_save()
-
-    def use_saved_k(self, saved: SavedK) -> None:
-        """Let ``"auto"`` take up the k of an earlier run, if that had as many ranks and blocks."""
-        self._choice.use_known(saved)
-
-    def discard_measurement(self) -> None:
-        """Something other than training took time since the last step: do not count it when searching for k."""
-        self._choice.discard_measurement()
+        self.k_choice.want(k)
 
     def attach(self, optimizer: Optimizer) -> CrossIterationUpdates:
         """Let this optimizer's updates wait for their own gradients only.
@@ -545,9 +527,9 @@ class OutOfOrderDataParallel:
 
     def watch(self, loss: Any) -> None:
         """Look at the graph under the loss before its first backward pass; otherwise the model's output is taken."""
-        if self._deferral.is_watching and self._defers:
+        if self._deferral.split.first_pass.is_watching and self._passes.splits:
             self._deferral.watch(loss)
-            self._choice.check_range()
+            self.k_choice.check_range()
 
     def flush(self) -> None:
         """Wait for every all-reduce and run every update that is still pending."""
@@ -560,19 +542,19 @@ class OutOfOrderDataParallel:
         report = self._report
         report.blocks, report.k = len(self._deferral.blocks), self.k
         report.bucket_bytes = int(self.model.bucket_bytes_cap)
-        report.deferred_gradients = self._deferral.deferred_gradients
-        report.buffered_gradients = self._deferral.buffered_gradients
-        report.layers_in_order = self._deferral.layers_in_order
-        report.buffered_layers = self._deferral.buffered_layers
+        report.deferred_gradients = self._deferral.split.deferred_gradients
+        report.buffered_gradients = self._deferral.split.buffered_gradients
+        report.layers_in_order = self._deferral.split.layers_in_order
+        report.buffered_layers = self._deferral.split.buffered_layers
         fused = self._updates.report()
         report.fused_updates, report.late_updates = fused.fused_updates, fused.late_updates
         report.plain_steps = fused.plain_steps
-        reason = self._choice.order_stays_because
+        reason = self.k_choice.order_stays_because
         report.in_order = {reason: report.steps} if reason else {}
         report.extra_bytes = extra_bytes(self._deferral, self.k)
-        if self._choice.measured is not None:
-            report.searched = self._choice.measured
-            report.search_steps = self._choice.search_steps
+        if self.k_choice.measured is not None:
+            report.searched = self.k_choice.measured
+            report.search_steps = self.k_choice.search_steps
         return report
 
     def remove(self) -> None:
@@ -602,10 +584,10 @@ class OutOfOrderDataParallel:
             self.flush()
             self._sending.forget_buckets()  # the wrapper is about to build its buckets anew
         if synchronised:
-            self._deferral.forget()
+            self._deferral.split.forget()
             self._choose_k()
         even = not joins_uneven_inputs(self.model)  # a rank that has joined early follows the wrapper's own order
-        self._defers = synchronised and even and self._choice.order_stays_because is None
+        self._passes.splits = synchronised and even and self.k_choice.order_stays_because is None
 
     def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
         if not self._expects_loss:
@@ -618,7 +600,7 @@ class OutOfOrderDataParallel:
             sending.forget_plan()
             self._deferral.k = 0
             return
-        k = self._choice.next_step(is_first=not sending.has_plan, steps=self._report.steps)
+        k = self.k_choice.next_step(is_first=not sending.has_plan, steps=self._report.steps)
         if k is not None and (k != self._deferral.k or not sending.has_plan):
             self._deferral.k = k
             sending.plan(self._deferral.blocks[:k])
@@ -629,7 +611,7 @@ class OutOfOrderDataParallel:
         if joins_uneven_inputs(self.model):
             scale(buffer, self._slot.ranks, divide=self._divide)
             return self._slot.sum(bucket)
-        self._sending.start_full(bucket, defers=self._defers)
+        self._sending.start_full(bucket, defers=self._passes.splits)
         if bucket.is_last():
             at_end_of_backward(self._on_backward_done)
         done: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -637,14 +619,14 @@ class OutOfOrderDataParallel:
         return done
 
     def _on_block(self, block: Block | None) -> None:
-        if self._defers:
+        if self._passes.splits:
             self._sending.start_behind(block)
 
     def _on_backward_done(self) -> None:
         """All buckets are full; the weight gradients that waited may still be on the way through their last lines."""
         if self._deferral.is_finishing:
             return
-        if self._defers and self._sending.waits_for_some:
+        if self._passes.splits and self._sending.waits_for_some:
             self._deferral.finish()  # none of the chosen layers could be cut out, so nothing waited
         else:
             self._arrange_waits()

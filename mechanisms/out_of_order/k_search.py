@@ -123,8 +123,8 @@ def sizes_of(deferral: WeightGradientDeferral) -> tuple[dict[int, int], dict[int
     inputs: dict[int, int] = {}
     gradients: dict[int, int] = {}
     for number, block in enumerate(deferral.blocks, start=1):
-        inputs[number - 1] = sum(deferral.input_bytes.get(layer, 0) for layer in block.layers)
-        gradients[number + 1] = sum(deferral.waiting_bytes.get(layer, 0) for layer in block.layers)
+        inputs[number - 1] = sum(deferral.split.first_pass.input_bytes.get(layer, 0) for layer in block.layers)
+        gradients[number + 1] = sum(deferral.split.first_pass.waiting_bytes.get(layer, 0) for layer in block.layers)
     return inputs, gradients
 
 
@@ -235,7 +235,8 @@ class KChoice:
         self._ranks = RankAgreement(group=model.process_group)
         self._wanted: K = wanted
         self._max_memory = max_memory
-        self._known: SavedK | None = None
+        self.known: SavedK | None = None
+        """The k of an earlier run that ``"auto"`` takes up, if there is one for as many ranks."""
         self.order_stays_because: str | None = None
         """Why all weight gradients are computed in the conventional order, if they are."""
         self.search_steps = 0
@@ -251,11 +252,6 @@ class KChoice:
         return self._wanted == "auto"
 
     @property
-    def known_k(self) -> SavedK | None:
-        """The k of an earlier run that ``"auto"`` takes up, if there is one for as many ranks."""
-        return self._known
-
-    @property
     def measured(self) -> dict[int, float] | None:
         """Seconds a step by k, in the order in which they were measured; None: nothing was searched for."""
         return dict(self._tuner.measured) if self._tuner is not None else None
@@ -267,12 +263,12 @@ class KChoice:
             ValueError: k is above the number of blocks.
         """
         self.check_range(k)
-        self._wanted, self._tuner, self._known, self._changed = k, None, None, True
+        self._wanted, self._tuner, self.known, self._changed = k, None, None, True
 
     def use_known(self, saved: SavedK) -> None:
         """Let ``"auto"`` take up the k of an earlier run, if that had as many ranks and blocks."""
         if saved.world_size == dist.get_world_size(self._model.process_group):
-            self._known = saved
+            self.known = saved
 
     def to_save(self) -> SavedK | None:
         """What a checkpoint should keep; None while k is searched for, or before there are blocks."""
@@ -318,7 +314,7 @@ class KChoice:
         blocks = len(self._deferral.blocks)
         if not blocks or self.order_stays_because is not None:
             return None
-        known = self._known
+        known = self.known
         if self._wanted == "auto" and self._tuner is None and known is not None and known.blocks == blocks:
             self._wanted, is_first = known.k, True
         if self._wanted != "auto":

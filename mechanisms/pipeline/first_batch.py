@@ -173,8 +173,7 @@ class FirstBatch:
         planner = self._planner(found, config)
         plan, whole = planner.plan(len(parts)), StepModule(self._model)
         # its hooks on layers are to stay: not inside of what leaves no trace
-        split = SplitBackward(whole, chosen=lambda: whole.waits, defers=lambda: whole.splits)
-        whole.waits = set(split.layers)
+        split = SplitBackward(whole)
         try:
             with self._no_trace(batch):
                 spread = self._cut(step, parts[0], found, planner, plan, weights, whole, split)
@@ -312,7 +311,7 @@ class FirstBatch:
         for stage in mine:
             split.drop(stage)
         # a small gradient is computed with the output gradient in any case; nobody waits for its place in a sum
-        whole.waits = {layer for layer in split.layers if layer.why_buffered != SMALL}
+        split.passes.chosen = {layer for layer in split.layers if layer.why_buffered != SMALL}
         owners = self._owners(graphs, plan)
         self._check_hidden(graphs, owners)
         spread = PipelineState(

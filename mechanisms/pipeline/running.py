@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from retime.foundations.parts import loss_of, samples_in
 from retime.foundations.preserve_state import seed_all
 from retime.foundations.torch_private import top_saved_tensors_hooks
-from retime.foundations.weight_gradients import Layer, SplitBackward
+from retime.foundations.weight_gradients import SplitBackward
 from retime.mechanisms.pipeline.calls import (
     Returned,
     SuspendedCall,
@@ -275,10 +275,6 @@ class StepModule(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.splits = True
-        """Whether weight gradients of what runs next are to wait."""
-        self.waits: set[Layer] = set()
-        """Layers whose weight gradients wait."""
 
     def forward(self, stretch: Callable[[], Any]) -> Any:
         """Run a stretch of the step as the module's forward pass."""
@@ -445,7 +441,6 @@ class RunningStep:
             )
         sent = dict(zip(spread.positions.get(stage, []), received, strict=True))
         call.leaves = []
-        spread.whole.splits = (stage, batch) in spread.plan.waiting
         answer = self._at[batch] = spread.whole(lambda: call.resume(sent))
         if isinstance(answer, Returned):
             return [self._weighted(batch, answer.value)], call.leaves

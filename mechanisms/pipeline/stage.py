@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -54,7 +54,8 @@ class Stage:
         rank_of: the rank of each stage.
         group: the ranks of the pipeline.
         step: runs the stretch for a micro-batch.
-        split: whose weight gradients wait.
+        split: of the step.
+        waiting: stages and micro-batches whose weight gradients wait.
         done: called when all weight gradients of the stage are there.
     """
 
@@ -68,6 +69,7 @@ class Stage:
         device: torch.device,
         step: RunningStep,
         split: SplitBackward,
+        waiting: Container[tuple[int, int]],
         done: Callable[[int], None],
     ) -> None:
         self.stage_index, self.num_stages = index, len(rank_of)
@@ -80,7 +82,8 @@ class Stage:
         self.awaited: dict[tuple[str, int], tuple[float, str]] = {}
         """Messages that were asked for and not read yet, with when and whose: for errors."""
         self._group, self._device = group, device
-        self._step, self._split, self._reads, self._done = step, split, step.reads, done
+        self._step, self._split, self._waiting, self._done = step, split, waiting, done
+        self._reads = step.reads
         self._in_flight: dict[int, _InFlight] = {}
 
     def clear(self) -> None:
@@ -133,7 +136,8 @@ class Stage:
         kinds = [] if self.is_first else self._reads(self.stage_index, batch)
         for tensor, kind in zip(one.received, kinds, strict=True):
             tensor.requires_grad_(kind.requires_grad)
-        with self._split.begin((self.stage_index, batch)):
+        key = self.stage_index, batch
+        with self._split.begin(key, waits=key in self._waiting):
             one.outputs, one.inputs = self._step.forward(self.stage_index, batch, one.received)
         one.received = []
         self._note("F", batch, start)

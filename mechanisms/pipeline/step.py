@@ -468,8 +468,10 @@ class PipelineStep:
         def done(stage: int) -> None:
             self._sums.begin(spread.stage_parameters[stage])
 
+        waiting = plan.waiting
         stages = [
-            Stage(stage, plan.rank_of, place.group, place.device, running, spread.split, done) for stage in spread.mine
+            Stage(stage, plan.rank_of, place.group, place.device, running, spread.split, waiting, done)
+            for stage in spread.mine
         ]
         ahead = _ASK_AHEAD if dist.get_backend(place.group) == "gloo" else 0
         runtime = pipeline_runtime(stages, plan.micro_batches, plan.orders, spread.with_messages, ask_ahead=ahead)

@@ -92,7 +92,7 @@ def test_in_a_bare_loop(tmp_path: Path) -> None:
     ooo.set_k(0)
     ooo.flush()
     ooo.remove()
-    assert (ooo.k, ooo.report().steps, ooo.saved_k()) == (0, 0, None)
+    assert (ooo.k, ooo.report().steps, ooo.k_choice.to_save()) == (0, 0, None)
     assert all(map(torch.equal, *results))
 
 

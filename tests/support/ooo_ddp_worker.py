@@ -476,7 +476,7 @@ def accelerate_loop() -> None:
     assert_same(plain, ours)
     assert ooo.report().deferred_gradients
     assert ooo.report().fused_updates
-    known = ooo._ooo._choice.known_k
+    known = ooo._ooo.k_choice.known
     assert (known.k, known.blocks) == (2, 5)
 
 

@@ -33,7 +33,7 @@ def test_memory_that_outputs_share_is_changed_in_place(use: Any) -> None:
     plain, model, deferral = pair(lambda: Around(Own(use), in_place))
     for _ in range(3):
         assert_same(model, plain, deferral)
-    assert deferral.deferred_gradients == 2
+    assert deferral.split.deferred_gradients == 2
 
 
 def test_an_output_that_backward_needs_must_not_be_changed_unseen() -> None:
@@ -57,7 +57,7 @@ def test_parameters_are_frozen_and_thawed_in_mid_run(part: int, layer: Any) -> N
             for parameter in parameters:
                 parameter.requires_grad_(not frozen)
         assert_same(model, plain, deferral)
-    assert deferral.deferred_gradients + deferral.buffered_gradients > 6
+    assert deferral.split.deferred_gradients + deferral.split.buffered_gradients > 6
 
 
 def test_a_layer_frozen_between_forward_and_backward_gets_no_gradient() -> None:
@@ -105,7 +105,7 @@ def test_a_branch_without_gradient_stays_without() -> None:
     for _ in range(3):
         assert_same(model, plain, deferral)
     assert not fired
-    assert deferral.deferred_gradients
+    assert deferral.split.deferred_gradients
 
 
 def keeps_a_loss(module: Own) -> Callable[[Tensor, Tensor], Tensor]:
@@ -126,7 +126,7 @@ def test_a_loss_that_a_layer_keeps_counts() -> None:
     plain, model, deferral = pair(make)
     for _ in range(3):
         assert_same(model, plain, deferral)
-    assert deferral.layers_in_order == {USED_ELSEWHERE: 1}
+    assert deferral.split.layers_in_order == {USED_ELSEWHERE: 1}
 
 
 @pytest.mark.parametrize("layer", [lambda: nn.Linear(WIDTH, WIDTH), lambda: nn.LayerNorm(WIDTH)], ids=["cut", "held"])
@@ -139,7 +139,7 @@ def test_a_weight_that_other_code_begins_to_read_is_refused_before_any_gradient(
     with pytest.raises(RuntimeError, match=r"'layer' get gradients from outside.*No gradient has been set.*use k=0"):
         step(model, deferral)
     assert all(parameter.grad is None for parameter in model.parameters())
-    deferral.forget()
+    deferral.split.forget()
     assert_same(model, plain, deferral)
 
 

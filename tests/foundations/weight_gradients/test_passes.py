@@ -303,7 +303,7 @@ def test_two_forward_passes_before_their_backward_passes(order: str) -> None:
             one.zero_grad()
             forward_twice(order)(one)
         assert_same(model, plain)
-    assert deferral.buffered_gradients == (2 if order == "joint" else 4)
+    assert deferral.split.buffered_gradients == (2 if order == "joint" else 4)
 
 
 def test_forget_between_two_forward_passes_keeps_the_first() -> None:
@@ -313,7 +313,7 @@ def test_forget_between_two_forward_passes_keeps_the_first() -> None:
     deferral.watch(loss_of(model, 99))
     for one in (plain, model):
         first = loss_of(one, 0)
-        deferral.forget()
+        deferral.split.forget()
         (first + loss_of(one, 1)).backward()
     assert_same(model, plain)
 
@@ -357,4 +357,4 @@ def test_stand_ins_share_no_memory_where_nothing_was_cut() -> None:
         deferral.watch(loss)
         loss.backward()  # the graph lives on in the loss
         assert not aliased([model[0].weight])  # type: ignore[arg-type]
-    assert deferral.buffered_gradients > 0
+    assert deferral.split.buffered_gradients > 0

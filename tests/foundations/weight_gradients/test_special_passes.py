@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWa
 
 
 def reasons(deferral: WeightGradientDeferral) -> set[str]:
-    return set(deferral.buffered_layers) | set(deferral.layers_in_order)
+    return set(deferral.split.buffered_layers) | set(deferral.split.layers_in_order)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -55,9 +55,9 @@ def test_a_copy_of_the_model_is_plain() -> None:
     plain, model, deferral = pair(lambda: Around(nn.Linear(WIDTH, WIDTH), lambda layer, x: layer(x)))
     step(model, deferral)
     twin = copy.deepcopy(model)
-    before = deferral.deferred_gradients, reasons(deferral)
+    before = deferral.split.deferred_gradients, reasons(deferral)
     assert all(torch.equal(a, b) for a, b in zip(step(twin), step(plain), strict=True))  # type: ignore[arg-type]
-    assert (deferral.deferred_gradients, reasons(deferral)) == before
+    assert (deferral.split.deferred_gradients, reasons(deferral)) == before
 
 
 def test_an_input_that_is_read_twice_adds_up_in_one_place() -> None:

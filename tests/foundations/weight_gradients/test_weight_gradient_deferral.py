@@ -195,7 +195,7 @@ def assert_same_training(make: Make, data: Any, surroundings: Any = contextlib.n
 def test_the_same_bits_for_every_k(name: str) -> None:
     make, data = MODELS[name]
     deferral = assert_same_training(make, data)
-    assert deferral.deferred_gradients + deferral.buffered_gradients > 0
+    assert deferral.split.deferred_gradients + deferral.split.buffered_gradients > 0
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -215,9 +215,9 @@ def test_transformers_unmodified(architecture: str, tied: bool) -> None:
 
     tokens = torch.arange(24).reshape(2, 12)
     deferral = assert_same_training(make, {"input_ids": tokens, "labels": tokens, "use_cache": False})
-    assert deferral.deferred_gradients
+    assert deferral.split.deferred_gradients
     assert len(deferral.blocks) == 5
-    assert ("its parameters are tied to another module's" in deferral.layers_in_order) == tied
+    assert ("its parameters are tied to another module's" in deferral.split.layers_in_order) == tied
 
 
 def test_autocast() -> None:
@@ -225,14 +225,14 @@ def test_autocast() -> None:
         return torch.autocast("cpu", torch.bfloat16)
 
     deferral = assert_same_training(mlp, VECTORS, bfloat16)
-    assert deferral.deferred_gradients
-    assert assert_same_training(shared_layer, VECTORS, bfloat16).deferred_gradients
+    assert deferral.split.deferred_gradients
+    assert assert_same_training(shared_layer, VECTORS, bfloat16).split.deferred_gradients
 
 
 def test_reasons_are_told() -> None:
     def reasons(name: str) -> tuple[dict[str, int], dict[str, int]]:
         deferral = assert_same_training(*MODELS[name])
-        return deferral.layers_in_order, deferral.buffered_layers
+        return deferral.split.layers_in_order, deferral.split.buffered_layers
 
     assert reasons("branches")[0] == {NOT_CALLED: 1}
     assert CHECKPOINTED in reasons("branches")[1]
@@ -355,7 +355,7 @@ def test_evaluation_and_failures_leave_nothing() -> None:
     with pytest.raises(RuntimeError):
         model(torch.zeros(2, 3))
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
-    deferral.forget()
+    deferral.split.forget()
     run(model, VECTORS, seed=0).backward()
     deferral.remove()
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
