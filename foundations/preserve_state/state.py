@@ -363,7 +363,7 @@ class CompiledCode:
     """Where the compiled code of a training step runs, and the warning where it does not."""
 
     def __init__(self) -> None:
-        self._met = self._warned = False
+        self._met = self._warned = self._ran = False
 
     @contextmanager
     def looked_for(self) -> Iterator[None]:
@@ -378,7 +378,8 @@ class CompiledCode:
             yield
             return
         self.warn()
-        with uncompiled(self._note):
+        settled, self._ran = self._ran and nothing_compiled(), True
+        with torch.compiler.set_stance("force_eager") if settled else uncompiled(self._note):
             yield
         self.warn()  # code that no dry run has met
 

@@ -279,8 +279,9 @@ class BudgetedStep:
         Raises:
             ValueError: an unknown choice.
         """
-        check_held(choice, self._planner.buckets)
-        self._planner.gradients = choice
+        if choice != self._planner.gradients:
+            check_held(choice, self._planner.buckets)
+            self._planner.gradients = choice
 
     @property
     def hidden_bytes(self) -> int:

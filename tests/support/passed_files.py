@@ -4,17 +4,18 @@
     python tests/support/passed_files.py memory_budget --budget 1.6MiB [--batch 0]      # batch 0: with planning
     python tests/support/passed_files.py memory_budget --budget 2.3MiB --batchnorm      # whole batches: offloading
     python tests/support/passed_files.py scan
+    python tests/support/passed_files.py ooo_pipeline --calls 20        # and who is entered from another file how often
 
 Prints how many files there are, how often calls go back to a file that was entered before, the files, and the report.
-Entries of functions count; a generator that goes on where it had yielded is not entered again.
+A function counts where it is entered from another file; a generator that goes on does not.
 """
 
 import argparse
 import dis
-import functools
-import inspect
 import sys
 import threading
+from collections import Counter
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -27,34 +28,38 @@ from torch.utils.data import DataLoader, TensorDataset
 import retime
 
 ROOT = f"{Path(__file__).parents[2]}/"
+INLINED = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
+"""No functions: frames of their own up to Python 3.11."""
 ELSEWHERE = ("tests/", ".venv", "build/")
 
 
-@functools.cache
-def first_instruction(code: CodeType) -> int:
-    """Where a profiler sees a generator begin; it goes on from later ones."""
-    return next(one.offset for one in dis.get_instructions(code) if one.opname == "RESUME")
-
-
-def is_entry(frame: FrameType) -> bool:
-    """Whether a profiler's event "call" is a call of the frame's function."""
-    code = frame.f_code
-    return not code.co_flags & inspect.CO_GENERATOR or frame.f_lasti <= first_instruction(code)
+@cache
+def beginning(code: CodeType) -> int:
+    """Where a frame of this code stands when it is entered, and not when a generator goes on."""
+    return min(one.offset for one in dis.get_instructions(code) if one.opname == "RESUME")
 
 
 class Passed:
-    """Notes the files of calls while it is on; threads that start later are followed too."""
+    """Notes the files of calls while it is on; threads that start later are followed too, each by itself."""
 
     def __init__(self) -> None:
         self.on = False
         self.visits: list[str] = []
+        self.calls: Counter[str] = Counter()
+        self._thread = threading.local()
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        file = frame.f_code.co_filename
-        if self.on and event == "call" and file.startswith(ROOT):
-            file = file.removeprefix(ROOT)
-            if not file.startswith(ELSEWHERE) and self.visits[-1:] != [file] and is_entry(frame):
-                self.visits.append(file)
+        code = frame.f_code
+        file = code.co_filename
+        if not self.on or event != "call" or not file.startswith(ROOT) or code.co_name in INLINED:
+            return
+        if frame.f_lasti > beginning(code):
+            return
+        file = file.removeprefix(ROOT)
+        if not file.startswith(ELSEWHERE) and getattr(self._thread, "last", None) != file:
+            self._thread.last = file
+            self.visits.append(file)
+            self.calls[f"{file} {code.co_qualname}"] += 1
 
 
 class OnOneBatch(L.Callback):
@@ -106,12 +111,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", help="a strategy's name, or scan")
     parser.add_argument("--budget", default="90%")
-    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=6)
     parser.add_argument("--batchnorm", action="store_true")
+    parser.add_argument("--calls", type=int, default=0)
     chosen = parser.parse_args()
     torch.manual_seed(0)
-    width, samples = (64, 512) if chosen.name.startswith("memory") else (256, 64)
-    data = TensorDataset(torch.randn(6 * samples, width), torch.randint(4, (6 * samples,)))
+    budget = chosen.name.startswith("memory")
+    torch.use_deterministic_algorithms(budget)  # plans are then chosen by counted bytes, the same in every run
+    width, samples = (64, 512) if budget else (256, 64)
+    devices = 2 if "ddp" in chosen.name or "pipeline" in chosen.name else 1
+    count = (chosen.batch + 2) * samples * (devices if "ddp" in chosen.name else 1)
+    data = TensorDataset(torch.randn(count, width), torch.randint(4, (count,)))
     passed = Passed()
     callbacks: list[L.Callback] = [OnOneBatch(passed, chosen.batch)]
     strategy: Any = chosen.name
@@ -126,7 +136,7 @@ def main() -> None:
         strategy = retime.OOODataParallelStrategy(k=2)
     trainer = L.Trainer(
         strategy=strategy,
-        devices=2 if "ddp" in chosen.name else 1,
+        devices=devices,
         accelerator="cpu",
         callbacks=callbacks,
         max_epochs=1,
@@ -142,6 +152,8 @@ def main() -> None:
     if trainer.is_global_zero:
         files = list(dict.fromkeys(passed.visits))
         print(f"{len(files)} files, {len(passed.visits) - len(files)} returns", *files, sep="\n  ")
+        for call, times in passed.calls.most_common(chosen.calls):
+            print(f"{times:4} {call}")
         print(trainer.strategy.report() if hasattr(trainer.strategy, "report") else callbacks[-1].report())
 
 
