@@ -239,13 +239,14 @@ class PassesInFlight:
     Attributes:
         splits: whether forward passes are split.
         chosen: the layers whose weight gradients wait.
+        in_flight: passes with a key that neither ended nor were dropped, in the order in which they began.
     """
 
     def __init__(self, on_backward: Callable[[WaitingPass], None], layers: Iterable[Layer]) -> None:
         self._on_backward = on_backward
         self.splits = True
         self.chosen = set(layers)
-        self._passes: dict[Hashable, WaitingPass] = {}
+        self.in_flight: dict[Hashable, WaitingPass] = {}
         self.current = self.unnamed = WaitingPass(UNNAMED, on_backward)
         """What forward passes belong to from now on."""
 
@@ -258,10 +259,10 @@ class PassesInFlight:
         """
         if key is UNNAMED:
             raise ValueError("a pass needs a key that is not None, the number of its micro-batch for example")
-        if key not in self._passes:
-            self._passes[key] = WaitingPass(key, self._on_backward)
+        if key not in self.in_flight:
+            self.in_flight[key] = WaitingPass(key, self._on_backward)
         before = self.current, self.splits
-        self.current, self.splits = self._passes[key], waits
+        self.current, self.splits = self.in_flight[key], waits
         try:
             yield
         finally:
@@ -275,18 +276,35 @@ class PassesInFlight:
         """
         if key is UNNAMED:
             return self.unnamed
-        if key not in self._passes:
-            raise ValueError(f"no pass {key!r} is in flight; in flight are: {list(self._passes)}")
-        return self._passes[key]
+        if key not in self.in_flight:
+            raise ValueError(f"no pass {key!r} is in flight; in flight are: {list(self.in_flight)}")
+        return self.in_flight[key]
 
-    def keys(self) -> list[Hashable]:
-        """Return the keys of passes in flight, in the order in which they began."""
-        return list(self._passes)
+    def finish_layers(self, one: WaitingPass, layers: Iterable[Layer]) -> Finished:
+        """Compute the weight gradients of some layers that wait in a pass, in this order."""
+        deferred = buffered = 0
+        for layer in layers:
+            try:
+                done = one.finish_layer(layer)
+            except RuntimeError as error:
+                if "marked" in str(error) and "ready" in str(error):
+                    error.add_note(f"retime: the parameters of {layer.name!r} are read by other code too: use k=0")
+                raise
+            deferred, buffered = deferred + done.deferred, buffered + done.buffered
+        self.settle(one)
+        return Finished(deferred, buffered)
+
+    def finish_together(self, key: Hashable, layers: Iterable[Layer]) -> Finished:
+        """Compute all weight gradients that wait in a pass, in one call of autograd."""
+        one = self.of(key)
+        done = one.finish_together(layers)
+        self.settle(one)
+        return done
 
     def settle(self, one: WaitingPass) -> None:
         """A pass of which nothing waits any more is gone, unless a backward pass can still come."""
         if one.key is not UNNAMED and not one.is_in_flight and not one.waiting():
-            self._passes.pop(one.key, None)
+            self.in_flight.pop(one.key, None)
 
     def drop(self, key: Hashable) -> None:
         """Compute nothing more of one pass.
@@ -298,12 +316,12 @@ class PassesInFlight:
         if key is UNNAMED:
             one.forget()
         else:
-            del self._passes[key]
+            del self.in_flight[key]
             one.drop()
 
     def drop_all(self) -> None:
         """Compute nothing more of any pass."""
-        for key in [UNNAMED, *self._passes]:
+        for key in [UNNAMED, *self.in_flight]:
             self.drop(key)
 
 

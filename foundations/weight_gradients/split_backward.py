@@ -36,7 +36,7 @@ class SplitBackward:
             second = stage(micro_batches[1])
         second.backward(gradients[1])                # output gradients only
         first.backward(gradients[0])
-        split.finish_layer(0, split.order[0])
+        split.finish_layer(0, split.first_pass.order[0])
         split.finish(0)                              # what is left of it, in forward order
         split.finish(1)
 
@@ -53,7 +53,8 @@ class SplitBackward:
         layers: in order of registration.
         passes: in flight; ``passes.chosen`` are the layers whose weight gradients wait, all of them at first, and
             without ``passes.splits`` forward passes run as ever. Both may be set between two forward passes.
-        first_pass: what it has shown.
+            ``passes.in_flight`` has those that neither ended nor were dropped, by key.
+        first_pass: what it has shown; ``first_pass.order`` are the layers in forward order.
     """
 
     @checked
@@ -73,11 +74,6 @@ class SplitBackward:
         self._hooks = LayerHooks(model, self.layers, self.passes, self.first_pass, Guard(anchor), anchor)
 
     @property
-    def order(self) -> list[Layer]:
-        """The layers in forward order, as the first pass showed it."""
-        return self.first_pass.order
-
-    @property
     def layers_in_order(self) -> dict[str, int]:
         """How many layers cannot wait, by reason."""
         return dict(Counter(layer.why_in_order for layer in self.layers if layer.why_in_order is not None))
@@ -88,11 +84,6 @@ class SplitBackward:
         return dict(
             Counter(la.why_buffered for la in self.layers if la.why_in_order is None and la.why_buffered is not None)
         )
-
-    @property
-    def in_flight(self) -> list[Hashable]:
-        """The keys of the passes that have neither ended nor been dropped, in the order in which they began."""
-        return self.passes.keys()
 
     def watch(self, root: Any) -> None:
         """Look at the graph under ``root`` (the loss, or what the model returned) before its first backward pass.
@@ -128,7 +119,7 @@ class SplitBackward:
             ValueError: no such pass is in flight.
         """
         waiting = self.passes.of(key).waiting()
-        return [layer for layer in self.order if layer in waiting]
+        return [layer for layer in self.first_pass.order if layer in waiting]
 
     def finish_layer(self, key: Hashable, layer: Layer) -> None:
         """Compute the weight gradients of one layer that wait in this pass; hooks on its parameters fire.
@@ -146,7 +137,7 @@ class SplitBackward:
         Raises:
             ValueError: no such pass is in flight.
         """
-        self._finish(self.passes.of(key), self.order if layers is None else layers)
+        self._finish(self.passes.of(key), self.first_pass.order if layers is None else layers)
 
     def finish_together(self, key: Hashable) -> None:
         """Compute all weight gradients that wait in this pass, in one call of autograd: faster, in an order of its own.
@@ -154,13 +145,11 @@ class SplitBackward:
         Raises:
             ValueError: no such pass is in flight.
         """
-        one = self.passes.of(key)
-        self._count(one.finish_together(self.order))
-        self.passes.settle(one)
+        self._count(self.passes.finish_together(key, self.first_pass.order))
 
     def finish_all(self) -> None:
         """Finish all passes in flight, in the order in which they began."""
-        for key in self.in_flight:
+        for key in list(self.passes.in_flight):
             self.finish(key)
 
     def drop(self, key: Hashable) -> None:
@@ -172,15 +161,7 @@ class SplitBackward:
         self.passes.drop(key)
 
     def _finish(self, one: WaitingPass, layers: Iterable[Layer]) -> None:
-        for layer in layers:
-            try:
-                done = one.finish_layer(layer)
-            except RuntimeError as error:
-                if "marked" in str(error) and "ready" in str(error):
-                    error.add_note(f"retime: the parameters of {layer.name!r} are read by other code too: use k=0")
-                raise
-            self._count(done)
-        self.passes.settle(one)
+        self._count(self.passes.finish_layers(one, layers))
 
     def _count(self, done: Finished) -> None:
         self.deferred_gradients += done.deferred

@@ -262,7 +262,12 @@ class _LeadsTo(torch.autograd.Function):
         return None, gradient
 
 
-_HERE = threading.local()
+class _Here(threading.local):
+    call: SuspendedCall | None = None
+
+
+HERE = _Here()
+"""Its ``call`` is the one that this thread runs."""
 _OTHER_NUMBERS = 0x9E3779B97F4A7C15
 """Layers of one micro-batch draw from seeds that are this far apart."""
 
@@ -389,7 +394,7 @@ class SuspendedCall:
     def _run(self) -> None:
         call, self._call = self._call, None
         assert call is not None
-        _HERE.call = self
+        HERE.call = self
         answer: Any
         try:
             if self._device is not None:
@@ -399,7 +404,7 @@ class SuspendedCall:
         except BaseException as error:
             answer = _Failed(error)
         del call
-        _HERE.call = None
+        HERE.call = None
         self._wants_end = True
         self._outbox.put(answer)
 
@@ -408,9 +413,3 @@ def draw_for(layer: int, seed: int) -> None:
     """A layer begins in a call with this seed; the first one draws what it draws without a pipeline."""
     if layer:
         seed_torch((seed + _OTHER_NUMBERS * layer) % 2**63)
-
-
-def current_call() -> SuspendedCall | None:
-    """The call that this thread runs."""
-    call: SuspendedCall | None = getattr(_HERE, "call", None)
-    return call

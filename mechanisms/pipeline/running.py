@@ -17,12 +17,12 @@ from retime.foundations.preserve_state import seed_all
 from retime.foundations.torch_private import top_saved_tensors_hooks
 from retime.foundations.weight_gradients import SplitBackward
 from retime.mechanisms.pipeline.calls import (
+    HERE,
     Returned,
     SuspendedCall,
     TensorKind,
     TensorSpec,
     Workers,
-    current_call,
     kind_of,
     leads_to,
     replaced_tensors,
@@ -65,6 +65,7 @@ class TrainingCall:
 
     Attributes:
         recomputes: the call whose backward pass runs, in which checkpoints run layers again.
+        first_layers: of each stage.
     """
 
     def __init__(
@@ -77,7 +78,8 @@ class TrainingCall:
         writes: Container[int] = (),
     ) -> None:
         self._plan, self._rank, self._device, self._outputs, self._names = plan, rank, device, outputs, names
-        self._firsts = {plan.layers_of(stage)[0]: stage for stage in range(plan.stages)}
+        self.first_layers = [plan.layers_of(stage)[0] for stage in range(plan.stages)]
+        self._firsts = {layer: stage for stage, layer in enumerate(self.first_layers)}
         self._writes = writes
         self.recomputes: SuspendedCall | None = None
         self._mine = [plan.rank_of[stage] == rank for stage in plan.stage_of]
@@ -86,7 +88,7 @@ class TrainingCall:
         stage = self._firsts.get(layer)
         if stage is None:
             return None
-        if current_call() is None and self.recomputes is not None:
+        if HERE.call is None and self.recomputes is not None:
             return _replaced(args, kwargs, self.recomputes.received.get(layer, {}))
         here = self._mine[layer]
         comes_from_here = layer > 0 and self._mine[layer - 1]
@@ -136,7 +138,7 @@ class TrainingCall:
         return output
 
     def _call(self, layer: int) -> SuspendedCall:
-        call = current_call() or self.recomputes
+        call = HERE.call or self.recomputes
         if call is None:
             raise PipelineError(
                 f"{self._names[layer]!r} was called outside of the step: the model's layers lie on several ranks, and "
@@ -455,7 +457,7 @@ class RunningStep:
             yield
         finally:
             training.recomputes = None
-            call.received.pop(self._spread.plan.layers_of(stage)[0], None)
+            call.received.pop(training.first_layers[stage], None)
 
     def close(self) -> None:
         """End what is left of the calls."""

@@ -183,7 +183,7 @@ class Stage:
 
     def _finish(self, batch: int) -> None:
         key = (self.stage_index, batch)
-        if key in self._split.in_flight:
+        if key in self._split.passes.in_flight:
             with self._step.backward(*key):
                 self._split.finish_together(key)
 

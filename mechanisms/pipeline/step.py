@@ -482,7 +482,7 @@ class PipelineStep:
                 runtime.run()
         finally:
             running.close()
-            for key in spread.split.in_flight:
+            for key in list(spread.split.passes.in_flight):
                 spread.split.drop(key)
         self._sums.end()
         self._report.note(stages, plan, place.rank)

@@ -94,7 +94,7 @@ def _last_words(
         except GeneratorExit:  # the storage is gone already
             return
         except BaseException as error:  # Ctrl-C, or what another signal handler raised
-            _interruptions.append(error)
+            interruptions.append(error)
             tries += 1
     yield
 
@@ -115,7 +115,8 @@ def _hand_over(storage: torch.UntypedStorage | None, heirs: list[weakref.ref[Hei
 # ---- when not to work at once
 
 _ended: deque[tuple[Heir, torch.UntypedStorage]] = deque()
-_interruptions: deque[BaseException] = deque()
+interruptions: deque[BaseException] = deque()
+"""What :func:`raise_interruption` is to raise."""
 
 
 class _Here(threading.local):
@@ -162,7 +163,7 @@ def never_at_once() -> None:
 
 def raise_interruption() -> None:
     """Raise, in the main thread, what a signal handler raised where it could not be."""
-    if _interruptions and threading.current_thread() is threading.main_thread():
-        error = _interruptions.popleft()
-        _interruptions.clear()
+    if interruptions and threading.current_thread() is threading.main_thread():
+        error = interruptions.popleft()
+        interruptions.clear()
         raise error

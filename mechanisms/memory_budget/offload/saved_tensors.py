@@ -37,7 +37,13 @@ from retime.foundations.torch_private import (
     top_saved_tensors_hooks,
     version_of,
 )
-from retime.mechanisms.memory_budget.offload.last_owner import is_torchs_own, raise_interruption, watch, working
+from retime.mechanisms.memory_budget.offload.last_owner import (
+    interruptions,
+    is_torchs_own,
+    raise_interruption,
+    watch,
+    working,
+)
 from retime.mechanisms.memory_budget.offload.tier import HostCopy, HostError, HostNone, HostTier, Loading, check_host
 from retime.schedules.budget import OffloadPlan
 from retime.schedules.errors import ScheduleError
@@ -124,7 +130,8 @@ class LateError:
         Raises:
             HostError: a copy failed.
         """
-        raise_interruption()
+        if interruptions:
+            raise_interruption()
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -606,7 +613,8 @@ class ForwardPass:
         if self._abandoned:
             raise RuntimeError("the forward pass that saved this tensor failed: run it again")
         with working, self._lock, self._quiet():
-            raise_interruption()
+            if interruptions:
+                raise_interruption()
             packed.version.check()
             record = packed.storage
             backward = graph_task_id()

@@ -70,10 +70,10 @@ def test_gradients_add_up_in_the_order_in_which_passes_are_finished(backward_ord
     for number in backward_order:
         ours[number].backward()
         assert without_gradient(model) == {"0", "1", "2", "4"}
-    assert parts.in_flight == [0, 1, 2]
+    assert list(parts.passes.in_flight) == [0, 1, 2]
     parts.finish_all()
     assert_same(model, plain)
-    assert parts.in_flight == []
+    assert list(parts.passes.in_flight) == []
     assert (parts.deferred_gradients, parts.buffered_gradients) == (9, 3)
 
 
@@ -100,7 +100,7 @@ def test_all_weight_gradients_of_a_pass_in_one_call() -> None:
     assert len(calls) == 3 + 3  # the three that were cut at once, and the small one, which is handed on
     assert sorted(fired) == sorted(3 * [name for name, _ in model.named_parameters()])
     assert_same(model, plain)
-    assert parts.in_flight == []
+    assert list(parts.passes.in_flight) == []
     assert (parts.deferred_gradients, parts.buffered_gradients) == (9, 3)
     with pytest.raises(ValueError, match="no pass 7 is in flight"):
         parts.finish_together(7)
@@ -129,7 +129,7 @@ def test_one_layer_of_one_pass_while_another_pass_waits() -> None:
     first, second = losses(model, parts, range(2))
     second.backward()
     first.backward()
-    layers = {layer.name: layer for layer in parts.order}
+    layers = {layer.name: layer for layer in parts.first_pass.order}
     assert [layer.name for layer in parts.waiting(0)] == ["0", "1", "2", "4"]
     parts.finish_layer(0, layers["2"])
     assert without_gradient(model) == {"0", "1", "4"}
@@ -142,7 +142,7 @@ def test_one_layer_of_one_pass_while_another_pass_waits() -> None:
     assert [layer.name for layer in parts.waiting(1)] == ["0", "1", "2", "4"]
     parts.finish(0)
     assert_same(model, plain)
-    assert parts.in_flight == [1]
+    assert list(parts.passes.in_flight) == [1]
     parts.finish(1)
     loss_of(plain, 1).backward()
     assert_same(model, plain)
@@ -156,7 +156,7 @@ def test_weight_gradients_run_in_the_order_that_is_asked_for() -> None:
     (loss,) = losses(model, parts, range(1))
     loss.backward()
     assert fired == []
-    parts.finish(0, reversed(parts.order))
+    parts.finish(0, reversed(parts.first_pass.order))
     assert [name for name in fired if name.endswith("weight")] == ["4.weight", "2.weight", "1.weight", "0.weight"]
 
 
@@ -210,7 +210,7 @@ def test_two_backward_passes_through_one_pass() -> None:
     output.square().mean().backward(retain_graph=True)
     output.sin().mean().backward()
     assert_same(model, plain)
-    assert parts.in_flight == []
+    assert list(parts.passes.in_flight) == []
 
 
 def test_a_pass_stays_while_a_backward_pass_can_come() -> None:
@@ -221,10 +221,10 @@ def test_a_pass_stays_while_a_backward_pass_can_come() -> None:
         first, second = loss_of(model, 0), loss_of(model, 1)
     first.backward()
     parts.finish("both")
-    assert parts.in_flight == ["both"]
+    assert list(parts.passes.in_flight) == ["both"]
     second.backward()
     parts.finish("both")
-    assert parts.in_flight == []
+    assert list(parts.passes.in_flight) == []
     assert_same(model, plain)
 
 
@@ -276,7 +276,7 @@ def test_remove_leaves_no_pass() -> None:
     _, model, parts = split()
     losses(model, parts, range(2))[0].backward()
     parts.remove()
-    assert parts.in_flight == []
+    assert list(parts.passes.in_flight) == []
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
