@@ -388,7 +388,7 @@ class BudgetedDataParallelStep(BudgetedStep):
 
     def _make_room(self, batch: Any) -> None:
         """Buckets that were made while the pool was there are the pool's."""
-        reduction_bytes = self._planner.reduction_bytes
+        reduction_bytes = self._options.reduction_bytes
         if self._new_buckets.since and self.hidden_bytes > reduction_bytes:
             self._plans.hide(reduction_bytes, batch)
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import torch
-from torch import nn
 from torch.nn.parameter import is_lazy
 
 from retime.foundations.lazy_updates import is_compiled
@@ -22,6 +20,9 @@ from retime.mechanisms.memory_budget.dry_run import AllocatedBytes, TooMuchAlloc
 from retime.mechanisms.memory_budget.report import PlannedShape
 from retime.mechanisms.memory_budget.search import PlanChoice, plan_after
 from retime.schedules.budget import OffloadPlan
+
+if TYPE_CHECKING:
+    from retime.mechanisms.memory_budget.planner import StepPlanner
 
 DryRuns = Literal["auto", "off"]
 COUNTED = "counted while the first step was trained, without a dry run"
@@ -58,19 +59,12 @@ class FirstSteps:
     """Decides which first steps are trained without a plan, and counts them.
 
     Args:
-        model, optimizers, budget_bytes, dry_run, say: as for :class:`~retime.mechanisms.memory_budget.BudgetedStep`.
+        planner: of the same step.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
-        budget_bytes: int,
-        dry_run: DryRuns,
-        say: Callable[[str], None],
-    ) -> None:
-        self._model, self._optimizers, self._budget_bytes, self._say = model, optimizers, budget_bytes, say
-        self.dry_run = dry_run
+    def __init__(self, planner: StepPlanner) -> None:
+        self._model, self._optimizers = planner.model, planner.optimizers
+        self._budget_bytes, self._options = planner.budget_bytes, planner.options
         self._too_large: set[Any] = set()
         self._saved: dict[Any, tuple[int, list[int]]] = {}
 
@@ -83,7 +77,7 @@ class FirstSteps:
             may_stop: the step can be stopped in its forward pass, and run again.
         """
         plan = OffloadPlan(samples)
-        if self.dry_run == "off":
+        if self._options.dry_run == "off":
             plan = everything(samples)
         elif not (may_stop and self._roomy(key, batch)):
             return None
@@ -127,7 +121,7 @@ class FirstSteps:
         """
         standing = self._standing_bytes(batch)
         found: list[PlannedShape] = []
-        undo = Undo(self._model, batch) if self.dry_run == "auto" else None
+        undo = Undo(self._model, batch) if self._options.dry_run == "auto" else None
         outside = ExternalTensors(reachable_tensors(self._model, batch), gradients=False)
         made = AllocatedBytes((self._budget_bytes - 2 * standing) // _TIMES_MADE if undo else None)
         try:
@@ -138,7 +132,7 @@ class FirstSteps:
             undo.put_back()
             outside.put_back()
             self._too_large.add(key)
-            self._say(
+            self._options.say(
                 "the first step was stopped in its forward pass, as it may not fit without a plan, and runs again: "
                 "what it did to anything but the model, the batch and other tensors has been done once more than "
                 "without a budget"

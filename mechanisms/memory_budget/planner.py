@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from retime.foundations.preserve_state import undisturbed
 from retime.foundations.storages import strided_bytes
 from retime.mechanisms.memory_budget.costs import StepCosts, calibrate, least_costs
 from retime.mechanisms.memory_budget.dry_run import Buckets, Gradients, StepProfile, TrainingStep
+from retime.mechanisms.memory_budget.first_steps import DryRuns
 from retime.mechanisms.memory_budget.offload import HostTier, PlanMismatch
 from retime.mechanisms.memory_budget.report import PlannedShape
 from retime.mechanisms.memory_budget.search import (
@@ -97,13 +99,34 @@ _ONLY_OFFLOAD = re.compile(r"[;,.](?: or)? offload only(?:, or )?", re.IGNORECAS
 Step = Callable[[Any], Any]
 
 
+@dataclass(frozen=True)
+class BudgetOptions:
+    """What a user may choose, checked; see :class:`~retime.mechanisms.memory_budget.BudgetedStep`."""
+
+    batchnorm: BatchNormChoice
+    split: Split
+    loss_weight: Callable[[Any], Any] | None
+    on_shape_change: str
+    buckets: Buckets
+    reduction_bytes: int
+    hidden_bytes: int
+    may_stop: bool
+    sub_batches: bool
+    dry_run: DryRuns
+    plan: str | os.PathLike[str] | None
+    say: Callable[[str], None]
+
+
 class StepPlanner:
-    """Plans for the steps of one model; arguments as for :class:`~retime.mechanisms.memory_budget.BudgetedStep`.
+    """Plans for the steps of one model.
 
     Args:
+        model, optimizers, budget_bytes, host, options: as for
+            :class:`~retime.mechanisms.memory_budget.BudgetedStep`.
         trying_out: entered around everything that calls a step without its result being wanted.
 
     Attributes:
+        gradients: whether those of steps before are there; may be set between two batches.
         whole_because: why batches must not be split, if the caller knows a reason.
     """
 
@@ -113,22 +136,14 @@ class StepPlanner:
         optimizers: Sequence[torch.optim.Optimizer],
         budget_bytes: int,
         host: HostTier,
-        *,
-        batchnorm: BatchNormChoice,
-        split: Split,
-        loss_weight: Callable[[Any], Any] | None,
+        options: BudgetOptions,
         gradients: Gradients,
-        buckets: Buckets,
-        reduction_bytes: int,
-        sub_batches: bool,
-        say: Callable[[str], None],
+        whole_because: str,
         trying_out: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.model, self.optimizers, self.budget_bytes, self.host = model, optimizers, budget_bytes, host
-        self.batchnorm, self.split, self.sub_batches = batchnorm, split, sub_batches
-        self.gradients, self.buckets, self.reduction_bytes = gradients, buckets, reduction_bytes
-        self.whole_because = ""
-        self._loss_weight, self._say, self._trying_out = loss_weight, say, trying_out
+        self.options, self.gradients, self.whole_because = options, gradients, whole_because
+        self._trying_out = trying_out
 
     def make(self, step: Step, batch: Any, samples: int) -> PlannedShape:
         """Of the plans that fit and are nearly the fastest the one that moves least; see :func:`search_plan`.
@@ -144,16 +159,17 @@ class StepPlanner:
                 choice = search_plan(dry, self.budget_bytes, memory=memory)
                 return PlannedShape(samples, choice, note=_note(memory))
         probed = self._probe_samples(plain, samples)
-        probes = self.sub_batches and samples > 1 and not self.whole_because
+        probes = self.options.sub_batches and samples > 1 and not self.whole_because
         timed = not torch.are_deterministic_algorithms_enabled()
-        stages = PlanningStages(self._say, probed=probes, timed=timed)
+        stages = PlanningStages(self.options.say, probed=probes, timed=timed)
         certificate = None
-        if self.sub_batches and samples > 1:
+        if self.options.sub_batches and samples > 1:
             certificate = self._certify(step, batch, None, probed, plain, stages.probe)
         separable = certificate is not None and certificate.separable
         with undisturbed(self.model, step):
             trial = PlanTrial(dry, self.host, plain, self.budget_bytes)
-            smallest = 3 if self.batchnorm == "ghost" else 1  # then equal parts have 2, and with them a variance
+            # with ghost statistics 3: then equal parts have 2, and with them a variance
+            smallest = 3 if self.options.batchnorm == "ghost" else 1
             sizes = part_sizes(samples, smallest) if separable else (samples,)
             memory = memory.with_sizes(sizes, StepCosts(), check=True)
             stages.least()
@@ -208,7 +224,7 @@ class StepPlanner:
         plain: StepProfile | None = None,
     ) -> Certificate:
         """Whether sub-batches give the same gradients, by a probe of so many samples."""
-        return self._certify(step, batch, among, samples, plain, lambda: self._say(PROBING))
+        return self._certify(step, batch, among, samples, plain, lambda: self.options.say(PROBING))
 
     def _certify(
         self,
@@ -227,9 +243,9 @@ class StepPlanner:
                 step,
                 batch,
                 self.model,
-                split=self.split,
-                loss_weight=self._loss_weight,
-                ghost=self.batchnorm == "ghost",
+                split=self.options.split,
+                loss_weight=self.options.loss_weight,
+                ghost=self.options.batchnorm == "ghost",
                 among=among,
                 samples=samples,
                 read_only=plain is not None and not plain.trace.writes_parameters,
@@ -239,7 +255,13 @@ class StepPlanner:
         """The same certificate, if batches of these sizes do what the probed samples do."""
         with self._trying_out(), undisturbed(self.model, step):
             return compared(
-                step, batch, self.model, found, sizes, split=self.split, given=self._loss_weight is not None
+                step,
+                batch,
+                self.model,
+                found,
+                sizes,
+                split=self.options.split,
+                given=self.options.loss_weight is not None,
             )
 
     def made_for(self) -> dict[str, Any]:
@@ -248,10 +270,10 @@ class StepPlanner:
         fixed = strided_bytes((*self.model.parameters(), *self.model.buffers())) - trained
         return {
             "budget_bytes": self.budget_bytes,
-            "batchnorm": self.batchnorm,
-            "buckets": self.buckets,
-            "reduction_bytes": self.reduction_bytes,
-            "sub_batches": self.sub_batches,
+            "batchnorm": self.options.batchnorm,
+            "buckets": self.options.buckets,
+            "reduction_bytes": self.options.reduction_bytes,
+            "sub_batches": self.options.sub_batches,
             "model": f"{type(self.model).__name__}: {trained} bytes trained, {fixed} fixed",
             "optimizers": ", ".join(type(one).__name__ for one in self.optimizers),
         }
@@ -263,10 +285,10 @@ class StepPlanner:
             samples,
             loss=step,
             optimizers=self.optimizers,
-            split=lambda whole, first, last: dry_part(whole, first, last, self.split),
+            split=lambda whole, first, last: dry_part(whole, first, last, self.options.split),
             gradients=self.gradients,
-            buckets=self.buckets,
-            reduction_bytes=self.reduction_bytes,
+            buckets=self.options.buckets,
+            reduction_bytes=self.options.reduction_bytes,
         )
 
     def _probe_samples(self, plain: StepProfile | None, samples: int) -> int:
@@ -286,7 +308,7 @@ class StepPlanner:
 
     def _fewer(self, certificate: Certificate | None) -> str:
         """What keeps fewer samples than a batch has from running at once, and what can be done; empty if nothing."""
-        if not self.sub_batches:
+        if not self.options.sub_batches:
             return "Batches are only offloaded here: run(), which may split them, or a smaller batch would help"
         if certificate is None or certificate.separable:
             return ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from retime.foundations.parts import Certificate, Split, key_of, name_of, no_lar
 from retime.foundations.preserve_state import CompiledCode
 from retime.foundations.storages import strided_bytes, tensors_in
 from retime.mechanisms.memory_budget.dry_run import everything
-from retime.mechanisms.memory_budget.first_steps import DryRuns, FirstSteps
+from retime.mechanisms.memory_budget.first_steps import FirstSteps
 from retime.mechanisms.memory_budget.offload import HostTier, OffloadReport, OffloadSavedTensors, PlanMismatch
 from retime.mechanisms.memory_budget.path_changes import (
     GraphPaths,
@@ -332,11 +331,10 @@ class BatchPlans:
         report: is told of each.
         compiled: is looked for while a step is tried out.
         tried_out: entered around that.
-        dry_run, on_shape_change, hidden_bytes, plan, may_stop, say, make_plan: as for
-            :class:`~retime.mechanisms.memory_budget.BudgetedStep`.
+        make_plan: makes the plan of each new shape.
 
     Attributes:
-        planner: as given.
+        planner, options: as given.
         book: the plans so far.
         first: first steps that run without one.
         memory: what is held beside what a step makes.
@@ -349,35 +347,28 @@ class BatchPlans:
         report: BudgetReport,
         compiled: CompiledCode,
         tried_out: PlanningFlag,
-        *,
-        dry_run: DryRuns,
-        on_shape_change: str,
-        hidden_bytes: int,
-        plan: str | os.PathLike[str] | None,
-        may_stop: bool,
-        say: Callable[[str], None],
         make_plan: MakePlan,
     ) -> None:
-        self.planner, self.book = planner, PlanCache()
-        self.first = FirstSteps(planner.model, planner.optimizers, planner.budget_bytes, dry_run, say)
+        self.planner, self.book, self.options = planner, PlanCache(), planner.options
+        self.first = FirstSteps(planner)
         self._first_step: tuple[BatchRecord, PlannedShape] | None = None
-        self._given = None if plan is None else GivenPlans(plan, planner)
-        self.memory = MemoryLimit(planner.model, planner.optimizers, hidden_bytes)
+        self._given = None if self.options.plan is None else GivenPlans(self.options.plan, planner)
+        self.memory = MemoryLimit(planner.model, planner.optimizers, self.options.hidden_bytes)
         self._offloads, self._report, self._compiled, self._tried_out = offloads, report, compiled, tried_out
-        self._on_shape_change, self._may_stop, self._say, self._make_plan = on_shape_change, may_stop, say, make_plan
+        self._make_plan = make_plan
 
     def first_or_plan(self, step: Step, record: BatchRecord, may_stop: bool = True) -> PlannedShape:
         """As :meth:`plan`, or what the first step of a shape is to run under, which is trained to find out the rest."""
         self.measure_first()
         self._first_step = None
-        known = self.book.find(record) is not None or (self.book and self._on_shape_change == "error")
+        known = self.book.find(record) is not None or (self.book and self.options.on_shape_change == "error")
         if known or self._given is not None:
             return self.plan(step, record)
         found = self.first.planned(record.key, lambda: self.memory.needed_bytes(record.batch))
         if found is not None:
             self._offloads.forget(everything(found.samples))
             return self.keep(record, found)
-        first = self.first.begin(record.key, record.batch, record.samples, may_stop and self._may_stop)
+        first = self.first.begin(record.key, record.batch, record.samples, may_stop and self.options.may_stop)
         if first is None:
             return self.plan(step, record)
         self.memory.limit(record.batch, self.planner.budget_bytes)
@@ -396,7 +387,7 @@ class BatchPlans:
             if known is not None:
                 self.book.use(record)
                 return known
-        if self.book and self._on_shape_change == "error":
+        if self.book and self.options.on_shape_change == "error":
             raise ScheduleError(why_anew(record.samples, self.book.same_shape(record)))
         return self._plan_anew(step, record)
 
@@ -405,7 +396,7 @@ class BatchPlans:
         paths = self.book.paths(record)
         if not paths.new or shape.certificate is None or record.samples < 2:
             return shape
-        self._say("the step computes something else than the one that was planned for")
+        self.options.say("the step computes something else than the one that was planned for")
         with self.room(record.batch):
             again = self.planner.certify(step, record.batch, among=shape.certificate)
         stopped = paths.accept()
@@ -413,7 +404,7 @@ class BatchPlans:
         return self.book.recertify(record, again) if again.separable else None
 
     def _plan_anew(self, step: Step, record: BatchRecord) -> PlannedShape:
-        self._say(
+        self.options.say(
             f"planning a batch of {record.samples} samples for {show_bytes(self.planner.budget_bytes)}; nothing of "
             "it is trained yet, and save_plan() keeps the plan for other runs. Dry runs, a probe and trials call the "
             "step more often than training does; dry_run='off' does without them"
@@ -429,7 +420,7 @@ class BatchPlans:
     def _made_or_taken(self, step: Step, record: BatchRecord) -> PlannedShape:
         batch, samples = record.batch, record.samples
         if self._given is not None:
-            return self._given.plan(record.name, step, batch, samples, dry=self.first.dry_run != "off")
+            return self._given.plan(record.name, step, batch, samples, dry=self.options.dry_run != "off")
         earlier = self.book.earlier(record)
         taken = None if earlier is None else self.planner.of_saved(earlier, step, batch, samples)
         if taken is not None:
@@ -471,7 +462,7 @@ class BatchPlans:
         self._report.note(shape, MOST_PLANS)
         self._first_step = None if shape.first_step_bytes is None else (record, shape)
         self._limit_freed(record.batch)
-        self._say(str(shape))
+        self.options.say(str(shape))
         return shape
 
     def measure_first(self) -> None:
@@ -504,12 +495,12 @@ class BatchPlans:
         Raises:
             PlanMismatch: with ``on_shape_change="error"``.
         """
-        if self._on_shape_change == "error":
+        if self.options.on_shape_change == "error":
             raise mismatch
         reason = "a forward pass saved other storages than planned"
         times = self._report.replanned[reason] = self._report.replanned.get(reason, 0) + 1
         self.book.drop(plan)
-        self._say(f"{mismatch}; the next batch of this shape is planned anew")
+        self.options.say(f"{mismatch}; the next batch of this shape is planned anew")
         warn_of_mismatches(reason, times)
 
     def hide(self, hidden_bytes: int, batch: Any) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from retime.foundations.arguments import AtLeast, checked
 from retime.foundations.messages import parse_bytes
-from retime.foundations.parts import BatchNormChoice, Split, check_choice, loss_of, split_batch
+from retime.foundations.parts import Split, check_choice, loss_of, split_batch
 from retime.foundations.preserve_state import CompiledCode
 from retime.mechanisms.memory_budget.dry_run import Buckets, Gradients, TooMuchAllocated, check_held
 from retime.mechanisms.memory_budget.first_steps import check_dry_run
@@ -36,7 +36,7 @@ from retime.mechanisms.memory_budget.path_changes import (
     warn_of_unexamined,
 )
 from retime.mechanisms.memory_budget.plan_files import OtherPlansError, write_plans
-from retime.mechanisms.memory_budget.planner import Step, StepPlanner
+from retime.mechanisms.memory_budget.planner import BudgetOptions, Step, StepPlanner
 from retime.mechanisms.memory_budget.plans import BatchPlans, BatchRecord, MakePlan, Offloads, PlanningFlag
 from retime.mechanisms.memory_budget.report import BudgetReport, PlannedShape
 from retime.mechanisms.memory_budget.sub_batches import PlannedBatches, SubBatches
@@ -118,50 +118,34 @@ class BudgetedStep:
         say: Callable[[str], None] = lambda text: None,
         make_plan: MakePlan | None = None,
     ) -> None:
-        self.batchnorm: BatchNormChoice = check_choice(batchnorm)
         check_on_shape_change(on_shape_change)
         check_held(gradients, buckets)
         check_host(host)
         budget_bytes = parse_bytes("budget_bytes", budget_bytes)
-        reduction_bytes = parse_bytes("reduction_bytes", reduction_bytes, least=0)
+        options = BudgetOptions(
+            batchnorm=check_choice(batchnorm),
+            split=split,
+            loss_weight=loss_weight,
+            on_shape_change=on_shape_change,
+            buckets=buckets,
+            reduction_bytes=parse_bytes("reduction_bytes", reduction_bytes, least=0),
+            hidden_bytes=hidden_bytes,
+            may_stop=may_stop and make_plan is None,
+            sub_batches=sub_batches,
+            dry_run=check_dry_run(dry_run),
+            plan=plan,
+            say=say,
+        )
         self.model, self.optimizers, self.budget_bytes, self.host = model, list(optimizers), budget_bytes, host
-        may_stop = may_stop and make_plan is None
-        self._split = split
+        self._options = options
         self._tried_out, compiled = PlanningFlag(), CompiledCode()
         self._offloads, self._report = Offloads(host), BudgetReport(budget_bytes)
         self._planner = StepPlanner(
-            model,
-            self.optimizers,
-            budget_bytes,
-            host,
-            batchnorm=self.batchnorm,
-            split=split,
-            loss_weight=loss_weight,
-            gradients=gradients,
-            buckets=buckets,
-            reduction_bytes=reduction_bytes,
-            sub_batches=sub_batches,
-            say=say,
-            trying_out=self._tried_out,
+            model, self.optimizers, budget_bytes, host, options, gradients, whole_because, self._tried_out
         )
-        self._planner.whole_because = whole_because
-        self._plans = BatchPlans(
-            self._planner,
-            self._offloads,
-            self._report,
-            compiled,
-            self._tried_out,
-            dry_run=check_dry_run(dry_run),
-            on_shape_change=on_shape_change,
-            hidden_bytes=hidden_bytes,
-            plan=plan,
-            may_stop=may_stop,
-            say=say,
-            make_plan=make_plan or StepPlanner.make,
-        )
-        self._batches = PlannedBatches(
-            self._plans, self._offloads, compiled, self._report, split=split, may_stop=make_plan is None
-        )
+        planned_by_planner, make_plan = make_plan is None, make_plan or StepPlanner.make
+        self._plans = BatchPlans(self._planner, self._offloads, self._report, compiled, self._tried_out, make_plan)
+        self._batches = PlannedBatches(self._plans, self._offloads, compiled, self._report, may_stop=planned_by_planner)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self, step: Step, batch: Any, backward: Callable[[Tensor], Any] | None = None) -> Any:
@@ -244,7 +228,7 @@ class BudgetedStep:
             BudgetError, ScheduleError: see :meth:`run`.
             ValueError: this object plans sub-batches, which need :meth:`run`.
         """
-        if self._planner.sub_batches:
+        if self._options.sub_batches:
             raise ValueError(
                 "offloading() runs batches whole: make the BudgetedStep with sub_batches=False, or use run()"
             )
@@ -280,7 +264,7 @@ class BudgetedStep:
             ValueError: an unknown choice.
         """
         if choice != self._planner.gradients:
-            check_held(choice, self._planner.buckets)
+            check_held(choice, self._options.buckets)
             self._planner.gradients = choice
 
     @property
@@ -329,4 +313,4 @@ class BudgetedStep:
         self.host.close()
 
     def _record(self, batch: Any) -> BatchRecord:
-        return BatchRecord.of(batch, self.model, self.gradients, self._split)
+        return BatchRecord.of(batch, self.model, self.gradients, self._options.split)

@@ -191,7 +191,6 @@ class PlannedBatches:
     Args:
         plans: decides under which plan a batch runs, and is told what it showed.
         offloads, compiled, report: of the same step.
-        split: cuts batches.
         may_stop: a sub-batch may be stopped in its forward pass, and run again.
 
     Attributes:
@@ -206,14 +205,13 @@ class PlannedBatches:
         compiled: CompiledCode,
         report: BudgetReport,
         *,
-        split: Split,
         may_stop: bool,
     ) -> None:
         self.now: SubBatches | None = None
         self.stopped = False
         self._now_plain = True
         self._plans, self._offloads, self._compiled, self._report = plans, offloads, compiled, report
-        self._split, self._may_stop = split, may_stop
+        self._may_stop = may_stop
 
     def prepare(self, step: Step, record: BatchRecord) -> SubBatches:
         """Plan if need be, and cut the batch; nothing of it runs yet."""
@@ -247,10 +245,10 @@ class PlannedBatches:
                 record.batch,
                 max(1, sub_batch),
                 shape.certificate or Certificate(None, "this batch is not to be split"),
-                split=self._split,
+                split=planner.options.split,
                 certify_again=certify_again,
                 compare=compare,
-                ghost=planner.batchnorm == "ghost",
+                ghost=planner.options.batchnorm == "ghost",
             )
         except (NotSeparableError, WeightsUnclearError) as error:  # this batch told what those before did not
             self._plans.keep_whole(step, record, str(error))
@@ -264,8 +262,9 @@ class PlannedBatches:
     def prepare_whole(self, step: Step, record: BatchRecord) -> SubBatches:
         """The batch at once and without any plan, whatever memory that takes; nothing of it runs yet."""
         self.stopped, self._now_plain = False, True
+        planner = self._plans.planner
         whole = Certificate(None, "this batch is not to be split")
-        self.now = SubBatches(self._plans.planner.model, step, record.batch, record.samples, whole, split=self._split)
+        self.now = SubBatches(planner.model, step, record.batch, record.samples, whole, split=planner.options.split)
         self.count(1)
         return self.now
 
