@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from operator import itemgetter
@@ -15,19 +15,16 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
 from retime.foundations.arguments import AtLeast, Timeout, checked
 from retime.foundations.compatibility import Mechanism
-from retime.foundations.messages import parse_bytes, warn_difference, warn_no_effect
+from retime.foundations.messages import parse_bytes, warn_no_effect
 from retime.foundations.parts import combined
 from retime.mechanisms.pipeline import (
     DeferredInitModel,
@@ -55,6 +52,14 @@ from retime.schedules.timeline import Span
 from retime.strategies.support.base import LightningOnly, ReportsAcrossProcesses, StartMethod, given
 from retime.strategies.support.budgeted_steps import WholeBatchResults, muted_logging
 from retime.strategies.support.lightning_private import in_the_loaders_order
+from retime.strategies.support.pipeline_hooks import (
+    check_pipeline_fit,
+    clipped_by_all,
+    left_on_meta,
+    metrics_of,
+    wants_outputs,
+    warn_of_gradient_hooks,
+)
 from retime.strategies.support.pipeline_log import KeptAttributes, PipelineLog
 
 __all__ = ["OOOPipelineStrategy"]
@@ -193,7 +198,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         assert module is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and self.world_size > 1:
-            _check(module, trainer, self.precision_plugin)
+            check_pipeline_fit(module, trainer, self.precision_plugin)
             pipeline, _ = sizes_of(self.world_size, *self._sizes)
             if pipeline > 1:  # before ranks speak to each other, so that all of them end with the same error
                 find_layers(module, self._wanted["layers"], pipeline)
@@ -217,7 +222,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         self._pipeline_group, self._data_group = make_groups(pipeline, data, self._message_timeout)
         warn_of_parts(module, 2 if self._microbatches == "auto" else self._microbatches)
         if pipeline > 1:
-            _warn_of_gradient_hooks(module, trainer)
+            warn_of_gradient_hooks(module, trainer)
         self._step = PipelineStep(
             module,
             group=self._pipeline_group,
@@ -228,10 +233,10 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
             **self._wanted,
         )
         self._log, self._kept = PipelineLog(module), KeptAttributes(module)
-        self._wants_outputs = _wants_outputs(module, trainer)
+        self._wants_outputs = wants_outputs(module, trainer)
         self._results = WholeBatchResults(trainer)
-        self._for_fit.enter_context(_clipped_by_all(self.precision_plugin, self._step))
-        self._for_fit.enter_context(_metrics_of(module, self._data_group))
+        self._for_fit.enter_context(clipped_by_all(self.precision_plugin, self._step))
+        self._for_fit.enter_context(metrics_of(module, self._data_group))
 
     def _off_the_meta_device(self, module: LightningModule, fitting: bool) -> DeferredInitModel | None:
         """A module that was built there has parameters from now on; on several ranks they have no memory yet."""
@@ -457,7 +462,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
                 rank_zero_info(f"retime: {self._last_report}")
         self._log = self._kept = self._pipeline_group = self._data_group = None
         self._without_values = set()
-        with _left_on_meta(self.lightning_module):
+        with left_on_meta(self.lightning_module):
             super().teardown()
 
     def _ended_by_tuner(self) -> bool:
@@ -475,104 +480,3 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
 
     def take_report(self, report: PipelineReport) -> None:
         self._last_report = report
-
-
-def _check(module: LightningModule, trainer: Trainer, precision: Precision) -> None:
-    if not module.automatic_optimization:
-        raise ValueError(
-            "a pipeline needs automatic optimization: with manual optimization nobody knows where a step begins and "
-            "ends. Set automatic_optimization=True, or use retime.mechanisms.pipeline.PipelineStep in a loop of yours"
-        )
-    if is_overridden("backward", module):
-        raise ValueError(
-            "a pipeline runs the backward pass in stages and cannot call the module's own backward(): remove it"
-        )
-    if getattr(precision, "scaler", None) is not None:
-        raise ValueError("a pipeline does not scale losses: use precision='bf16-mixed' in place of '16-mixed'")
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
-            raise ValueError(
-                f"{type(callback).__name__} averages all weights on each rank, which has its own layers only: leave it "
-                "out, or average the weights of checkpoints"
-            )
-    refuse_part_of_model(module)
-
-
-def _wants_outputs(module: LightningModule, trainer: Trainer) -> bool:
-    """Whether a hook of the user's is given what ``training_step`` returns."""
-    hook = "on_train_batch_end"
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    others = [one for one in callbacks if not type(one).__module__.startswith(("lightning.", "retime."))]
-    return is_overridden(hook, module) or any(is_overridden(hook, one, parent=Callback) for one in others)
-
-
-def _warn_of_gradient_hooks(module: LightningModule, trainer: Trainer) -> None:
-    """Hooks that see gradients may take a norm of them, which is that of one rank's layers."""
-    names = ("configure_gradient_clipping", "on_before_optimizer_step")
-    found = [f"{type(module).__name__}.{name}" for name in names if is_overridden(name, module)]
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    found += [f"{type(one).__name__}.{names[1]}" for one in callbacks if is_overridden(names[1], one, parent=Callback)]
-    if found:
-        warn_difference(
-            f"under a pipeline {', '.join(found)} sees the gradients of one rank's layers: a norm taken there, by "
-            "torch.nn.utils.clip_grad_norm_ too, is not that of the model. Use Trainer(gradient_clip_val=...) or "
-            "self.clip_gradients(), which count all ranks"
-        )
-
-
-@contextmanager
-def _left_on_meta(module: LightningModule | None) -> Iterator[None]:
-    """Inside, a module that was refused as it is on the meta device may be asked for on the processor."""
-    if module is None or not is_on_meta(module):
-        yield
-        return
-    vars(module)["cpu"] = lambda: module
-    try:
-        yield
-    finally:
-        del vars(module)["cpu"]
-
-
-@contextmanager
-def _clipped_by_all(precision: Precision, step: PipelineStep) -> Iterator[None]:
-    """Inside, the norm that gradients are clipped by is that of all ranks, and a rank may have no gradients to clip."""
-    plain, by_value = precision.clip_grad_by_norm, precision.clip_grad_by_value
-
-    def clip(optimizer: Optimizer, clip_val: float) -> None:
-        if not step.is_spread:
-            plain(optimizer, clip_val)
-            return
-        parameters = list(precision.main_params(optimizer))
-        nn.utils.clip_grads_with_norm_(parameters, clip_val, step.total_norm(parameters))
-
-    def clip_values(optimizer: Optimizer, clip_val: float) -> None:
-        if any(parameter.grad is not None for parameter in precision.main_params(optimizer)):  # else torch raises
-            by_value(optimizer, clip_val)
-
-    vars(precision).update(clip_grad_by_norm=clip, clip_grad_by_value=clip_values)
-    try:
-        yield
-    finally:
-        for name in ("clip_grad_by_norm", "clip_grad_by_value"):
-            vars(precision).pop(name, None)
-
-
-@contextmanager
-def _metrics_of(module: LightningModule, data_group: Any) -> Iterator[None]:
-    """Inside, metrics add up over the data parallel ranks: those of a pipeline have the same states."""
-    metrics = [one for one in module.modules() if isinstance(one, Metric)]
-    before: list[tuple[Metric, Any, Callable[..., Any] | None]] = []
-    for metric in metrics:
-        before.append((metric, metric.process_group, metric.distributed_available_fn))
-        metric.process_group = data_group
-        if data_group is None:
-            metric.distributed_available_fn = _not_distributed
-    try:
-        yield
-    finally:
-        for metric, group, available in before:
-            metric.process_group, metric.distributed_available_fn = group, available
-
-
-def _not_distributed() -> bool:
-    return False

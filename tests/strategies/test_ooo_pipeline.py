@@ -116,11 +116,11 @@ class Manual(Classifier):
     ],
 )
 def test_what_cannot_go_together_is_refused(module, options, why, monkeypatch) -> None:
-    from retime.strategies import ooo_pipeline
+    from retime.strategies.support import pipeline_hooks
 
     fit = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **options)
     with pytest.raises(ValueError, match=why):
-        ooo_pipeline._check(module, fit, fit.precision_plugin)
+        pipeline_hooks.check_pipeline_fit(module, fit, fit.precision_plugin)
 
 
 class _LooksAtGradients(Callback):
@@ -129,12 +129,12 @@ class _LooksAtGradients(Callback):
 
 
 def test_hooks_that_see_one_ranks_gradients_are_named(recwarn: pytest.WarningsRecorder) -> None:
-    from retime.strategies import ooo_pipeline
+    from retime.strategies.support import pipeline_hooks
 
     def warned(*callbacks: Callback) -> list[str]:
         fit = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[*callbacks])
         recwarn.clear()
-        ooo_pipeline._warn_of_gradient_hooks(Classifier(), fit)
+        pipeline_hooks.warn_of_gradient_hooks(Classifier(), fit)
         return [str(one.message) for one in recwarn if one.category is DifferenceWarning]
 
     assert warned() == []

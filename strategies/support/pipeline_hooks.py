@@ -1,0 +1,119 @@
+"""What Lightning and users do around the steps of a pipeline: hooks, clipping, metrics, modules on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from retime.foundations.messages import warn_difference
+from retime.mechanisms.pipeline import PipelineStep, is_on_meta, refuse_part_of_model
+
+
+def check_pipeline_fit(module: LightningModule, trainer: Trainer, precision: Precision) -> None:
+    if not module.automatic_optimization:
+        raise ValueError(
+            "a pipeline needs automatic optimization: with manual optimization nobody knows where a step begins and "
+            "ends. Set automatic_optimization=True, or use retime.mechanisms.pipeline.PipelineStep in a loop of yours"
+        )
+    if is_overridden("backward", module):
+        raise ValueError(
+            "a pipeline runs the backward pass in stages and cannot call the module's own backward(): remove it"
+        )
+    if getattr(precision, "scaler", None) is not None:
+        raise ValueError("a pipeline does not scale losses: use precision='bf16-mixed' in place of '16-mixed'")
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+            raise ValueError(
+                f"{type(callback).__name__} averages all weights on each rank, which has its own layers only: leave it "
+                "out, or average the weights of checkpoints"
+            )
+    refuse_part_of_model(module)
+
+
+def wants_outputs(module: LightningModule, trainer: Trainer) -> bool:
+    """Whether a hook of the user's is given what ``training_step`` returns."""
+    hook = "on_train_batch_end"
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    others = [one for one in callbacks if not type(one).__module__.startswith(("lightning.", "retime."))]
+    return is_overridden(hook, module) or any(is_overridden(hook, one, parent=Callback) for one in others)
+
+
+def warn_of_gradient_hooks(module: LightningModule, trainer: Trainer) -> None:
+    """Hooks that see gradients may take a norm of them, which is that of one rank's layers."""
+    names = ("configure_gradient_clipping", "on_before_optimizer_step")
+    found = [f"{type(module).__name__}.{name}" for name in names if is_overridden(name, module)]
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    found += [f"{type(one).__name__}.{names[1]}" for one in callbacks if is_overridden(names[1], one, parent=Callback)]
+    if found:
+        warn_difference(
+            f"under a pipeline {', '.join(found)} sees the gradients of one rank's layers: a norm taken there, by "
+            "torch.nn.utils.clip_grad_norm_ too, is not that of the model. Use Trainer(gradient_clip_val=...) or "
+            "self.clip_gradients(), which count all ranks"
+        )
+
+
+@contextmanager
+def left_on_meta(module: LightningModule | None) -> Iterator[None]:
+    """Inside, a module that was refused as it is on the meta device may be asked for on the processor."""
+    if module is None or not is_on_meta(module):
+        yield
+        return
+    vars(module)["cpu"] = lambda: module
+    try:
+        yield
+    finally:
+        del vars(module)["cpu"]
+
+
+@contextmanager
+def clipped_by_all(precision: Precision, step: PipelineStep) -> Iterator[None]:
+    """Inside, the norm that gradients are clipped by is that of all ranks, and a rank may have no gradients to clip."""
+    plain, by_value = precision.clip_grad_by_norm, precision.clip_grad_by_value
+
+    def clip(optimizer: Optimizer, clip_val: float) -> None:
+        if not step.is_spread:
+            plain(optimizer, clip_val)
+            return
+        parameters = list(precision.main_params(optimizer))
+        nn.utils.clip_grads_with_norm_(parameters, clip_val, step.total_norm(parameters))
+
+    def clip_values(optimizer: Optimizer, clip_val: float) -> None:
+        if any(parameter.grad is not None for parameter in precision.main_params(optimizer)):  # else torch raises
+            by_value(optimizer, clip_val)
+
+    vars(precision).update(clip_grad_by_norm=clip, clip_grad_by_value=clip_values)
+    try:
+        yield
+    finally:
+        for name in ("clip_grad_by_norm", "clip_grad_by_value"):
+            vars(precision).pop(name, None)
+
+
+@contextmanager
+def metrics_of(module: LightningModule, data_group: Any) -> Iterator[None]:
+    """Inside, metrics add up over the data parallel ranks: those of a pipeline have the same states."""
+    metrics = [one for one in module.modules() if isinstance(one, Metric)]
+    before: list[tuple[Metric, Any, Callable[..., Any] | None]] = []
+    for metric in metrics:
+        before.append((metric, metric.process_group, metric.distributed_available_fn))
+        metric.process_group = data_group
+        if data_group is None:
+            metric.distributed_available_fn = _not_distributed
+    try:
+        yield
+    finally:
+        for metric, group, available in before:
+            metric.process_group, metric.distributed_available_fn = group, available
+
+
+def _not_distributed() -> bool:
+    return False
