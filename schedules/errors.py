@@ -26,7 +26,7 @@ def check_count(least: int = 1, also: str = "", /, **counts: object) -> None:
         ValueError: it is below ``least``.
     """
     for name, value in counts.items():
-        if not isinstance(value, Integral) or isinstance(value, bool):
+        if isinstance(value, bool) or not isinstance(value, Integral):
             raise TypeError(f"{name}={value!r}: give a whole number, {least} or more{also}")
         if value < least:
             raise ValueError(f"{name}={value!r}: give {least} or more{also}")
