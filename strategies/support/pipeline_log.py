@@ -374,7 +374,7 @@ def _misfits(rule: str, key: _Key, look: FirstLook, calls: Callable[[Any], Seque
         low = look.low_precision or torch.as_tensor(whole["value"]).dtype in (torch.bfloat16, torch.float16)
         near = _LOW_PRECISION if low else _NEAR
         largest = max([abs(there), *filter(math.isfinite, values)])
-        off = abs(here - there) / largest if largest else 0.0
+        off = abs(here - there) / largest if largest else 0.0 if here == there else math.inf
         if math.isfinite(there) and not off <= max(near, worst):
             worst = off if math.isfinite(off) else math.inf
             where = "where outputs of layers are others, sample by sample" if number else "in the first batch"
