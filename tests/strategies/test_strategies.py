@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import (
 
 import retime
 from retime.callbacks import FuseOptimizer
-from retime.strategies import FusedOptimizerDDPStrategy, FusedOptimizerStrategy
+from retime.strategies import STRATEGIES, FusedOptimizerDDPStrategy, FusedOptimizerStrategy
 
 QUIET: dict[str, Any] = {
     "logger": False,
@@ -43,7 +43,7 @@ def trainer(**options: Any) -> Trainer:
 
 def test_names_are_registered_once_and_described() -> None:
     registered = [name for name in StrategyRegistry.available_strategies() if _is_ours(name)]
-    suffixes = {name: ("", "_spawn", "_fork") if starts else ("",) for name, _, starts, _, _ in retime.STRATEGIES}
+    suffixes = {name: ("", "_spawn", "_fork") if starts else ("",) for name, _, starts, _, _ in STRATEGIES}
     assert sorted(registered) == sorted(name + suffix for name in suffixes for suffix in suffixes[name])
     assert all(StrategyRegistry[name]["description"] for name in registered)
     assert isinstance(trainer(strategy="fused_optimizer").strategy, FusedOptimizerStrategy)
@@ -54,7 +54,7 @@ def test_the_readme_lists_the_names_of_the_table() -> None:
     table = page.partition("## What there is")[2].partition("\n## ")[0]
     first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("|")]
     listed = {name for cell in first_cells for name in re.findall(r"`([a-z]+_[a-z_]+)`", cell)}
-    assert listed == {name for name, *_ in retime.STRATEGIES}
+    assert listed == {name for name, *_ in STRATEGIES}
 
 
 def _is_ours(name: str) -> bool:
