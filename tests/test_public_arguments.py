@@ -273,7 +273,7 @@ CASES = [
     Case(memory.profile_step, _planned),
     Case(memory.replay, lambda: {**_planned(), "plan": OffloadPlan(4)}, right={"in_flight_bytes": (0,)}),
     Case(memory.search_plan, lambda: {**_planned(), "budget_bytes": 10**6}),
-    Case(scan.calibrate, free=("device",)),
+    Case(scan.calibrate, lambda: {"cells": ("RNN",), "repeats": 1}, free=("device",)),
     Case(jacobian.full_levels, lambda: {"matrices": 3}, right={"matrices": (0,)}),
     Case(jacobian.scan_plan, lambda: {"matrices": 3}, right={"matrices": (0,), "levels": (0,)}),
     Case(jacobian.prune_class_blind, lambda: {"model": nn.Linear(2, 2), "share": 0.5}, right={"share": (0,)}),

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 import retime
 
 RANK = int(os.environ["RANK"])
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
 WAITS = timedelta(minutes=10)
 """Longer than a test: nothing may end by it."""
 STRATEGIES = {
