@@ -8,6 +8,18 @@ from retime.foundations.parts.batchnorm import (
     ghost_momentum,
 )
 from retime.foundations.parts.combine import WholeOutput, combined, combined_scalar, has_entries
+from retime.foundations.parts.loss_head import (
+    ALTERATIONS,
+    Head,
+    LabelCount,
+    NotUnderstoodError,
+    PerturbedReads,
+    RecordedRun,
+    Recorder,
+    head_of,
+    record,
+    record_altered,
+)
 from retime.foundations.parts.split import (
     Split,
     balanced_parts,
@@ -41,13 +53,20 @@ from retime.foundations.parts.weights import (
 )
 
 __all__ = [
+    "ALTERATIONS",
     "BatchNormChoice",
     "COMPARED",
     "Certificate",
     "Count",
     "Example",
+    "Head",
+    "LabelCount",
     "NotSeparableError",
+    "NotUnderstoodError",
     "OPPOSITE",
+    "PerturbedReads",
+    "RecordedRun",
+    "Recorder",
     "Split",
     "Weighting",
     "WeightsUnclearError",
@@ -63,6 +82,7 @@ __all__ = [
     "fix_statistics",
     "ghost_momentum",
     "has_entries",
+    "head_of",
     "key_of",
     "loss_of",
     "loss_weights",
@@ -72,6 +92,8 @@ __all__ = [
     "normalised",
     "part_lengths",
     "part_of",
+    "record",
+    "record_altered",
     "replaced_tensors",
     "samples_in",
     "sizes_of",

@@ -38,14 +38,12 @@ from retime.mechanisms.memory_budget.plan_files import read_plans, write_plans
 from retime.mechanisms.memory_budget.planner import StepPlanner
 from retime.mechanisms.memory_budget.report import BudgetReport, PlannedShape, parse_budget
 from retime.mechanisms.memory_budget.search import PlanChoice, part_sizes, search_plan
-from retime.mechanisms.memory_budget.separability import ALTERATIONS, PerturbedReads, certify
+from retime.mechanisms.memory_budget.separability import certify
 from retime.mechanisms.memory_budget.step import BudgetedStep, ExecutionMode, NoLossError
 from retime.mechanisms.memory_budget.step_memory import MemoryFloor, StepMemory
 from retime.mechanisms.memory_budget.sub_batches import SubBatches
 
 __all__ = [
-    "ALTERATIONS",
-    "PerturbedReads",
     "AnotherPath",
     "BudgetReport",
     "BudgetedDataParallelStep",

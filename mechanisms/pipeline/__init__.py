@@ -8,7 +8,6 @@ from retime.mechanisms.pipeline.checks import (
     warn_of_parts,
 )
 from retime.mechanisms.pipeline.layers import find_layers
-from retime.mechanisms.pipeline.loss_head import NotUnderstoodError
 from retime.mechanisms.pipeline.losses import (
     Examples,
     FirstLook,
@@ -40,7 +39,6 @@ __all__ = [
     "LossWeight",
     "LossWeights",
     "MicroBatchResult",
-    "NotUnderstoodError",
     "Ownership",
     "PipelineError",
     "PipelineReport",

@@ -13,18 +13,23 @@ from torch import Tensor, nn
 
 from retime.foundations.parts import (
     Certificate,
+    Head,
     NotSeparableError,
+    NotUnderstoodError,
+    RecordedRun,
     Weighting,
     WeightsUnclearError,
+    head_of,
     loss_of,
     loss_weights,
+    record,
+    record_altered,
     samples_in,
     split_batch,
 )
 from retime.foundations.preserve_state import Undo, seed_all
 from retime.mechanisms.pipeline.calls import LayerInterceptors
 from retime.mechanisms.pipeline.checks import LayerResults, PipelineError
-from retime.mechanisms.pipeline.loss_head import Head, NotUnderstoodError, RecordedRun, head_of, record, record_altered
 
 __all__ = ["Examples", "FirstLook", "LossWeight", "LossWeights", "check_loss_weight", "look_at_losses", "needed_loss"]
 

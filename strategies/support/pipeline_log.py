@@ -17,9 +17,9 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.aggregation import BaseAggregator
 
 from retime.foundations.messages import warn_difference
-from retime.foundations.parts import loss_of
+from retime.foundations.parts import NotUnderstoodError, loss_of
 from retime.foundations.patching import replaced_attributes
-from retime.mechanisms.pipeline import Examples, FirstLook, LossWeights, NotUnderstoodError
+from retime.mechanisms.pipeline import Examples, FirstLook, LossWeights
 from retime.strategies.support.lightning_private import logging_as, metric_state, set_metric_state
 
 # What a training step leaves on its module, where it runs once a micro-batch and not on all ranks.

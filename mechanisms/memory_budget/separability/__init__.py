@@ -1,11 +1,9 @@
 """Whether a batch may be trained in parts: a probe of its gradients, and the flow of its operations."""
 
 from retime.mechanisms.memory_budget.separability.certify import certify, compared
-from retime.mechanisms.memory_budget.separability.watch import ALTERATIONS, Compared, PerturbedReads
+from retime.mechanisms.memory_budget.separability.watch import Compared
 
 __all__ = [
-    "ALTERATIONS",
-    "PerturbedReads",
     "Compared",
     "certify",
     "compared",

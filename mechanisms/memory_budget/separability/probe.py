@@ -12,15 +12,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from retime.foundations.parts import Split, Weighting, loss_of, map_leaves, replaced_tensors, samples_in
+from retime.foundations.parts import (
+    ALTERATIONS,
+    PerturbedReads,
+    Split,
+    Weighting,
+    loss_of,
+    map_leaves,
+    replaced_tensors,
+    samples_in,
+)
 from retime.foundations.preserve_state import Untouched, seed_all
 from retime.foundations.torch_private import run_backward
 from retime.mechanisms.memory_budget.separability.flow import Flow
 from retime.mechanisms.memory_budget.separability.flow_judge import FlowVerdict, judge_flow
 from retime.mechanisms.memory_budget.separability.watch import (
-    ALTERATIONS,
     NoDropout,
-    PerturbedReads,
     SampleNoise,
     Watch,
 )
