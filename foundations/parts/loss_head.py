@@ -11,8 +11,8 @@ import inspect
 import math
 import sys
 import types
-from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from dis import opmap
 from typing import Any, Literal
@@ -24,20 +24,29 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from retime.foundations.messages import is_library
-from retime.foundations.parts.split import map_leaves, replaced_tensors, samples_in, tensors_of
-from retime.foundations.parts.weights import Weighting
+from retime.foundations.parts.split import loss_of, map_leaves, replaced_tensors, samples_in, tensors_of
+from retime.foundations.parts.weights import COMPARED, OPPOSITE, Count, Weighting
 from retime.foundations.storages import has_storage, tensors_in
-from retime.foundations.torch_private import TorchDispatchMode, schema_of, storage_address, tree_leaves, tree_map
+from retime.foundations.torch_private import (
+    DataDependentOutputException,
+    FakeTensor,
+    TorchDispatchMode,
+    schema_of,
+    storage_address,
+    tree_leaves,
+    tree_map,
+)
 
 __all__ = [
     "ALTERATIONS",
     "Head",
-    "LabelCount",
     "NotUnderstoodError",
     "PerturbedReads",
+    "READS",
     "RecordedRun",
     "Recorder",
     "head_of",
+    "head_of_loss",
     "record",
     "record_altered",
 ]
@@ -47,16 +56,20 @@ _SAME_VALUES = {
     *("alias", "lift_fresh", "permute", "transpose", "t", "expand", "copy", "view_as_real", "real"),
 }
 """Operations that give the values that they are given, in another shape or type."""
+_COPIES = {"clone", "detach", "alias"}
 _SOME_VALUES = {"select", "slice", "unbind", "split", "split_with_sizes", "narrow", "stack", "cat"}
 _VALUES_LEFT_OUT = {"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "new_zeros"}
 _VALUES_LEFT_OUT |= {"new_ones", "new_full", "new_empty", "new_empty_strided"}
 """Operations that take a shape or a type of what they are given, and no value."""
+_NOTHING = {"zeros", "zeros_like", "new_zeros"}
 _ORDERED = {"sort", "topk", "argsort", "kthvalue", "mode"}
 """Operations along the last dimension, where a call says nothing else."""
 _PRODUCTS = {"mm", "bmm", "mv", "addmm", "addmv", "baddbmm", "addbmm", "matmul"}
+_FACTORS = {"mul", "div"}
+_WINDOWS = ("avg_pool", "max_pool", "adaptive_", "_adaptive_", "upsample_", "_upsample_", "reflection_", "replic")
 _EACH_ROW = {"arange", "repeat_interleave"}
 """What numbers samples by their places."""
-_READS = {"_local_scalar_dense", "item", "is_nonzero", "equal"}
+READS = {"_local_scalar_dense", "item", "is_nonzero", "equal"}
 _READ_WHOLE = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
 _REDUCED = {
     *("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"),
@@ -71,8 +84,10 @@ _NEVER_NEGATIVE = {
 }
 """What computes labels none of which is negative, as ``ignore_index`` mostly is; ``remainder`` by numbers above 0."""
 _WRITTEN = "a write into a part of a tensor"
-_SIGNED_LIMIT = 4096
-"""A constant of more entries is not read to compare it between two runs."""
+_SIGNED = 4096
+"""So many entries of a constant are read to compare it between two runs."""
+_TINY = 1e-6
+"""A number that is added to a sum of weights, or that it is at least, so that it is never 0."""
 _MORE = 3
 _SHOWN = 64
 """What gives no more entries than these may be named in an error, with its line."""
@@ -170,47 +185,6 @@ class NotUnderstoodError(Exception):
     """A number is neither a mean nor a sum over samples or labels, as far as its operations tell."""
 
 
-@dataclass(frozen=True)
-class LabelCount:
-    """Counts the labels of a part of a batch that a loss does not ignore.
-
-    Args:
-        place: of the labels' tensor, as :func:`~retime.foundations.parts.tensors_of` names it.
-        ignored: the label that counts for nothing.
-        cut: ``select`` and ``slice`` that the step takes of it, with their numbers.
-    """
-
-    place: str
-    ignored: int
-    cut: tuple[tuple[str, tuple[int, ...]], ...] = ()
-
-    def __call__(self, part: Any) -> Tensor:
-        """The number, as a scalar on the labels' device.
-
-        Raises:
-            LookupError: the part has no such tensor.
-        """
-        labels = tensors_of(part).get(self.place)
-        if labels is None:
-            raise LookupError(f"the labels that the loss is a mean over, {self.place}, are not in it")
-        for name, numbers in self.cut:
-            if name == "select":
-                labels = labels.select(*numbers)
-            else:
-                dimension, start, stop, step = numbers
-                labels = labels[(slice(None),) * (dimension % labels.dim()) + (slice(start, stop, step),)]
-        return labels.detach().ne(self.ignored).sum()
-
-    def __str__(self) -> str:
-        def index(name: str, numbers: tuple[int, ...]) -> str:
-            dimension, start, *rest = numbers
-            stop = "" if not rest or rest[0] > sys.maxsize // 2 else rest[0]
-            inside = str(start) if name == "select" else f"{start or ''}:{stop}"
-            return f"[{':, ' * dimension}{inside}]"
-
-        return f"count({self.place}{''.join(index(*one) for one in self.cut)} != {self.ignored})"
-
-
 @dataclass(eq=False)
 class Operation:
     """One result of an operation, or what a step began with.
@@ -224,6 +198,7 @@ class Operation:
         selects: how many entries there are depends on values.
         where: the user's line that ran it; empty if it is none.
         place: of a tensor in the batch.
+        floating, truth: of a tensor in the batch: its entries are no whole numbers, or are true or false.
         edge: a layer returned it.
     """
 
@@ -235,6 +210,8 @@ class Operation:
     selects: bool = False
     where: str = ""
     place: str = ""
+    floating: bool = False
+    truth: bool = False
     edge: bool = False
 
     def operands(self) -> Iterator[Operation]:
@@ -256,24 +233,31 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         batch: what it runs on, of tensors that share no memory.
         altered: what reads of samples' values give instead.
         more: what is chosen by samples' values has some more rows.
+        all_vary: tensors of the batch that have no dimension of samples vary too.
 
     Attributes:
         reads, chosen: how often values were read, and chosen by values outside of layers.
+        values: all that were read, those that follow from no sample too.
         inside: how many layers run, each in the one before; what they choose by values is theirs.
     """
 
-    def __init__(self, batch: Any, altered: PerturbedReads | None = None, more: bool = False) -> None:
+    def __init__(
+        self, batch: Any, altered: PerturbedReads | None = None, more: bool = False, all_vary: bool = False
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.reads, self.altered, self.inside = 0, altered, 0
+        self.values: list[Any] = []
         self.chosen, self.more = 0, more
         self._results: dict[int, dict[Any, Operation]] = {}  # by storage and by how the tensor looks at it
         self._changed: dict[
             int, list[Operation]
         ] = {}  # storages that were written through a window; all that is in them
         self._held: list[Any] = []  # so that no other storage gets the same number
-        named, samples = tensors_of(batch), samples_in(batch)
+        named, samples = tensors_of(batch), 0 if all_vary else samples_in(batch)
         for place, tensor in named.items():
-            self._put(tensor, Operation("batch", {}, tuple(tensor.shape), _has_samples(tensor, samples), place=place))
+            one = Operation("batch", {}, tuple(tensor.shape), all_vary or _has_samples(tensor, samples), place=place)
+            one.floating, one.truth = tensor.is_floating_point(), tensor.dtype == torch.bool
+            self._put(tensor, one)
         places = {id(tensor) for tensor in named.values()}
         for tensor in tensors_in(batch):
             if id(tensor) not in places:
@@ -305,10 +289,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def read(self, value: Any, tensor: Tensor | None) -> Any:
         """What Python gets that reads a value; layers decide by those of micro-batches, and get them as they are."""
+        self.values.append(value)
         if self.inside or tensor is None or not self.operation_of(tensor).varies:
             return value
         self.reads += 1
         return value if self.altered is None else self.altered.instead_of(value)
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What an operation, or what hands all values of a tensor to Python, gives."""
+        return func(*args, **kwargs)
 
     def _with_rows(self, result: Any, given: dict[str, Any]) -> Any:
         """What samples' values choose, of which Python gets the shape; with some more where that is altered."""
@@ -325,8 +314,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         schema = schema_of(func)
         name = schema.name.removeprefix("aten::")
-        if name in _READS:
-            return self.read(func(*args, **(kwargs or {})), next((a for a in args if isinstance(a, Tensor)), None))
+        if name in READS:
+            return self.read(self.run(func, args, kwargs or {}), next((a for a in args if isinstance(a, Tensor)), None))
         names = [argument.name for argument in schema.arguments]
         before = {key: self._noted(value) for key, value in zip(names, args, strict=False)}
         before |= {key: self._noted(value) for key, value in (kwargs or {}).items()}
@@ -335,7 +324,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in ("index", "index_put", "index_put_") and args[1]:
             by_mask = any(isinstance(t, Tensor) and t.dtype in (torch.bool, torch.uint8) for t in args[1])
             selects, before["by_mask"] = by_mask and name == "index", by_mask
-        result = func(*args, **(kwargs or {}))
+        result = self.run(func, args, kwargs or {})
         if name == "bincount" and len(result) <= before.get("minlength", 0):
             selects = False  # as many bins as were asked for
         if selects and not self.inside:
@@ -365,8 +354,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _shaped(self, made: Operation, tensor: Tensor, random: bool) -> Operation:
         one = Operation(made.name, made.given, tuple(tensor.shape), made.varies, selects=made.selects)
         if not made.varies:
-            unread = random or any(math.isnan(operand.value) for operand in made.operands())
-            one.value = math.nan if unread else _signature(tensor)
+            known = made.name == "lift_fresh" or not any(math.isnan(operand.value) for operand in made.operands())
+            unread = random or not known
+            one.value = 0.0 if made.name in _NOTHING else math.nan if unread else _signature(tensor)
         elif tensor.numel() <= _SHOWN or made.selects:
             one.where = _users_line()
         return one
@@ -382,7 +372,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._results.setdefault(storage, {}).setdefault(window, operation)
 
     def _key(self, tensor: Tensor) -> tuple[int, Any]:
-        if not has_storage(tensor):
+        if not _has_memory(tensor):
             self._held.append(tensor)
             return id(tensor), None
         storage = tensor.untyped_storage()
@@ -407,9 +397,9 @@ class _Calls(TorchFunctionMode):
         return self._run(func, args, kwargs)
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        result = func(*args, **kwargs)
         if func in _READ_WHOLE:
-            return self._recorder.read(result, args[0])
+            return self._recorder.read(self._recorder.run(func, args, kwargs), args[0])
+        result = func(*args, **kwargs)
         if func is F.cross_entropy:
             bound = _CROSS_ENTROPY.bind(*args, **kwargs)
             bound.apply_defaults()
@@ -431,6 +421,7 @@ class RecordedRun:
         reads: how often it read samples' values.
         chosen: how often it chose by them, outside of layers.
         operation_of: what gave a tensor.
+        values: all that it read.
     """
 
     samples: int
@@ -438,6 +429,7 @@ class RecordedRun:
     reads: int
     chosen: int
     operation_of: Callable[[Tensor], Operation]
+    values: Sequence[Any] = ()
 
 
 def record(
@@ -446,6 +438,8 @@ def record(
     looks: Callable[[Recorder], Any] | None = None,
     altered: PerturbedReads | None = None,
     more: bool = False,
+    kind: Callable[..., Recorder] | None = None,
+    samples: int | None = None,
 ) -> RecordedRun:
     """Run a step and note its operations. The caller sees to it that it begins alike each time and leaves no trace.
 
@@ -455,15 +449,18 @@ def record(
         looks: is given the recorder before the run, to tell it what layers return.
         altered: what reads of samples' values give instead.
         more: what is chosen by samples' values outside of layers has some more rows.
+        kind: of recorder, for a step that may run backward passes of its own: what autograd saves is kept.
+        samples: how many there are, where the batch's first dimensions do not tell.
     """
     batch = replaced_tensors(batch, torch.clone)
-    recorder = Recorder(batch, altered, more)
+    recorder = (kind or Recorder)(batch, altered, more, samples is not None)
     if looks is not None:
         looks(recorder)
-    hooks = torch.autograd.graph.saved_tensors_hooks(_nothing, _nothing)
+    hooks = nullcontext() if kind is not None else torch.autograd.graph.saved_tensors_hooks(_nothing, _nothing)
     with torch.enable_grad(), hooks, recorder, _Calls(recorder):
         output = step(batch)
-    return RecordedRun(samples_in(batch), output, recorder.reads, recorder.chosen, recorder.operation_of)
+    count = samples_in(batch) if samples is None else samples
+    return RecordedRun(count, output, recorder.reads, recorder.chosen, recorder.operation_of, recorder.values)
 
 
 def _nothing(_: Any) -> Any:
@@ -471,7 +468,12 @@ def _nothing(_: Any) -> Any:
 
 
 def record_altered(
-    step: Callable[[Any], Any], batch: Any, run: RecordedRun, looks: Callable[[Recorder], Any] | None = None
+    step: Callable[[Any], Any],
+    batch: Any,
+    run: RecordedRun,
+    looks: Callable[[Recorder], Any] | None = None,
+    kind: Callable[..., Recorder] | None = None,
+    samples: int | None = None,
 ) -> Iterator[RecordedRun | None]:
     """The same with other values where it reads those of samples, and more of them where it chooses by values.
 
@@ -481,15 +483,16 @@ def record_altered(
         step: as in :func:`record`.
         batch: the same.
         run: what that gave.
-        looks: as in :func:`record`.
+        looks, kind, samples: as in :func:`record`.
     """
+    further: dict[str, Any] = {"looks": looks, "kind": kind, "samples": samples}
     alone = [[number] for number in range(min(run.reads, _ALTERED_ALONE))]
     for which in [*alone, range(run.reads)] if run.reads else ():
         could, refused = False, False
         for how in (*ALTERATIONS, "zero"):
             altered = PerturbedReads(set(which), max(which), how)
             try:
-                other = record(step, batch, looks, altered)
+                other = record(step, batch, altered=altered, **further)
             except Exception as error:  # as math.exp() of what is too large
                 refused |= altered.checked(error)
                 continue
@@ -500,13 +503,13 @@ def record_altered(
     if run.chosen:
         altered = PerturbedReads((), sys.maxsize, "other")
         try:
-            yield record(step, batch, looks, altered, more=True)
+            yield record(step, batch, altered=altered, more=True, **further)
         except Exception as error:
             if not altered.checked(error):
                 yield None
-    for texts in _other_texts(batch):
+    for texts in _other_texts(batch) if samples is None else ():
         try:
-            yield record(step, texts, looks)
+            yield record(step, texts, **further)
         except Exception:
             yield None
 
@@ -544,10 +547,12 @@ class Head:
         weightings: of parts, so that their numbers add up; several have to weigh the parts of a batch alike. None: no
             sample has a part in it.
         like_loss: it is the loss, or follows from it over factors and terms that are constant.
+        compares: what is counted follows from a comparison of the step's own.
     """
 
     weightings: tuple[Weighting, ...]
     like_loss: bool = False
+    compares: bool = False
 
 
 def head_of(
@@ -573,12 +578,39 @@ def head_of(
     return judge.head()
 
 
+def head_of_loss(large: RecordedRun, small: RecordedRun, altered: Iterable[RecordedRun | None]) -> Head:
+    """What a step's loss is of its samples, whatever values it reads.
+
+    Args:
+        large, small: runs on some samples and on fewer.
+        altered: see :func:`record_altered`.
+
+    Raises:
+        NotUnderstoodError: it is neither a mean nor a sum over samples or labels.
+    """
+    fewer = small, loss_of(small.output)
+    head = head_of((large, loss_of(large.output)), fewer)
+    for other in altered:
+        try:
+            same = other is not None and head_of((other, loss_of(other.output)), fewer) == head
+        except NotUnderstoodError:
+            same = False
+        if not same:
+            raise NotUnderstoodError(
+                "it depends on values of the batch that are read, as by .item(), by `if`, by how many entries "
+                "nonzero() and its like give, or by len() of a text, what it is a mean over"
+            )
+    return head
+
+
 class _Judge:
     def __init__(self, large: int, small: int) -> None:
         self._grows = large / small
         self._weightings: dict[Weighting, Operation] = {}
         self._constant: Operation | None = None
-        self._like_loss = False
+        self._like_loss = self._compares = False
+        self._scales: set[Operation] = set()
+        self._constants: set[Operation] = set()
         self.loss: tuple[Operation, Operation] | None = None
 
     def head(self) -> Head:
@@ -592,7 +624,7 @@ class _Judge:
             raise NotUnderstoodError(
                 f"it adds up a sum over samples and {self._constant}, which is the same for each micro-batch"
             )
-        return Head(tuple(self._weightings), self._like_loss)
+        return Head(tuple(self._weightings), self._like_loss, self._compares)
 
     def follow(self, one: Operation, two: Operation, factor: float) -> None:
         """Go on towards the samples.
@@ -607,7 +639,7 @@ class _Judge:
         if one.name != two.name or ((one.varies or two.varies) and one.given.keys() != two.given.keys()):
             raise NotUnderstoodError(f"it takes other ways for other samples: {one} and {two}")
         if not one.varies:
-            if one.value or two.value:  # terms of 0, as sum() begins with, count for nothing
+            if one.value or two.value or one.name in _PRODUCTS | _FACTORS:  # what a sum begins with counts for nothing
                 self._same_factor(one, factor * _ratio(one, two))
                 self._constant = one
             return
@@ -647,7 +679,8 @@ class _Judge:
         left, right = one.given["self"], one.given["other"]
         key = "other" if isinstance(right, Operation) and right.varies else "self"
         if one.name == "div" and key == "other":
-            raise NotUnderstoodError(f"{one} divides by what is computed from the batch")
+            self._divided_by_count(one, two, factor)
+            return
         if key == "other" and left.varies:
             raise NotUnderstoodError(f"{one} multiplies two values that are computed from the batch")
         if one.given.get("rounding_mode") is not None:
@@ -655,6 +688,22 @@ class _Judge:
         scale = "self" if key == "other" else "other"
         ratio = _ratio(one.given[scale], two.given[scale])
         self.follow(one.given[key], two.given[key], factor * ratio if one.name == "mul" else factor / ratio)
+
+    def _divided_by_count(self, one: Operation, two: Operation, factor: float) -> None:
+        """Follow a sum over samples that is divided by what is counted in the batch."""
+        count = _counted(one.given["other"], one)
+        terms, constant = self._weightings, self._constant
+        self._weightings, self._constant = {}, None
+        self._term(one, one.given["self"], two.given["self"], 1.0)
+        if {found.kind for found in self._weightings} != {"sum"} or self._constant is not None:
+            raise NotUnderstoodError(f"{one} divides by {count} what is no sum over samples")
+        self._weightings, self._constant = terms, constant
+        self._counts(one, count, factor)
+
+    def _counts(self, one: Operation, count: Count, factor: float) -> None:
+        self._same_factor(one, factor)
+        self._compares |= count.comparison != "sum"
+        self._weightings[Weighting("count", count)] = one
 
     def _passed_on(self, one: Operation, two: Operation, factor: float) -> None:
         for before, other in zip(one.operands(), two.operands(), strict=True):
@@ -664,6 +713,10 @@ class _Judge:
 
     def _reduced(self, one: Operation, two: Operation, factor: float) -> None:
         before, other = one.given["self"], two.given["self"]
+        rows, others = _without_views(before), _without_views(other)
+        if rows.selects and rows.name in ("index", "masked_select") and rows.name == others.name:
+            self._chosen(one, rows, others, factor)
+            return
         if one.name == "mean":
             factor *= (_entries(other) / max(1, _entries(two))) / (_entries(before) / max(1, _entries(one)))
         if before.shape == other.shape:
@@ -673,8 +726,27 @@ class _Judge:
         else:
             self._collapsed(one, two, factor)
 
+    def _chosen(self, one: Operation, rows: Operation, others: Operation, factor: float) -> None:
+        """What a mask of the batch chooses, in a sum or in a mean over all that it chooses."""
+        masks = rows.given.get("indices", [rows.given.get("mask")])
+        whole = rows.given["self"]
+        if one.shape or len(masks) != 1 or len(whole.shape) < len(masks[0].shape):
+            raise NotUnderstoodError(f"how many entries {one} has depends on values that {rows} chooses by")
+        if one.name == "mean":
+            try:
+                self._counts(one, _entries_of(masks[0])[0], factor)
+            except LookupError as error:
+                raise NotUnderstoodError(
+                    f"how many entries {one} has depends on values that {rows} chooses by"
+                ) from error
+            self._check_inside(rows, others)
+        else:
+            self._collapsed(rows, others, factor)
+
     def _loss(self, one: Operation, two: Operation, factor: float) -> None:
         given, other = one.given, two.given
+        if any(given.get(key) != other.get(key) for key in ("reduction", "ignore_index")):
+            raise NotUnderstoodError(f"{one} has other settings for other numbers of samples")
         reduction = given.get("reduction", 1)  # a mean, where the call leaves it out
         if reduction == 0:
             raise NotUnderstoodError(f"{one} gives other shapes for other numbers of samples")
@@ -698,6 +770,16 @@ class _Judge:
 
     def _collapsed(self, one: Operation, two: Operation, factor: float) -> None:
         """Here samples become one number: a sum over them, or a mean."""
+        inner, other = one.given.get("self"), two.given.get("self")
+        while one.name in ("sum", "mean") and isinstance(inner, Operation) and isinstance(other, Operation):
+            inner, other = _without_views(inner), _without_views(other)
+            by, of = inner.given.get("other"), other.given.get("other")
+            if inner.name not in _FACTORS or inner.name != other.name or not _is_number(by) or not _is_number(of):
+                break
+            ratio = _ratio(by, of)
+            factor = factor * ratio if inner.name == "mul" else factor / ratio
+            self._scales.add(inner)
+            inner, other = inner.given["self"], other.given["self"]
         if math.isclose(factor, 1, rel_tol=1e-6):
             kind = Weighting("sum")
         elif math.isclose(factor * self._grows, 1, rel_tol=1e-6):
@@ -734,14 +816,35 @@ class _Judge:
         )
         if [operation.name for operation in given] != [operation.name for operation in other]:
             raise NotUnderstoodError(f"{one} is computed in other ways for other samples")
-        if one.name not in _SAME_VALUES | _SOME_VALUES | {_WRITTEN}:
+        if one.name not in _SAME_VALUES | _SOME_VALUES | {_WRITTEN} and one not in self._scales:
             for key, value in one.given.items():
                 there = two.given.get(key)
-                if not isinstance(value, int | float) or value == there or value != value:
-                    continue
-                if not isinstance(value, int) or not math.isclose(value, (there or 0) * self._grows):
-                    raise NotUnderstoodError(f"{one} is given {value!r}, and {there!r} for other samples")
+                if isinstance(value, Operation) and isinstance(there, Operation):
+                    self._check_constant(one, value, there)
+                self._check_number(one, value, there)
         return zip(given, other, strict=True)
+
+    def _check_number(self, where: Operation, one: Any, two: Any) -> None:
+        """Raise where an operation is given a number that is another for other samples, and not their number."""
+        if not isinstance(one, int | float) or one == two or one != one:
+            return
+        if not isinstance(one, int) or where.name in _FACTORS or not math.isclose(one, (two or 0) * self._grows):
+            raise NotUnderstoodError(f"{where} is given {one!r}, and {two!r} for other samples")
+
+    def _check_constant(self, where: Operation, one: Operation, two: Operation) -> None:
+        """Raise where what follows from no sample is another for other samples; drawn at random, it may be."""
+        waiting = [(one, two)]
+        while waiting:
+            one, two = waiting.pop()
+            if one in self._constants or one.varies or two.varies:
+                continue
+            self._constants.add(one)
+            near = math.isnan(one.value + two.value) or math.isclose(one.value, two.value, rel_tol=1e-6)
+            if one.name == two.name and one.shape == two.shape and not near:
+                raise NotUnderstoodError(f"{where} is given another constant for other samples")
+            for key, value in one.given.items():
+                self._check_number(where, value, two.given.get(key))
+            waiting += zip(one.operands(), two.operands(), strict=False)
 
     def _mixes_any(self, one: Operation, two: Operation) -> bool:
         """Whether a sample's entries of a result may follow from another sample's."""
@@ -767,17 +870,19 @@ class _Judge:
                 return False  # writes where the mask is, entry by entry
             number = (list(one.given["indices"]) + [None] * dimensions)[axis]
             return number is not None and _without_views(number).name not in _EACH_ROW
-        if one.name == "index_select" and one.given["index"].name in _EACH_ROW:
+        if one.name in ("index_select", "index_add") and _without_views(one.given["index"]).name in _EACH_ROW:
             return False
         if one.name in _PRODUCTS:
             left, right = [operand for operand in one.operands() if len(operand.shape)][-2:]
             return given in (left, right) and axis == dimensions - (2 if given is right and len(right.shape) > 1 else 1)
         if one.name == "convolution" or "batch_norm" in one.name or one.name.startswith("linalg_"):
             return axis > 0 or bool(one.given.get("training"))
+        if one.name.startswith(_WINDOWS) or "scaled_dot_product" in one.name:
+            return axis == dimensions - 2 if "scaled_dot_product" in one.name else axis > 1
         if one.name == "native_layer_norm":
             return axis >= dimensions - len(one.given["normalized_shape"])
         if one.name in ("masked_scatter", "take", "unfold", "as_strided") or (
-            one.name == "embedding" and given is one.given["weight"]
+            one.name == "embedding" and (given is one.given["weight"] or one.given.get("scale_grad_by_freq"))
         ):
             return True
         along = one.given.get("dim", one.given.get("dims", -1 if one.name in _ORDERED else ()))
@@ -832,41 +937,113 @@ def _never(label: Operation, ignored: int) -> bool:
     return ignored < 0 and label.name in _NEVER_NEGATIVE
 
 
-def _count(label: Operation, ignored: int) -> LabelCount:
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Operation):
+        return not value.varies and _entries(value) == 1
+    return isinstance(value, int | float)
+
+
+def _count(label: Operation, ignored: int) -> Count:
     """Labels that a loss takes from the batch as they are there.
 
     Raises:
         NotUnderstoodError: they are computed.
     """
+    last, cut = _taken(label, ignored)
+    if last.place:
+        return Count(last.place, "!=", ignored, cut)
+    what = f"computed by {last}" if last.name not in ("constant", "batch") else "not in the batch"
+    raise NotUnderstoodError(
+        f"{label if last.name == 'batch' else last} gives the labels of a mean that leaves out label {ignored}, and "
+        f"they are {what}: how many there are is not known"
+    )
+
+
+def _taken(given: Operation, filled: int | None = None) -> tuple[Operation, tuple[tuple[str, tuple[int, ...]], ...]]:
+    """A tensor of the batch that another is, and what is cut off; what it is computed by, if it is none."""
     cut: list[tuple[str, tuple[int, ...]]] = []
-    given = label
-    while label.name != "batch":
-        before = label.given.get("self")
-        if label.name in ("select", "slice"):
-            numbers = _cut(label)
+    while given.name != "batch":
+        before = given.given.get("self")
+        if given.name in ("select", "slice"):
+            numbers = _cut(given)
             if numbers is None:
                 break
-            cut.append((label.name, numbers))
-        elif label.name == "constant_pad_nd":
-            pad = label.given["pad"]
-            if label.given.get("value", 0) != ignored or any(pad[2:]) or pad[0]:
+            cut.append((given.name, numbers))
+        elif given.name == "constant_pad_nd":
+            pad = given.given["pad"]
+            if given.given.get("value", 0) != filled or any(pad[2:]) or pad[0]:
                 break
-        elif label.name in ("view", "_unsafe_view", "squeeze", "unsqueeze", "permute", "transpose", "t"):
+        elif given.name in ("view", "_unsafe_view", "squeeze", "unsqueeze", "permute", "transpose", "t"):
             if cut:
                 break  # of another shape than in the batch
-        elif label.name not in ("_to_copy", "clone", "detach", "alias", "expand"):
+        elif given.name not in _COPIES | {"_to_copy", "expand"}:
             break
         if not isinstance(before, Operation):
             break
-        label = before
-    else:
-        if label.place:
-            return LabelCount(label.place, ignored, tuple(reversed(cut)))
-    what = f"computed by {label}" if label.name not in ("constant", "batch") else "not in the batch"
-    raise NotUnderstoodError(
-        f"{given if label.name == 'batch' else label} gives the labels of a mean that leaves out label {ignored}, and "
-        f"they are {what}: how many there are is not known"
-    )
+        given = before
+    return given, tuple(reversed(cut))
+
+
+def _counted(number: Operation, where: Operation) -> Count:
+    """What a number counts in the batch: entries of a mask, or that compare so, or a sum of weights.
+
+    Raises:
+        NotUnderstoodError: it is computed in another way.
+    """
+    given, least = number, 0.0
+    while given.name != "sum" and "self" in given.given:
+        lowest, more = given.given.get("min"), given.given.get("other")
+        if given.name in ("clamp", "clamp_min") and isinstance(lowest, int | float) and given.given.get("max") is None:
+            least = max(least, lowest)
+        elif not (given.name == "add" and isinstance(more, float) and 0 <= more <= _TINY) | (
+            given.name in _SAME_VALUES
+        ):
+            break
+        given = given.given["self"]
+    while _without_views(given).name == "sum":
+        given = _without_views(given).given["self"]
+    try:
+        if _entries(number) == 1 and given is not number:
+            count, floating = _entries_of(given, summed=True)
+            if least <= (_TINY if floating else 1):
+                return count
+    except LookupError:
+        pass
+    raise NotUnderstoodError(f"{where} divides by what is computed from the batch, and is no count of what is in it")
+
+
+def _entries_of(mask: Operation, summed: bool = False) -> tuple[Count, bool]:
+    """The entries that a mask has, or the sum of what is none, and whether that is one of fractions.
+
+    Raises:
+        LookupError: it is computed in another way.
+    """
+    comparison, value, opposite, truncated = "", 0.0, False, False
+    cut: list[tuple[str, tuple[int, ...]]] = []
+    while mask.name != "batch":
+        other, dtype = mask.given.get("other"), mask.given.get("dtype")
+        if mask.name in ("logical_not", "bitwise_not") and not comparison:
+            opposite = not opposite
+        elif mask.name in COMPARED and not comparison and isinstance(other, int | float):
+            comparison, value = COMPARED[mask.name], float(other)
+        elif mask.name == "_to_copy" and dtype is torch.bool and not comparison:
+            comparison = "!="
+        elif mask.name in ("select", "slice") and (numbers := _cut(mask)) is not None:
+            cut.append((mask.name, numbers))
+        elif mask.name == "_to_copy":
+            truncated |= dtype is not None and not dtype.is_floating_point
+        elif mask.name not in _SAME_VALUES - {"expand", "copy"} or (cut and mask.name not in _COPIES):
+            raise LookupError
+        mask = mask.given["self"]
+    fractions = mask.floating and not comparison
+    if not mask.place or (mask.floating and (comparison or truncated)) or (opposite and not (comparison or mask.truth)):
+        raise LookupError
+    if mask.truth and not comparison:
+        comparison, value, opposite = "==", 0.0 if opposite else 1.0, False
+    if not comparison and not summed:
+        raise LookupError
+    name = OPPOSITE[comparison] if opposite else comparison or "sum"
+    return Count(mask.place, name, value, tuple(reversed(cut))), fractions
 
 
 def _cut(operation: Operation) -> tuple[int, ...] | None:
@@ -885,10 +1062,22 @@ def _has_samples(tensor: Tensor, samples: int) -> bool:
     return tensor.dim() > 0 and tensor.shape[0] == samples
 
 
+def _has_memory(tensor: Tensor) -> bool:
+    return has_storage(tensor) or type(tensor) is FakeTensor
+
+
 def _signature(tensor: Tensor) -> float:
-    if tensor.numel() > _SIGNED_LIMIT or tensor.device.type == "meta" or not has_storage(tensor):
+    if tensor.device.type == "meta" or not _has_memory(tensor):
         return math.nan
-    return float(tensor.detach().abs().double().sum()) if tensor.dtype != torch.bool else float(tensor.sum())
+    some = tensor.detach()
+    try:
+        if some.numel() == 1:
+            return abs(some.item())
+        if some.numel() > _SIGNED:
+            some = some.flatten()[:: some.numel() // _SIGNED]
+        return float(some.sum() if some.dtype == torch.bool else some.abs().double().sum())
+    except DataDependentOutputException:  # a tensor without values
+        return math.nan
 
 
 def _users_line() -> str:

@@ -8,8 +8,9 @@ They must be known before the backward pass of the first sub-batch, so they have
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -37,62 +38,45 @@ class Count:
     Args:
         place: of the tensor, as :func:`~retime.foundations.parts.split.tensors_of` names it.
         comparison: ``"!="``, ``"=="``, ``">"``, ``">="``, ``"<"``, ``"<="`` with ``value``, or ``"sum"`` of entries.
-        skip_first: leave out the first entry of each row, as models do that predict the next token.
+        value: as in ``labels != -100``.
+        cut: ``select`` and ``slice`` that the step takes of it, with their numbers.
     """
 
     place: str
     comparison: str
     value: float = 0
-    skip_first: bool = False
+    cut: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def __call__(self, part: Any) -> Tensor:
-        """The number in this part, as a scalar on the tensor's device.
+        """The number in this part, as a scalar on the tensor's device; float64 for a sum of fractions.
 
         Raises:
             LookupError: the part has no such tensor.
         """
-        return self.per_sample(part).sum()
-
-    def per_sample(self, part: Any) -> Tensor:
-        """The number in each entry of the first dimension: whole numbers, or float64 for a sum of fractions."""
         tensor = tensors_of(part).get(self.place)
         if tensor is None:
-            raise LookupError(
-                f"{self} was found to weigh sub-batches, but this batch has no {self.place}: certify again with it"
-            )
-        if self.skip_first:
-            tensor = tensor[:, 1:]
+            raise LookupError(f"{self.place}, which the loss is a mean over, is not in this batch")
+        tensor = tensor.detach()
+        for name, numbers in self.cut:
+            if name == "select":
+                tensor = tensor.select(*numbers)
+            else:
+                dimension, start, stop, step = numbers
+                tensor = tensor[(slice(None),) * (dimension % tensor.dim()) + (slice(start, stop, step),)]
         if self.comparison != "sum":
-            tensor = _COMPARISONS[self.comparison](tensor, self.value)
-        rows = tensor.detach().reshape(len(tensor), -1) if tensor.dim() else tensor.detach().reshape(1, 1)
-        exact = not rows.is_floating_point()
-        return rows.sum(1, dtype=torch.int64 if exact else None if rows.device.type == "mps" else torch.float64)
-
-    def all_in(self, part: Any) -> bool:
-        """Whether all entries that this part has compare so.
-
-        Raises:
-            LookupError: the part has no such tensor.
-        """
-        counted = int(self(part))
-        return counted == tensors_of(part)[self.place].numel()
-
-    def opposite(self) -> Count:
-        """All other entries."""
-        if self.value == 1 and self.comparison == "==":  # of truth values
-            return replace(self, value=0.0)
-        return replace(self, comparison=OPPOSITE[self.comparison])
+            return _COMPARISONS[self.comparison](tensor, self.value).sum()  # type: ignore[no-any-return]
+        exact = not tensor.is_floating_point() or tensor.device.type == "mps"
+        return tensor.sum(dtype=None if exact else torch.float64)
 
     def __str__(self) -> str:
-        where = f"{self.place}[:, 1:]" if self.skip_first else self.place
-        if self.comparison == "sum":
-            return f"sum({where})"
-        return f"count({where} {self.comparison} {self.value:g})"
+        def index(name: str, numbers: tuple[int, ...]) -> str:
+            dimension, start, *rest = numbers
+            stop = "" if not rest or rest[0] > sys.maxsize // 2 else rest[0]
+            inside = str(start) if name == "select" else f"{start or ''}:{stop}"
+            return f"[{':, ' * dimension}{inside}]"
 
-
-def compares(one: float, comparison: str, other: float) -> bool:
-    """Whether two numbers compare so."""
-    return bool(_COMPARISONS[comparison](one, other))
+        where = f"{self.place}{''.join(index(*one) for one in self.cut)}"
+        return f"sum({where})" if self.comparison == "sum" else f"count({where} {self.comparison} {self.value:g})"
 
 
 @dataclass(frozen=True)
@@ -151,27 +135,6 @@ def normalised(raw: Sequence[float], samples: Sequence[int]) -> list[float]:
     return [value / total for value in raw]
 
 
-def counts_of(batch: Any, compared: set[tuple[str, str, float]]) -> list[Count]:
-    """What could weigh the parts of this batch: candidates in the order of its tensors.
-
-    Args:
-        batch: a batch whose tensors have shape ``(B, ...)``.
-        compared: comparisons with constants that the step makes, by place: ``("batch['labels']", "!=", -100)``.
-    """
-    found = []
-    for place, tensor in tensors_of(batch).items():
-        if not tensor.dim() or tensor.is_complex():
-            continue
-        rules = [(comparison, value) for where, comparison, value in sorted(compared) if where == place]
-        if tensor.dtype == torch.bool:
-            rules = [("==", 0.0), ("==", 1.0)]
-        elif tensor.dim() <= 3 and bool((tensor >= 0).all()):
-            rules.append(("sum", 0.0))  # a mask, lengths, or the weights of samples
-        for skip in (False, True) if tensor.dim() > 1 and tensor.shape[1] > 1 else (False,):
-            found += [Count(place, comparison, value, skip) for comparison, value in rules]
-    return found
-
-
 # What a probe found out about splitting a step's batch, and the exact weights that follow from it.
 
 _SAME = 1e-9  # counts are exact in float64, and weights are at most 1
@@ -182,7 +145,7 @@ class NotSeparableError(RuntimeError):
 
 
 class WeightsUnclearError(RuntimeError):
-    """Two ways to weigh sub-batches, equal on the batch that was probed, differ on this one: certify again with it."""
+    """A batch whose parts have no weights: terms of the loss weigh them differently, or it lacks what is counted."""
 
 
 @dataclass(frozen=True)
@@ -213,16 +176,15 @@ class Certificate:
         error: largest relative difference between the batch's gradient and the weighted sum, over all probes.
         tolerance: what was allowed; it follows from the precision that the step computes in.
         samples: samples in the probed batch.
-        alternatives: further weightings that fit the probes as well. They agreed on the probed batches;
+        alternatives: further weightings, of other terms of the loss, which have to weigh the parts of a batch alike:
             :func:`loss_weights` compares them on every batch.
         outputs: how each scalar that the step returns, by place (``output['loss']``), adds up from parts.
         unclear: places of the scalars for which no way to add them up was found.
         examples: the scalars themselves, for callers that combine several of them.
         notes: what else a user should know.
-        constants: the weights follow from what entries of the batch are compared with.
+        constants: the weights follow from what the step itself compares entries of the batch with.
         sizes: of the batches, in samples, with which the step is known to do the same.
         reads: the numbers that the probed step read from tensors, in order; None where it read something else.
-        complete: counts that have to count all entries there are, since the loss is a mean over some of those.
     """
 
     weighting: Weighting | None
@@ -237,7 +199,6 @@ class Certificate:
     examples: tuple[Example, ...] = ()
     notes: tuple[str, ...] = ()
     constants: bool = False
-    complete: tuple[Count, ...] = ()
     sizes: frozenset[int] = field(default=frozenset(), compare=False)
     reads: tuple[bool | int | float | None, ...] = field(default=(), repr=False, compare=False)
 
@@ -264,24 +225,19 @@ def loss_weights(certificate: Certificate, parts: Sequence[Any], samples: Sequen
 
     Raises:
         NotSeparableError: the certificate says that no weights exist.
-        WeightsUnclearError: this batch tells apart what the probed batch did not, or lacks what was counted: certify
-            again with this batch, and with ``among=certificate``.
+        WeightsUnclearError: terms of the loss weigh the parts of this batch differently, or it lacks what is counted.
     """
     weighting = certificate.weighting
     if weighting is None:
         raise NotSeparableError(certificate.reason)
     sizes = [batch_size_of(part) for part in parts] if samples is None else list(samples)
     try:
-        lacking = [str(count) for count in certificate.complete if not all(map(count.all_in, parts))]
         weights, *others = weights_of([weighting, *certificate.alternatives], parts, sizes)
     except LookupError as error:
         raise WeightsUnclearError(str(error)) from error
-    if lacking:
-        raise WeightsUnclearError(f"{lacking[0]} was found to count all entries, and does not in this batch")
     for other, different in zip(certificate.alternatives, others, strict=True):
         if any(abs(one - two) > _SAME for one, two in zip(weights, different, strict=True)):
             raise WeightsUnclearError(
-                f"the loss may be a {weighting} or a {other}: both fitted the {certificate.samples} samples that were "
-                "probed, but they weigh the parts of this batch differently. Certify again with this batch"
+                f"the loss adds up a {weighting} and a {other}, which weigh the parts of this batch differently"
             )
     return weights

@@ -262,6 +262,7 @@ class StepPlanner:
                 sizes,
                 split=self.options.split,
                 given=self.options.loss_weight is not None,
+                ghost=self.options.batchnorm == "ghost",
             )
 
     def made_for(self) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from retime.mechanisms.memory_budget.planner import Step
 from retime.mechanisms.memory_budget.plans import BatchPlans, BatchRecord, Offloads
 from retime.mechanisms.memory_budget.report import BudgetReport, PlannedShape
 from retime.mechanisms.memory_budget.search import PlanChoice
-from retime.mechanisms.memory_budget.separability import certify, compared
+from retime.mechanisms.memory_budget.separability import compared
 from retime.schedules.budget import OffloadPlan
 
 
@@ -56,8 +56,6 @@ class SubBatches:
             (:func:`~retime.foundations.parts.split.balanced_parts`).
         certificate: from :func:`~retime.mechanisms.memory_budget.separability.certify.certify`.
         split: a ``split_batch`` hook for batches that cannot be cut by their first dimension.
-        certify_again: what to do with a batch whose weights the certificate leaves open; as default the step is probed
-            with it.
         compare: whether the step does the same with batches of other sizes than are known; as default it is run
             without values.
         ghost: BatchNorm layers take their statistics from each sub-batch, by the user's choice: their momentum is made
@@ -72,6 +70,7 @@ class SubBatches:
 
     Raises:
         NotSeparableError: the gradients would not add up.
+        WeightsUnclearError: terms of the loss weigh the parts of this batch differently.
         ValueError: the batch cannot be split.
     """
 
@@ -84,7 +83,6 @@ class SubBatches:
         certificate: Certificate,
         *,
         split: Split = split_batch,
-        certify_again: Callable[[Any, Certificate], Certificate] | None = None,
         compare: Callable[[Any, Certificate, Collection[int]], Certificate] | None = None,
         ghost: bool = False,
     ) -> None:
@@ -95,17 +93,12 @@ class SubBatches:
         self.weights = [1.0]
         self.guessed: set[str] = set()
         if len(self.parts) > 1:
-            try:
-                self.weights = loss_weights(certificate, self.parts, self.samples)
-            except WeightsUnclearError:
-                again = certify_again or (
-                    lambda whole, known: certify(step, whole, model, split=split, ghost=ghost, among=known)
-                )
-                self.certificate = again(batch, certificate)
-                self.weights = loss_weights(self.certificate, self.parts, self.samples)
+            self.weights = loss_weights(certificate, self.parts, self.samples)
             sizes = {*self.samples, sum(self.samples)}
             if self.certificate.samples and not sizes <= self.certificate.sizes:
-                compare = compare or (lambda whole, known, new: compared(step, whole, model, known, new, split=split))
+                compare = compare or (
+                    lambda whole, known, new: compared(step, whole, model, known, new, split=split, ghost=ghost)
+                )
                 self.certificate = compare(batch, self.certificate, sizes - self.certificate.sizes)
                 if not self.certificate.separable:
                     raise NotSeparableError(self.certificate.reason)
@@ -230,10 +223,6 @@ class PlannedBatches:
             with around():
                 return self._forward(step, part, shape, paths)
 
-        def certify_again(whole: Any, known: Certificate) -> Certificate:
-            with self._plans.room(record.batch):
-                return planner.certify(step, whole, among=known)
-
         def compare(whole: Any, known: Certificate, sizes: Collection[int]) -> Certificate:
             with self._plans.room(record.batch):
                 return planner.compared(step, whole, known, sizes)
@@ -246,7 +235,6 @@ class PlannedBatches:
                 max(1, sub_batch),
                 shape.certificate or Certificate(None, "this batch is not to be split"),
                 split=planner.options.split,
-                certify_again=certify_again,
                 compare=compare,
                 ghost=planner.options.batchnorm == "ghost",
             )

@@ -20,6 +20,7 @@ from retime.foundations.parts import (
     Weighting,
     WeightsUnclearError,
     head_of,
+    head_of_loss,
     loss_of,
     loss_weights,
     record,
@@ -303,20 +304,7 @@ def _altered(
 
 def _certificate(look: FirstLook) -> Certificate:
     """What the loss is a mean or a sum over, as operations show it."""
-    large, small = look.runs
-    fewer = small, loss_of(small.output)
-    head = head_of((large, loss_of(large.output)), fewer)
-    for other in look.altered:
-        try:
-            same = other is not None and head_of((other, loss_of(other.output)), fewer) == head
-        except NotUnderstoodError:
-            same = False
-        if not same:
-            raise NotUnderstoodError(
-                "it depends on values of the batch that are read, as by .item(), by `if`, by how many entries "
-                "nonzero() and its like give, or by len() of a text, what it is a mean over"
-            )
-    first, *others = head.weightings or (Weighting("mean"),)
+    first, *others = head_of_loss(*look.runs, look.altered).weightings or (Weighting("mean"),)
     return Certificate(first, alternatives=tuple(others))
 
 

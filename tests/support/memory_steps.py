@@ -170,24 +170,27 @@ def frozen_norm() -> Case:
 
 
 SEPARABLE: dict[str, tuple[Callable[[], Case], str]] = {
-    "no norm": (lambda: classifier(convolutional()), "mean over samples"),
-    "GroupNorm": (lambda: classifier(convolutional(lambda c: nn.GroupNorm(2, c))), "mean over samples"),
-    "LayerNorm": (lambda: classifier(convolutional(lambda c: nn.LayerNorm((c, 6, 6)))), "mean over samples"),
-    "frozen BatchNorm": (frozen_norm, "mean over samples"),
+    "no norm": (lambda: classifier(convolutional()), "mean over count(batch[1] != -100)"),
+    "GroupNorm": (lambda: classifier(convolutional(lambda c: nn.GroupNorm(2, c))), "mean over count(batch[1] != -100)"),
+    "LayerNorm": (
+        lambda: classifier(convolutional(lambda c: nn.LayerNorm((c, 6, 6)))),
+        "mean over count(batch[1] != -100)",
+    ),
+    "frozen BatchNorm": (frozen_norm, "mean over count(batch[1] != -100)"),
     "sum": (lambda: classifier(convolutional(), "sum"), "sum over samples"),
-    "L2 penalty": (penalised, "mean over samples"),
+    "L2 penalty": (penalised, "mean over count(batch[1] != -100)"),
     "tokens": (language, "mean over count(batch['labels'] != -100)"),
     "tokens, shifted": (lambda: language(shifted=True), "mean over count(batch['labels'][:, 1:] != -100)"),
     "LSTM": (lambda: language("lstm"), "mean over count(batch['labels'] != -100)"),
     "time-major GRU": (lambda: language("time-major gru"), "mean over count(batch['labels'] != -100)"),
     "attention": (lambda: language("attention"), "mean over count(batch['labels'] != -100)"),
-    "whole tokens": (lambda: language(ragged=False), "mean over samples"),
+    "whole tokens": (lambda: language(ragged=False), "mean over count(batch['labels'] != -100)"),
     "mask": (masked_mean, "mean over count(batch['mask'] == 1)"),
     "weighted samples": (weighted_samples, "mean over sum(batch['weights'])"),
     "padding by number": (padded_words, "mean over count(batch != 0)"),
-    "noise": (random_depth, "mean over samples"),
-    "checkpoints": (lambda: checkpointed(False), "mean over samples"),
-    "reentrant checkpoints": (lambda: checkpointed(True), "mean over samples"),
+    "noise": (random_depth, "mean over count(batch[1] != -100)"),
+    "checkpoints": (lambda: checkpointed(False), "mean over count(batch[1] != -100)"),
+    "reentrant checkpoints": (lambda: checkpointed(True), "mean over count(batch[1] != -100)"),
 }
 """By name: how to make it, and what certify must find."""
 DETERMINISTIC = [name for name in SEPARABLE if name not in ("LSTM", "time-major GRU", "attention", "noise")]

@@ -8,35 +8,54 @@ means over something else than samples, unless the parts are weighed by it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import zip_longest
 from typing import Annotated, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from retime.foundations.arguments import AtLeast, AtMost, checked
 from retime.foundations.parts import (
+    READS,
     Certificate,
-    Count,
     Example,
+    Head,
+    NotUnderstoodError,
+    RecordedRun,
+    Recorder,
     Split,
     Weighting,
     batch_statistics_layers,
-    counts_of,
     fix_statistics,
-    part_of,
+    head_of,
+    head_of_loss,
+    loss_of,
+    record,
+    record_altered,
     samples_in,
     split_batch,
     tensors_of,
 )
-from retime.foundations.preserve_state import Untouched, why_not_replaced
-from retime.foundations.torch_private import post_accumulate_hooks, tensor_hooks
-from retime.mechanisms.memory_budget.separability.dry_flow import dry_flows
-from retime.mechanisms.memory_budget.separability.flow import Divisor, Flow, Operation
-from retime.mechanisms.memory_budget.separability.flow_judge import FlowVerdict
+from retime.foundations.preserve_state import (
+    DryMode,
+    ExternalTensors,
+    Untouched,
+    fake,
+    stand_ins,
+    undisturbed,
+    why_not_replaced,
+)
+from retime.foundations.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    post_accumulate_hooks,
+    schema_of,
+    tensor_hooks,
+    without_dispatch_modes,
+)
 from retime.mechanisms.memory_budget.separability.probe import (
     Case,
     Probe,
@@ -48,105 +67,148 @@ from retime.mechanisms.memory_budget.separability.probe import (
     scalar_weightings,
 )
 
-# Whether a step does the same on a whole batch as on the few samples of it that were probed, but for their number.
-#
-# Its operations have to be the same, and each number that it hands to them too, or grow as the number of samples does.
-# A ``max(len(x), 6)`` or an ``if len(x) > 8`` is neither.
-
-_SAME = 1e-9
-_SCALES = {"mul", "div"}
-_ADDITIONS = {"add"}
-_SEVERAL = 3
-"""So many sizes show whether something grows as they do."""
-
-
-def unlike(flows: Sequence[Flow], samples: Sequence[int]) -> str:
-    """What runs on batches of these sizes do in another way; empty if there is nothing.
-
-    Args:
-        flows: of runs of one step.
-        samples: how many samples each has, all of them different.
-    """
-    towards = [flow.towards_loss() for flow in flows]
-    chosen: set[int] = set()
-    for operations in zip_longest(*towards):
-        last = operations[-1]
-        if None in operations or len({one.name for one in operations}) > 1:
-            names = ", ".join(one.name if one is not None else "nothing more" for one in operations)
-            return f"it runs other operations: {names}"
-        if last.chosen or any(one.storage in chosen for one in last.reads):
-            chosen.update(one.storage for one in last.writes)
-        if reason := _difference(operations, samples, any(one.storage in chosen for one in last.reads)):
-            return reason
-    return ""
-
-
-def _difference(runs: Sequence[Operation], samples: Sequence[int], chosen: bool) -> str:
-    name = runs[0].name
-    if len({_settings(one) for one in runs}) > 1:
-        return f"{name} has other settings"
-    for numbers in _columns([one.constants for one in runs]):
-        if not _allowed(runs[0], numbers, samples, chosen):
-            return f"{name} is given {', '.join(f'{number:g}' for number in numbers)}"
-    if not all(math.isnan(one.divisor) for one in runs) and not _scales([one.divisor for one in runs], samples, False):
-        return f"{name} is given {', '.join(f'{one.divisor:g}' for one in runs)}"
-    for reads in zip(*(one.reads for one in runs), strict=False):
-        for lengths in _columns([one.shape for one in reads]):
-            if not _affine(lengths, samples):
-                return f"{name} takes {', '.join(f'{length:g}' for length in lengths)} rows"
-    return ""
-
-
-def _settings(one: Operation) -> tuple[object, ...]:
-    shapes = tuple(len(read.shape) for read in one.reads)
-    return one.random, one.reduction, one.ignored, one.weighed, one.counting, len(one.constants), shapes
-
-
-def _columns(rows: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
-    return list(zip(*rows, strict=True))
-
-
-def _allowed(one: Operation, numbers: Sequence[float], samples: Sequence[int], chosen: bool) -> bool:
-    if all(number == numbers[0] for number in numbers):
-        return True
-    if one.name in _SCALES:
-        return _scales(numbers, samples, chosen)
-    if one.name in _ADDITIONS and one.reads and not any(read.shape or read.learns for read in one.reads):
-        return _scales(numbers, samples, False)  # a metric's count of its samples; dividing by it is looked at there
-    return not one.pointwise and all(isinstance(number, int) for number in numbers) and _affine(numbers, samples)
-
-
-def _scales(numbers: Sequence[float], samples: Sequence[int], chosen: bool) -> bool:
-    """Whether a factor or a divisor is always the same, or grows or falls as the number of samples grows.
-
-    Args:
-        chosen: or as the number of rows that were chosen by values does.
-    """
-    if not all(map(math.isfinite, numbers)) or 0 in numbers:
-        return all(number == numbers[0] for number in numbers)
-    if chosen:
-        return _affine(numbers, samples) or _affine([1 / number for number in numbers], samples)
-    each = [number / size for number, size in zip(numbers, samples, strict=True)]
-    shared = [number * size for number, size in zip(numbers, samples, strict=True)]
-    return any(max(law) - min(law) <= _SAME * max(map(abs, law)) for law in (numbers, each, shared))
-
-
-def _affine(numbers: Sequence[float], samples: Sequence[int]) -> bool:
-    """Whether numbers are the same, or grow with the samples at the same rate."""
-    if len(samples) < _SEVERAL:
-        return True
-    (one, two, *rest), (few, more, *larger) = numbers, samples
-    rate = (two - one) / (more - few)
-    return all(
-        abs(number - two - rate * (size - more)) <= _SAME * max(map(abs, numbers), default=0)
-        for number, size in zip(rest, larger, strict=True)
-    )
-
-
 # Whether a step does with as many samples as are really run what it does with the few that were probed.
 
-_SIZES = 3
-"""So many sizes show what grows with them."""
+
+class _WithoutValues(Recorder):
+    """Notes operations on fake tensors, and makes up what follows from values.
+
+    How many rows an operation gives that chooses them by their values is made up: one more than there are values.
+
+    Args:
+        reads: the values that the step has read when it was really run.
+    """
+
+    def __init__(self, reads: Sequence[Any], *args: Any) -> None:
+        super().__init__(*args)
+        self._left = list(reads)
+
+    def read(self, value: Any, tensor: Tensor | None) -> Any:
+        del self._left[:1]
+        return super().read(value, tensor)
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        given = args[0] if args else None
+        if not hasattr(func, "tags") and isinstance(given, FakeTensor):  # tolist() and its like
+            if not given.dim():
+                return self._instead_of(given)
+            with without_dispatch_modes():
+                return func(torch.zeros(given.shape, dtype=given.dtype), *args[1:], **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            return self._made_up(func, args, kwargs)
+
+    def _made_up(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        name, given = schema_of(func).name.removeprefix("aten::"), args[0]
+        if name in READS:
+            return self._instead_of(given)
+        more, whole = given.numel() + 1, {"dtype": torch.int64, "device": given.device}
+        if name == "index":
+            return func(given, [at for one in args[1] for at in _places(one)])
+        if name == "nonzero":
+            return torch.zeros(more, given.dim(), **whole)
+        if name == "masked_select":
+            return given.new_zeros(more)
+        if name == "bincount":
+            return torch.zeros(kwargs.get("minlength", args[2] if len(args) > 2 else 0) or more, **whole)
+        if name == "repeat_interleave":
+            return torch.zeros(more, **whole)
+        if name in ("_unique2", "unique_consecutive", "_unique"):
+            found = given.new_zeros(more), torch.zeros(given.shape, **whole), torch.zeros(more, **whole)
+            return found[: len(schema_of(func).returns)]
+        return func(*args, **kwargs)
+
+    def _instead_of(self, tensor: Tensor) -> Any:
+        """What the step read there when it really ran, or any other value of that kind."""
+        value = self._left[0] if self._left else None
+        if isinstance(value, bool | int | float):
+            return value
+        return True if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
+
+
+_WEIGHT = 0.7310585786300049
+"""No number that a step would use."""
+_MOST = 256
+"""Weights of terms are few; a table of more entries is something else."""
+_PRODUCTS = {"mul", "dot", "vdot", "mv", "mm"}
+_SCALED = {"add": "alpha", "sub": "alpha", "rsub": "alpha", "addmm": "alpha", "addmv": "alpha", "baddbmm": "alpha"}
+
+
+class _ZeroWeights(Recorder):
+    """Finds numbers 0 that what follows from samples or parameters is multiplied by.
+
+    A term that is multiplied by 0 in the first batch (a warm-up, a weight of a schedule) has no gradient there,
+    whatever it does to its samples.
+
+    Args:
+        zeros: gets an entry for each that is found.
+        lifted: another number takes their place.
+    """
+
+    def __init__(self, zeros: list[str], lifted: bool, *args: Any) -> None:
+        super().__init__(*args)
+        self._zeros, self._lifted = zeros, lifted
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        name = schema_of(func).name.removeprefix("aten::").removesuffix("_") if hasattr(func, "tags") else ""
+        if name in _PRODUCTS:
+            args = (self._weight(args[0], args[1]), self._weight(args[1], args[0]), *args[2:])
+        elif name == "lerp":
+            args = (*args[:2], self._weight(args[2], args[0]), *args[3:])
+        elif name in _SCALED and kwargs.get(_SCALED[name], 1) == 0:
+            kwargs = {**kwargs, _SCALED[name]: self._weight(0, next(filter(self._follows, args), None))}
+        return super().run(func, args, kwargs)
+
+    def _weight(self, value: Any, other: Any) -> Any:
+        if not self._follows(other) or not self._is_zero(value):
+            return value
+        self._zeros.append("0")
+        if not self._lifted or not isinstance(value, Tensor):
+            return _WEIGHT if self._lifted else value
+        kept = value if value.is_floating_point() else value.to(other.dtype)
+        return torch.where(kept == 0, torch.full_like(kept, _WEIGHT), kept)
+
+    def _is_zero(self, value: Any) -> bool:
+        if not isinstance(value, Tensor):
+            return isinstance(value, int | float) and value == 0
+        trained = value.requires_grad and not (value.is_leaf and value.numel() == 1)
+        if trained or value.numel() > _MOST or value.is_complex() or self.operation_of(value).varies:
+            return False
+        return bool((value == 0).any())
+
+    def _follows(self, value: Any) -> bool:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return False
+        return value.requires_grad or self.operation_of(value).varies
+
+
+def _places(chosen: Tensor | None) -> list[Tensor | None]:
+    """Rows by their numbers instead of by truth values."""
+    if chosen is None or chosen.dtype not in (torch.bool, torch.uint8):
+        return [chosen]
+    return [torch.zeros(chosen.numel() + 1, dtype=torch.int64, device=chosen.device)] * chosen.dim()
+
+
+def _dry_runs(
+    step: Callable[[Any], Any],
+    model: nn.Module,
+    batches: Sequence[tuple[Any, int | None]],
+    reads: Sequence[Any],
+    ghosts: Sequence[str],
+) -> list[RecordedRun]:
+    """Forward passes on fake tensors; nothing is left of them."""
+    mode = DryMode()
+    replacement = fake(mode)
+    parts = [(replacement.batch(batch), samples) for batch, samples in batches]
+    kind, runs = partial(_WithoutValues, reads), []
+    with mode.open(), stand_ins(model, replacement), torch.random.fork_rng(devices=[]):
+        outside = ExternalTensors(replacement.stand_ins)
+        for part, samples in parts:
+            with undisturbed(model, step), mode, outside.put_back_after():
+                fix_statistics(model, ghosts)
+                runs.append(record(lambda one: loss_of(step(one)).detach(), part, kind=kind, samples=samples))
+    return runs
 
 
 def compared(
@@ -158,59 +220,70 @@ def compared(
     *,
     split: Split = split_batch,
     given: bool = False,
+    ghost: bool = False,
 ) -> Certificate:
-    """The same certificate, if the step does with batches of these sizes what it does with the probed samples.
+    """The same certificate, if the loss of batches of these sizes is of its samples what it is of the probed ones.
 
     The step is run without values, on the first samples of the batch.
 
     Args:
         found: one that says that the batch may be split.
         sizes: of the parts that are to run, and of the batch.
-        given: the user counts what the loss is a mean over, and so answers for a step that cannot be compared.
+        given: the user counts what the loss is a mean over, and so answers for all sizes.
+        ghost: as in :func:`certify`.
     """
-    probed = range(2, found.samples + 1)
-    new = {size for size in sizes if size not in probed}
-    wanted = sorted({*probed[-max(_SIZES - len(new), _SIZES - 1) :], *sizes})
     total = samples_in(batch, split)
-    wanted = [size for size in wanted if size <= total]
-    if len(wanted) == 1:
-        return _known_sizes(found, wanted)
-    batches = [batch if size == total else split(batch, size)[0] for size in wanted]
+    wanted = [size for size in sorted(sizes) if found.samples < size <= total]
+    if given or not wanted:
+        return _known_sizes(found, sizes)
+    batches = [batch if size == total else split(batch, size)[0] for size in (found.samples, *wanted)]
+    counts = [None if split is split_batch else size for size in (found.samples, *wanted)]
+    ghosts = batch_statistics_layers(model) if ghost else []
     try:
-        flows = dry_flows(step, model, batches, found.reads)
+        few, *runs = _dry_runs(step, model, list(zip(batches, counts, strict=True)), found.reads, ghosts)
     except Exception as error:  # whatever a step says to tensors without values
-        text = str(error).splitlines()[0] if str(error) else "no message"
-        why = f"the step does not run without values ({type(error).__name__}: {text})"
-        if given:
-            note = f"batches of more than {found.samples} samples were taken to do the same as that many, as {why}"
-            return replace(_known_sizes(found, wanted), notes=tuple(dict.fromkeys((*found.notes, note))))
         reason = (
-            f"whether the step does the same with {max(sizes)} samples as with {found.samples} is not known, as "
-            f"{why}. Give loss_weight(part), which counts what the loss is a mean over, or offload only"
+            f"whether the step does the same with {max(sizes)} samples as with {found.samples} is not known, as the "
+            f"step does not run without values ({_first_line(error)}). {_WHAT_TO_DO}"
         )
         return Certificate(None, reason, samples=found.samples)
-    if reason := unlike(flows, wanted):
-        reason = (
-            f"the step does something else with more samples than with fewer: with "
-            f"{', '.join(map(str, wanted))} samples {reason}. Offload only"
-        )
-        return Certificate(None, reason, samples=found.samples)
-    return _known_sizes(found, wanted)
+    for size, run in zip(wanted, runs, strict=True):
+        try:
+            weightings = head_of((run, run.output), (few, few.output)).weightings or (Weighting("mean"),)
+            reason = "" if set(weightings) == _weightings(found) else f"its loss is a {_together(weightings)}"
+        except NotUnderstoodError as error:
+            reason = str(error)
+        if reason:
+            reason = (
+                f"the step does something else with more samples than with fewer: with {size} and {found.samples} "
+                f"samples {reason}. {_WHAT_TO_DO}"
+            )
+            return Certificate(None, reason, samples=found.samples)
+    return _known_sizes(found, sizes)
 
 
 def _known_sizes(found: Certificate, sizes: Collection[int]) -> Certificate:
     return replace(found, sizes=found.sizes | set(sizes))
 
 
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+
+
+def _together(weightings: Sequence[Weighting]) -> str:
+    return " and a ".join(map(str, weightings))
+
+
+_WHAT_TO_DO = (
+    "Use a mean or a sum over samples or labels, or give loss_weight(part), which counts what the loss of a part is a "
+    "mean over, or offload only"
+)
+
+
 _LARGEST_PROBE = 8
 _ENOUGH_FOR_BATCHNORM = 3
 _BATCHNORM = "BatchNorm in train mode takes its statistics over the whole batch"
 _BATCHNORM_FIX = "offload only, or choose batchnorm='ghost'"
-_SAME_COUNT = 1e-4
-_READ = (
-    "the step reads values that depend on the batch (item(), float(), bool(), tolist() or the like), and computes "
-    "something else where they are others"
-)
 _COUNTS = (
     "each call of the step changes {}, which has a part in what it computes, and sub-batches would change it more often"
 )
@@ -232,10 +305,11 @@ def certify(
 ) -> Certificate:
     """Find out whether sub-batches give the gradient of the batch, and with which weights.
 
-    Runs the step on a few samples at once and on uneven parts of them, about 3 * ``samples`` samples forward and
-    backward, twice where the batch has more samples than that: the second time on those that differ most in what can
-    be counted. Where single precision cannot tell, it does so again in float64. Gradients are kept as sketches of 1024
-    numbers a parameter, so the probe needs the memory of one small step and a copy of the parameters.
+    The operations behind the loss say what it is a mean or a sum over (:mod:`retime.foundations.parts.loss_head`),
+    unless ``loss_weight`` does, and gradients have to agree: the step runs on a few samples at once and on uneven parts
+    of them, about 3 * ``samples`` samples forward and backward, twice where the batch has more. Where single precision
+    cannot tell, it does so again in float64. Gradients are kept as sketches of 1024 numbers a parameter, so the probe
+    needs the memory of one small step and a copy of the parameters.
 
     It leaves no trace: see :class:`~retime.foundations.preserve_state.state.Untouched`. Dropout is off while it
     runs; other random numbers are the same for a sample whichever part it is in. Whatever a step changes outside of
@@ -251,7 +325,7 @@ def certify(
             cannot cut.
         loss_weight: counts what the loss of a part is a mean over, where that cannot be seen from the batch.
         ghost: probe with fixed BatchNorm statistics, since each sub-batch is to have its own.
-        among: a former certificate: only weightings that fitted then are considered.
+        among: a former certificate, whose weights have to hold still.
         read_only: the step is known not to write into parameters, so they need not be copied.
 
     Raises:
@@ -270,29 +344,27 @@ def certify(
     if total < 2:
         raise ValueError("a batch of 1 sample has no parts to compare: probe with a batch of 2 or more")
     layers = batch_statistics_layers(model)
-    known = _known(loss_weight, among)
+    known = None if loss_weight is None else Weighting("count", loss_weight)
     if layers and not ghost:
         samples = min(samples, _ENOUGH_FOR_BATCHNORM)
-    examiner = _Examiner(step, batch, model, min(samples, total), total, split, layers if ghost else [], read_only)
+    examiner = _Examiner(step, batch, model, min(samples, total), split, layers if ghost else [], read_only)
     found = examiner.examine(None, known)
-    unsure = found.weighting is None and (ghost or not layers)
+    unsure = found.weighting is None and (known is not None or not examiner.unknown) and (ghost or not layers)
     if unsure and all(p.device.type != "mps" for p in model.parameters()):
         found = examiner.examine_precisely(known) or found
+    if found.separable and among is not None and _weightings(among) != _weightings(found):
+        reason = f"the loss is a {found.weighting} now, and was a {among.weighting}. Offload only"
+        return Certificate(None, reason, samples=found.samples)
     if found.separable:
-        return compared(step, batch, model, found, {total}, split=split, given=loss_weight is not None)
+        return compared(step, batch, model, found, {total}, split=split, given=known is not None, ghost=ghost)
     if layers and not ghost:
         reason = f"{_BATCHNORM}: {_some(layers)}; {_BATCHNORM_FIX}"
         return replace(found, reason=reason, layers=tuple(layers))
     return found
 
 
-def _known(loss_weight: Callable[[Any], Any] | None, among: Certificate | None) -> list[Weighting] | None:
-    """The weightings to choose from, where they are not open."""
-    if loss_weight is not None:
-        return [Weighting("count", loss_weight)]
-    if among is not None and among.weighting is not None:
-        return [among.weighting, *among.alternatives]
-    return None
+def _weightings(found: Certificate) -> set[Weighting | None]:
+    return {found.weighting, *found.alternatives}
 
 
 class _Examiner:
@@ -302,191 +374,161 @@ class _Examiner:
         batch: Any,
         model: nn.Module,
         samples: int,
-        total: int,
         split: Split,
         ghosts: Sequence[str],
         read_only: bool,
     ) -> None:
-        self._read_only = read_only
-        self._step, self._batch, self._model = step, batch, model
-        self._samples, self._total, self._split, self._ghosts = samples, total, split, ghosts
+        self._step, self._model, self._split, self._samples = step, model, split, samples
+        total = samples_in(batch, split)
+        first, *others = [batch] if total == samples else split(batch, samples)
+        self._batches = [first, *[part for part in others if samples_in(part, split) == samples][-1:]]
+        self._ghosts, self._read_only = ghosts, read_only
+        self._zeros: list[str] = []
+        self._heads: dict[str, Weighting] = {}  # of the scalars that the step returns, by place
+        self._look: tuple[Head | None, str, tuple[bool | int | float | None, ...]] | None = None
 
-    def examine_precisely(self, known: list[Weighting] | None) -> Certificate | None:
+    @property
+    def unknown(self) -> bool:
+        """Whether operations did not tell what the loss is of its samples."""
+        return self._look is not None and self._look[0] is None
+
+    def examine_precisely(self, known: Weighting | None) -> Certificate | None:
         """In float64; None where the step does not run in it."""
         try:
             return self.examine(torch.float64, known)
         except Exception:  # whatever a step says to tensors of another type
             return None
 
-    def examine(self, dtype: torch.dtype | None, known: list[Weighting] | None) -> Certificate:
+    def examine(self, dtype: torch.dtype | None, known: Weighting | None) -> Certificate:
         fix = partial(fix_statistics, self._model, self._ghosts)
         with Untouched(self._model, dtype, fix, read_only=self._read_only, step=self._step) as scratch:
             prober = Prober(self._step, scratch, dtype, self._split)
-            first = prober.probe(self._first(), range(self._samples))
-            probes, broken = first.probes, first.failure
-            flow, part = (FlowVerdict(), None) if broken else probes[0].flow()
-            counts = self._counts(prober, flow.divisors)
-            candidates = _possible(known, flow.divisors) or [
-                Weighting("mean"),
-                *_counting(flow.divisors),
-                *([] if flow.divisors else [Weighting("sum")]),
-            ]
-            if not broken and (second := self._second(known or counts)) is not None:
-                more = prober.probe(second, range(self._samples, 2 * self._samples))
-                probes, broken = [*probes, *more.probes], more.failure
-            if flow.read and not broken and not flow.reason:
-                names = range(self._samples)
-                if prober.depends_on_reads(self._first(), names, probes[0].full, flow.read):
-                    flow = replace(flow, reason=_READ, weights=False)
-            if broken:
-                return Certificate(None, broken, samples=self._samples)
-            concluded = _concluded(probes, candidates, prober.epsilon, self._samples, known is not None)
-            concluded = _in_view_of(flow, concluded, self._first(), part)
+            probes: list[Probe] = []
+            for number, batch in enumerate(self._batches):
+                names = range(number * self._samples, (number + 1) * self._samples)
+                outcome = prober.probe(batch, names, pairs=1 if number else 2)
+                if outcome.failure:
+                    return Certificate(None, outcome.failure, samples=self._samples)
+                probes += outcome.probes
+            head, why, reads = self._look = self._look or self._looked(prober)
+            if known is not None:
+                candidates, why = [known], ""
+            else:
+                candidates = [Weighting("mean")] if head is None else list(head.weightings) or [Weighting("mean")]
+            concluded = _concluded(
+                probes, candidates, prober.epsilon, self._samples, self._heads, given=known is not None, unknown=why
+            )
+            if concluded.separable and self._zeros:
+                concluded = self._with_all_terms(prober, candidates, concluded)
             if concluded.separable:
-                counters = prober.depends_on_counters(self._first(), range(self._samples), probes[0].full)
+                counters = prober.depends_on_counters(self._batches[0], range(self._samples), probes[0].full)
                 if counters:
                     reason = f"{_COUNTS.format(counters)}. Offload only"
                     concluded = Certificate(None, reason, samples=self._samples)
-            if concluded.separable and prober.zeros:
-                concluded = self._with_all_terms(prober, concluded)
             if concluded.weighting is not None and set(probes[0].full.scalars.values()) != {probes[0].full.loss}:
-                unlike = prober.unlike(self._first(), range(self._samples))
+                unlike = prober.unlike(self._batches[0], range(self._samples))
                 if unlike is not None and _is_comparable(unlike, probes[0], concluded):
-                    concluded = _with_outputs(concluded, concluded.weighting, [*probes, unlike])
+                    concluded = _with_outputs(concluded, concluded.weighting, [*probes, unlike], self._heads)
+        if not concluded.separable:
+            return concluded
         notes = [_RANDOM] if prober.random or any(_drops(module) for module in self._model.modules()) else []
         hooked = [name for name, parameter in self._model.named_parameters() if tensor_hooks(parameter)]
         if hooked:
             notes.append(f"gradient hooks run once for each sub-batch: {_some(hooked)}")
-        if not concluded.separable:
-            return concluded
-        sizes = {size for probe in probes for case in probe.cases for size in (sum(case.samples), *case.samples)}
-        reads = tuple(one if isinstance(one, bool | int | float) else None for one in prober.reads or ())
-        return replace(concluded, notes=tuple(notes), sizes=frozenset(sizes), reads=reads)
+        sizes = frozenset(size for case in probes[0].cases for size in (sum(case.samples), *case.samples))
+        constants = head is not None and head.compares
+        return replace(concluded, notes=tuple(notes), sizes=sizes, reads=reads, constants=constants)
 
-    def _with_all_terms(self, prober: Prober, found: Certificate) -> Certificate:
+    def _with_all_terms(self, prober: Prober, candidates: list[Weighting], found: Certificate) -> Certificate:
         """The same, if its weights hold too where terms that count for nothing yet count."""
-        lifted = prober.lifted(self._first(), range(self._samples))
+        try:
+            kind = partial(_ZeroWeights, [], True)
+            lifted = prober.probe(self._batches[0], range(self._samples), kind=kind)
+        except Exception as error:  # whatever a step says to other numbers than its own
+            reason = f"a term of its loss is multiplied by 0, and it fails where that is another ({_first_line(error)})"
+            return Certificate(None, reason, samples=self._samples)
         if lifted.failure:
             return Certificate(None, lifted.failure, samples=self._samples)
-        fitting = [one for one in (found.weighting, *found.alternatives) if one is not None]
-        again = _concluded(lifted.probes, fitting, prober.epsilon, self._samples, True)
-        if again.weighting is None:
-            reason = f"the loss has a term that is multiplied by 0 now, and where it is not, {again.reason}"
-            return replace(again, reason=reason)
-        others = tuple(one for one in again.alternatives if one in found.alternatives)
-        return replace(found, weighting=again.weighting, alternatives=others)
+        again = _concluded(lifted.probes, candidates, prober.epsilon, self._samples, {}, given=True)
+        if again.separable:
+            return found
+        reason = f"the loss has a term that is multiplied by 0 now, and where it is not, {again.reason}"
+        return replace(again, reason=reason)
 
-    def _first(self) -> Any:
-        if self._total == self._samples:
-            return self._batch
-        return self._split(self._batch, self._samples)[0]
-
-    def _counts(self, prober: Prober, divisors: Set[Divisor]) -> list[Weighting]:
-        ignored = {(place, "!=", float(by.ignored)) for by in divisors for place in by.places if by.ignored is not None}
-        return [Weighting("count", count) for count in counts_of(self._batch, prober.compared | ignored)]
-
-    def _second(self, candidates: Sequence[Weighting]) -> Any | None:
-        """Samples that differ most in what can be counted; another part of the batch where samples cannot be chosen."""
-        if self._total <= self._samples:
-            return None
-        if self._split is not split_batch:
-            parts = [part for part in self._split(self._batch, self._samples)[1:] if self._size(part) == self._samples]
-            return parts[-1] if parts else None
-        few: dict[int, None] = {}
-        many: dict[int, None] = {}
-        for candidate in candidates:
-            if isinstance(candidate.count, Count) and candidate.count.place in tensors_of(self._batch):
-                counted = candidate.count.per_sample(self._batch)
-                if len(counted) == self._total and counted.min() < counted.max():
-                    few.setdefault(int(counted.argmin()))
-                    many.setdefault(int(counted.argmax()))
-        if not few:
-            return None
-        chosen = [*few, *many][: self._samples]
-        rest = [index for index in reversed(range(self._total)) if index not in chosen]
-        # last comes one that counts little, which is a part by itself
-        indices = [*rest[: self._samples - len(chosen)], *reversed(chosen)]
-        return part_of(self._batch, torch.tensor(indices), self._total)
-
-    def _size(self, part: Any) -> int:
-        return samples_in(part, self._split)
+    def _looked(self, prober: Prober) -> tuple[Head | None, str, tuple[bool | int | float | None, ...]]:
+        """What the loss is of its samples, or why that is not known, and what the step reads."""
+        batch, custom = self._batches[0], self._split is not split_batch
+        fewer = self._split(batch, self._samples // 2 + 1 if self._samples > 2 else 1)[0]
+        counts = [samples_in(part, self._split) if custom else None for part in (batch, fewer)]
+        further: dict[str, Any] = {"kind": Recorder, "samples": counts[0]}
+        try:
+            kind = partial(_ZeroWeights, self._zeros, False)
+            large = record(prober.recorded, batch, kind=kind, samples=counts[0])
+            reads = tuple(one if isinstance(one, bool | int | float) else None for one in large.values)
+            small = record(prober.recorded, fewer, kind=Recorder, samples=counts[1])
+            self._heads = dict(_heads_of_scalars(large, small))
+            altered = record_altered(prober.recorded, batch, large, **further)
+            return head_of_loss(large, small, altered), "", reads
+        except NotUnderstoodError as error:
+            return None, str(error), reads
+        except Exception as error:  # whatever a step says to being watched
+            return None, f"its operations cannot be followed ({_first_line(error)})", (None,)
 
 
-def _possible(known: Sequence[Weighting] | None, divisors: Set[Divisor]) -> list[Weighting]:
-    """Return the weightings that are possible for a loss that is a mean over what is counted in the batch."""
-    return [one for one in known or () if not isinstance(one.count, Count) or any(_is(one, by) for by in divisors)]
-
-
-def _counting(divisors: Set[Divisor]) -> list[Weighting]:
-    counts = {by.count for by in divisors if by.count is not None and not by.some}
-    return [Weighting("count", count) for count in sorted(counts, key=str)]
-
-
-def _is(weighting: Weighting, divisor: Divisor) -> bool:
-    return weighting.count is not None and not divisor.some and weighting.count == divisor.count
-
-
-def _explains(weighting: Weighting, divisor: Divisor, whole: Any, part: Any) -> bool:
-    """Whether the loss is divided by what is counted so."""
-    if divisor.some:  # a mean over samples, as long as nothing there is left out
-        return weighting.kind == "mean"
-    if not _is(weighting, divisor) or weighting.count is None:
-        return False
-    if divisor.ignored is not None:
-        return True
-    counted = float(weighting.count(part)), float(weighting.count(whole))
-    return not counted[0] or abs(counted[0] / counted[1] - divisor.ratio) <= _SAME_COUNT
-
-
-def _in_view_of(flow: FlowVerdict, found: Certificate, whole: Any, part: Any) -> Certificate:
-    """The probe's certificate, unless other values than those that were probed may need other weights."""
-    weighting = found.weighting
-    given = weighting is not None and weighting.count is not None and not isinstance(weighting.count, Count)
-    if weighting is None:
-        return found
-    if flow.reason and not (given and flow.weights):
-        fix = "Give loss_weight(part), which counts it, or offload only" if flow.weights else "Offload only"
-        reason = f"{flow.reason}: other batches may need other weights than the {found.samples} samples probed. {fix}"
-        return replace(found, weighting=None, reason=reason, alternatives=(), outputs={}, unclear=())
-    fitting = [weighting, *found.alternatives]
-    for divisor in flow.divisors:
-        if not given and not any(_explains(one, divisor, whole, part) for one in fitting):
-            reason = (
-                f"the loss is divided by, or a mean over, something that follows from {_some(sorted(divisor.places))} "
-                "and cannot be counted there. Give loss_weight(part), which counts it, or offload only"
-            )
-            return replace(found, weighting=None, reason=reason, alternatives=(), outputs={}, unclear=())
-    if flow.means and not given and all(one.kind != "mean" for one in fitting):
-        reason = "the loss adds a mean over samples to a mean over something else. Offload only"
-        return replace(found, weighting=None, reason=reason, alternatives=(), outputs={}, unclear=())
-    complete = tuple(divisor.count for divisor in flow.divisors if divisor.some and divisor.count is not None)
-    return replace(found, constants=any(divisor.ignored is None for divisor in flow.divisors), complete=complete)
+def _heads_of_scalars(large: RecordedRun, small: RecordedRun) -> Iterator[tuple[str, Weighting]]:
+    """What numbers that a step returns are of its samples, by place, as far as their operations tell."""
+    few = tensors_of(small.output)
+    for place, tensor in tensors_of(large.output).items():
+        try:
+            if not tensor.dim() and place in few:
+                head = head_of((large, tensor), (small, few[place]))
+                yield f"output{place.removeprefix('batch')}", head.weightings[0]
+        except (NotUnderstoodError, IndexError):
+            continue
 
 
 def _concluded(
-    probes: list[Probe], candidates: Sequence[Weighting], epsilon: float, samples: int, known: bool
+    probes: list[Probe],
+    candidates: Sequence[Weighting],
+    epsilon: float,
+    samples: int,
+    heads: Mapping[str, Weighting],
+    *,
+    given: bool = False,
+    unknown: str = "",
 ) -> Certificate:
-    verdicts = [(weighting, judge(weighting, probes, epsilon)) for weighting in candidates]
-    fitting = [(weighting, verdict) for weighting, verdict in verdicts if verdict.fits]
-    best = min((verdict for _, verdict in verdicts), key=lambda verdict: verdict.error)
-    changed = sorted({name for probe in probes for name in probe.changed_differently(best.tolerance)})
+    """What probes say of weightings, all of which have to fit.
+
+    Args:
+        heads: what scalars are of their samples, as operations tell.
+        given: weightings are the user's.
+        unknown: why operations do not tell what the loss is of its samples.
+    """
+    verdicts = [judge(weighting, probes, epsilon) for weighting in candidates]
+    worst = max(verdicts, key=lambda verdict: verdict.error)
+    changed = sorted({name for probe in probes for name in probe.changed_differently(worst.tolerance)})
     if changed:
         layers = tuple(dict.fromkeys(name.rpartition(".")[0] for name in changed))
         reason = (
             f"each forward pass changes {_some(changed)}, so sub-batches would change it several times; offload only"
         )
-        return Certificate(None, reason, layers, best.error, best.tolerance, samples)
-    if fitting:
-        weighting, verdict = fitting[0]
-        others = tuple(other for other, _ in fitting[1:] if other.kind != "sum")
-        found = Certificate(weighting, "", (), verdict.error, verdict.tolerance, samples, others)
-        return _with_outputs(found, weighting, probes)
-    return Certificate(None, _why_not(probes, best, known, samples), best.layers, best.error, best.tolerance, samples)
+        return Certificate(None, reason, layers, worst.error, worst.tolerance, samples)
+    if unknown:
+        reason = f"how losses of sub-batches add up cannot be told from the loss: {unknown}. {_WHAT_TO_DO}"
+        return Certificate(None, reason, worst.layers, worst.error, worst.tolerance, samples)
+    if all(verdict.fits for verdict in verdicts):
+        weighting, *others = candidates
+        found = Certificate(weighting, "", (), worst.error, worst.tolerance, samples, tuple(others))
+        return _with_outputs(found, weighting, probes, heads)
+    reason = _why_not(probes, worst, given, samples)
+    return Certificate(None, reason, worst.layers, worst.error, worst.tolerance, samples)
 
 
-def _with_outputs(found: Certificate, weighting: Weighting, probes: Sequence[Probe]) -> Certificate:
-    """The same, with what the probes tell of the scalars that the step returns."""
-    outputs = scalar_weightings(probes, [weighting, Weighting("mean"), Weighting("sum")], found.tolerance)
+def _with_outputs(
+    found: Certificate, weighting: Weighting, probes: Sequence[Probe], heads: Mapping[str, Weighting]
+) -> Certificate:
+    """The same, with what operations and probes tell of the scalars that the step returns."""
+    outputs = scalar_weightings(probes, [weighting, Weighting("mean"), Weighting("sum")], heads, found.tolerance)
     unclear = tuple(place for place in probes[0].full.scalars if place not in outputs)
     examples = tuple(_example(probe, case, weighting) for probe in probes for case in probe.cases)
     return replace(found, outputs=outputs, unclear=unclear, examples=examples)

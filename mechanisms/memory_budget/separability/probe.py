@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from retime.foundations.parts import (
-    ALTERATIONS,
-    PerturbedReads,
+    Recorder,
     Split,
     Weighting,
     loss_of,
@@ -24,8 +23,6 @@ from retime.foundations.parts import (
 )
 from retime.foundations.preserve_state import Untouched, seed_all
 from retime.foundations.torch_private import run_backward
-from retime.mechanisms.memory_budget.separability.flow import Flow
-from retime.mechanisms.memory_budget.separability.flow_judge import FlowVerdict, judge_flow
 from retime.mechanisms.memory_budget.separability.watch import (
     NoDropout,
     SampleNoise,
@@ -68,15 +65,12 @@ class Run:
     loss: float
     scalars: dict[str, float]
     changed: dict[str, Tensor] = field(default_factory=dict)
-    flow: Flow = field(default_factory=Flow)
     counters: list[tuple[int, str]] = field(default_factory=list)
 
     def same_as(self, other: Run) -> bool:
-        """Whether its loss came from the same operations, and it gave the same numbers bit by bit."""
-        towards = ([one.name for one in flow.towards_loss()] for flow in (self.flow, other.flow))
+        """Whether it gave the same numbers bit by bit."""
         return (
-            next(towards) == next(towards)
-            and self.loss == other.loss
+            self.loss == other.loss
             and self.gradients.keys() == other.gradients.keys()
             and all(torch.equal(one, other.gradients[name]) for name, one in self.gradients.items())
         )
@@ -97,15 +91,6 @@ class Probe:
 
     full: Run
     cases: list[Case] = field(default_factory=list)
-
-    def flow(self) -> tuple[FlowVerdict, Any]:
-        """What the flow of values through the whole and through a part of it shows, and that part."""
-        runs = [(part, run) for case in self.cases for part, run in zip(case.parts, case.runs, strict=True)]
-        verdicts = ((judge_flow(self.full.flow, run.flow), part) for part, run in runs)
-        first = next(verdicts)
-        if not first[0].other_operations:
-            return first
-        return next((found for found in verdicts if not found[0].other_operations), first)
 
     def changed_differently(self, tolerance: float) -> list[str]:
         """Parameters and buffers that are not the same after the parts as after the whole, but for rounding.
@@ -137,35 +122,16 @@ class Prober:
     """Runs a step on copies of its model.
 
     Attributes:
-        compared: comparisons with constants, of all runs; see :class:`Watch`.
         epsilon: of the coarsest type.
         random: random numbers were drawn.
-        zeros: terms of the loss are multiplied by 0.
-        reads: the values that the first run read.
     """
 
     def __init__(self, step: Callable[[Any], Any], scratch: Untouched, dtype: torch.dtype | None, split: Split) -> None:
         self._step, self._scratch, self._dtype, self._split = step, scratch, dtype, split
-        self.compared: set[tuple[str, str, float]] = set()
         self.epsilon = 0.0
-        self.random = self.zeros = False
-        self.reads: list[Any] | None = None
-        self._reentrant = self._lifted = False
+        self.random = self._reentrant = False
         self._noise: SampleNoise | None = None
-
-    def lifted(self, batch: Any, names: Sequence[int]) -> Outcome:
-        """As :meth:`probe`, but terms of the loss that are multiplied by 0 are multiplied by another number.
-
-        Returns:
-            Why the step does not run so, if it does not.
-        """
-        self._lifted = True
-        try:
-            return self.probe(batch, names)
-        except Exception as error:  # whatever a step says to other numbers than its own
-            return Outcome([], f"a term of its loss is multiplied by 0, and it fails where that is another ({error})")
-        finally:
-            self._lifted = False
+        self._kind: Callable[[Any], Recorder] | None = None
 
     def unlike(self, batch: Any, names: Sequence[int]) -> Probe | None:
         """As :meth:`probe`, with samples that modules give unlike values for; None where the step does not run so."""
@@ -178,19 +144,22 @@ class Prober:
             self._noise = None
         return None if outcome.failure else outcome.probes[0]
 
-    def probe(self, batch: Any, names: Sequence[int], pairs: int = 2) -> Outcome:
+    def probe(
+        self, batch: Any, names: Sequence[int], pairs: int = 2, kind: Callable[[Any], Recorder] | None = None
+    ) -> Outcome:
         """Run the step on a small batch and on uneven parts of it.
 
         Args:
             names: a number for each sample, which seeds its random numbers.
             pairs: in how many ways to cut the batch.
+            kind: of recorder that each run is in.
 
         Raises:
             ValueError: the loss needs no gradient.
             Exception: whatever the step raises on the whole of it.
         """
         samples = samples_in(batch, self._split)
-        names = list(names)[:samples]
+        names, self._kind = list(names)[:samples], kind
         self._scratch.restart()
         found = Probe(self._run(batch, names))
         for sub_batch in dict.fromkeys((samples // 2 + 1, samples - 1)[:pairs]) if samples > 2 else (1,):
@@ -213,26 +182,11 @@ class Prober:
             found.cases.append(case)
         return Outcome([found])
 
-    def depends_on_reads(self, batch: Any, names: Sequence[int], full: Run, read: Sequence[int]) -> bool:
-        """Whether the step computes something else, or cannot run, if it reads other values.
-
-        Args:
-            batch, names: as for :meth:`probe`.
-            full: what it gave on that batch.
-            read: positions among all reads of those that are altered.
-        """
-        for how in ALTERATIONS:
-            self._scratch.restart()
-            altered = PerturbedReads(set(read), max(read), how)
-            try:
-                run = self._run(batch, list(names), altered)
-            except Exception as error:
-                if altered.checked(error):
-                    continue
-                return True
-            if not run.same_as(full):
-                return True
-        return False
+    def recorded(self, batch: Any) -> Any:
+        """What one run returns, of which only the operations matter."""
+        self._scratch.restart()
+        seed_all()
+        return map_leaves(self._step(batch), lambda _, leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
 
     def depends_on_counters(self, batch: Any, names: Sequence[int], full: Run) -> str:
         """Which numbers that each call of the step changes have a part in what it computes; empty if none has."""
@@ -248,43 +202,43 @@ class Prober:
                 return ", ".join(dict.fromkeys(name for _, name in full.counters))
         return ""
 
-    def _run(self, batch: Any, names: Sequence[int], altered: PerturbedReads | None = None) -> Run:
+    def _run(
+        self,
+        batch: Any,
+        names: Sequence[int],
+    ) -> Run:
         before = self._scratch.numbers()
         seed_all()  # for each part too: the noise of a sample depends on its name and on the draws before
         batch = replaced_tensors(batch, self._copied)  # parts are views, and a step may write into its batch
         parameters = self._scratch.parameters()
         try:
-            output, gradients, watch = self._gradients(batch, names, parameters, altered)
+            output, gradients, watch = self._gradients(batch, names, parameters)
         except RuntimeError as error:
             if self._reentrant or "checkpoint" not in str(error).lower():
                 raise
             self._reentrant = True  # reentrant checkpoints cannot be asked for chosen gradients
             self._scratch.restart()
-            output, gradients, watch = self._gradients(batch, names, self._scratch.parameters(), altered)
-        self.compared |= watch.compared
+            output, gradients, watch = self._gradients(batch, names, self._scratch.parameters())
         self.epsilon = max(self.epsilon, watch.epsilon)
-        self.zeros |= watch.zeros.found
-        self.reads = watch.reads if self.reads is None else self.reads
         sketches = {name: sketch(gradient) for name, gradient in gradients.items()}
-        watch.flow.release()
         after = self._scratch.numbers()
-        counters = [key for key in after if after[key] != before.get(key)]
+        counters = [key for key in after if after[key] != before.get(key) and after[key] == after[key]]
         loss, scalars = float(loss_of(output).detach()), scalars_of(output)
-        return Run(sketches, loss, scalars, self._scratch.changed(), watch.flow, counters)
+        return Run(sketches, loss, scalars, self._scratch.changed(), counters)
 
     def _gradients(
         self,
         batch: Any,
         names: Sequence[int],
         parameters: list[tuple[str, Tensor, Tensor]],
-        altered: PerturbedReads | None,
     ) -> tuple[Any, dict[str, Tensor], Watch]:
-        with torch.enable_grad(), Watch(names, batch, altered, self._lifted) as watch, NoDropout(watch) as dropout:
-            with nullcontext() if self._noise is None else self._noise.of(names):
+        recorder = nullcontext() if self._kind is None else self._kind(batch)
+        noise = nullcontext() if self._noise is None else self._noise.of(names)
+        with torch.enable_grad(), Watch(names) as watch, NoDropout() as dropout:
+            with noise, recorder:
                 output = self._step(batch)
             self.random |= watch.drawn or dropout.seen
             loss = loss_of(output)
-            watch.flow.end(loss)
             if not loss.requires_grad:
                 raise ValueError("the step's loss needs no gradient: return the loss undetached, and run no backward")
             if self._reentrant:
@@ -455,12 +409,16 @@ def fitted_error(probes: Sequence[Probe]) -> float:
 
 
 def scalar_weightings(
-    probes: Sequence[Probe], candidates: Sequence[Weighting], tolerance: float
+    probes: Sequence[Probe], candidates: Sequence[Weighting], heads: Mapping[str, Weighting], tolerance: float
 ) -> dict[str, Weighting]:
-    """By place in the step's output: how that scalar adds up from parts. Scalars that do not are left out."""
+    """By place in the step's output: how that scalar adds up from parts. Scalars that do not are left out.
+
+    Args:
+        candidates: tried one after the other, behind what ``heads`` says of a place.
+    """
     found = {}
     for place in probes[0].full.scalars:
-        for weighting in candidates:
+        for weighting in ([heads[place]] if place in heads else []) + list(candidates):
             if all(_adds_up(place, probe.full, case, weighting, tolerance) for probe in probes for case in probe.cases):
                 found[place] = weighting
                 break

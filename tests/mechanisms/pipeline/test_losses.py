@@ -221,6 +221,14 @@ KNOWN: dict[str, tuple[Step, list[str]]] = {
     "mean of sums": (lambda net, part: error_of(net, part).sum(0).mean(), [SUM]),
     "sum of means": (lambda net, part: error_of(net, part).mean(0).sum(), [MEAN]),
     "masked": (lambda net, part: (error_of(net, part) * part["mask"]).mean(), [MEAN]),
+    "mean over a mask": (
+        lambda net, part: (error_of(net, part) * part["mask"]).sum() / part["mask"].sum(),
+        ["mean over sum(batch['mask'])"],
+    ),
+    "mean over a mask, never empty": (
+        lambda net, part: (error_of(net, part) * part["mask"]).sum() / (part["mask"].sum() + 1e-6),
+        ["mean over sum(batch['mask'])"],
+    ),
     "focal": (focal, [MEAN]),
     "several": (
         lambda net, part: 2 * error_of(net, part).mean() - 0.1 * F.cross_entropy(net["x"](part["x"]), part["classes"]),
@@ -281,8 +289,6 @@ UNKNOWN: dict[str, tuple[Step, str]] = {
         lambda net, part: error_of(net, part).sum() / (part["mask"] > 0).sum().clamp(min=1),
         BY_BATCH,
     ),
-    "epsilon": (lambda net, part: (error_of(net, part) * part["mask"]).sum() / (part["mask"].sum() + 1e-6), BY_BATCH),
-    "mask": (lambda net, part: (error_of(net, part) * part["mask"]).sum() / part["mask"].sum(), BY_BATCH),
     "items": (by_item, READ),
     "numpy": (lambda net, part: error_of(net, part).sum() / float(part["mask"].numpy().sum()), READ),
     "list": (lambda net, part: error_of(net, part).sum() / sum(map(sum, part["mask"].tolist())), READ),

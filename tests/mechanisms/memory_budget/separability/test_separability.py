@@ -45,28 +45,37 @@ def test_separable_steps_and_their_weights(name: str) -> None:
 def test_any_number_of_samples_gives_the_same_verdict(samples: int) -> None:
     plain, ragged, related = classifier(convolutional()), language(), contrastive()
 
-    assert str(certify(plain.step, plain.batch, plain.model, samples=samples).weighting) == "mean over samples"
+    classes = "mean over count(batch[1] != -100)"
+    assert str(certify(plain.step, plain.batch, plain.model, samples=samples).weighting) == classes
     assert "labels" in str(certify(ragged.step, ragged.batch, ragged.model, samples=samples).weighting)
     assert not certify(related.step, related.batch, related.model, samples=samples).separable
 
 
-def test_a_batch_of_whole_sequences_leaves_open_what_a_ragged_one_decides() -> None:
+def test_a_batch_of_whole_sequences_shows_what_a_ragged_one_counts() -> None:
     case = language(ragged=False)
-    first = certify(case.step, case.batch, case.model)
-    ragged = language().batch
-    parts = split_batch(ragged, 4)
+    certificate = certify(case.step, case.batch, case.model)
+    parts = split_batch(language().batch, 4)
 
-    assert loss_weights(first, split_batch(case.batch, 4)) == pytest.approx([4 / 11, 4 / 11, 3 / 11])
-    with pytest.raises(WeightsUnclearError, match="labels"):
-        loss_weights(first, parts)
-    second = certify(case.step, ragged, case.model, among=first)
-
-    assert str(second.weighting) == "mean over count(batch['labels'] != -100)"
+    assert loss_weights(certificate, split_batch(case.batch, 4)) == pytest.approx([4 / 11, 4 / 11, 3 / 11])
     counts = [int((part["labels"] != -100).sum()) for part in parts]
-    assert loss_weights(second, parts) == pytest.approx([count / sum(counts) for count in counts])
+    assert loss_weights(certificate, parts) == pytest.approx([count / sum(counts) for count in counts])
 
 
-def test_a_batch_without_what_was_counted_is_certified_again() -> None:
+def test_terms_that_weigh_parts_differently_have_no_weights() -> None:
+    case = language(ragged=False)
+
+    def step(batch: dict[str, Tensor]) -> Tensor:
+        output = case.step(batch)
+        return output["loss"] + case.model.embedding(batch["ids"]).square().mean()
+
+    certificate = certify(step, case.batch, case.model)
+
+    assert certificate.separable
+    with pytest.raises(WeightsUnclearError, match=r"count\(batch\['labels'\] != -100\) and a mean over samples"):
+        loss_weights(certificate, split_batch(language().batch, 4))
+
+
+def test_a_batch_without_what_was_counted_has_no_weights() -> None:
     case = classifier(convolutional())
 
     def step(batch: dict[str, Tensor]) -> Tensor:
@@ -74,15 +83,12 @@ def test_a_batch_without_what_was_counted_is_certified_again() -> None:
         return (losses * batch["flags"]).sum() / batch["flags"].sum() if "flags" in batch else losses.mean()
 
     batch = dict(zip("xy", case.batch, strict=True))
-    first = certify(step, {**batch, "flags": torch.ones(11, dtype=torch.bool)}, case.model)
-    parts = split_batch(batch, 4)
+    certificate = certify(step, {**batch, "flags": torch.ones(11, dtype=torch.bool)}, case.model)
 
-    with pytest.raises(WeightsUnclearError, match=r"this batch has no batch\['flags'\]"):
-        loss_weights(first, parts)
-    second = certify(step, batch, case.model, among=first)
-
-    assert loss_weights(second, parts) == pytest.approx([4 / 11, 4 / 11, 3 / 11])
-    assert not any("flags" in str(other) for other in second.alternatives)
+    with pytest.raises(WeightsUnclearError, match=r"batch\['flags'\], which the loss is a mean over, is not in this"):
+        loss_weights(certificate, split_batch(batch, 4))
+    among = certify(step, batch, case.model, among=certificate)
+    assert "the loss is a mean over samples now, and was a mean over count(batch['flags'] == 1)" in among.reason
 
 
 def test_a_part_with_nothing_to_learn_from_has_no_weight() -> None:
@@ -185,7 +191,7 @@ def test_scalars_beside_the_loss_are_understood() -> None:
     outputs = certify(step, case.batch, case.model).outputs
 
     assert {place: str(weighting) for place, weighting in outputs.items()} == {
-        "output['loss']": "mean over samples",
+        "output['loss']": "mean over count(batch[1] != -100)",
         "output['right']": "sum over samples",
         "output['accuracy']": "mean over samples",
     }

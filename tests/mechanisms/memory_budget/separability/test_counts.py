@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from retime.foundations.parts.split import split_batch
-from retime.foundations.parts.weights import Certificate, WeightsUnclearError, loss_weights
+from retime.foundations.parts.weights import Certificate, loss_weights
 from retime.mechanisms.memory_budget.separability.certify import certify
 from support.memory_losses import CLASSES, FEATURES, STEPS, Learner
 
@@ -114,12 +114,12 @@ def test_counts_are_followed_through_operations_that_keep_them(name: str) -> Non
     assert str(certificate_of(loss).weighting) == f"mean over {count}"
 
 
-def test_a_column_of_class_numbers_is_a_mean_over_samples_as_long_as_none_is_left_out() -> None:
+def test_class_numbers_of_a_column_that_are_left_out_are_counted_in_each_batch() -> None:
     certificate = certificate_of(lambda m, b: F.cross_entropy(m(b["x"]), b["pairs"][:, 0]))
     other = batch_of(4)
     other["pairs"][torch.arange(SAMPLES), torch.randint(2, (SAMPLES,))] = IGNORED  # one of each pair
 
-    assert str(certificate.weighting) == "mean over samples"
+    assert str(certificate.weighting) == "mean over count(batch['pairs'][:, 0] != -100)"
     assert loss_weights(certificate, split_batch(batch_of(4), 4)) == pytest.approx([4 / 11, 4 / 11, 3 / 11])
-    with pytest.raises(WeightsUnclearError, match="pairs"):
-        loss_weights(certificate, split_batch(other, 4))
+    kept = [int((part["pairs"][:, 0] != IGNORED).sum()) for part in split_batch(other, 4)]
+    assert loss_weights(certificate, split_batch(other, 4)) == pytest.approx([one / sum(kept) for one in kept])

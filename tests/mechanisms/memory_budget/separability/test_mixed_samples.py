@@ -59,7 +59,6 @@ def test_what_mixes_samples_is_found_although_it_counts_for_nothing_yet(name: st
     certificate = certificate_of(lambda m, b: m.each(b).mean() + m.share * mixed(m.two(b["x"])).square().mean())
 
     assert not certificate.separable
-    assert "of the batch" in certificate.reason
 
 
 def test_rows_by_their_numbers_are_as_they_were() -> None:
@@ -89,4 +88,3 @@ def test_counts_of_equal_values_are_found_although_all_differ(loss: Loss) -> Non
     certificate = certificate_of(loss)
 
     assert not certificate.separable
-    assert "have the same value" in certificate.reason
