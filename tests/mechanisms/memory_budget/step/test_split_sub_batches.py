@@ -25,7 +25,6 @@ from support.memory_steps import (
     convolutional,
     images,
     language,
-    tokens,
 )
 
 STEPS = 10
@@ -225,33 +224,11 @@ def test_a_part_with_nothing_to_learn_from_is_left_out() -> None:
     torch.testing.assert_close(result["loss"], case.step(case.batch)["loss"].detach())
 
 
-def test_a_batch_that_says_more_is_certified_again() -> None:
-    torch.manual_seed(0)
-    case = language(ragged=False)
-    first = certify(case.step, case.batch, case.model)
-    ragged = tokens()
-    asked: list[Any] = []
-
-    def again(batch: Any, known: Certificate) -> Certificate:
-        asked.append(batch)
-        return certify(case.step, batch, case.model, among=known)
-
-    whole = SubBatches(case.model, case.step, case.batch, 4, first, certify_again=again)
-    assert asked == []
-    parts = SubBatches(case.model, case.step, ragged, 4, whole.certificate, certify_again=again)
-
-    assert len(asked) == 1
-    assert asked[0] is ragged
-    assert "labels" in str(parts.certificate.weighting)
-    SubBatches(case.model, case.step, case.batch, 4, parts.certificate, certify_again=again)
-    assert len(asked) == 1, "what is decided stays decided"
-
-
 def test_what_is_not_separable_is_refused_unless_it_fits_whole() -> None:
     case = contrastive()
     certificate = certify(case.step, case.batch, case.model)
 
-    with pytest.raises(NotSeparableError, match="samples influence one another"):
+    with pytest.raises(NotSeparableError, match="samples of a batch influence one another"):
         SubBatches(case.model, case.step, case.batch, 4, certificate)
     whole = SubBatches(case.model, case.step, case.batch, 11, certificate)
 
