@@ -12,8 +12,8 @@ import math
 import sys
 import types
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from dis import opmap
 from typing import Any, Literal
 
@@ -86,8 +86,6 @@ _NEVER_NEGATIVE = {
 _WRITTEN = "a write into a part of a tensor"
 _SIGNED = 4096
 """So many entries of a constant are read to compare it between two runs."""
-_TINY = 1e-6
-"""A number that is added to a sum of weights, or that it is at least, so that it is never 0."""
 _MORE = 3
 _SHOWN = 64
 """What gives no more entries than these may be named in an error, with its line."""
@@ -547,7 +545,7 @@ class Head:
         weightings: of parts, so that their numbers add up; several have to weigh the parts of a batch alike. None: no
             sample has a part in it.
         like_loss: it is the loss, or follows from it over factors and terms that are constant.
-        compares: what is counted follows from a comparison of the step's own.
+        compares: what is counted follows from a comparison with a number of the step's own.
     """
 
     weightings: tuple[Weighting, ...]
@@ -611,6 +609,7 @@ class _Judge:
         self._like_loss = self._compares = False
         self._scales: set[Operation] = set()
         self._constants: set[Operation] = set()
+        self._masks: list[Count | None] = []  # of sums over samples
         self.loss: tuple[Operation, Operation] | None = None
 
     def head(self) -> Head:
@@ -691,18 +690,19 @@ class _Judge:
 
     def _divided_by_count(self, one: Operation, two: Operation, factor: float) -> None:
         """Follow a sum over samples that is divided by what is counted in the batch."""
-        count = _counted(one.given["other"], one)
-        terms, constant = self._weightings, self._constant
-        self._weightings, self._constant = {}, None
+        count, compares = _counted(one.given["other"], one)
+        terms, constant, masks = self._weightings, self._constant, self._masks
+        self._weightings, self._constant, self._masks = {}, None, []
         self._term(one, one.given["self"], two.given["self"], 1.0)
         if {found.kind for found in self._weightings} != {"sum"} or self._constant is not None:
             raise NotUnderstoodError(f"{one} divides by {count} what is no sum over samples")
-        self._weightings, self._constant = terms, constant
-        self._counts(one, count, factor)
+        masked = all(mask == replace(count, least=0, added=0) for mask in self._masks)
+        self._weightings, self._constant, self._masks = terms, constant, masks
+        self._counts(one, replace(count, needed=not (masked or count.least or count.added)), compares, factor)
 
-    def _counts(self, one: Operation, count: Count, factor: float) -> None:
+    def _counts(self, one: Operation, count: Count, compares: bool, factor: float) -> None:
         self._same_factor(one, factor)
-        self._compares |= count.comparison != "sum"
+        self._compares |= compares
         self._weightings[Weighting("count", count)] = one
 
     def _passed_on(self, one: Operation, two: Operation, factor: float) -> None:
@@ -734,7 +734,7 @@ class _Judge:
             raise NotUnderstoodError(f"how many entries {one} has depends on values that {rows} chooses by")
         if one.name == "mean":
             try:
-                self._counts(one, _entries_of(masks[0])[0], factor)
+                self._counts(one, *_entries_of(masks[0]), factor)
             except LookupError as error:
                 raise NotUnderstoodError(
                     f"how many entries {one} has depends on values that {rows} chooses by"
@@ -790,6 +790,7 @@ class _Judge:
             )
         self._check_inside(one, two)
         self._weightings.setdefault(kind, one)
+        self._masks.append(_mask_of(one))
 
     def _check_inside(self, one: Operation, two: Operation) -> None:
         """Raise where samples influence one another, or values decide how many there are, from the layers to here."""
@@ -984,36 +985,55 @@ def _taken(given: Operation, filled: int | None = None) -> tuple[Operation, tupl
     return given, tuple(reversed(cut))
 
 
-def _counted(number: Operation, where: Operation) -> Count:
+def _counted(number: Operation, where: Operation) -> tuple[Count, bool]:
     """What a number counts in the batch: entries of a mask, or that compare so, or a sum of weights.
+
+    Returns:
+        The count, and whether the step compares entries with a number of its own.
 
     Raises:
         NotUnderstoodError: it is computed in another way.
     """
-    given, least = number, 0.0
+    given, least, added = number, 0.0, 0.0
     while given.name != "sum" and "self" in given.given:
         lowest, more = given.given.get("min"), given.given.get("other")
-        if given.name in ("clamp", "clamp_min") and isinstance(lowest, int | float) and given.given.get("max") is None:
-            least = max(least, lowest)
-        elif not (given.name == "add" and isinstance(more, float) and 0 <= more <= _TINY) | (
-            given.name in _SAME_VALUES
-        ):
+        if given.name in ("clamp", "clamp_min") and given.given.get("max") is None and not added and not least:
+            if not isinstance(lowest, int | float) or lowest < 0:
+                break
+            least = lowest
+        elif given.name == "add" and isinstance(more, int | float) and more >= 0 and not added and not least:
+            added = more * given.given.get("alpha", 1)
+        elif given.name not in _SAME_VALUES:
             break
         given = given.given["self"]
     while _without_views(given).name == "sum":
         given = _without_views(given).given["self"]
     try:
         if _entries(number) == 1 and given is not number:
-            count, floating = _entries_of(given, summed=True)
-            if least <= (_TINY if floating else 1):
-                return count
+            count, compares = _entries_of(given, summed=True)
+            return replace(count, least=least, added=added), compares
     except LookupError:
         pass
     raise NotUnderstoodError(f"{where} divides by what is computed from the batch, and is no count of what is in it")
 
 
+def _mask_of(summed: Operation) -> Count | None:
+    """What a sum over samples leaves out, or multiplies its entries by; None where that is not in the batch."""
+    inner = summed.given.get("self")
+    product = _without_views(inner) if summed.name == "sum" and isinstance(inner, Operation) else summed
+    factors = {"mul": product.operands(), "index": product.given.get("indices", ())}
+    factors |= {"masked_select": [product.given.get("mask")]}
+    for factor in factors.get(product.name, ()):
+        with suppress(LookupError):
+            return _entries_of(factor, summed=product.name == "mul")[0]
+    return None
+
+
 def _entries_of(mask: Operation, summed: bool = False) -> tuple[Count, bool]:
-    """The entries that a mask has, or the sum of what is none, and whether that is one of fractions.
+    """The entries that a mask has, or the sum of what is none.
+
+    Returns:
+        The count, and whether the step compares entries with a number of its own.
 
     Raises:
         LookupError: it is computed in another way.
@@ -1034,16 +1054,18 @@ def _entries_of(mask: Operation, summed: bool = False) -> tuple[Count, bool]:
             truncated |= dtype is not None and not dtype.is_floating_point
         elif mask.name not in _SAME_VALUES - {"expand", "copy"} or (cut and mask.name not in _COPIES):
             raise LookupError
-        mask = mask.given["self"]
-    fractions = mask.floating and not comparison
+        mask = mask.given.get("self")  # type: ignore[assignment]
+        if not isinstance(mask, Operation):
+            raise LookupError
     if not mask.place or (mask.floating and (comparison or truncated)) or (opposite and not (comparison or mask.truth)):
         raise LookupError
+    compares = bool(comparison)
     if mask.truth and not comparison:
         comparison, value, opposite = "==", 0.0 if opposite else 1.0, False
     if not comparison and not summed:
         raise LookupError
     name = OPPOSITE[comparison] if opposite else comparison or "sum"
-    return Count(mask.place, name, value, tuple(reversed(cut))), fractions
+    return Count(mask.place, name, value, tuple(reversed(cut))), compares
 
 
 def _cut(operation: Operation) -> tuple[int, ...] | None:

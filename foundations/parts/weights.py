@@ -40,12 +40,17 @@ class Count:
         comparison: ``"!="``, ``"=="``, ``">"``, ``">="``, ``"<"``, ``"<="`` with ``value``, or ``"sum"`` of entries.
         value: as in ``labels != -100``.
         cut: ``select`` and ``slice`` that the step takes of it, with their numbers.
+        least, added: a step divides by ``clamp(min=least)`` of the number, or by the number with this added to it.
+        needed: what is divided need not be 0 where the number is, so a part without any has no loss.
     """
 
     place: str
     comparison: str
     value: float = 0
     cut: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    least: float = 0
+    added: float = 0
+    needed: bool = False
 
     def __call__(self, part: Any) -> Tensor:
         """The number in this part, as a scalar on the tensor's device; float64 for a sum of fractions.
@@ -76,7 +81,25 @@ class Count:
             return f"[{':, ' * dimension}{inside}]"
 
         where = f"{self.place}{''.join(index(*one) for one in self.cut)}"
-        return f"sum({where})" if self.comparison == "sum" else f"count({where} {self.comparison} {self.value:g})"
+        text = f"sum({where})" if self.comparison == "sum" else f"count({where} {self.comparison} {self.value:g})"
+        text = f"max({text}, {self.least:g})" if self.least else text
+        return f"({text} + {self.added:g})" if self.added else text
+
+    def shares(self, counted: Sequence[float], samples: Sequence[int]) -> list[float]:
+        """The weights of parts that count so: what a part's sum is divided by, over what the batch's is.
+
+        Args:
+            counted: what each part counts.
+            samples: in each part, which weigh where nothing is divided by.
+
+        Raises:
+            LookupError: a part without any has no loss.
+        """
+        divisors = [max(self.least, number) + self.added for number in (*counted, sum(counted))]
+        if self.needed and not all(divisors):
+            raise LookupError(f"{self}, which the loss divides by, is 0 in a part of this batch")
+        *parts, whole = divisors
+        return [part / whole for part in parts] if whole else normalised(samples, samples)
 
 
 @dataclass(frozen=True)
@@ -96,7 +119,7 @@ class Weighting:
             raise ValueError(f"Weighting({self.kind!r}, count={self.count}): count goes with kind 'count', and only it")
 
     def of(self, parts: Sequence[Any], samples: Sequence[int]) -> list[float]:
-        """The weight of each part; they add up to 1, except for kind ``"sum"``.
+        """The weight of each part; they add up to 1, but for kind ``"sum"`` and counts with a least value.
 
         Where nothing is counted in the whole batch the parts are weighed by samples: the loss has no value then, which
         the step shows with these weights too.
@@ -122,7 +145,11 @@ def weights_of(weightings: Sequence[Weighting], parts: Sequence[Any], samples: S
     known = iter(torch.stack([value.to(device, widest) for value in counted]).tolist() if counted else [])
     rows = [[next(known) if isinstance(value, Tensor) else float(value) for value in row] for row in raw]
     return [
-        row if weighting.kind == "sum" else normalised(row, samples)
+        row
+        if weighting.kind == "sum"
+        else weighting.count.shares(row, samples)
+        if isinstance(weighting.count, Count)
+        else normalised(row, samples)
         for weighting, row in zip(weightings, rows, strict=True)
     ]
 

@@ -555,6 +555,8 @@ def _example(probe: Probe, case: Case, weighting: Weighting) -> Example:
 def _why_not(probes: list[Probe], best: Verdict, known: bool, samples: int) -> str:
     if not probes[0].full.gradients:
         return "the loss reaches no parameter of the model, so there is nothing to compare"
+    if math.isinf(best.error):
+        return f"the gradient of {samples} samples, or of parts of them, is 0 or has no value. Offload only"
     text = f"the gradient of {samples} samples differs by {best.error:.1e} from the best sum over its parts"
     if fitted_error(probes) <= best.tolerance:
         return (

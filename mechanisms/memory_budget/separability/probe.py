@@ -426,7 +426,10 @@ def scalar_weightings(
 
 
 def _adds_up(place: str, full: Run, case: Case, weighting: Weighting, tolerance: float) -> bool:
-    weights = weighting.of(case.parts, case.samples)
+    try:
+        weights = weighting.of(case.parts, case.samples)
+    except LookupError:
+        return False
     terms = [
         weight * run.scalars.get(place, math.nan) for weight, run in zip(weights, case.runs, strict=True) if weight
     ]

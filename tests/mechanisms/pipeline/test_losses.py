@@ -227,7 +227,11 @@ KNOWN: dict[str, tuple[Step, list[str]]] = {
     ),
     "mean over a mask, never empty": (
         lambda net, part: (error_of(net, part) * part["mask"]).sum() / (part["mask"].sum() + 1e-6),
-        ["mean over sum(batch['mask'])"],
+        ["mean over (sum(batch['mask']) + 1e-06)"],
+    ),
+    "over a count, at least 1": (
+        lambda net, part: error_of(net, part).sum() / part["mask"].sum().clamp(min=1),
+        ["mean over max(sum(batch['mask']), 1)"],
     ),
     "focal": (focal, [MEAN]),
     "several": (

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from retime.foundations.parts.split import split_batch
-from retime.foundations.parts.weights import Certificate, loss_weights
+from retime.foundations.parts.weights import Certificate, WeightsUnclearError, loss_weights
 from retime.mechanisms.memory_budget.separability.certify import certify
 from support.memory_losses import CLASSES, FEATURES, STEPS, Learner
 
@@ -93,12 +93,12 @@ KNOWN: dict[str, tuple[Loss, str]] = {
     "as truth": (lambda m, b: mean_over(b["mask"].bool(), each_step(m, b)), "count(batch['mask'] != 0)"),
     "by rows": (
         lambda m, b: (each_step(m, b) * b["mask"]).sum() / b["mask"].sum(1).sum().clamp(min=1),
-        "sum(batch['mask'])",
+        "max(sum(batch['mask']), 1)",
     ),
     "shifted": (lambda m, b: mean_over(b["mask"][:, 1:], each_step(m, b)[:, 1:]), "sum(batch['mask'][:, 1:])"),
     "never zero": (
         lambda m, b: (each_sample(m, b) * b["weights"]).sum() / (b["weights"].sum() + 1e-8),
-        "sum(batch['weights'])",
+        "(sum(batch['weights']) + 1e-08)",
     ),
     "padded and shifted": (
         lambda m, b: of_steps(m, b, F.pad(b["labels"], (0, 1), value=IGNORED)[:, 1:].contiguous()),
@@ -112,6 +112,55 @@ def test_counts_are_followed_through_operations_that_keep_them(name: str) -> Non
     loss, count = KNOWN[name]
 
     assert str(certificate_of(loss).weighting) == f"mean over {count}"
+
+
+EMPTY: dict[str, Loss] = {
+    "at least 1": lambda m, b: each_sample(m, b).sum() / b["keep"].sum().clamp(min=1),
+    "at least 1, compared": lambda m, b: each_step(m, b).sum() / (b["mask"] > 0).sum().float().clamp_min(1),
+    "at least 0.1": lambda m, b: each_sample(m, b).sum() / b["weights"].sum().clamp(min=0.1),
+    "never zero": lambda m, b: each_sample(m, b).sum() / (b["keep"].sum() + 1e-3),
+    "one more": lambda m, b: each_sample(m, b).sum() / (1 + b["keep"].sum()),
+    "masked": lambda m, b: mean_over(b["keep"], each_sample(m, b)),
+    "masked, and at least 1": lambda m, b: (each_step(m, b) * b["mask"]).sum() / b["mask"].sum().clamp(min=1),
+    "chosen": lambda m, b: each_sample(m, b)[b["keep"]].sum() / b["keep"].sum(),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_a_count_that_is_0_in_a_part_weighs_it_as_the_step_does(name: str, kept: int) -> None:
+    """As a detector's number of objects, which its losses are divided by and not masked by."""
+    model, batch = Learner(), batch_of(5)
+    for key in ("keep", "mask", "weights"):
+        batch[key][kept:] = 0
+        batch[key][:kept] = 1
+    parts = split_batch(batch, 4)
+    certificate = certificate_of(EMPTY[name])
+    weights = loss_weights(certificate, parts)
+
+    whole = EMPTY[name](model, batch)
+    summed = sum(weight * EMPTY[name](model, part) for weight, part in zip(weights, parts, strict=True) if weight)
+
+    if whole.isfinite():  # a mean over nothing in all of the batch has no value
+        torch.testing.assert_close(summed, whole)
+        expected = torch.autograd.grad(whole, [*model.parameters()], allow_unused=True)
+        found = torch.autograd.grad(summed, [*model.parameters()], allow_unused=True)
+        torch.testing.assert_close(found, expected)
+    else:
+        assert kept == 0
+
+
+def test_a_part_without_what_its_loss_is_divided_by_has_no_weight() -> None:
+    certificate = certificate_of(lambda m, b: each_sample(m, b).sum() / b["keep"].sum())
+    batch = batch_of()
+
+    batch["keep"][:] = True
+    assert loss_weights(certificate, split_batch(batch, 4)) == pytest.approx([4 / 11, 4 / 11, 3 / 11])
+    batch["keep"][:4] = False
+    with pytest.raises(
+        WeightsUnclearError, match=r"batch\['keep'\] == 1\), which the loss divides by, is 0 in a"
+    ):
+        loss_weights(certificate, split_batch(batch, 4))
 
 
 def test_class_numbers_of_a_column_that_are_left_out_are_counted_in_each_batch() -> None:
