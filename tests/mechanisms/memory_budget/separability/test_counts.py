@@ -157,9 +157,7 @@ def test_a_part_without_what_its_loss_is_divided_by_has_no_weight() -> None:
     batch["keep"][:] = True
     assert loss_weights(certificate, split_batch(batch, 4)) == pytest.approx([4 / 11, 4 / 11, 3 / 11])
     batch["keep"][:4] = False
-    with pytest.raises(
-        WeightsUnclearError, match=r"batch\['keep'\] == 1\), which the loss divides by, is 0 in a"
-    ):
+    with pytest.raises(WeightsUnclearError, match=r"batch\['keep'\] == 1\), which the loss divides by, is 0 in a"):
         loss_weights(certificate, split_batch(batch, 4))
 
 
