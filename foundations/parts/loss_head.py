@@ -554,7 +554,10 @@ class Head:
 
 
 def head_of(
-    large: tuple[RecordedRun, Tensor], small: tuple[RecordedRun, Tensor], loss: tuple[Tensor, Tensor] | None = None
+    large: tuple[RecordedRun, Tensor],
+    small: tuple[RecordedRun, Tensor],
+    loss: tuple[Tensor, Tensor] | None = None,
+    values: bool = True,
 ) -> Head:
     """What a number, as a step gave it for some samples and for fewer, is of its samples.
 
@@ -562,11 +565,12 @@ def head_of(
         large: the run, and the number.
         small: likewise, of fewer samples.
         loss: of both, where another number may be a part of it.
+        values: tensors have values; else a constant term counts for nothing, as a run with values has to show.
 
     Raises:
         NotUnderstoodError: it is neither a mean nor a sum over samples or labels.
     """
-    judge = _Judge(large[0].samples, small[0].samples)
+    judge = _Judge(large[0].samples, small[0].samples, values)
     if loss is not None:
         judge.loss = large[0].operation_of(loss[0]), small[0].operation_of(loss[1])
     try:
@@ -602,8 +606,8 @@ def head_of_loss(large: RecordedRun, small: RecordedRun, altered: Iterable[Recor
 
 
 class _Judge:
-    def __init__(self, large: int, small: int) -> None:
-        self._grows = large / small
+    def __init__(self, large: int, small: int, values: bool) -> None:
+        self._grows, self._values = large / small, values
         self._weightings: dict[Weighting, Operation] = {}
         self._constant: Operation | None = None
         self._like_loss = self._compares = False
@@ -638,8 +642,9 @@ class _Judge:
         if one.name != two.name or ((one.varies or two.varies) and one.given.keys() != two.given.keys()):
             raise NotUnderstoodError(f"it takes other ways for other samples: {one} and {two}")
         if not one.varies:
-            if one.value or two.value or one.name in _PRODUCTS | _FACTORS:  # what a sum begins with counts for nothing
-                self._same_factor(one, factor * _ratio(one, two))
+            unread = not self._values and math.isnan(one.value)
+            if not unread and (one.value or two.value or one.name in _PRODUCTS | _FACTORS):
+                self._same_factor(one, factor * _ratio(one, two))  # what a sum begins with counts for nothing
                 self._constant = one
             return
         name, given, other = one.name, one.given, two.given
@@ -916,12 +921,25 @@ def _unlike(one: Operation, two: Operation) -> list[int]:
 
 
 def _ratio(one: Any, two: Any) -> float:
-    values = [one.value if isinstance(one, Operation) else abs(float(one)) for one in (one, two)]
+    values = [_known_value(one), _known_value(two)]
     if any(map(math.isnan, values)) or values[0] == values[1]:
         return 1.0
     if not all(values):
         raise NotUnderstoodError("a term of it is multiplied by 0 for some numbers of samples only")
     return values[0] / values[1]
+
+
+def _known_value(constant: Any) -> float:
+    """What a constant is; what is added to one without values, as numbers of samples are to metrics' counts."""
+    if not isinstance(constant, Operation):
+        return abs(float(constant))
+    if not math.isnan(constant.value):
+        return constant.value
+    constant = _without_views(constant)
+    if constant.name == "add" and isinstance(constant.given.get("other"), int | float):
+        before = _known_value(constant.given["self"])
+        return (0.0 if math.isnan(before) else before) + abs(constant.given["other"])
+    return constant.value
 
 
 def _entries(operation: Operation) -> int:

@@ -249,7 +249,7 @@ def compared(
         return Certificate(None, reason, samples=found.samples)
     for size, run in zip(wanted, runs, strict=True):
         try:
-            weightings = head_of((run, run.output), (few, few.output)).weightings or (Weighting("mean"),)
+            weightings = head_of((run, run.output), (few, few.output), values=False).weightings or (Weighting("mean"),)
             reason = "" if set(weightings) == _weightings(found) else f"its loss is a {_together(weightings)}"
         except NotUnderstoodError as error:
             reason = str(error)
@@ -409,7 +409,8 @@ class _Examiner:
                 outcome = prober.probe(batch, names, pairs=1 if number else 2)
                 if outcome.failure:
                     return Certificate(None, outcome.failure, samples=self._samples)
-                probes += outcome.probes
+                if not number or outcome.probes[0].full.tells:
+                    probes += outcome.probes
             head, why, reads = self._look = self._look or self._looked(prober)
             if known is not None:
                 candidates, why = [known], ""

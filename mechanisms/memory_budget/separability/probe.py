@@ -67,6 +67,11 @@ class Run:
     changed: dict[str, Tensor] = field(default_factory=dict)
     counters: list[tuple[int, str]] = field(default_factory=list)
 
+    @property
+    def tells(self) -> bool:
+        """Whether its loss has a value and a gradient; a mean over labels all of which are ignored has none."""
+        return math.isfinite(self.loss) and any(bool(gradient.any()) for gradient in self.gradients.values())
+
     def same_as(self, other: Run) -> bool:
         """Whether it gave the same numbers bit by bit."""
         return (

@@ -170,3 +170,13 @@ def test_class_numbers_of_a_column_that_are_left_out_are_counted_in_each_batch()
     assert loss_weights(certificate, split_batch(batch_of(4), 4)) == pytest.approx([4 / 11, 4 / 11, 3 / 11])
     kept = [int((part["pairs"][:, 0] != IGNORED).sum()) for part in split_batch(other, 4)]
     assert loss_weights(certificate, split_batch(other, 4)) == pytest.approx([one / sum(kept) for one in kept])
+
+
+def test_samples_that_nothing_is_learned_from_say_nothing() -> None:
+    """As the last of a batch that is filled up with ignored labels."""
+    model, batch = Learner(), batch_of()
+    batch["labels"][6:] = IGNORED
+
+    certificate = certify(lambda part: of_steps(model, part, part["labels"]), batch, model)
+
+    assert str(certificate.weighting) == "mean over count(batch['labels'] != -100)"

@@ -42,7 +42,6 @@ DIFFERENT: dict[str, Loss] = {
     "mean by length": lambda m, b: m.each(b).mean() + squares(m, b).mean() / len(b["x"]),
     "root of the length": lambda m, b: m.each(b).mean() + squares(m, b).sum() / len(b["x"]) ** 0.5,
     "squares of shares": lambda m, b: m.each(b).mean() + (squares(m, b) / len(b["x"])).square().sum(),
-    "state that learns nothing, as a metric's": lambda m, b: (m.state + m.each(b).sum()) / len(b["x"]),
     "penalty beside a sum": lambda m, b: m.each(b).sum() + m.share * m.head.weight.square().sum(),
 }
 
@@ -56,6 +55,7 @@ ALIKE: dict[str, Loss] = {
     "sum by length beside a mean": lambda m, b: m.each(b).sum() / len(b["x"]) + squares(m, b).mean(),
     "shares beside a mean": lambda m, b: (m.each(b) / len(b["x"])).sum() + squares(m, b).mean(),
     "penalty beside a mean over tokens": lambda m, b: tokens(m, b) + m.share * m.head.weight.square().sum(),
+    "state that learns nothing, as a metric's": lambda m, b: (m.state + m.each(b).sum()) / len(b["x"]),
     "classes beside a mean": lambda m, b: F.cross_entropy(m(b["x"]), b["y"]) + squares(m, b).mean(),
 }
 
