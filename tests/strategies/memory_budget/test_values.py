@@ -173,12 +173,11 @@ def test_small_batches_of_few_classes_leave_nothing_open() -> None:
 
 def test_a_batch_whose_weights_stay_open_runs_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     labels = Weighting("count", Count("batch[1]", "sum"))
-    monkeypatch.setattr(
-        step_planner, "certify", lambda *_, **__: Certificate(Weighting("mean"), alternatives=(labels,), samples=2)
-    )
+    open_weights = Certificate(Weighting("mean"), alternatives=(labels,), samples=2, sizes=frozenset(range(1000)))
+    monkeypatch.setattr(step_planner, "certify", lambda *_, **__: open_weights)
     plain, ours = Net(), Net()
     fit(plain)
-    with pytest.warns(NoEffectWarning, match=r"run whole from here on.*mean over samples or a mean over sum\(batch"):
+    with pytest.warns(NoEffectWarning, match=r"run whole from here on.*mean over samples and a mean over sum\(batch"):
         done = fit(ours, MemoryBudgetStrategy(SMALL))
     report = report_of(done)
     assert report.sub_batches == report.steps
