@@ -279,7 +279,7 @@ IN_PARTS: dict[str, Any] = {
         "batch_norm_dropout_weight_norm": "BatchNorm in train mode",
         "accumulation_hooks_before_the_fit": "hooks that run when a gradient has been accumulated",
         "accumulation_hooks_at_train_start": "hooks that run when a gradient has been accumulated",
-        "constants_are_class_weights": "a mean over something that cannot be counted",
+        "constants_are_class_weights": "is a mean by class weights",
         "constants_that_steps_count_in": "differs by",
         "ddp_own_buffers_on_each_rank": "BatchNorm in train mode",
         "ddp_static_graph": "static_graph=True",
