@@ -58,7 +58,7 @@ def test_offloading_only_is_no_advice_where_it_is_not_enough() -> None:
             return value * value.mean(0)
 
     said = refusal(*images(Contrasts()))
-    assert "samples influence one another" in said
+    assert "samples of a batch influence one another" in said
     assert "A smaller batch would help" in said
     assert "ffload only" not in said
 
