@@ -929,16 +929,15 @@ def _ratio(one: Any, two: Any) -> float:
     return values[0] / values[1]
 
 
-def _known_value(constant: Any) -> float:
+def _known_value(constant: Operation | float) -> float:
     """What a constant is; what is added to one without values, as numbers of samples are to metrics' counts."""
     if not isinstance(constant, Operation):
         return abs(float(constant))
-    if not math.isnan(constant.value):
-        return constant.value
-    constant = _without_views(constant)
-    if constant.name == "add" and isinstance(constant.given.get("other"), int | float):
-        before = _known_value(constant.given["self"])
-        return (0.0 if math.isnan(before) else before) + abs(constant.given["other"])
+    added = _without_views(constant)
+    more = added.given.get("other")
+    if math.isnan(constant.value) and added.name == "add" and isinstance(more, int | float):
+        before = _known_value(added.given["self"])
+        return (0.0 if math.isnan(before) else before) + abs(more)
     return constant.value
 
 

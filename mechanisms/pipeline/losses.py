@@ -304,7 +304,8 @@ def _altered(
 
 def _certificate(look: FirstLook) -> Certificate:
     """What the loss is a mean or a sum over, as operations show it."""
-    head = head_of_loss(*look.runs, look.altered)
+    large, small = look.runs
+    head = head_of_loss(large, small, look.altered)
     first, *others = head.weightings or (Weighting("mean"),)
     if head.compares:  # with a number that may be another in a later step, which a pipeline would not see
         raise NotUnderstoodError(f"it is a {first}, which the step compares itself: pass a mask in the batch")

@@ -70,7 +70,7 @@ from retime.mechanisms.memory_budget.separability.probe import (
 # Whether a step does with as many samples as are really run what it does with the few that were probed.
 
 
-class _WithoutValues(Recorder):
+class _WithoutValues(Recorder):  # type: ignore[no-untyped-call]
     """Notes operations on fake tensors, and makes up what follows from values.
 
     How many rows an operation gives that chooses them by their values is made up: one more than there are values.
@@ -135,7 +135,7 @@ _PRODUCTS = {"mul", "dot", "vdot", "mv", "mm"}
 _SCALED = {"add": "alpha", "sub": "alpha", "rsub": "alpha", "addmm": "alpha", "addmv": "alpha", "baddbmm": "alpha"}
 
 
-class _ZeroWeights(Recorder):
+class _ZeroWeights(Recorder):  # type: ignore[no-untyped-call]
     """Finds numbers 0 that what follows from samples or parameters is multiplied by.
 
     A term that is multiplied by 0 in the first batch (a warm-up, a weight of a schedule) has no gradient there,
