@@ -7,7 +7,7 @@ A request is a dictionary, an answer any plain value. While it works, a process 
 with the one that started it, however that ends, together with all processes that it has started itself.
 
 Processes are forked from one server that has imported torch, which takes seconds, and has done nothing else; with a
-`launch` command or an `environment` of their own they are started anew.
+`launch` command, or an `environment` that counts from a process's first instruction, they are started anew.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Worker:
         request: the first one; its answer is :attr:`ready`. None asks for nothing yet.
         timeout_s: longest wait for an answer.
         launch: stands before the command that starts the process, such as `ip netns exec NAME`.
-        environment: variables to add for it.
+        environment: variables to start it with, such as the C library's.
+        variables: others to add, which nothing reads before it has imported torch.
         progress: gets the lines that the process tells.
 
     Raises:
@@ -70,6 +71,7 @@ class Worker:
         *,
         launch: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        variables: Mapping[str, str] | None = None,
         progress: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._timeout_s, self._progress, self._unanswered = timeout_s, progress, 0
@@ -78,9 +80,10 @@ class Worker:
         ends, self._life_line = Pipe(duplex=False)  # nothing is ever sent: it breaks when this process ends
         with theirs, ends:
             if launch or environment is not None:
-                self._process: Any = _started(theirs, self._log, launch, environment or {})
+                added = {**(environment or {}), **(variables or {})}
+                self._process: Any = _started(theirs, self._log, launch, added)
             else:
-                self._process = _forked(theirs)
+                self._process = _forked(theirs, variables)
             with suppress(OSError):  # a process that has ended says so when it is to answer
                 for handle in (ends.fileno(), self._log.fileno()):
                     reduction.send_handle(self.connection, handle, self._process.pid)
@@ -187,11 +190,14 @@ def free_port() -> int:
 _served: Connection | None = None
 
 
-def _serve(channel: Connection, cores: Sequence[int] = ()) -> None:
+def _serve(channel: Connection, cores: Sequence[int] = (), environment: Mapping[str, str] | None = None) -> None:
     """A worker's own side: answer until there are no more requests."""
     global _served
     if cores:
         os.sched_setaffinity(0, cores)
+    if environment is not None:
+        os.environ.clear()
+        os.environ.update(environment)
     with suppress(PermissionError):  # it leads a session already
         os.setsid()  # Ctrl-C reaches the parent alone, which then ends its workers
     _end_with(reduction.recv_handle(channel))
@@ -234,13 +240,14 @@ def _end_with(life_line: int) -> None:
         os._exit(1)  # it closed before we asked
 
 
-def _forked(theirs: Connection) -> Any:
+def _forked(theirs: Connection, variables: Mapping[str, str] | None) -> Any:
     context = get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     with _one_thread():
         forkserver.ensure_running()
     cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
-    process = context.Process(target=_serve, args=(theirs, cores), daemon=True)
+    environment = None if variables is None else _environment(variables)  # the server's is of when it was started
+    process = context.Process(target=_serve, args=(theirs, cores, environment), daemon=True)
     process.start()
     return process
 
@@ -260,12 +267,16 @@ class _Started(subprocess.Popen[bytes]):
         return self.poll()
 
 
-def _started(theirs: Connection, log: IO[bytes], launch: Sequence[str], environment: Mapping[str, str]) -> _Started:
+def _environment(added: Mapping[str, str]) -> dict[str, str]:
     inherited = {key: value for key, value in os.environ.items() if key not in _LAUNCHER_VARIABLES}
+    return {**inherited, "OMP_NUM_THREADS": "1", **added}
+
+
+def _started(theirs: Connection, log: IO[bytes], launch: Sequence[str], environment: Mapping[str, str]) -> _Started:
     code = f"from {__name__} import serve_at; serve_at({theirs.fileno()})"
     return _Started(
         [*launch, sys.executable, "-c", code],
-        env={**inherited, "OMP_NUM_THREADS": "1", **environment},
+        env=_environment(environment),
         stdout=log,
         stderr=log,
         pass_fds=[theirs.fileno()],

@@ -38,7 +38,7 @@ def run_ranks(
         for rank, host in enumerate(network.hosts):
             variables = {**(environment or {}), **_variables(network, rank)}
             told = progress if rank == 0 else lambda text: None
-            worker = Worker(server, None, timeout_s, launch=host.launch, environment=variables, progress=told)
+            worker = Worker(server, None, timeout_s, launch=host.launch, variables=variables, progress=told)
             ranks[str(rank)] = worker
             worker.tell(request)
         return _answers(list(ranks.values()), f"{server.__module__}", timeout_s)

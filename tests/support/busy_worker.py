@@ -15,7 +15,8 @@ def serve() -> Answer:
 
 def answer(request: dict[str, Any]) -> Any:
     if request["do"] == "answer":
-        return {3: (1, 2), "pid": os.getpid()}
+        launchers = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK") if name in os.environ}
+        return {3: (1, 2), "launcher's": launchers}
     if request["do"] == "fail":
         print("before it failed", flush=True)
         raise ValueError("had enough")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from support.time_limits import limit_s
+from support.warm_start import Cold, Warm
 
 _PATIENCE_S = 20.0
 """A process that was killed takes a moment to go, longer on a busy machine."""
@@ -18,6 +19,18 @@ def runs(pid: str) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def first_line(out: Path, process: Cold | Warm) -> str:
+    """What a process that was started first writes into its output.
+
+    Raises:
+        AssertionError: it has ended without.
+    """
+    while not (out.exists() and "\n" in out.read_text()):
+        assert process.returncode is None
+        time.sleep(0.02)
+    return out.read_text().splitlines()[0]
 
 
 def ended(pids: Sequence[str]) -> bool:

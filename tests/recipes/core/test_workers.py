@@ -1,37 +1,36 @@
 """Worker processes: what comes back, how errors come home, and that nothing outlives who asked."""
 
 import os
-import signal
-import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from retime.recipes.core.workers import Worker, WorkerError, answer_once
 from support.busy_worker import serve
 from support.paths import PYTHONPATH
-from support.process_ends import ended, runs
+from support.process_ends import ended, first_line, runs
 from support.time_limits import limit_s
+from support.warm_start import Warm
 
-# None: forked from the server; else started anew
-WAYS: dict[str, dict[str, str] | None] = {"forked": None, "started": PYTHONPATH}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_answers_keep_their_types_and_errors_come_home(way: str) -> None:
-    assert answer_once(serve, {"do": "answer"}, limit_s(60), environment=WAYS[way])[3] == (1, 2)
-    with pytest.raises(WorkerError) as failed:
-        answer_once(serve, {"do": "fail"}, limit_s(60), environment=WAYS[way])
-    assert str(failed.value) == "ValueError: had enough"
-    (note,) = failed.value.__notes__
-    assert note.startswith("before it failed\nTraceback")
+VARIABLES = {"RANK": "3", **PYTHONPATH}
+WAYS: dict[str, dict[str, dict[str, str]]] = {"forked": {"variables": VARIABLES}, "started": {"environment": VARIABLES}}
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_late_worker_is_ended_with_what_it_started(way: str) -> None:
+def test_a_worker_from_its_first_answer_to_its_end(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers keep their types, errors come home, and one that is late is ended with what it has started."""
+    monkeypatch.setenv("LOCAL_RANK", "7")  # a launcher's, which must not make it join another job
     told: list[str] = []
-    worker = Worker(serve, {"do": "answer"}, limit_s(60), environment=WAYS[way], progress=told.append)
+    worker = Worker(serve, {"do": "answer"}, limit_s(60), **WAYS[way], progress=told.append)
     try:
+        assert worker.ready[3] == (1, 2)
+        assert worker.ready["launcher's"] == {"RANK": "3"}
+        with pytest.raises(WorkerError) as failed:
+            worker.ask({"do": "fail"})
+        assert str(failed.value) == "ValueError: had enough"
+        (note,) = failed.value.__notes__
+        assert note.startswith("before it failed\nTraceback")
         worker.tell({"do": "work"})
         while not told:
             worker.heard(1)
@@ -42,22 +41,12 @@ def test_a_late_worker_is_ended_with_what_it_started(way: str) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal for a closed pipe is Linux's")
-@pytest.mark.parametrize("way", WAYS)
-def test_killed_parents_leave_no_busy_worker(way: str) -> None:
-    parent = subprocess.Popen(
-        [sys.executable, "-m", "support.busy_worker", way],
-        env={**os.environ, **PYTHONPATH},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert parent.stdout is not None
-        with parent.stdout as lines:
-            pids = lines.readline()
+@pytest.mark.parametrize("way", [pytest.param("forked", marks=pytest.mark.long), "started"])  # a server more to start
+def test_killed_parents_leave_no_busy_worker(way: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with Warm("support.busy_worker", [way], {**os.environ, **PYTHONPATH}, out, tmp_path / "errors") as parent:
+        pids = first_line(out, parent)
         assert all(runs(pid) for pid in pids.split())
-    finally:
-        parent.send_signal(signal.SIGKILL)
-        parent.wait()
     assert ended(pids.split())
 
 

@@ -2,10 +2,9 @@
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -25,8 +24,9 @@ from retime.recipes.emulated.requirements import call
 from support.emulated_gloo_worker import serve as gloo
 from support.emulated_plain_worker import serve as plain
 from support.paths import PYTHONPATH
-from support.process_ends import ended
+from support.process_ends import ended, first_line
 from support.time_limits import limit_s
+from support.warm_start import Warm
 
 
 @pytest.fixture
@@ -115,8 +115,8 @@ def test_an_exception_on_one_rank_ends_all_and_is_shown() -> None:
 def test_ranks_without_an_answer_and_late_ranks_are_errors() -> None:
     with pytest.raises(RankError, match=r"rank . of 2 failed: the process ended \(exit status 3\)"):
         run_ranks(loopback(2), plain, {"do": "nothing"}, environment=PYTHONPATH)
-    with pytest.raises(RankError, match="took longer than 5 s: use smaller sizes"):
-        run_ranks(loopback(2), plain, {"do": "sleep"}, environment=PYTHONPATH, timeout_s=5)
+    with pytest.raises(RankError, match="took longer than 1 s: use smaller sizes"):
+        run_ranks(loopback(2), plain, {"do": "sleep"}, environment=PYTHONPATH, timeout_s=1)
 
 
 @pytest.mark.network
@@ -165,28 +165,24 @@ def test_a_killed_rank_ends_the_others() -> None:
 
 @pytest.mark.network
 @pytest.mark.usefixtures("root")
-def test_killed_parents_leave_nothing() -> None:
-    """After SIGKILL nobody can clean up at once: the next start does. Three at once, as each takes seconds to start."""
-    parents = {number: start_parent() for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)}
-    try:
-        for number, parent in parents.items():
-            assert parent.stdout is not None
-            with parent.stdout as lines:
-                prefix = lines.readline().strip()
-                assert len(own_namespaces(parent.pid)) == 2
-                ranks = [pid for host in range(2) for pid in call("ip", "netns", "pids", f"{prefix}-h{host}").split()]
-                assert len(ranks) == 2
-                parent.send_signal(number)
-                assert parent.wait(limit_s(30)) != 0
-            if number == signal.SIGKILL:
-                assert len(own_namespaces(parent.pid)) == 2
-                assert set(remove_stale()) >= {f"{prefix}-{part}" for part in ("h0", "h1")}
-            assert own_namespaces(parent.pid) == []
-            assert ended(ranks)
-    finally:
-        for parent in parents.values():
-            parent.kill()  # only after a failure is one still there
-            parent.wait()
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGKILL]
+)
+def test_killed_parents_leave_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    """After SIGKILL nobody can clean up at once: the next start does."""
+    out = tmp_path / "out"
+    with Warm("support.emulated_parent", [], {**os.environ, **PYTHONPATH}, out, tmp_path / "errors") as parent:
+        pid, prefix = first_line(out, parent).split()
+        assert len(own_namespaces(int(pid))) == 2
+        (rank,) = call("ip", "netns", "pids", f"{prefix}-h0").split()
+        os.kill(int(pid), number)
+        parent.wait(limit_s(30))
+        assert parent.returncode != 0
+    if number == signal.SIGKILL:
+        assert len(own_namespaces(int(pid))) == 2
+        assert set(remove_stale()) >= {f"{prefix}-{part}" for part in ("h0", "switch")}
+    assert own_namespaces(int(pid)) == []
+    assert ended([rank])
 
 
 @pytest.mark.network
@@ -196,9 +192,3 @@ def test_namespaces_of_a_living_process_are_no_stale_ones() -> None:
         assert not [name for name in remove_stale() if name.startswith(str(network.prefix))]
         assert len(own_namespaces()) == 2
     assert new_prefix() != new_prefix()
-
-
-def start_parent() -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "support.emulated_parent"]
-    environment = {**os.environ, **PYTHONPATH}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
