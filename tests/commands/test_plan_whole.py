@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from support.time_limits import limit_s
+from support.warm_start import Warm
 
 MODEL = """
 import torch
@@ -21,12 +23,16 @@ def deep():
 """
 
 
-def run(folder: Path, budget: int | str) -> tuple[int, dict[str, str], str]:
-    command = [sys.executable, "-m", "retime.commands.plan", "plan", "my_models:deep", "--budget", str(budget)]
-    done = subprocess.run(
-        [*command, "--optimizer", "torch.optim.AdamW"], cwd=folder, capture_output=True, text=True, check=False
+def run(folder: Path, budget: int | str) -> tuple[int | None, dict[str, str], str]:
+    arguments = ["plan", "my_models:deep", "--budget", str(budget), "--optimizer", "torch.optim.AdamW"]
+    out, errors = folder / f"{budget}.out", folder / f"{budget}.errors"
+    with Warm("retime.commands.plan", arguments, {**os.environ, "PYTHONPATH": str(folder)}, out, errors) as process:
+        process.wait(limit_s(60))
+    return (
+        process.returncode,
+        {line[:15].strip(): line[16:] for line in out.read_text().splitlines()},
+        errors.read_text(),
     )
-    return done.returncode, {line[:15].strip(): line[16:] for line in done.stdout.splitlines()}, done.stderr
 
 
 def floor_of(said: dict[str, str]) -> int:
