@@ -19,7 +19,7 @@ def small(network: str) -> list[str]:
     return [f"~cases.{other}", f"{layers}=4", f"{width}=48", "rounds=1", "warmup_rounds=0", "steps=1", "batch_size=4"]
 
 
-@pytest.mark.parametrize("network", SIZES)
+@pytest.mark.parametrize("network", [pytest.param("BERT", marks=pytest.mark.long), "GPT-2"])
 def test_all_of_them_train_the_same_step(network: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     register_all()

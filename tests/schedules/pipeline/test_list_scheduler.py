@@ -37,7 +37,7 @@ def drawn(seed):
     return placement, chance.randint(1, 12), StageCosts(*times, sizes), table, chance.random() < 0.5
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", [*range(20), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(20, 150))])
 def test_random_models(seed):
     placement, micro_batches, costs, hops, lists_o1 = drawn(seed)
     chance = random.Random(-seed)

@@ -31,7 +31,9 @@ NAMES = {
     "ZBVZeroBubble": zbv,
 }
 SHAPES = [
-    (name, ranks, micro_batches, chunks)
+    pytest.param(
+        *(name, ranks, micro_batches, chunks), marks=[pytest.mark.long] if ranks == 8 or micro_batches > 8 else []
+    )
     for name in NAMES
     for ranks in (2, 3, 4, 8)
     for micro_batches in (1, 2, 4, 6, 8, 16, 24)

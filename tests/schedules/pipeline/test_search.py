@@ -34,6 +34,7 @@ def test_eight_ranks_at_the_memory_of_zbv(hop_ms, zbv_ms, ours_ms):
     assert best(tried, OURS) == ours_ms
 
 
+@pytest.mark.long
 def test_eight_ranks_at_more_memory():
     """1.08x of ZBV needs messages that take time: without, 192 + 7 units is the least, 1.035x."""
     assert best(found(8, 32, 16, cap=36), OURS) == 199
