@@ -4,16 +4,12 @@
 """
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from support.time_limits import limit_s
-from support.two_ranks import run_two_ranks
+from support.two_ranks import run_ranks
 
-TOOL = Path(__file__).parents[1] / "support" / "passed_files.py"
+ONE_DEVICE = ("fused_optimizer", "fused_optimizer_forward", "memory_budget")
 MOST = {
     ("fused_optimizer",): (5, 20),
     ("fused_optimizer_forward",): (5, 45),
@@ -28,11 +24,7 @@ MOST = {
 
 @pytest.mark.parametrize("arguments", MOST, ids=" ".join)
 def test_a_settled_batch_passes_few_files(arguments: tuple[str, ...]) -> None:
-    if arguments[0].startswith("ooo"):
-        ran = run_two_ranks(TOOL.name, *arguments)[0]
-    else:
-        command = [sys.executable, str(TOOL), *arguments]
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=limit_s(120))
+    ran = run_ranks(1 if arguments[0] in ONE_DEVICE else 2, "passed_files.py", *arguments)[0]
     passed = re.search(r"(\d+) files, (\d+) returns", ran.stdout)
     assert passed is not None, ran.stderr
     files, returns = MOST[arguments]

@@ -1,7 +1,6 @@
 """``trainer.strategy.report()`` after a fit in processes that have ended."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,23 +8,23 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 import retime
 from support.paths import PYTHONPATH, SUPPORT
+from support.time_limits import limit_s
+from support.warm_start import Warm
 
 
 def test_rank_zeros_report_comes_home(tmp_path: Path) -> None:
     ours = ("cpu_accumulate_ddp_fork", "cpu_accumulate_ddp_spawn")
     names = ("fused_optimizer_ddp_fork", "memory_budget_ddp_fork", *ours)
-    script = SUPPORT / "reporting_launcher_worker.py"
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path), *names],
-        env={**os.environ, **PYTHONPATH},
-        capture_output=True,
-        text=True,
-    )
-    assert "fused_optimizer_ddp_fork: FusionReport of 4 steps" in done.stdout, done.stderr[-3000:]
-    assert "memory_budget_ddp_fork: BudgetReport of 4 steps" in done.stdout, done.stderr[-3000:]
+    script = str(SUPPORT / "reporting_launcher_worker.py")
+    out, errors = tmp_path / "out", tmp_path / "errors"
+    with Warm(script, [str(tmp_path), *names], {**os.environ, **PYTHONPATH}, out, errors) as fits:
+        fits.wait(limit_s(200))
+    told, said = out.read_text(), errors.read_text()[-3000:]
+    assert "fused_optimizer_ddp_fork: FusionReport of 4 steps" in told, said
+    assert "memory_budget_ddp_fork: BudgetReport of 4 steps" in told, said
     for name in ours:
-        assert f"{name}: HostReductionReport of gradients on the host: 4 buckets" in done.stdout, done.stderr[-3000:]
-    assert done.stdout.count("2 ranks in shared memory") == (2 if sys.platform == "linux" else 0)
+        assert f"{name}: HostReductionReport of gradients on the host: 4 buckets" in told, said
+    assert told.count("2 ranks in shared memory") == (2 if sys.platform == "linux" else 0)
 
 
 def test_every_strategy_of_several_processes_has_names_that_start_them() -> None:

@@ -21,8 +21,9 @@ from torch.utils.data import DataLoader, Dataset
 from retime.foundations.cpu_pool.pool import give_back_freed_memory, trim_heap
 from retime.foundations.measure import MemoryProbe, status_bytes
 from retime.strategies import MemoryBudgetStrategy
+from support.garbage import pass_over_what_is_there
 
-SAMPLES, WIDTH, DEPTH, CLASSES, BATCHES = 4096, 256, 12, 10, 5
+SAMPLES, WIDTH, DEPTH, CLASSES, BATCHES = 4096, 256, 12, 10, 3
 
 
 class Batches(Dataset[tuple[Tensor, Tensor]]):
@@ -117,6 +118,7 @@ def main() -> None:
     folder, budget, limit_bytes = sys.argv[1:]
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
+    pass_over_what_is_there()
     give_back_freed_memory()
     module, _ = fit(folder, budget)  # what libraries keep from now on is code, not the model's
     losses = module.losses

@@ -63,16 +63,19 @@ class Passed:
 
 
 class OnOneBatch(L.Callback):
-    """Switches on for one batch, of the main process."""
+    """Switches on for one batch, of the main process. Before it the main thread is not followed: plans take long so."""
 
     def __init__(self, passed: Passed, batch: int) -> None:
         self.passed, self.batch = passed, batch
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
         self.passed.on = index == self.batch
+        if self.passed.on:
+            sys.setprofile(self.passed)
 
     def on_train_batch_end(self, trainer: Any, module: Any, output: Any, batch: Any, index: int) -> None:
         self.passed.on = False
+        sys.setprofile(None)
 
 
 class Last(nn.Module):
@@ -146,9 +149,7 @@ def main() -> None:
         enable_model_summary=False,
     )
     threading.setprofile(passed)
-    sys.setprofile(passed)
     trainer.fit(Module(network(chosen.name, width, chosen.batchnorm)), DataLoader(data, batch_size=samples))
-    sys.setprofile(None)
     if trainer.is_global_zero:
         files = list(dict.fromkeys(passed.visits))
         print(f"{len(files)} files, {len(passed.visits) - len(files)} returns", *files, sep="\n  ")
