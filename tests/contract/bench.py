@@ -140,7 +140,7 @@ class Bench:
             raise ValueError(f"the scenario keeps two values called {name!r}")
         self.record.entries[name] = snapshot(value, self.folder)
 
-    def loader(self, batch: int = BATCH, batches: int = 5, **kwargs: Any) -> DataLoader[Any]:
+    def loader(self, batch: int = BATCH, batches: int = 3, **kwargs: Any) -> DataLoader[Any]:
         """Fixed random inputs and targets: `batches` batches for each rank."""
         generator = torch.Generator().manual_seed(7)
         samples = batch * batches * self.world_size

@@ -17,7 +17,7 @@ from contract.scenarios import SCENARIOS
 def marks(row: Row, scenario: Scenario) -> list[pytest.MarkDecorator]:
     """What cannot apply is skipped, with the reason; rows that share another's code are left to `make test-all`."""
     skipped = [pytest.mark.skip(row.cannot[scenario.name])] if scenario.name in row.cannot else []
-    return [*skipped, *([pytest.mark.long] if row.only != ("",) else [])]
+    return [*skipped, *([pytest.mark.long] if row.only != ("",) and not row.soon else [])]
 
 
 TABLE = [

@@ -1,8 +1,13 @@
-"""Lightning without its lines."""
+"""Lightning without its lines, and without what each Trainer looks for anew."""
 
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+
+from lightning.fabric.utilities import registry
+
+registry.entry_points = cache(registry.entry_points)  # all installed distributions, for callbacks that they bring
 
 
 @contextmanager

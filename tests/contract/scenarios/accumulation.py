@@ -15,7 +15,7 @@ NONE_ACROSS_RANKS = "Lightning refuses a training_step that returns None across 
 
 @scenario()
 def accumulate_with_short_last_window(bench: Bench) -> None:
-    bench.fit(Net(), accumulate_grad_batches=3)  # 5 batches: a window of 3, then one of 2
+    bench.fit(Net(), loader=bench.loader(batches=5), accumulate_grad_batches=3)  # a window of 3, then one of 2
 
 
 @scenario()
@@ -35,12 +35,12 @@ class ChangeAccumulation(Callback):
 
 @scenario()
 def accumulation_changes_mid_epoch(bench: Bench) -> None:
-    bench.fit(Net(optimizer=sgd), callbacks=[ChangeAccumulation()])
+    bench.fit(Net(optimizer=sgd), loader=bench.loader(batches=5), callbacks=[ChangeAccumulation()])
 
 
 @scenario()
 def accumulation_cut_by_max_steps(bench: Bench) -> None:
-    bench.fit(Net(), accumulate_grad_batches=2, max_steps=4, max_epochs=3)
+    bench.fit(Net(), accumulate_grad_batches=2, max_steps=3, max_epochs=3)
 
 
 @scenario()
@@ -74,7 +74,7 @@ class Skips(Net):
 
 
 class SkipsFirstAndLast(Skips):
-    skipped = (0, 4)
+    skipped = (0, 2)
 
 
 class SkipsMiddle(Skips):
@@ -83,7 +83,7 @@ class SkipsMiddle(Skips):
 
 @scenario(single=NONE_ACROSS_RANKS)
 def training_step_returns_none(bench: Bench) -> None:
-    bench.fit(SkipsMiddle())
+    bench.fit(SkipsMiddle(), loader=bench.loader(batches=5))
 
 
 @scenario(single=NONE_ACROSS_RANKS)
@@ -94,14 +94,15 @@ def training_step_returns_none_at_the_ends(bench: Bench) -> None:
 @scenario(single=NONE_ACROSS_RANKS)
 def none_on_the_stepping_batch(bench: Bench) -> None:
     """A window's last batch has no backward, but the gradients of the batches before it are stepped."""
-    bench.fit(SkipsMiddle(), accumulate_grad_batches=2)
+    bench.fit(SkipsMiddle(), loader=bench.loader(batches=5), accumulate_grad_batches=2)
 
 
 @scenario(single=NONE_ACROSS_RANKS)
 def none_inside_a_window(bench: Bench) -> None:
-    bench.fit(SkipsMiddle(), accumulate_grad_batches=3)
+    bench.fit(SkipsMiddle(), loader=bench.loader(batches=5), accumulate_grad_batches=3)
 
 
 @scenario(single=NONE_ACROSS_RANKS)
 def none_on_the_stepping_batch_with_value_clipping(bench: Bench) -> None:
-    bench.fit(SkipsMiddle(), accumulate_grad_batches=3, gradient_clip_val=0.01, gradient_clip_algorithm="value")
+    clipped = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    bench.fit(SkipsMiddle(), loader=bench.loader(batches=5), accumulate_grad_batches=3, **clipped)

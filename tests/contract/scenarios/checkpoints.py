@@ -63,9 +63,9 @@ def checkpoints_by_hand(bench: Bench) -> None:
 def _resume(bench: Bench, first_plain: bool, then_plain: bool, **kwargs: Any) -> None:
     """Stop in the middle of epoch 1, save, and go on in a new Trainer with a new module."""
     torch.manual_seed(1)
-    path = bench.folder / "7.ckpt"
+    path = bench.folder / "5.ckpt"
     trainer = bench.trainer(
-        plain=first_plain, max_steps=7, max_epochs=3, callbacks=[SavesEachBatch(bench.folder)], **kwargs
+        plain=first_plain, max_steps=5, max_epochs=3, callbacks=[SavesEachBatch(bench.folder)], **kwargs
     )
     bench.fit(_scheduled(), trainer)
     bench.keep("checkpoint", torch.load(path, weights_only=False))

@@ -60,7 +60,7 @@ def anomaly_detection(bench: Bench) -> None:
 
 @scenario()
 def limited_batches_new_loaders(bench: Bench) -> None:
-    bench.fit(Net(), limit_train_batches=3, reload_dataloaders_every_n_epochs=1)
+    bench.fit(Net(), limit_train_batches=2, reload_dataloaders_every_n_epochs=1)
 
 
 @scenario()

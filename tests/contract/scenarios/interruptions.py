@@ -21,14 +21,14 @@ class PlannedError(Exception):
 
 class RaisesInStep(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.current_epoch == 1 and batch_idx == 3:
+        if self.current_epoch == 1 and batch_idx == 1:
             raise PlannedError
         return super().training_step(batch, batch_idx)
 
 
 class RaisesAfterBatch(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.current_epoch == 1 and batch_idx == 3:
+        if trainer.current_epoch == 1 and batch_idx == 1:
             raise PlannedError
 
 
@@ -40,7 +40,7 @@ class RaisesInValidation(Net):
 
 class Interrupts(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.current_epoch == 1 and batch_idx == 3:
+        if self.current_epoch == 1 and batch_idx == 1:
             raise KeyboardInterrupt
         return super().training_step(batch, batch_idx)
 
@@ -104,7 +104,7 @@ def fit_after_an_exception(bench: Bench) -> None:
     module = RaisesInStep()
     with pytest.raises(PlannedError):
         bench.fit(module)
-    bench.fit(module, limit_train_batches=3)
+    bench.fit(module, max_epochs=1)
 
 
 def _each_step(folder: Path) -> ModelCheckpoint:
@@ -131,13 +131,13 @@ def early_stopping_on_train_loss(bench: Bench) -> None:
 @scenario()
 def early_stopping_on_validation(bench: Bench) -> None:
     stopper = EarlyStopping("val_loss", min_delta=0.05, patience=1)
-    bench.fit(Net(), callbacks=[stopper], val=bench.loader(batches=2), max_epochs=6, val_check_interval=3)
+    bench.fit(Net(), callbacks=[stopper], val=bench.loader(batches=2), max_epochs=6, val_check_interval=2)
     bench.keep("stopper", stopper.state_dict())
 
 
 class StopsAfterBatch(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        trainer.should_stop = batch_idx == 2
+        trainer.should_stop = batch_idx == 1
 
 
 @scenario()

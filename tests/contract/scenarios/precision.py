@@ -47,14 +47,21 @@ def _scaled(scale: float = 2.0**20) -> MixedPrecision:
 @scenario(SCALER)
 def precision_with_scaler(bench: Bench) -> None:
     plugin = _scaled()
-    bench.fit(Net(), plugins=[plugin], max_epochs=3)
+    bench.fit(Net(), loader=bench.loader(batches=5), plugins=[plugin], max_epochs=3)
     bench.keep("scaler", plugin.scaler.state_dict())
 
 
 @scenario(SCALER, NORM_CLIP)
 def precision_with_scaler_clipping_and_accumulation(bench: Bench) -> None:
     plugin = _scaled()
-    bench.fit(Net(), plugins=[plugin], max_epochs=4, accumulate_grad_batches=2, gradient_clip_val=0.1)
+    bench.fit(
+        Net(),
+        loader=bench.loader(batches=5),
+        plugins=[plugin],
+        max_epochs=4,
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.1,
+    )
     bench.keep("scaler", plugin.scaler.state_dict())
 
 

@@ -86,7 +86,7 @@ class HalvesAccumulatedLate(Net):
 
 class HalvesAccumulatedMidRun(Net):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 3 and self.current_epoch == 0:
+        if batch_idx == 2 and self.current_epoch == 0:
             self.net[0].weight.register_post_accumulate_grad_hook(_halve_accumulated)
 
 
@@ -153,9 +153,9 @@ class ClearsGradientsItself(Net):
     """Throws gradients away in the middle of a window."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
+        if batch_idx == 1 and self.current_epoch == 0:
             self.trainer.optimizers[0].zero_grad()
-        if batch_idx == 3:
+        if batch_idx == 1 and self.current_epoch == 1:
             self.zero_grad(set_to_none=False)
 
 
