@@ -14,6 +14,7 @@ import time
 from contextlib import suppress
 from multiprocessing.forkserver import set_forkserver_preload
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from support.time_limits import limit_s
 
@@ -113,6 +114,17 @@ class Warm:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+
+
+def run_program(program: str, *arguments: str, **environment: str) -> str:
+    """What a program, given as text, prints in a :class:`Warm` process; it must not fail."""
+    with TemporaryDirectory() as folder:
+        script, out, errors = (Path(folder, name) for name in ("program.py", "out", "errors"))
+        script.write_text(program)
+        with Warm(str(script), [*arguments], {**os.environ, **environment}, out, errors) as process:
+            process.wait(limit_s(180))
+        assert process.returncode == 0, errors.read_text(errors="replace")[-3000:]
+        return out.read_text()
 
 
 def _run(script: str, arguments: list[str], environment: dict[str, str], out: Path, errors: Path) -> None:

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from retime.recipes.cpu_memory.allocators import NoAllocatorError, environment_of
+from support.warm_start import run_program
 
 PRELUDE = """
 import resource
@@ -20,18 +21,6 @@ pool.follow(1.1)
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
 """
-
-
-def run(program: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + program],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
 
 
 @pytest.fixture(autouse=True)
@@ -52,19 +41,22 @@ def step():
 """
 
 
-@pytest.mark.parametrize("name", ["kept_heap", "huge_heap", "tcmalloc", "jemalloc"])
+@pytest.mark.parametrize("name", ["huge_heap", "tcmalloc", "jemalloc"])
 def test_another_allocator_below(name: str) -> None:
     try:
         environment = environment_of(name, {})
     except NoAllocatorError as error:
         pytest.skip(str(error))
-    run(STEPS + "for _ in range(5): step()\nassert pool.counts().reused > 0", **environment)
+    program = PRELUDE + STEPS + "for _ in range(5): step()\nassert pool.counts().reused > 0"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("kind", ["RLIMIT_DATA", "RLIMIT_AS"])
 def test_a_limit_of_the_kernel(kind: str) -> None:
     """What is free goes back before an allocation fails, and a failed one leaves everything usable."""
-    run(f"""
+    run_program(f"""{PRELUDE}
 MIB = 2**20
 torch.ones(10)
 used = {{"RLIMIT_DATA": "VmData", "RLIMIT_AS": "VmSize"}}["{kind}"]
@@ -87,22 +79,23 @@ assert int(torch.empty(60 * MIB, dtype=torch.uint8).fill_(3).numpy().min()) == 3
 
 
 def test_workers_that_load_data() -> None:
-    run("""
+    run_program(f"""{PRELUDE}
 from torch.utils.data import DataLoader
 data = [torch.full((64, 512), float(i)) for i in range(12)]
 for _ in range(2):
-    batches = list(DataLoader(data, batch_size=2, num_workers=2))
+    batches = list(DataLoader(data, batch_size=2, num_workers=2, multiprocessing_context="fork"))
     assert [batch[:, 0, 0].tolist() for batch in batches] == [[2.0 * i, 2.0 * i + 1] for i in range(6)]
 """)
 
 
 def test_a_long_life_stays_small() -> None:
-    grown = run(
-        STEPS
+    grown = run_program(
+        PRELUDE
+        + STEPS
         + """
 def many():
     for _ in range(20):
-        for _ in range(50):
+        for _ in range(10):
             step()
         pool.remove()
         pool.install()
@@ -119,13 +112,13 @@ print(resident() - before)
 
 def test_sizes_that_never_come_again() -> None:
     """Blocks that wait for their size are merged, and the list of sizes does not grow without end."""
-    most, held = run(
-        """
+    most, held = run_program(
+        f"""{PRELUDE}
 import random
 random.seed(0)
 most = held = 0
 alive = []
-for i in range(4000):
+for i in range(2000):
     alive.append(torch.empty(random.randrange(20_000, 3_000_000), dtype=torch.uint8))
     most = max(most, pool.counts().live)
     if len(alive) > 20:

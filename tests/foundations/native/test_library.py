@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from retime.foundations.native import NoLibraryError
 from retime.foundations.native import library as library_module
 from retime.foundations.native import library as own_folder
 from retime.foundations.native.library import OwnFolder
+from support.warm_start import run_program
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the pool is for Linux")
 
@@ -165,7 +165,7 @@ def test_a_library_that_was_cut_short_is_built_again(
     program = "from retime.foundations.cpu_pool.pool import MemoryPool; assert MemoryPool().install()"
 
     def used() -> Path:
-        subprocess.run([sys.executable, "-c", program], check=True)
+        run_program(program)
         (library,) = (tmp_path / "retime").iterdir()
         return library
 

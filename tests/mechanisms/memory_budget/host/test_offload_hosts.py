@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-import subprocess
-import sys
 import threading
 import weakref
 from itertools import pairwise
@@ -21,6 +19,7 @@ from retime.foundations.messages import NoEffectWarning
 from retime.mechanisms.memory_budget.offload.disk import Extents, HostDisk
 from retime.mechanisms.memory_budget.offload.hosts import HostMemory, parse_host
 from retime.mechanisms.memory_budget.offload.tier import HostError, HostNull
+from support.warm_start import run_program
 
 
 def storage(nbytes: int, seed: int = 0) -> torch.UntypedStorage:
@@ -95,8 +94,7 @@ try:
 except HostError as error:
     print("refused", leaf.grad is None, host.live_bytes())
 """
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert run.stdout.split() == ["refused", "True", "0"]
+    assert run_program(program).split() == ["refused", "True", "0"]
 
 
 def test_a_folder_in_memory_is_warned_of() -> None:
@@ -190,8 +188,7 @@ gate.set()
 print("hangs" if wait([collected], 5).not_done else "ended", flush=True)
 os._exit(0)
 """
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert run.stdout.split() == ["0", "ended"]
+    assert run_program(program).split() == ["0", "ended"]
 
 
 def test_a_copy_that_is_freed_early_still_ends(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import resource
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +11,7 @@ import pytest
 
 from retime.mechanisms.memory_budget import report as cpu_limits
 from retime.mechanisms.memory_budget.report import own_bytes, parse_budget, shared_bytes
+from support.warm_start import run_program
 
 TOTAL = 10**12
 
@@ -92,5 +91,4 @@ print(parse_budget("50%", "cpu"))
 """
     if own_bytes() < 2**34:
         pytest.skip("less memory here than the limit that would be set")
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert int(run.stdout) == 2**33
+    assert int(run_program(program)) == 2**33
