@@ -179,11 +179,12 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(constant)
 
 
-def _rebound(code: types.CodeType) -> list[tuple[str, str]]:
+@functools.lru_cache(maxsize=4 * _MOST)
+def _rebound(code: types.CodeType) -> tuple[tuple[str, str], ...]:
     if _REBINDING.isdisjoint(code.co_code[::2]):
-        return []
+        return ()
     instructions = dis.get_instructions(code)
-    return [(one.opname, one.argval) for one in instructions if one.opcode in _REBINDING]
+    return tuple((one.opname, one.argval) for one in instructions if one.opcode in _REBINDING)
 
 
 def _root(value: Any) -> str:
