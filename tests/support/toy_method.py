@@ -20,16 +20,14 @@ __all__ = ["StepCounter"]
     "mechanisms/toy/README.md": "# Toy\nCounts steps.\n",
     "mechanisms/toy/counter.py": '''"""A count of steps."""
 
+from dataclasses import dataclass
 
+
+@dataclass
 class StepCounter:
     """Counts steps."""
 
-    def __init__(self) -> None:
-        self.steps = 0
-
-    def count(self) -> None:
-        """One more."""
-        self.steps += 1
+    steps: int = 0
 ''',
     "strategies/toy.py": '''"""One device, and a count of its steps."""
 
@@ -49,16 +47,14 @@ class ToyStrategy(SingleDeviceStrategy):
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Step, and count."""
-        self.counter.count()
+        self.counter.steps += 1
         return super().optimizer_step(*args, **kwargs)
 ''',
     "tests/mechanisms/toy/test_counter.py": """from retime.mechanisms.toy import StepCounter
 
 
-def test_steps_are_counted() -> None:
-    counter = StepCounter()
-    counter.count()
-    assert counter.steps == 1
+def test_it_begins_with_none() -> None:
+    assert StepCounter().steps == 0
 """,
 }
 CHANGES = {
