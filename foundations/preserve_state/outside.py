@@ -294,7 +294,7 @@ class ExternalTensors:
             if id(used) not in self._states:
                 with without_dispatch_modes():
                     self._states[id(used)] = used, used.get_state()
-        elif isinstance(used, Tensor) and has_storage(used) and not isinstance(used, FakeTensor):
+        elif not isinstance(used, FakeTensor) and isinstance(used, Tensor) and has_storage(used):
             key = storage_key(used)
             if key in self._mine:
                 return
@@ -310,7 +310,7 @@ class ExternalTensors:
         Raises:
             ValueReadError: the value is a dry run's: the tensor would have none any more.
         """
-        if not has_storage(tensor) or isinstance(tensor, FakeTensor) or storage_key(tensor) in self._mine:
+        if isinstance(tensor, FakeTensor) or not has_storage(tensor) or storage_key(tensor) in self._mine:
             return
         if isinstance(value, FakeTensor):
             raise ValueReadError(
@@ -319,11 +319,12 @@ class ExternalTensors:
             )
         self._note_binding(tensor)
 
-    def made(self, out: object, given: object) -> None:
+    def made(self, out: object, given: Iterable[Tensor]) -> None:
         """An operation returned this: storages that none of its arguments has are new."""
-        new = storage_keys(_leaves(out, Tensor)) - self._mine
+        real = [leaf for leaf in _leaves(out, Tensor) if not isinstance(leaf, FakeTensor)]
+        new = storage_keys(real) - self._mine if real else set()
         if new:
-            self._mine |= new - storage_keys(_leaves(given, Tensor))
+            self._mine |= new - storage_keys(given)
 
     def _keep(self, key: int, tensor: Tensor) -> None:
         if key not in self._stored:
@@ -372,11 +373,15 @@ class _Watch(ObserverMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         declared = _declared(func)
         named = [*zip(declared, args, strict=False), *((one, kwargs.get(one[0])) for one in declared[len(args) :])]
-        for (_, written), value in named:
-            for leaf in _leaves(value, _USED):
+        used = [(leaf, written) for (_, written), value in named for leaf in _leaves(value, _USED)]
+        for leaf, written in used:
+            if type(leaf) is not FakeTensor:
                 self._outside.about_to_use(leaf, written)
         out = func(*args, **kwargs)
-        self._outside.made(out, () if func is torch.ops.aten.lift_fresh.default else (args, kwargs))  # torch.tensor()
+        if type(out) is FakeTensor:
+            return out
+        given = [] if func is torch.ops.aten.lift_fresh.default else [leaf for leaf, _ in used]  # torch.tensor()
+        self._outside.made(out, [leaf for leaf in given if isinstance(leaf, Tensor)])
         return out
 
 

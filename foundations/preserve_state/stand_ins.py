@@ -35,26 +35,25 @@ class DryMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self._over = False
 
     @contextmanager
     def open(self) -> Iterator[None]:
         """Around all that a dry run does; afterwards whatever computes on a tensor of it raises LeftBehindError."""
-        self._over = False
+        self.__class__ = DryMode  # as it is: each operation comes by here
         try:
             yield
         finally:
-            self._over = True
+            self.__class__ = _Over
 
+
+class _Over(DryMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        if self._over:
-            raise LeftBehindError(
-                f"{func.name()} is given a tensor without values, which a dry run of the step has left in a variable "
-                "that is no part of the model: a global one, or an attribute of some other object. Keep it in an "
-                "attribute of the model, which planning puts back, write into one tensor in place, or give "
-                "dry_run='off', which never calls the step more often than training does"
-            )
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        raise LeftBehindError(
+            f"{func.name()} is given a tensor without values, which a dry run of the step has left in a variable "
+            "that is no part of the model: a global one, or an attribute of some other object. Keep it in an "
+            "attribute of the model, which planning puts back, write into one tensor in place, or give "
+            "dry_run='off', which never calls the step more often than training does"
+        )
 
 
 class Replacement:

@@ -10,7 +10,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -340,7 +340,7 @@ def nothing_compiled() -> bool:
 
 
 @contextmanager
-def uncompiled(met: Callable[[], object] = lambda: None) -> Iterator[None]:
+def uncompiled(met: Callable[[], object] | None = None) -> Iterator[None]:
     """Nothing is compiled and nothing compiled runs; ``torch.compile``'s caches stay as they are.
 
     Args:
@@ -349,13 +349,13 @@ def uncompiled(met: Callable[[], object] = lambda: None) -> Iterator[None]:
 
     def noting(chosen: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def choose(callback: Any) -> Any:
-            if callback not in (None, False):  # torch.compiler.disable has these two
+            if met is not None and callback not in (None, False):  # torch.compiler.disable has these two
                 met()
             return chosen(callback)
 
         return choose
 
-    with torch.compiler.set_stance("force_eager"), stance_callback_replaced(noting):
+    with torch.compiler.set_stance("force_eager"), nullcontext() if met is None else stance_callback_replaced(noting):
         yield
 
 
@@ -367,8 +367,8 @@ class CompiledCode:
 
     @contextmanager
     def looked_for(self) -> Iterator[None]:
-        """Around runs of the step that only try something out."""
-        with uncompiled(self._note):
+        """Around runs of the step that only try something out; what they themselves compile, its first pass tells."""
+        with uncompiled(None if nothing_compiled() else self._note):
             yield
 
     @contextmanager

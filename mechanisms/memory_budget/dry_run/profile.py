@@ -97,7 +97,7 @@ class StepProfile:
         return max(
             0 if smallest else self.peak_bytes,
             *(
-                held + scratch.get(operation.kind, none).at(self.plan.sub_batch)
+                held + scratch.get((operation.phase, operation.layer, operation.name), none).at(self.plan.sub_batch)
                 for held, operation in zip(self.held_bytes(smallest), self.trace.operations, strict=True)
             ),
         )
