@@ -27,6 +27,10 @@ WIDTH, DEPTH = 16, 8
 SPLITS = StepCosts(fixed_ms=0.01, sample_ms=1.0, out_bytes_per_ms=1.0, in_bytes_per_ms=1.0)
 OFFLOADS = StepCosts(fixed_ms=1e6, sample_ms=1.0)
 WAYS = {"offload": OFFLOADS, "sub-batches": SPLITS}
+OFFLOAD_LATER = pytest.mark.parametrize(
+    "way", ["sub-batches", pytest.param("offload", marks=pytest.mark.long)], indirect=True
+)
+"""For tests of what parts change, of which offloading runs the plain way."""
 # Budgets; the plain step needs 209,000 bytes, with BatchNorm 343,000.
 SMALL = 120_000  # either way is enough
 TINY = 60_000  # below the floor of whole batches

@@ -13,7 +13,7 @@ import retime.mechanisms.memory_budget.planner as step_planner
 from retime.foundations.messages import NoEffectWarning
 from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
-from support.memory_budget import SMALL, Net, assert_same, loader, report_of, trainer
+from support.memory_budget import OFFLOAD_LATER, SMALL, Net, assert_same, loader, report_of, trainer
 
 pytestmark = support.IGNORED
 
@@ -33,6 +33,7 @@ def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_planner, "search_plan", search)
 
 
+@OFFLOAD_LATER
 def test_a_resumed_run_does_not_search_again(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, first = train(MemoryBudgetStrategy(SMALL), tmp_path / "one.ckpt", 1)
     planned = report_of(first).shapes[0]
@@ -53,12 +54,14 @@ def test_a_resumed_run_does_not_search_again(way: str, tmp_path: Path, monkeypat
     assert str(report_of(third).shapes[0]).count("plan of an earlier run") == 1
 
 
+@OFFLOAD_LATER
 def test_another_budget_is_planned_for(way: str, tmp_path: Path) -> None:
     train(MemoryBudgetStrategy(SMALL), tmp_path / "one.ckpt", 1)
     _, second = train(MemoryBudgetStrategy(SMALL + 40_000), tmp_path / "two.ckpt", 2, tmp_path / "one.ckpt")
     assert "earlier run" not in str(report_of(second))
 
 
+@OFFLOAD_LATER
 def test_another_model_is_planned_for(way: str) -> None:
     done = trainer(MemoryBudgetStrategy(SMALL))
     done.fit(Net(), loader())

@@ -42,6 +42,7 @@ def within_budget() -> dict[str, Any]:
 
 
 @ON_LINUX
+@pytest.mark.long
 def test_trains_where_the_plain_strategy_runs_out_of_memory() -> None:
     plain, ours = worker("plain", BUDGET + HEADROOM), within_budget()
     assert "can't allocate memory" in plain["limited"]["error"]
@@ -51,6 +52,7 @@ def test_trains_where_the_plain_strategy_runs_out_of_memory() -> None:
 
 
 @ON_LINUX
+@pytest.mark.long
 def test_the_process_grows_as_the_report_predicts() -> None:
     ours = within_budget()["limited"]
     if ours["source"] != "VmHWM":

@@ -17,7 +17,7 @@ from torchmetrics.wrappers import Running
 from retime.foundations.messages import DifferenceWarning
 from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
-from support.memory_budget import CLASSES, SMALL, Net, assert_way, fit, loader, report_of
+from support.memory_budget import CLASSES, OFFLOAD_LATER, SMALL, Net, assert_way, fit, loader, report_of
 
 pytestmark = support.IGNORED
 
@@ -85,6 +85,7 @@ class LogsTwice(Net):
         return loss
 
 
+@OFFLOAD_LATER
 def test_a_name_logged_twice(way: str) -> None:
     assert compare(LogsTwice, way) == []
 
@@ -101,6 +102,7 @@ class ChangesItLater(Net):
         return loss
 
 
+@OFFLOAD_LATER
 def test_a_tensor_that_changes_after_it_is_logged(way: str) -> None:
     assert compare(ChangesItLater, way) == []
 
@@ -130,6 +132,7 @@ class Sized(Net):
         return loss
 
 
+@OFFLOAD_LATER
 def test_a_batch_size_of_the_users(way: str) -> None:
     assert compare(Sized, way) == []
 
@@ -144,6 +147,7 @@ class Extremes(Net):
         return F.cross_entropy(logits, batch[1])
 
 
+@OFFLOAD_LATER
 def test_extremes(way: str) -> None:
     assert compare(Extremes, way) == []
 
@@ -173,6 +177,7 @@ IN_TWO = [*range(0, 80, 2), *range(250, 256, 2)]
 
 
 @pytest.mark.parametrize("marked", [[0, 3], [100], [0, 1, 3, 100, 110], IN_TWO], ids=["0", "1", "0 and 1", "0 and 2"])
+@OFFLOAD_LATER
 def test_what_some_parts_log_is_weighed_by_its_batch_size(way: str, marked: list[int]) -> None:
     said = compare(MaskedBySize, way, marked)
     if way == "offload" or marked is IN_TWO:  # a certificate has seen how these add up
@@ -183,6 +188,7 @@ def test_what_some_parts_log_is_weighed_by_its_batch_size(way: str, marked: list
 
 
 @pytest.mark.parametrize("marked", [[0, 3], [100]])
+@OFFLOAD_LATER
 def test_what_one_part_logs_is_the_batchs(way: str, marked: list[int]) -> None:
     said = compare(Masked, way, marked)
     assert len(said) == (2 if way == "sub-batches" else 0)
@@ -201,6 +207,7 @@ class Counts(Net):
         return each.mean()
 
 
+@OFFLOAD_LATER
 def test_a_sum_that_some_parts_log(way: str) -> None:
     said = compare(Counts, way, [100, 101, 200])
     assert len(said) == (1 if way == "sub-batches" else 0)
@@ -219,6 +226,7 @@ class RareHits(Net):
         return self.loss(batch)
 
 
+@OFFLOAD_LATER
 def test_what_was_0_when_it_was_examined_is_said(way: str) -> None:
     said = compare(RareHits, way, [100, 101, 200])
     if way == "offload":
@@ -238,6 +246,7 @@ class AllMarked(Net):
         return self.loss(batch)
 
 
+@OFFLOAD_LATER
 def test_what_was_the_same_when_it_was_examined_is_said(way: str) -> None:
     said = compare(AllMarked, way, [100])
     if way == "offload":
@@ -254,6 +263,7 @@ class WarmsUp(Net):
         return 1e-3 * F.cross_entropy(self.net(batch[0]), batch[1], reduction="sum")
 
 
+@OFFLOAD_LATER
 def test_a_factor_that_was_0_when_it_was_examined(way: str) -> None:
     assert compare(WarmsUp, way) == []
 
@@ -297,6 +307,7 @@ class MeasuredSometimes(Net):
         return loss
 
 
+@OFFLOAD_LATER
 def test_metrics_that_see_some_parts_only(way: str) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You are trying to `self.log")

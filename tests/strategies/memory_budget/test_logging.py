@@ -17,7 +17,18 @@ from torchmetrics.wrappers import ClasswiseWrapper, Running
 from retime.foundations.messages import DifferenceWarning
 from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
-from support.memory_budget import CLASSES, SMALL, Net, assert_close, assert_same, assert_way, fit, loader, report_of
+from support.memory_budget import (
+    CLASSES,
+    OFFLOAD_LATER,
+    SMALL,
+    Net,
+    assert_close,
+    assert_same,
+    assert_way,
+    fit,
+    loader,
+    report_of,
+)
 
 pytestmark = support.IGNORED
 
@@ -99,15 +110,18 @@ def assert_same_lines(make: Any, way: str, budget: int = SMALL, **options: Any) 
     )
 
 
+@OFFLOAD_LATER
 def test_numbers(way: str) -> None:
     assert_same_lines(Logs, way)
 
 
+@OFFLOAD_LATER
 def test_numbers_while_accumulating(way: str) -> None:
     assert_same_lines(Logs, way, accumulate_grad_batches=2)
 
 
 @pytest.mark.parametrize("large", [False, True])
+@OFFLOAD_LATER
 def test_metrics(way: str, large: bool) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You are trying to `self.log")
@@ -134,7 +148,8 @@ class LearnsFromMetrics(Net):
         return loss
 
 
-@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.long)])
+@OFFLOAD_LATER
 def test_a_metric_as_the_loss(way: str, large: bool) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You are trying to `self.log")

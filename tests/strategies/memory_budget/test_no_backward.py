@@ -12,7 +12,18 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
-from support.memory_budget import BATCH, CLASSES, SMALL, Net, assert_same, assert_way, fit, norm, report_of
+from support.memory_budget import (
+    BATCH,
+    CLASSES,
+    OFFLOAD_LATER,
+    SMALL,
+    Net,
+    assert_same,
+    assert_way,
+    fit,
+    norm,
+    report_of,
+)
 from support.memory_budget_looks import Looks
 
 pytestmark = support.IGNORED
@@ -52,6 +63,7 @@ def trained(strategy: Any, module: Counts, *callbacks: Callback, epochs: int) ->
     return done, logger.lines
 
 
+@OFFLOAD_LATER
 def test_all_parts_run_and_are_logged(way: str) -> None:
     plain, ours = Counts(), Counts()
     shown = [Outputs(), Outputs()]

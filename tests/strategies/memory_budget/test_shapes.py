@@ -20,7 +20,7 @@ from retime.schedules.budget import OffloadPlan
 from retime.schedules.errors import ScheduleError
 from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
-from support.memory_budget import CLASSES, FEATURES, Net, assert_close, assert_same, fit, report_of
+from support.memory_budget import CLASSES, FEATURES, OFFLOAD_LATER, Net, assert_close, assert_same, fit, report_of
 
 pytestmark = support.IGNORED
 DEPTH, BUDGET = 3, 95_000  # the plain step needs 120,000 bytes, offloading 75,000
@@ -51,6 +51,7 @@ def sequences(*shapes: tuple[int, int]) -> Any:
 SIZES = [(128, 2), (64, 4), (128, 2), (100, 2), (32, 8), (17, 4), (32, 8)]  # three shapes
 
 
+@OFFLOAD_LATER
 def test_one_plan_a_shape(way: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="lightning.pytorch")  # the contract's runs make it quiet
     plain, ours = Sequences(), Sequences()

@@ -17,7 +17,18 @@ from retime.mechanisms.memory_budget.step import NoLossError
 from retime.schedules.errors import ScheduleError
 from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
-from support.memory_budget import BATCH, SMALL, Net, assert_close, assert_same, assert_way, fit, loader, report_of
+from support.memory_budget import (
+    BATCH,
+    OFFLOAD_LATER,
+    SMALL,
+    Net,
+    assert_close,
+    assert_same,
+    assert_way,
+    fit,
+    loader,
+    report_of,
+)
 
 pytestmark = support.IGNORED
 
@@ -77,6 +88,7 @@ class Scheduled(Net):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
+@OFFLOAD_LATER
 def test_schedulers_and_adam(way: str) -> None:
     plain, ours = Scheduled(), Scheduled()
     one, two = fit(plain), fit(ours, MemoryBudgetStrategy(SMALL))
@@ -115,6 +127,7 @@ class Returns(Net):
         return {"loss": loss, "logits": logits.detach(), "hits": (logits.argmax(1) == batch[1]).sum(), "tag": "a"}
 
 
+@OFFLOAD_LATER
 def test_callbacks_see_one_batch(way: str) -> None:
     plain, ours = Counts(), Counts()
     fit(Returns(), callbacks=[plain])
@@ -192,6 +205,7 @@ class Skips(Net):
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @pytest.mark.parametrize("accumulated", [1, 2])
+@OFFLOAD_LATER
 def test_skipped_batches(way: str, accumulated: int) -> None:
     one, two = compare(Skips, way, data=loader(6, extra=9), accumulate_grad_batches=accumulated)
     assert {name: float(value) for name, value in two.callback_metrics.items()} == pytest.approx(

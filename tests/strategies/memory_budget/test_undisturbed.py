@@ -12,7 +12,7 @@ import torch
 from retime.foundations.preserve_state.undo import undisturbed
 from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
-from support.memory_budget import SMALL, Net, fit, report_of
+from support.memory_budget import OFFLOAD_LATER, SMALL, Net, fit, report_of
 
 pytestmark = support.IGNORED
 
@@ -79,6 +79,7 @@ class Keeps(Net):
         return loss
 
 
+@OFFLOAD_LATER
 def test_only_real_steps_are_in_the_history(way: str) -> None:
     module = Keeps()
     done = fit(module, MemoryBudgetStrategy(SMALL))
