@@ -314,11 +314,11 @@ def memory_bound() -> None:
 @check
 def measured_peak_stays_below_the_bound() -> None:
     mib, layers = 2**20, 8
-    inputs = torch.randn(8_192, 256)  # 8 MiB, as each layer's output
+    inputs = torch.randn(13_107, WIDTH)  # 8 MiB, as each layer's output
 
     def peak_after(k: int, max_memory: int | None) -> tuple[int, int]:
         torch.manual_seed(0)
-        net = nn.Sequential(*[part for _ in range(layers) for part in (nn.Linear(256, 256), nn.Tanh())])
+        net = nn.Sequential(*[part for _ in range(layers) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh())])
         model = DistributedDataParallel(net, gradient_as_bucket_view=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         ooo = OutOfOrderDataParallel(model, optimizer, k=k, max_memory=max_memory)

@@ -1,8 +1,6 @@
 """Out-of-order data parallel on two gloo ranks: same bits, order of sending, the search, refusals, a dying rank."""
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ from retime.foundations.ddp.reductions import bucket_mb
 from retime.mechanisms.out_of_order.k_search import MOST_STEPS, KTuner
 from support.paths import PYTHONPATH, SUPPORT
 from support.two_ranks import run_ranks, run_two_ranks
+from support.warm_start import run_program
 
 IN_A_BARE_LOOP = [
     "same_bits",
@@ -62,15 +61,9 @@ def test_memory_of_the_process_stays_below_max_memory(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("start", ["spawn", "fork"])
 def test_names_that_start_their_own_processes(start: str, tmp_path: Path) -> None:
-    script = SUPPORT / "ooo_ddp_launcher.py"
-    done = subprocess.run(
-        [sys.executable, str(script), start, str(tmp_path)],
-        env={**os.environ, **PYTHONPATH},
-        capture_output=True,
-        text=True,
-    )
-    assert "steps: 8, blocks: 3, updates: True" in done.stdout, done.stderr[-3000:]
-    assert "brought home: 8 steps" in done.stdout
+    said = run_program((SUPPORT / "ooo_ddp_launcher.py").read_text(), start, str(tmp_path), **PYTHONPATH)
+    assert "steps: 8, blocks: 3, updates: True" in said
+    assert "brought home: 8 steps" in said
 
 
 def test_a_rank_that_dies_ends_the_other_with_an_error(tmp_path: Path) -> None:

@@ -17,58 +17,57 @@ def outputs(ranks: int, *arguments: str) -> list[str]:
     return [one.stdout.strip() for one in done]
 
 
-@pytest.mark.parametrize(("ranks", "data"), [(2, 1), (4, 1), (2, 2)])
-def test_gradients_are_those_of_one_device(ranks, data):
-    """With all schedules of ours; in float64, and on two ranks in float32 too."""
-    types = "float64,float32" if ranks == 2 else "float64"
-    assert outputs(ranks * data, "gradients", "sequential", OURS, str(data), types) == ["same"] * ranks * data
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gradients_are_those_of_one_device(ranks):
+    """With all schedules of ours; other models run those that differ most."""
+    assert outputs(ranks, "gradients", "sequential", OURS, "1") == ["same"] * ranks
+
+
+def test_gradients_in_single_precision():
+    assert outputs(2, "gradients", "sequential,tied,residual", "ooo1,1f1b", "1", "float32") == ["same"] * 2
 
 
 def test_gradients_of_models_that_are_not_cut():
     """Two ranks, each with a whole model."""
-    assert outputs(2, "gradients", "sequential", f"{OURS},InterleavedZeroBubble", "2", "float64") == ["same"] * 2
+    assert outputs(2, "gradients", "sequential", "ooo2,1f1b,zbv,InterleavedZeroBubble", "2") == ["same"] * 2
 
 
 def test_gradients_on_eight_ranks():
-    """Four for each of two models; the schedules that differ most, and a model with tied weights."""
-    assert outputs(8, "gradients", "sequential", "ooo2,ooo,1f1b,zbv", "2", "float64") == ["same"] * 8
-    assert outputs(8, "gradients", "tied", "ooo1", "2", "float64") == ["same"] * 8
+    """Four for each of two models; a model with tied weights beside."""
+    assert outputs(8, "gradients", "sequential,tied", "ooo1,1f1b", "2") == ["same"] * 8
 
 
 def test_gradients_with_torchs_schedules():
     assert outputs(2, "gradients", "sequential", TORCHS, "1") == ["same"] * 2
-    assert outputs(4, "gradients", "sequential", "InterleavedZeroBubble", "1", "float64") == ["same"] * 4
+    assert outputs(4, "gradients", "sequential", "InterleavedZeroBubble", "1") == ["same"] * 4
 
 
 def test_gradients_of_pipelines_side_by_side():
-    assert outputs(4, "gradients", "tied,residual", "ooo1,1f1b", "2", "float64") == ["same"] * 4
-    assert outputs(2, "gradients", "sequential", "ooo2", "2") == ["same"] * 2
+    assert outputs(4, "gradients", "sequential,tied,residual", "ooo1,1f1b", "2") == ["same"] * 4
 
 
 def test_models_that_share_weights_or_freeze_them():
     assert outputs(2, "gradients", "summed,tied,frozen", "ooo2,zbv,gpipe", "1") == ["same"] * 2
-    assert outputs(2, "gradients", "residual", "ooo1,1f1b", "1") == ["same"] * 2
 
 
 def test_residual_connections_between_the_layers():
     assert outputs(2, "gradients", "between", "ooo2,zbv,1f1b", "1") == ["same"] * 2
-    assert outputs(4, "gradients", "between", "ooo2", "1", "float64") == ["same"] * 4
+    assert outputs(4, "gradients", "between", "ooo2", "1") == ["same"] * 4
 
 
 def test_layers_that_are_given_a_tensor_twice():
     """Also from a stage of the same rank."""
-    assert outputs(2, "gradients", "doubled", "zbv,1f1b", "1", "float64") == ["same"] * 2
+    assert outputs(2, "gradients", "doubled", "zbv,1f1b", "1") == ["same"] * 2
 
 
 def test_layers_that_write_into_what_they_are_given():
     assert outputs(2, "gradients", "in_place", "ooo2,1f1b", "1") == ["same"] * 2
-    assert outputs(2, "gradients", "in_place_between", "zbv,ooo2,1f1b", "1") == ["same"] * 2
-    assert outputs(2, "gradients", "in_place_alone", "zbv,ooo_v,ooo2", "1") == ["same"] * 2
+    assert outputs(2, "gradients", "in_place_between,in_place_alone", "zbv,ooo2,1f1b", "1") == ["same"] * 2
 
 
 def test_checkpoints_around_the_layers_and_in_them():
     assert outputs(2, "gradients", "checkpointed,segments", "ooo2,zbv,1f1b", "1") == ["same"] * 2
-    assert outputs(4, "gradients", "checkpointed", "ooo2", "1", "float64") == ["same"] * 4
+    assert outputs(4, "gradients", "checkpointed", "ooo2", "1") == ["same"] * 4
 
 
 def test_weights_that_a_layer_computes_are_its_ranks():
@@ -86,12 +85,12 @@ def test_models_without_a_list_of_layers():
 
 
 def test_a_head_that_the_loss_does_not_use():
-    assert outputs(2, "gradients", "two_heads,second_head_first", "ooo2,1f1b", "1", "float64") == ["same"] * 2
+    assert outputs(2, "gradients", "two_heads,second_head_first", "ooo2,1f1b", "1") == ["same"] * 2
 
 
 def test_unmodified_transformers():
     pytest.importorskip("transformers")
-    assert outputs(2, "gradients", "gpt2,bert,llama,gpt2_checkpointed", "ooo2,zbv", "1") == ["same"] * 2
+    assert outputs(2, "gradients", "gpt2,bert,llama,gpt2_checkpointed", "ooo2", "1") == ["same"] * 2
 
 
 def test_each_rank_keeps_its_share():
@@ -134,11 +133,10 @@ def test_batches_of_other_shapes():
     assert outputs(2, "shapes") == ["same"] * 2
 
 
-@pytest.mark.parametrize("schedule", ["ooo2", "1f1b"])
-def test_means_over_labels_that_are_not_padding(schedule):
+def test_means_over_labels_that_are_not_padding():
     """The first batch has none of it."""
     pytest.importorskip("transformers")
-    assert outputs(2, "padded", schedule) == ["same"] * 2
+    assert outputs(2, "padded") == ["same"] * 2
 
 
 def test_a_sum_by_a_count_is_refused_or_told():
