@@ -82,10 +82,6 @@ class Asked:
         return {name: parameter.grad for name, parameter in model.named_parameters()}
 
     def named_bytes(self, budget_bytes: int) -> int:
-        """The least of three: a process is counted in batches of pages, and once in 450 runs some were more."""
-        return min(self._named_bytes(budget_bytes) for _ in range(3))
-
-    def _named_bytes(self, budget_bytes: int) -> int:
         with pytest.raises(BudgetError) as caught:
             self.run(budget_bytes)
         return caught.value.floor_bytes
@@ -94,8 +90,12 @@ class Asked:
 @pytest.mark.parametrize("name", MODELS)
 def test_one_floor_for_every_budget(name: str) -> None:
     asked = Asked(MODELS[name])
-    floor = asked.named_bytes(1000)
-    assert asked.named_bytes(floor - 1) == floor
+    for _ in range(3):  # a process is counted in batches of pages, and once in 450 runs some were more
+        floor = asked.named_bytes(1000)
+        again = asked.named_bytes(floor - 1)
+        if again == floor:
+            break
+    assert again == floor
     if name == "mlp":
         assert asked.named_bytes(floor // 2) == floor
     assert floor <= 1.1 * asked.plain_bytes(), "more than the plain step needs"
