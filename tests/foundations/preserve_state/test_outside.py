@@ -203,8 +203,7 @@ def set_to_inputs(tensor: Tensor, inputs: Tensor) -> None:
 
 
 @pytest.mark.parametrize("bind", [own, of_inputs, of_its_value, larger, set_to_inputs])
-@pytest.mark.parametrize("parameter", [False, True])
-@pytest.mark.parametrize("budget", [PLAIN, TIGHT])
+@pytest.mark.parametrize(("parameter", "budget"), [(False, TIGHT), (True, TIGHT), (True, PLAIN)])
 def test_tensors_are_bound_to_other_memory_once_a_step(
     bind: Callable[[Tensor, Tensor], None], parameter: bool, budget: int, offloads: None
 ) -> None:

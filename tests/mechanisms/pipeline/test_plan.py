@@ -21,7 +21,7 @@ def alive(plan):
     return found
 
 
-@pytest.mark.parametrize("hop_ms", [0.0, 0.5, 1.0, 3.0, 10.0, 36.0])
+@pytest.mark.parametrize("hop_ms", [0.0, 1.0, 36.0])
 @pytest.mark.parametrize(("layers", "ranks", "micro_batches"), [(16, 4, 4), (32, 8, 16), (12, 4, 8), (12, 2, 4)])
 def test_no_published_order_is_faster_on_paper(layers, ranks, micro_batches, hop_ms):
     costs = Costs((20.0,) * layers, (1,) * layers, hop_ms)
@@ -30,7 +30,7 @@ def test_no_published_order_is_faster_on_paper(layers, ranks, micro_batches, hop
         assert ours <= Planner(name, ranks, costs).plan(micro_batches).makespan_ms * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("hop_ms", [0.0, 2.0, 16.0])
+@pytest.mark.parametrize("hop_ms", [0.0, 16.0])
 def test_nor_is_zbv_at_its_own_memory(hop_ms):
     """Where list schedules under the cap are longer, the order is ZBV's."""
     costs = Costs((30.0,) * 32, (1,) * 32, hop_ms, task_ms=0.8)
