@@ -7,6 +7,7 @@ They must be known before the backward pass of the first sub-batch, so they have
 
 from __future__ import annotations
 
+import math
 import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -53,7 +54,9 @@ class Count:
     needed: bool = False
 
     def __call__(self, part: Any) -> Tensor:
-        """The number in this part, as a scalar on the tensor's device; float64 for a sum of fractions.
+        """The number in this part, as a scalar on the tensor's device; float64 for a sum.
+
+        A sum that is 0 of entries that are not is NaN: what is divided by it need not be 0.
 
         Raises:
             LookupError: the part has no such tensor.
@@ -70,8 +73,8 @@ class Count:
                 tensor = tensor[(slice(None),) * (dimension % tensor.dim()) + (slice(start, stop, step),)]
         if self.comparison != "sum":
             return _COMPARISONS[self.comparison](tensor, self.value).sum()  # type: ignore[no-any-return]
-        exact = not tensor.is_floating_point() or tensor.device.type == "mps"
-        return tensor.sum(dtype=None if exact else torch.float64)
+        total = tensor.sum(dtype=torch.float32 if tensor.device.type == "mps" else torch.float64)
+        return total if self.least or self.added else total.masked_fill((total == 0) & tensor.any(), math.nan)
 
     def __str__(self) -> str:
         def index(name: str, numbers: tuple[int, ...]) -> str:
@@ -96,8 +99,9 @@ class Count:
             LookupError: a part without any has no loss.
         """
         divisors = [max(self.least, number) + self.added for number in (*counted, sum(counted))]
-        if self.needed and not all(divisors):
-            raise LookupError(f"{self}, which the loss divides by, is 0 in a part of this batch")
+        cancelled = any(map(math.isnan, counted)) or (not divisors[-1] and any(divisors))
+        if cancelled or (self.needed and not all(divisors)):
+            raise LookupError(f"{self}, which the loss divides by, is 0 in this batch or in a part of it")
         *parts, whole = divisors
         return [part / whole for part in parts] if whole else normalised(samples, samples)
 

@@ -157,7 +157,7 @@ def test_a_part_without_what_its_loss_is_divided_by_has_no_weight() -> None:
     batch["keep"][:] = True
     assert loss_weights(certificate, split_batch(batch, 4)) == pytest.approx([4 / 11, 4 / 11, 3 / 11])
     batch["keep"][:4] = False
-    with pytest.raises(WeightsUnclearError, match=r"batch\['keep'\] == 1\), which the loss divides by, is 0 in a"):
+    with pytest.raises(WeightsUnclearError, match=r"batch\['keep'\] == 1\), which the loss divides by, is 0 in"):
         loss_weights(certificate, split_batch(batch, 4))
 
 
@@ -170,6 +170,21 @@ def test_class_numbers_of_a_column_that_are_left_out_are_counted_in_each_batch()
     assert loss_weights(certificate, split_batch(batch_of(4), 4)) == pytest.approx([4 / 11, 4 / 11, 3 / 11])
     kept = [int((part["pairs"][:, 0] != IGNORED).sum()) for part in split_batch(other, 4)]
     assert loss_weights(certificate, split_batch(other, 4)) == pytest.approx([one / sum(kept) for one in kept])
+
+
+def test_weights_that_cancel_in_a_part_have_no_share() -> None:
+    """As advantages of both signs: what is divided by their sum is not 0 where that is."""
+    certificate = certificate_of(lambda m, b: mean_over(b["weights"], each_sample(m, b)))
+    batch = batch_of()
+
+    batch["weights"][:] = torch.tensor([1.0, -1, 2, -2, 1, 1, 1, 1, 1, 1, 1])
+    with pytest.raises(WeightsUnclearError, match=r"which the loss divides by, is 0 in this batch or in a"):
+        loss_weights(certificate, split_batch(batch, 4))
+    batch["weights"][:4] = 0
+    assert loss_weights(certificate, split_batch(batch, 4)) == pytest.approx([0, 4 / 7, 3 / 7])
+    batch["weights"][:5] = torch.tensor([-2.0, -2, -2, 0, 0])
+    with pytest.raises(WeightsUnclearError):
+        loss_weights(certificate, split_batch(batch, 4))
 
 
 def test_samples_that_nothing_is_learned_from_say_nothing() -> None:
