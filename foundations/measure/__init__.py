@@ -1,6 +1,5 @@
-"""What measures training: step times, bytes of memory, energy."""
+"""What measures training: step times, bytes of memory."""
 
-from retime.foundations.measure.energy_meter import NoMeterError, Watch, find_meter
 from retime.foundations.measure.memory import (
     MemoryProbe,
     MemorySampler,
@@ -14,15 +13,12 @@ from retime.foundations.measure.step_timer import OTHER, PHASES, StepTimer, Step
 __all__ = [
     "MemoryProbe",
     "MemorySampler",
-    "NoMeterError",
     "OTHER",
     "PHASES",
     "PeakWatch",
     "StepTimer",
     "StepTiming",
-    "Watch",
     "clock_of",
-    "find_meter",
     "forget_peak",
     "peak_so_far",
     "status_bytes",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from retime.foundations.measure import NoMeterError, Watch, find_meter
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison
 from retime.recipes.core.measure import Spread, spread
@@ -15,6 +14,7 @@ from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import MemorySettings
 from retime.recipes.core.workers import Worker
 from retime.recipes.modnn import claims
+from retime.recipes.modnn.energy_meter import NoMeterError, Watch, find_meter
 from retime.recipes.modnn.over_networks import NetworkRecipe
 from retime.recipes.modnn.report import budgets_of
 from retime.recipes.modnn.side_by_side import BUDGET, STEP, UNLIMITED, block_ms, side_by_side
