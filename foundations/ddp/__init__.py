@@ -1,6 +1,13 @@
 """What every mechanism needs of DistributedDataParallel: its communication hook, buckets, reductions, agreement."""
 
-from retime.foundations.ddp.agreement import RankAgreement
+from retime.foundations.ddp.agreement import (
+    RankAgreement,
+    RankLostError,
+    RankProcesses,
+    end_of_process,
+    is_lost_message,
+    machine,
+)
 from retime.foundations.ddp.comm_hook import (
     CommHook,
     DeviceReducer,
@@ -14,7 +21,6 @@ from retime.foundations.ddp.comm_hook import (
     scale,
     sparse_layer,
 )
-from retime.foundations.ddp.lost_ranks import RankLostError, RankProcesses, end_of_process, is_lost_message, machine
 from retime.foundations.ddp.reductions import (
     BucketMap,
     PendingGradient,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from retime.foundations.ddp import RankLostError, RankProcesses, lost_ranks
+from retime.foundations.ddp import RankLostError, RankProcesses, agreement
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the system has no descriptors of processes")
 CLOSED = RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
@@ -24,9 +24,9 @@ def others(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen[by
         into[:] = [mine, *((mine[0], one.pid) for one in processes)]
 
     for name, value in {"get_world_size": 3, "get_process_group_ranks": [0, 1, 2], "get_rank": 0}.items():
-        monkeypatch.setattr(lost_ranks.dist, name, lambda *_, value=value: value)
-    monkeypatch.setattr(lost_ranks.dist, "all_gather_object", gather)
-    monkeypatch.setattr(lost_ranks, "_PATIENCE_MS", 50)
+        monkeypatch.setattr(agreement.dist, name, lambda *_, value=value: value)
+    monkeypatch.setattr(agreement.dist, "all_gather_object", gather)
+    monkeypatch.setattr(agreement, "_PATIENCE_MS", 50)
     yield processes
     for one in processes:
         one.kill()
