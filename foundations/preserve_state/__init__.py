@@ -4,11 +4,14 @@ from retime.foundations.preserve_state.outside import ExternalTensors, GlobalsSn
 from retime.foundations.preserve_state.stand_ins import (
     DryMode,
     Replacement,
+    Undo,
     aliases,
     copies,
     fake,
+    reachable_tensors,
     stand_in_optimizer,
     stand_ins,
+    undisturbed,
 )
 from retime.foundations.preserve_state.state import (
     CompiledCode,
@@ -21,7 +24,6 @@ from retime.foundations.preserve_state.state import (
     set_random_state,
     why_not_replaced,
 )
-from retime.foundations.preserve_state.undo import Undo, reachable_tensors, undisturbed
 
 __all__ = [
     "GlobalsSnapshot",

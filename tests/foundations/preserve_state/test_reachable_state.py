@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import nn
 
+from retime.foundations.preserve_state.stand_ins import undisturbed
 from retime.foundations.preserve_state.state import LARGE_BYTES, ReachableState, lazy_copy, replaced
-from retime.foundations.preserve_state.undo import undisturbed
 
 
 class Pair(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from retime.foundations.preserve_state.undo import undisturbed
+from retime.foundations.preserve_state.stand_ins import undisturbed
 from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
 from support.memory_budget import OFFLOAD_LATER, SMALL, Net, fit, report_of
