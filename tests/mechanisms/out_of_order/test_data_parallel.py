@@ -59,7 +59,7 @@ def test_memory_of_the_process_stays_below_max_memory(monkeypatch: pytest.Monkey
         assert f"rank {number}: {name} done" in rank.stdout, rank.stderr
 
 
-@pytest.mark.parametrize("start", ["spawn", "fork"])
+@pytest.mark.parametrize("start", [pytest.param("spawn", marks=pytest.mark.long), "fork"])
 def test_names_that_start_their_own_processes(start: str, tmp_path: Path) -> None:
     said = run_program((SUPPORT / "ooo_ddp_launcher.py").read_text(), start, str(tmp_path), **PYTHONPATH)
     assert "steps: 8, blocks: 3, updates: True" in said
