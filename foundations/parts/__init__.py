@@ -9,11 +9,9 @@ from retime.foundations.parts.batchnorm import (
 )
 from retime.foundations.parts.combine import WholeOutput, combined, combined_scalar, has_entries
 from retime.foundations.parts.loss_head import (
-    ALTERATIONS,
     READS,
     Head,
     NotUnderstoodError,
-    PerturbedReads,
     RecordedRun,
     Recorder,
     head_of,
@@ -52,7 +50,6 @@ from retime.foundations.parts.weights import (
 )
 
 __all__ = [
-    "ALTERATIONS",
     "BatchNormChoice",
     "COMPARED",
     "Certificate",
@@ -62,7 +59,6 @@ __all__ = [
     "NotSeparableError",
     "NotUnderstoodError",
     "OPPOSITE",
-    "PerturbedReads",
     "READS",
     "RecordedRun",
     "Recorder",

@@ -701,7 +701,7 @@ class _Judge:
         self._term(one, one.given["self"], two.given["self"], 1.0)
         if {found.kind for found in self._weightings} != {"sum"} or self._constant is not None:
             raise NotUnderstoodError(f"{one} divides by {count} what is no sum over samples")
-        masked = all(mask == replace(count, least=0, added=0) for mask in self._masks)
+        masked = all(mask == replace(count, least=None, added=0) for mask in self._masks)
         self._weightings, self._constant, self._masks = terms, constant, masks
         self._counts(one, replace(count, needed=not (masked or count.least or count.added)), compares, factor)
 
@@ -1011,14 +1011,14 @@ def _counted(number: Operation, where: Operation) -> tuple[Count, bool]:
     Raises:
         NotUnderstoodError: it is computed in another way.
     """
-    given, least, added = number, 0.0, 0.0
+    given, least, added = number, None, 0.0
     while given.name != "sum" and "self" in given.given:
         lowest, more = given.given.get("min"), given.given.get("other")
-        if given.name in ("clamp", "clamp_min") and given.given.get("max") is None and not added and not least:
+        if given.name in ("clamp", "clamp_min") and given.given.get("max") is None and not added and least is None:
             if not isinstance(lowest, int | float) or lowest < 0:
                 break
             least = lowest
-        elif given.name == "add" and isinstance(more, int | float) and more >= 0 and not added and not least:
+        elif given.name == "add" and isinstance(more, int | float) and more >= 0 and not added and least is None:
             added = more * given.given.get("alpha", 1)
         elif given.name not in _SAME_VALUES:
             break

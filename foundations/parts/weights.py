@@ -49,7 +49,7 @@ class Count:
     comparison: str
     value: float = 0
     cut: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    least: float = 0
+    least: float | None = None
     added: float = 0
     needed: bool = False
 
@@ -74,7 +74,7 @@ class Count:
         if self.comparison != "sum":
             return _COMPARISONS[self.comparison](tensor, self.value).sum()  # type: ignore[no-any-return]
         total = tensor.sum(dtype=torch.float32 if tensor.device.type == "mps" else torch.float64)
-        return total if self.least or self.added else total.masked_fill((total == 0) & tensor.any(), math.nan)
+        return total if self.least is not None or self.added else total.masked_fill((total == 0) & tensor.any(), math.nan)
 
     def __str__(self) -> str:
         def index(name: str, numbers: tuple[int, ...]) -> str:
@@ -85,7 +85,7 @@ class Count:
 
         where = f"{self.place}{''.join(index(*one) for one in self.cut)}"
         text = f"sum({where})" if self.comparison == "sum" else f"count({where} {self.comparison} {self.value:g})"
-        text = f"max({text}, {self.least:g})" if self.least else text
+        text = text if self.least is None else f"max({text}, {self.least:g})"
         return f"({text} + {self.added:g})" if self.added else text
 
     def shares(self, counted: Sequence[float], samples: Sequence[int]) -> list[float]:
@@ -98,11 +98,12 @@ class Count:
         Raises:
             LookupError: a part without any has no loss.
         """
-        divisors = [max(self.least, number) + self.added for number in (*counted, sum(counted))]
-        cancelled = any(map(math.isnan, counted)) or (not divisors[-1] and any(divisors))
-        if cancelled or (self.needed and not all(divisors)):
+        least = -math.inf if self.least is None else self.least
+        *parts, whole = (max(number, least) + self.added for number in (*counted, sum(counted)))
+        empty = [number for number, divisor in zip(counted, parts, strict=True) if not divisor]
+        cancelled = any(map(math.isnan, counted)) or any(empty) or (not whole and any(parts))
+        if cancelled or (self.needed and empty):
             raise LookupError(f"{self}, which the loss divides by, is 0 in this batch or in a part of it")
-        *parts, whole = divisors
         return [part / whole for part in parts] if whole else normalised(samples, samples)
 
 

@@ -172,6 +172,23 @@ def test_class_numbers_of_a_column_that_are_left_out_are_counted_in_each_batch()
     assert loss_weights(certificate, split_batch(other, 4)) == pytest.approx([one / sum(kept) for one in kept])
 
 
+def test_weights_of_both_signs_weigh_parts_below_0_too() -> None:
+    """As advantages: a part whose weights add up to less than 0 is trained on, too."""
+    model, batch = Learner(), batch_of()
+    batch["weights"][:] = torch.tensor([1.0, -2, -3, 1, 2, 2, 1, 0, 1, 1, 0])
+    parts = split_batch(batch, 4)
+
+    def loss(m: Learner, b: dict[str, Tensor]) -> Tensor:
+        return mean_over(b["weights"], each_sample(m, b))
+
+    weights = loss_weights(certificate_of(loss), parts)
+
+    assert weights == pytest.approx([-3 / 4, 5 / 4, 2 / 4])
+    torch.testing.assert_close(
+        sum(weight * loss(model, part) for weight, part in zip(weights, parts, strict=True)), loss(model, batch)
+    )
+
+
 def test_weights_that_cancel_in_a_part_have_no_share() -> None:
     """As advantages of both signs: what is divided by their sum is not 0 where that is."""
     certificate = certificate_of(lambda m, b: mean_over(b["weights"], each_sample(m, b)))
