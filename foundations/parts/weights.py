@@ -74,7 +74,9 @@ class Count:
         if self.comparison != "sum":
             return _COMPARISONS[self.comparison](tensor, self.value).sum()  # type: ignore[no-any-return]
         total = tensor.sum(dtype=torch.float32 if tensor.device.type == "mps" else torch.float64)
-        return total if self.least is not None or self.added else total.masked_fill((total == 0) & tensor.any(), math.nan)
+        if self.least is not None or self.added:
+            return total
+        return total.masked_fill((total == 0) & tensor.any(), math.nan)
 
     def __str__(self) -> str:
         def index(name: str, numbers: tuple[int, ...]) -> str:

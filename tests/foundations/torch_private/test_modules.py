@@ -1,6 +1,7 @@
 """Canaries of the private names of layers, optimizers, torch.compile and DDP: see ``private_canaries``."""
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -281,16 +282,19 @@ def test_memory_budget_runs_compiled_code_uncompiled():
 
 
 @pytest.fixture
-def wrapped(tmp_path) -> Iterator[DistributedDataParallel]:
+def wrap(tmp_path) -> Iterator[Callable[[], DistributedDataParallel]]:
+    """Makes models; none may outlive its group, whose last reference would join gloo's threads with the GIL held."""
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
-        yield DistributedDataParallel(nn.Linear(2, 2))
+        yield lambda: DistributedDataParallel(nn.Linear(2, 2))
     finally:
+        gc.collect()
         dist.destroy_process_group()
 
 
 @canary("has_rebuilt_buckets", "GradBucket", breaks="knowing when DDP's buckets are final (ooo_ddp, memory_budget_ddp)")
-def test_out_of_order_knows_when_buckets_are_final(wrapped):
+def test_out_of_order_knows_when_buckets_are_final(wrap):
+    wrapped = wrap()
     seen, buckets = [], []
 
     def hook(_: object, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -307,7 +311,8 @@ def test_out_of_order_knows_when_buckets_are_final(wrapped):
 
 
 @canary("joins_uneven_inputs", "join_reader", breaks="ooo_ddp and communication hooks inside of DDP's join()")
-def test_out_of_order_sees_join(wrapped):
+def test_out_of_order_sees_join(wrap):
+    wrapped = wrap()
     joins = torch_private.join_reader(wrapped)
     assert not torch_private.joins_uneven_inputs(wrapped)
     assert not joins(wrapped)
@@ -318,7 +323,8 @@ def test_out_of_order_sees_join(wrapped):
 
 
 @canary("divides_by_ranks_left", breaks="gradients of ranks in DDP's join(divide_by_initial_world_size=False)")
-def test_communication_hooks_see_who_divides(wrapped):
+def test_communication_hooks_see_who_divides(wrap):
+    wrapped = wrap()
     assert not torch_private.divides_by_ranks_left(wrapped)
     for initial in (True, False):
         with wrapped.join(divide_by_initial_world_size=initial):
@@ -327,7 +333,8 @@ def test_communication_hooks_see_who_divides(wrapped):
 
 
 @canary("COLLECTIVE_NAMESPACES", breaks="refusing collectives in training_step under memory_budget_ddp")
-def test_memory_budget_meets_collectives(wrapped):
+def test_memory_budget_meets_collectives(wrap):
+    wrapped = wrap()
     from torch.distributed._functional_collectives import all_reduce
 
     seen = []
@@ -344,7 +351,8 @@ def test_memory_budget_meets_collectives(wrapped):
         assert set(seen) & set(torch_private.COLLECTIVE_NAMESPACES)
 
 
-def test_an_attribute_that_is_gone_is_named_with_its_feature(wrapped):
+def test_an_attribute_that_is_gone_is_named_with_its_feature(wrap):
+    wrapped = wrap()
     del wrapped._has_rebuilt_buckets
     with pytest.raises(torch_private.PrivateNameError, match=r"'_has_rebuilt_buckets', which out-of-order"):
         torch_private.has_rebuilt_buckets(wrapped)
@@ -369,13 +377,13 @@ def test_forward_fusion_takes_multi_tensor_kernels():
 
 
 @pytest.mark.parametrize("always", [False, True])
-def test_canaries_die_of_a_ddp_that_tells_nothing(always, wrapped, monkeypatch):
+def test_canaries_die_of_a_ddp_that_tells_nothing(always, wrap, monkeypatch):
     for test, name in (
         (test_out_of_order_knows_when_buckets_are_final, "has_rebuilt_buckets"),
         (test_out_of_order_sees_join, "joins_uneven_inputs"),
     ):
         monkeypatch.setattr(torch_private, name, lambda model: always)
-        dies(test, wrapped)
+        dies(test, wrap)
 
 
 @pytest.mark.parametrize(
