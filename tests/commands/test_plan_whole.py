@@ -17,9 +17,9 @@ from torch import nn
 
 def deep():
     layers = [nn.Linear(32, 64)]
-    for _ in range(6):
+    for _ in range(3):
         layers += [nn.Linear(64, 64), nn.Tanh()]
-    return nn.Sequential(*layers, nn.Linear(64, 4)), (torch.randn(2048, 32), torch.zeros(2048, dtype=torch.long))
+    return nn.Sequential(*layers, nn.Linear(64, 4)), (torch.randn(512, 32), torch.zeros(512, dtype=torch.long))
 """
 
 

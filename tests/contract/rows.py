@@ -189,6 +189,21 @@ WIRED = (
     *("manual_every", "resume_mid"),
 )
 """For a row that another class connects to the Trainer: what comes and goes there, beside."""
+RANKS = (
+    *(*WIRED, "gradient", "module_", "optimizer_custom", "optimizer_l", "optimizer_st", "optimizer_su", "parameter"),
+    *("precision_", "tensor_hooks", "two_forwards", "weights_", "zero_grad"),
+)
+"""For a row on ranks of which a row on one device runs all: what looks at gradients and weights, beside."""
+LAYERS = (
+    *(*RANKS, "activation_", "attention", "averaging", "batch_norm", "channels_", "compiled_", "ema_", "inference_"),
+    *("no_grad", "optimizer_adam", "optimizer_sgd", "recurrent_", "schedule_with", "target_", "template_", "two_"),
+)
+"""For a row that puts layers' weight gradients off: all kinds of layers and of passes through them, beside."""
+STATES = (
+    *(*RANKS, "averaging", "checkpoint", "ema_", "groups_", "optimizer_", "ours_", "plain_", "resume", "schedule_"),
+    "stochastic",
+)
+"""For a row that keeps parts of the optimizer's state: all optimizers and what changes or saves their state, beside."""
 
 
 def _of_strategy(trainer: Trainer) -> Any:
@@ -343,6 +358,8 @@ STRATEGIES = [
         "fused_optimizer_ddp",
         lambda ddp: FusedOptimizerDDPStrategy(**ddp) if ddp else "fused_optimizer_ddp",
         plain="ddp",
+        only=RANKS,
+        soon=True,
         **DDP_BACKWARD,
         report=_of_strategy,
     ),
@@ -413,7 +430,15 @@ STRATEGIES = [
         **OUT_OF_ORDER,
         report=_of_strategy,
     ),
-    Row("ooo_ddp_all_blocks", _all_blocks, warned=frozenset({MANUAL, UNUSED}), **OUT_OF_ORDER, report=_of_strategy),
+    Row(
+        "ooo_ddp_all_blocks",
+        _all_blocks,
+        warned=frozenset({MANUAL, UNUSED}),
+        only=LAYERS,
+        soon=True,
+        **OUT_OF_ORDER,
+        report=_of_strategy,
+    ),
     Row(
         "ooo_ddp_waiting",
         lambda ddp: OOODataParallelStrategy(k=1, cross_iteration=False, **ddp),
@@ -433,6 +458,8 @@ STRATEGIES = [
         "cpu_accumulate_ddp_update_on_host",
         lambda ddp: _AddsUpOnHost(update_on_host=True, **ddp),
         plain="ddp",
+        only=STATES,
+        soon=True,
         unfused=frozenset({LBFGS, CUSTOM_OPTIMIZER, STEP_HOOK}),
         refused={SPARSE: "sparse", STATE_DICT: "a part of the optimizer's state only"},
         left_out={

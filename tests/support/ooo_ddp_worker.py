@@ -322,7 +322,7 @@ def measured_peak_stays_below_the_bound() -> None:
         model = DistributedDataParallel(net, gradient_as_bucket_view=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         ooo = OutOfOrderDataParallel(model, optimizer, k=k, max_memory=max_memory)
-        for _ in range(5):
+        for _ in range(3):
             model(inputs).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()

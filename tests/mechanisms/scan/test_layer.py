@@ -56,7 +56,11 @@ def test_autograd_is_a_solver() -> None:
 def test_autocast(mode: str) -> None:
     case = make_case(mode, 20, 2, 6, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        native, scan = case.native(), case.scan("chunk")
+        try:
+            native = case.native()
+        except RuntimeError as error:  # oneDNN has none on processors without AVX-512
+            pytest.skip(f"torch's own {mode} does not run in bfloat16 here: {error}")
+        scan = case.scan("chunk")
     assert [part.dtype for part in scan] == [part.dtype for part in native]
     assert all(torch.equal(a, b) for a, b in zip(scan, native, strict=True))
     found = gradients(scan, case.leaves)

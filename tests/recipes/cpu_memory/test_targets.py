@@ -26,7 +26,7 @@ SMALL = [
     "processes=1",
     "rounds=2",
     "cases.linear-4.steps=1",
-    "allocators=[glibc,kept_heap,tcmalloc]",
+    "allocators=[glibc,tcmalloc]",
 ]
 
 
@@ -50,7 +50,7 @@ def test_it_measures_and_reports(settings, tmp_path: Path) -> None:
     recipe = AllocatorTargets()
     result = recipe.run(settings, tmp_path, Console(quiet=True))
     (point,) = result.points
-    plain = ["glibc", "glibc, heap kept"]
+    plain = ["glibc"]
     assert point.variants(STEP) == [*plain, *settings.cases["linear-4"]["ours"]]
     assert best_of(point) in plain
     assert "libtcmalloc_minimal" in point.facts["missing"]["tcmalloc"]

@@ -18,7 +18,7 @@ from retime.mechanisms.memory_budget.offload.hosts import parse_host
 from retime.mechanisms.memory_budget.step import BudgetedStep
 from support.memory_budget import SPLITS, use_costs
 
-WIDTH, DEPTH, SAMPLES = 16, 24, 32
+WIDTH, DEPTH, SAMPLES = 16, 6, 32
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,7 @@ def batches(count: int) -> list[Any]:
     ]
 
 
-FITS_IN_PARTS = 75_000  # the plain step needs 82,000
+FITS_IN_PARTS = 22_500  # the plain step needs 25,800
 
 
 def test_a_loss_that_is_no_sum_from_some_step_on_is_told_and_planned_anew(trained: Any) -> None:
@@ -199,14 +199,14 @@ def graph_loss(ours: Any) -> Any:
 
 
 def test_larger_samples_under_a_split_hook_are_planned_anew(trained: Any) -> None:
-    ours = trained(400_000, split=cut, loss_weight=lambda part: len(part[-1]))
+    ours = trained(150_000, split=cut, loss_weight=lambda part: len(part[-1]))
     for nodes, plans in ((4, 1), (2, 1), (100, 2), (4, 2), (100, 2)):
         ours.optimizer.zero_grad()
         ours.budget.run(graph_loss(ours), graphs(16, nodes))
         assert ours.budget.report().plans == plans, f"{nodes} nodes a graph"
     small, large = ours.budget.report().shapes[-2:]
     assert large.choice.peak_bytes > 1.5 * small.choice.peak_bytes
-    assert large.choice.peak_bytes <= 400_000
+    assert large.choice.peak_bytes <= 150_000
 
 
 def rows(batch: Any, size: int) -> list[Any]:
