@@ -199,10 +199,7 @@ LAYERS = (
     *("no_grad", "optimizer_adam", "optimizer_sgd", "recurrent_", "schedule_with", "target_", "template_", "two_"),
 )
 """For a row that puts layers' weight gradients off: all kinds of layers and of passes through them, beside."""
-STATES = (
-    *(*RANKS, "averaging", "checkpoint", "ema_", "groups_", "optimizer_", "ours_", "plain_", "resume", "schedule_"),
-    "stochastic",
-)
+STATES = (*RANKS, "checkpoint", "ema_", "groups_", "optimizer_", "ours_", "plain_", "resume", "schedule_", "stochastic")
 """For a row that keeps parts of the optimizer's state: all optimizers and what changes or saves their state, beside."""
 
 

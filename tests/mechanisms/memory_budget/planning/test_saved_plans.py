@@ -24,22 +24,8 @@ from support.memory_budget import BATCH, FEATURES, OFFLOADS, SMALL, SPLITS, use_
 pytestmark = support.IGNORED
 
 ODD: list[Any] = [
-    None,
-    True,
-    -1,
-    0,
-    10**9,
-    10**400,
-    0.5,
-    math.nan,
-    math.inf,
-    "",
-    "x" * 10_000,
-    [],
-    [[[]]],
-    {},
-    {"a": {"b": [1]}},
-    torch.zeros(2),
+    *(None, True, -1, 0, 10**9, 10**400, 0.5, math.nan, math.inf, "", "x" * 10_000),
+    *([], [[[]]], {}, {"a": {"b": [1]}}, torch.zeros(2)),
 ]
 PLANS = [
     "sub-batch 1, prefetch 0, offload 0-1000000000 of 2000000000",
