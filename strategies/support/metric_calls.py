@@ -248,6 +248,7 @@ ARGUMENT = "argument of metric"
 
 AnyMetric: TypeAlias = Metric | MetricCollection
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+WeightsOf: TypeAlias = Callable[[str, Sequence[int]], Sequence[float]]
 
 _SMALL_BYTES = 64
 """Arguments of a call that take no more a sample wait until the batch is complete."""
@@ -275,9 +276,9 @@ class MetricCall:
     total: AnyMetric | None = None
     value: Any = None
 
-    def finish(self, parts: SubBatches) -> None:
+    def finish(self, samples: Sequence[int], weights_of: WeightsOf) -> None:
         """Give the metric what it was not given yet, and let it show the batch's value."""
-        whole = self._joined(parts) if self.total is None else None
+        whole = self._joined(samples, weights_of) if self.total is None else None
         if whole is not None:
             call: Callable[..., Any] = self.metric if self.returns else self.metric.update
             self.value = call(*whole[0], **whole[1])
@@ -307,15 +308,17 @@ class MetricCall:
     def _key_of(self, name: str) -> str:
         return f"{ARGUMENT} {self.key}.{name}"
 
-    def _joined(self, parts: SubBatches) -> Arguments | None:
+    def _joined(self, samples: Sequence[int], weights_of: WeightsOf) -> Arguments | None:
         """The arguments for the whole batch; None where they cannot be put together."""
         by_part = [_by_name(given) for given in self.given.values()]
         which = list(self.given)
+        some = [samples[part] for part in which]
+
+        def joined(name: str) -> Any:
+            return _joined([given[name] for given in by_part], some, lambda _: weights_of(self._key_of(name), which))
+
         try:
-            whole = {
-                name: _joined([given[name] for given in by_part], parts, which, place_of(self._key_of(name)))
-                for name in by_part[0]
-            }
+            whole = {name: joined(name) for name in by_part[0]}
         except (KeyError, ValueError):
             return None
         count = len(self.given[which[0]][0])
@@ -404,10 +407,15 @@ class MetricCalls:
         with self._replaced(lambda index, name: getattr(self._metrics[index][0], name)):
             yield
 
-    def publish(self, parts: SubBatches) -> None:
-        """Give the metrics what they were not given yet, and let them show the batch's values."""
+    def publish(self, samples: Sequence[int], weights_of: WeightsOf) -> None:
+        """Give the metrics what they were not given yet, and let them show the batch's values.
+
+        Args:
+            samples: of each part.
+            weights_of: a number among arguments, by its key, in these parts.
+        """
         for call in self._calls.values():
-            call.finish(parts)
+            call.finish(samples, weights_of)
 
     @contextmanager
     def _replaced(self, method: Callable[[int, str], Callable[..., Any]]) -> Iterator[None]:
@@ -532,21 +540,13 @@ def _by_name(given: Arguments) -> dict[str, Any]:
     return {str(index): value for index, value in enumerate(given[0])} | given[1]
 
 
-def _joined(values: list[Any], parts: SubBatches, which: list[int], place: str) -> Any:
-    """An argument for the whole batch, of what these parts gave.
+def _joined(values: list[Any], samples: Sequence[int], weights_of: Callable[[str], Sequence[float]]) -> Any:
+    """An argument for the whole batch, of what some parts gave; arguments as those of :func:`combined`.
 
     Raises:
         ValueError: the parts' arguments cannot be put together.
     """
-
-    def weights(_: str) -> list[float]:
-        ways = fitting(parts.certificate, place)
-        found, complete = shares(ways[0] if ways else "samples", parts, which)
-        if not (ways and complete):
-            parts.guessed.add(place)
-        return found
-
-    whole = combined(values, [parts.samples[part] for part in which], weights)
+    whole = combined(values, samples, weights_of)
     if isinstance(whole, list) and isinstance(values[0], Tensor):
         first = values[0]
         if any(value.dim() == 0 or value.shape[1:] != first.shape[1:] for value in values):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,16 @@ from retime.foundations.messages import warn_difference
 from retime.foundations.patching import replaced_attributes
 from retime.mechanisms.memory_budget import SubBatches
 from retime.strategies.support.lightning_private import logging_as
-from retime.strategies.support.metric_calls import LOGGED, LoggedNumber, MetricCall, MetricCalls, is_number, place_of
+from retime.strategies.support.metric_calls import (
+    LOGGED,
+    LoggedNumber,
+    MetricCall,
+    MetricCalls,
+    fitting,
+    is_number,
+    place_of,
+    shares,
+)
 
 _LOG = inspect.signature(LightningModule.log)
 
@@ -89,9 +98,17 @@ class PartLog:
     def publish(self, parts: SubBatches) -> None:
         """Log what ``training_step`` would have logged for the whole batch, in its order."""
         module, numbers, collections = self._module, self._numbers, self._collections
+
+        def argument_weights(key: str, which: Sequence[int]) -> list[float]:
+            ways = fitting(parts.certificate, place_of(key))
+            weights, complete = shares(ways[0] if ways else "samples", parts, which)
+            if not (ways and complete):
+                parts.guessed.add(place_of(key))
+            return weights
+
         try:
             with logging_as(module, "training_step"):
-                self._metrics.publish(parts)
+                self._metrics.publish(parts.samples, argument_weights)
                 for number in numbers.values():
                     module.log(number.name, self._value(number, parts), **number.options, batch_size=number.size(parts))
                 for collection, arguments, options in collections.values():
