@@ -52,7 +52,9 @@ from retime.schedules.timeline import Span
 from retime.strategies.support.base import LightningOnly, ReportsAcrossProcesses, StartMethod, given
 from retime.strategies.support.budgeted_steps import WholeBatchResults, muted_logging
 from retime.strategies.support.lightning_private import in_the_loaders_order
+from retime.strategies.support.parts_log import PipelineLog
 from retime.strategies.support.pipeline_hooks import (
+    KeptAttributes,
     check_pipeline_fit,
     clipped_by_all,
     left_on_meta,
@@ -60,7 +62,6 @@ from retime.strategies.support.pipeline_hooks import (
     wants_outputs,
     warn_of_gradient_hooks,
 )
-from retime.strategies.support.pipeline_log import KeptAttributes, PipelineLog
 
 __all__ = ["OOOPipelineStrategy"]
 

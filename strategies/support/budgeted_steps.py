@@ -44,8 +44,7 @@ from retime.mechanisms.memory_budget import (
 )
 from retime.strategies.support.base import LightningOnly
 from retime.strategies.support.lightning_private import skips_backward
-from retime.strategies.support.metric_calls import LOGGED
-from retime.strategies.support.part_log import PartLog
+from retime.strategies.support.parts_log import LOGGED, PartLog
 
 # Steps that are only tried out log nothing.
 

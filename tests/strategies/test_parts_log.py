@@ -16,7 +16,7 @@ from retime.foundations.parts import balanced_parts
 from retime.mechanisms.pipeline import Examples, PipelineError
 from retime.mechanisms.pipeline.calls import LayerInterceptors
 from retime.mechanisms.pipeline.losses import look_at_losses
-from retime.strategies.support.pipeline_log import PipelineLog, _misfits
+from retime.strategies.support.parts_log import PipelineLog, _misfits
 
 Logs = Callable[[Tensor, dict[str, Tensor]], dict[str, Any]]
 
