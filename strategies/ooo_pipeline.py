@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from operator import itemgetter
 from typing import Annotated, Any, Literal
 
 import torch
@@ -52,7 +51,7 @@ from retime.schedules.timeline import Span
 from retime.strategies.support.base import LightningOnly, ReportsAcrossProcesses, StartMethod, given
 from retime.strategies.support.budgeted_steps import WholeBatchResults, muted_logging
 from retime.strategies.support.lightning_private import in_the_loaders_order
-from retime.strategies.support.parts_log import PipelineLog
+from retime.strategies.support.parts_log import LOGGED, PipelineLog
 from retime.strategies.support.pipeline_hooks import (
     KeptAttributes,
     check_pipeline_fit,
@@ -66,7 +65,7 @@ from retime.strategies.support.pipeline_hooks import (
 __all__ = ["OOOPipelineStrategy"]
 
 Auto = Literal["auto"]
-_LOGGED, _OTHERS = "logged", "others"
+_OTHERS = "others"
 
 
 class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
@@ -298,17 +297,17 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         def step(part: Any) -> dict[str, Any]:
             with log.micro_batch() as calls, nullcontext() if kept is None else kept.noticing():
                 output = plain(part, *rest, **options)
-            return {"loss": needed_loss(output), _LOGGED: calls, _OTHERS: self._others(output)}
+            return {"loss": needed_loss(output), LOGGED: calls, _OTHERS: self._others(output)}
 
         kept = None if self._step.is_spread else self._kept
         with log.batch():
             found = self._step.train(step, batch, divide_by=trainer.accumulate_grad_batches)
         look = self._step.take_first_look()
         if look is not None:
-            log.look(look, self._step.loss_weights, itemgetter(_LOGGED))
+            log.look(look, self._step.loss_weights)
         told = None
         if found:
-            calls, weights = [one.output[_LOGGED] for one in found], [one.weight for one in found]
+            calls, weights = [one.output[LOGGED] for one in found], [one.weight for one in found]
             loss = whole_loss(found).to(found[0].output["loss"].dtype).cpu()
             others = combined([one.output[_OTHERS] for one in found], [one.samples for one in found], lambda _: weights)
             logged = log.collected(calls, weights, [one.samples for one in found])

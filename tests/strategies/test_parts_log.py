@@ -16,7 +16,7 @@ from retime.foundations.parts import balanced_parts
 from retime.mechanisms.pipeline import Examples, PipelineError
 from retime.mechanisms.pipeline.calls import LayerInterceptors
 from retime.mechanisms.pipeline.losses import look_at_losses
-from retime.strategies.support.parts_log import PipelineLog, _misfits
+from retime.strategies.support.parts_log import LOGGED, LoggedCall, PipelineLog, _misfit
 
 Logs = Callable[[Tensor, dict[str, Tensor]], dict[str, Any]]
 
@@ -51,7 +51,7 @@ def shown(module: Module, others: dict[str, Tensor] | None = None) -> tuple[dict
 
     def step(part: dict[str, Tensor]) -> dict[str, Any]:
         with log.micro_batch() as calls:
-            return {"loss": module.step(part), "calls": calls}
+            return {"loss": module.step(part), LOGGED: calls}
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -60,14 +60,14 @@ def shown(module: Module, others: dict[str, Tensor] | None = None) -> tuple[dict
             weights, look = look_at_losses(
                 module, step, first, parts, gates=LayerInterceptors(layers), names=["0", "1", "2"]
             )
-            log.look(look, weights, lambda output: output["calls"])
+            log.look(look, weights)
             others = batch() if others is None else others
             parts = balanced_parts(others, 3)
             module.later = True
-            calls = [step(part)["calls"] for part in parts]
+            calls = [step(part)[LOGGED] for part in parts]
             logged, _ = log.collected(calls, weights.of(others, parts), [len(part["x"]) for part in parts])
     said = [str(one.message) for one in caught if one.category is DifferenceWarning]
-    return {call["name"]: float(call["value"]) for call in logged}, said
+    return {call.name: float(call.value) for call in logged}, said
 
 
 def test_a_mean_over_samples_beside_a_sum() -> None:
@@ -97,6 +97,14 @@ def test_what_is_first_logged_later_is_named() -> None:
     assert found["rate"] == pytest.approx(0.1)
 
 
+def test_a_mean_that_some_micro_batches_log_is_over_those() -> None:
+    module = Module(lambda error: error.mean(), lambda loss, part: {"mean": loss} if part["mask"].any() else {})
+    found, _ = shown(module, batch(marked=9))
+    whole = batch()
+    expected = (module.net(whole["x"]) - whole["y"])[:9].square().mean()
+    assert found["mean"] == pytest.approx(float(expected.detach()), rel=1e-5)
+
+
 @pytest.mark.parametrize("draws", [False, True])
 def test_numbers_of_python(draws: bool) -> None:
     """Those that follow from alike micro-batches alone, or from losses that draw random numbers, are not judged."""
@@ -122,12 +130,12 @@ def test_what_a_part_without_labels_logs_hides_nothing() -> None:
     """A function of the loss is told, though a part that counts for nothing logs a thousand times as much."""
 
     def logged(*values: float) -> list[dict[str, Any]]:
-        return [{"calls": [{"name": "ppl", "value": value}]} for value in values]
+        return [{LOGGED: {"ppl": LoggedCall("ppl", value=value)}} for value in values]
 
     (whole,), parts = logged(1.12), logged(1.1454, 8103.0, 1.0831, 1.1494)
     example = Examples(whole, parts, [1 / 3, 0.0, 1 / 3, 1 / 3], [1, 1, 1, 1])
     look: Any = SimpleNamespace(examples=[example], low_precision=False)
-    text = _misfits("loss", ("ppl", 0), look, lambda output: output["calls"])
+    text = _misfit("weights", "ppl", look)
     assert text == "1.126 for 1.12 in the first batch"
 
 

@@ -14,7 +14,7 @@ MOST = {
     ("fused_optimizer",): (5, 20),
     ("fused_optimizer_forward",): (5, 45),
     ("fused_optimizer_ddp",): (7, 19),
-    ("memory_budget", "--budget", "1.2MiB"): (18, 205),  # in parts
+    ("memory_budget", "--budget", "1.2MiB"): (17, 200),  # in parts
     ("memory_budget", "--budget", "2.3MiB", "--batchnorm"): (20, 450),  # offloading
     ("memory_budget", "--budget", "1.2MiB", "--batch", "0"): (44, 72_000),  # planning
     ("ooo_ddp",): (18, 200),
