@@ -40,6 +40,14 @@ By: TypeAlias = Literal["weights", "batch_size", "samples", "sum", "max", "min"]
 _LOG = inspect.signature(LightningModule.log)
 _EXTREMES: tuple[By, ...] = ("max", "min")
 _REDUCED: dict[str, By] = {"sum": "sum", "max": "max", "min": "min"}
+_TEXTS: dict[By, str] = {
+    "weights": "the mean over {them}, weighed by samples or as the loss",
+    "samples": "the mean over {them}, weighed by samples",
+    "batch_size": "the mean over {them}, weighed by the batch_size that each gave",
+    "sum": "the sum over {them}, as its reduce_fx says",
+    "max": "the maximum over {them}, as its reduce_fx says",
+    "min": "the minimum over {them}, as its reduce_fx says",
+}
 
 
 @dataclass
@@ -140,6 +148,12 @@ def shares(
     return some if complete else normalised(some, samples), complete
 
 
+def _of_some(by: By, parts: str) -> str:
+    """What a value is that other parts of the batch did not log."""
+    those = _TEXTS[by].format(them="those")
+    return f"was logged by some {parts} only, and is {those}: the whole batch may have logged another"
+
+
 def _extreme(values: Sequence[Any], by: By) -> Any:
     device = values[0].device if isinstance(values[0], Tensor) else "cpu"
     tensors = torch.stack([torch.as_tensor(value, device=device) for value in values])
@@ -165,14 +179,6 @@ def _copied(value: Any) -> Any:
 
 # Sub-batches of a memory budget.
 
-_TEXTS: dict[By, str] = {
-    "weights": "the mean over {them}, weighed by samples or as the loss",
-    "samples": "the mean over {them}, weighed by samples",
-    "batch_size": "the mean over {them}, weighed by the batch_size that each gave",
-    "sum": "the sum over {them}, as its reduce_fx says",
-    "max": "the maximum over {them}, as its reduce_fx says",
-    "min": "the minimum over {them}, as its reduce_fx says",
-}
 _SIZE_IN_DOUBT = (
     "has the sum of the sub-batches' batch_size as its weight in an epoch's mean: they did not add up to the whole's"
 )
@@ -354,10 +360,7 @@ def _doubt_before(call: LoggedCall, certificate: Certificate) -> str:
 def _doubt(by: By, some_only: bool = False, always_0: bool = False, was_same: bool = False) -> str:
     """What a value is that may not be the whole batch's, and why."""
     if some_only:
-        return (
-            f"was logged by some sub-batches only, and is {_TEXTS[by].format(them='those')}: the whole batch may have "
-            "logged another"
-        )
+        return _of_some(by, "sub-batches")
     if always_0 or was_same:
         why = f"it was {'0' if always_0 else 'the same'} in all samples that were examined"
     else:
@@ -426,6 +429,7 @@ class PipelineLog:
         self._ways: dict[str, By] = {}
         self._either: set[str] = set()  # by samples, as long as losses are weighed by samples too
         self._fallback: By = "weights"
+        self._partial: set[str] = set()  # of which it is said that some micro-batches only log it
 
     @contextmanager
     def batch(self) -> Iterator[None]:
@@ -474,7 +478,7 @@ class PipelineLog:
         """One call for those of all micro-batches."""
         call = next(iter(number.values()))
         size = sum(one.size for one in number.values()) if all(one.sized for one in number.values()) else None
-        if len(number) == 1 or not _are_numbers(number):
+        if len(batch.samples) == 1 or not _are_numbers(number):
             return replace(call, size=size)
         alike = len({float(one.value) for one in number.values()}) == 1
         if key not in self._ways and call.reduced is None and not alike:
@@ -486,7 +490,16 @@ class PipelineLog:
                 "samples",
                 every_rank=True,  # only the last stage's knows
             )
-        value, _ = whole_number(self._ways.get(key, call.assumed), number, batch)
+        by = self._ways.get(key, call.assumed)
+        value, complete = whole_number(by, number, batch)
+        some_only = len(number) < len(batch.samples) and (by == "batch_size" or not complete)
+        if some_only and key not in self._partial:
+            self._partial.add(key)
+            warn_difference(
+                f"the logged value {key!r} {_of_some(by, 'micro-batches')}. Log it in each of them, or a torchmetrics "
+                "object, which sees all samples",
+                every_rank=True,  # only the last stage's knows
+            )
         return replace(call, size=size, value=value.cpu() if isinstance(value, Tensor) else value)
 
     def look(self, look: FirstLook, weights: LossWeights) -> None:

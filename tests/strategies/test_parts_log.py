@@ -99,7 +99,8 @@ def test_what_is_first_logged_later_is_named() -> None:
 
 def test_a_mean_that_some_micro_batches_log_is_over_those() -> None:
     module = Module(lambda error: error.mean(), lambda loss, part: {"mean": loss} if part["mask"].any() else {})
-    found, _ = shown(module, batch(marked=9))
+    found, (text,) = shown(module, batch(marked=9))
+    assert "'mean' was logged by some micro-batches only, and is the mean over those" in text
     whole = batch()
     expected = (module.net(whole["x"]) - whole["y"])[:9].square().mean()
     assert found["mean"] == pytest.approx(float(expected.detach()), rel=1e-5)
@@ -111,14 +112,9 @@ def test_numbers_of_python(draws: bool) -> None:
 
     def logs(loss: Tensor, part: dict[str, Tensor]) -> dict[str, Any]:
         marked = float(part["mask"].sum())
-        return {
-            "rate": 0.1,
-            "loss": loss,
-            "any": float(part["mask"].any()),
-            "marked": max(1.0, marked),
-            "counted": float(numpy.count_nonzero(part["mask"].numpy())),
-            "of loss": float(loss),
-        }
+        counted = float(numpy.count_nonzero(part["mask"].numpy()))
+        of_mask = {"any": float(part["mask"].any()), "marked": max(1.0, marked), "counted": counted}
+        return {"rate": 0.1, "loss": loss, **of_mask, "of loss": float(loss)}
 
     _, said = shown(Module(lambda error: error.mean(), logs, draws), batch(marked=2))
     named = [text.split("'")[1] for text in said]
