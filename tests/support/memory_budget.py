@@ -34,6 +34,7 @@ OFFLOAD_LATER = pytest.mark.parametrize(
 # Budgets; the plain step needs 209,000 bytes, with BatchNorm 343,000.
 SMALL = 120_000  # either way is enough
 TINY = 60_000  # below the floor of whole batches
+SHALLOW = 86_000  # for ShallowNet: either way is enough, and parts begin at the same samples
 
 IGNORED = [  # what Lightning and torch themselves warn of
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning"),
@@ -116,6 +117,13 @@ class Net(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+class ShallowNet(Net):
+    """Half as deep: planning takes as long as a model is deep."""
+
+    def __init__(self, norm: Callable[[], nn.Module] | None = None) -> None:
+        super().__init__(norm, depth=4)
 
 
 def loader(batches: int = 3, extra: int = 0, batch: int = BATCH) -> DataLoader[Any]:

@@ -17,7 +17,7 @@ from torchmetrics.wrappers import Running
 from retime.foundations.messages import DifferenceWarning
 from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
-from support.memory_budget import CLASSES, OFFLOAD_LATER, SMALL, Net, assert_way, fit, loader, report_of
+from support.memory_budget import CLASSES, OFFLOAD_LATER, SHALLOW, ShallowNet, assert_way, fit, loader, report_of
 
 pytestmark = support.IGNORED
 
@@ -60,7 +60,7 @@ def compare(make: Any, way: str, marked: Iterable[int] = ()) -> list[str]:
     plain, _ = rows_of(make, "auto", marked)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", DifferenceWarning)
-        ours, done = rows_of(make, MemoryBudgetStrategy(SMALL), marked)
+        ours, done = rows_of(make, MemoryBudgetStrategy(SHALLOW), marked)
     assert_way(report_of(done), way)
     assert report_of(done).replanned == {}
     assert [set(row) for row in ours] == [set(row) for row in plain]
@@ -69,7 +69,7 @@ def compare(make: Any, way: str, marked: Iterable[int] = ()) -> list[str]:
     return [str(one.message) for one in caught if issubclass(one.category, DifferenceWarning)]
 
 
-class LogsTwice(Net):
+class LogsTwice(ShallowNet):
     """The last value counts for the step, both for the epoch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -90,7 +90,7 @@ def test_a_name_logged_twice(way: str) -> None:
     assert compare(LogsTwice, way) == []
 
 
-class ChangesItLater(Net):
+class ChangesItLater(ShallowNet):
     """A tensor is logged as it is then."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -107,7 +107,7 @@ def test_a_tensor_that_changes_after_it_is_logged(way: str) -> None:
     assert compare(ChangesItLater, way) == []
 
 
-class Sized(Net):
+class Sized(ShallowNet):
     """Gives sizes of many kinds."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -137,7 +137,7 @@ def test_a_batch_size_of_the_users(way: str) -> None:
     assert compare(Sized, way) == []
 
 
-class Extremes(Net):
+class Extremes(ShallowNet):
     """The largest of all samples is the largest of the parts' largest, which no weighted sum gives."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -152,7 +152,7 @@ def test_extremes(way: str) -> None:
     assert compare(Extremes, way) == []
 
 
-class Masked(Net):
+class Masked(ShallowNet):
     """Logs means over marked samples, where there are any."""
 
     sized = False
@@ -196,7 +196,7 @@ def test_what_one_part_logs_is_the_batchs(way: str, marked: list[int]) -> None:
         assert any("'masked' was logged by some sub-batches only, and is the mean over those" in one for one in said)
 
 
-class Counts(Net):
+class Counts(ShallowNet):
     """Numbers that are sums, where there is anything to add."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -214,7 +214,7 @@ def test_a_sum_that_some_parts_log(way: str) -> None:
     assert all("is the sum over those" in message for message in said)
 
 
-class RareHits(Net):
+class RareHits(ShallowNet):
     """Counts what is not among the samples that are examined; nothing tells such a count from a mean."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -236,7 +236,7 @@ def test_what_was_0_when_it_was_examined_is_said(way: str) -> None:
     assert all("it was 0 in all samples that were examined" in one for one in said)
 
 
-class AllMarked(Net):
+class AllMarked(ShallowNet):
     """Logs what each part of a batch gives alike once there is anything, but is no mean."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -255,7 +255,7 @@ def test_what_was_the_same_when_it_was_examined_is_said(way: str) -> None:
     assert ["'any' is the maximum over" in one or "'none' is the minimum over" in one for one in said] == [True, True]
 
 
-class WarmsUp(Net):
+class WarmsUp(ShallowNet):
     """Its loss is a sum, and a factor that it logs is 0 when it is examined."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -268,7 +268,7 @@ def test_a_factor_that_was_0_when_it_was_examined(way: str) -> None:
     assert compare(WarmsUp, way) == []
 
 
-class CountsInPython(Net):
+class CountsInPython(ShallowNet):
     """Logs a Python number that was 0 in what is examined, and later the same in each part."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -278,10 +278,10 @@ class CountsInPython(Net):
 
 def test_a_number_that_was_read_from_a_tensor_is_no_setting(splits: None) -> None:
     with pytest.warns(DifferenceWarning, match="'hits' is the mean over .* it was 0 in all samples that were examined"):
-        rows_of(CountsInPython, MemoryBudgetStrategy(SMALL), [20, 100, 200])
+        rows_of(CountsInPython, MemoryBudgetStrategy(SHALLOW), [20, 100, 200])
 
 
-class MeasuredSometimes(Net):
+class MeasuredSometimes(ShallowNet):
     """Metrics that see marked samples only."""
 
     def __init__(self) -> None:
@@ -316,7 +316,7 @@ def test_metrics_that_see_some_parts_only(way: str) -> None:
     assert all("a number that training_step gives to a metric" in message for message in said)
 
 
-class SizesThatDoNotAddUp(Net):
+class SizesThatDoNotAddUp(ShallowNet):
     """The largest label's number is neither a sum over parts nor the same for all."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -329,11 +329,11 @@ class SizesThatDoNotAddUp(Net):
 
 def test_a_batch_size_that_does_not_add_up_is_said(splits: None) -> None:
     with pytest.warns(DifferenceWarning, match="'epoch' has the sum of the sub-batches' batch_size as its") as caught:
-        fit(SizesThatDoNotAddUp(), MemoryBudgetStrategy(SMALL))
+        fit(SizesThatDoNotAddUp(), MemoryBudgetStrategy(SHALLOW))
     assert len([one for one in caught if issubclass(one.category, DifferenceWarning)]) == 1
 
 
-class Undetached(Net):
+class Undetached(ShallowNet):
     """Logs reductions with their graphs, which take no part in the loss."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -345,7 +345,7 @@ class Undetached(Net):
 
 def test_logged_graphs_of_their_own_change_no_plan(offloads: None) -> None:
     rows = {}
-    for name, strategy in {"plain": "auto", "ours": MemoryBudgetStrategy(SMALL)}.items():
+    for name, strategy in {"plain": "auto", "ours": MemoryBudgetStrategy(SHALLOW)}.items():
         rows[name], done = rows_of(Undetached, strategy, ())
     assert rows["ours"] == rows["plain"]
     report = report_of(done)

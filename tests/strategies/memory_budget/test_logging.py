@@ -20,8 +20,10 @@ from support import memory_budget as support
 from support.memory_budget import (
     CLASSES,
     OFFLOAD_LATER,
+    SHALLOW,
     SMALL,
     Net,
+    ShallowNet,
     assert_close,
     assert_same,
     assert_way,
@@ -33,7 +35,7 @@ from support.memory_budget import (
 pytestmark = support.IGNORED
 
 
-class Logs(Net):
+class Logs(ShallowNet):
     """Logs numbers in many ways."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -87,7 +89,7 @@ class Measured(Net):
         return loss
 
 
-def assert_same_lines(make: Any, way: str, budget: int = SMALL, **options: Any) -> None:
+def assert_same_lines(make: Any, way: str, budget: int = SHALLOW, **options: Any) -> None:
     """Every row of the logger has the same names and numbers; so have the weights."""
     rows = []
     metrics = []
@@ -125,7 +127,7 @@ def test_numbers_while_accumulating(way: str) -> None:
 def test_metrics(way: str, large: bool) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You are trying to `self.log")
-        assert_same_lines(lambda: Measured(large), way)
+        assert_same_lines(lambda: Measured(large), way, budget=SMALL)
 
 
 class LearnsFromMetrics(Net):
@@ -156,7 +158,7 @@ def test_a_metric_as_the_loss(way: str, large: bool) -> None:
         assert_same_lines(lambda: LearnsFromMetrics(large), way, budget=SMALL + 40_000 * large)
 
 
-class Nonlinear(Net):
+class Nonlinear(ShallowNet):
     """Logs a number of the batch that no sum of its parts' numbers gives."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -167,11 +169,11 @@ class Nonlinear(Net):
 
 def test_numbers_that_do_not_add_up_are_named_once(splits: None) -> None:
     with pytest.warns(DifferenceWarning, match="the logged value 'spread' is the mean over sub-batches") as caught:
-        fit(Nonlinear(), MemoryBudgetStrategy(SMALL))
+        fit(Nonlinear(), MemoryBudgetStrategy(SHALLOW))
     assert sum("spread" in str(one.message) for one in caught) == 1
 
 
-class AlikeAtFirst(Net):
+class AlikeAtFirst(ShallowNet):
     """Logs many functions of a batch whose samples have nearly, or with 0 exactly, the same losses at the start."""
 
     def __init__(self, std: float) -> None:
@@ -197,7 +199,7 @@ class AlikeAtFirst(Net):
 @pytest.mark.parametrize("std", [0.02, 0.0])
 def test_what_only_looks_like_a_mean_at_the_start_is_named_and_nothing_else(splits: None, std: float) -> None:
     lines, said = [], []
-    for strategy in ("auto", MemoryBudgetStrategy(SMALL)):
+    for strategy in ("auto", MemoryBudgetStrategy(SHALLOW)):
         notes = support.Notes()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", DifferenceWarning)
@@ -219,7 +221,7 @@ def test_they_are_named_before_the_first_step(splits: None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", DifferenceWarning)
         with pytest.raises(DifferenceWarning, match="'spread'"):
-            fit(module, MemoryBudgetStrategy(SMALL), callbacks=[seen])
+            fit(module, MemoryBudgetStrategy(SHALLOW), callbacks=[seen])
     assert seen.steps == 0
     assert_close(Nonlinear(), module, 0)
 

@@ -17,10 +17,10 @@ from support.memory_budget import (
     CLASSES,
     FEATURES,
     IGNORED,
-    SMALL,
+    SHALLOW,
     SPLITS,
     WIDTH,
-    Net,
+    ShallowNet,
     assert_close,
     fit,
     loader,
@@ -36,7 +36,7 @@ def _planned_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     use_costs(monkeypatch, SPLITS)
 
 
-class Weighted(Net):
+class Weighted(ShallowNet):
     """Classes weigh the same until the second batch."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Weighted(Net):
         return F.cross_entropy(self.net(batch[0]), batch[1], weight=self.class_weights)
 
 
-class Hard(Net):
+class Hard(ShallowNet):
     """A mean over the samples that are learned worst: all of them, at first."""
 
     least = 0.0
@@ -65,7 +65,7 @@ class Hard(Net):
         return (each * hard).sum() / hard.sum().clamp(min=1)
 
 
-class Branches(Net):
+class Branches(ShallowNet):
     """The batch's values choose one of two layers of the same kind."""
 
     def __init__(self) -> None:
@@ -81,16 +81,16 @@ class Branches(Net):
 
 
 @pytest.mark.parametrize("kind", [Weighted, Hard, Branches])
-def test_batches_stay_whole_where_parts_could_differ(kind: type[Net]) -> None:
+def test_batches_stay_whole_where_parts_could_differ(kind: type[ShallowNet]) -> None:
     plain, ours = kind(), kind()
     fit(plain, data=loader(3))
-    done = fit(ours, MemoryBudgetStrategy(SMALL), data=loader(3))
+    done = fit(ours, MemoryBudgetStrategy(SHALLOW), data=loader(3))
     report = report_of(done)
     assert report.sub_batches == report.steps
     assert_close(plain, ours, 0)
 
 
-class Logs(Net):
+class Logs(ShallowNet):
     """Reads values, which decide nothing."""
 
     def loss(self, batch: Any) -> Tensor:
@@ -103,13 +103,13 @@ class Logs(Net):
 def test_values_that_are_logged_keep_no_batch_whole() -> None:
     plain, ours = Logs(), Logs()
     fit(plain)
-    done = fit(ours, MemoryBudgetStrategy(SMALL))
+    done = fit(ours, MemoryBudgetStrategy(SHALLOW))
     report = report_of(done)
     assert report.sub_batches > report.steps
     assert_close(plain, ours)
 
 
-class Ignores(Net):
+class Ignores(ShallowNet):
     """From the second batch on a class is ignored."""
 
     ignored = -100
@@ -146,11 +146,11 @@ class Weighs(Ignores):
 
 
 @pytest.mark.parametrize(("kind", "batches"), [(Ignores, 3), (Skips, 3), (Sums, 2), (Weighs, 2)])
-def test_another_weighting_from_some_batch_on_is_told_and_right_at_once(kind: type[Net], batches: int) -> None:
+def test_another_weighting_from_some_batch_on_is_told_and_right_at_once(kind: type[ShallowNet], batches: int) -> None:
     plain, ours = kind(), kind()
     fit(plain, data=loader(batches))
     with pytest.warns(NoEffectWarning, match=r"from this batch on .* no longer give the batch's gradient"):
-        done = fit(ours, MemoryBudgetStrategy(SMALL), data=loader(batches))
+        done = fit(ours, MemoryBudgetStrategy(SHALLOW), data=loader(batches))
     assert_close(plain, ours)
     assert report_of(done).steps == batches
 
@@ -175,10 +175,10 @@ def test_a_batch_whose_weights_stay_open_runs_whole(monkeypatch: pytest.MonkeyPa
     labels = Weighting("count", Count("batch[1]", "sum"))
     open_weights = Certificate(Weighting("mean"), alternatives=(labels,), samples=2, sizes=frozenset(range(1000)))
     monkeypatch.setattr(step_planner, "certify", lambda *_, **__: open_weights)
-    plain, ours = Net(), Net()
+    plain, ours = ShallowNet(), ShallowNet()
     fit(plain)
     with pytest.warns(NoEffectWarning, match=r"run whole from here on.*mean over samples and a mean over sum\(batch"):
-        done = fit(ours, MemoryBudgetStrategy(SMALL))
+        done = fit(ours, MemoryBudgetStrategy(SHALLOW))
     report = report_of(done)
     assert report.sub_batches == report.steps
     assert_close(plain, ours, 0)
