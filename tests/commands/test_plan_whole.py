@@ -17,9 +17,9 @@ from torch import nn
 
 def deep():
     layers = [nn.Linear(32, 64)]
-    for _ in range(3):
+    for _ in range(6):
         layers += [nn.Linear(64, 64), nn.Tanh()]
-    return nn.Sequential(*layers, nn.Linear(64, 4)), (torch.randn(512, 32), torch.zeros(512, dtype=torch.long))
+    return nn.Sequential(*layers, nn.Linear(64, 4)), (torch.randn(2048, 32), torch.zeros(2048, dtype=torch.long))
 """
 
 
@@ -56,6 +56,7 @@ def test_the_printed_floor_gets_a_plan(folder: Path) -> None:
     assert status == 0, (refused, told)
     assert re.match(r"sub-batch \d+, ", planned["plan"])
     assert "measuring on a few samples" in told
+    assert "trying plan 1: " in told
     status, fits, told = run(folder, "1GiB")
     assert status == 0, told
     assert fits["plan"] == "none: the step fits"

@@ -58,7 +58,9 @@ def test_autocast(mode: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         try:
             native = case.native()
-        except RuntimeError as error:  # oneDNN has none on processors without AVX-512
+        except RuntimeError as error:
+            if "could not create a primitive" not in str(error):  # oneDNN has none for some processors
+                raise
             pytest.skip(f"torch's own {mode} does not run in bfloat16 here: {error}")
         scan = case.scan("chunk")
     assert [part.dtype for part in scan] == [part.dtype for part in native]
