@@ -148,11 +148,8 @@ class Measures(Logs):
 
 OPTIONS: list[dict[str, Any]] = [
     {},
-    {
-        "ddp": {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.002},
-        "accumulate_grad_batches": 2,
-        "gradient_clip_val": 0.01,
-    },
+    {"accumulate_grad_batches": 2, "gradient_clip_val": 0.01},
+    {"ddp": {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.002}, "accumulate_grad_batches": 2},
     {"ddp": {"find_unused_parameters": True}},
 ]
 
