@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from retime.foundations.streams import has_streams
 from retime.schedules.timeline import Span
 
 __all__ = ["OTHER", "PHASES", "Clock", "StepTimer", "StepTiming", "clock_of"]
@@ -83,7 +84,7 @@ class Clock(Protocol):
 
 def clock_of(device: torch.device | str) -> Clock:
     """CUDA events in the current stream for CUDA devices, the host's clock for all others."""
-    return _CudaClock() if torch.device(device).type == "cuda" else _HostClock()
+    return _CudaClock() if has_streams(torch.device(device)) else _HostClock()
 
 
 class _HostClock:

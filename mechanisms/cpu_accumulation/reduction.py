@@ -21,15 +21,16 @@ from torch.nn.parallel import DistributedDataParallel
 from retime.foundations.arguments import Timeout, checked
 from retime.foundations.ddp import Reducer, comm_hook_of
 from retime.foundations.messages import show_bytes
-from retime.foundations.streams import Mark, SideStream
+from retime.foundations.streams import Mark, SideStream, has_streams
 from retime.foundations.torch_private import GradBucket
 from retime.mechanisms.cpu_accumulation.host_update import HostUpdateReport
 from retime.mechanisms.cpu_accumulation.shared_sums import HostSums, SumTimes, host_sums
 
 # Gradients are summed in host memory, by the processors, while the backward pass goes on.
 #
-# Sekiyama et al. 2017, Algorithms 5 to 7: each bucket leaves for the host as soon as it is full (on CUDA on a stream
-# of its own), is added up there, and comes back; the compute stream waits at the end of the backward pass only. The
+# Sekiyama et al. 2017, Algorithms 5 to 7: each bucket leaves for the host as soon as it is full, is added up there, and
+# comes back; the compute stream waits at the end of the backward pass only. On CUDA each direction has a stream of its
+# own (Algorithm 6, lines 5 and 8), so that a bucket leaves while another comes back: links carry both at once. The
 # paper goes layer by layer; DDP's buckets are its layers here. moDNN, section 6.2 (Figure 8), does the same, since
 # devices without a fast way to one another send gradients through the host's memory either way. The device needs no
 # memory for it.
@@ -74,7 +75,8 @@ class HostReducer:
         overtakes: bool = False,
         watch: Callable[[TimedSum], None] | None = None,
     ) -> None:
-        self._side = SideStream(device)
+        self._to_host = SideStream(device)
+        self._to_device = SideStream(device)
         self._lanes = [_Lane(host_sums(group, timeout)) for _ in range(2 if overtakes else 1)]
         self._buffers: dict[Hashable, Tensor] = {}
         self._watch = watch
@@ -97,9 +99,11 @@ class HostReducer:
     def start_scaled(self, key: Hashable, values: Tensor, scale: float, *, urgent: bool = False) -> Future[Tensor]:
         """The same, each rank's values times ``scale``, in the same turn through memory."""
         self.bytes_out += values.nbytes
-        buffer = self._buffer(key, values) if values.is_cuda else values
-        left = self._side.copy(buffer, values) if values.is_cuda else Mark()
-        done: Future[Tensor] = Future(devices=[values.device] if values.is_cuda else [])
+        streamed = has_streams(values.device)
+        buffer = self._buffer(key, values) if streamed else values
+        # Behind the copy that last read the buffer, on the other stream: the caller's stream waited for it, see Reducer.
+        left = self._to_host.copy(buffer, values) if streamed else Mark()
+        done: Future[Tensor] = Future(devices=[values.device] if streamed else [])
         lane = self._lanes[-1 if urgent else 0]
         given = 0.0 if self._watch is None else time.perf_counter()
         lane.thread.submit(self._reduce, lane.sums, values, buffer, scale, left, done, given)
@@ -137,7 +141,7 @@ class HostReducer:
         given: float,
     ) -> None:
         try:
-            if values.is_cuda:
+            if has_streams(values.device):
                 torch.cuda.set_device(values.device)  # a new thread's is device 0
             left.synchronize()
             if self._watch is None:
@@ -146,7 +150,7 @@ class HostReducer:
                 began = time.perf_counter()
                 sums.add(buffer, scale)
                 self._watch(TimedSum(values.nbytes, given, began, time.perf_counter(), sums.times()))
-            with self._side.after_itself():  # whoever waits for the result waits for what this stream has
+            with self._to_device.after_itself():  # whoever waits for the result waits for what this stream has
                 if buffer is not values:
                     values.copy_(buffer, non_blocking=True)
                 done.set_result(values)

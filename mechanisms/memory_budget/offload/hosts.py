@@ -16,7 +16,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from retime.foundations.streams import Mark, SideStream
+from retime.foundations.streams import Mark, SideStream, has_streams
 from retime.foundations.torch_private import empty_host_cache, without_dispatch_modes
 from retime.mechanisms.memory_budget.offload.disk import HostDisk
 from retime.mechanisms.memory_budget.offload.tier import Finalizers, HostError, HostTier
@@ -34,9 +34,9 @@ class HostMemory:
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)
-        self._cuda = self._device.type == "cuda"
+        self._pins = has_streams(self._device)
         index: int | None = self._device.index
-        if self._cuda and index is None:
+        if self._device.type == "cuda" and index is None:
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._side = SideStream(self._device)
         self._cached = _CachedBuffers()
@@ -46,7 +46,7 @@ class HostMemory:
         self._most = 0
 
     def takes(self, device: torch.device) -> bool:
-        return device.type == self._device.type and (not self._cuda or device.index == self._device.index)
+        return device.type == self._device.type and (not self._pins or device.index == self._device.index)
 
     def reserve(self, nbytes: int, storages: int) -> None:
         with self._lock:
@@ -88,7 +88,7 @@ class HostMemory:
     def _new(self, nbytes: int) -> Tensor:
         try:
             with without_dispatch_modes():
-                return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._cuda)
+                return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pins)
         except RuntimeError as error:  # the C library, or CUDA, which locks the pages
             raise self._full(f"{nbytes} more bytes beside {self._live} ({str(error).splitlines()[0]})") from error
 
@@ -106,7 +106,7 @@ class HostMemory:
 
     def _release_cached(self) -> None:
         self._cached.shrink(0)
-        if self._cuda:
+        if self._pins:
             self._side.synchronize()
             empty_host_cache()  # torch keeps locked pages too
 
@@ -234,10 +234,11 @@ def parse_host(text: str | None, device: torch.device | str, capacity_bytes: int
     """
     check_host_text(text)
     device = torch.device(device)
+    in_host_memory = device.type == "cpu" and not has_streams(device)
     if text is None:
-        text = "memory" if device.type != "cpu" else f"disk:{tempfile.gettempdir()}"
+        text = f"disk:{tempfile.gettempdir()}" if in_host_memory else "memory"
     if text != "memory":
         return HostDisk(text.removeprefix("disk:"), device=device, capacity_bytes=capacity_bytes)
-    if device.type == "cpu":
+    if in_host_memory:
         raise ValueError("host='memory' frees nothing when the model trains on the CPU: use host='disk:FOLDER'")
     return HostMemory(device)
