@@ -315,7 +315,7 @@ class _Run:
         free, now_ms = device.capacity, 0.0
         ends: list[tuple[float, int, int]] = []  # when thread blocks end, which stream's, how many
         while True:
-            while any([stream.start(now_ms, self._may_run, self) for stream in streams]):
+            while sum(stream.start(now_ms, self._may_run, self) for stream in streams):
                 pass
             for index, stream in enumerate(streams):
                 if count := stream.place(now_ms, free):
@@ -365,8 +365,10 @@ def _occupancy(pieces: Iterable[_Piece]) -> Iterator[tuple[float, int, int]]:
         changes[piece.end_ms][piece.stream] -= piece.places
     main = sub = 0
     for moment_ms in sorted(changes):
+        before = main, sub
         main, sub = main + changes[moment_ms][MAIN], sub + changes[moment_ms][SUB]
-        yield moment_ms, main, sub
+        if (main, sub) != before:
+            yield moment_ms, main, sub
 
 
 def _alone_ms(kernels: Iterable[Kernel], device: Device, stream: str) -> float:

@@ -95,7 +95,7 @@ class TwoStreamSchedule:
 
     @property
     def needs(self) -> Needs:
-        """What each task needs: :func:`dependencies`, and the end of the region before its own for a sub-stream task."""
+        """What each task needs: :func:`dependencies`, and on the sub-stream the end of the region before its own."""
         needs = {task: list(wanted) for task, wanted in dependencies(self.schedule).items()}
         for before, tasks in zip(self.regions, self.sub[1:], strict=False):
             for task in tasks[:1]:
@@ -155,7 +155,7 @@ class Profile:
 
     Args:
         main_ms: each main-stream task alone; a region's sum is ``T_main(R[i])``.
-        sub_ms: by weight gradient, its milliseconds beside each region in turn, ``T_sub(k, R[i])``; its update included.
+        sub_ms: by weight gradient, its milliseconds beside each region in turn, ``T_sub(k, R[i])``, with its update.
         speedup: by weight gradient, how much faster it and each region in turn run together than one after the other.
     """
 
@@ -244,9 +244,8 @@ def sub_stream_tasks(
         first, ready_ms = end[output_gradient] if layer < last_layer else (0, 0.0)
         last, due_ms = begin[forward]
         if first == last:
-            raise ScheduleError(
-                f"region {regions[first].name} has {output_gradient} and {forward}: cut it between them"
-            )
+            name = regions[first].name
+            raise ScheduleError(f"region {name} makes {task} ready and has {forward}: cut it between them")
         found.append(SubStreamTask(task, first, ready_ms, last, due_ms))
     return tuple(found)
 
@@ -390,8 +389,8 @@ def joint_schedule_within(
         if peaks[-1] <= max_bytes:
             return plan
     raise ScheduleError(
-        f"max_bytes={max_bytes}: the step takes at least {min(peaks)} bytes, with weight gradients as early as possible "
-        f"in {peaks.index(min(peaks))} of {most} regions; give at least that, or make the batch smaller"
+        f"max_bytes={max_bytes}: the step takes at least {min(peaks)} bytes, with weight gradients as early as "
+        f"possible in {peaks.index(min(peaks))} of {most} regions; give at least that, or make the batch smaller"
     )
 
 
@@ -493,7 +492,8 @@ def validate_two_streams(plan: TwoStreamSchedule, *, without_weights: Collection
         if weight_gradient not in placed and weight_gradient not in region_of:
             first = names[region_of.get(Task(Kind.O, task.layer + 1), 0)]
             raise ScheduleError(
-                f"{weight_gradient} is missing, and {task} needs it: put it beside {first} or a region up to {names[last]}"
+                f"{weight_gradient} is missing, and {task} needs it: put it beside {first} or a region up to "
+                f"{names[last]}"
             )
     validate(plan.schedule, plan.needs)
 

@@ -1,6 +1,7 @@
 """DenseNet, MobileNet and ResNet as kernels: thread blocks and milliseconds counted from their shapes.
 
-Nothing here is measured. The rules:
+Nothing here is measured; the paper's executions, speedups and memory are. The tests of this file say which of its
+figures these counts give. The rules:
 
 - A layer ends with a convolution or linear layer and has what runs since the one before: its input's normalisation,
   activation and pooling. Branches stand one after another, as they run.
@@ -57,7 +58,7 @@ _OUTPUT_GRADIENT_TRAFFIC, _UPDATE_TRAFFIC = 1.5, 5
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     **{f"DenseNet-121 (k={growth})": partial(densenet, 121, growth) for growth in (12, 24, 32)},
-    **{f"MobileNet V3 (α={width:g})": partial(mobilenet_v3, width=width) for width in (0.25, 0.5, 0.75, 1.0)},
+    **{f"MobileNet V3 (alpha={width:g})": partial(mobilenet_v3, width=width) for width in (0.25, 0.5, 0.75, 1.0)},
     **{f"ResNet-{depth}": partial(resnet, depth) for depth in (50, 101)},
 }
 """Table 1's networks for one GPU, by the names of Figure 7."""
@@ -105,7 +106,7 @@ class CountedNetwork:
 
     @property
     def blocks(self) -> list[list[int]]:
-        """The layers (from 1) by the size of their images: a DenseNet's dense blocks, each with the transition behind it.
+        """The layers (from 1) by the size of their images: a DenseNet's dense blocks, each with the transition behind.
 
         Layers that work on one position (squeeze and excite, the classifier) belong to the block before, a block of one
         layer (the stem) to the one behind.
@@ -197,9 +198,9 @@ def counted_network(name: str, batch_size: int, *, image_size: int = 224, gpu: G
 
 
 def placed_as_figure_8(network: CountedNetwork) -> TwoStreamSchedule:
-    """Figure 8 by hand: each block's weight gradients beside its own ``O``, but those of the last beside ``F`` of block 1.
+    """Figure 8 by hand: a block's weight gradients beside its own ``O``, the last block's beside the first one's ``F``.
 
-    The figure shows R1 to R5 of the eight regions; in the order of the layers where it does not say.
+    The figure shows R1 to R5 of the eight regions. Where it does not say, weight gradients keep the layers' order.
     """
     blocks, regions = network.blocks, network.regions
     beside = [[], *reversed(blocks[:-1]), blocks[-1], *([] for _ in blocks[1:])]
