@@ -179,11 +179,13 @@ def test_figure_8_a_region_gains_what_its_main_stream_leaves():
         (DENSENET, 32, 1.070, 1.090),
         (NARROW, 32, 1.272, 1.301),
         ("MobileNet V3 (alpha=0.25)", 32, 1.253, 1.342),
-        ("ResNet-50", 32, 1.04, 1.06),
+        ("ResNet-50", 32, 1.044, 1.071),
     ],
 )
 def test_section_8_2_two_streams_and_reordering(name, batch_size, ready, joint):
-    """Holds in order: least for ResNet (1.01 to 1.02 in the paper), most for narrow networks, more with re-ordering.
+    """Holds in order: least for ResNet, most for narrow networks, and more with re-ordering.
+
+    ResNet-50 gains 1.01 to 1.02 at batch 64 in the paper; the count gives 1.021 in the layers' order, 1.030 re-ordered.
 
     The largest is 1.15 in the paper (MobileNet, alpha=0.25) and 1.34 here: a device that is not full is slower here in
     proportion, so what fills it gains too much.
