@@ -566,7 +566,10 @@ class SimulatedCuda(TorchDispatchMode):
         used = {form.block for form in (*forms.values(), *outputs)}
         for block in used:
             block.pending += 1
-        func, args, kwargs = operation.func, *tree_map(functools.partial(_put_form, forms), (operation.args, operation.kwargs))
+        func, args, kwargs = (
+            operation.func,
+            *tree_map(functools.partial(_put_form, forms), (operation.args, operation.kwargs)),
+        )
 
         def run() -> None:
             with _no_modes(), torch.no_grad():

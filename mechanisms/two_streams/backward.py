@@ -1,0 +1,322 @@
+"""One step on two streams: output gradients on the main one, weight gradients beside it (Oh et al. 2022, section 4.1).
+
+Weight gradients run in the order in which they become ready, the order that section 8.2 finds to give most of the gain;
+:func:`retime.schedules.joint_schedule` finds others. All of them have reached their parameters when ``backward()``
+returns.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated
+
+import torch
+from torch import Tensor, nn
+
+from retime.foundations.arguments import AtLeast, checked
+from retime.foundations.messages import because, parse_bytes, show_bytes, warn_difference, warn_no_effect
+from retime.foundations.streams import has_streams
+from retime.foundations.torch_private import dispatch_mode_count, graph_task_id, queue_callback
+from retime.mechanisms.two_streams.layers import HOOKS, SEVERAL_USES, SplitLayer, hooked, split_layers
+from retime.mechanisms.two_streams.search import Search, Setting, settings_for
+from retime.mechanisms.two_streams.sub_stream import Job, SubStream, sub_stream_of
+
+Threads = tuple[Annotated[int, AtLeast(1)], Annotated[int, AtLeast(1)]]
+
+
+@dataclass(frozen=True)
+class TwoStreamReport:
+    """What ran where.
+
+    Args:
+        layers: whose weight gradients can run on the sub-stream.
+        in_order: numbers of other layers, by reason.
+        setting: of the steps from now on; None: the search has not ended.
+        tried_ms: the median step of each setting that was tried.
+        sub_stream: weight gradients, one a call of a layer, that ran on the sub-stream.
+        main_stream: that were to, and ran on the main stream when it had nothing else to do.
+        held_bytes: at most, of inputs and output gradients whose weight gradients waited.
+    """
+
+    layers: int
+    in_order: Mapping[str, int]
+    setting: Setting | None
+    tried_ms: Mapping[Setting, float]
+    sub_stream: int
+    main_stream: int
+    held_bytes: int
+
+    def __str__(self) -> str:
+        text = f"two streams: {self.layers} layers' weight gradients can run beside the output gradients"
+        if self.in_order:
+            text += f" ({because(self.in_order, 'in order')})"
+        text += f"; {self.setting or 'still searching'}"
+        if self.tried_ms:
+            text += f" ({', '.join(f'{setting}: {ms:.1f} ms' for setting, ms in self.tried_ms.items())})"
+        text += f"; {self.sub_stream} on the sub-stream, {self.main_stream} on the main stream behind its own work"
+        return text + f"; at most {show_bytes(self.held_bytes)} waited"
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A weight gradient that was given away, and what its parameters had then."""
+
+    layer: SplitLayer
+    job: Job
+    before: list[tuple[nn.Parameter, Tensor | None, int]] = field(default_factory=list)
+
+
+class TwoStreamBackward:
+    """Runs the weight gradients of linear layers and convolutions beside the output gradients of the layers below.
+
+    In a bare loop on one device::
+
+        two_streams = TwoStreamBackward(model)
+        for x, y in loader:
+            criterion(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        print(two_streams.report())
+        two_streams.remove()
+
+    On CUDA the other stream has the lowest priority. On a CPU streams are cores: a second thread has some of them.
+    Gradients are the bits of a plain backward pass whose kernels have as many threads. How many threads a kernel has
+    decides how its sums are rounded, on a CPU: the search tries several, ``threads=(n, n)`` with
+    ``n = torch.get_num_threads()`` keeps the number, and the bits.
+
+    What cannot wait stays in order and is listed in the report: other kinds of layers, layers whose parameters have
+    hooks or are used in several places, code under activation checkpointing, ``torch.compile`` or function transforms,
+    and backward passes for chosen inputs or with ``create_graph=True``.
+
+    Args:
+        model: any module on one device; not wrapped in DistributedDataParallel.
+        threads: of each kernel on the main stream and on the sub-stream, on a CPU, which also ends the search; None:
+            at most 33 steps of training find out what is fastest, and if two streams are not, they are taken off.
+        max_memory: bytes of inputs and output gradients that may wait for their weight gradients; beyond it the main
+            stream computes the one that has waited longest (on CUDA it waits). None: no bound.
+
+    Raises:
+        ValueError: an argument cannot be meant, or the model runs on several ranks.
+    """
+
+    @checked
+    def __init__(
+        self, model: nn.Module, *, threads: Threads | None = None, max_memory: int | str | None = None
+    ) -> None:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            raise ValueError(
+                "two streams are for one device: under DistributedDataParallel use OutOfOrderDataParallel, whose "
+                "weight gradients wait for the network"
+            )
+        self._most_bytes = None if max_memory is None else parse_bytes("max_memory", max_memory)
+        self._given = threads
+        self._threads_before = torch.get_num_threads()
+        self._layers, others = split_layers(model, self._take)
+        self._others: Counter[str] = others
+        self._hooked: set[SplitLayer] = set()
+        self._sub: SubStream | None = None
+        self._search: Search | None = None
+        self._setting: Setting | None = None
+        self._tried_ms: dict[Setting, float] = {}
+        self._first: SplitLayer | None = None
+        self._waiting: dict[int, list[_Waiting]] = {}
+        """By autograd's number of the backward pass."""
+        self._counts = Counter[bool]()
+        self._held_bytes = 0
+        for layer in self._layers:
+            layer.is_on = False
+            layer.on_call = self._on_call
+            layer.module.forward = layer
+        if not self._layers:
+            warn_no_effect(f"two streams have no effect: {because(others, 'in order') or 'nothing is trained'}")
+
+    def report(self) -> TwoStreamReport:
+        """Return what ran where so far."""
+        in_order = Counter(self._others)
+        in_order.update(layer.why_in_order for layer in self._layers if layer.why_in_order is not None)
+        in_order.update(HOOKS for layer in self._hooked if layer.why_in_order is None)
+        can = sum(layer.why_in_order is None and layer not in self._hooked for layer in self._layers)
+        return TwoStreamReport(
+            can,
+            dict(in_order),
+            self._setting,
+            self._tried_ms,
+            self._counts[True],
+            self._counts[False],
+            self._held_bytes,
+        )
+
+    def remove(self) -> None:
+        """Give the layers their own ``forward`` back, end the thread, and set the number of threads back."""
+        self._take_off()
+        self._waiting.clear()
+
+    def _take_off(self) -> None:
+        for layer in self._layers:
+            layer.take = None
+            if vars(layer.module).get("forward") is layer:
+                del layer.module.forward
+        if self._sub is not None:
+            self._sub.close()
+            self._sub = None
+        self._set_threads(self._threads_before)
+
+    def _on_call(self, layer: SplitLayer) -> None:
+        """A layer is called in a forward pass; with the one that is called first, a step begins."""
+        if self._first is None:
+            self._first = layer
+            self._begin(layer.module.weight.device)
+        elif layer is not self._first:
+            return
+        elif self._search is not None:
+            setting = self._search.next_step()
+            if setting is None:
+                self._end_search(self._search)
+            else:
+                self._use(setting)
+        if self._waiting:  # a backward pass failed
+            self._forget()
+
+    def _begin(self, device: torch.device) -> None:
+        """The first step: gradients of all layers stay in order, and show which have several uses."""
+        self._device = device
+        threads = torch.get_num_threads()
+        if self._given is not None or torch.are_deterministic_algorithms_enabled():
+            main, sub = self._given or (threads, threads)
+            self._setting = Setting(True, main, main, sub) if not has_streams(device) else Setting(True)
+            self._use(self._setting)
+            return
+        settings = settings_for(device, threads)
+        if len(settings) == 1:
+            warn_no_effect("two streams have no effect: kernels have one thread, so there is no core for the second")
+            self._setting = settings[0]
+            return
+        if not has_streams(device):
+            warn_difference(
+                f"the search of two streams runs kernels with {threads // 2} of {threads} threads too, whose sums round "
+                f"differently in the last bits: threads=({threads}, {threads}) keeps them"
+            )
+        self._search = Search(settings, device)
+        self._use(Setting(True, threads, threads, threads))
+
+    def _end_search(self, search: Search) -> None:
+        self._search, self._tried_ms = None, search.medians_ms()
+        self._setting = search.best()
+        self._use(self._setting)
+        if not self._setting.two_streams:
+            tried = ", ".join(f"{setting}: {ms:.1f} ms" for setting, ms in self._tried_ms.items())
+            warn_no_effect(f"two streams do not pay here and are taken off: {self._setting} is as fast ({tried})")
+            fewer = self._setting.forward_threads
+            self._take_off()
+            self._set_threads(fewer)
+
+    def _use(self, setting: Setting) -> None:
+        self._now = setting
+        for layer in self._layers:
+            layer.is_on = setting.two_streams
+        if self._sub is not None:
+            self._sub.close()
+            self._sub = None
+        if setting.two_streams:
+            self._sub = sub_stream_of(self._device, setting.sub_threads)
+        self._set_threads(setting.forward_threads)
+
+    def _set_threads(self, threads: int) -> None:
+        if threads and threads != torch.get_num_threads():
+            torch.set_num_threads(threads)
+
+    def _take(
+        self, layer: SplitLayer, compute: Callable[[], tuple[Tensor | None, Tensor | None]], size_bytes: int
+    ) -> bool:
+        """In the backward pass: give a weight gradient to the sub-stream, unless it has to stay in order."""
+        if layer.is_new or layer.why_in_order is not None or dispatch_mode_count():
+            return False
+        if hooked(layer.module):
+            self._hooked.add(layer)
+            return False
+        self._hooked.discard(layer)
+        sub, backward = self._sub, graph_task_id()
+        if sub is None:
+            return False
+        if backward not in self._waiting:
+            self._waiting[backward] = []
+            queue_callback(partial(self._finish, backward))
+            self._set_threads(self._now.main_threads)
+        job = Job(compute, size_bytes)
+        parameters = [p for p in (layer.module.weight, layer.module.bias) if p is not None]
+        before = [(p, p.grad, -1 if p.grad is None else p.grad._version) for p in parameters]
+        self._waiting[backward].append(_Waiting(layer, job, before))
+        self._bound(sub)
+        sub.give(job)
+        return True
+
+    def _bound(self, sub: SubStream) -> None:
+        def held_bytes() -> int:
+            return sum(one.job.size_bytes for some in self._waiting.values() for one in some if not one.job.is_done)
+
+        held = held_bytes()
+        while self._most_bytes is not None and held > self._most_bytes and sub.run_oldest():
+            held = held_bytes()
+        self._held_bytes = max(self._held_bytes, held)
+
+    def _finish(self, backward: int) -> None:
+        """The backward pass is at its end: wait for its weight gradients, and give them to their parameters."""
+        waiting = self._waiting.pop(backward, [])
+        sub = self._sub
+        assert sub is not None
+        try:
+            sub.join()
+        except BaseException:
+            sub.drop()
+            raise
+        finally:
+            self._set_threads(self._now.forward_threads)
+        for one in waiting:
+            if one.job.error is not None:
+                one.job.error.add_note(f"retime: while the weight gradient of {one.layer.name!r} was computed")
+                raise one.job.error
+        self._counts.update(one.job.on_sub_stream for one in waiting)
+        with torch.no_grad():
+            self._hand_on(waiting)
+
+    def _hand_on(self, waiting: list[_Waiting]) -> None:
+        totals: dict[nn.Parameter, Tensor] = {}
+        for one in waiting:
+            for parameter, gradient in zip(
+                (one.layer.module.weight, one.layer.module.bias), one.job.gradients, strict=True
+            ):
+                if gradient is not None:  # calls of one layer are added up before .grad, as autograd does
+                    totals[parameter] = totals[parameter] + gradient if parameter in totals else gradient
+            one.job.gradients = ()
+        for one in waiting:
+            for parameter, gradient_before, version in one.before:
+                if parameter not in totals:
+                    continue
+                gradient = totals.pop(parameter)
+                there = parameter.grad
+                if there is not gradient_before or (there is not None and there._version != version):
+                    self._found_other_use(one.layer)
+                if there is not None:
+                    there.add_(gradient)
+                elif gradient.stride() == parameter.stride():
+                    parameter.grad = gradient
+                else:
+                    parameter.grad = torch.empty_like(parameter).copy_(gradient)
+
+    def _found_other_use(self, layer: SplitLayer) -> None:
+        if layer.why_in_order is None:
+            layer.why_in_order = SEVERAL_USES
+            warn_difference(
+                f"{layer.name!r} stays in order from now on: {SEVERAL_USES}, which they did not in the first step, and "
+                "in this one they may round differently"
+            )
+
+    def _forget(self) -> None:
+        """Drop what a backward pass left behind that failed."""
+        self._waiting.clear()
+        if self._sub is not None:
+            self._sub.drop()
+        self._set_threads(self._now.forward_threads)

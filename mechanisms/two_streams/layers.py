@@ -1,0 +1,274 @@
+"""Layers whose output gradient and weight gradient are kernels of their own: linear layers and convolutions.
+
+Autograd runs a node's kernels on the stream of its forward pass, so the two are not left to it: each such layer becomes
+one ``torch.autograd.Function``, whose backward pass computes the output gradient, and hands the weight gradient on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from retime.foundations.lazy_updates import is_compiled
+from retime.foundations.torch_private import (
+    forward_ad_level,
+    graph_task_id,
+    in_function_transform,
+    own_parameters,
+    post_accumulate_hooks,
+    tensor_hooks,
+    top_saved_tensors_hooks,
+    will_execute,
+)
+from retime.mechanisms.two_streams.sub_stream import bytes_of
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+KIND = "it is no torch.nn.Linear, Conv1d, Conv2d or Conv3d, or a subclass with code of its own"
+PADDING = "its padding is more than a number of zeros on both sides"
+TIED = "its parameters are tied to another module's"
+COMPUTED = "its weight is computed from other parameters"
+COMPILED = "it is compiled or scripted"
+REPLACED = "its forward is replaced by another"
+SEVERAL_USES = "its parameters get gradients from several places, which would add up in another order"
+HOOKS = "its parameters have hooks, which run behind their gradient"
+
+
+class Kernels(Protocol):
+    """What one kind of layer computes."""
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the output."""
+
+    def output_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """Return dL/dx."""
+
+    def weight_gradients(
+        self, gradient: Tensor, x: Tensor, weight: Tensor, needs_weight: bool, needs_bias: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return dL/dweight and dL/dbias, None where they are not needed."""
+
+
+class LinearKernels:
+    """``torch.nn.Linear`` on ``(..., in)``."""
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return torch.nn.functional.linear(x, weight, bias)
+
+    def output_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        return (gradient.reshape(-1, weight.shape[0]) @ weight).view(x.shape)
+
+    def weight_gradients(
+        self, gradient: Tensor, x: Tensor, weight: Tensor, needs_weight: bool, needs_bias: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        rows = gradient.reshape(-1, weight.shape[0])
+        of_weight = rows.t() @ x.reshape(-1, weight.shape[1]) if needs_weight else None
+        return of_weight, rows.sum(0) if needs_bias else None
+
+
+class ConvolutionKernels:
+    """``torch.nn.Conv1d`` to ``Conv3d`` with zeros around the input.
+
+    Args:
+        module: the layer, whose stride, padding, dilation and groups are read at each call.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def _arguments(self) -> tuple[Any, ...]:
+        module = self._module
+        return module.stride, module.padding, module.dilation, False, [0] * len(module.stride), module.groups
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return torch.ops.aten.convolution(x, weight, bias, *self._arguments())  # type: ignore[no-any-return]
+
+    def _backward(self, gradient: Tensor, x: Tensor, weight: Tensor, *mask: bool) -> Any:
+        sizes = [weight.shape[0]] if mask[2] else None
+        return torch.ops.aten.convolution_backward(gradient, x, weight, sizes, *self._arguments(), mask)
+
+    def output_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        found: Tensor = self._backward(gradient, x, weight, True, False, False)[0]
+        return found
+
+    def weight_gradients(
+        self, gradient: Tensor, x: Tensor, weight: Tensor, needs_weight: bool, needs_bias: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        _, of_weight, of_bias = self._backward(gradient, x, weight, False, needs_weight, needs_bias)
+        return of_weight, of_bias
+
+
+class SplitLayer:
+    """A layer's ``forward``, in place of its class's own while its weight gradients can run elsewhere.
+
+    A copy or a pickle of the layer has a ``forward`` that runs the class's own.
+
+    Args:
+        name: of the layer in its model.
+        module: the layer.
+        take: called in the backward pass with each weight gradient that can run elsewhere; None: a copy's.
+    """
+
+    def __init__(self, name: str, module: Any, take: Take | None) -> None:
+        self.name = name
+        self.module = module
+        self.kernels: Kernels = LinearKernels() if type(module) is nn.Linear else ConvolutionKernels(module)
+        self.take = take
+        self.why_in_order: str | None = None
+        """Why its weight gradient stays in the conventional order; None: it can run elsewhere."""
+        self.is_new = True
+        """Whether its first weight gradient, which stays in order, is still to come."""
+        self.is_on = True
+        self.on_call: Callable[[SplitLayer], None] = lambda layer: None
+        """Called before each forward pass of the layer that a backward pass may follow."""
+        self.anchor = torch.empty(0, requires_grad=True)
+        """Runs in a backward pass through everything, and not in one for chosen inputs."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module
+        if self.take is not None and torch.is_grad_enabled() and graph_task_id() == -1:
+            self.on_call(self)
+        if self._can_split(args, kwargs):
+            x, weight, bias = args[0], module.weight, module.bias
+            if torch.is_autocast_enabled(x.device.type):
+                if x.dtype is torch.float64:
+                    return type(module).forward(module, x)
+                x = x.to(torch.get_autocast_dtype(x.device.type))
+            elif x.dtype is not weight.dtype:
+                return type(module).forward(module, x)
+            return _Split.apply(x, weight, bias, self.anchor, self)  # type: ignore[no-untyped-call]
+        return type(module).forward(module, *args, **kwargs)
+
+    def _can_split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if self.take is None or not self.is_on or self.why_in_order is not None or kwargs or len(args) != 1:
+            return False
+        x, module = args[0], self.module
+        return (
+            torch.is_grad_enabled()
+            and type(x) is Tensor
+            and x.layout is torch.strided
+            and x.dim() == self._dimensions(x)
+            and x.numel() > 0
+            and module.weight.requires_grad
+            and type(module.weight) is nn.Parameter
+            and graph_task_id() == -1
+            and not in_function_transform()
+            and forward_ad_level() < 0
+            and top_saved_tensors_hooks(True) is None
+            and not torch.compiler.is_compiling()
+            and not torch.jit.is_tracing()  # type: ignore[no-untyped-call]
+        )
+
+    def _dimensions(self, x: Tensor) -> int:
+        """Return how many dimensions ``x`` may have: a convolution takes one picture without a batch too."""
+        return max(2, x.dim()) if type(self.module) is nn.Linear else len(self.module.stride) + 2
+
+    def look_for_other_uses(self, *gradients: Tensor | None) -> None:
+        """In the first backward pass, see what autograd adds to these gradients before a parameter gets them."""
+        for parameter, mine in zip((self.module.weight, self.module.bias), gradients, strict=True):
+            if parameter is None or mine is None:
+                continue
+            self._compare(parameter, mine)
+
+    def _compare(self, parameter: Tensor, mine: Tensor) -> None:
+        def compare(total: Tensor) -> None:
+            handle.remove()
+            self.is_new = False
+            if total.data_ptr() != mine.data_ptr():
+                self.why_in_order = SEVERAL_USES
+
+        handle = parameter.register_hook(compare)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SplitLayer:
+        return SplitLayer(self.name, memo.get(id(self.module), self.module), None)
+
+    def __reduce__(self) -> Any:
+        return SplitLayer, (self.name, self.module, None)
+
+
+Take = Callable[[SplitLayer, Callable[[], tuple[Tensor | None, Tensor | None]], int], bool]
+"""Given a layer, what computes its weight gradients and the bytes that this holds: whether they are taken."""
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor, layer: SplitLayer) -> Tensor:
+        ctx.layer, ctx.dtype = layer, weight.dtype
+        if x.dtype is not weight.dtype:  # under autocast
+            weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+        ctx.save_for_backward(x, weight)
+        return layer.kernels.forward(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        layer: SplitLayer = ctx.layer
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        kernels, dtype = layer.kernels, ctx.dtype
+
+        def weight_gradients() -> tuple[Tensor | None, Tensor | None]:
+            both = kernels.weight_gradients(gradient, x, weight, needs_weight, needs_bias)
+            return tuple(one if one is None else one.to(dtype) for one in both)  # type: ignore[return-value]
+
+        of_weight = of_bias = None
+        if needs_weight or needs_bias:
+            # another order for a graph of the backward pass, or for chosen inputs, would not be the plain one
+            can_wait = not torch.is_grad_enabled() and will_execute(get_gradient_edge(layer.anchor).node)
+            taken = can_wait and layer.take is not None and layer.take(layer, weight_gradients, bytes_of(gradient, x))
+            if not taken:
+                of_weight, of_bias = weight_gradients()
+            if can_wait and layer.is_new:
+                layer.look_for_other_uses(of_weight, of_bias)
+        of_x = kernels.output_gradient(gradient, x, weight) if needs_x else None
+        return of_x, of_weight, of_bias, None, None
+
+
+def hooked(module: Any) -> bool:
+    """Return whether hooks wait for the gradients of a layer's parameters."""
+    return any(p is not None and (tensor_hooks(p) or post_accumulate_hooks(p)) for p in (module.weight, module.bias))
+
+
+def split_layers(model: nn.Module, take: Take) -> tuple[list[SplitLayer], Counter[str]]:
+    """Find the layers of a model whose weight gradients can run elsewhere.
+
+    Returns:
+        Those, not yet put in, and how many other modules with trainable parameters there are, by reason.
+    """
+    owners: Counter[Tensor] = Counter()
+    compiled: set[nn.Module] = set()
+    for module in model.modules():
+        owners.update(module.parameters(recurse=False))
+        if is_compiled(module):
+            compiled.update(module.modules())
+    found: list[SplitLayer] = []
+    others: Counter[str] = Counter()
+    for name, module in model.named_modules():
+        own = [p for p in own_parameters(module).values() if p is not None]
+        if not any(p.requires_grad for p in own):
+            continue
+        reason = _why_whole(module, own, owners, compiled)
+        if reason is None:
+            found.append(SplitLayer(name, module, take))
+        else:
+            others[reason] += 1
+    return found, others
+
+
+def _why_whole(module: Any, own: list[nn.Parameter], owners: Counter[Tensor], compiled: set[nn.Module]) -> str | None:
+    if module in compiled:
+        return COMPILED
+    if type(module) is not nn.Linear and type(module) not in CONVOLUTIONS:
+        return KIND
+    if "forward" in vars(module):
+        return REPLACED
+    if own_parameters(module).get("weight") is None:
+        return COMPUTED
+    if type(module) in CONVOLUTIONS and (module.padding_mode != "zeros" or isinstance(module.padding, str)):
+        return PADDING
+    if any(owners[p] > 1 for p in own):
+        return TIED
+    return None

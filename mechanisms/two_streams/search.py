@@ -1,0 +1,115 @@
+"""Which way of running a step is the fastest: a short search in the first steps of training."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+
+from retime.foundations.streams import has_streams
+
+BLOCK_STEPS = 4
+"""Steps in a row with one setting; the first of them is not counted."""
+ROUNDS = 2
+LEAST_GAIN = 1.01
+"""A setting that is not faster than plain by this factor is not worth its memory."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a step runs.
+
+    Args:
+        two_streams: whether weight gradients run on the sub-stream.
+        forward_threads: of each kernel of the forward pass, on a CPU; 0: as it is.
+        main_threads: of each kernel of the backward pass's main stream.
+        sub_threads: of each kernel of the sub-stream.
+    """
+
+    two_streams: bool
+    forward_threads: int = 0
+    main_threads: int = 0
+    sub_threads: int = 0
+
+    def __str__(self) -> str:
+        if not self.two_streams:
+            return "plain" + (f" with {self.forward_threads} threads" if self.forward_threads else "")
+        if not self.forward_threads:
+            return "two streams"
+        return f"two streams with {self.main_threads} + {self.sub_threads} threads, {self.forward_threads} forward"
+
+
+def settings_for(device: torch.device, threads: int) -> list[Setting]:
+    """Return what to try on this device, the plain step first.
+
+    On a CPU the threads of a kernel are halved too: with kernels too small for all cores a plain step may be faster
+    with fewer, and two streams are to be compared with the best plain one.
+
+    Args:
+        device: of the model.
+        threads: that kernels have on a CPU.
+    """
+    if has_streams(device):
+        return [Setting(False), Setting(True)]
+    plain = Setting(False, threads, threads)
+    if threads < 2:
+        return [plain]
+    half = threads // 2
+    return [
+        plain,
+        Setting(False, half, half),
+        Setting(True, threads, threads - half, half),
+        Setting(True, half, threads - half, half),
+    ]
+
+
+class Search:
+    """Goes through settings, some steps each, round by round.
+
+    A step is the time between the beginnings of two forward passes, so that it has everything that a step has.
+
+    Args:
+        settings: the plain one first.
+        device: waited for at the beginning of each step while the search lasts, if it is a CUDA device.
+    """
+
+    def __init__(self, settings: list[Setting], device: torch.device) -> None:
+        self._device = device
+        self._order = [setting for _ in range(ROUNDS) for setting in settings for _ in range(BLOCK_STEPS)]
+        self._step = 0
+        self._began: float | None = None
+        self.times_ms: dict[Setting, list[float]] = {setting: [] for setting in settings}
+
+    @property
+    def setting(self) -> Setting:
+        """The setting of the step that is under way."""
+        return self._order[min(self._step, len(self._order) - 1)]
+
+    def next_step(self) -> Setting | None:
+        """Say that a step begins.
+
+        Returns:
+            Its setting; None: the search has ended.
+        """
+        if has_streams(self._device):
+            torch.cuda.synchronize(self._device)
+        now = time.perf_counter()
+        if self._began is not None:
+            if self._step % BLOCK_STEPS:
+                self.times_ms[self._order[self._step]].append((now - self._began) * 1000)
+            self._step += 1
+        self._began = now
+        return self._order[self._step] if self._step < len(self._order) else None
+
+    def medians_ms(self) -> dict[Setting, float]:
+        """Return the median step of each setting."""
+        return {setting: statistics.median(times) for setting, times in self.times_ms.items() if times}
+
+    def best(self) -> Setting:
+        """Return the fastest setting; the plain one if none is faster by :data:`LEAST_GAIN`."""
+        medians = self.medians_ms()
+        plain = next(iter(medians))
+        fastest = min(medians, key=medians.__getitem__)
+        return fastest if medians[plain] >= LEAST_GAIN * medians[fastest] else plain

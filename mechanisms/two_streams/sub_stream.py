@@ -1,0 +1,224 @@
+"""The stream beside the main one: a second thread with cores of its own on a CPU, a CUDA stream on CUDA.
+
+Both take jobs in the order in which they are given and end them all in :meth:`join`. A job reads tensors that the main
+stream wrote before it was given, and its result is read behind ``join`` only.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retime.foundations.streams import has_streams
+
+Compute = Callable[[], Sequence[Tensor | None]]
+
+
+class Job:
+    """Weight gradients of one call of a layer.
+
+    Args:
+        compute: returns them; it holds what they are computed from.
+        size_bytes: of the tensors that would be free without it.
+    """
+
+    def __init__(self, compute: Compute, size_bytes: int) -> None:
+        self._compute: Compute | None = compute
+        self.size_bytes = size_bytes
+        self.gradients: Sequence[Tensor | None] = ()
+        self.error: BaseException | None = None
+        self.on_sub_stream = False
+        self.is_done = False
+        """Whether it holds nothing any more, on a CPU."""
+
+    def run(self, *, on_sub_stream: bool) -> None:
+        """Compute; what fails is kept for :meth:`SubStream.join`, whichever thread this is."""
+        compute, self._compute = self._compute, None
+        self.on_sub_stream = on_sub_stream
+        try:
+            if compute is not None:
+                with torch.no_grad():
+                    self.gradients = compute()
+        except BaseException as error:
+            self.error = error
+        del compute
+        self.is_done = True
+
+
+class CoreStream:
+    """A thread that runs jobs on cores of its own while the main thread goes on: PyTorch's kernels release the GIL.
+
+    In :meth:`join` the main thread runs what is left, from the other end, so that neither waits while there is work.
+
+    Args:
+        threads: of each kernel here; the number decides how oneDNN rounds.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._queue = _Queue()
+        self._process = 0
+        self._thread: threading.Thread | None = None
+        self._close = weakref.finalize(self, self._queue.close)
+
+    def give(self, job: Job) -> None:
+        """Let the thread run it; the first job starts the thread, also in a process that was forked since."""
+        if self._thread is None or self._process != os.getpid():
+            self._start()
+        self._queue.put(job)
+
+    def run_oldest(self) -> bool:
+        """Run the job that has waited longest on the calling thread; False: none waits."""
+        job = self._queue.take_first()
+        if job is not None:
+            job.run(on_sub_stream=False)
+        return job is not None
+
+    def join(self) -> None:
+        """Run what is left on the calling thread too, and wait for the other's last job."""
+        while (job := self._queue.take_last()) is not None:
+            job.run(on_sub_stream=False)
+        self._queue.wait_for_thread()
+
+    def drop(self) -> None:
+        """Run nothing more of what was given; the job that is running ends."""
+        while self._queue.take_last() is not None:
+            pass
+        self._queue.wait_for_thread()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._close()
+        if self._thread is not None and self._process == os.getpid():
+            self._thread.join()
+        self._thread = None
+
+    def _start(self) -> None:
+        if self._thread is not None:  # that process's
+            self._close.detach()
+            self._queue = _Queue()
+            self._close = weakref.finalize(self, self._queue.close)
+        self._process = os.getpid()
+        threads_here = torch.get_num_threads()
+        ready = threading.Event()
+        self._thread = threading.Thread(
+            target=_run_jobs, args=(self._queue, self._threads, ready), name="retime sub-stream", daemon=True
+        )
+        self._thread.start()
+        ready.wait()
+        torch.set_num_threads(threads_here)  # threads that start later take the number that was set last
+
+
+class _Queue:
+    """Jobs that wait, and whether the thread is at one."""
+
+    def __init__(self) -> None:
+        self._jobs: deque[Job] = deque()
+        self._changed = threading.Condition()
+        self._is_running = False
+        self._is_closed = False
+
+    def put(self, job: Job) -> None:
+        with self._changed:
+            self._jobs.append(job)
+            self._changed.notify()
+
+    def take_first(self) -> Job | None:
+        with self._changed:
+            return self._jobs.popleft() if self._jobs else None
+
+    def take_last(self) -> Job | None:
+        with self._changed:
+            return self._jobs.pop() if self._jobs else None
+
+    def wait_for_job(self) -> Job | None:
+        """Return the thread's next job; None: it is to end."""
+        with self._changed:
+            self._is_running = False
+            self._changed.notify_all()
+            while not self._jobs and not self._is_closed:
+                self._changed.wait()
+            if self._is_closed:
+                return None
+            self._is_running = True
+            return self._jobs.popleft()
+
+    def wait_for_thread(self) -> None:
+        with self._changed:
+            while self._is_running:
+                self._changed.wait()
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._jobs.clear()
+            self._changed.notify_all()
+
+
+def _run_jobs(queue: _Queue, threads: int, ready: threading.Event) -> None:
+    torch.set_num_threads(threads)
+    ready.set()
+    while True:
+        job = queue.wait_for_job()
+        if job is None:
+            return
+        job.run(on_sub_stream=True)
+        del job  # what it holds, before the next is waited for
+
+
+class DeviceStream:
+    """A CUDA stream of the lowest priority.
+
+    A job waits for the event of its output gradient. What it reads is held until the main stream waits for the job,
+    instead of being marked with ``record_stream``; what it writes is used behind that wait. Its memory comes from the
+    allocator's pool of this stream, of which each job waits for the main stream first.
+
+    Args:
+        device: a CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._held: list[Compute] = []
+
+    def give(self, job: Job) -> None:
+        """Issue it behind everything that the current stream has been given."""
+        main = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(main)
+        if job._compute is not None:
+            self._held.append(job._compute)
+        with torch.cuda.stream(self._stream):
+            job.run(on_sub_stream=True)
+
+    def run_oldest(self) -> bool:
+        """Let the current stream wait for all jobs, whose tensors are free then; False: there is none."""
+        some = bool(self._held)
+        self.join()
+        return some
+
+    def join(self) -> None:
+        """Let the current stream wait for all jobs."""
+        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        self._held.clear()
+
+    drop = close = join
+
+
+SubStream = CoreStream | DeviceStream
+
+
+def sub_stream_of(device: torch.device, threads: int) -> SubStream:
+    """Return a stream beside the current one of this device, with so many threads a kernel on a CPU."""
+    return DeviceStream(device) if has_streams(device) else CoreStream(threads)
+
+
+def bytes_of(*tensors: Any) -> int:
+    """Return the bytes of the elements of these tensors."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
