@@ -196,8 +196,8 @@ class TwoStreamBackward:
             return
         if not has_streams(device):
             warn_difference(
-                f"the search of two streams runs kernels with {threads // 2} of {threads} threads too, whose sums round "
-                f"differently in the last bits: threads=({threads}, {threads}) keeps them"
+                f"the search of two streams also runs kernels with {threads // 2} of {threads} threads, whose sums "
+                f"round differently in the last bits: threads=({threads}, {threads}) keeps them"
             )
         self._search = Search(settings, device)
         self._use(Setting(True, threads, threads, threads))

@@ -160,7 +160,7 @@ class SplitLayer:
             and forward_ad_level() < 0
             and top_saved_tensors_hooks(True) is None
             and not torch.compiler.is_compiling()
-            and not torch.jit.is_tracing()  # type: ignore[no-untyped-call]
+            and not torch.jit.is_tracing()  # type: ignore[attr-defined]
         )
 
     def _dimensions(self, x: Tensor) -> int:
@@ -181,7 +181,7 @@ class SplitLayer:
             if total.data_ptr() != mine.data_ptr():
                 self.why_in_order = SEVERAL_USES
 
-        handle = parameter.register_hook(compare)
+        handle = parameter.register_hook(compare)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SplitLayer:
         return SplitLayer(self.name, memo.get(id(self.module), self.module), None)
