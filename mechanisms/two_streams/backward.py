@@ -232,7 +232,7 @@ class TwoStreamBackward:
         self, layer: SplitLayer, compute: Callable[[], tuple[Tensor | None, Tensor | None]], size_bytes: int
     ) -> bool:
         """In the backward pass: give a weight gradient to the sub-stream, unless it has to stay in order."""
-        if layer.is_new or layer.why_in_order is not None or dispatch_mode_count():
+        if layer.is_new or layer.why_in_order is not None or (dispatch_mode_count() and not has_streams(self._device)):
             return False
         if hooked(layer.module):
             self._hooked.add(layer)
@@ -249,18 +249,11 @@ class TwoStreamBackward:
         parameters = [p for p in (layer.module.weight, layer.module.bias) if p is not None]
         before = [(p, p.grad, -1 if p.grad is None else p.grad._version) for p in parameters]
         self._waiting[backward].append(_Waiting(layer, job, before))
-        self._bound(sub)
         sub.give(job)
+        while self._most_bytes is not None and sub.held_bytes > self._most_bytes and sub.run_oldest():
+            pass
+        self._held_bytes = max(self._held_bytes, sub.held_bytes)
         return True
-
-    def _bound(self, sub: SubStream) -> None:
-        def held_bytes() -> int:
-            return sum(one.job.size_bytes for some in self._waiting.values() for one in some if not one.job.is_done)
-
-        held = held_bytes()
-        while self._most_bytes is not None and held > self._most_bytes and sub.run_oldest():
-            held = held_bytes()
-        self._held_bytes = max(self._held_bytes, held)
 
     def _finish(self, backward: int) -> None:
         """The backward pass is at its end: wait for its weight gradients, and give them to their parameters."""

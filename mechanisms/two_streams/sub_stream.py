@@ -35,8 +35,6 @@ class Job:
         self.gradients: Sequence[Tensor | None] = ()
         self.error: BaseException | None = None
         self.on_sub_stream = False
-        self.is_done = False
-        """Whether it holds nothing any more, on a CPU."""
 
     def run(self, *, on_sub_stream: bool) -> None:
         """Compute; what fails is kept for :meth:`SubStream.join`, whichever thread this is."""
@@ -48,8 +46,6 @@ class Job:
                     self.gradients = compute()
         except BaseException as error:
             self.error = error
-        del compute
-        self.is_done = True
 
 
 class CoreStream:
@@ -73,6 +69,11 @@ class CoreStream:
         if self._thread is None or self._process != os.getpid():
             self._start()
         self._queue.put(job)
+
+    @property
+    def held_bytes(self) -> int:
+        """Return the bytes that jobs hold which have not begun."""
+        return self._queue.held_bytes
 
     def run_oldest(self) -> bool:
         """Run the job that has waited longest on the calling thread; False: none waits."""
@@ -124,19 +125,26 @@ class _Queue:
         self._changed = threading.Condition()
         self._is_running = False
         self._is_closed = False
+        self.held_bytes = 0
 
     def put(self, job: Job) -> None:
         with self._changed:
             self._jobs.append(job)
+            self.held_bytes += job.size_bytes
             self._changed.notify()
 
     def take_first(self) -> Job | None:
         with self._changed:
-            return self._jobs.popleft() if self._jobs else None
+            return self._take(self._jobs.popleft) if self._jobs else None
 
     def take_last(self) -> Job | None:
         with self._changed:
-            return self._jobs.pop() if self._jobs else None
+            return self._take(self._jobs.pop) if self._jobs else None
+
+    def _take(self, one: Callable[[], Job]) -> Job:
+        job = one()
+        self.held_bytes -= job.size_bytes
+        return job
 
     def wait_for_job(self) -> Job | None:
         """Return the thread's next job; None: it is to end."""
@@ -148,7 +156,7 @@ class _Queue:
             if self._is_closed:
                 return None
             self._is_running = True
-            return self._jobs.popleft()
+            return self._take(self._jobs.popleft)
 
     def wait_for_thread(self) -> None:
         with self._changed:
@@ -187,6 +195,8 @@ class DeviceStream:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._held: list[Compute] = []
+        self.held_bytes = 0
+        """Of jobs that the main stream has not waited for."""
 
     def give(self, job: Job) -> None:
         """Issue it behind everything that the current stream has been given."""
@@ -194,6 +204,7 @@ class DeviceStream:
         self._stream.wait_stream(main)
         if job._compute is not None:
             self._held.append(job._compute)
+        self.held_bytes += job.size_bytes
         with torch.cuda.stream(self._stream):
             job.run(on_sub_stream=True)
 
@@ -207,6 +218,7 @@ class DeviceStream:
         """Let the current stream wait for all jobs."""
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         self._held.clear()
+        self.held_bytes = 0
 
     drop = close = join
 

@@ -40,3 +40,10 @@ TENSORFLOW = "TensorFlow benchmarks, May 2017"
 TENSORFLOW_WHERE = "DGX-1 (P100), synthetic data, batch 64"
 P100_RESNET_50 = Claim(TENSORFLOW, TENSORFLOW_WHERE, "images/s", 219, "one P100 SXM2, ResNet-50")
 P100_RESNET_152 = Claim(TENSORFLOW, TENSORFLOW_WHERE, "images/s", 91.8, "one P100 SXM2, ResNet-152")
+
+FIGURE_7 = (
+    _claim("section 8.2, Figure 7", "x", 1.58, "MobileNet 0.25, batch 32, over XLA"),
+    _claim("section 8.2, Figure 7", "x", 1.54, "DenseNet-121 k=12, batch 32, over XLA"),
+    _claim("section 8.2, Figure 7", "x", 1.06, "ResNet, at most, over XLA"),
+)
+MULTI_STREAM_ALONE = _claim("section 8.2", "x", 1.15, "multi-stream computation alone, at most (MobileNet 0.25)")
