@@ -39,7 +39,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -376,7 +376,7 @@ class SimulatedCuda(TorchDispatchMode):
         return [
             patch.multiple(
                 torch.cuda,
-                Stream=lambda device=None, priority=0, **_: Stream(self, priority, immediate=order_is_eager(self)),
+                Stream=lambda device=None, priority=0, **_: Stream(self, priority, immediate=self.order == "eager"),
                 Event=lambda enable_timing=False, **_: Event(self, enable_timing=enable_timing),
                 stream=self.stream,
                 set_stream=self.set_stream,
@@ -540,12 +540,10 @@ class SimulatedCuda(TorchDispatchMode):
     def _run_later(self, operation: Operation, stream: Stream) -> Any:
         """Launch it. What it makes gets its form from a run with the bytes that are there now, which are then spoilt."""
         forms: dict[int, Form] = {}
-        operands: dict[int, Tensor] = {}
         for leaf in operation.tensors:
             block = self._block_of(leaf)
             if block is not None:
                 forms[id(leaf)] = _form(leaf, block)
-            operands[id(leaf)] = leaf  # an empty one
         made: list[Tensor] = []
         if all(each.alias_info is not None for each in operation.func._schema.returns):
             result = operation.written_arguments()
@@ -566,10 +564,8 @@ class SimulatedCuda(TorchDispatchMode):
         used = {form.block for form in (*forms.values(), *outputs)}
         for block in used:
             block.pending += 1
-        func, args, kwargs = (
-            operation.func,
-            *tree_map(functools.partial(_put_form, forms), (operation.args, operation.kwargs)),
-        )
+        func = operation.func
+        args, kwargs = tree_map(functools.partial(_put_form, forms), (operation.args, operation.kwargs))
 
         def run() -> None:
             with _no_modes(), torch.no_grad():
@@ -743,11 +739,6 @@ class SimulatedCuda(TorchDispatchMode):
         return {"__init__": init, "set_result": set_result_on_stream, "wait": wait_on_stream, "then": then_on_stream}
 
 
-def order_is_eager(cuda: SimulatedCuda) -> bool:
-    """Whether side streams run at once too."""
-    return cuda.order == "eager"
-
-
 _no_modes = torch_private.without_dispatch_modes
 
 
@@ -777,7 +768,3 @@ def _put_form(forms: dict[int, Form], leaf: Any) -> Any:
 def _on_memory(leaf: Any) -> Any:
     return leaf.block.view(leaf) if isinstance(leaf, Form) else leaf
 
-
-def clocks(events: Iterable[Event]) -> list[float]:
-    """Milliseconds of the device's clock at these events."""
-    return [event.at_ms for event in events]
