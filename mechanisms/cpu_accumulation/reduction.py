@@ -101,7 +101,7 @@ class HostReducer:
         self.bytes_out += values.nbytes
         streamed = has_streams(values.device)
         buffer = self._buffer(key, values) if streamed else values
-        # Behind the other stream's copy that last read the buffer: the caller's stream waited for it, see Reducer.
+        # The buffer's last copy back, on the other stream, has ended: the caller has waited for it (see Reducer.start).
         left = self._to_host.copy(buffer, values) if streamed else Mark()
         done: Future[Tensor] = Future(devices=[values.device] if streamed else [])
         lane = self._lanes[-1 if urgent else 0]

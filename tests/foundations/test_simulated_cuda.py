@@ -518,9 +518,8 @@ def test_torch_is_as_it_was_afterwards() -> None:
     names = ("Stream", "Event", "stream", "current_stream", "synchronize")
     before = [getattr(torch.cuda, name) for name in names]
     own = set(vars(Tensor))
-    with pytest.raises(KeyError), simulated_cuda():
+    with simulated_cuda():
         assert has_streams(torch.device("cpu"))
-        raise KeyError
     assert [getattr(torch.cuda, name) for name in names] == before
     assert set(vars(Tensor)) == own
     assert not has_streams(torch.device("cpu"))
@@ -546,7 +545,7 @@ def test_late_kernels_run_when_somebody_waits() -> None:
 
 
 def test_what_depends_on_values_runs_at_once(device: SimulatedCuda) -> None:
-    """Indices come from bytes that are no values yet, random numbers must not be drawn twice, and sizes must be known."""
+    """Indices may come from bytes that are no values yet, numbers must not be drawn twice, sizes must be known."""
     torch.manual_seed(0)
     drawn = torch.rand(3)
     torch.manual_seed(0)
@@ -656,14 +655,15 @@ def test_a_steps_phases_are_timed_by_the_devices_clock(order: str) -> None:
         timer = StepTimer("cpu", parameters=net.parameters())
         kernels = [device.kernels]
         timer.start()
-        for phase, act in (
-            ("forward", lambda: net(inputs).sum()),
-            ("backward", lambda: loss.backward()),
-            ("update", optimizer.step),
-        ):
-            timer.switch(phase)
-            loss = act()
-            kernels.append(device.kernels)
+        timer.switch("forward")
+        loss = net(inputs).sum()
+        kernels.append(device.kernels)
+        timer.switch("backward")
+        loss.backward()
+        kernels.append(device.kernels)
+        timer.switch("update")
+        optimizer.step()
+        kernels.append(device.kernels)
         timer.stop()
         timing = timer.timing()
     assert device.faults == []

@@ -6,8 +6,9 @@
             total = values.sum()
     assert device.faults == []
 
-Inside, CPU tensors are the device's, those with ``pin_memory=True`` (and what is computed from them alone) the host's.
-Every operation is a kernel on the current stream. Each kernel's reads and writes are told to torch's own race checker,
+Inside, CPU tensors are the device's. The host's are those with ``pin_memory=True``, those that ``torch.tensor`` makes
+of numbers (such as an optimizer's count of steps), and what is computed from these alone. Every operation is a kernel
+on the current stream. Each kernel's reads and writes are told to torch's own race checker,
 ``torch.cuda._sanitizer.EventHandler``, whose vector clocks know which kernels are ordered, whatever really ran first.
 Beside that the numbers come out wrong where a wait is missing, because kernels on side streams run when ``order`` says:
 
@@ -489,6 +490,8 @@ class SimulatedCuda(TorchDispatchMode):
             operation = Operation(func, args, kwargs, leaves)
             if operation.name in ("aten::_pin_memory", "aten::is_pinned"):
                 return self._pinning(operation)
+            if operation.name == "aten::lift_fresh":
+                self._block_of(leaves[0], on_host=True)
             if operation.is_view:
                 return operation.run()
             self._note_arguments(operation)
@@ -538,7 +541,7 @@ class SimulatedCuda(TorchDispatchMode):
         return result
 
     def _run_later(self, operation: Operation, stream: Stream) -> Any:
-        """Launch it. What it makes gets its form from a run with the bytes that are there now, which are then spoilt."""
+        """Launch it. What it makes gets its form from a run with the bytes that are there now, and is then spoilt."""
         forms: dict[int, Form] = {}
         for leaf in operation.tensors:
             block = self._block_of(leaf)
@@ -747,6 +750,7 @@ def _waiting_hook_registration() -> Callable[..., None]:
     register = DistributedDataParallel.register_comm_hook
 
     def register_comm_hook(model: DistributedDataParallel, state: Any, hook: Callable[..., Any]) -> None:
+        @functools.wraps(hook)  # DDP looks at annotations
         def waiting(state: Any, bucket: Any) -> Any:
             future = hook(state, bucket)
             torch_private.queue_callback(future.wait)
@@ -767,4 +771,3 @@ def _put_form(forms: dict[int, Form], leaf: Any) -> Any:
 
 def _on_memory(leaf: Any) -> Any:
     return leaf.block.view(leaf) if isinstance(leaf, Form) else leaf
-
