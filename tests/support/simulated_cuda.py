@@ -573,8 +573,9 @@ class SimulatedCuda(TorchDispatchMode):
         def run() -> None:
             with _no_modes(), torch.no_grad():
                 computed = func(*tree_map(_on_memory, args), **tree_map(_on_memory, kwargs))
-                for form, values in zip(outputs, tree_leaves(computed) if outputs else (), strict=bool(outputs)):
-                    form.block.view(form).copy_(values)
+                values = [leaf for leaf in tree_leaves(computed) if isinstance(leaf, Tensor)] if outputs else []
+                for form, new in zip(outputs, values, strict=True):  # a gradient that was not asked for is None
+                    form.block.view(form).copy_(new)
             for block in used:
                 block.pending -= 1
 

@@ -1,0 +1,91 @@
+"""Two streams on a simulated CUDA device: plain weights in every order of kernels, no race; seeded faults are found."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from retime.mechanisms.two_streams import TwoStreamBackward
+from retime.mechanisms.two_streams.sub_stream import DeviceStream
+from support.simulated_cuda import ORDERS, simulated_cuda
+
+STEPS = 4
+DEVICE = torch.device("cuda")
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, groups=4, bias=False), nn.BatchNorm2d(4)),
+        *(nn.ReLU(), nn.Flatten(), nn.Linear(144, 8), nn.Tanh(), nn.Linear(8, 3)),
+    )
+
+
+def train(model: nn.Module, steps: int = STEPS) -> list[Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    data = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        model(torch.randn(3, 2, 8, 8, generator=data)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def trained_on_two_streams(order: str, **options: object) -> tuple[list[Tensor], list[str], TwoStreamBackward]:
+    model = network()
+    with simulated_cuda(order) as device:
+        two_streams = TwoStreamBackward(model, threads=(1, 1), **options)
+        weights = train(model)
+        two_streams.remove()
+        torch.cuda.synchronize()
+        return weights, [str(fault) for fault in device.faults], two_streams
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("options", [{}, {"max_memory": 1000}], ids=["free", "bounded"])
+def test_weights_are_the_plain_ones_and_nothing_races(order: str, options: dict[str, object]) -> None:
+    plain = train(network())
+    weights, faults, two_streams = trained_on_two_streams(order, **options)
+    assert faults == []
+    assert all(torch.equal(one, other) for one, other in zip(plain, weights, strict=True))
+    assert two_streams.report().sub_stream == 4 * (STEPS - 1)
+
+
+def test_few_bytes_wait_where_they_are_bounded() -> None:
+    held = [trained_on_two_streams("late", **options)[2].report().held_bytes for options in ({}, {"max_memory": 1000})]
+    assert held[1] <= 1000 < held[0]
+
+
+def _no_wait(stream: DeviceStream) -> None:
+    stream._held.clear()
+
+
+def _give(stream: DeviceStream, job: object, *, waits: bool, holds: bool) -> None:
+    if waits:
+        stream._stream.wait_stream(torch.cuda.current_stream())
+    if holds:
+        stream._held.append(job._compute)  # type: ignore[attr-defined]
+    with torch.cuda.stream(stream._stream):
+        job.run(on_sub_stream=True)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"join": _no_wait},
+        {"give": lambda stream, job: _give(stream, job, waits=False, holds=True)},
+        {"give": lambda stream, job: _give(stream, job, waits=True, holds=False)},
+    ],
+    ids=["the main stream does not wait", "the sub-stream does not wait", "nothing is held"],
+)
+def test_a_seeded_fault_is_found(fault: dict[str, Callable[..., None]]) -> None:
+    found: list[str] = []
+    for order in ORDERS:
+        with ExitStack() as stack:
+            for name, method in fault.items():
+                stack.enter_context(patch.object(DeviceStream, name, method))
+            found += trained_on_two_streams(order)[1]
+    assert found
