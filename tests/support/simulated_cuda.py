@@ -41,13 +41,11 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.cuda._sanitizer import EventHandler, zip_arguments
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -55,14 +53,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from retime.foundations import streams, torch_private
+from support.simulated_operations import Block, Form, Kernel, Operation, caller, form_of, is_plain, on_memory, put_form
 
 ORDERS = ("eager", "late", "random 0", "random 1", "random 2")
 """In which order kernels of side streams run."""
 
 KERNEL_MS = 1.0
 """What a kernel takes by the device's clock, which events with timing read."""
-
-_OWN_FILES = (str(Path(torch.__file__).parent), __file__, contextlib.__file__)
 
 
 @contextlib.contextmanager
@@ -74,6 +71,13 @@ def simulated_cuda(order: str = "late") -> Iterator[SimulatedCuda]:
             patches.enter_context(target)
         patches.enter_context(device)
         yield device
+
+
+def side() -> Any:
+    """A new stream behind what the current one has been given."""
+    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    return stream
 
 
 # Streams and events: the part of torch.cuda's interface that orders work.
@@ -185,158 +189,6 @@ class Event:
         return end_event.at_ms - self.at_ms
 
 
-# Memory.
-
-
-@dataclass(eq=False)
-class Block:
-    """The memory of one storage.
-
-    Attributes:
-        home: on whose allocation it is used again; None: the host's.
-        pinned: whether kernels may use it although it is the host's.
-        used_by, written_by: the last kernel of each stream.
-        recorded: streams that the allocator waits for, by ``record_stream``.
-        pending: launched kernels that use it and have not run.
-        kept: the bytes, once the storage was freed before such a kernel has run.
-    """
-
-    number: int
-    address: int
-    nbytes: int
-    home: Stream | None
-    pinned: bool = False
-    storage: weakref.ref[torch.UntypedStorage] | None = None
-    used_by: dict[Stream, Kernel] = field(default_factory=dict)
-    written_by: dict[Stream, Kernel] = field(default_factory=dict)
-    recorded: set[Stream] = field(default_factory=set)
-    pending: int = 0
-    kept: bytearray | None = None
-
-    def keep(self) -> None:
-        """Copy the bytes: the storage is about to be freed."""
-        self.kept = bytearray(ctypes.string_at(self.address, self.nbytes))
-
-    def spoil(self) -> None:
-        """Put into kept bytes what somebody else may have written there: not-a-numbers, or minus ones."""
-        if self.kept is not None:
-            self.kept[:] = b"\xff" * self.nbytes
-
-    def view(self, like: Form) -> Tensor:
-        """A tensor on the memory that holds nothing, as a kernel has a pointer."""
-        memory = self.kept if self.kept is not None else (ctypes.c_char * self.nbytes).from_address(self.address)
-        whole = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-        return torch.empty(0, dtype=like.dtype).set_(whole, like.offset, like.size, like.stride)
-
-
-@dataclass(frozen=True)
-class Form:
-    """How a kernel sees a block."""
-
-    block: Block
-    dtype: torch.dtype
-    offset: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """A launched operation."""
-
-    number: int
-    name: str
-    place: str
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.place})"
-
-
-# Operations.
-
-_VIEWS_BY_ANOTHER_NAME = ("aten::_unsafe_view", "aten::_reshape_alias", "aten::lift", "aten::lift_fresh")
-_METADATA = ("aten::set_", "aten::resize_", "aten::resize_as_", "aten::is_pinned")
-_READ_BY_HOST = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
-_BETWEEN_HOST_AND_DEVICE = ("aten::copy_", "aten::_to_copy")
-_NOTED_WRITES_ONLY = ("aten::native_batch_norm", "aten::rrelu_with_noise")
-"""Write into arguments that their schemas do not mark."""
-
-
-@dataclass
-class Operation:
-    """What an operation of torch's dispatcher does with blocks."""
-
-    func: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    tensors: list[Tensor] = field(default_factory=list)
-    reads: set[Block] = field(default_factory=set)
-    writes: set[Block] = field(default_factory=set)
-
-    @property
-    def name(self) -> str:
-        """Such as ``aten::add_``."""
-        return str(self.func._schema.name)
-
-    @property
-    def is_view(self) -> bool:
-        """Whether it only looks at memory in another form."""
-        returned = [each.alias_info for each in self.func._schema.returns]
-        views = bool(returned) and all(alias is not None and not alias.is_write for alias in returned)
-        return views or self.name in (*_VIEWS_BY_ANOTHER_NAME, *_METADATA)
-
-    @property
-    def sees_values(self) -> bool:
-        """Whether the host cannot go on before it has run, since what it returns depends on values."""
-        tags = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
-        return self.name in _READ_BY_HOST or any(tag in self.func.tags for tag in tags)
-
-    @property
-    def can_wait(self) -> bool:
-        """Whether it may run later: it makes tensors or writes into some, in a way that its schema tells."""
-        returns = self.func._schema.returns
-        makes = [each for each in returns if each.alias_info is None]
-        return (
-            not (makes and self.writes)
-            and all(str(each.type) in ("Tensor", "Tensor[]") for each in returns)
-            and torch.Tag.nondeterministic_seeded not in self.func.tags  # would draw twice
-            and self.name not in _NOTED_WRITES_ONLY
-        )
-
-    def run(self) -> Any:
-        """Run it as torch does."""
-        return self.func(*self.args, **self.kwargs)
-
-    def written_arguments(self) -> Any:
-        """What an operation in place returns: the arguments into which it writes."""
-        given = {
-            frozenset(argument.alias_info.before_set): value
-            for argument, value in zip_arguments(self.func._schema, self.args, self.kwargs)
-            if argument.alias_info is not None
-        }
-        returned = [given[frozenset(each.alias_info.before_set)] for each in self.func._schema.returns]
-        return returned[0] if len(returned) == 1 else tuple(returned) or None
-
-
-def is_plain(value: Any) -> bool:
-    """Whether it is a tensor on a strided CPU storage, with no tricks."""
-    return (
-        type(value) in (Tensor, nn.Parameter)
-        and value.device.type == "cpu"
-        and value.layout is torch.strided
-        and not value.is_conj()
-        and not value.is_neg()
-    )
-
-
-def caller() -> str:
-    """The line outside of torch and of this file that runs."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN_FILES):
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-
-
 # The device.
 
 
@@ -373,6 +225,7 @@ class SimulatedCuda(TorchDispatchMode):
     def patches(self) -> list[contextlib.AbstractContextManager[Any]]:
         """What takes the place of torch's, and of ours that would pass the simulation by."""
         ours = [module for name, module in list(sys.modules.items()) if name.startswith("retime.")]
+        tolist = Tensor.tolist
         without_modes = torch_private.without_dispatch_modes
         return [
             patch.multiple(
@@ -387,8 +240,8 @@ class SimulatedCuda(TorchDispatchMode):
                 current_device=lambda: 0,
                 set_device=lambda device: None,
             ),
-            patch.object(Tensor, "record_stream", self._record_stream, create=True),
-            patch.object(Tensor, "tolist", self._tolist, create=True),
+            patch.object(Tensor, "record_stream", lambda *given: self.record_stream(*given), create=True),
+            patch.object(Tensor, "tolist", lambda tensor: (self._read(tensor), tolist(tensor))[1], create=True),
             patch.multiple(Future, **self._future_methods()),
             patch.object(DistributedDataParallel, "register_comm_hook", _waiting_hook_registration()),
             patch.object(streams, "DEVICE_TYPES_WITH_STREAMS", streams.DEVICE_TYPES_WITH_STREAMS | {"cpu"}),
@@ -533,10 +386,7 @@ class SimulatedCuda(TorchDispatchMode):
         if not operation.reads and not operation.writes:  # memory that nobody has touched yet
             return result
         self._tell_checker(operation, stream)
-        blocks = operation.reads | operation.writes
-        crosses = operation.name in _BETWEEN_HOST_AND_DEVICE and len({block.home is None for block in blocks}) == 2
-        blocks_host = crosses and not (operation.kwargs.get("non_blocking") or operation.args[2:3] == (True,))
-        if operation.sees_values or blocks_host:
+        if operation.holds_the_host_up:
             stream.synchronize()
         return result
 
@@ -546,7 +396,7 @@ class SimulatedCuda(TorchDispatchMode):
         for leaf in operation.tensors:
             block = self._block_of(leaf)
             if block is not None:
-                forms[id(leaf)] = _form(leaf, block)
+                forms[id(leaf)] = form_of(leaf, block)
         made: list[Tensor] = []
         if all(each.alias_info is not None for each in operation.func._schema.returns):
             result = operation.written_arguments()
@@ -558,24 +408,27 @@ class SimulatedCuda(TorchDispatchMode):
                 result = operation.run()
             made = [leaf for leaf in tree_leaves(result) if is_plain(leaf)]
             self._note_results(operation, result, stream)
-        outputs = [_form(leaf, block) for leaf in made if (block := self._block_of(leaf)) in operation.writes and block]
-        if made and operation.writes:
-            for form in outputs:
-                ctypes.memset(form.block.address, 0xFF, form.block.nbytes)
-        elif made:  # a factory: nothing to compute
+        outputs = [
+            (place, form_of(leaf, block))
+            for place, leaf in enumerate(made)
+            if (block := self._block_of(leaf)) is not None and block in operation.writes
+        ]
+        for _, form in outputs:
+            ctypes.memset(form.block.address, 0xFF, form.block.nbytes)
+        if made and not outputs:  # nothing to compute: empty, or another form of what was there
             return result
-        used = {form.block for form in (*forms.values(), *outputs)}
+        used = {form.block for form in (*forms.values(), *(form for _, form in outputs))}
         for block in used:
             block.pending += 1
         func = operation.func
-        args, kwargs = tree_map(functools.partial(_put_form, forms), (operation.args, operation.kwargs))
+        args, kwargs = tree_map(functools.partial(put_form, forms), (operation.args, operation.kwargs))
 
         def run() -> None:
             with _no_modes(), torch.no_grad():
-                computed = func(*tree_map(_on_memory, args), **tree_map(_on_memory, kwargs))
-                values = [leaf for leaf in tree_leaves(computed) if isinstance(leaf, Tensor)] if outputs else []
-                for form, new in zip(outputs, values, strict=True):  # a gradient that was not asked for is None
-                    form.block.view(form).copy_(new)
+                computed = func(*tree_map(on_memory, args), **tree_map(on_memory, kwargs))
+                values = tree_leaves(computed)
+                for place, form in outputs:
+                    form.block.view(form).copy_(values[place])
             for block in used:
                 block.pending -= 1
 
@@ -681,26 +534,17 @@ class SimulatedCuda(TorchDispatchMode):
         self._block_of(pinned, on_host=True, pinned=True)
         return pinned
 
-    @property
-    def _record_stream(self) -> Callable[[Tensor, Stream], None]:
-        def record_stream(tensor: Tensor, stream: Stream) -> None:
-            with self.lock:
-                block = self._block_of(tensor)
-                if block is not None:
-                    block.recorded.add(stream)
+    def record_stream(self, tensor: Tensor, stream: Stream) -> None:
+        """Let the allocator wait for that stream before it uses the tensor's memory again."""
+        with self.lock:
+            block = self._block_of(tensor)
+            if block is not None:
+                block.recorded.add(stream)
 
-        return record_stream
-
-    @property
-    def _tolist(self) -> Callable[[Tensor], Any]:
-        plain = Tensor.tolist
-
-        def tolist(tensor: Tensor) -> Any:
-            if is_plain(tensor) and getattr(self._here, "depth", 0) and tensor.numel():
-                torch.equal(tensor, tensor)  # the host reads it, as it reads any value
-            return plain(tensor)
-
-        return tolist
+    def _read(self, tensor: Tensor) -> None:
+        """The host reads values: as every operation that returns some, it waits for the current stream."""
+        if is_plain(tensor) and getattr(self._here, "depth", 0) and tensor.numel():
+            torch.equal(tensor, tensor)
 
     # ---- futures
 
@@ -760,15 +604,3 @@ def _waiting_hook_registration() -> Callable[..., None]:
         register(model, state, waiting)
 
     return register_comm_hook
-
-
-def _form(tensor: Tensor, block: Block) -> Form:
-    return Form(block, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
-
-
-def _put_form(forms: dict[int, Form], leaf: Any) -> Any:
-    return forms.get(id(leaf), leaf) if isinstance(leaf, Tensor) else leaf
-
-
-def _on_memory(leaf: Any) -> Any:
-    return leaf.block.view(leaf) if isinstance(leaf, Form) else leaf
