@@ -426,7 +426,7 @@ class SimulatedCuda(TorchDispatchMode):
         def run() -> None:
             with _no_modes(), torch.no_grad():
                 computed = func(*tree_map(on_memory, args), **tree_map(on_memory, kwargs))
-                values = tree_leaves(computed)
+                values = [leaf for leaf in tree_leaves(computed) if isinstance(leaf, Tensor)]  # None: was not asked for
                 for place, form in outputs:
                     form.block.view(form).copy_(values[place])
             for block in used:
