@@ -29,9 +29,9 @@ LEFT_OF = {
 }
 ROOMS = {"mechanisms", "foundations", "schedules"}
 FLOORS = (
-    {"arguments", "compatibility", "measure", "messages", "native", "patching", "streams", "torch_private"},
-    {"cpu_pool", "lazy_updates", "storages"},
-    {"ddp", "parts", "weight_gradients"},
+    {"arguments", "compatibility", "messages", "native", "patching", "streams", "torch_private"},
+    {"lazy_updates", "measure", "storages"},
+    {"cpu_pool", "ddp", "parts", "weight_gradients"},
     {"preserve_state"},
 )
 """Rooms of foundations, which import from floors below their own."""

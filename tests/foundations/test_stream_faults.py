@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from retime.foundations.streams import SideStream
-from support.simulated_cuda import ORDERS, side, simulated_cuda
+from support.simulated_cuda import ORDERS, simulated_cuda
+from support.simulated_streams import side
 
 Program = Callable[[bool], bool]
 PROGRAMS: list[Program] = []
