@@ -21,6 +21,7 @@ class Owned(Enum):
     OPTIMIZER_STEP = "`optimizer.step`"
     BACKWARD_PASSES = "number of backward passes"
     SAVED_TENSORS = "saved-tensor hooks"
+    WEIGHT_GRADIENTS = "order of weight gradients"
 
 
 class Together(Enum):
@@ -38,7 +39,9 @@ class _Rights:
     one_pass: bool = False
     """It counts on one backward pass a step."""
     holds_activations: bool = False
-    """It keeps activations longer than the backward pass does."""
+    """It keeps activations longer than a plain backward pass does."""
+    ranks: bool | None = None
+    """Whether it is for several ranks (True) or for one device (False) only."""
 
 
 class Mechanism(Enum):
@@ -53,6 +56,7 @@ class Mechanism(Enum):
     HOST_UPDATE = "an update on the host"
     PARALLEL_SCAN = "a parallel scan"
     PIPELINE = "a pipeline"
+    TWO_STREAMS = "two streams on one device"
     USERS_HOOK = "a communication hook of one's own"
 
     @classmethod
@@ -72,25 +76,34 @@ class Mechanism(Enum):
 
 
 _RIGHTS = {
-    Mechanism.BACKWARD_FUSION: _Rights(frozenset({Owned.COMM_HOOK, Owned.OPTIMIZER_STEP}), one_pass=True),
+    Mechanism.BACKWARD_FUSION: _Rights(
+        frozenset({Owned.COMM_HOOK, Owned.OPTIMIZER_STEP, Owned.WEIGHT_GRADIENTS}), one_pass=True
+    ),
     Mechanism.FORWARD_FUSION: _Rights(frozenset({Owned.OPTIMIZER_STEP})),
-    Mechanism.OUT_OF_ORDER: _Rights(frozenset({Owned.COMM_HOOK, Owned.OPTIMIZER_STEP}), holds_activations=True),
-    Mechanism.OUT_OF_ORDER_IN_STEP: _Rights(frozenset({Owned.COMM_HOOK}), holds_activations=True),
+    Mechanism.OUT_OF_ORDER: _Rights(
+        frozenset({Owned.COMM_HOOK, Owned.OPTIMIZER_STEP, Owned.WEIGHT_GRADIENTS}), holds_activations=True
+    ),
+    Mechanism.OUT_OF_ORDER_IN_STEP: _Rights(
+        frozenset({Owned.COMM_HOOK, Owned.WEIGHT_GRADIENTS}), holds_activations=True
+    ),
     Mechanism.MEMORY_BUDGET: _Rights(frozenset({Owned.BACKWARD_PASSES, Owned.SAVED_TENSORS})),
-    Mechanism.HOST_REDUCTION: _Rights(frozenset({Owned.COMM_HOOK})),
-    Mechanism.HOST_UPDATE: _Rights(frozenset({Owned.OPTIMIZER_STEP})),
+    Mechanism.HOST_REDUCTION: _Rights(frozenset({Owned.COMM_HOOK}), ranks=True),
+    Mechanism.HOST_UPDATE: _Rights(frozenset({Owned.OPTIMIZER_STEP}), ranks=True),
     Mechanism.PARALLEL_SCAN: _Rights(frozenset()),
     Mechanism.PIPELINE: _Rights(frozenset(Owned), holds_activations=True),
-    Mechanism.USERS_HOOK: _Rights(frozenset({Owned.COMM_HOOK})),
+    Mechanism.USERS_HOOK: _Rights(frozenset({Owned.COMM_HOOK}), ranks=True),
+    Mechanism.TWO_STREAMS: _Rights(frozenset({Owned.WEIGHT_GRADIENTS}), holds_activations=True, ranks=False),
 }
 _BECAUSE = {
     Owned.OPTIMIZER_STEP: "{first} cannot join {second}, which fuses the optimizer already: drop one of the two",
     Owned.COMM_HOOK: "{first} and {second} both need DDP's one communication hook: drop one of the two",
     Owned.BACKWARD_PASSES: "{first} and {second} both divide batches into backward passes: drop one of the two",
+    Owned.WEIGHT_GRADIENTS: "{first} and {second} both put weight gradients in an order: drop one of the two",
 }
 _HELD_ACTIVATIONS = (
     "weight gradients that wait keep activations which a memory budget counts as freed: drop one of the two"
 )
+_ONE_DEVICE = "two streams are for one device, and {} is for several ranks: drop one of the two"
 _TWO_UPDATES = "{} and an update on the host both take the optimizer's step: drop one of the two"
 _PARTS_OF_A_MODEL = "each rank of a pipeline has a part of the model only, which {} cannot work on: drop one of the two"
 _SENTENCES = {
@@ -106,6 +119,16 @@ _SENTENCES = {
         for one, rights in _RIGHTS.items()
         if Owned.OPTIMIZER_STEP in rights.owns
     },
+    **{
+        frozenset({one, Mechanism.TWO_STREAMS}): _ONE_DEVICE.format(one.value)
+        for one, rights in _RIGHTS.items()
+        if rights.ranks
+    },
+    frozenset({Mechanism.BACKWARD_FUSION, Mechanism.TWO_STREAMS}): (
+        "backward fusion updates a parameter as soon as its gradient is there, and two streams give weight gradients "
+        "when the backward pass ends: use FuseOptimizer('forward')"
+    ),
+    frozenset({Mechanism.TWO_STREAMS, Mechanism.MEMORY_BUDGET}): _HELD_ACTIVATIONS,
     frozenset({Mechanism.BACKWARD_FUSION, Mechanism.MEMORY_BUDGET}): (
         "a memory budget may run several backward passes for one batch; use FuseOptimizer('forward')"
     ),
@@ -129,7 +152,7 @@ _SENTENCES = {
 def together(first: Mechanism, second: Mechanism) -> Together:
     """What becomes of these two in one step, whichever was there before."""
     one, other = _RIGHTS[first], _RIGHTS[second]
-    if one.owns & other.owns:
+    if one.owns & other.owns or {one.ranks, other.ranks} == {True, False}:
         return Together.REFUSED
     if (one.holds_activations and Owned.SAVED_TENSORS in other.owns) or (
         other.holds_activations and Owned.SAVED_TENSORS in one.owns

@@ -10,6 +10,7 @@ from retime.strategies.memory_budget import MemoryBudgetStrategy
 from retime.strategies.memory_budget_ddp import MemoryBudgetDDPStrategy
 from retime.strategies.ooo_ddp import OOODataParallelStrategy
 from retime.strategies.ooo_pipeline import OOOPipelineStrategy
+from retime.strategies.ooo_single_device import OOOSingleDeviceStrategy
 
 __all__ = [
     "CPUAccumulateStrategy",
@@ -19,6 +20,7 @@ __all__ = [
     "MemoryBudgetStrategy",
     "OOODataParallelStrategy",
     "OOOPipelineStrategy",
+    "OOOSingleDeviceStrategy",
 ]
 
 STRATEGIES: tuple[tuple[str, type[Strategy], bool, str, dict[str, Any]], ...] = (
@@ -33,6 +35,7 @@ STRATEGIES: tuple[tuple[str, type[Strategy], bool, str, dict[str, Any]], ...] = 
     ("fused_optimizer_ddp", FusedOptimizerDDPStrategy, True, "DDP, each bucket's update behind its all-reduce", {}),
     ("ooo_ddp", OOODataParallelStrategy, True, "DDP, out-of-order weight gradients and cross-iteration waits", {}),
     ("ooo_pipeline", OOOPipelineStrategy, True, "pipeline parallel with out-of-order weight gradients", {}),
+    ("ooo_single_device", OOOSingleDeviceStrategy, False, "weight gradients on a stream beside output gradients", {}),
     ("cpu_accumulate_ddp", CPUAccumulateStrategy, True, "DDP, gradients added up in shared memory by processors", {}),
     ("memory_budget", MemoryBudgetStrategy, False, "within 90 % of a device's memory: offload and sub-batches", {}),
     ("memory_budget_ddp", MemoryBudgetDDPStrategy, True, "DDP, each rank within 90 % of its memory", {}),

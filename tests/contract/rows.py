@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 
@@ -50,6 +51,7 @@ from retime.strategies import (
     MemoryBudgetDDPStrategy,
     MemoryBudgetStrategy,
     OOODataParallelStrategy,
+    OOOSingleDeviceStrategy,
 )
 from retime.strategies.support.budgeted_steps import Budgeted
 
@@ -247,6 +249,12 @@ def _of_update(trainer: Trainer) -> Any:
     return SimpleNamespace(fused_updates=update.steps, plain_steps=dict.fromkeys(update.reasons, 1))
 
 
+def _of_two_streams(trainer: Trainer) -> Any:
+    """What `Row.report` reads of two streams: weight gradients that ran beside, and layers that stay in order."""
+    report = trainer.strategy.report()
+    return SimpleNamespace(fused_updates=report.sub_stream + report.main_stream, plain_steps=report.in_order)
+
+
 class _Everything(Budgeted):
     """Moves every saved storage of every step, as no budget of these small models would ask for."""
 
@@ -376,6 +384,11 @@ STRATEGIES = [
         **DDP_BACKWARD,
         report=_of_callback,
         only=FEW,
+    ),
+    Row(
+        "ooo_single_device",
+        lambda _: OOOSingleDeviceStrategy(threads=(torch.get_num_threads(),) * 2),
+        report=_of_two_streams,
     ),
     # Roomy budgets train plainly: what holds in the next rows holds here.
     Row("memory_budget", lambda _: "memory_budget", refused={MANUAL: "needs automatic optimization"}, only=WIRED),

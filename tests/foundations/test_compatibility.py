@@ -18,6 +18,7 @@ from retime import (
     MemoryBudgetStrategy,
     OOODataParallelStrategy,
     OOOPipelineStrategy,
+    OOOSingleDeviceStrategy,
 )
 from retime.callbacks.fuse_optimizer import FuseOptimizer
 from retime.foundations.compatibility import (
@@ -32,7 +33,7 @@ from retime.foundations.compatibility import (
 )
 from retime.strategies.support.fused_stepping import mechanisms_of
 
-BACKWARD, FORWARD, OOO, IN_STEP, BUDGET, HOST, UPDATE, SCAN, PIPE, USERS = Mechanism
+BACKWARD, FORWARD, OOO, IN_STEP, BUDGET, HOST, UPDATE, SCAN, PIPE, STREAMS, USERS = Mechanism
 DECISIONS = {
     "REFUSED": {
         (BACKWARD, BACKWARD),
@@ -62,6 +63,8 @@ DECISIONS = {
         *((other, PIPE) for other in (BACKWARD, FORWARD, OOO, IN_STEP, BUDGET, HOST, UPDATE, PIPE)),
         (PIPE, USERS),
         (USERS, USERS),
+        *((other, STREAMS) for other in (BACKWARD, OOO, IN_STEP, BUDGET, HOST, UPDATE, PIPE, STREAMS)),
+        (STREAMS, USERS),
     },
     "ASIDE": {(BACKWARD, BUDGET)},
 }
@@ -117,6 +120,7 @@ def test_contributing_prints_the_table() -> None:
         (lambda: OOODataParallelStrategy(reduce_on="host"), (OOO,)),
         (lambda: MemoryBudgetDDPStrategy("1GiB", reduce_on="host"), (BUDGET, HOST)),
         (lambda: OOOPipelineStrategy(), (PIPE,)),
+        (lambda: OOOSingleDeviceStrategy(), (STREAMS,)),
         (lambda: CPUAccumulateStrategy(), (HOST,)),
         (lambda: CPUAccumulateStrategy(update_on_host=True), (HOST, UPDATE)),
     ],
@@ -131,7 +135,7 @@ def test_the_callback_asks_the_table(
     assert mechanisms_of(fake.strategy) == brought
     refused = [other for other in brought if together(Mechanism.fusion(mode), other) is Together.REFUSED]
     if refused:
-        with pytest.raises(ValueError, match=r"drop one of the two|use FusedOptimizerDDPStrategy"):
+        with pytest.raises(ValueError, match=r"drop one of the two|use (FusedOptimizerDDPStrategy|FuseOptimizer)"):
             FuseOptimizer(mode).setup(fake, None, "fit")  # type: ignore[arg-type]
     else:
         FuseOptimizer(mode).setup(fake, None, "fit")  # type: ignore[arg-type]

@@ -1,0 +1,117 @@
+"""Out-of-order backprop on one device as a Lightning strategy (Oh et al. 2022, section 4.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from retime.foundations.arguments import checked
+from retime.foundations.compatibility import Mechanism
+from retime.foundations.messages import parse_bytes
+from retime.foundations.streams import has_streams
+from retime.mechanisms.two_streams import Threads, TwoStreamBackward, TwoStreamReport
+from retime.strategies.support.base import LightningOnly, SingleDevice
+
+
+class OOOSingleDeviceStrategy(LightningOnly, SingleDevice):
+    """One device, with weight gradients of linear layers and convolutions on a stream beside the output gradients.
+
+    On CUDA the fit runs on a stream of high priority, and the weight gradients on one of lower priority. On a CPU they
+    run on a second thread. A short search (at most 33 steps of training) finds out how many threads each has, and takes
+    the second stream off where it does not pay, with one ``NoEffectWarning``.
+
+    Gradients are the bits of the plain strategy whose kernels have as many threads: with ``threads=(n, n)`` and
+    ``n = torch.get_num_threads()``, of the plain strategy as it is.
+
+    Args:
+        threads: of each kernel on the main stream and on the sub-stream, on a CPU, without a search; None: the search
+            finds them. It does not run with deterministic algorithms, as under ``Trainer(deterministic=True)``, where
+            both have as many as torch has.
+        max_memory: bytes, or ``"500MB"``, of inputs and output gradients that may wait for their weight gradients;
+            None: no bound.
+        device: the one device; None: the one the Trainer chose.
+
+    All other arguments are :class:`lightning.pytorch.strategies.SingleDeviceStrategy`'s.
+    """
+
+    strategy_name = "ooo_single_device"
+    instead = "ooo_ddp"
+
+    @checked
+    def __init__(
+        self,
+        threads: Threads | None = None,
+        max_memory: int | str | None = None,
+        device: str | int | torch.device | None = None,
+        accelerator: Accelerator | str | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(device, accelerator, checkpoint_io, precision_plugin)
+        if max_memory is not None:
+            parse_bytes("max_memory", max_memory)
+        self._options: dict[str, Any] = {"threads": threads, "max_memory": max_memory}
+        self._two_streams: TwoStreamBackward | None = None
+        self._main_stream = ExitStack()
+        self._last_report: TwoStreamReport | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, made in the middle of a fit too, has the report; its two streams begin with its own fit."""
+        alone = {"_two_streams": None, "_main_stream": ExitStack(), "_last_report": self.report()}
+        return self.__dict__ | alone
+
+    @property
+    def mechanisms(self) -> tuple[Mechanism, ...]:
+        """What this strategy brings along."""
+        return (Mechanism.TWO_STREAMS,)
+
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        self._take_off()  # a fit that ended without teardown, as one for a batch size does
+        module = self.lightning_module
+        assert module is not None
+        self._main_stream.enter_context(_high_priority(self.root_device))
+        self._two_streams = TwoStreamBackward(module, **self._options)
+
+    def teardown(self) -> None:
+        self._take_off()
+        super().teardown()
+
+    def report(self) -> TwoStreamReport | None:
+        """What ran where in this fit so far, or in the last one; None before the first fit."""
+        return self._last_report if self._two_streams is None else self._two_streams.report()
+
+    def _take_off(self) -> None:
+        two_streams, self._two_streams = self._two_streams, None
+        with self._main_stream.pop_all():
+            if two_streams is not None:
+                self._last_report = two_streams.report()
+                two_streams.remove()
+                rank_zero_info(f"retime: {self._last_report}")
+
+
+@contextmanager
+def _high_priority(device: torch.device) -> Iterator[None]:
+    """Work in here runs on a stream that the device prefers to those of priority 0, if it has streams."""
+    if not has_streams(device):
+        yield
+        return
+    before = torch.cuda.current_stream(device)
+    stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    stream.wait_stream(before)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        before.wait_stream(stream)
