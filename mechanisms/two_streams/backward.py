@@ -20,9 +20,12 @@ from retime.foundations.arguments import AtLeast, checked
 from retime.foundations.messages import because, parse_bytes, show_bytes, warn_difference, warn_no_effect
 from retime.foundations.streams import has_streams
 from retime.foundations.torch_private import dispatch_mode_count, graph_task_id, queue_callback
-from retime.mechanisms.two_streams.layers import HOOKS, SEVERAL_USES, SplitLayer, hooked, split_layers
+from retime.mechanisms.two_streams.layers import NOT_SPLIT, SEVERAL_USES, SplitLayer, split_layers
 from retime.mechanisms.two_streams.search import Search, Setting, settings_for
 from retime.mechanisms.two_streams.sub_stream import Job, SubStream, sub_stream_of
+
+STEPS_TO_SEE = 3
+"""In the first step gradients stay in order, in the second hooks are seen; with the third it is known what waits."""
 
 Threads = tuple[Annotated[int, AtLeast(1)], Annotated[int, AtLeast(1)]]
 
@@ -116,12 +119,14 @@ class TwoStreamBackward:
         self._threads_before = torch.get_num_threads()
         self._layers, others = split_layers(model, self._take)
         self._others: Counter[str] = others
-        self._hooked: set[SplitLayer] = set()
+        self._hooked: dict[SplitLayer, str] = {}
         self._sub: SubStream | None = None
         self._search: Search | None = None
         self._setting: Setting | None = None
         self._tried_ms: dict[Setting, float] = {}
         self._first: SplitLayer | None = None
+        self._steps = 0
+        self._has_warned = False
         self._waiting: dict[int, list[_Waiting]] = {}
         """By autograd's number of the backward pass."""
         self._counts = Counter[bool]()
@@ -130,24 +135,39 @@ class TwoStreamBackward:
             layer.is_on = False
             layer.on_call = self._on_call
             layer.module.forward = layer
-        if not self._layers:
-            warn_no_effect(f"two streams have no effect: {because(others, 'in order') or 'nothing is trained'}")
+        self._see_effect()
 
     def report(self) -> TwoStreamReport:
         """Return what ran where so far."""
-        in_order = Counter(self._others)
-        in_order.update(layer.why_in_order for layer in self._layers if layer.why_in_order is not None)
-        in_order.update(HOOKS for layer in self._hooked if layer.why_in_order is None)
-        can = sum(layer.why_in_order is None and layer not in self._hooked for layer in self._layers)
+        layers, in_order = self._where()
         return TwoStreamReport(
-            can,
-            dict(in_order),
+            layers,
+            in_order,
             self._setting,
             self._tried_ms,
             self._counts[True],
             self._counts[False],
             self._held_bytes,
         )
+
+    def _where(self) -> tuple[int, dict[str, int]]:
+        """Return how many layers' weight gradients can run elsewhere, and how many stay in order, by reason."""
+        in_order, can = self._others.copy(), 0
+        for layer in self._layers:
+            if layer.why_in_order is not None or layer in self._hooked:
+                in_order[layer.why_in_order or self._hooked[layer]] += 1
+            elif layer.module.weight.requires_grad:
+                if layer.is_new and self._steps > 1:
+                    in_order[NOT_SPLIT] += 1
+                else:
+                    can += 1
+        return can, dict(in_order)
+
+    def _see_effect(self) -> None:
+        can, in_order = self._where()
+        if not can and not self._has_warned:
+            self._has_warned = True
+            warn_no_effect(f"two streams have no effect: {because(in_order, 'in order') or 'nothing is trained'}")
 
     def remove(self) -> None:
         """Give the layers their own ``forward`` back, end the thread, and set the number of threads back."""
@@ -166,17 +186,20 @@ class TwoStreamBackward:
 
     def _on_call(self, layer: SplitLayer) -> None:
         """A layer is called in a forward pass; with the one that is called first, a step begins."""
+        if self._first is not None and layer is not self._first:
+            return
+        self._steps += 1
         if self._first is None:
             self._first = layer
             self._begin(layer.module.weight.device)
-        elif layer is not self._first:
-            return
         elif self._search is not None:
             setting = self._search.next_step()
             if setting is None:
                 self._end_search(self._search)
             else:
                 self._use(setting)
+        if self._steps == STEPS_TO_SEE:
+            self._see_effect()
         if self._waiting:  # a backward pass failed
             self._forget()
 
@@ -206,7 +229,9 @@ class TwoStreamBackward:
         self._search, self._tried_ms = None, search.medians_ms()
         self._setting = search.best()
         self._use(self._setting)
-        if not self._setting.two_streams:
+        if self._setting.two_streams:
+            self._see_effect()
+        else:
             tried = ", ".join(f"{setting}: {ms:.1f} ms" for setting, ms in self._tried_ms.items())
             warn_no_effect(f"two streams do not pay here and are taken off: {self._setting} is as fast ({tried})")
             fewer = self._setting.forward_threads
@@ -234,10 +259,11 @@ class TwoStreamBackward:
         """In the backward pass: give a weight gradient to the sub-stream, unless it has to stay in order."""
         if layer.is_new or layer.why_in_order is not None or (dispatch_mode_count() and not has_streams(self._device)):
             return False
-        if hooked(layer.module):
-            self._hooked.add(layer)
+        hooks = layer.hooks()
+        if hooks is not None:
+            self._hooked[layer] = hooks
             return False
-        self._hooked.discard(layer)
+        self._hooked.pop(layer, None)
         sub, backward = self._sub, graph_task_id()
         if sub is None:
             return False

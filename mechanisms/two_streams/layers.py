@@ -16,7 +16,10 @@ from torch.autograd.graph import get_gradient_edge
 
 from retime.foundations.lazy_updates import is_compiled
 from retime.foundations.torch_private import (
+    backward_hooks,
+    base_of,
     forward_ad_level,
+    global_backward_hooks,
     graph_task_id,
     in_function_transform,
     own_parameters,
@@ -36,13 +39,18 @@ COMPILED = "it is compiled or scripted"
 REPLACED = "its forward is replaced by another"
 SEVERAL_USES = "its parameters get gradients from several places, which would add up in another order"
 HOOKS = "its parameters have hooks, which run behind their gradient"
+BACKWARD_HOOKS = "it, or a module around it, has backward hooks, which may read its gradients"
+NOT_SPLIT = (
+    "it is not called in training, or under activation checkpointing, torch.compile or function transforms, or with "
+    "inputs that are no plain tensors"
+)
 
 
 class Kernels(Protocol):
     """What one kind of layer computes."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the output."""
+        """Return the output; where torch's own is a view, what it is a view of, with leading dimensions as one."""
 
     def output_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         """Return dL/dx."""
@@ -57,7 +65,9 @@ class LinearKernels:
     """``torch.nn.Linear`` on ``(..., in)``."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return torch.nn.functional.linear(x, weight, bias)
+        y = torch.nn.functional.linear(x, weight, bias)
+        base = base_of(y)
+        return y if base is None else base
 
     def output_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         return (gradient.reshape(-1, weight.shape[0]) @ weight).view(x.shape)
@@ -67,7 +77,7 @@ class LinearKernels:
     ) -> tuple[Tensor | None, Tensor | None]:
         rows = gradient.reshape(-1, weight.shape[0])
         of_weight = rows.t() @ x.reshape(-1, weight.shape[1]) if needs_weight else None
-        return of_weight, rows.sum(0) if needs_bias else None
+        return of_weight, gradient.sum(tuple(range(gradient.dim() - 1))) if needs_bias else None
 
 
 class ConvolutionKernels:
@@ -110,12 +120,14 @@ class SplitLayer:
     Args:
         name: of the layer in its model.
         module: the layer.
+        around: it and the modules that it is inside of.
         take: called in the backward pass with each weight gradient that can run elsewhere; None: a copy's.
     """
 
-    def __init__(self, name: str, module: Any, take: Take | None) -> None:
+    def __init__(self, name: str, module: Any, around: list[nn.Module], take: Take | None) -> None:
         self.name = name
         self.module = module
+        self._around = around
         self.kernels: Kernels = LinearKernels() if type(module) is nn.Linear else ConvolutionKernels(module)
         self.take = take
         self.why_in_order: str | None = None
@@ -140,7 +152,8 @@ class SplitLayer:
                 x = x.to(torch.get_autocast_dtype(x.device.type))
             elif x.dtype is not weight.dtype:
                 return type(module).forward(module, x)
-            return _Split.apply(x, weight, bias, self.anchor, self)  # type: ignore[no-untyped-call]
+            y = _Split.apply(x, weight, bias, self.anchor, self)  # type: ignore[no-untyped-call]
+            return y if y.dim() == x.dim() else y.view(*x.shape[:-1], y.shape[-1])
         return type(module).forward(module, *args, **kwargs)
 
     def _can_split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -167,6 +180,15 @@ class SplitLayer:
         """Return how many dimensions ``x`` may have: a convolution takes one picture without a batch too."""
         return max(2, x.dim()) if type(self.module) is nn.Linear else len(self.module.stride) + 2
 
+    def hooks(self) -> str | None:
+        """Return which hooks wait for the gradients of the layer's parameters, as a reason; None: no hooks do."""
+        module = self.module
+        if any(p is not None and (tensor_hooks(p) or post_accumulate_hooks(p)) for p in (module.weight, module.bias)):
+            return HOOKS
+        if any(global_backward_hooks()) or any(any(backward_hooks(one)) for one in self._around):
+            return BACKWARD_HOOKS
+        return None
+
     def look_for_other_uses(self, *gradients: Tensor | None) -> None:
         """In the first backward pass, see what autograd adds to these gradients before a parameter gets them."""
         for parameter, mine in zip((self.module.weight, self.module.bias), gradients, strict=True):
@@ -184,10 +206,10 @@ class SplitLayer:
         handle = parameter.register_hook(compare)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SplitLayer:
-        return SplitLayer(self.name, memo.get(id(self.module), self.module), None)
+        return SplitLayer(self.name, memo.get(id(self.module), self.module), [], None)
 
     def __reduce__(self) -> Any:
-        return SplitLayer, (self.name, self.module, None)
+        return SplitLayer, (self.name, self.module, [], None)
 
 
 Take = Callable[[SplitLayer, Callable[[], tuple[Tensor | None, Tensor | None]], int], bool]
@@ -227,11 +249,6 @@ class _Split(torch.autograd.Function):
         return of_x, of_weight, of_bias, None, None
 
 
-def hooked(module: Any) -> bool:
-    """Return whether hooks wait for the gradients of a layer's parameters."""
-    return any(p is not None and (tensor_hooks(p) or post_accumulate_hooks(p)) for p in (module.weight, module.bias))
-
-
 def split_layers(model: nn.Module, take: Take) -> tuple[list[SplitLayer], Counter[str]]:
     """Find the layers of a model whose weight gradients can run elsewhere.
 
@@ -246,14 +263,15 @@ def split_layers(model: nn.Module, take: Take) -> tuple[list[SplitLayer], Counte
             compiled.update(module.modules())
     found: list[SplitLayer] = []
     others: Counter[str] = Counter()
-    for name, module in model.named_modules():
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
         own = [p for p in own_parameters(module).values() if p is not None]
-        if not any(p.requires_grad for p in own):
-            continue
         reason = _why_whole(module, own, owners, compiled)
-        if reason is None:
-            found.append(SplitLayer(name, module, take))
-        else:
+        if reason is None:  # a frozen one too, as it may thaw
+            names = name.split(".") if name else []
+            around = [modules[".".join(names[:count])] for count in range(len(names) + 1)]
+            found.append(SplitLayer(name, module, around, take))
+        elif any(p.requires_grad for p in own):
             others[reason] += 1
     return found, others
 

@@ -180,6 +180,16 @@ OUT_OF_ORDER: dict[str, Any] = {
     "unfused": IN_FORWARD | {ALIASES},
     "refused": {SPARSE: "sparse"},
 }
+# Two streams leave layers in order whose gradients somebody adds to, or reads as they come.
+IN_ORDER = frozenset(
+    {
+        *("compiled_calls_of_a_submodule", "compiled_calls_of_a_module_in_place", "compiled_module"),
+        *("compiled_submodule", "optimizer_sparse_adam", "parameters_tied"),  # no layer that is split
+        *("module_called_three_times", "two_forwards_one_loss", "weights_in_the_loss", "gradient_penalty"),
+        *("activation_checkpointing", "activation_checkpointing_reentrant"),
+        *("tensor_hooks", "accumulation_hooks_before_the_fit", "accumulation_hooks_at_train_start"),
+    }
+)
 FEW = (
     *("accumulate_with", "accumulation_changes", "accumulation_hooks_mid", "clip_by_norm", "checkpoints_mid"),
     *("optimizer_sparse", "parameters_get", "parameters_th", "parameters_tied", "parameters_unused_with"),
@@ -388,6 +398,7 @@ STRATEGIES = [
     Row(
         "ooo_single_device",
         lambda _: OOOSingleDeviceStrategy(threads=(torch.get_num_threads(),) * 2),
+        unfused=IN_ORDER,
         report=_of_two_streams,
     ),
     # Roomy budgets train plainly: what holds in the next rows holds here.

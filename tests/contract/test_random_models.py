@@ -28,6 +28,7 @@ CLEAN = (
     "bare_backward",
     "bare_forward",
     "bare_deferral",
+    "bare_two_streams",
     "bare_offload",
     "bare_budget",
     "bare_scan",

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -20,6 +21,7 @@ from retime.mechanisms.memory_budget import BudgetedStep, HostMemory, OffloadSav
 from retime.mechanisms.memory_budget.planner import StepPlanner
 from retime.mechanisms.memory_budget.report import PlannedShape
 from retime.mechanisms.memory_budget.search import PlanChoice
+from retime.mechanisms.two_streams import TwoStreamBackward
 from retime.schedules.budget import OffloadPlan
 
 HOLDS = 2**30
@@ -87,6 +89,21 @@ class Deferral(Way):
         with suppress(AttributeError):
             self.on = self._deferral.split.deferred_gradients > 0
             self._deferral.remove()
+
+
+class TwoStreams(Way):
+    """Weight gradients run on a second thread, with as many threads as plain ones have; some may wait."""
+
+    def begin(self, model: RandomModel, optimizer: Optimizer, spec: Spec) -> None:
+        threads = torch.get_num_threads()
+        bound = (None, 1, 10_000)[spec.seed % 3]
+        self._two_streams = TwoStreamBackward(model, threads=(threads, threads), max_memory=bound)
+
+    def end(self) -> None:
+        with suppress(AttributeError):
+            report = self._two_streams.report()
+            self.on = report.sub_stream + report.main_stream > 0
+            self._two_streams.remove()
 
 
 class Offload(Way):
@@ -244,6 +261,7 @@ BARE = [
     Mechanism("bare_backward", Backward, in_backward, late=True, raises=UPDATED_TWICE),
     Mechanism("bare_forward", Forward),
     Mechanism("bare_deferral", Deferral),
+    Mechanism("bare_two_streams", TwoStreams),
     Mechanism("bare_offload", Offload),
     Mechanism("bare_budget", Budgeted),
     Mechanism("bare_parts", Parts, double, exact=False, share=10),
