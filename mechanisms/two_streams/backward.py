@@ -177,6 +177,7 @@ class TwoStreamBackward:
     def _take_off(self) -> None:
         for layer in self._layers:
             layer.take = None
+            layer.look_no_more()
             if vars(layer.module).get("forward") is layer:
                 del layer.module.forward
         if self._sub is not None:
@@ -257,13 +258,15 @@ class TwoStreamBackward:
         self, layer: SplitLayer, compute: Callable[[], tuple[Tensor | None, Tensor | None]], size_bytes: int
     ) -> bool:
         """In the backward pass: give a weight gradient to the sub-stream, unless it has to stay in order."""
-        if layer.is_new or layer.why_in_order is not None or (dispatch_mode_count() and not has_streams(self._device)):
+        if layer.why_in_order is not None or (dispatch_mode_count() and not has_streams(self._device)):
             return False
         hooks = layer.hooks()
         if hooks is not None:
             self._hooked[layer] = hooks
             return False
         self._hooked.pop(layer, None)
+        if layer.is_new:
+            return False
         sub, backward = self._sub, graph_task_id()
         if sub is None:
             return False

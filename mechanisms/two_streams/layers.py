@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from retime.foundations.lazy_updates import is_compiled
 from retime.foundations.torch_private import (
@@ -38,6 +40,7 @@ COMPUTED = "its weight is computed from other parameters"
 COMPILED = "it is compiled or scripted"
 REPLACED = "its forward is replaced by another"
 SEVERAL_USES = "its parameters get gradients from several places, which would add up in another order"
+GRAPH = "its gradients were differentiated themselves (create_graph=True), which uses its parameters in several places"
 HOOKS = "its parameters have hooks, which run behind their gradient"
 BACKWARD_HOOKS = "it, or a module around it, has backward hooks, which may read its gradients"
 NOT_SPLIT = (
@@ -50,7 +53,7 @@ class Kernels(Protocol):
     """What one kind of layer computes."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the output; where torch's own is a view, what it is a view of, with leading dimensions as one."""
+        """Return the output."""
 
     def output_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         """Return dL/dx."""
@@ -62,22 +65,18 @@ class Kernels(Protocol):
 
 
 class LinearKernels:
-    """``torch.nn.Linear`` on ``(..., in)``."""
+    """``torch.nn.Linear`` on ``(N, in)``."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        y = torch.nn.functional.linear(x, weight, bias)
-        base = base_of(y)
-        return y if base is None else base
+        return torch.nn.functional.linear(x, weight, bias)
 
     def output_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        return (gradient.reshape(-1, weight.shape[0]) @ weight).view(x.shape)
+        return gradient @ weight
 
     def weight_gradients(
         self, gradient: Tensor, x: Tensor, weight: Tensor, needs_weight: bool, needs_bias: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        rows = gradient.reshape(-1, weight.shape[0])
-        of_weight = rows.t() @ x.reshape(-1, weight.shape[1]) if needs_weight else None
-        return of_weight, gradient.sum(tuple(range(gradient.dim() - 1))) if needs_bias else None
+        return gradient.t() @ x if needs_weight else None, gradient.sum(0) if needs_bias else None
 
 
 class ConvolutionKernels:
@@ -112,6 +111,14 @@ class ConvolutionKernels:
         return of_weight, of_bias
 
 
+@cache
+def _adds_bias_at_once(dimensions: int, is_contiguous: bool) -> bool:
+    """Return whether one kernel multiplies and adds the bias in ``linear``, for inputs of so many dimensions."""
+    x = torch.zeros((2,) * dimensions)
+    y = torch.nn.functional.linear(x if is_contiguous else x.transpose(0, 1), torch.zeros(2, 2), torch.zeros(2))
+    return base_of(y) is not None
+
+
 class SplitLayer:
     """A layer's ``forward``, in place of its class's own while its weight gradients can run elsewhere.
 
@@ -134,6 +141,7 @@ class SplitLayer:
         """Why its weight gradient stays in the conventional order; None: it can run elsewhere."""
         self.is_new = True
         """Whether its first weight gradient, which stays in order, is still to come."""
+        self._looks: list[RemovableHandle] = []
         self.is_on = True
         self.on_call: Callable[[SplitLayer], None] = lambda layer: None
         """Called before each forward pass of the layer that a backward pass may follow."""
@@ -142,6 +150,8 @@ class SplitLayer:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
+        if torch.compiler.is_compiling():
+            return type(module).forward(module, *args, **kwargs)
         if self.take is not None and torch.is_grad_enabled() and graph_task_id() == -1:
             self.on_call(self)
         if self._can_split(args, kwargs):
@@ -152,8 +162,8 @@ class SplitLayer:
                 x = x.to(torch.get_autocast_dtype(x.device.type))
             elif x.dtype is not weight.dtype:
                 return type(module).forward(module, x)
-            y = _Split.apply(x, weight, bias, self.anchor, self)  # type: ignore[no-untyped-call]
-            return y if y.dim() == x.dim() else y.view(*x.shape[:-1], y.shape[-1])
+            flat = x.dim() == 2 or type(module) is not nn.Linear
+            return self._split(x, weight, bias) if flat else self._flattened(x, weight, bias)
         return type(module).forward(module, *args, **kwargs)
 
     def _can_split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -172,7 +182,6 @@ class SplitLayer:
             and not in_function_transform()
             and forward_ad_level() < 0
             and top_saved_tensors_hooks(True) is None
-            and not torch.compiler.is_compiling()
             and not torch.jit.is_tracing()  # type: ignore[attr-defined]
         )
 
@@ -180,9 +189,26 @@ class SplitLayer:
         """Return how many dimensions ``x`` may have: a convolution takes one picture without a batch too."""
         return max(2, x.dim()) if type(self.module) is nn.Linear else len(self.module.stride) + 2
 
+    def _split(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y: Tensor = _Split.apply(x, weight, bias, self.anchor, self)  # type: ignore[no-untyped-call]
+        return y
+
+    def _flattened(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Run a linear layer on ``(B, ..., in)`` through the nodes that torch's own has, around one on ``(N, in)``.
+
+        So what writes into the output, and gradients of gradients, meet what they meet there.
+        """
+        shape, rows = (*x.shape[:-1], weight.shape[0]), x.reshape(-1, x.shape[-1])
+        if bias is not None and _adds_bias_at_once(x.dim(), x.is_contiguous()):
+            return self._split(rows, weight, bias).view(shape)
+        y: Tensor = torch.ops.aten._unsafe_view(self._split(rows, weight, None), shape)
+        return y if bias is None else y + bias.to(y.dtype)
+
     def hooks(self) -> str | None:
         """Return which hooks wait for the gradients of the layer's parameters, as a reason; None: no hooks do."""
         module = self.module
+        if self._looks:
+            return None
         if any(p is not None and (tensor_hooks(p) or post_accumulate_hooks(p)) for p in (module.weight, module.bias)):
             return HOOKS
         if any(global_backward_hooks()) or any(any(backward_hooks(one)) for one in self._around):
@@ -191,19 +217,26 @@ class SplitLayer:
 
     def look_for_other_uses(self, *gradients: Tensor | None) -> None:
         """In the first backward pass, see what autograd adds to these gradients before a parameter gets them."""
+        self.look_no_more()  # of a backward pass that failed
         for parameter, mine in zip((self.module.weight, self.module.bias), gradients, strict=True):
-            if parameter is None or mine is None:
-                continue
-            self._compare(parameter, mine)
+            if parameter is not None and mine is not None:
+                self._compare(parameter, mine)
+
+    def look_no_more(self) -> None:
+        """Take away what looks for other uses."""
+        while self._looks:
+            self._looks.pop().remove()
 
     def _compare(self, parameter: Tensor, mine: Tensor) -> None:
         def compare(total: Tensor) -> None:
             handle.remove()
+            self._looks.remove(handle)
             self.is_new = False
             if total.data_ptr() != mine.data_ptr():
                 self.why_in_order = SEVERAL_USES
 
         handle = parameter.register_hook(compare)  # type: ignore[no-untyped-call]
+        self._looks.append(handle)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SplitLayer:
         return SplitLayer(self.name, memo.get(id(self.module), self.module), [], None)
@@ -219,7 +252,7 @@ Take = Callable[[SplitLayer, Callable[[], tuple[Tensor | None, Tensor | None]], 
 class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor, layer: SplitLayer) -> Tensor:
-        ctx.layer, ctx.dtype = layer, weight.dtype
+        ctx.layer, ctx.dtype, ctx.parameters = layer, weight.dtype, (weight, bias)
         if x.dtype is not weight.dtype:  # under autocast
             weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
         ctx.save_for_backward(x, weight)
@@ -231,6 +264,9 @@ class _Split(torch.autograd.Function):
         layer: SplitLayer = ctx.layer
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         kernels, dtype = layer.kernels, ctx.dtype
+        if torch.is_grad_enabled():
+            layer.why_in_order = layer.why_in_order or GRAPH
+            return *_differentiable(layer, gradient, (x, *ctx.parameters), ctx.needs_input_grad), None, None
 
         def weight_gradients() -> tuple[Tensor | None, Tensor | None]:
             both = kernels.weight_gradients(gradient, x, weight, needs_weight, needs_bias)
@@ -238,15 +274,33 @@ class _Split(torch.autograd.Function):
 
         of_weight = of_bias = None
         if needs_weight or needs_bias:
-            # another order for a graph of the backward pass, or for chosen inputs, would not be the plain one
-            can_wait = not torch.is_grad_enabled() and will_execute(get_gradient_edge(layer.anchor).node)
+            # another order for chosen inputs would not be the plain one
+            can_wait = will_execute(get_gradient_edge(layer.anchor).node)
             taken = can_wait and layer.take is not None and layer.take(layer, weight_gradients, bytes_of(gradient, x))
             if not taken:
                 of_weight, of_bias = weight_gradients()
-            if can_wait and layer.is_new:
+            if can_wait and layer.is_new and layer.hooks() is None:
                 layer.look_for_other_uses(of_weight, of_bias)
         of_x = kernels.output_gradient(gradient, x, weight) if needs_x else None
         return of_x, of_weight, of_bias, None, None
+
+
+def _differentiable(
+    layer: SplitLayer, gradient: Tensor, inputs: tuple[Tensor | None, ...], needed: tuple[bool, ...]
+) -> list[Tensor | None]:
+    """Return all three gradients for a backward pass that gets a graph itself, as under ``create_graph=True``.
+
+    Torch's own nodes compute them, from the forward pass once more: in a graph of other nodes gradients of gradients
+    would add up in another order. Hooks on the inputs see views of them, and so do not run here.
+    """
+    x, *parameters = (one if one is None else one.view_as(one) for one in inputs)
+    assert x is not None
+    weight, bias = (one if one is None else one.to(x.dtype) for one in parameters)
+    assert weight is not None
+    wanted = [one for one, needs in zip((x, *parameters), needed, strict=False) if needs and one is not None]
+    y = layer.kernels.forward(x, weight, bias)
+    gradients = iter(torch.autograd.grad(y, wanted, gradient, create_graph=True))
+    return [next(gradients) if needs else None for needs in needed[:3]]
 
 
 def split_layers(model: nn.Module, take: Take) -> tuple[list[SplitLayer], Counter[str]]:
@@ -281,7 +335,8 @@ def _why_whole(module: Any, own: list[nn.Parameter], owners: Counter[Tensor], co
         return COMPILED
     if type(module) is not nn.Linear and type(module) not in CONVOLUTIONS:
         return KIND
-    if "forward" in vars(module):
+    forward = vars(module).get("forward")
+    if forward is not None and not (isinstance(forward, SplitLayer) and forward.take is None):  # a copy's is no other
         return REPLACED
     if own_parameters(module).get("weight") is None:
         return COMPUTED
