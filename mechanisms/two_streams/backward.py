@@ -217,6 +217,7 @@ class TwoStreamBackward:
         if len(settings) == 1:
             warn_no_effect("two streams have no effect: kernels have one thread, so there is no core for the second")
             self._setting = settings[0]
+            self._take_off()
             return
         if not has_streams(device):
             warn_difference(

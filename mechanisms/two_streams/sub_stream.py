@@ -171,6 +171,7 @@ class _Queue:
 
 
 def _run_jobs(queue: _Queue, threads: int, ready: threading.Event) -> None:
+    torch.get_num_threads()  # from here on another thread's number is no longer taken over, as with the first kernel
     torch.set_num_threads(threads)
     ready.set()
     while True:
