@@ -157,6 +157,9 @@ def accepts(value: Any, hint: Any, *, bounds: bool = True) -> bool:
         fits = _is_number(value)
     elif hint is int:
         fits = _is_number(value) and isinstance(value, numbers.Integral)
+    elif entries := _lengths(hint):
+        fits = isinstance(value, tuple) and len(value) == len(entries)
+        fits = fits and all(accepts(one, part, bounds=bounds) for one, part in zip(value, entries, strict=True))
     else:
         fits = _is_instance(value, hint)
     if not fits or not bounds:
@@ -192,6 +195,12 @@ def _parts(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else ()
 
 
+def _lengths(hint: Any) -> tuple[Any, ...]:
+    """The entries of a tuple of one length; nothing for another annotation."""
+    inside = typing.get_args(hint) if typing.get_origin(hint) is tuple else ()
+    return () if Ellipsis in inside else inside
+
+
 def _bare(hint: Any) -> tuple[Any, tuple[_BOUNDS, ...]]:
     if typing.get_origin(hint) is not Annotated:
         return hint, ()
@@ -215,6 +224,8 @@ def describe(hint: Any) -> str:
         name = "a function"
     elif origin in _NAMES:
         name = _NAMES[origin]
+    elif entries := _lengths(hint):
+        name = f"a tuple ({', '.join(map(describe, entries))})"
     elif typing.get_args(hint) == (str,):
         name = "texts in a list"
     elif typing.get_args(hint):

@@ -21,7 +21,7 @@ from torchmetrics import MeanMetric
 
 from retime.foundations import torch_private
 from retime.foundations.torch_private import engine as compiling
-from retime.integrations.accelerate.accelerate_private import prepared_schedulers, renew_captured_steps
+from retime.integrations.accelerate.accelerate_private import prepared_optimizers, prepared_schedulers, renew_captured_steps
 from retime.strategies.support import lightning_private
 from support.private_canaries import canary, dies
 
@@ -280,6 +280,13 @@ def test_accelerates_optimizer_calls_the_new_step(monkeypatch):
     renew_captured_steps(optimizer)
     optimizer.step()
     assert called == ["ours"]
+
+
+@canary("prepared_optimizers", breaks="TwoStreams beside FusedOptimizer and MemoryBudget, which it has to refuse")
+def test_accelerate_knows_the_optimizers_that_it_prepared():
+    accelerator = Accelerator(cpu=True)
+    prepared = accelerator.prepare(torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+    assert prepared_optimizers(accelerator) == [prepared]
 
 
 @canary("prepared_schedulers", breaks="OutOfOrderPipeline with a prepared scheduler")

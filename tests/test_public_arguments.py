@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import retime
 from retime.foundations import arguments, cpu_pool, ddp, weight_gradients
 from retime.integrations import accelerate as for_accelerate
-from retime.mechanisms import cpu_accumulation, fusion, out_of_order, pipeline, scan
+from retime.mechanisms import cpu_accumulation, fusion, out_of_order, pipeline, scan, two_streams
 from retime.mechanisms import memory_budget as memory
 from retime.mechanisms.scan import jacobians as jacobian
 from retime.schedules.budget import OffloadPlan
@@ -185,10 +185,12 @@ def _sizes() -> dict[str, Any]:
 SCAN = {"solver": NO_CHOICE, "dropout": (-0.5, 1.5), "hidden_size": NOT_POSITIVE, "num_layers": NOT_POSITIVE}
 NO_BYTES = (*NOT_POSITIVE, *NO_CHOICE, "-1MiB", "8 bananas")
 NO_HOST = (None, 7, "memory", "disk:folder")
+NO_THREADS = ((0, 1), (1, 0), (1,), (1, 1, 1), (1, 1.5), (True, 1), [1, 1], 2)
 NO_SIZE = (*NOT_POSITIVE, math.nan)
 FUSED = {"mode": NO_CHOICE, "bucket_bytes": NO_BYTES}
 OFFLOAD = {"in_flight_bytes": NEGATIVE, "planned_bytes": NEGATIVE, "host": NO_HOST}
 OUT_OF_ORDER = {"k": (*NEGATIVE, *NO_CHOICE), "max_memory": NO_BYTES}
+TWO_STREAMS = {"threads": NO_THREADS, "max_memory": NO_BYTES}
 BUDGET = {
     "budget": (*NO_BYTES, "0%", "101%"),
     "host": (*NO_CHOICE, "disk:"),
@@ -237,6 +239,7 @@ CASES = [
     ),
     Case(retime.CPUAccumulateStrategy, wrong=DDP, free=LIGHTNINGS, right=LIGHTNING_TAKES),
     Case(retime.OOOPipelineStrategy, wrong=PIPELINE, free=LIGHTNINGS, right=LIGHTNING_TAKES | LAYERS_LATER),
+    Case(retime.OOOSingleDeviceStrategy, wrong=TWO_STREAMS, free=("device",), right=LIGHTNING_TAKES),
     Case(retime.MemoryBudgetStrategy, wrong=BUDGET, free=("device",), right=LIGHTNING_TAKES),
     Case(retime.MemoryBudgetDDPStrategy, wrong=BUDGET | REDUCING, free=LIGHTNINGS, right=LIGHTNING_TAKES),
     Case(retime.fuse_optimizer, _trained, FUSED, right=NO_CLIPPING),
@@ -247,6 +250,7 @@ CASES = [
     Case(fusion.DataParallelFusion, _joined, free=("options",)),
     Case(out_of_order.WeightGradientDeferral, _recurrent, right={"k": (0,)}),
     Case(out_of_order.OutOfOrderDataParallel, _wrapped_optimizer, OUT_OF_ORDER, right=SOME_K),
+    Case(two_streams.TwoStreamBackward, lambda: {"model": nn.Linear(2, 2)}, TWO_STREAMS),
     Case(weight_gradients.SplitBackward, _recurrent),
     Case(cpu_accumulation.BucketReduction, _reduced, right={"name": ANY_TEXT, "instead": ANY_TEXT}),
     Case(cpu_accumulation.HostUpdate, _updated),
@@ -283,6 +287,9 @@ CASES = [
     Case(for_accelerate.MemoryBudget, _prepared, wrong=BUDGET, free=("options",)),
     Case(for_accelerate.OutOfOrderDataParallel, _prepared, OUT_OF_ORDER, right=SOME_K),
     Case(for_accelerate.OutOfOrderPipeline, _prepared, wrong=PIPELINE, right=LAYERS_LATER),
+    Case(
+        for_accelerate.TwoStreams, lambda: {k: v for k, v in _prepared().items() if k != "optimizer"}, TWO_STREAMS
+    ),
     Case(for_accelerate.OutOfOrderPipeline.clip_grad_norm_, _clipped, right={"max_norm": (0, math.inf)}),
 ]
 

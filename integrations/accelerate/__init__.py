@@ -18,5 +18,13 @@ from retime.integrations.accelerate.fused_optimizer import FusedOptimizer
 from retime.integrations.accelerate.memory_budget import MemoryBudget
 from retime.integrations.accelerate.ooo_pipeline import OutOfOrderPipeline
 from retime.integrations.accelerate.out_of_order import OutOfOrderDataParallel
+from retime.integrations.accelerate.two_streams import TwoStreams
 
-__all__ = ["CPUAccumulate", "FusedOptimizer", "MemoryBudget", "OutOfOrderDataParallel", "OutOfOrderPipeline"]
+__all__ = [
+    "CPUAccumulate",
+    "FusedOptimizer",
+    "MemoryBudget",
+    "OutOfOrderDataParallel",
+    "OutOfOrderPipeline",
+    "TwoStreams",
+]

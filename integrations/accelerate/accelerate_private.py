@@ -8,7 +8,17 @@ from accelerate.scheduler import AcceleratedScheduler
 
 from retime.foundations.torch_private import read_private, write_private
 
-__all__ = ["prepared_schedulers", "renew_captured_steps"]
+__all__ = ["prepared_optimizers", "prepared_schedulers", "renew_captured_steps"]
+
+
+def prepared_optimizers(accelerator: Accelerator) -> list[AcceleratedOptimizer]:
+    """The optimizers that ``accelerator.prepare()`` has wrapped.
+
+    Raises:
+        PrivateNameError: it keeps them by another name.
+    """
+    optimizers: list[AcceleratedOptimizer] = read_private(accelerator, "_optimizers", "TwoStreams")
+    return optimizers
 
 
 def prepared_schedulers(accelerator: Accelerator) -> list[AcceleratedScheduler]:
