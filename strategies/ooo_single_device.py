@@ -66,8 +66,8 @@ class OOOSingleDeviceStrategy(LightningOnly, SingleDevice):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, made in the middle of a fit too, has the report; its two streams begin with its own fit."""
-        alone = {"_two_streams": None, "_main_stream": ExitStack(), "_last_report": self.report()}
-        return self.__dict__ | alone
+        state: dict[str, Any] = super().__getstate__()
+        return state | {"_two_streams": None, "_main_stream": ExitStack(), "_last_report": self.report()}
 
     @property
     def mechanisms(self) -> tuple[Mechanism, ...]:

@@ -77,6 +77,7 @@ WAYS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "fused_optimizer_forward": lambda: ("fused_optimizer_forward",),
     "callback backward": lambda: ("auto", retime.FuseOptimizer("backward")),
     "callback forward": lambda: ("auto", retime.FuseOptimizer("forward")),
+    "ooo_single_device": lambda: (retime.OOOSingleDeviceStrategy(threads=(1, 1)),),
     "memory_budget": lambda: (retime.MemoryBudgetStrategy("64MiB"),),
 }
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from retime import FusedOptimizerStrategy, MemoryBudgetStrategy
+from retime import FusedOptimizerStrategy, MemoryBudgetStrategy, OOOSingleDeviceStrategy
 from retime.foundations.streams import Mark, SideStream
 from retime.mechanisms.cpu_accumulation import HostReducer, reduction
 from retime.mechanisms.fusion.backward import BackwardFusion
@@ -58,9 +58,15 @@ FITS: dict[str, Callable[[], Any]] = {
     "fusion": lambda: FusedOptimizerStrategy(side_stream=True, bucket_bytes=2000),
     "memory budget": lambda: MemoryBudgetStrategy(SHALLOW, host="memory"),
     "host reduction": lambda: OneRank(bucket_cap_mb=0.002),
+    "two streams": lambda: OOOSingleDeviceStrategy(threads=(1, 1), max_memory=3000),
 }
-PLAIN = {"fusion": "auto", "memory budget": "auto", "host reduction": "ddp"}
-MODELS: dict[str, Callable[[], Net]] = {"fusion": Adam, "memory budget": Half, "host reduction": Adam}
+PLAIN = {"fusion": "auto", "memory budget": "auto", "host reduction": "ddp", "two streams": "auto"}
+MODELS: dict[str, Callable[[], Net]] = {
+    "fusion": Adam,
+    "memory budget": Half,
+    "host reduction": Adam,
+    "two streams": Adam,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -123,6 +129,8 @@ def test_a_fit_is_right_in_every_order(name: str, order: str, plain: dict[str, N
         assert report.fused_updates > 0
     elif name == "host reduction":
         assert report.buckets > 3
+    elif name == "two streams":
+        assert report.sub_stream > 3
     else:
         assert report.offload.storages > 3
         assert report.offload.bytes_in == report.offload.bytes_out

@@ -64,9 +64,16 @@ def test_name_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(trainer().strategy, FusedOptimizerStrategy)
 
 
-@pytest.mark.parametrize("strategy", ["fused_optimizer", "fused_optimizer_forward"])
-def test_several_devices_are_refused(strategy: str) -> None:
-    with pytest.raises(ValueError, match=r"runs on one device, got devices=2.*fused_optimizer_ddp"):
+@pytest.mark.parametrize(
+    ("strategy", "instead"),
+    [
+        ("fused_optimizer", "fused_optimizer_ddp"),
+        ("fused_optimizer_forward", "fused_optimizer_ddp"),
+        ("ooo_single_device", "ooo_ddp"),
+    ],
+)
+def test_several_devices_are_refused(strategy: str, instead: str) -> None:
+    with pytest.raises(ValueError, match=rf"runs on one device, got devices=2.*{instead}"):
         trainer(strategy=strategy, devices=2).fit(BoringModel())
 
 

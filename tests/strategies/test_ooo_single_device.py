@@ -1,0 +1,227 @@
+"""``ooo_single_device``: what goes with it, what it logs, and that nothing is left of it."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import retime
+from retime.strategies import ooo_single_device
+from support.simulated_cuda import simulated_cuda
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*LeafSpec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*Checkpoint directory"),
+]
+STEPS = 6
+LAYERS = 3
+
+
+class Net(LightningModule):
+    """A convolution, a recurrent layer and two linear layers."""
+
+    fails_at = -1
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.gru = nn.Conv1d(3, 4, 3, padding=1), nn.GRU(4, 4, batch_first=True)
+        self.inner, self.out = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        states, _ = self.gru(self.conv(batch).transpose(1, 2))
+        loss: Tensor = self.out(self.inner(states).tanh()).square().mean()
+        if batch_idx == self.fails_at:
+            loss = Fails.apply(loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(1)
+        return DataLoader(torch.randn(4 * STEPS, 3, 5, generator=generator), batch_size=4)
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ArithmeticError("in the middle of a fit")
+
+
+def trainer(strategy: Any, *callbacks: Callback, **options: Any) -> Trainer:
+    return Trainer(
+        strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_progress_bar=False,
+        enable_checkpointing=False, enable_model_summary=False, callbacks=list(callbacks), **options,
+    )  # fmt: skip
+
+
+def two_streams(**options: Any) -> retime.OOOSingleDeviceStrategy:
+    return retime.OOOSingleDeviceStrategy(**{"threads": (1, 1), **options})
+
+
+def fit(strategy: Any, *callbacks: Callback, **options: Any) -> tuple[Net, Trainer]:
+    module, ours = Net(), trainer(strategy, *callbacks, **options)
+    ours.fit(module)
+    return module, ours
+
+
+def assert_same(one: Net, other: Net) -> None:
+    assert all(torch.equal(*pair) for pair in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def assert_nothing_is_left(module: nn.Module) -> None:
+    assert not any("forward" in vars(part) for part in module.modules())
+    assert not [thread for thread in threading.enumerate() if thread.name == "retime sub-stream"]
+    assert torch.get_num_threads() == 1
+
+
+def test_a_fit_and_its_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[str] = []
+    monkeypatch.setattr(ooo_single_device, "rank_zero_info", logged.append)
+    plain, _ = fit("auto")
+    strategy = two_streams(max_memory="1KiB")
+    assert strategy.report() is None
+    module, _ = fit(strategy)
+    assert_same(plain, module)
+    assert_nothing_is_left(module)
+    report = strategy.report()
+    assert report is not None
+    assert report.layers == LAYERS
+    assert report.sub_stream + report.main_stream == LAYERS * (STEPS - 1)
+    assert report.held_bytes <= 1024
+    assert [line for line in logged if "two streams: 3 layers'" in line] == [f"retime: {report}"]
+
+
+def test_only_fits_are_changed() -> None:
+    strategy = two_streams()
+    module = Net()
+    module.validation_step = module.training_step  # type: ignore[method-assign]
+    trainer(strategy).validate(module, module.train_dataloader(), verbose=False)
+    assert strategy.report() is None
+
+
+@pytest.mark.filterwarnings("ignore:two streams have no effect", "ignore:the search of two streams")
+def test_the_registered_name_searches() -> None:
+    module, ours = fit("ooo_single_device")
+    assert isinstance(ours.strategy, retime.OOOSingleDeviceStrategy)
+    assert_nothing_is_left(module)
+
+
+def test_a_deterministic_fit_does_not_search() -> None:
+    plain, _ = fit("auto", deterministic=True)
+    module, ours = fit("ooo_single_device", deterministic=True)
+    assert_same(plain, module)
+    assert ours.strategy.report().setting.two_streams  # type: ignore[attr-defined]
+
+
+def test_nothing_is_left_behind_a_fit_that_fails() -> None:
+    module, strategy = Net(), two_streams()
+    module.fails_at = 3
+    with pytest.raises(ArithmeticError, match="in the middle of a fit"):
+        trainer(strategy).fit(module)
+    assert_nothing_is_left(module)
+    report = strategy.report()
+    assert report is not None
+    assert report.sub_stream + report.main_stream == LAYERS * 2
+
+COMPOSES: dict[str, Callable[[Path], Callback]] = {
+    "forward fusion": lambda path: retime.FuseOptimizer("forward"),
+    "parallel scan": lambda path: retime.ParallelScanBackward(),
+    "memory pool": lambda path: retime.CPUMemoryPool(),
+    "timeline": lambda path: retime.StepTimeline(every_n_steps=2, warm_up=0, dirpath=path),
+    "peak memory": lambda path: retime.PeakMemory(every_n_steps=2),
+}
+
+
+@pytest.mark.parametrize("name", COMPOSES)
+def test_what_composes_gives_the_bits_that_it_gives_alone(name: str, tmp_path: Path) -> None:
+    alone, _ = fit("auto", COMPOSES[name](tmp_path))
+    both, ours = fit(two_streams(), COMPOSES[name](tmp_path))
+    assert_same(alone, both)
+    assert_nothing_is_left(both)
+    report = ours.strategy.report()  # type: ignore[attr-defined]
+    assert report.layers == LAYERS
+    assert report.sub_stream + report.main_stream >= LAYERS * 2
+
+
+def test_backward_fusion_is_refused_before_the_first_step() -> None:
+    with pytest.raises(ValueError, match=r"two streams give weight gradients .* use FuseOptimizer\('forward'\)"):
+        fit(two_streams(), retime.FuseOptimizer("backward"))
+
+
+class Simulable(Net):
+    """Without the recurrent layer, whose kernel the simulation does not run late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = Unchanged()  # type: ignore[assignment]
+
+
+class Unchanged(nn.Module):
+    """What a recurrent layer returns, from its inputs."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return x, None
+
+
+class NotesStream(Callback):
+    """Which stream a step runs on, and of which priority."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, int]] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        stream = torch.cuda.current_stream()
+        self.seen.append((stream, stream.priority))
+
+
+@pytest.mark.parametrize("fails_at", [-1, 3])
+def test_a_device_with_streams_runs_the_fit_on_one_of_high_priority(fails_at: int) -> None:
+    plain = Simulable()
+    trainer("auto").fit(plain)
+    notes, module = NotesStream(), Simulable()
+    module.fails_at = fails_at
+    with simulated_cuda("late") as device:
+        default = torch.cuda.current_stream()
+        try:
+            trainer(two_streams(), notes).fit(module)
+        except ArithmeticError:
+            assert fails_at == 3
+        assert torch.cuda.current_stream() is default
+        torch.cuda.synchronize()
+    assert device.faults == []
+    assert {priority for _, priority in notes.seen} == {-1}
+    assert len({id(stream) for stream, _ in notes.seen}) == 1
+    if fails_at < 0:
+        assert_same(plain, module)
+    assert not any("forward" in vars(part) for part in module.modules())
+
+
+def test_a_learning_rate_search_in_a_fit_takes_off_what_it_began() -> None:
+    from lightning.pytorch.callbacks import LearningRateFinder
+
+    class Tuned(Net):
+        lr = 0.01
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    def tuned(strategy: Any, root: Path) -> Net:
+        module = Tuned()
+        trainer(strategy, LearningRateFinder(num_training_steps=4), default_root_dir=root).fit(module)
+        return module
+
+    plain, module = (tuned(strategy, Path()) for strategy in ("auto", two_streams()))
+    assert_same(plain, module)
+    assert_nothing_is_left(module)
