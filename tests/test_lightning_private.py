@@ -21,7 +21,11 @@ from torchmetrics import MeanMetric
 
 from retime.foundations import torch_private
 from retime.foundations.torch_private import engine as compiling
-from retime.integrations.accelerate.accelerate_private import prepared_optimizers, prepared_schedulers, renew_captured_steps
+from retime.integrations.accelerate.accelerate_private import (
+    prepared_optimizers,
+    prepared_schedulers,
+    renew_captured_steps,
+)
 from retime.strategies.support import lightning_private
 from support.private_canaries import canary, dies
 

@@ -287,9 +287,7 @@ CASES = [
     Case(for_accelerate.MemoryBudget, _prepared, wrong=BUDGET, free=("options",)),
     Case(for_accelerate.OutOfOrderDataParallel, _prepared, OUT_OF_ORDER, right=SOME_K),
     Case(for_accelerate.OutOfOrderPipeline, _prepared, wrong=PIPELINE, right=LAYERS_LATER),
-    Case(
-        for_accelerate.TwoStreams, lambda: {k: v for k, v in _prepared().items() if k != "optimizer"}, TWO_STREAMS
-    ),
+    Case(for_accelerate.TwoStreams, lambda: {k: v for k, v in _prepared().items() if k != "optimizer"}, TWO_STREAMS),
     Case(for_accelerate.OutOfOrderPipeline.clip_grad_norm_, _clipped, right={"max_norm": (0, math.inf)}),
 ]
 

@@ -27,8 +27,8 @@ class TwoStreams:
         max_memory: bytes, or ``"500MB"``, that may wait; None: no bound.
 
     Raises:
-        ValueError: several processes, or an engine of its own; backward fusion, a memory budget or a second one of these
-            on an optimizer of this model.
+        ValueError: several processes, or an engine of its own; or an optimizer of this model has backward fusion, a
+            memory budget or two streams already.
     """
 
     @checked

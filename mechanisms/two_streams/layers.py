@@ -182,7 +182,7 @@ class SplitLayer:
             and not in_function_transform()
             and forward_ad_level() < 0
             and top_saved_tensors_hooks(True) is None
-            and not torch.jit.is_tracing()  # type: ignore[attr-defined]
+            and not torch.jit.is_tracing()  # type: ignore[no-untyped-call]
         )
 
     def _dimensions(self, x: Tensor) -> int:

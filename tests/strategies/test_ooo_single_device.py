@@ -135,6 +135,7 @@ def test_nothing_is_left_behind_a_fit_that_fails() -> None:
     assert report is not None
     assert report.sub_stream + report.main_stream == LAYERS * 2
 
+
 COMPOSES: dict[str, Callable[[Path], Callback]] = {
     "forward fusion": lambda path: retime.FuseOptimizer("forward"),
     "parallel scan": lambda path: retime.ParallelScanBackward(),

@@ -77,5 +77,5 @@ def test_what_owns_weight_gradients_too_is_refused_and_what_does_not_is_exact() 
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator, model, *_ = prepared()
     monkeypatch.setattr(Accelerator, "num_processes", 2)
-    with pytest.raises(ValueError, match="runs on one device, .* use OutOfOrderDataParallel"):
+    with pytest.raises(ValueError, match=r"runs on one device, .* use OutOfOrderDataParallel"):
         TwoStreams(accelerator, model)

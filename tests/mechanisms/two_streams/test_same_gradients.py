@@ -140,7 +140,6 @@ def in_anomaly_mode(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tenso
         plain_step(model, optimizer, x, index)
 
 
-
 def scaled(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, index: int) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**index, growth_interval=1)
     scaler.scale(model(x).square().mean()).backward()
