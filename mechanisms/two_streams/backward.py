@@ -123,6 +123,8 @@ class TwoStreamBackward:
         self._sub: SubStream | None = None
         self._search: Search | None = None
         self._setting: Setting | None = None
+        self._now: Setting | None = None
+        """The setting of the step that is under way."""
         self._tried_ms: dict[Setting, float] = {}
         self._first: SplitLayer | None = None
         self._steps = 0
@@ -241,6 +243,8 @@ class TwoStreamBackward:
             self._set_threads(fewer)
 
     def _use(self, setting: Setting) -> None:
+        if setting == self._now:
+            return  # a thread that starts in each step would be part of what the search measures
         self._now = setting
         for layer in self._layers:
             layer.is_on = setting.two_streams
@@ -268,13 +272,13 @@ class TwoStreamBackward:
         self._hooked.pop(layer, None)
         if layer.is_new:
             return False
-        sub, backward = self._sub, graph_task_id()
-        if sub is None:
+        sub, now, backward = self._sub, self._now, graph_task_id()
+        if sub is None or now is None:
             return False
         if backward not in self._waiting:
             self._waiting[backward] = []
             queue_callback(partial(self._finish, backward))
-            self._set_threads(self._now.main_threads)
+            self._set_threads(now.main_threads)
         job = Job(compute, size_bytes)
         parameters = [p for p in (layer.module.weight, layer.module.bias) if p is not None]
         before = [(p, p.grad, -1 if p.grad is None else p.grad._version) for p in parameters]
@@ -288,15 +292,16 @@ class TwoStreamBackward:
     def _finish(self, backward: int) -> None:
         """The backward pass is at its end: wait for its weight gradients, and give them to their parameters."""
         waiting = self._waiting.pop(backward, [])
-        sub = self._sub
+        sub, now = self._sub, self._now
         assert sub is not None
+        assert now is not None
         try:
             sub.join()
         except BaseException:
             sub.drop()
             raise
         finally:
-            self._set_threads(self._now.forward_threads)
+            self._set_threads(now.forward_threads)
         for one in waiting:
             if one.job.error is not None:
                 one.job.error.add_note(f"retime: while the weight gradient of {one.layer.name!r} was computed")
@@ -342,4 +347,5 @@ class TwoStreamBackward:
         self._waiting.clear()
         if self._sub is not None:
             self._sub.drop()
-        self._set_threads(self._now.forward_threads)
+        if self._now is not None:
+            self._set_threads(self._now.forward_threads)
