@@ -135,6 +135,8 @@ def main() -> None:
         strategy = retime.MemoryBudgetStrategy(chosen.budget)
     elif chosen.name == "memory_budget_ddp":
         strategy = retime.MemoryBudgetDDPStrategy(chosen.budget)
+    elif chosen.name == "ooo_single_device":
+        strategy = retime.OOOSingleDeviceStrategy(threads=(1, 1))  # the search has ended
     elif chosen.name == "ooo_ddp":
         strategy = retime.OOODataParallelStrategy(k=2)
     trainer = L.Trainer(

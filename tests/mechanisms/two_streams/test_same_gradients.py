@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
+from retime import fuse_optimizer
 from retime.foundations.messages import DifferenceWarning, NoEffectWarning
 from retime.mechanisms.two_streams import TwoStreamBackward, TwoStreamReport
 
@@ -397,6 +398,34 @@ def test_a_function_that_compiles_an_attached_model() -> None:
     two_streams.remove()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:two streams have no effect")
+@pytest.mark.parametrize("two_streams_first", [True, False])
+@pytest.mark.parametrize("mode", ["backward", "forward"])
+def test_optimizer_fusion_in_the_same_loop(mode: str, two_streams_first: bool) -> None:
+    """Strategies refuse backward fusion; in a bare loop its hooks keep layers in order."""
+
+    def trained(*, both: bool) -> tuple[nn.Module, int]:
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        before = TwoStreamBackward(model, threads=(N, N)) if both and two_streams_first else None
+        fusion = fuse_optimizer(model, optimizer, mode)
+        two_streams = TwoStreamBackward(model, threads=(N, N)) if both and before is None else before
+        for x in inputs():
+            plain_step(model, optimizer, x, 0)
+        fusion.remove()
+        assert fusion.report().fused_updates > 0
+        if two_streams is None:
+            return model, 0
+        two_streams.remove()
+        return model, beside(two_streams.report())
+
+    plain, _ = trained(both=False)
+    ours, count = trained(both=True)
+    assert count == (LAYERS * (STEPS - 1) if mode == "forward" else 0)
+    for one, other in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_nothing_to_train_is_said() -> None:
