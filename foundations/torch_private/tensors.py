@@ -5,7 +5,7 @@ All of them were seen to do this in torch 2.11, 2.13 and 2.14 (2.11 is the oldes
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ __all__ = [
     "storage_address",
     "storage_use_count",
     "tensor_hooks",
+    "unsafe_view",
     "version_of",
     "without_subclass_functions",
     "without_torch_functions",
@@ -114,3 +115,7 @@ with needed_by("counting the bytes of sparse tensors"):
 with needed_by("offloading, to give back a tensor with the negative bit,"):
     neg_view = torch._neg_view
 """A view whose values are the negative ones."""
+
+with needed_by("two streams, for linear layers on sequences,"):
+    unsafe_view: Callable[[Tensor, Sequence[int]], Tensor] = torch.ops.aten._unsafe_view
+"""Another shape of a tensor that nobody else has, which autograd takes for no view."""

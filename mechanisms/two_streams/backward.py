@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from retime.foundations.arguments import AtLeast, checked
 from retime.foundations.messages import because, parse_bytes, show_bytes, warn_difference, warn_no_effect
 from retime.foundations.streams import has_streams
-from retime.foundations.torch_private import dispatch_mode_count, graph_task_id, queue_callback
+from retime.foundations.torch_private import dispatch_mode_count, graph_task_id, queue_callback, version_of
 from retime.mechanisms.two_streams.layers import NOT_SPLIT, SEVERAL_USES, SplitLayer, split_layers
 from retime.mechanisms.two_streams.search import Search, Setting, settings_for
 from retime.mechanisms.two_streams.sub_stream import Job, SubStream, sub_stream_of
@@ -281,7 +281,7 @@ class TwoStreamBackward:
             self._set_threads(now.main_threads)
         job = Job(compute, size_bytes)
         parameters = [p for p in (layer.module.weight, layer.module.bias) if p is not None]
-        before = [(p, p.grad, -1 if p.grad is None else p.grad._version) for p in parameters]
+        before = [(p, p.grad, -1 if p.grad is None else version_of(p.grad)) for p in parameters]
         self._waiting[backward].append(_Waiting(layer, job, before))
         sub.give(job)
         while self._most_bytes is not None and sub.held_bytes > self._most_bytes and sub.run_oldest():
@@ -325,7 +325,7 @@ class TwoStreamBackward:
                     continue
                 gradient = totals.pop(parameter)
                 there = parameter.grad
-                if there is not gradient_before or (there is not None and there._version != version):
+                if there is not gradient_before or (there is not None and version_of(there) != version):
                     self._found_other_use(one.layer)
                 if there is not None:
                     there.add_(gradient)

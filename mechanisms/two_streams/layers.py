@@ -28,11 +28,13 @@ from retime.foundations.torch_private import (
     post_accumulate_hooks,
     tensor_hooks,
     top_saved_tensors_hooks,
+    unsafe_view,
     will_execute,
 )
 from retime.mechanisms.two_streams.sub_stream import bytes_of
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_JIT: Any = torch.jit  # of which some has no types
 KIND = "it is no torch.nn.Linear, Conv1d, Conv2d or Conv3d, or a subclass with code of its own"
 PADDING = "its padding is more than a number of zeros on both sides"
 TIED = "its parameters are tied to another module's"
@@ -183,7 +185,7 @@ class SplitLayer:
             and not in_function_transform()
             and forward_ad_level() < 0
             and top_saved_tensors_hooks(True) is None
-            and not torch.jit.is_tracing()  # type: ignore[no-untyped-call]
+            and not _JIT.is_tracing()
         )
 
     def _dimensions(self, x: Tensor) -> int:
@@ -202,7 +204,7 @@ class SplitLayer:
         shape, rows = (*x.shape[:-1], weight.shape[0]), x.reshape(-1, x.shape[-1])
         if bias is not None and _adds_bias_at_once(x.dim(), x.is_contiguous()):
             return self._split(rows, weight, bias).view(shape)
-        y: Tensor = torch.ops.aten._unsafe_view(self._split(rows, weight, None), shape)
+        y = unsafe_view(self._split(rows, weight, None), shape)
         return y if bias is None else y + bias.to(y.dtype)
 
     def hooks(self) -> str | None:

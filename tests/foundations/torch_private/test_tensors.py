@@ -37,6 +37,15 @@ def test_dry_run_tells_views():
     assert torch_private.base_of(x[:1]) is x
 
 
+@canary("unsafe_view", breaks="two streams of linear layers on sequences")
+def test_another_shape_is_no_view() -> None:
+    x = nn.Parameter(torch.ones(2, 3)) * 2
+    y = torch_private.unsafe_view(x, (3, 2))
+    assert torch_private.base_of(y) is None
+    assert y.data_ptr() == x.data_ptr()
+    y.mul_(2).sum().backward()
+
+
 @canary("tensor_hooks", breaks="respect for gradient hooks (out-of-order weight gradients, memory budget)")
 def test_out_of_order_sees_gradient_hooks():
     x = nn.Parameter(torch.zeros(2))
