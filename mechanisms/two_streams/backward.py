@@ -20,7 +20,7 @@ from retime.foundations.arguments import AtLeast, checked
 from retime.foundations.messages import because, parse_bytes, show_bytes, warn_difference, warn_no_effect
 from retime.foundations.streams import has_streams
 from retime.foundations.torch_private import dispatch_mode_count, graph_task_id, queue_callback, version_of
-from retime.mechanisms.two_streams.layers import NOT_SPLIT, SEVERAL_USES, SplitLayer, split_layers
+from retime.mechanisms.two_streams.layers import NOT_SPLIT, SEVERAL_USES, Parameters, SplitLayer, split_layers
 from retime.mechanisms.two_streams.search import Search, Setting, settings_for
 from retime.mechanisms.two_streams.sub_stream import Job, SubStream, sub_stream_of
 
@@ -68,6 +68,7 @@ class _Waiting:
     """A weight gradient that was given away, and what its parameters had then."""
 
     layer: SplitLayer
+    parameters: Parameters
     job: Job
     before: list[tuple[nn.Parameter, Tensor | None, int]] = field(default_factory=list)
 
@@ -260,12 +261,16 @@ class TwoStreamBackward:
             torch.set_num_threads(threads)
 
     def _take(
-        self, layer: SplitLayer, compute: Callable[[], tuple[Tensor | None, Tensor | None]], size_bytes: int
+        self,
+        layer: SplitLayer,
+        parameters: Parameters,
+        compute: Callable[[], tuple[Tensor | None, Tensor | None]],
+        size_bytes: int,
     ) -> bool:
         """In the backward pass: give a weight gradient to the sub-stream, unless it has to stay in order."""
         if layer.why_in_order is not None or (dispatch_mode_count() and not has_streams(self._device)):
             return False
-        hooks = layer.hooks()
+        hooks = layer.hooks(parameters)
         if hooks is not None:
             self._hooked[layer] = hooks
             return False
@@ -280,9 +285,8 @@ class TwoStreamBackward:
             queue_callback(partial(self._finish, backward))
             self._set_threads(now.main_threads)
         job = Job(compute, size_bytes)
-        parameters = [p for p in (layer.module.weight, layer.module.bias) if p is not None]
-        before = [(p, p.grad, -1 if p.grad is None else version_of(p.grad)) for p in parameters]
-        self._waiting[backward].append(_Waiting(layer, job, before))
+        before = [(p, p.grad, -1 if p.grad is None else version_of(p.grad)) for p in parameters if p is not None]
+        self._waiting[backward].append(_Waiting(layer, parameters, job, before))
         sub.give(job)
         while self._most_bytes is not None and sub.held_bytes > self._most_bytes and sub.run_oldest():
             pass
@@ -313,10 +317,10 @@ class TwoStreamBackward:
     def _hand_on(self, waiting: list[_Waiting]) -> None:
         totals: dict[nn.Parameter, Tensor] = {}
         for one in waiting:
-            for parameter, gradient in zip(
-                (one.layer.module.weight, one.layer.module.bias), one.job.gradients, strict=True
-            ):
-                if gradient is not None:  # calls of one layer are added up before .grad, as autograd does
+            for parameter, gradient in zip(one.parameters, one.job.gradients, strict=True):
+                if (
+                    parameter is not None and gradient is not None
+                ):  # calls of one layer are added up before .grad, as autograd does
                     totals[parameter] = totals[parameter] + gradient if parameter in totals else gradient
             one.job.gradients = ()
         for one in waiting:

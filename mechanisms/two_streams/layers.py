@@ -181,6 +181,7 @@ class SplitLayer:
             and x.numel() > 0
             and module.weight.requires_grad
             and type(module.weight) is nn.Parameter
+            and (module.bias is None or type(module.bias) is nn.Parameter)
             and graph_task_id() == -1
             and not in_function_transform()
             and forward_ad_level() < 0
@@ -207,21 +208,20 @@ class SplitLayer:
         y = unsafe_view(self._split(rows, weight, None), shape)
         return y if bias is None else y + bias.to(y.dtype)
 
-    def hooks(self) -> str | None:
+    def hooks(self, parameters: Parameters) -> str | None:
         """Return which hooks wait for the gradients of the layer's parameters, as a reason; None: no hooks do."""
-        module = self.module
         if self._looks:
             return None
-        if any(p is not None and (tensor_hooks(p) or post_accumulate_hooks(p)) for p in (module.weight, module.bias)):
+        if any(p is not None and (tensor_hooks(p) or post_accumulate_hooks(p)) for p in parameters):
             return HOOKS
         if any(global_backward_hooks()) or any(any(backward_hooks(one)) for one in self._around):
             return BACKWARD_HOOKS
         return None
 
-    def look_for_other_uses(self, *gradients: Tensor | None) -> None:
+    def look_for_other_uses(self, parameters: Parameters, gradients: tuple[Tensor | None, Tensor | None]) -> None:
         """In the first backward pass, see what autograd adds to these gradients before a parameter gets them."""
         self.look_no_more()  # of a backward pass that failed
-        for parameter, mine in zip((self.module.weight, self.module.bias), gradients, strict=True):
+        for parameter, mine in zip(parameters, gradients, strict=True):
             if parameter is not None and mine is not None:
                 self._compare(parameter, mine)
 
@@ -248,8 +248,11 @@ class SplitLayer:
         return SplitLayer, (self.name, self.module, [], None)
 
 
-Take = Callable[[SplitLayer, Callable[[], tuple[Tensor | None, Tensor | None]], int], bool]
-"""Given a layer, what computes its weight gradients and the bytes that this holds: whether they are taken."""
+Parameters = tuple[nn.Parameter, nn.Parameter | None]
+"""Weight and bias that a layer had in its forward pass, which ``torch.func.functional_call`` may have lent it."""
+
+Take = Callable[[SplitLayer, Parameters, Callable[[], tuple[Tensor | None, Tensor | None]], int], bool]
+"""Given a layer, its parameters, what computes their gradients and the bytes this holds: whether they are taken."""
 
 
 class _Split(torch.autograd.Function):
@@ -279,11 +282,11 @@ class _Split(torch.autograd.Function):
         if needs_weight or needs_bias:
             # another order for chosen inputs would not be the plain one
             can_wait = will_execute(get_gradient_edge(layer.anchor).node)
-            taken = can_wait and layer.take is not None and layer.take(layer, weight_gradients, bytes_of(gradient, x))
-            if not taken:
+            parameters, take = ctx.parameters, layer.take
+            if not (can_wait and take is not None and take(layer, parameters, weight_gradients, bytes_of(gradient, x))):
                 of_weight, of_bias = weight_gradients()
-            if can_wait and layer.is_new and layer.hooks() is None:
-                layer.look_for_other_uses(of_weight, of_bias)
+            if can_wait and layer.is_new and layer.hooks(parameters) is None:
+                layer.look_for_other_uses(parameters, (of_weight, of_bias))
         of_x = kernels.output_gradient(gradient, x, weight) if needs_x else None
         return of_x, of_weight, of_bias, None, None
 

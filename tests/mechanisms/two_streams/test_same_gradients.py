@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, prune
 from torch.utils.checkpoint import checkpoint
 
 from retime import fuse_optimizer
@@ -426,6 +426,31 @@ def test_optimizer_fusion_in_the_same_loop(mode: str, two_streams_first: bool) -
     assert count == (LAYERS * (STEPS - 1) if mode == "forward" else 0)
     for one, other in zip(plain.parameters(), ours.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def lends_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, index: int) -> None:
+    """The gradients belong to what the layers were lent in the forward pass."""
+    lent = {name: nn.Parameter(value.detach() * 2) for name, value in model.named_parameters()}
+    torch.func.functional_call(model, lent, (x,)).square().mean().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is None
+        parameter.grad = lent[name].grad
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_parameters_that_layers_are_lent() -> None:
+    assert beside(both(lends_parameters)) == LAYERS * (STEPS - 1)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_pruned_parameters(name: str) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, index: int) -> None:
+        plain_step(model, optimizer, x, index)
+        if index == 2:
+            prune.l1_unstructured(model[3], name, 0.5)  # type: ignore[index]
+
+    assert beside(both(step)) == LAYERS * 2 + (LAYERS - 1) * (STEPS - 3)
 
 
 def test_nothing_to_train_is_said() -> None:
