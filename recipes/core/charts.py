@@ -1,6 +1,6 @@
 """The reports' charts: one look, labelled axes with units, drawn without a display."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -87,6 +87,33 @@ def stacked_bars(
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=len(parts), frameon=False)
 
 
+def pairs(axes: Any, values: Mapping[str, Sequence[float]]) -> None:
+    """Groups of two bars with their values; `values` maps a bar's label to its height in each group."""
+    for index, (label, heights) in enumerate(values.items()):
+        places = [place + 0.4 * (index - 0.5) for place in range(len(heights))]
+        axes.bar(places, heights, 0.38, color=COLOURS[index], label=label)
+        for at in zip(places, heights, strict=True):
+            text = axes.annotate(f"{at[1]:.2f}", at, ha="center", va="bottom", fontsize=7)
+            text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.2})
+    axes.grid(axis="x", visible=False)
+
+
+def lanes(axes: Any, boxes: Iterable[Sequence[Any]], names: Mapping[str, str], *, apart: str = "") -> None:
+    """Boxes (number of the colour, lane, start, end) on lanes, the first of `names` lowest.
+
+    Boxes of the lane `apart` have white edges, where they touch one another.
+    """
+    groups: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    for colour, lane, start, end in boxes:
+        groups.setdefault((colour, lane), []).append((start, end - start))
+    for (colour, lane), bars in groups.items():
+        edge = {"edgecolor": "white", "linewidth": 0.8 if lane == apart else 0}
+        axes.broken_barh(bars, ([*names].index(lane) - 0.4, 0.8), facecolor=COLOURS[colour], **edge)
+    axes.set_ylim(-0.5, len(names) - 0.5)
+    axes.set_yticks(range(len(names)), names.values())
+    axes.grid(visible=False)
+
+
 def points_with_spread(
     axes: Any,
     places: Sequence[float],
@@ -130,6 +157,12 @@ def marker_key(label: str, marker: str, colour: str = GREY, *, filled: bool = Tr
 def colour_key(label: str, colour: str) -> Patch:
     """A legend's entry for what a colour means, whatever the marker."""
     return Patch(color=colour, label=label)
+
+
+def colour_legend(drawing: Any, labels: Sequence[str]) -> None:
+    """What each colour in turn means, below all charts."""
+    keys = [colour_key(*pair) for pair in zip(labels, COLOURS, strict=False)]
+    drawing.legend(handles=keys, fontsize=8, loc="outside lower center", ncols=len(keys))
 
 
 def legend_beside(axes: Any) -> None:

@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 
-from retime.recipes.core.measure import Spread
+from retime.recipes.core.measure import Spread, spread
+
+CLOSE = 0.25
+"""A simulated number holds within this share of the published one, of a speedup if its gain does."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,20 @@ class Comparison:
                 verdict = "met" if self.against.met(self.measured.median) else "MISSED"
                 note = f"{verdict}; {note}" if note else verdict
         return [source, self.against.what, wanted, measured, note]
+
+
+def judged(claim: Claim, value: float, what: str, why_not: str) -> Comparison:
+    """Compare a simulated number with the published one: it holds, or does not, and why.
+
+    Args:
+        claim: the published number; in the unit ``x`` it is a speedup.
+        value: the simulated one.
+        what: of which variant or point it is.
+        why_not: said where it does not hold.
+    """
+    nothing = 1.0 if claim.unit == "x" else 0.0
+    holds = abs(value - claim.value) <= CLOSE * (claim.value - nothing) + 1e-9
+    return Comparison(claim, spread([value]), f"simulated, {what}; {'holds' if holds else f'does not hold: {why_not}'}")
 
 
 def amount(value: float, unit: str) -> str:

@@ -47,3 +47,31 @@ FIGURE_7 = (
     _claim("section 8.2, Figure 7", "x", 1.06, "ResNet, at most, over XLA"),
 )
 MULTI_STREAM_ALONE = _claim("section 8.2", "x", 1.15, "multi-stream computation alone, at most (MobileNet 0.25)")
+MULTI_STREAM = {
+    ("MobileNet V3 (alpha=0.25)", 32): MULTI_STREAM_ALONE,
+    ("ResNet-50", 64): _claim("section 8.2", "x", 1.02, "multi-stream computation alone, ResNet-50, batch 64, at most"),
+    ("ResNet-101", 64): _claim(
+        "section 8.2", "x", 1.02, "multi-stream computation alone, ResNet-101, batch 64, at most"
+    ),
+}
+REORDERED_AT = ("DenseNet-121 (k=12)", 32)  # the text's "DenseNet-121" of 1.54
+REORDERED = _claim("section 8.2", "x", round(1.54 / 1.39, 3), "re-ordering over two streams without, DenseNet-121 k=12")
+
+FIGURE_1_RATIO = _claim(
+    "section 2, Figure 1", "x", 4, "issue over execution, convolutions of DenseBlock-3 and 4, at most"
+)
+FIGURE_1_SHARE = _claim("section 2", "%", 66.7, "share of DenseBlock-3 and 4 in the execution")
+FIGURE_2_SHORTEST = _claim("section 2", "us", 15, "shortest convolution of DenseBlock-3 and 4")
+FIGURE_2_LONGEST = _claim("section 2", "us", 40, "longest convolution of DenseBlock-3 and 4")
+
+FIGURE_8 = "section 8.2, Figure 8"
+FIGURE_8_R2 = _claim(FIGURE_8, "x", 1.06, "speed of region R2, the least")
+FIGURE_8_R5 = _claim(FIGURE_8, "x", 1.10, "speed of region R5, the most")
+FIGURE_8_FULL = _claim(FIGURE_8, "%", 30, "kernels of R2 with as many thread blocks as the device, at least")
+FIGURE_8_SETUP = _claim(FIGURE_8, "%", 5, "setting up kernels in R2")
+FIGURE_8_THREAD_BLOCKS = _claim(FIGURE_8, "thread blocks", 448, "half of DenseBlock-4's weight gradients")
+
+FIGURE_9 = "section 8.2, Figure 9"
+FIGURE_9_MORE = _claim(FIGURE_9, "MB", 200, "most above the conventional execution")
+FIGURE_9_PEAK = _claim(FIGURE_9, "MB", 10, "more at the peak")
+FIGURE_9_PEAK_SHARE = _claim(FIGURE_9, "%", 0.1, "more at the peak")

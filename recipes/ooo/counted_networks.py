@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -34,11 +34,17 @@ from retime.schedules import (
     Device,
     Kernel,
     Kind,
+    Profile,
     Region,
     Task,
     Timeline,
     TwoStreamSchedule,
+    TwoStreamTimeline,
     backward_and_forward_regions,
+    joint_schedule,
+    joint_schedule_within,
+    one_stream,
+    profile_regions,
     simulate_two_streams,
     two_stream_buffers,
 )
@@ -52,6 +58,11 @@ SETUP_MS = 0.0015
 
 ISSUE_MS = 0.060
 """Of a kernel: four times the shortest execution that section 2 names, 15 microseconds."""
+
+ONE, READY = "one stream", "two streams, weight gradients once ready"
+JOINT, PAPERS = "two streams, Algorithm 1", "two streams, as Figure 8 places them"
+MEMORY_SHARE = 1.1
+"""Of one stream's peak that Algorithm 1 may take, as in section 8.2."""
 
 RESULTS_PER_BLOCK, POSITIONS_PER_BLOCK = 256, 1024
 _OUTPUT_GRADIENT_TRAFFIC, _UPDATE_TRAFFIC = 1.5, 5
@@ -209,6 +220,39 @@ def placed_as_figure_8(network: CountedNetwork) -> TwoStreamSchedule:
         for layers in beside
     ]
     return TwoStreamSchedule(regions, tuple(sub))
+
+
+def simulated_plans(
+    network: CountedNetwork, names: Iterable[str], profile: Profile | None = None
+) -> dict[str, TwoStreamTimeline]:
+    """Simulate one stream and further plans, with issue compiled away.
+
+    Args:
+        network: the layers.
+        names: of ``READY``, ``JOINT`` and ``PAPERS``.
+        profile: of its regions; counted unless given.
+    """
+    regions, buffers = network.regions, network.buffers()
+    profile = profile or profile_regions(regions, network.kernels, network.device())
+    found: dict[str, TwoStreamTimeline] = {}
+    for name in (ONE, *names):
+        if name == ONE:
+            plan = one_stream(regions)
+        elif name == READY:
+            plan = joint_schedule(regions, profile, prescheduled=len(regions))
+        elif name == PAPERS:
+            plan = placed_as_figure_8(network)
+        else:
+            max_bytes = int(MEMORY_SHARE * found[ONE].timeline.peak_bytes)
+            plan = joint_schedule_within(max_bytes, regions, profile, buffers)
+        found[name] = simulate_two_streams(plan, network.kernels, network.device(), buffers=buffers)
+    return found
+
+
+def forward_ms(network: CountedNetwork) -> list[float]:
+    """The forward pass's kernels by block, one after the other."""
+    blocks = [[kernel for i in block for kernel in network.kernels(Task(Kind.F, i))] for block in network.blocks]
+    return [sum(map(network.device().alone_ms, kernels)) for kernels in blocks]
 
 
 def issue_ratios(network: CountedNetwork, issue_ms: float = ISSUE_MS) -> list[list[float]]:

@@ -1,0 +1,450 @@
+"""Figures 1, 2, 7, 8 and 9 of out-of-order backprop, simulated: issue, streams and memory of counted networks.
+
+Kernels are counted from shapes (:mod:`retime.recipes.ooo.counted_networks`) and run thread block by thread block
+(:func:`retime.schedules.simulate_two_streams`). Facts have what the pictures show; verdicts follow from the numbers.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from retime.recipes.core import charts
+from retime.recipes.core.claims import CLOSE, Comparison, amount, judged
+from retime.recipes.core.measure import spread
+from retime.recipes.core.recipe import Measured, Tick
+from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.schema import SimulatedSettings
+from retime.recipes.core.simulated import SimulatedRecipe
+from retime.recipes.ooo import claims
+from retime.recipes.ooo import counted_networks as counted
+from retime.recipes.ooo.counted_networks import (
+    CAPACITY,
+    JOINT,
+    MEMORY_SHARE,
+    ONE,
+    PAPERS,
+    READY,
+    SETUP_MS,
+    CountedNetwork,
+)
+from retime.schedules import Kind, Task, TwoStreamSchedule, TwoStreamTimeline, profile_regions, simulate_two_streams
+
+STEP, WAIT, EXECUTION, MAIN_WAITS = "step", "wait for issue", "execution", "main-stream waits"
+RATIO, HIGHEST_RATIO = "issue over execution, mean", "issue over execution, highest"
+PEAK, MOST_MORE, BLOCK_4_MORE = "peak", "most above one stream", "above one stream, end of DenseBlock-4"
+_LITTLE = 0.05  # of a block's execution that the device waits, of a step before its peak
+_MAIN, _SUB, _ISSUE = "main", "sub", "issue"
+
+Box = tuple[int, str, float, float]
+"""A block (from 0), the lane, start and end in milliseconds."""
+
+
+class CountedRecipe(SimulatedRecipe):
+    """A point a network and batch size. The paper's sentences are about DenseNet-121, and so are verdicts."""
+
+    axes = ("networks", "batch_sizes")
+    quantity = STEP
+    given = ""
+    """What a reader has to know of this figure, in a sentence."""
+
+    def points(self, settings: SimulatedSettings) -> list[dict[str, Any]]:
+        return [{"network": name, "batch_size": size} for name in settings.networks for size in settings.batch_sizes]
+
+    def measure(self, settings: SimulatedSettings, at: dict[str, Any], tick: Tick) -> Measured:
+        network = counted.counted_network(at["network"], at["batch_size"], image_size=settings.image_size)
+        kind = "DenseBlock" if at["network"].startswith("DenseNet") else "block"
+        names = [f"{kind}-{number}" for number in range(1, len(network.blocks) + 1)]
+        found = self.count(network, names, settings.issue_ms)
+        return Measured(found.rows, {"blocks": names, **found.facts})
+
+    @abstractmethod
+    def count(self, network: CountedNetwork, names: list[str], issue_ms: float) -> Measured:
+        """Simulate one network, of which the blocks have these names."""
+
+    def judge(self, point: Point) -> Iterable[Comparison]:
+        """The paper's numbers beside a DenseNet's."""
+        return ()
+
+    def verdicts(self, point: Point) -> Iterable[str]:
+        """What the paper says of a DenseNet without a number."""
+        return ()
+
+    def references(self, point: Point) -> dict[str, str]:
+        return {"speed over one stream": ONE}
+
+    def compare(self, result: Result) -> list[Comparison]:
+        return [line for point in _densenets(result) for line in self.judge(point)]
+
+    def notes(self, result: Result) -> list[str]:
+        given = result.points[0].settings
+        return [
+            f"Counted on images of {given['image_size']}, not measured: a {counted.V100.name} by its data sheet that "
+            f"runs {CAPACITY:,} thread blocks at once and takes {1e3 * SETUP_MS:g} us to set up a kernel (section 2: "
+            "1 to 2). Thread blocks and times follow from shapes; no library's algorithms are known.",
+            f"A number holds if it is within {100 * CLOSE:g} % of the paper's, of a speedup if its gain is.",
+            self.given.format(issue=_issue(result)),
+            *(f"- {_where(point)}: {line}" for point in _densenets(result) for line in self.verdicts(point)),
+        ]
+
+
+class IssueRatios(CountedRecipe):
+    """Figure 1: a convolution's issue over its execution, by block."""
+
+    quantity = RATIO
+    given = "{issue} Convolutions alone; activations run in place."
+
+    def count(self, network: CountedNetwork, names: list[str], issue_ms: float) -> Measured:
+        ratios = counted.issue_ratios(network, issue_ms)
+        rows = _rows(RATIO, "x", names, [sum(block) / len(block) for block in ratios])
+        rows += _rows(HIGHEST_RATIO, "x", names, [max(block) for block in ratios])
+        return Measured(rows + _rows(EXECUTION, "ms", names, counted.forward_ms(network)))
+
+    def judge(self, point: Point) -> Iterator[Comparison]:
+        highest, executed = max(_values(point, HIGHEST_RATIO)[2:]), _values(point, EXECUTION)
+        share = 100 * sum(executed[2:]) / sum(executed)
+        yield judged(claims.FIGURE_1_RATIO, highest, _where(point), "an assumed issue over a counted execution")
+        why = "time follows arithmetic and bytes, of which the first two blocks have more"
+        yield judged(claims.FIGURE_1_SHARE, share, f"{_where(point)}, forward", why)
+
+    def verdicts(self, point: Point) -> Iterator[str]:
+        for quantity in (RATIO, HIGHEST_RATIO):
+            rises = _values(point, quantity) == sorted(_values(point, quantity))
+            yield f"{quantity}, does not fall from block to block: {'holds' if rises else 'does not hold'}."
+
+    def draw(self, result: Result, path: Path) -> None:
+        count = len(result.points)
+        title = f"{result.title}\n{_issue(result)}"
+        drawing, panels = charts.panels(title, count, width=1.5 + 3.6 * count, sharey=True)
+        for axes, point in zip(panels, result.points, strict=True):
+            charts.pairs(axes, {which: _values(point, which) for which in (RATIO, HIGHEST_RATIO)})
+            paper = claims.FIGURE_1_RATIO.value
+            axes.axhline(paper, color=charts.GREY, linestyle=":", label="the paper, DenseBlock-3 and 4, at most")
+            charts.even_line(axes, "issue as long as execution")
+            axes.set_title(_where(point), fontsize=10)
+            names = point.facts["blocks"]
+            axes.set_xticks(range(len(names)), [name.replace("DenseBlock-", "Dense-\nBlock-") for name in names])
+        panels[0].set_ylabel("issue over execution, convolutions (x)")
+        charts.legend_below(drawing, panels[0], 2)
+        charts.save(drawing, path)
+
+
+class IssueTimeline(CountedRecipe):
+    """Figure 2: issue and execution of the forward pass; drawn from where the last two blocks are issued."""
+
+    quantity = WAIT
+    given = (
+        "{issue} Issuing and the forward pass start together. Issue counts as masked where the device waits less than "
+        f"{100 * _LITTLE:g} % of the block's execution."
+    )
+
+    def count(self, network: CountedNetwork, names: list[str], issue_ms: float) -> Measured:
+        rows = _rows(WAIT, "ms", names, counted.issue_waits_ms(network, issue_ms))
+        rows += _rows(EXECUTION, "ms", names, counted.forward_ms(network))
+        regions, device = network.regions[len(names) :], network.device(issue_ms=issue_ms)
+        run = simulate_two_streams(TwoStreamSchedule(regions, ((),) * len(names)), network.kernels, device)
+        products = [network.kernels(Task(Kind.F, layer))[-1] for block in network.blocks[-2:] for layer in block]
+        took_us = [1e3 * (device.alone_ms(kernel) - SETUP_MS) for kernel in products]
+        facts = {
+            "kernels by block": [sum(len(network.kernels(task)) for task in region.tasks) for region in regions],
+            "kernels: start and end (ms)": _kernel_times(run),
+            "convolutions of the last two blocks, shortest and longest (us)": [min(took_us), max(took_us)],
+        }
+        return Measured(rows, facts)
+
+    def judge(self, point: Point) -> Iterator[Comparison]:
+        shortest, longest = point.facts["convolutions of the last two blocks, shortest and longest (us)"]
+        why = "a count of arithmetic and bytes has no floor, and no library's tiles"
+        yield judged(claims.FIGURE_2_SHORTEST, shortest, _where(point), why)
+        yield judged(claims.FIGURE_2_LONGEST, longest, _where(point), why)
+
+    def verdicts(self, point: Point) -> Iterator[str]:
+        waits, executed = _values(point, WAIT), _values(point, EXECUTION)
+        share = [wait / ran for wait, ran in zip(waits, executed, strict=True)]
+        verdict = "holds"
+        if share[3] < _LITTLE:
+            verdict = "does not hold, execution takes so long that issuing stays ahead to the end"
+        elif share[2] >= _LITTLE:
+            verdict = "does not hold, the device already waits in DenseBlock-3"
+        by_block = ", ".join(f"{wait:.2f} ({ran:.2f})" for wait, ran in zip(waits, executed, strict=True))
+        masked = "issue masked in DenseBlock-3, no more by the end of DenseBlock-4"
+        yield f"{masked}: {verdict}. Waits by block, and executions (ms): {by_block}."
+
+    def draw(self, result: Result, path: Path) -> None:
+        count = len(result.points)
+        title = f"{result.title}\n{_issue(result)}"
+        drawing, panels = charts.panels(title, 2 * count, width=14.0, height=1.5 + 1.9 * count, rows=count)
+        for left, right, point in zip(panels[::2], panels[1::2], result.points, strict=True):
+            boxes, end_ms = list(_issued_and_executed(point)), point.facts["kernels: start and end (ms)"][-1]
+            names = point.facts["blocks"]
+            start_ms = min(start for block, _, start, _ in boxes if block == len(names) - 2)
+            issued_ms = max(end for _, lane, _, end in boxes if lane == _ISSUE)
+            for axes, begin_ms in ((left, start_ms), (right, end_ms - 1.2)):
+                charts.lanes(axes, boxes, {_MAIN: "execution", _ISSUE: "issue"}, apart=_ISSUE if axes is right else "")
+                axes.set_xlim(begin_ms, end_ms)
+            left.set_title(f"{_where(point)}: from the issue of {names[-2]} on", fontsize=9)
+            right.set_title(f"the last 1.2 ms, where {names[-1]} ends", fontsize=9)
+            if issued_ms < end_ms - 1.2:
+                right.text(0.5, 0.75, "all kernels issued before", transform=right.transAxes, ha="center", va="center")
+        for axes in panels[-2:]:
+            axes.set_xlabel("time from the forward pass's start (ms)")
+        charts.colour_legend(drawing, result.points[0].facts["blocks"])
+        charts.save(drawing, path)
+
+
+class Placements(CountedRecipe):
+    """Figure 8: both streams, by Algorithm 1 and as the paper places weight gradients."""
+
+    given = f"Algorithm 1 has {MEMORY_SHARE:g} of one stream's peak, as in section 8.2."
+
+    def count(self, network: CountedNetwork, names: list[str], issue_ms: float) -> Measured:
+        profile = profile_regions(network.regions, network.kernels, network.device())
+        found = counted.simulated_plans(network, (PAPERS, JOINT), profile)
+        rows = _rows(STEP, "ms", found, [run.makespan_ms for run in found.values()])
+        two = {name: run for name, run in found.items() if name != ONE}
+        for name, run in two.items():
+            rows.append(Row(name, MAIN_WAITS, "ms", [round(run.timeline.idle_ms[_MAIN], 4)]))
+            rows += [Row(name, f"{r.name} speedup", "x", [round(r.speedup, 4)]) for r in run.regions]
+        second, blocks = network.regions[1].tasks, network.blocks
+        kernels = [kernel for task in second for kernel in network.kernels(task)]
+        last = [network.kernels(Task(Kind.W, layer))[0].thread_blocks for layer in blocks[-1]]
+        full = sum(kernel.thread_blocks % CAPACITY == 0 for kernel in kernels)
+        facts = {
+            "R2: kernels with as many thread blocks as the device (%)": 100 * full / len(kernels),
+            "R2: setting up (%)": 100 * len(kernels) * SETUP_MS / sum(profile.main_ms[task] for task in second),
+            "last block's weight gradients: thread blocks, how many, of": [*Counter(last).most_common(1)[0], len(last)],
+            "profiled alone": {
+                "R2": profile.speedup[Task(Kind.W, blocks[-2][-1])][1],
+                "R5": profile.speedup[Task(Kind.W, blocks[-1][-1])][len(blocks)],
+            },
+            "regions": {name: [(r.name, r.start_ms, r.end_ms) for r in run.regions] for name, run in two.items()},
+            "boxes": {name: _boxes(network, run) for name, run in two.items()},
+        }
+        return Measured(rows, facts)
+
+    def judge(self, point: Point) -> Iterator[Comparison]:
+        free = "hardly a kernel has just as many thread blocks as the device, so places stay free"
+        late = "the main-stream waits for updates there, as weight gradients of the first blocks run late"
+        other = "Algorithm 1 puts other weight gradients there, or none"
+        for region, claim, why in (("R2", claims.FIGURE_8_R2, free), ("R5", claims.FIGURE_8_R5, late)):
+            yield judged(claim, point.facts["profiled alone"][region], "the two profiled alone", why)
+            for name, why_not in ((PAPERS, why), (JOINT, other)):
+                yield judged(claim, point.values(name, f"{region} speedup")[0], name, why_not)
+        full = point.facts["R2: kernels with as many thread blocks as the device (%)"]
+        common, how_many, of = point.facts["last block's weight gradients: thread blocks, how many, of"]
+        why = "the paper's library is not known"
+        yield judged(claims.FIGURE_8_FULL, full, _where(point), why)
+        yield judged(claims.FIGURE_8_SETUP, point.facts["R2: setting up (%)"], _where(point), "kernels take longer")
+        yield judged(claims.FIGURE_8_THREAD_BLOCKS, common, f"{how_many} of {of} kernels", why)
+
+    def verdicts(self, point: Point) -> Iterator[str]:
+        for name, boxes in point.facts["boxes"].items():
+            own = [(start, end) for block, lane, start, end in boxes if (block, lane) == (3, _SUB)]
+            regions = point.facts["regions"][name]
+            inside = [(r, min(end, to) - max(start, since)) for r, since, to in regions for start, end in own]
+            beside = list(dict.fromkeys(region for region, ms in inside if ms > 1e-3))
+            verdict = "holds" if beside == ["R5"] else "does not hold, as counts leave more places free elsewhere"
+            verdict = f": {verdict}" if name == JOINT else ""
+            own_run = f"DenseBlock-4's weight gradients run beside {', '.join(beside)}, in the paper beside R5"
+            waits = f"The main-stream waits {amount(point.values(name, MAIN_WAITS)[0], 'ms')} for the sub-stream"
+            yield f"{name}: {own_run}{verdict}. {waits}."
+
+    def draw(self, result: Result, path: Path) -> None:
+        shown = [(point, name) for point in result.points for name in (PAPERS, JOINT)]
+        count = len(shown)
+        drawing, panels = charts.panels(result.title, count, width=15.0, height=1.2 + 2.4 * count, rows=count)
+        for axes, (point, name) in zip(panels, shown, strict=True):
+            charts.lanes(axes, point.facts["boxes"][name], {_SUB: "sub-stream", _MAIN: "main-stream"})
+            regions = point.facts["regions"][name]
+            for region, start_ms, end_ms in regions:
+                gain = point.values(name, f"{region} speedup")[0]
+                axes.axvline(start_ms, color="black", linewidth=0.8)
+                narrow = end_ms - start_ms < 0.05 * regions[-1][2]
+                text = f"{region}\n{gain:.2f}" if narrow else f"{region}: {gain:.2f} x"
+                axes.text((start_ms + end_ms) / 2, 1.5, text, ha="center", va="bottom", fontsize=7 if narrow else 9)
+            axes.set_xlim(0, regions[-1][2])
+            faster = amount(_over_one(point, name), "x")
+            axes.set_title(f"{_where(point)}, {name}: {faster} over one stream", fontsize=10, pad=26)
+        panels[-1].set_xlabel("time from the loss's gradient (ms); backward pass, then the next forward pass")
+        charts.colour_legend(drawing, result.points[0].facts["blocks"])
+        charts.save(drawing, path)
+
+
+class Memory(CountedRecipe):
+    """Figure 9: bytes alive as each layer's output gradient ends."""
+
+    quantity = PEAK
+    given = Placements.given
+
+    def count(self, network: CountedNetwork, names: list[str], issue_ms: float) -> Measured:
+        found = counted.simulated_plans(network, (PAPERS, JOINT))
+        curves = {name: counted.memory_by_layer(run.timeline) for name, run in found.items()}
+        rows = [Row(name, PEAK, "GB", [round(run.timeline.peak_bytes / 1e9, 5)]) for name, run in found.items()]
+        for name in (PAPERS, JOINT):
+            more = {layer: curves[name][layer] - alive for layer, alive in curves[ONE].items()}
+            rows.append(Row(name, MOST_MORE, "MB", [round(max(more.values()) / 1e6, 2)]))
+            rows.append(Row(name, BLOCK_4_MORE, "MB", [round(more[network.blocks[-1][0]] / 1e6, 2)]))
+        facts = {
+            "layers": list(curves[ONE]),
+            "GB by layer": {name: [round(b / 1e9, 4) for b in curve.values()] for name, curve in curves.items()},
+            "peak after (of the step)": {n: run.timeline.peak_ms / run.makespan_ms for n, run in found.items()},
+            "last layers of blocks": [block[-1] for block in network.blocks],
+        }
+        return Measured(rows, facts)
+
+    def judge(self, point: Point) -> Iterator[Comparison]:
+        late = "long kernels of the first blocks leave little room, so the sub-stream lags behind"
+        for name in (PAPERS, JOINT):
+            conventional, peak = point.values(ONE, PEAK)[0], point.values(name, PEAK)[0]
+            for claim, value, what, why in (
+                (claims.FIGURE_9_MORE, point.values(name, MOST_MORE)[0], ", all layers", late),
+                (claims.FIGURE_9_MORE, point.values(name, BLOCK_4_MORE)[0], ", end of DenseBlock-4", late),
+                (claims.FIGURE_9_PEAK, 1e3 * (peak - conventional), "", "more weight gradients wait"),
+                (claims.FIGURE_9_PEAK_SHARE, 100 * (peak / conventional - 1), "", "more weight gradients wait"),
+            ):
+                yield judged(claim, value, f"{name}{what}", why)
+
+    def verdicts(self, point: Point) -> Iterator[str]:
+        for name, share in point.facts["peak after (of the step)"].items():
+            verdict = "holds" if share < _LITTLE else "does not hold"
+            yield f"{name}: the peak comes early in the step: {verdict}, after {100 * share:.1f} % of it."
+
+    def draw(self, result: Result, path: Path) -> None:
+        count = len(result.points)
+        drawing, panels = charts.panels(result.title, count, width=10.5, height=1.0 + 4.6 * count, rows=count)
+        for axes, point in zip(panels, result.points, strict=True):
+            said, layers = [], point.facts["layers"]
+            for index, (name, curve) in enumerate(point.facts["GB by layer"].items()):
+                axes.plot(layers, curve, ("-", "--", "-.")[index], color=charts.COLOURS[index], label=name)
+                said.append(f"{name}: peak {point.values(name, PEAK)[0]:.3f} GB")
+                if name != ONE:
+                    said[-1] += f", largest difference {point.values(name, MOST_MORE)[0]:,.0f} MB"
+            edges = [0, *point.facts["last layers of blocks"]]
+            top = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "bottom", "fontsize": 8}
+            for block, start, end in zip(point.facts["blocks"], edges, edges[1:], strict=False):
+                axes.axvline(end + 0.5, color=charts.GREY, linewidth=0.7, linestyle=":")
+                axes.text((start + end + 1) / 2, 1.0, block, **top)
+            axes.set_title("\n".join([_where(point), *said]), fontsize=9, pad=16)
+            axes.set_xlim(max(layers) + 1, min(layers) - 1)
+            axes.set_xlabel("layer whose output gradient ends, the last one first")
+            axes.set_ylabel("alive (GB)")
+            axes.legend(fontsize=8)
+        charts.save(drawing, path)
+
+
+class Speedups(CountedRecipe):
+    """Figure 7, with issue compiled away: two streams over one, in the layers' order and re-ordered."""
+
+    given = (
+        f"{Placements.given} Speedups are upper bounds of this model: a thread block takes as long whatever runs "
+        "beside it, so a device with a third of its thread blocks in use has a third of its speed: gains are too large."
+    )
+
+    def count(self, network: CountedNetwork, names: list[str], issue_ms: float) -> Measured:
+        found = counted.simulated_plans(network, (READY, JOINT))
+        rows = _rows(STEP, "ms", found, [run.makespan_ms for run in found.values()])
+        return Measured(rows, {"places idle on one stream": round(found[ONE].idle_share, 4)})
+
+    def compare(self, result: Result) -> list[Comparison]:
+        points = {(point.at["network"], point.at["batch_size"]): point for point in result.points}
+        gains = {at: _over_one(point, JOINT) for at, point in points.items()}
+        what = "two streams alone"
+        lines = [
+            judged(claim, gains[at], what, "an upper bound of this model")
+            for at, claim in claims.MULTI_STREAM.items()
+            if at in gains
+        ]
+        if point := points.get(claims.REORDERED_AT):
+            gain = point.values(READY, STEP)[0] / point.values(JOINT, STEP)[0]
+            lines.append(judged(claims.REORDERED, gain, what, "in the layers' order they already gain most of it"))
+        of_figure_7 = (("MobileNet V3 (alpha=0.25)",), ("DenseNet-121 (k=12)",), ("ResNet-50", "ResNet-101"))
+        for claim, names in zip(claims.FIGURE_7, of_figure_7, strict=True):
+            if there := [gain for (network, size), gain in gains.items() if network in names and size == 32]:
+                note = f"simulated, {what}, batch 32; not comparable: the paper's has pre-compiled issue in it"
+                lines.append(Comparison(claim, spread([max(there)]), note))
+        return lines
+
+    def notes(self, result: Result) -> list[str]:
+        lines, most = super().notes(result), []
+        for family in ("ResNet", "DenseNet-121", "MobileNet"):
+            gains = [_over_one(p, JOINT) for p in result.points if p.at["network"].startswith(family)] or [1.0]
+            lines.append(f"- {family}: {amount(min(gains), 'x')} to {amount(max(gains), 'x')} over one stream.")
+            most.append(max(gains))
+        verdict = "holds" if most == sorted(most) else "does not hold"
+        return [*lines, f"ResNet gains less than DenseNet-121, and that less than MobileNet, at most: {verdict}."]
+
+    def draw(self, result: Result, path: Path) -> None:
+        sizes = list(dict.fromkeys(point.at["batch_size"] for point in result.points))
+        drawing, panels = charts.panels(result.title, len(sizes), width=2.0 + 6.0 * len(sizes), height=5.4, sharey=True)
+        for axes, size in zip(panels, sizes, strict=True):
+            points = [point for point in result.points if point.at["batch_size"] == size]
+            charts.pairs(axes, {name: [_over_one(point, name) for point in points] for name in (READY, JOINT)})
+            for place, point in enumerate(points):
+                if claim := claims.MULTI_STREAM.get((point.at["network"], size)):
+                    star = {"color": charts.COLOURS[3], "markersize": 13, "markeredgecolor": "black"}
+                    axes.plot([place + 0.5], [claim.value], "*", **star)
+            names = [point.at["network"] for point in points]
+            axes.set_xticks(range(len(points)), names, rotation=35, ha="right", fontsize=8)
+            axes.set_title(f"batch {size}", fontsize=10)
+        panels[0].set_ylim(bottom=1.0)
+        panels[0].set_ylabel("over one stream, issue compiled in both (x)\nupper bounds of this model")
+        stars = "stars: the paper's multi-stream computation alone"
+        charts.legend_below(drawing, panels[0], 2, title=stars, title_fontsize=8)
+        charts.save(drawing, path)
+
+
+def _rows(quantity: str, unit: str, names: Iterable[str], values: Iterable[float]) -> list[Row]:
+    return [Row(name, quantity, unit, [round(value, 4) + 0.0]) for name, value in zip(names, values, strict=True)]
+
+
+def _kernel_times(run: TwoStreamTimeline) -> list[float]:
+    """Start and end of each of the main-stream's kernels in turn; setting up the next one lies between two."""
+    found: list[float] = []
+    for moment_ms, main, _ in run.occupancy:
+        if (main > 0) == (len(found) % 2 == 0):  # it starts, or has ended
+            found.append(round(moment_ms, 4))
+    return found
+
+
+def _issued_and_executed(point: Point) -> Iterator[Box]:
+    issue_ms, times = point.settings["issue_ms"], point.facts["kernels: start and end (ms)"]
+    blocks = [block for block, count in enumerate(point.facts["kernels by block"]) for _ in range(count)]
+    for number, (block, start_ms, end_ms) in enumerate(zip(blocks, times[::2], times[1::2], strict=True)):
+        yield block, _ISSUE, number * issue_ms, (number + 1) * issue_ms
+        yield block, _MAIN, start_ms, end_ms
+
+
+def _boxes(network: CountedNetwork, run: TwoStreamTimeline) -> list[Box]:
+    """Each lane's stretches of one block; a gap of less than a thousandth of the step is not drawn."""
+    block_of = {layer: number for number, block in enumerate(network.blocks) for layer in block}
+    found: list[Box] = []
+    for span in run.timeline.spans:  # lane by lane
+        block, before = block_of[int(span.name.strip("FOWU'"))], found[-1] if found else None
+        start_ms, end_ms = round(span.start_ms, 4), round(span.end_ms, 4)
+        if before and before[:2] == (block, span.lane) and start_ms - before[3] < run.makespan_ms / 1000:
+            start_ms = found.pop()[2]
+        found.append((block, span.lane, start_ms, end_ms))
+    return found
+
+
+def _densenets(result: Result) -> list[Point]:
+    return [point for point in result.points if point.at["network"].startswith("DenseNet")]
+
+
+def _where(point: Point) -> str:
+    return f"{point.at['network']}, batch {point.at['batch_size']}"
+
+
+def _values(point: Point, quantity: str) -> list[float]:
+    return [point.values(name, quantity)[0] for name in point.variants(quantity)]
+
+
+def _over_one(point: Point, name: str) -> float:
+    return point.values(ONE, STEP)[0] / point.values(name, STEP)[0]
+
+
+def _issue(result: Result) -> str:
+    return f"Issuing a kernel is assumed to take {1e3 * result.points[0].settings['issue_ms']:g} us."
