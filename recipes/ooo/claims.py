@@ -58,7 +58,7 @@ REORDERED_AT = ("DenseNet-121 (k=12)", 32)  # the text's "DenseNet-121" of 1.54
 REORDERED = _claim("section 8.2", "x", round(1.54 / 1.39, 3), "re-ordering over two streams without, DenseNet-121 k=12")
 
 FIGURE_1_RATIO = _claim(
-    "section 2, Figure 1", "x", 4, "issue over execution, convolutions of DenseBlock-3 and 4, at most"
+    "section 2, Figure 1", "times", 4, "issue over execution, convolutions of DenseBlock-3 and 4, at most"
 )
 FIGURE_1_SHARE = _claim("section 2", "%", 66.7, "share of DenseBlock-3 and 4 in the execution")
 FIGURE_2_SHORTEST = _claim("section 2", "us", 15, "shortest convolution of DenseBlock-3 and 4")

@@ -106,7 +106,8 @@ class IssueRatios(CountedRecipe):
     def judge(self, point: Point) -> Iterator[Comparison]:
         highest, executed = max(_values(point, HIGHEST_RATIO)[2:]), _values(point, EXECUTION)
         share = 100 * sum(executed[2:]) / sum(executed)
-        yield judged(claims.FIGURE_1_RATIO, highest, _where(point), "an assumed issue over a counted execution")
+        what = f"{_where(point)}, at the assumed issue"
+        yield judged(claims.FIGURE_1_RATIO, highest, what, "counted kernels take other times than the paper's")
         why = "time follows arithmetic and bytes, of which the first two blocks have more"
         yield judged(claims.FIGURE_1_SHARE, share, f"{_where(point)}, forward", why)
 
@@ -116,8 +117,7 @@ class IssueRatios(CountedRecipe):
             yield f"{quantity}, does not fall from block to block: {'holds' if rises else 'does not hold'}."
 
     def draw(self, result: Result, path: Path) -> None:
-        count = len(result.points)
-        title = f"{result.title}\n{_issue(result)}"
+        count, title = len(result.points), f"{result.title}\n{_issue(result)}"
         drawing, panels = charts.panels(title, count, width=1.5 + 3.6 * count, sharey=True)
         for axes, point in zip(panels, result.points, strict=True):
             charts.pairs(axes, {which: _values(point, which) for which in (RATIO, HIGHEST_RATIO)})
@@ -125,8 +125,8 @@ class IssueRatios(CountedRecipe):
             axes.axhline(paper, color=charts.GREY, linestyle=":", label="the paper, DenseBlock-3 and 4, at most")
             charts.even_line(axes, "issue as long as execution")
             axes.set_title(_where(point), fontsize=10)
-            names = point.facts["blocks"]
-            axes.set_xticks(range(len(names)), [name.replace("DenseBlock-", "Dense-\nBlock-") for name in names])
+            names = [name.replace("DenseBlock-", "Dense-\nBlock-") for name in point.facts["blocks"]]
+            axes.set_xticks(range(len(names)), names)
         panels[0].set_ylabel("issue over execution, convolutions (x)")
         charts.legend_below(drawing, panels[0], 2)
         charts.save(drawing, path)
@@ -174,8 +174,7 @@ class IssueTimeline(CountedRecipe):
         yield f"{masked}: {verdict}. Waits by block, and executions (ms): {by_block}."
 
     def draw(self, result: Result, path: Path) -> None:
-        count = len(result.points)
-        title = f"{result.title}\n{_issue(result)}"
+        count, title = len(result.points), f"{result.title}\n{_issue(result)}"
         drawing, panels = charts.panels(title, 2 * count, width=14.0, height=1.5 + 1.9 * count, rows=count)
         for left, right, point in zip(panels[::2], panels[1::2], result.points, strict=True):
             boxes, end_ms = list(_issued_and_executed(point)), point.facts["kernels: start and end (ms)"][-1]
@@ -268,7 +267,7 @@ class Placements(CountedRecipe):
             axes.set_xlim(0, regions[-1][2])
             faster = amount(_over_one(point, name), "x")
             axes.set_title(f"{_where(point)}, {name}: {faster} over one stream", fontsize=10, pad=26)
-        panels[-1].set_xlabel("time from the loss's gradient (ms); backward pass, then the next forward pass")
+        panels[-1].set_xlabel("time from the loss's gradient (ms), to the next forward pass; white: a stream waits")
         charts.colour_legend(drawing, result.points[0].facts["blocks"])
         charts.save(drawing, path)
 
@@ -385,7 +384,7 @@ class Speedups(CountedRecipe):
             for place, point in enumerate(points):
                 if claim := claims.MULTI_STREAM.get((point.at["network"], size)):
                     star = {"color": charts.COLOURS[3], "markersize": 13, "markeredgecolor": "black"}
-                    axes.plot([place + 0.5], [claim.value], "*", **star)
+                    axes.plot([place + 0.42], [claim.value], "*", **star)
             names = [point.at["network"] for point in points]
             axes.set_xticks(range(len(points)), names, rotation=35, ha="right", fontsize=8)
             axes.set_title(f"batch {size}", fontsize=10)
