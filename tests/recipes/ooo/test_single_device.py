@@ -1,4 +1,4 @@
-"""`ooo_fig7` in small: one process, plain at each number of threads, two streams, verdicts by quartiles, the picture."""
+"""`ooo_fig7` in small: one process, plain and two streams, verdicts by quartiles, and the picture."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +39,7 @@ def test_it_measures_and_reports(settings: AllocatorSettings, tmp_path: Path) ->
     (point,) = result.points
     *plain, ours = point.variants("step")
     assert ours == "two streams, glibc"
-    assert "plain, 1 threads, glibc" in plain
+    assert "plain, 1 thread, glibc" in plain
     assert "libtcmalloc_minimal" in point.facts["missing"]["tcmalloc"]
     assert "still searching" not in point.facts["reports"][ours]
     assert any("24 linear" not in line.note and "linear, glibc" in line.note for line in recipe.compare(result))
@@ -49,14 +49,14 @@ def test_it_measures_and_reports(settings: AllocatorSettings, tmp_path: Path) ->
 
 def test_two_streams_are_held_against_the_best_plain_step_of_the_same_allocator() -> None:
     times = {
-        "plain, 1 threads, glibc": [8.0, 8.0],
+        "plain, 1 thread, glibc": [8.0, 8.0],
         "plain, 2 threads, glibc": [6.0, 6.0],
         "two streams, glibc": [5.0, 5.0],
-        "plain, 1 threads, tcmalloc": [4.0, 4.0],
+        "plain, 1 thread, tcmalloc": [4.0, 4.0],
         "two streams, tcmalloc": [4.0, 5.0],
     }
     point = Point({"case": "x"}, {"case": {}}, [Row(name, "step", "ms", values) for name, values in times.items()])
-    assert best_plain(point) == "plain, 1 threads, tcmalloc"
+    assert best_plain(point) == "plain, 1 thread, tcmalloc"
     assert {label: over.rounds for label, over in gains(point).items()} == {
         "two streams, tcmalloc": [1.0, 0.8],
         "two streams, glibc": [1.2, 1.2],
