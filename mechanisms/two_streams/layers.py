@@ -31,7 +31,6 @@ from retime.foundations.torch_private import (
     unsafe_view,
     will_execute,
 )
-from retime.mechanisms.two_streams.sub_stream import bytes_of
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _JIT: Any = torch.jit  # of which some has no types
@@ -282,8 +281,8 @@ class _Split(torch.autograd.Function):
         if needs_weight or needs_bias:
             # another order for chosen inputs would not be the plain one
             can_wait = will_execute(get_gradient_edge(layer.anchor).node)
-            parameters, take = ctx.parameters, layer.take
-            if not (can_wait and take is not None and take(layer, parameters, weight_gradients, bytes_of(gradient, x))):
+            parameters, take, held_bytes = ctx.parameters, layer.take, gradient.nbytes + x.nbytes
+            if not (can_wait and take is not None and take(layer, parameters, weight_gradients, held_bytes)):
                 of_weight, of_bias = weight_gradients()
             if can_wait and layer.is_new and layer.hooks(parameters) is None:
                 layer.look_for_other_uses(parameters, (of_weight, of_bias))

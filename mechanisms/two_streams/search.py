@@ -14,7 +14,7 @@ BLOCK_STEPS = 4
 """Steps in a row with one setting; the first of them is not counted."""
 ROUNDS = 2
 LEAST_GAIN = 1.01
-"""A setting that is not faster than plain by this factor is not worth its memory."""
+"""By so much two streams have to be faster than a plain step to be worth their memory."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class Setting:
 
     def __str__(self) -> str:
         if not self.two_streams:
-            return "plain" + (f" with {self.forward_threads} threads" if self.forward_threads else "")
+            many = "s" if self.forward_threads > 1 else ""
+            return "plain" + (f" with {self.forward_threads} thread{many}" if self.forward_threads else "")
         if not self.forward_threads:
             return "two streams"
         return f"two streams with {self.main_threads} + {self.sub_threads} threads, {self.forward_threads} forward"
@@ -82,11 +83,6 @@ class Search:
         self._began: float | None = None
         self.times_ms: dict[Setting, list[float]] = {setting: [] for setting in settings}
 
-    @property
-    def setting(self) -> Setting:
-        """The setting of the step that is under way."""
-        return self._order[min(self._step, len(self._order) - 1)]
-
     def next_step(self) -> Setting | None:
         """Say that a step begins.
 
@@ -108,8 +104,15 @@ class Search:
         return {setting: statistics.median(times) for setting, times in self.times_ms.items() if times}
 
     def best(self) -> Setting:
-        """Return the fastest setting; the plain one if none is faster by :data:`LEAST_GAIN`."""
+        """Return the fastest setting.
+
+        A plain one stays unless two streams are faster than every plain one by :data:`LEAST_GAIN`, and the first plain
+        one unless another is faster than it by as much.
+        """
         medians = self.medians_ms()
-        plain = next(iter(medians))
+        first = next(iter(medians))
+        plain = min((one for one in medians if not one.two_streams), key=medians.__getitem__)
         fastest = min(medians, key=medians.__getitem__)
-        return fastest if medians[plain] >= LEAST_GAIN * medians[fastest] else plain
+        if fastest.two_streams and medians[plain] >= LEAST_GAIN * medians[fastest]:
+            return fastest
+        return plain if medians[first] >= LEAST_GAIN * medians[plain] else first

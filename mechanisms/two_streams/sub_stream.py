@@ -11,12 +11,11 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from retime.foundations.streams import has_streams
+from retime.foundations.streams import SideStream, has_streams
 
 Compute = Callable[[], Sequence[Tensor | None]]
 
@@ -30,7 +29,8 @@ class Job:
     """
 
     def __init__(self, compute: Compute, size_bytes: int) -> None:
-        self._compute: Compute | None = compute
+        self.compute: Compute | None = compute
+        """None: it has run, or is at it."""
         self.size_bytes = size_bytes
         self.gradients: Sequence[Tensor | None] = ()
         self.error: BaseException | None = None
@@ -38,7 +38,7 @@ class Job:
 
     def run(self, *, on_sub_stream: bool) -> None:
         """Compute; what fails is kept for :meth:`SubStream.join`, whichever thread this is."""
-        compute, self._compute = self._compute, None
+        compute, self.compute = self.compute, None
         self.on_sub_stream = on_sub_stream
         try:
             if compute is not None:
@@ -194,31 +194,25 @@ class DeviceStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._held: list[Compute] = []
+        self._side = SideStream(device)
         self.held_bytes = 0
         """Of jobs that the main stream has not waited for."""
 
     def give(self, job: Job) -> None:
         """Issue it behind everything that the current stream has been given."""
-        main = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(main)
-        if job._compute is not None:
-            self._held.append(job._compute)
         self.held_bytes += job.size_bytes
-        with torch.cuda.stream(self._stream):
+        with self._side.after_current(hold=[job.compute]):
             job.run(on_sub_stream=True)
 
     def run_oldest(self) -> bool:
         """Let the current stream wait for all jobs, whose tensors are free then; False: there is none."""
-        some = bool(self._held)
+        some = self.held_bytes > 0
         self.join()
         return some
 
     def join(self) -> None:
         """Let the current stream wait for all jobs."""
-        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        self._held.clear()
+        self._side.join()
         self.held_bytes = 0
 
     drop = close = join
@@ -230,8 +224,3 @@ SubStream = CoreStream | DeviceStream
 def sub_stream_of(device: torch.device, threads: int) -> SubStream:
     """Return a stream beside the current one of this device, with so many threads a kernel on a CPU."""
     return DeviceStream(device) if has_streams(device) else CoreStream(threads)
-
-
-def bytes_of(*tensors: Any) -> int:
-    """Return the bytes of the elements of these tensors."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)

@@ -64,6 +64,20 @@ def test_the_fastest_setting_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not sub_threads()
 
 
+@pytest.mark.parametrize(
+    ("times_ms", "best"),
+    [
+        ({PLAIN: 100.0, FEWER: 100.5, BOTH: 98.0}, BOTH),
+        ({PLAIN: 100.0, FEWER: 97.0, BOTH: 96.5}, FEWER),  # faster than the first plain one, not than the best
+        ({PLAIN: 100.0, FEWER: 99.5, BOTH: 99.2}, PLAIN),
+    ],
+)
+def test_two_streams_have_to_beat_every_plain_setting(times_ms: dict[Setting, float], best: Setting) -> None:
+    made = search.Search(list(times_ms), torch.device("cpu"))
+    made.times_ms = {setting: [ms] for setting, ms in times_ms.items()}
+    assert made.best() == best
+
+
 @pytest.mark.parametrize("best", [PLAIN, FEWER])
 def test_where_two_streams_do_not_pay_they_are_taken_off(monkeypatch: pytest.MonkeyPatch, best: Setting) -> None:
     loop = Loop(monkeypatch, lambda setting: 1.0 if setting == best else 2.0)

@@ -60,15 +60,17 @@ def test_few_bytes_wait_where_they_are_bounded() -> None:
 
 
 def _no_wait(stream: DeviceStream) -> None:
-    stream._held.clear()
+    stream._side._held.clear()
 
 
 def _give(stream: DeviceStream, job: object, *, waits: bool, holds: bool) -> None:
+    side = stream._side._get()
+    assert side is not None
     if waits:
-        stream._stream.wait_stream(torch.cuda.current_stream())
+        side.wait_stream(torch.cuda.current_stream())
     if holds:
-        stream._held.append(job._compute)  # type: ignore[attr-defined]
-    with torch.cuda.stream(stream._stream):
+        stream._side._held.append(job.compute)  # type: ignore[attr-defined]
+    with torch.cuda.stream(side):
         job.run(on_sub_stream=True)  # type: ignore[attr-defined]
 
 
