@@ -42,6 +42,7 @@ def test_it_measures_and_reports(settings: AllocatorSettings, tmp_path: Path) ->
     assert "plain, 1 thread, glibc" in plain
     assert "libtcmalloc_minimal" in point.facts["missing"]["tcmalloc"]
     assert "still searching" not in point.facts["reports"][ours]
+    assert len(point.facts["kept"][ours]) == 1
     assert any("24 linear" not in line.note and "linear, glibc" in line.note for line in recipe.compare(result))
     recipe.draw(result, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 1000
