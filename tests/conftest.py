@@ -49,9 +49,13 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: "pytest_timeout.Settin
     return set_timer(item, settings._replace(timeout=limit_s(settings.timeout)))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)  # the tensors are tiny: more threads only wait for one another
+# What Lightning leaves there: the address of a process group, where processes that a later test starts would listen and
+# this one still does; a rank, from which Accelerate concludes that there are others; a seed; a number of threads.
+LEFT_BY_FITS = (
+    *("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK"),
+    *("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "OMP_NUM_THREADS"),
+)
+BEFORE = {name: os.environ.get(name) for name in LEFT_BY_FITS}
 
 
 @pytest.fixture(autouse=True)
@@ -60,14 +64,12 @@ def _short_collections() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_left_in_the_environment() -> Iterator[None]:
-    """Lightning leaves the address of a process group there: processes that a later test starts would listen there,
-    where this process still does. And a seed, which they would begin with."""
-    addresses = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK")
-    names = (*addresses, "PL_GLOBAL_SEED", "PL_SEED_WORKERS")
-    before = {name: os.environ.get(name) for name in names}
+def _as_before_all_tests() -> Iterator[None]:
+    """Fits of this test, and of fixtures that several tests share, change neither the environment nor the number of
+    threads of the next test."""
+    torch.set_num_threads(1)  # the tensors are tiny: more threads only wait for one another
     yield
-    for name, value in before.items():
+    for name, value in BEFORE.items():
         if value is None:
             os.environ.pop(name, None)
         else:

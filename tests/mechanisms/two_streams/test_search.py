@@ -1,7 +1,7 @@
 """The search of two streams: what it tries, when it ends, and what it leaves, by a clock of its own."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -18,11 +18,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:the search of two streams also r
 
 
 @pytest.fixture(autouse=True)
-def _two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
+def _two_threads(_as_before_all_tests: None) -> None:
     torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 class Loop:
