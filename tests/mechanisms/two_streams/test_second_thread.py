@@ -146,6 +146,7 @@ def test_what_the_thread_raises_comes_through_backward_with_the_layers_name(
     assert_trained(model, trained(skip=2))
 
 
+@pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_while_the_main_thread_waits(shared_out: Callable[[Callable[[], None]], None]) -> None:
     main = threading.get_ident()
     model = network()

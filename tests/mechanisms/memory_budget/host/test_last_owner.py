@@ -10,7 +10,7 @@ import operator
 import pickle
 import signal
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -24,6 +24,8 @@ from retime.mechanisms.memory_budget.offload.hosts import HostMemory
 from retime.mechanisms.memory_budget.offload.saved_tensors import OffloadSavedTensors
 from retime.mechanisms.memory_budget.offload.tier import HostTier
 from retime.schedules.budget import OffloadPlan
+
+pytestmark = pytest.mark.usefixtures("interrupts")
 
 
 def offload_all(host: HostTier, leaf: Tensor, in_flight_bytes: int = 0) -> OffloadSavedTensors:
@@ -64,14 +66,6 @@ def test_saved_tensors_can_be_copied_and_sent(take: Callable[[Tensor], Tensor], 
     assert torch.equal(take(value.detach()), value.detach())
     value.sum().backward()
     assert torch.equal(leaf.grad, value.detach())
-
-
-@pytest.fixture(autouse=True)
-def _interruptions_are_errors() -> Iterator[None]:
-    """Also where these tests run in the background of a shell, which ignores them."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def interrupted_in(call: Callable[[], object]) -> None:
