@@ -47,12 +47,16 @@ def test_names_are_registered_once_and_described() -> None:
     assert isinstance(trainer(strategy="fused_optimizer").strategy, FusedOptimizerStrategy)
 
 
-def test_the_readme_lists_the_names_of_the_table() -> None:
-    page = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
-    table = page.partition("## What there is")[2].partition("\n## ")[0]
-    first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("|")]
-    listed = {name for cell in first_cells for name in re.findall(r"`([a-z]+_[a-z_]+)`", cell)}
-    assert listed == {name for name, *_ in STRATEGIES}
+def test_the_pages_list_the_names_of_the_table() -> None:
+    names = {name for name, *_ in STRATEGIES}
+    assert _names_in("docs/start.md", "## Strategies", 1) == names
+    assert _names_in("README.md", "## What to take", 2) <= names
+
+
+def _names_in(page: str, heading: str, column: int) -> set[str]:
+    section = (Path(__file__).parents[2] / page).read_text("utf-8").partition(heading)[2].partition("\n## ")[0]
+    cells = [line.split("|")[column] for line in section.splitlines() if line.startswith("|")]
+    return {name for cell in cells for name in re.findall(r"`([a-z]+_[a-z_]+)`", cell)}
 
 
 def _is_ours(name: str) -> bool:

@@ -66,7 +66,7 @@ CHANGES = {
             '    ("toy_steps", ToyStrategy, False, "steps counted", {}),\n    ("memory_budget", ',
         ),
     ),
-    "README.md": (("| `fused_optimizer`,", "| `toy_steps` | same bits | never | - |\n| `fused_optimizer`,"),),
+    "docs/start.md": (("| `fused_optimizer`,", "| `toy_steps` | - | same bits | - |\n| `fused_optimizer`,"),),
     "tests/contract/rows.py": (
         (
             '    Row("fused_optimizer", ',
