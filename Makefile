@@ -9,7 +9,7 @@ PYTEST_ARGS ?= $(SHARED) -m "not long"
 # Tests start Python many times, and each time would compile retime anew: 0.8 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all check size clean
+.PHONY: demo test test-all check docs size clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "retime needs Python 3.11 or newer; set PYTHON=/path/to/python3.11")'
@@ -35,6 +35,12 @@ check: $(STAMP)
 	rm -rf build/typed
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target build/typed .
 	cd build/typed && MYPYPATH=. ../../$(BIN)/mypy --config-file ../../pyproject.toml -p retime
+
+# The documentation site, without a warning; its front page is outputs/site/index.html.
+docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	rm -rf outputs/site
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -d outputs/doctrees -c docs . outputs/site
 
 # Lines of each room, beside what pyproject.toml allows.
 size:

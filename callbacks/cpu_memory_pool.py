@@ -16,11 +16,11 @@ __all__ = ["CPUMemoryPool"]
 
 
 class CPUMemoryPool(Callback):
-    """CPU tensors come from a pool that keeps freed memory for the next ones, in huge pages (moDNN, section 3.3).
+    """CPU tensors come from a pool that keeps freed memory for the next ones, in huge pages (moDNN, section 3.3)::
 
         trainer = Trainer(accelerator="cpu", callbacks=[CPUMemoryPool()])
 
-        with CPUMemoryPool() as pool:       # a loop of one's own
+        with CPUMemoryPool() as pool:       # a bare loop
             model = Net()
             ...
         print(pool.report())
@@ -30,7 +30,7 @@ class CPUMemoryPool(Callback):
     that are too small is moved together, 2 MiB at a time, and neither copied nor cleared. Values do not change.
 
     What live tensors and free memory take together stays below ``slack`` times the most that was alive in this epoch
-    and the one before (in a loop of one's own: since it began). Tensors below 16 KiB come from the C library. Install
+    and the one before (in a bare loop: since it began). Tensors below 16 KiB come from the C library. Install
     it before the model is made where that is possible: tensors that are there already stay where they are.
 
     The pool is compiled once, with the system's C++ compiler. Where it cannot be, or for devices other than CPUs,

@@ -42,8 +42,9 @@ class MemoryBudgetStrategy(Budgeted, SingleDevice):
     is no sum of the parts' (a standard deviation, a maximum) is named in a warning before the first step.
 
     Args:
-        budget: bytes, ``"8GiB"``, or ``"90%"`` of the device's memory, for parameters, gradients, optimizer states, the
-            batch, activations and what operations need. On a CPU: what training may add to the process.
+        budget: bytes, ``"8GiB"``, or ``"90%"`` of the device's memory (``"auto"`` means that), for parameters,
+            gradients, optimizer states, the batch, activations and what operations need. On a CPU: what training may
+            add to the process.
         host: where activations go: ``"memory"`` (for CUDA), ``"disk:FOLDER"`` (for a CPU); None: memory for CUDA, the
             folder for temporary files for a CPU.
         batchnorm: layers with batch statistics keep a batch whole (``"offload"``), or take ``"ghost"`` statistics of

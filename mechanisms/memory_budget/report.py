@@ -76,9 +76,10 @@ def parse_budget(budget: int | str, device: torch.device | str | int | None, sha
     """The bytes that a budget means on ``device``.
 
     Args:
-        budget: bytes, or a text: ``"8GiB"``, ``"500 MB"``, ``"90%"`` of the device's memory. On a CPU that is
-            the least of the machine's memory, the limits of the process's control group and of all groups around it
-            (``memory.max`` or ``memory.limit_in_bytes``: a container's), ``RLIMIT_DATA`` and ``RLIMIT_AS``.
+        budget: bytes, or a text: ``"8GiB"``, ``"500 MB"``, ``"90%"`` of the device's memory, or ``"auto"``, which is
+            ``"90%"``. On a CPU the memory is the least of the machine's, the limits of the process's control group and
+            of all groups around it (``memory.max`` or ``memory.limit_in_bytes``: a container's), ``RLIMIT_DATA`` and
+            ``RLIMIT_AS``.
         device: where training runs; None where that is not known yet: only the form of bytes is checked then.
         sharing: processes on this machine; on a CPU they share a percentage, since they share the memory. Each has its
             own resource limits.
@@ -88,13 +89,15 @@ def parse_budget(budget: int | str, device: torch.device | str | int | None, sha
         ValueError: it cannot be read, is not above 0, or is more than the device has.
     """
     total = _device_bytes(device)
+    if isinstance(budget, str) and budget.strip() == "auto":
+        budget = "90%"
     percent = _PERCENT.fullmatch(budget.strip()) if isinstance(budget, str) else None
     if percent:
         if not 0 < Fraction(percent[1]) <= 100:
             raise ValueError(f"budget={budget!r} must be above 0% and at most 100% of the device's memory")
         wanted = int(Fraction(percent[1]) / 100 * _device_bytes(device, sharing))
     else:
-        wanted = parse_bytes("budget", budget, examples="'8GiB', '500MB' or '90%'")
+        wanted = parse_bytes("budget", budget, examples="'8GiB', '500MB', '90%' or 'auto'")
     if wanted < 1:
         raise ValueError(f"budget={budget!r} must be above 0")
     if wanted > total:

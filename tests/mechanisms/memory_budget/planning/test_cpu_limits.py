@@ -62,6 +62,7 @@ def test_control_groups_limit_a_cpus_memory(root: Path, lines: str, limits: dict
     in_groups(root, lines, limits)
     assert shared_bytes() == own_bytes() == least
     assert parse_budget("50%", "cpu") == least // 2
+    assert parse_budget("auto", "cpu") == parse_budget("90%", "cpu")
 
 
 def test_a_budget_above_the_limit_is_refused(root: Path) -> None:
