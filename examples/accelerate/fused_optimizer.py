@@ -1,0 +1,46 @@
+"""The plain script, with updates inside of the backward pass: same bits."""
+
+import argparse
+
+import torch
+from accelerate import Accelerator
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from retime.integrations.accelerate.fused_optimizer import FusedOptimizer  # retime
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=1797)
+    options = parser.parse_args()
+
+    torch.manual_seed(0)
+    digits = load_digits()
+    images = torch.from_numpy(digits.images[: options.samples]).float() / 16
+    labels = torch.from_numpy(digits.target[: options.samples])
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    loader = DataLoader(TensorDataset(images, labels), options.batch_size)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    fused = FusedOptimizer(accelerator, model, optimizer, mode="backward")  # retime
+    for _ in range(options.epochs):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+    print(fused.report())  # retime
+    fused.remove()  # retime
+    print(f"loss {loss.item():.4f}")
+
+
+if __name__ == "__main__":
+    main()
