@@ -14,7 +14,7 @@ release = metadata.version("lightning-retime")
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "README"
 include_patterns = [
-    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**.md"),
+    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "docs/**.md"),
     *("foundations/**/README.md", "mechanisms/**/README.md", "results/README.md", "results/**/result.md"),
 ]
 myst_heading_anchors = 4
@@ -37,7 +37,15 @@ CONTENTS = {
         "foundations/cpu_pool/README",
     ],
     "Evidence": ["results/README", "docs/recipes", "docs/gpu"],
-    "Reference": ["docs/api", "docs/schedules", "docs/architecture", "CONTRIBUTING", "CHANGELOG"],
+    "Reference": [
+        "docs/api",
+        "docs/schedules",
+        "docs/architecture",
+        "CONTRIBUTING",
+        "SECURITY",
+        "CODE_OF_CONDUCT",
+        "CHANGELOG",
+    ],
     "Foundations": [
         *(f"foundations/{name}/README" for name in ("ddp", "lazy_updates", "measure", "native", "torch_private")),
         "foundations/weight_gradients/README",
