@@ -205,6 +205,14 @@ class AllocatorSettings(Settings):
 
 
 @dataclass
+class SingleDeviceSettings(AllocatorSettings):
+    """The settings of the recipes about two streams on one device (ooo-backprop)."""
+
+    compiled: bool = False  # steps under torch.compile too
+    compile_limit_s: float = 180.0  # for a process that compiles a first step
+
+
+@dataclass
 class AccumulationSettings(Settings):
     """The settings of the recipes about gradient accumulation on the host. `steps` are of a fit, after its warm-up."""
 
@@ -282,6 +290,7 @@ def register_all() -> None:
     register("bppsa_convolutional", ConvolutionalSettings)
     register("modnn", MemorySettings)
     register("cpu_memory", AllocatorSettings)
+    register("single_device", SingleDeviceSettings)
     register("cpuacc", AccumulationSettings)
     register("pipeline", PipelineSettings)
     register("paper_pipeline", PaperPipelineSettings)

@@ -9,7 +9,7 @@ its networks is built. Nothing is downloaded.
 module           builders                                          papers
 ===============  ================================================  ================================================
 `hub`            mobilenet_v2, resnet, bert, gpt2, llama           optimizer-fusion, ooo-backprop, modnn
-`chains`         mlp, lenet5, alexnet, vgg                         optimizer-fusion, modnn, cpu-accumulation, bppsa
+`chains`         mlp, convolutions, lenet5, alexnet, vgg           optimizer-fusion, modnn, cpu-accumulation, bppsa
 `fcn`            fcn                                               modnn
 `densenet`       densenet                                          ooo-backprop
 `mobilenet`      mobilenet_v3                                      ooo-backprop
@@ -21,7 +21,7 @@ module           builders                                          papers
 In a Hydra config: ``model: {_target_: retime.recipes.models.vgg, depth: 19, batch_norm: true}``.
 """
 
-from retime.recipes.models.chains import alexnet, lenet5, mlp, vgg
+from retime.recipes.models.chains import alexnet, convolutions, lenet5, mlp, vgg
 from retime.recipes.models.common import parameter_count, parameters_per_layer
 from retime.recipes.models.densenet import densenet
 from retime.recipes.models.fcn import fcn
@@ -34,6 +34,7 @@ from retime.recipes.models.translation import transformer_base
 __all__ = [
     "alexnet",
     "bert",
+    "convolutions",
     "densenet",
     "fcn",
     "googlenet",

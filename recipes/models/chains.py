@@ -1,4 +1,4 @@
-"""Networks without branches: MLP, LeNet-5, AlexNet and the VGG family, all plain ``nn.Sequential``.
+"""Networks without branches: MLP, convolutions, LeNet-5, AlexNet and the VGG family, all plain ``nn.Sequential``.
 
 Legend: B batch, C channels, H and W image height and width, N classes.
 """
@@ -43,6 +43,22 @@ def mlp(
         layers += [nn.Linear(features, width), nn.ReLU()]
     if num_classes is not None:
         layers.append(nn.Linear(width, num_classes))
+    return nn.Sequential(*layers)
+
+
+def convolutions(depth: int = 12, channels: int = 64) -> nn.Sequential:
+    """``depth`` times (3x3 convolution + ReLU) of as many channels in and out: a benchmark network, all layers alike.
+
+    Input and output ``(B, channels, H, W)``.
+
+    Raises:
+        ValueError: ``depth`` is not positive.
+    """
+    if depth < 1:
+        raise ValueError(f"depth={depth} must be at least 1")
+    layers: list[nn.Module] = []
+    for _ in range(depth):
+        layers += [nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU()]
     return nn.Sequential(*layers)
 
 

@@ -190,11 +190,13 @@ def gpt2(
     max_tokens: int = 1024,
     dropout: float = 0.1,
     tied: bool = True,
+    linear: bool = False,
 ) -> LogitsOf:
     """GPT-2 (Radford et al. 2019). ``size="medium"`` has the shape of GPT-3 medium, which ooo-backprop trains.
 
     Input token ids ``(B, T)``, T at most ``max_tokens``; output next-token logits ``(B, T, V)``. ``tied`` shares the
-    token embedding with the output layer.
+    token embedding with the output layer. ``linear`` takes ``nn.Linear`` where transformers has layers of its own with
+    transposed weights, ``Conv1D``.
 
     Raises:
         ValueError: unknown ``size``.
@@ -216,7 +218,13 @@ def gpt2(
         tie_word_embeddings=tied,
         use_cache=False,
     )
-    return LogitsOf(transformers.GPT2LMHeadModel(config))
+    model = transformers.GPT2LMHeadModel(config)
+    for name, module in [*model.named_modules()] if linear else []:
+        if isinstance(module, transformers.pytorch_utils.Conv1D):
+            layer = nn.Linear(*module.weight.shape)
+            layer.load_state_dict({"weight": module.weight.t(), "bias": module.bias})
+            model.set_submodule(name, layer)
+    return LogitsOf(model)
 
 
 def llama(

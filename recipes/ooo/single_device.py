@@ -1,151 +1,283 @@
-"""`ooo_fig7`: two streams on one device inside a Trainer, against the plain step at its best number of threads.
+"""`ooo_fig7`, `ooo_fig7_more`, `ooo_fig7_compiled`: two streams in a Trainer against the plain step at its best.
 
-Every allocator has processes of its own. In each, plain fits with every number of threads and a fit with two streams
-take turns from the same weights, all of one length: two streams search in their first steps, and the last steps of
-every fit are timed. A value is the median over one process's rounds, and a ratio compares values of one process, so of
-one allocator. Where the search has taken two streams off, a ratio shows what the comparison itself scatters.
+Every allocator has processes of its own. In each, plain fits with every number of threads, compiled ones if wanted, and
+a fit with two streams take turns from the same weights, all of one length: two streams search in their first steps, and
+the last steps of every fit are timed. A value is the median over one process's rounds. The verdict holds two streams,
+with their best allocator, against the plain step with its best number of threads and its best allocator. Where the
+search has taken two streams off, a ratio shows what the comparison itself scatters.
+
+A process more has a bare loop: it records one step of either kind, kernel by kernel, and counts the bytes alive.
 """
 
 from __future__ import annotations
 
 import statistics
+import tempfile
 import warnings
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
 
 from retime.foundations.messages import DifferenceWarning, NoEffectWarning
 from retime.recipes.core import charts
-from retime.recipes.core.build import CPU, build_batches, build_model
-from retime.recipes.core.claims import Comparison, Target
+from retime.recipes.core.build import CPU, build_batches, build_model, loss_of
+from retime.recipes.core.claims import Claim, Comparison, Target, amount, show
 from retime.recipes.core.measure import Spread, interleave, speedup, spread
 from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.core.schema import AllocatorSettings
+from retime.recipes.core.schema import SingleDeviceSettings
 from retime.recipes.core.trainer_loop import Run, train
-from retime.recipes.core.workers import Answer, Worker, closing
+from retime.recipes.core.workers import Answer, Worker, WorkerError, closing
 from retime.recipes.cpu_memory.allocators import ALLOCATORS, NoAllocatorError, environment_of
-from retime.recipes.ooo.claims import FIGURE_7
+from retime.recipes.ooo import one_step
+from retime.recipes.ooo.claims import FIGURE_7, FIGURE_9_PEAK_SHARE
 
-STEP = "step"
-TWO_STREAMS = "two streams"
+STEP, ALIVE = "step", "alive at the peak"
+PLAIN, COMPILED, TWO_STREAMS = "plain", "compiled", "two streams"
 SEARCH_STEPS = 40
 """Steps of every fit before the timed ones: what a search may take."""
 
 NOT_SLOWER = 0.99
+OVER_COMPILED = Claim("torch.compile", "inductor", "x", 1.0, "two streams over the best compiled step")
+PEAKS = 3
+"""How often bytes are counted."""
 
 
-class SingleDevice(CaseRecipe[AllocatorSettings]):
-    """A point a network; a variant a number of threads, or two streams, with an allocator."""
+class SingleDevice(CaseRecipe[SingleDeviceSettings]):
+    """A point a network; a variant a number of threads, plain or compiled, or two streams, with an allocator."""
 
     quantity = STEP
 
     def references(self, point: Point) -> dict[str, str]:
-        best = best_plain(point)
-        return {} if best is None else {f"speed over {best}": best}
+        best = (fastest(point, PLAIN), fastest(point, COMPILED))
+        return {f"speed over {label}": label for label in best if label is not None}
 
-    def measure(self, settings: AllocatorSettings, at: dict[str, Any], tick: Tick) -> Measured:
+    def measure(self, settings: SingleDeviceSettings, at: dict[str, Any], tick: Tick) -> Measured:
         if settings.hardware.device != "cpu":
             raise ValueError(f"{settings.name} compares allocators and threads of a CPU: choose hardware=cpu")
         case = settings.cases[at["case"]]
         threads = torch.get_num_threads()
+        request = {"case": case, "steps": case.get("steps", settings.steps), "seed": settings.seed}
         missing: dict[str, str] = {}
+        facts: dict[str, Any] = {"missing": missing, "batch size": case["batch_size"], "reports": {}, "kept": {}}
         times: dict[str, list[float]] = {}
-        reports: dict[str, str] = {}
-        kept: dict[str, list[bool]] = {}
-        for name in settings.allocators:
-            try:
-                environment = environment_of(name, settings.libraries)
-            except NoAllocatorError as error:
-                missing[name] = str(error)
-                continue
-            for _ in range(settings.processes):
-                request = {"case": case, "steps": case.get("steps", settings.steps), "seed": settings.seed}
-                workers = {"": Worker(serve, request, settings.timeout_s, environment=environment)}
-                with closing(workers):
-                    ask = workers[""].ask
-                    fits = {_plain(n): {"threads": n, "two": False} for n in range(1, threads + 1)}
-                    fits[TWO_STREAMS] = {"threads": threads, "two": True}
-                    found = interleave({k: partial(ask, v) for k, v in fits.items()}, settings.rounds, 0, tick)
-                for label, answers in found.items():
-                    label = f"{label}, {ALLOCATORS[name].label}"
-                    times.setdefault(label, []).append(statistics.median(answer["ms"] for answer in answers))
-                    if answers[-1]["report"]:
-                        reports[label] = answers[-1]["report"]
-                        kept.setdefault(label, []).extend(answer["on"] for answer in answers)
+        fits = {_label(PLAIN, n): {"threads": n} for n in range(1, threads + 1)}
+        environments = _environments(settings, missing)
+        with tempfile.TemporaryDirectory() as cache:
+            if settings.compiled:
+                first_s = _compile(settings, request, cache, threads, missing)
+                fits |= {label: {"threads": n, "compiled": True} for label, (n, _) in first_s.items()}
+                facts["first compiled step (s)"] = {label: seconds for label, (_, seconds) in first_s.items()}
+            fits[TWO_STREAMS] = {"threads": threads, "two": True}
+            for name, environment in environments.items():
+                for _ in range(settings.processes):
+                    workers = {"": _worker(request, settings.timeout_s, environment, cache)}
+                    with closing(workers):
+                        ask = workers[""].ask
+                        found = interleave({k: partial(ask, v) for k, v in fits.items()}, settings.rounds, 0, tick)
+                    for label, answers in found.items():
+                        label = f"{label}, {ALLOCATORS[name].label}"
+                        times.setdefault(label, []).append(statistics.median(answer["ms"] for answer in answers))
+                        if answers[-1]["report"]:
+                            facts["reports"][label] = answers[-1]["report"]
+                            facts["kept"].setdefault(label, []).extend(answer["on"] for answer in answers)
         rows = [Row(label, STEP, "ms", [round(ms, 4) for ms in values]) for label, values in times.items()]
-        facts = {"missing": missing, "batch size": case["batch_size"], "reports": reports, "kept": kept}
+        if environments:
+            tick("one step")
+            quickest = min(environments, key=lambda name: _median(times[f"{TWO_STREAMS}, {ALLOCATORS[name].label}"]))
+            rows += _look(settings, request, environments[quickest], threads, facts)
         return Measured(rows, facts)
 
     def compare(self, result: Result) -> list[Comparison]:
         lines = []
         for point in result.points:
-            wanted = result_case(point).get("wanted", NOT_SLOWER)
-            for label, over in gains(point).items():
-                on = point.facts["kept"][label]
-                note = f"{point.at['case']}, {label.partition(', ')[2]}; on in {sum(on)} of {len(on)} fits"
-                note += f"; {verdict(over, wanted)}"
-                lines.append(Comparison(Target("two streams over the best plain step", "x", wanted), over, note))
-        for claim in FIGURE_7:
-            network = claim.what.partition(",")[0]
-            like = next((one for one in result.points if one.at["case"].startswith(network)), None)
-            best = None if like is None else next(iter(gains(like).values()), None)
-            note = "the paper's: a V100, over XLA, kernels issued ahead; here a CPU" if best is not None else ""
-            lines.append(Comparison(claim, best, note))
-        return lines
+            wanted = point.settings["case"].get("wanted", NOT_SLOWER)
+            against: tuple[tuple[str, Claim | Target], ...] = (
+                (PLAIN, Target("two streams over the best plain step", "x", wanted)),
+                (COMPILED, OVER_COMPILED),
+            )
+            for kind, row in against:
+                ours, best, over = best_gain(point, kind)
+                if ours is None or over is None:
+                    continue
+                on = point.facts["kept"][ours]
+                note = f"{point.at['case']}, {_allocator(ours)}, over {best}; on in {sum(on)} of {len(on)} fits"
+                lines.append(Comparison(row, over, note + (f"; {verdict(over, wanted)}" if kind == PLAIN else "")))
+        return [*lines, *_papers(result)]
 
     def notes(self, result: Result) -> list[str]:
         lines = [
-            "The plain step is the fastest over its numbers of threads, with the same allocator as two streams. "
-            "Quartiles are over processes.",
+            "The best plain step is the fastest over its numbers of threads and its allocators, and two streams have "
+            "the allocator with which they are fastest. Quartiles are over processes. Bytes alive are those of tensors "
+            "of 16 KiB and more and of oneDNN's scratch, counted in a bare loop in which two streams stay on.",
         ]
         for point in result.points:
-            lines += [f"- {point.at['case']}: no {name}: {reason}" for name, reason in point.facts["missing"].items()]
-            lines += [f"- {point.at['case']}, {label}: {said}" for label, said in point.facts["reports"].items()]
+            case = point.at["case"]
+            lines += [f"- {case}: no {name}: {reason}" for name, reason in point.facts["missing"].items()]
+            lines += [f"- {case}: {label} has a first step of {s:g} s, which compiles" for label, s in _first_s(point)]
+            same = [f"{show(over, 'x')} with {_allocator(label)}" for label, over in gains(point).items()]
+            lines += [f"- {case}: two streams over the best plain step of the same allocator: {', '.join(same)}."]
+            lines += [f"- {case}, {label}: {said}" for label, said in point.facts["reports"].items()]
         return lines
 
     def draw(self, result: Result, path: Path) -> None:
-        drawing, axes = charts.figure(titled(result), width=max(8.0, 1.1 * len(result.points)), height=4.8)
-        labels = sorted({label for point in result.points for label in gains(point)})
-        for index, label in enumerate(labels):
-            there = [
-                (number, gains(point)[label]) for number, point in enumerate(result.points) if label in gains(point)
-            ]
-            shifted = [number + 0.16 * (index - (len(labels) - 1) / 2) for number, _ in there]
-            charts.points_with_spread(axes, shifted, [over for _, over in there], label.partition(", ")[2], index)
-        charts.even_line(axes, "the best plain step")
-        axes.set_xticks(range(len(result.points)), [p.at["case"] for p in result.points], rotation=35, ha="right")
-        axes.set_ylabel("steps per second against the plain\nstep at its best number of threads (x)")
-        axes.legend()
+        steps = _to_show(result)
+        drawing, panels = charts.panels(
+            titled(result),
+            1 + len(steps),
+            width=10.6,
+            height=5.2 + 2.3 * len(steps),
+            rows=1 + len(steps),
+            height_ratios=[4.0, *(1.4 for _ in steps)],
+        )
+        _draw_gains(panels[0], result)
+        for axes, (title, point) in zip(panels[1:], steps, strict=True):
+            one_step.draw(axes, f"{point.at['case']}, {title}", point.facts)
+        if steps:
+            panels[-1].set_xlabel("time from the step's start (ms); white: the thread runs none of these")
+            charts.colour_legend(drawing, one_step.KINDS)
         charts.save(drawing, path)
 
 
-def _plain(threads: int) -> str:
-    return f"plain, {threads} thread{'s' if threads > 1 else ''}"
+def _draw_gains(axes: Any, result: Result) -> None:
+    labels = sorted({label for point in result.points for label in gains(point)})
+    series = [(f"over plain, {_allocator(one)}", [gains(point).get(one) for point in result.points]) for one in labels]
+    over_compiled = [best_gain(point, COMPILED)[2] for point in result.points]
+    series += [("the best, over the best compiled step", over_compiled)] if any(over_compiled) else []
+    for index, (words, values) in enumerate(series):
+        shift = 0.16 * (index - (len(series) - 1) / 2)
+        there = [(number + shift, over) for number, over in enumerate(values) if over is not None]
+        places, overs = [place for place, _ in there], [over for _, over in there]
+        charts.points_with_spread(axes, places, overs, words, index)
+    charts.even_line(axes, "equally fast")
+    axes.set_xticks(range(len(result.points)), [p.at["case"] for p in result.points], rotation=25, ha="right")
+    axes.set_ylabel("steps per second of two streams\nagainst another step (x)")
+    axes.legend(fontsize=8)
 
 
-def result_case(point: Point) -> dict[str, Any]:
-    """The settings of a point's case."""
-    case: dict[str, Any] = point.settings["case"]
-    return case
+def _environments(settings: SingleDeviceSettings, missing: dict[str, str]) -> dict[str, dict[str, str]]:
+    """What processes are started with, by allocator; those that are not here go to `missing`."""
+    found = {}
+    for name in settings.allocators:
+        try:
+            found[name] = environment_of(name, settings.libraries)
+        except NoAllocatorError as error:
+            missing[name] = str(error)
+    return found
 
 
-def best_plain(point: Point, allocator: str | None = None) -> str | None:
-    """The fastest plain variant, of one allocator if it is given."""
-    plain = [v for v in point.variants(STEP) if not v.startswith(TWO_STREAMS)]
-    plain = [v for v in plain if allocator is None or v.endswith(f", {allocator}")]
-    return min(plain, key=lambda name: spread(point.values(name, STEP)).median, default=None)
+def _worker(request: dict[str, Any], timeout_s: float, environment: dict[str, str], cache: str) -> Worker:
+    return Worker(serve, request, timeout_s, environment={**environment, "TORCHINDUCTOR_CACHE_DIR": cache})
+
+
+def _compile(
+    settings: SingleDeviceSettings, request: dict[str, Any], cache: str, threads: int, missing: dict[str, str]
+) -> dict[str, tuple[int, float]]:
+    """Compile for each number of threads, so that later processes find it done; the number and seconds, by label."""
+    found: dict[str, tuple[int, float]] = {}
+    for number in range(1, threads + 1):
+        label = _label(COMPILED, number)
+        try:
+            workers = {"": _worker(request, settings.compile_limit_s, {}, cache)}
+            with closing(workers):
+                found[label] = number, round(workers[""].ask({"threads": number, "compile": True}), 2)
+        except WorkerError as error:
+            took_long = f"compiling takes more than {settings.compile_limit_s:g} s (compile_limit_s)"
+            missing[label] = took_long if "no answer" in str(error) else str(error).strip().splitlines()[0]
+    return found
+
+
+def _look(
+    settings: SingleDeviceSettings,
+    request: dict[str, Any],
+    environment: dict[str, str],
+    threads: int,
+    facts: dict[str, Any],
+) -> list[Row]:
+    """One step of either kind goes to `facts`; rows of what is alive at the peak, unless nobody can count here."""
+    workers = {"": Worker(serve, request, settings.timeout_s, environment=environment)}
+    rows = []
+    with closing(workers):
+        ask = workers[""].ask
+        facts |= ask({"threads": threads, "steps": True})
+        try:
+            for label, two in ((PLAIN, False), (TWO_STREAMS, True)):
+                peaks = [ask({"threads": threads, "alive": two}) for _ in range(PEAKS)]
+                rows.append(Row(label, ALIVE, "MiB", [round(peak / 2**20, 4) for peak in peaks]))
+        except WorkerError as error:
+            facts["missing"][ALIVE] = str(error)
+    return rows
+
+
+def _papers(result: Result) -> Iterator[Comparison]:
+    """The paper's numbers, of speed and of memory."""
+    for claim in FIGURE_7:
+        network = claim.what.partition(",")[0]
+        like = [(best_gain(p, PLAIN)[2], p) for p in result.points if p.at["case"].startswith(network)]
+        best = max(((over, p) for over, p in like if over is not None), key=lambda one: one[0].median, default=None)
+        if best is not None:
+            note = f"the paper's: a V100, over XLA, kernels issued ahead; here a CPU, {best[1].at['case']}"
+            yield Comparison(claim, best[0], note)
+    for point in result.points:
+        if point.has(TWO_STREAMS, ALIVE):
+            plain, two = (point.values(label, ALIVE) for label in (PLAIN, TWO_STREAMS))
+            more = spread([100 * (ours / before - 1) for ours, before in zip(two, plain, strict=True)])
+            kept = "holds" if more.median <= FIGURE_9_PEAK_SHARE.value else "does not hold"
+            mib = amount(statistics.median(two) - statistics.median(plain), "MiB")
+            note = f"{point.at['case']}: {mib} more; {kept}"
+            yield Comparison(FIGURE_9_PEAK_SHARE, more, note)
+
+
+def _to_show(result: Result) -> list[tuple[str, Point]]:
+    """The points of which a step is drawn, least and most gain, and what is said of each."""
+    there = [(best_gain(p, PLAIN)[2], p) for p in result.points if one_step.is_there(p.facts)]
+    ordered = sorted(((over.median, p) for over, p in there if over is not None), key=lambda one: one[0])
+    ends = [("least gain", *ordered[0]), ("most gain", *ordered[-1])] if ordered else []
+    return [(f"{words}: {amount(over, 'x')} in fits", point) for words, over, point in ends[: len(ordered)]]
+
+
+def _label(kind: str, threads: int) -> str:
+    return f"{kind}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def _allocator(label: str) -> str:
+    return label.removeprefix(f"{TWO_STREAMS}, ")
+
+
+def _first_s(point: Point) -> list[tuple[str, float]]:
+    return [*point.facts.get("first compiled step (s)", {}).items()]
+
+
+def _median(values: list[float]) -> float:
+    return spread(values).median
+
+
+def fastest(point: Point, kind: str, allocator: str | None = None) -> str | None:
+    """The fastest variant of a kind (plain, compiled, two streams), of one allocator if it is given."""
+    labels = [label for label in point.variants(STEP) if label.startswith(f"{kind}, ")]
+    labels = [label for label in labels if allocator is None or label.endswith(f", {allocator}")]
+    return min(labels, key=lambda label: _median(point.values(label, STEP)), default=None)
+
+
+def best_gain(point: Point, kind: str) -> tuple[str | None, str | None, Spread | None]:
+    """Two streams with their best allocator, the best variant of a kind with its own, and the speed over it."""
+    ours, best = fastest(point, TWO_STREAMS), fastest(point, kind)
+    if ours is None or best is None:
+        return ours, best, None
+    return ours, best, speedup(point.values(best, STEP), point.values(ours, STEP))
 
 
 def gains(point: Point) -> dict[str, Spread]:
     """Two streams over the best plain step of the same allocator, by variant; the fastest allocator first."""
     found: dict[str, Spread] = {}
     ours = [label for label in point.variants(STEP) if label.startswith(TWO_STREAMS)]
-    for label in sorted(ours, key=lambda label: spread(point.values(label, STEP)).median):
-        best = best_plain(point, label.removeprefix(f"{TWO_STREAMS}, "))
+    for label in sorted(ours, key=lambda label: _median(point.values(label, STEP))):
+        best = fastest(point, PLAIN, _allocator(label))
         if best is not None:
             found[label] = speedup(point.values(best, STEP), point.values(label, STEP))
     return found
@@ -159,27 +291,47 @@ def verdict(over: Spread, wanted: float) -> str:
 
 
 class Server:
-    """In a process of its own: the first request builds, each further one is a fit."""
+    """In a process of its own: the first request says what is trained, each further one what to do with it."""
 
     def __init__(self) -> None:
         self._request: dict[str, Any] = {}
 
     def answer(self, request: dict[str, Any]) -> Any:
-        """Build (answers nothing), or fit (answers milliseconds of a step and the report)."""
+        """A first request has no answer; others get steps, bytes, seconds of compiling, or a fit's times and report."""
         if "case" in request:
             self._request = request
             return None
-        return self._fit(request["threads"], request["two"])
+        threads = request["threads"]
+        case, seed = self._request["case"], self._request["seed"]
+        if "steps" in request:
+            return one_step.both(case, seed, threads)
+        if "alive" in request:
+            return one_step.peak_bytes(case, seed, threads, two=request["alive"])
+        torch.set_num_threads(threads)
+        if "compile" in request:
+            return self._compiled()[1]
+        return self._fit(two="two" in request, compiled="compiled" in request)
 
-    def _fit(self, threads: int, two: bool) -> dict[str, Any]:
+    def _compiled(self) -> tuple[Any, float]:
+        """The model, compiled in a first step, and the seconds of that."""
+        case = self._request["case"]
+        torch.compiler.reset()  # what an earlier fit has compiled is for another number of threads
+        step = torch.compile(build_model(case["model"], CPU, self._request["seed"]))
+        ((inputs, targets),) = build_batches(case["data"], case["batch_size"], 1)
+        started = perf_counter()
+        loss_of(step(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        seconds = perf_counter() - started
+        step.zero_grad()
+        return step, seconds
+
+    def _fit(self, *, two: bool, compiled: bool) -> dict[str, Any]:
         from retime.strategies import OOOSingleDeviceStrategy
 
         case = self._request["case"]
-        torch.set_num_threads(threads)
         strategy = OOOSingleDeviceStrategy() if two else "auto"
         steps = self._request["steps"] + SEARCH_STEPS
         batches = build_batches(case["data"], case["batch_size"], 1) * steps
-        model = build_model(case["model"], CPU, self._request["seed"])
+        model = self._compiled()[0] if compiled else build_model(case["model"], CPU, self._request["seed"])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DifferenceWarning)
             warnings.simplefilter("ignore", NoEffectWarning)  # the report says it

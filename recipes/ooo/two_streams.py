@@ -37,6 +37,7 @@ STEP, WAIT, EXECUTION, MAIN_WAITS = "step", "wait for issue", "execution", "main
 RATIO, HIGHEST_RATIO = "issue over execution, mean", "issue over execution, highest"
 PEAK, MOST_MORE, BLOCK_4_MORE = "peak", "most above one stream", "above one stream, end of DenseBlock-4"
 _LITTLE = 0.05  # of a block's execution that the device waits, of a step before its peak
+_WIDEST = 10.7  # inches: 1,400 pixels
 _MAIN, _SUB, _ISSUE = "main", "sub", "issue"
 
 Box = tuple[int, str, float, float]
@@ -118,7 +119,7 @@ class IssueRatios(CountedRecipe):
 
     def draw(self, result: Result, path: Path) -> None:
         count, title = len(result.points), f"{result.title}\n{_issue(result)}"
-        drawing, panels = charts.panels(title, count, width=1.5 + 3.6 * count, sharey=True)
+        drawing, panels = charts.panels(title, count, width=min(_WIDEST, 1.5 + 3.6 * count), sharey=True)
         for axes, point in zip(panels, result.points, strict=True):
             charts.pairs(axes, {which: _values(point, which) for which in (RATIO, HIGHEST_RATIO)})
             paper = claims.FIGURE_1_RATIO.value
@@ -175,7 +176,7 @@ class IssueTimeline(CountedRecipe):
 
     def draw(self, result: Result, path: Path) -> None:
         count, title = len(result.points), f"{result.title}\n{_issue(result)}"
-        drawing, panels = charts.panels(title, 2 * count, width=14.0, height=1.5 + 1.9 * count, rows=count)
+        drawing, panels = charts.panels(title, 2 * count, width=_WIDEST, height=1.5 + 1.9 * count, rows=count)
         for left, right, point in zip(panels[::2], panels[1::2], result.points, strict=True):
             boxes, end_ms = list(_issued_and_executed(point)), point.facts["kernels: start and end (ms)"][-1]
             names = point.facts["blocks"]
@@ -254,7 +255,7 @@ class Placements(CountedRecipe):
     def draw(self, result: Result, path: Path) -> None:
         shown = [(point, name) for point in result.points for name in (PAPERS, JOINT)]
         count = len(shown)
-        drawing, panels = charts.panels(result.title, count, width=15.0, height=1.2 + 2.4 * count, rows=count)
+        drawing, panels = charts.panels(result.title, count, width=_WIDEST, height=1.2 + 2.4 * count, rows=count)
         for axes, (point, name) in zip(panels, shown, strict=True):
             charts.lanes(axes, point.facts["boxes"][name], {_SUB: "sub-stream", _MAIN: "main-stream"})
             regions = point.facts["regions"][name]
@@ -378,7 +379,9 @@ class Speedups(CountedRecipe):
 
     def draw(self, result: Result, path: Path) -> None:
         sizes = list(dict.fromkeys(point.at["batch_size"] for point in result.points))
-        drawing, panels = charts.panels(result.title, len(sizes), width=2.0 + 6.0 * len(sizes), height=5.4, sharey=True)
+        drawing, panels = charts.panels(
+            result.title, len(sizes), width=_WIDEST, height=1.2 + 3.2 * len(sizes), rows=len(sizes), sharex=True
+        )
         for axes, size in zip(panels, sizes, strict=True):
             points = [point for point in result.points if point.at["batch_size"] == size]
             charts.pairs(axes, {name: [_over_one(point, name) for point in points] for name in (READY, JOINT)})
@@ -389,8 +392,8 @@ class Speedups(CountedRecipe):
             names = [point.at["network"] for point in points]
             axes.set_xticks(range(len(points)), names, rotation=35, ha="right", fontsize=8)
             axes.set_title(f"batch {size}", fontsize=10)
-        panels[0].set_ylim(bottom=1.0)
-        panels[0].set_ylabel("over one stream, issue compiled in both (x)\nupper bounds of this model")
+            axes.set_ylim(bottom=1.0)
+            axes.set_ylabel("over one stream, issue compiled\nin both (x), upper bounds", fontsize=9)
         stars = "stars: the paper's multi-stream computation alone"
         charts.legend_below(drawing, panels[0], 2, title=stars, title_fontsize=8)
         charts.save(drawing, path)

@@ -1,39 +1,58 @@
-"""`ooo_fig7` in small: one process, plain and two streams, verdicts by quartiles, and the picture."""
+"""`ooo_fig7` in small: one process, plain, compiled and two streams, verdicts by quartiles, and the picture."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hydra import compose, initialize_config_module
 from rich.console import Console
 
+from retime.foundations.cpu_pool import MemoryPool
+from retime.recipes.core.claims import Claim, Target
 from retime.recipes.core.measure import spread
-from retime.recipes.core.results import Point, Row
-from retime.recipes.core.schema import AllocatorSettings, register_all, settings_of
+from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.schema import SingleDeviceSettings, register_all, settings_of
 from retime.recipes.cpu_memory import allocators
-from retime.recipes.ooo import single_device
-from retime.recipes.ooo.single_device import SingleDevice, best_plain, gains, verdict
+from retime.recipes.ooo import one_step, single_device
+from retime.recipes.ooo.claims import FIGURE_9_PEAK_SHARE
+from retime.recipes.ooo.single_device import (
+    ALIVE,
+    COMPILED,
+    OVER_COMPILED,
+    PLAIN,
+    SingleDevice,
+    best_gain,
+    fastest,
+    gains,
+    verdict,
+)
 
-SMALL = ["experiment=ooo_fig7", "processes=1", "steps=1", "allocators=[glibc,tcmalloc]"]
+SMALL = ["processes=1", "steps=1", "allocators=[glibc,tcmalloc]"]
+LINEAR = {
+    "batch_size": 8,
+    "model": {"_target_": "retime.recipes.models.mlp", "depth": 3, "width": 64},
+    "data": {"_target_": "retime.recipes.data.synthetic_vectors", "features": 64, "classes": 64},
+    "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.01},
+}
+
+
+def settings_for(*overrides: str) -> SingleDeviceSettings:
+    register_all()
+    with initialize_config_module("retime.conf", version_base=None):
+        whole = settings_of(compose("config", list(overrides)))
+    assert isinstance(whole, SingleDeviceSettings)
+    return whole
 
 
 @pytest.fixture
-def settings(monkeypatch: pytest.MonkeyPatch) -> AllocatorSettings:
+def settings(monkeypatch: pytest.MonkeyPatch) -> SingleDeviceSettings:
     monkeypatch.setattr(allocators, "_FOLDERS", ())
     monkeypatch.setattr(allocators.ctypes.util, "find_library", lambda name: None)
-    register_all()
-    with initialize_config_module("retime.conf", version_base=None):
-        whole = settings_of(compose("config", SMALL))
-    assert isinstance(whole, AllocatorSettings)
-    case = whole.cases["24 linear layers"]
-    small = {
-        "model": {**case["model"], "depth": 3, "width": 16},
-        "data": {**case["data"], "features": 16, "classes": 16},
-    }
-    return replace(whole, cases={"linear": {**case, **small}})
+    return replace(settings_for("experiment=ooo_fig7", *SMALL), cases={"linear": LINEAR})
 
 
-def test_it_measures_and_reports(settings: AllocatorSettings, tmp_path: Path) -> None:
+def test_it_measures_and_reports(settings: SingleDeviceSettings, tmp_path: Path) -> None:
     recipe = SingleDevice()
     result = recipe.run(settings, tmp_path, Console(quiet=True))
     (point,) = result.points
@@ -43,25 +62,82 @@ def test_it_measures_and_reports(settings: AllocatorSettings, tmp_path: Path) ->
     assert "libtcmalloc_minimal" in point.facts["missing"]["tcmalloc"]
     assert "still searching" not in point.facts["reports"][ours]
     assert len(point.facts["kept"][ours]) == 1
-    assert any("24 linear" not in line.note and "linear, glibc" in line.note for line in recipe.compare(result))
+    verdicts, memory = recipe.compare(result)
+    assert isinstance(verdicts.against, Target)
+    assert verdicts.note.startswith("linear, glibc, over plain, ")
+    assert memory.against is FIGURE_9_PEAK_SHARE
+    assert len(point.values("two streams", ALIVE)) == single_device.PEAKS
+    assert any("two streams over the best plain step of the same allocator" in line for line in recipe.notes(result))
     recipe.draw(result, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 1000
 
 
-def test_two_streams_are_held_against_the_best_plain_step_of_the_same_allocator() -> None:
+def test_compiled_steps_are_measured_beside(
+    settings: SingleDeviceSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # compiling takes half a minute: here it does nothing
+    torch.set_num_threads(1)
+    recipe = SingleDevice()
+    result = recipe.run(replace(settings, compiled=True), tmp_path, Console(quiet=True))
+    (point,) = result.points
+    assert not [reason for name, reason in point.facts["missing"].items() if name.startswith(COMPILED)]
+    assert fastest(point, COMPILED) == "compiled, 1 thread, glibc"
+    assert [*point.facts["first compiled step (s)"]] == ["compiled, 1 thread"]
+    assert [line.against for line in recipe.compare(result)].count(OVER_COMPILED) == 1
+    assert any("which compiles" in line for line in recipe.notes(result))
+    recipe.draw(result, tmp_path / "picture.png")
+
+
+def test_what_compiles_too_long_is_left_out_by_name(settings: SingleDeviceSettings, tmp_path: Path) -> None:
+    missing: dict[str, str] = {}
+    short = replace(settings, compile_limit_s=0.01)
+    request = {"case": LINEAR, "steps": 1, "seed": 0}
+    assert single_device._compile(short, request, str(tmp_path), 1, missing) == {}
+    assert missing == {"compiled, 1 thread": "compiling takes more than 0.01 s (compile_limit_s)"}
+
+
+def test_what_does_not_compile_is_left_out_with_the_reason(settings: SingleDeviceSettings, tmp_path: Path) -> None:
+    missing: dict[str, str] = {}
+    request = {"case": {**LINEAR, "model": {"_target_": "torch.nn.Linear", "in_features": 1}}, "steps": 1, "seed": 0}
+    assert single_device._compile(settings, request, str(tmp_path), 1, missing) == {}
+    assert "out_features" in missing["compiled, 1 thread"]
+
+
+def test_two_streams_are_held_against_the_best_plain_step() -> None:
     times = {
         "plain, 1 thread, glibc": [8.0, 8.0],
         "plain, 2 threads, glibc": [6.0, 6.0],
+        "compiled, 2 threads, glibc": [3.0, 2.0],
         "two streams, glibc": [5.0, 5.0],
         "plain, 1 thread, tcmalloc": [4.0, 4.0],
         "two streams, tcmalloc": [4.0, 5.0],
     }
-    point = Point({"case": "x"}, {"case": {}}, [Row(name, "step", "ms", values) for name, values in times.items()])
-    assert best_plain(point) == "plain, 1 thread, tcmalloc"
+    rows = [Row(name, "step", "ms", values) for name, values in times.items()]
+    kept = {"two streams, tcmalloc": [True, False]}
+    point = Point({"case": "x"}, {"case": {"wanted": 1.1}}, rows, facts={"kept": kept})
+    assert fastest(point, PLAIN) == "plain, 1 thread, tcmalloc"
+    assert fastest(point, PLAIN, "glibc") == "plain, 2 threads, glibc"
     assert {label: over.rounds for label, over in gains(point).items()} == {
         "two streams, tcmalloc": [1.0, 0.8],
         "two streams, glibc": [1.2, 1.2],
     }
+    assert best_gain(point, COMPILED)[2] == spread([0.75, 0.4])
+    over_plain, over_compiled = SingleDevice().compare(Result("x", "x", "x", "x", "x", [point]))
+    assert over_plain.note == ("x, tcmalloc, over plain, 1 thread, tcmalloc; on in 1 of 2 fits; does not hold")
+    assert over_compiled.note == "x, tcmalloc, over compiled, 2 threads, glibc; on in 1 of 2 fits"
+    assert isinstance(over_compiled.against, Claim)
+
+
+def test_the_papers_number_stands_beside_the_best_case_of_its_networks() -> None:
+    def point(name: str, ours: float) -> Point:
+        rows = [Row("plain, 1 thread, glibc", "step", "ms", [4.0]), Row("two streams, glibc", "step", "ms", [ours])]
+        return Point({"case": name}, {"case": {}}, rows, facts={"kept": {"two streams, glibc": [True]}})
+
+    points = [point("ResNet-18", 4.0), point("ResNet-50", 2.0), point("GRU", 1.0)]
+    lines = SingleDevice().compare(Result("x", "x", "x", "x", "x", points))
+    (papers,) = [line for line in lines if line.against in single_device.FIGURE_7]
+    assert papers.note.endswith("here a CPU, ResNet-50")
+    assert papers.measured == spread([2.0])
 
 
 @pytest.mark.parametrize(
@@ -71,7 +147,50 @@ def test_verdicts_follow_from_quartiles(rounds: list[float], said: str) -> None:
     assert verdict(spread(rounds), 1.1).startswith(said)
 
 
-def test_other_devices_are_refused(settings: AllocatorSettings) -> None:
+def test_other_devices_are_refused(settings: SingleDeviceSettings) -> None:
     cuda = replace(settings, hardware=replace(settings.hardware, device="cuda"))
     with pytest.raises(ValueError, match="choose hardware=cpu"):
         single_device.SingleDevice().measure(cuda, {"case": "linear"}, print)
+
+
+@pytest.mark.parametrize("experiment", ["ooo_fig7", "ooo_fig7_more"])
+def test_every_case_trains(experiment: str) -> None:
+    for case in settings_for(f"experiment={experiment}").cases.values():
+        loop = one_step.Loop({**case, "batch_size": 2}, 0, 1, two=True)
+        for _ in range(3):
+            loop.step()
+        loop.close()
+
+
+def test_a_step_shows_what_each_thread_ran() -> None:
+    facts = one_step.both(LINEAR, 0, 2)
+    plain, two = ([box.split(";") for box in facts[f"{one_step.BOXES}, {name}"]] for name in ("plain", "two streams"))
+    assert [int(kind) for kind, *_ in plain] == [one_step.FORWARD, one_step.REST, one_step.UPDATE]
+    kinds = [int(kind) for kind, *_ in two]
+    assert kinds.count(one_step.WEIGHT) == 3
+    assert kinds.count(one_step.OUTPUT) == 2, "nothing is below the first layer"
+    step_ms = facts[one_step.BUSY]["two streams"]["ms"]
+    assert all(0 <= float(start) <= float(end) <= step_ms for *_, start, end in two)
+    assert facts[one_step.BUSY]["plain"]["busy_ms"][one_step.SUB] == 0
+
+
+def test_a_main_thread_that_waits_is_drawn_white() -> None:
+    loop = one_step.Loop(LINEAR, 0, 1, two=False)
+    loop.notes.boxes = [
+        (one_step.OUTPUT, one_step.MAIN, 2.0, 3.0),
+        (one_step.WEIGHT, one_step.SUB, 2.0, 6.0),
+        (one_step.WEIGHT, one_step.MAIN, 4.0, 5.0),
+    ]
+    rest = [edges for kind, _, *edges in loop._boxes([0.0, 1.0, 7.0, 8.0]) if kind == one_step.REST]
+    assert rest == [[1.0, 4.0], [6.0, 7.0]]
+
+
+def test_bytes_at_the_peak_are_those_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not MemoryPool().install():
+        pytest.skip("no pool")
+    wide = {**LINEAR, "model": {**LINEAR["model"], "width": 256}, "data": {**LINEAR["data"], "features": 256}}
+    weights = 3 * 4 * 256 * 256
+    assert 2 * weights <= one_step.peak_bytes(wide, 0, 1, two=False) < 4 * weights, "weights and gradients"
+    monkeypatch.setattr(MemoryPool, "install", lambda pool: False)
+    with pytest.raises(RuntimeError):
+        one_step.peak_bytes(wide, 0, 1, two=False)

@@ -1,0 +1,202 @@
+"""One real step in a bare loop, plain or on two streams: what each thread ran and when, and the bytes of its tensors.
+
+A layer on two streams computes its gradients by its ``forward.kernels``: others around those note start and end. The
+mechanism knows nothing of it, so that a step which is not recorded costs nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable
+from threading import current_thread, main_thread
+from time import perf_counter, process_time, thread_time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retime.foundations.cpu_pool import MemoryPool
+from retime.mechanisms.two_streams import TwoStreamBackward
+from retime.recipes.core import charts
+from retime.recipes.core.build import CPU, build_batches, build_model, build_optimizer, loss_of
+
+KINDS = ("backward pass, the rest", "forward pass", "output gradients", "weight gradients", "update")
+REST, FORWARD, OUTPUT, WEIGHT, UPDATE = range(len(KINDS))
+MAIN, SUB, OTHERS = "main thread", "sub-stream", "other threads of kernels"
+BUSY, BOXES = "one step", "one step, boxes"
+WARM_UP_STEPS, STEPS = 5, 9
+
+Box = tuple[int, str, float, float]
+"""What it is (number of :data:`KINDS`), its lane, start and end."""
+
+
+class Notes:
+    """What ran in one step, in seconds."""
+
+    def __init__(self) -> None:
+        self.boxes: list[Box] = []
+        self.sub_cpu_s = 0.0
+
+    def run(self, kind: int, compute: Callable[..., Any], *arguments: Any) -> Any:
+        """Call it, and note its lane, start and end."""
+        started, cpu_s = perf_counter(), thread_time()
+        answer = compute(*arguments)
+        is_main = current_thread() is main_thread()
+        self.boxes.append((kind, MAIN if is_main else SUB, started, perf_counter()))
+        if not is_main:
+            self.sub_cpu_s += thread_time() - cpu_s
+        return answer
+
+
+class NotedKernels:
+    """A layer's kernels, of which the gradients' are noted."""
+
+    def __init__(self, kernels: Any, loop: Loop) -> None:
+        self._kernels, self._loop = kernels, loop
+        self.forward = kernels.forward
+
+    def output_gradient(self, *arguments: Any) -> Any:
+        return self._loop.notes.run(OUTPUT, self._kernels.output_gradient, *arguments)
+
+    def weight_gradients(self, *arguments: Any) -> Any:
+        return self._loop.notes.run(WEIGHT, self._kernels.weight_gradients, *arguments)
+
+
+class Loop:
+    """Training steps of a case on one batch.
+
+    Args:
+        case: of the recipe's settings: model, data, batch size and optimizer.
+        threads: of each kernel, divided among both streams if there are two.
+        two: whether weight gradients run beside output gradients.
+    """
+
+    def __init__(self, case: dict[str, Any], seed: int, threads: int, *, two: bool) -> None:
+        torch.set_num_threads(threads)
+        self._model = build_model(case["model"], CPU, seed)
+        ((self._inputs, self._targets),) = build_batches(case["data"], case["batch_size"], 1)
+        self._optimizer = build_optimizer(case["optimizer"], self._model.parameters(), case.get("flags", {}))
+        sub = max(1, threads // 2)
+        self._two = TwoStreamBackward(self._model, threads=(max(1, threads - sub), sub)) if two else None
+        self.notes = Notes()
+
+    def step(self) -> dict[str, Any]:
+        """Train a step; return its milliseconds, its boxes, and how long each lane's threads had a core."""
+        self.notes = Notes()
+        process_s, main_s, marks = process_time(), thread_time(), [perf_counter()]
+        loss: Tensor = loss_of(self._model(self._inputs), self._targets)
+        marks.append(perf_counter())
+        loss.backward()  # type: ignore[no-untyped-call]
+        marks.append(perf_counter())
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        marks.append(perf_counter())
+        main_s, process_s = thread_time() - main_s, process_time() - process_s
+        busy = {MAIN: main_s, SUB: self.notes.sub_cpu_s, OTHERS: max(0.0, process_s - main_s - self.notes.sub_cpu_s)}
+        return {
+            "ms": round(1e3 * (marks[-1] - marks[0]), 3),
+            "busy_ms": {lane: round(1e3 * seconds, 3) for lane, seconds in busy.items()},
+            "boxes": [
+                (kind, lane, *(round(1e3 * (moment - marks[0]), 3) for moment in edges))
+                for kind, lane, *edges in self._boxes(marks)
+            ],
+        }
+
+    def _boxes(self, marks: list[float]) -> list[Box]:
+        """All of a step's, the rest of the backward pass first, so that gradients are drawn over it."""
+        began, ended = marks[1:3]
+        noted = self.notes.boxes
+        rest = [(began, ended)]
+        if sub_ends := [end for _, lane, _, end in noted if lane == SUB]:
+            # behind its own work the main thread takes weight gradients, and then waits for the sub-stream's last one
+            mine = [(kind, start, end) for kind, lane, start, end in noted if lane == MAIN]
+            own_end = min(
+                [start for kind, start, _ in mine if kind == WEIGHT],
+                default=max([end for _, _, end in mine], default=began),
+            )
+            rest = [(began, own_end), (max([*sub_ends, *(end for _, _, end in mine)]), ended)]
+        return [
+            (FORWARD, MAIN, marks[0], began),
+            *((REST, MAIN, start, end) for start, end in rest),
+            *sorted(noted, key=lambda box: box[2]),
+            (UPDATE, MAIN, ended, marks[3]),
+        ]
+
+    def note_kernels(self) -> None:
+        """From now on gradients of layers on two streams have boxes of their own."""
+        for module in self._model.modules():
+            forward = vars(module).get("forward")
+            if hasattr(forward, "kernels"):
+                forward.kernels = NotedKernels(forward.kernels, self)  # type: ignore[union-attr]
+
+    def close(self) -> None:
+        """End the second stream."""
+        if self._two is not None:
+            self._two.remove()
+
+
+def middle_step(case: dict[str, Any], seed: int, threads: int, *, two: bool) -> dict[str, Any]:
+    """Return what :meth:`Loop.step` says of the step of median length."""
+    loop = Loop(case, seed, threads, two=two)
+    loop.note_kernels()
+    for _ in range(WARM_UP_STEPS):
+        loop.step()
+    steps = [loop.step() for _ in range(STEPS)]
+    loop.close()
+    middle = statistics.median_low(step["ms"] for step in steps)
+    return next(step for step in steps if step["ms"] == middle)
+
+
+def peak_bytes(case: dict[str, Any], seed: int, threads: int, *, two: bool) -> int:
+    """Return the most bytes alive in tensors of 16 KiB and more, oneDNN's scratch with them, over steps of training.
+
+    Raises:
+        RuntimeError: there is no pool here, which counts them.
+    """
+    pool = MemoryPool()
+    if not pool.install():
+        raise RuntimeError(pool.why_not)
+    gc.collect()
+    before = pool.counts().live
+    pool.reset_peaks()
+    loop = Loop(case, seed, threads, two=two)
+    for _ in range(WARM_UP_STEPS):
+        loop.step()
+    loop.close()
+    peak = pool.counts().peak_live - before
+    pool.remove()
+    return peak
+
+
+def both(case: dict[str, Any], seed: int, threads: int) -> dict[str, Any]:
+    """Return a plain step and one on two streams as facts of a point: the boxes as text, which keeps a result short."""
+    facts: dict[str, Any] = {BUSY: {}}
+    for name, two in (("plain", False), ("two streams", True)):
+        step = middle_step(case, seed, threads, two=two)
+        facts[f"{BOXES}, {name}"] = [";".join(map(str, box)) for box in step.pop("boxes")]
+        facts[BUSY][name] = step
+    return facts
+
+
+def is_there(facts: dict[str, Any]) -> bool:
+    """Return whether a point has what :func:`draw` draws."""
+    return BUSY in facts
+
+
+def draw(axes: Any, title: str, facts: dict[str, Any]) -> None:
+    """Draw a plain step above one on two streams, on one clock, with how long each had a core."""
+    lanes = {SUB: SUB, MAIN: MAIN, "plain": "plain step"}
+    boxes = []
+    for name in ("plain", "two streams"):
+        for text in facts[f"{BOXES}, {name}"]:
+            kind, lane, start, end = text.split(";")
+            boxes.append((int(kind), "plain" if name == "plain" else lane, float(start), float(end)))
+    charts.lanes(axes, boxes, lanes)
+    axes.set_xlim(0, max(end for *_, end in boxes))
+    axes.set_title("\n".join([title, *(f"{name}: {_busy(step)}" for name, step in facts[BUSY].items())]), fontsize=9)
+
+
+def _busy(step: dict[str, Any]) -> str:
+    shares = (f"{lane} {100 * ms / step['ms']:.0f} %" for lane, ms in step["busy_ms"].items() if ms)
+    return f"{step['ms']:.1f} ms, in which a core ran: {', '.join(shares)}"
