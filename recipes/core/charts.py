@@ -107,7 +107,8 @@ def lanes(axes: Any, boxes: Iterable[Sequence[Any]], names: Mapping[str, str], *
     for colour, lane, start, end in boxes:
         groups.setdefault((colour, lane), []).append((start, end - start))
     for (colour, lane), bars in groups.items():
-        edge = {"edgecolor": "white", "linewidth": 0.8 if lane == apart else 0}
+        # without snapping, boxes below a pixel are pale; with it, many of them are not drawn at all
+        edge = {"edgecolor": "white", "linewidth": 0.8 if lane == apart else 0, "snap": False}
         axes.broken_barh(bars, ([*names].index(lane) - 0.4, 0.8), facecolor=COLOURS[colour], **edge)
     axes.set_ylim(-0.5, len(names) - 0.5)
     axes.set_yticks(range(len(names)), names.values())
