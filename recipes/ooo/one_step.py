@@ -159,9 +159,10 @@ def peak_bytes(case: dict[str, Any], seed: int, threads: int, *, two: bool) -> i
         raise RuntimeError(pool.why_not)
     gc.collect()
     before = pool.counts().live
-    pool.reset_peaks()
     loop = Loop(case, seed, threads, two=two)
-    for _ in range(WARM_UP_STEPS):
+    for number in range(2 * WARM_UP_STEPS):
+        if number == WARM_UP_STEPS:
+            pool.reset_peaks()
         loop.step()
     loop.close()
     peak = pool.counts().peak_live - before

@@ -7,6 +7,11 @@ with their best allocator, against the plain step with its best number of thread
 search has taken two streams off, a ratio shows what the comparison itself scatters.
 
 A process more has a bare loop: it records one step of either kind, kernel by kernel, and counts the bytes alive.
+
+Durations: a case takes `processes` times allocators times (a start of about 6 s and 52 steps of each fit). On two cores
+that is about 27 minutes for `ooo_fig7` (MobileNet), as much for `ooo_fig7_more` (other networks), and about 21 for
+`ooo_fig7_compiled` (four cases, fewer processes), where each case first compiles for a minute or so, once for each
+number of threads.
 """
 
 from __future__ import annotations
@@ -115,6 +120,8 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
             "The best plain step is the fastest over its numbers of threads and its allocators, and two streams have "
             "the allocator with which they are fastest. Quartiles are over processes. Bytes alive are those of tensors "
             "of 16 KiB and more and of oneDNN's scratch, counted in a bare loop in which two streams stay on.",
+            "The picture has one step of the cases with the least and the most gain, of a bare loop too. How long a "
+            "core ran is the threads' processor time, in which threads of kernels that wait for work count as running.",
         ]
         for point in result.points:
             case = point.at["case"]

@@ -191,6 +191,25 @@ def test_layers_replaces_the_depth_of_a_size(name: str, layers: int, key: str) -
     assert len(blocks) == layers
 
 
+def test_gpt2_with_linear_layers_is_the_same_function() -> None:
+    pytest.importorskip("transformers")
+    tokens = torch.arange(8).view(1, 8)
+    outputs = []
+    for linear in (False, True):
+        torch.manual_seed(0)
+        model = models.gpt2("tiny", vocab_size=16, dropout=0.0, linear=linear)
+        kinds = {type(module).__name__ for module in model.modules()}
+        assert ("Conv1D" in kinds) is not linear
+        outputs.append(model(tokens))
+    torch.testing.assert_close(*outputs)
+
+
+def test_convolutions_keep_channels_and_sizes() -> None:
+    model = models.convolutions(depth=3, channels=4)
+    check_trains(model, torch.randn(2, 4, 5, 5), (2, 4, 5, 5))
+    assert parameter_count(model) == 3 * (4 * 4 * 9 + 4)
+
+
 def test_untied_gpt2_has_an_output_matrix_of_its_own() -> None:
     pytest.importorskip("transformers")
     tied, untied = (
@@ -251,6 +270,7 @@ def test_parameters_per_layer_orders_networks_as_figure_6_does() -> None:
         (partial(models.fcn, "4s"), "variant='4s'"),
         (partial(models.googlenet, kernel=4), "kernel=4"),
         (partial(models.mlp, depth=0), "depth=0"),
+        (partial(models.convolutions, depth=0), "depth=0"),
         (partial(models.resnet, 20), "depth=20"),
         (partial(models.bert, "huge"), "size='huge'"),
         (partial(models.bert, head="span"), "head='span'"),

@@ -153,7 +153,7 @@ def test_other_devices_are_refused(settings: SingleDeviceSettings) -> None:
         single_device.SingleDevice().measure(cuda, {"case": "linear"}, print)
 
 
-@pytest.mark.parametrize("experiment", ["ooo_fig7", "ooo_fig7_more"])
+@pytest.mark.parametrize("experiment", ["ooo_fig7", "ooo_fig7_more", "ooo_fig7_compiled"])
 def test_every_case_trains(experiment: str) -> None:
     for case in settings_for(f"experiment={experiment}").cases.values():
         loop = one_step.Loop({**case, "batch_size": 2}, 0, 1, two=True)
