@@ -326,7 +326,7 @@ class Server:
         """The model, compiled in a first step, and the seconds of that."""
         case = self._request["case"]
         torch.compiler.reset()  # what an earlier fit has compiled is for another number of threads
-        step = torch.compile(build_model(case["model"], CPU, self._request["seed"]))
+        step: Any = torch.compile(build_model(case["model"], CPU, self._request["seed"]))
         ((inputs, targets),) = build_batches(case["data"], case["batch_size"], 1)
         started = perf_counter()
         loss_of(step(inputs), targets).backward()  # type: ignore[no-untyped-call]
