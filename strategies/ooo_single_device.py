@@ -38,6 +38,10 @@ class OOOSingleDeviceStrategy(LightningOnly, SingleDevice):
             both have as many as torch has.
         max_memory: bytes, or ``"500MB"``, of inputs and output gradients that may wait for their weight gradients;
             None: no bound.
+        graph: whether parts of the model are captured as CUDA graphs, which spares the host from issuing their kernels
+            one by one (section 4.2). ``training_step`` itself runs as it is; what is captured is each part of the model
+            whose code is certain to run the same kernels in each call
+            (:mod:`retime.mechanisms.two_streams.graph`). Needs a CUDA device: on others ``setup`` raises ValueError.
         device: the one device; None: the one the Trainer chose.
 
     All other arguments are :class:`lightning.pytorch.strategies.SingleDeviceStrategy`'s.
@@ -55,11 +59,12 @@ class OOOSingleDeviceStrategy(LightningOnly, SingleDevice):
         accelerator: Accelerator | str | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
+        graph: bool = False,
     ) -> None:
         super().__init__(device, accelerator, checkpoint_io, precision_plugin)
         if max_memory is not None:
             parse_bytes("max_memory", max_memory)
-        self._options: dict[str, Any] = {"threads": threads, "max_memory": max_memory}
+        self._options: dict[str, Any] = {"threads": threads, "max_memory": max_memory, "graph": graph}
         self._two_streams: TwoStreamBackward | None = None
         self._main_stream = ExitStack()
         self._last_report: TwoStreamReport | None = None

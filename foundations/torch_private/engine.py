@@ -38,6 +38,7 @@ __all__ = [
     "current_node",
     "dispatch_mode_count",
     "forward_ad_level",
+    "function_mode_count",
     "graph_task_id",
     "has_compile_mark",
     "in_function_transform",
@@ -73,6 +74,10 @@ with needed_by("the memory budget, which copies real tensors in the midst of a d
 
     dispatch_mode_count = torch._C._len_torch_dispatch_stack
 """A context in which operations go past all modes; and how many modes are on."""
+
+with needed_by("CUDA graphs of two streams, which no mode sees the functions of,"):
+    function_mode_count = torch._C._len_torch_function_stack
+"""How many modes are on that see functions of torch, above autograd."""
 
 with needed_by("the memory budget's dry run, which runs a step without memory and without computing,"):
     from torch._subclasses.fake_tensor import (

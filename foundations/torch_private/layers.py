@@ -27,6 +27,7 @@ __all__ = [
     "forward_pre_hooks",
     "backward_hooks",
     "global_backward_hooks",
+    "global_forward_hooks",
     "own_parameters",
     "recurrent_kernels",
     "weight_names",
@@ -52,6 +53,16 @@ global_backward_hooks: Callable[[], tuple[dict[int, Any], ...]] = partial(
     attribute(_module, ("_global_backward_hooks", "_global_backward_pre_hooks"), _READERS), _module
 )
 """The hooks of all modules' backward passes; torch may bind them anew, so they are read by name at each call."""
+
+global_forward_hooks: Callable[[], tuple[dict[int, Any], ...]] = partial(
+    attribute(
+        _module,
+        ("_global_forward_hooks", "_global_forward_pre_hooks"),
+        "CUDA graphs of two streams, which run no hooks,",
+    ),
+    _module,
+)
+"""The hooks of all modules' forward passes, as :data:`global_backward_hooks`."""
 
 forward_pre_hooks: Callable[[nn.Module], dict[int, Callable[..., Any]]] = attribute(
     _plain, "_forward_pre_hooks", "ScanSequential, which runs no layer by a scan that has hooks,"

@@ -25,10 +25,11 @@ class TwoStreams:
         model: what ``accelerator.prepare()`` returned.
         threads: of each kernel on the main stream and on the sub-stream, on a CPU; None: a search finds them.
         max_memory: bytes, or ``"500MB"``, that may wait; None: no bound.
+        graph: whether parts of the model are captured as CUDA graphs.
 
     Raises:
-        ValueError: several processes, or an engine of its own; or an optimizer of this model has backward fusion, a
-            memory budget or two streams already.
+        ValueError: several processes, or an engine of its own; ``graph=True`` without a CUDA device; or an optimizer
+            of this model has backward fusion, a memory budget or two streams already.
     """
 
     @checked
@@ -39,6 +40,7 @@ class TwoStreams:
         *,
         threads: Threads | None = None,
         max_memory: int | str | None = None,
+        graph: bool = False,
     ) -> None:
         if accelerator.num_processes > 1 or accelerator.distributed_type is not DistributedType.NO:
             raise ValueError(
@@ -53,7 +55,7 @@ class TwoStreams:
         ]
         for optimizer in self._prepared:
             refuse_beside(optimizer, Mechanism.TWO_STREAMS, once=True)
-        self._two_streams = TwoStreamBackward(model, threads=threads, max_memory=max_memory)
+        self._two_streams = TwoStreamBackward(model, threads=threads, max_memory=max_memory, graph=graph)
         for optimizer in self._prepared:
             note_there(optimizer, Mechanism.TWO_STREAMS)
 

@@ -20,6 +20,7 @@ from retime.foundations.arguments import AtLeast, checked
 from retime.foundations.messages import because, parse_bytes, show_bytes, warn_difference, warn_no_effect
 from retime.foundations.streams import has_streams
 from retime.foundations.torch_private import dispatch_mode_count, graph_task_id, queue_callback, version_of
+from retime.mechanisms.two_streams.graph import GraphedPart, parts_of
 from retime.mechanisms.two_streams.layers import NOT_SPLIT, SEVERAL_USES, Parameters, SplitLayer, split_layers
 from retime.mechanisms.two_streams.search import Search, Setting, settings_for
 from retime.mechanisms.two_streams.sub_stream import Job, SubStream, sub_stream_of
@@ -28,6 +29,32 @@ STEPS_TO_SEE = 3
 """In the first step gradients stay in order, in the second hooks are seen; with the third it is known what waits."""
 
 Threads = tuple[Annotated[int, AtLeast(1)], Annotated[int, AtLeast(1)]]
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """What CUDA graphs replayed.
+
+    Args:
+        parts: of the model that may be captured.
+        outside: numbers of layers that are in none of them, by reason.
+        replays: calls of parts that replayed a graph.
+        issued: calls of parts whose kernels were issued one by one though they were to be replayed, by reason.
+    """
+
+    parts: int
+    outside: Mapping[str, int]
+    replays: int
+    issued: Mapping[str, int]
+
+    def __str__(self) -> str:
+        text = f"graph: {self.replays} replays of {self.parts} parts"
+        rest = "; ".join(
+            because(counts, what)
+            for counts, what in ((self.issued, "calls without"), (self.outside, "layers outside"))
+            if counts
+        )
+        return f"{text} ({rest})" if rest else text
 
 
 @dataclass(frozen=True)
@@ -42,6 +69,7 @@ class TwoStreamReport:
         sub_stream: weight gradients, one a call of a layer, that ran on the sub-stream.
         main_stream: that were to, and ran on the main stream when it had nothing else to do.
         held_bytes: at most, of inputs and output gradients whose weight gradients waited.
+        graph: of the CUDA graphs; None: none were asked for.
     """
 
     layers: int
@@ -51,6 +79,7 @@ class TwoStreamReport:
     sub_stream: int
     main_stream: int
     held_bytes: int
+    graph: GraphReport | None = None
 
     def __str__(self) -> str:
         text = f"two streams: {self.layers} layers' weight gradients can run beside the output gradients"
@@ -60,7 +89,8 @@ class TwoStreamReport:
         if self.tried_ms:
             text += f" ({', '.join(f'{setting}: {ms:.1f} ms' for setting, ms in self.tried_ms.items())})"
         text += f"; {self.sub_stream} on the sub-stream, {self.main_stream} on the main stream behind its own work"
-        return text + f"; at most {show_bytes(self.held_bytes)} waited"
+        text += f"; at most {show_bytes(self.held_bytes)} waited"
+        return text if self.graph is None else f"{text}; {self.graph}"
 
 
 @dataclass(eq=False)
@@ -95,26 +125,44 @@ class TwoStreamBackward:
     hooks or are used in several places, code under activation checkpointing, ``torch.compile`` or function transforms,
     and backward passes for chosen inputs or with ``create_graph=True``.
 
+    With ``graph=True`` parts of the model are captured as CUDA graphs with both streams inside, which spares the host
+    from issuing their kernels one by one (section 4.2). Only modules whose code is certain to run the same kernels in
+    each call are captured, and gradients stay the same bits: :mod:`retime.mechanisms.two_streams.graph`.
+
     Args:
         model: any module on one device; not wrapped in DistributedDataParallel.
         threads: of each kernel on the main stream and on the sub-stream, on a CPU, which also ends the search; None:
             at most 33 steps of training find out what is fastest, and if two streams are not, they are taken off.
         max_memory: bytes of inputs and output gradients that may wait for their weight gradients; beyond it the main
             stream computes the one that has waited longest (on CUDA it waits). None: no bound.
+        graph: whether parts of the model are captured as CUDA graphs; a search tries this with one stream and two.
 
     Raises:
-        ValueError: an argument cannot be meant, or the model runs on several ranks.
+        ValueError: an argument cannot be meant, the model runs on several ranks, or ``graph=True`` without a CUDA
+            device.
     """
 
     @checked
     def __init__(
-        self, model: nn.Module, *, threads: Threads | None = None, max_memory: int | str | None = None
+        self,
+        model: nn.Module,
+        *,
+        threads: Threads | None = None,
+        max_memory: int | str | None = None,
+        graph: bool = False,
     ) -> None:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             raise ValueError(
                 "two streams are for one device: under DistributedDataParallel use OutOfOrderDataParallel, whose "
                 "weight gradients wait for the network"
             )
+        if graph:
+            devices = {parameter.device for parameter in model.parameters()}
+            if not all(map(has_streams, devices)):
+                raise ValueError(
+                    "graph=True captures CUDA graphs, and the model is on "
+                    f"{', '.join(sorted(map(str, devices)))}: move it to a CUDA device before, or use graph=False"
+                )
         self._most_bytes = None if max_memory is None else parse_bytes("max_memory", max_memory)
         self._given = threads
         self._threads_before = torch.get_num_threads()
@@ -138,6 +186,13 @@ class TwoStreamBackward:
             layer.is_on = False
             layer.on_call = self._on_call
             layer.module.forward = layer
+        self._has_graph, self._parts, self._outside = graph, list[GraphedPart](), Counter[str]()
+        if graph:
+            self._parts, self._outside = parts_of(model, self._layers, self._on_part_call, self._counts)
+            for part in self._parts:
+                part.module.forward = part
+            if not self._parts:
+                warn_no_effect(f"graph=True has no effect: {because(self._outside, 'layers in no graph')}")
         self._see_effect()
 
     def report(self) -> TwoStreamReport:
@@ -151,7 +206,17 @@ class TwoStreamBackward:
             self._counts[True],
             self._counts[False],
             self._held_bytes,
+            self._graph_report() if self._has_graph else None,
         )
+
+    def _graph_report(self) -> GraphReport:
+        outside, issued = self._outside.copy(), Counter[str]()
+        for part in self._parts:
+            issued.update(part.plain)
+            if part.why_not is not None:
+                outside[part.why_not] += len(part.layers)
+        parts = [part for part in self._parts if part.why_not is None]
+        return GraphReport(len(parts), dict(outside), sum(part.replays for part in self._parts), dict(issued))
 
     def _where(self) -> tuple[int, dict[str, int]]:
         """Return how many layers' weight gradients can run elsewhere, and how many stay in order, by reason."""
@@ -178,6 +243,11 @@ class TwoStreamBackward:
         self._waiting.clear()
 
     def _take_off(self) -> None:
+        for part in self._parts:
+            part.two_streams = None
+            part.keep_only(None)
+            if vars(part.module).get("forward") is part:
+                del part.module.forward
         for layer in self._layers:
             layer.take = None
             layer.look_no_more()
@@ -190,8 +260,16 @@ class TwoStreamBackward:
 
     def _on_call(self, layer: SplitLayer) -> None:
         """A layer is called in a forward pass; with the one that is called first, a step begins."""
-        if self._first is not None and layer is not self._first:
-            return
+        is_in_part = any(part.is_running and layer in part.layers for part in self._parts)
+        if self._first is None or (layer is self._first and not is_in_part):
+            self._begin_step(layer)
+
+    def _on_part_call(self, part: GraphedPart) -> None:
+        """A part is called, and its layers are not where a graph is replayed."""
+        if self._first in part.layers:
+            self._begin_step(self._first)
+
+    def _begin_step(self, layer: SplitLayer) -> None:
         self._steps += 1
         if self._first is None:
             self._first = layer
@@ -213,10 +291,12 @@ class TwoStreamBackward:
         threads = torch.get_num_threads()
         if self._given is not None or torch.are_deterministic_algorithms_enabled():
             main, sub = self._given or (threads, threads)
-            self._setting = Setting(True, main, main, sub) if not has_streams(device) else Setting(True)
+            self._setting = Setting(True, graph=bool(self._parts))
+            if not has_streams(device):
+                self._setting = Setting(True, main, main, sub)
             self._use(self._setting)
             return
-        settings = settings_for(device, threads)
+        settings = settings_for(device, threads, graph=bool(self._parts))
         if len(settings) == 1:
             warn_no_effect("two streams have no effect: kernels have one thread, so there is no core for the second")
             self._setting = settings[0]
@@ -234,9 +314,11 @@ class TwoStreamBackward:
         self._search, self._tried_ms = None, search.medians_ms()
         self._setting = search.best()
         self._use(self._setting)
+        for part in self._parts:
+            part.keep_only(part.two_streams)
         if self._setting.two_streams:
             self._see_effect()
-        else:
+        elif not self._setting.graph:
             tried = ", ".join(f"{setting}: {ms:.1f} ms" for setting, ms in self._tried_ms.items())
             warn_no_effect(f"two streams do not pay here and are taken off: {self._setting} is as fast ({tried})")
             fewer = self._setting.forward_threads
@@ -249,6 +331,8 @@ class TwoStreamBackward:
         self._now = setting
         for layer in self._layers:
             layer.is_on = setting.two_streams
+        for part in self._parts:
+            part.two_streams = setting.two_streams if setting.graph else None
         if self._sub is not None:
             self._sub.close()
             self._sub = None

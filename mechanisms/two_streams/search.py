@@ -26,14 +26,18 @@ class Setting:
         forward_threads: of each kernel of the forward pass, on a CPU; 0: as it is.
         main_threads: of each kernel of the backward pass's main stream.
         sub_threads: of each kernel of the sub-stream.
+        graph: whether parts of the model are replayed as CUDA graphs.
     """
 
     two_streams: bool
     forward_threads: int = 0
     main_threads: int = 0
     sub_threads: int = 0
+    graph: bool = False
 
     def __str__(self) -> str:
+        if self.graph:
+            return f"{'two streams' if self.two_streams else 'one stream'} in a graph"
         if not self.two_streams:
             many = "s" if self.forward_threads > 1 else ""
             return "plain" + (f" with {self.forward_threads} thread{many}" if self.forward_threads else "")
@@ -42,7 +46,7 @@ class Setting:
         return f"two streams with {self.main_threads} + {self.sub_threads} threads, {self.forward_threads} forward"
 
 
-def settings_for(device: torch.device, threads: int) -> list[Setting]:
+def settings_for(device: torch.device, threads: int, *, graph: bool = False) -> list[Setting]:
     """Return what to try on this device, the plain step first.
 
     On a CPU the threads of a kernel are halved too: with kernels too small for all cores a plain step may be faster
@@ -51,9 +55,10 @@ def settings_for(device: torch.device, threads: int) -> list[Setting]:
     Args:
         device: of the model.
         threads: that kernels have on a CPU.
+        graph: whether CUDA graphs may be captured.
     """
     if has_streams(device):
-        return [Setting(False), Setting(True)]
+        return [Setting(two, graph=one) for one in ((False, True) if graph else (False,)) for two in (False, True)]
     plain = Setting(False, threads, threads)
     if threads < 2:
         return [plain]
@@ -106,13 +111,13 @@ class Search:
     def best(self) -> Setting:
         """Return the fastest setting.
 
-        A plain one stays unless two streams are faster than every plain one by :data:`LEAST_GAIN`, and the first plain
-        one unless another is faster than it by as much.
+        A plain one stays unless two streams, or a graph, are faster than every plain one by :data:`LEAST_GAIN`, and the
+        first plain one unless another is faster than it by as much.
         """
         medians = self.medians_ms()
         first = next(iter(medians))
-        plain = min((one for one in medians if not one.two_streams), key=medians.__getitem__)
+        plain = min((one for one in medians if not (one.two_streams or one.graph)), key=medians.__getitem__)
         fastest = min(medians, key=medians.__getitem__)
-        if fastest.two_streams and medians[plain] >= LEAST_GAIN * medians[fastest]:
+        if (fastest.two_streams or fastest.graph) and medians[plain] >= LEAST_GAIN * medians[fastest]:
             return fastest
         return plain if medians[first] >= LEAST_GAIN * medians[plain] else first

@@ -22,7 +22,7 @@ still use it. A kernel that has not run when its memory is freed goes on with th
 then it finds other bytes there. ``Event.query`` orders nothing, as in torch's checker: it sees no queries either.
 
 Not simulated: what autograd does with streams (a backward node runs on the current stream here, not on the stream of
-its forward pass); NCCL and all other collectives, which run at once and are not checked; CUDA graphs; kernels
+its forward pass); NCCL and all other collectives, which run at once and are not checked; kernels
 themselves, whose arithmetic is the CPU's; several devices; the host's threads, which count as one; ``numpy()`` and
 pointers, which see memory without asking (tests call :meth:`SimulatedCuda.host_access`); sparse tensors and
 subclasses, whose operations run at once and are not checked. ``torch.cuda.is_available()`` stays False, so that
@@ -39,6 +39,7 @@ import random
 import sys
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from traceback import StackSummary
 from types import SimpleNamespace
@@ -55,6 +56,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from retime.foundations import streams, torch_private
+from support.simulated_graphs import Capturing, Graph
 from support.simulated_operations import Block, Form, Kernel, Operation, caller, form_of, is_plain, on_memory, put_form
 from support.simulated_streams import Event, Stream
 
@@ -106,6 +108,9 @@ class SimulatedCuda(TorchDispatchMode):
         self._free: dict[Stream, list[Block]] = {}  # not used again yet, by home
         self._here = threading.local()
         self.default = Stream(self, immediate=True)
+        self.capture: Graph | None = None
+        self.warm: dict[Stream, set[str]] = defaultdict(set)
+        """Operations that have run outside of captures, by stream."""
 
     # ---- torch.cuda's interface
 
@@ -126,6 +131,10 @@ class SimulatedCuda(TorchDispatchMode):
                 synchronize=self.synchronize,
                 current_device=lambda: 0,
                 set_device=lambda device: None,
+                CUDAGraph=lambda keep_graph=False: Graph(self),
+                graph=lambda graph, pool=None, stream=None, capture_error_mode="global": Capturing(self, graph, stream),
+                graph_pool_handle=lambda: (0, next(self.numbers)),
+                is_current_stream_capturing=lambda: self.capture is not None,
             ),
             patch.object(Tensor, "record_stream", lambda *given: self.record_stream(*given), create=True),
             patch.object(Tensor, "tolist", lambda tensor: (self._read(tensor), tolist(tensor))[1], create=True),
@@ -173,12 +182,18 @@ class SimulatedCuda(TorchDispatchMode):
 
     def synchronize(self, device: object = None) -> None:
         """Let the host wait for everything."""
+        self.not_in_capture("synchronize")
         with self.lock:
             for stream in list(self._streams):
                 stream.synchronize()
 
     def wait(self, stream: Stream, event: Event) -> None:
         """Let ``stream`` wait for what was recorded last."""
+        if self.capture is not None:
+            if getattr(event, "capture", (None, 0))[0] is not self.capture:
+                raise RuntimeError("dependency created on uncaptured work in another stream")
+            self.capture.note_wait(stream, event)
+            return
         with self.lock:
             self.checker._handle_event_wait(event.number, stream.stream_id)
             other, position = event.stream, event.position
@@ -244,6 +259,15 @@ class SimulatedCuda(TorchDispatchMode):
                 return self._run_on_host(operation)
             return self._run_on_device(operation)
 
+    def not_in_capture(self, what: str) -> None:
+        """Raise, as CUDA does, where the host may not wait.
+
+        Raises:
+            RuntimeError: a graph is captured.
+        """
+        if self.capture is not None:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
+
     def _note_arguments(self, operation: Operation) -> None:
         makes_like = any(word in operation.name for word in ("::new_", "_like"))
         for argument, value in zip_arguments(operation.func._schema, operation.args, operation.kwargs):
@@ -266,6 +290,9 @@ class SimulatedCuda(TorchDispatchMode):
 
     def _run_on_device(self, operation: Operation) -> Any:
         stream = self.current_stream()
+        if self.capture is not None:
+            return self.capture.keep_kernel(operation, stream)
+        self.warm[stream].add(operation.name)
         pinned = operation.kwargs.pop("pin_memory", None)
         if stream.immediate or operation.sees_values or not operation.can_wait:
             stream.execute(stream.launched)

@@ -65,6 +65,7 @@ class Stream:
 
     def synchronize(self) -> None:
         """Let the host wait for all that has been launched."""
+        self.cuda.not_in_capture("Stream.synchronize")
         with self.cuda.lock:
             self.execute(self.launched)
             self.cuda.checker._handle_stream_synchronization(self.stream_id)
@@ -89,6 +90,10 @@ class Event:
 
     def record(self, stream: Stream | None = None) -> None:
         """Move the event behind all that ``stream``, or the current one, has been given so far."""
+        if self.cuda.capture is not None:
+            self.stream = stream or self.cuda.current_stream()
+            self.cuda.capture.note_record(self, self.stream)
+            return
         with self.cuda.lock:
             self.stream = stream or self.cuda.current_stream()
             self.position, self.at_ms = self.stream.launched, self.stream.ready_ms
@@ -100,11 +105,13 @@ class Event:
 
     def query(self) -> bool:
         """Whether all before it has run."""
+        self.cuda.not_in_capture("Event.query")
         self.cuda.run_some()
         return self.stream is None or self.stream.executed >= self.position
 
     def synchronize(self) -> None:
         """Let the host wait."""
+        self.cuda.not_in_capture("Event.synchronize")
         with self.cuda.lock:
             if self.stream is not None:
                 self.stream.execute(self.position)

@@ -55,6 +55,17 @@ def test_backward_fusion_sees_global_backward_hooks():
             handle.remove()
 
 
+@canary("global_forward_hooks", breaks="calls without a CUDA graph beside global module hooks")
+def test_graphs_see_global_forward_hooks():
+    assert not any(torch_private.global_forward_hooks())
+    for register in (module_hooks.register_module_forward_hook, module_hooks.register_module_forward_pre_hook):
+        handle = register(lambda *_: None)
+        try:
+            assert any(torch_private.global_forward_hooks())
+        finally:
+            handle.remove()
+
+
 @canary("forward_hooks", "forward_pre_hooks", breaks="ScanSequential's care for layers with hooks")
 def test_scan_sequential_sees_forward_hooks():
     layer = nn.Linear(1, 1)

@@ -220,6 +220,14 @@ def test_dry_run_sees_each_operation():
     assert all(isinstance(func, torch_private.OpOverload) for func in mode.seen)
 
 
+@canary("function_mode_count", breaks="calls without a CUDA graph under torch function modes")
+def test_graphs_see_function_modes():
+    before = torch_private.function_mode_count()
+    with torch.overrides.TorchFunctionMode():
+        assert torch_private.function_mode_count() == before + 1
+    assert torch_private.function_mode_count() == before
+
+
 @canary("without_dispatch_modes", "dispatch_mode_count", breaks="copies of real tensors in the midst of a dry run")
 def test_dry_run_can_be_left():
     assert torch_private.dispatch_mode_count() == 0

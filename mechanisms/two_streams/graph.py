@@ -1,0 +1,555 @@
+"""Parts of the model as CUDA graphs: the paper's pre-compiled kernel issue (Oh et al. 2022, section 4.2).
+
+A part is captured as two graphs, one of its forward pass and one of its backward pass with both streams inside. Each
+step copies the inputs into the graph's own, replays, and copies results and gradients out, so that nothing a user holds
+is written into by a later step. All else of a step stays outside and is the user's: the loss, what is logged, hooks of
+parameters, a scaler, accumulation, clipping and the optimizer's update. Python code runs in a capture only, so a part
+is a module whose code :class:`~retime.mechanisms.two_streams.static_code.StaticCode` has read, and a call whose state,
+forms or settings are others than in the capture runs kernel by kernel.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retime.foundations.lazy_updates import is_compiled, settle_all
+from retime.foundations.messages import warn_no_effect
+from retime.foundations.preserve_state import random_state, set_random_state
+from retime.foundations.torch_private import (
+    TorchDispatchMode,
+    backward_hooks,
+    dispatch_mode_count,
+    forward_ad_level,
+    forward_hooks,
+    forward_pre_hooks,
+    function_mode_count,
+    global_backward_hooks,
+    global_forward_hooks,
+    graph_task_id,
+    in_function_transform,
+    keeps_graph,
+    schema_of,
+    top_saved_tensors_hooks,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+    version_of,
+)
+from retime.mechanisms.two_streams.layers import COMPILED, REPLACED, SplitLayer
+from retime.mechanisms.two_streams.static_code import StaticCode
+
+LEAST_LAYERS = 2
+FEW = f"they are in no module with {LEAST_LAYERS} such layers"
+FIRST = "no backward pass has shown yet in which form gradients come"
+FORMS = "inputs have other shapes, strides or types than before"
+INPUTS = "it was given something other than tensors of its device by position"
+STATE = "modules, parameters, attributes or hooks are others than before"
+SETTINGS = "settings of torch are others than before (autocast, precision, modes)"
+HOOKS = "its modules have hooks"
+WATCHED = "anomaly detection, saved-tensor hooks or function transforms see each operation"
+OPEN = "the call before it waits for its backward pass"
+USES = "it uses a parameter, or an input that needs a gradient, in several places"
+OUTPUTS = "it returns something other than dense tensors of its own that need gradients"
+_ALIGNED_BYTES = 512  # as the allocator does, so that kernels that look at alignment do what they do without a graph
+
+
+class GraphedPart:
+    """A module's ``forward``, in place of its class's own: replays CUDA graphs where this changes nothing.
+
+    A copy or a pickle of the module has a ``forward`` that runs the class's own.
+
+    Args:
+        name: of the module in its model.
+        module: the part.
+        layers: those of its layers that may run on two streams.
+        on_call: called before each forward pass that a backward pass may follow.
+        counts: of weight gradients by whether they ran on the sub-stream, which replays add to.
+
+    Attributes:
+        two_streams: whether weight gradients run on the sub-stream in a graph; None: kernels are issued one by one.
+        why_not: why the part is never captured; None: it may be.
+        replays: calls that replayed a graph.
+        plain: calls that did not though they were to, by reason.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: Any,
+        layers: list[SplitLayer],
+        on_call: Callable[[GraphedPart], None] | None,
+        counts: Counter[bool],
+    ) -> None:
+        self.name, self.module, self.layers = name, module, layers
+        self.on_call = on_call
+        self.two_streams: bool | None = None
+        self.why_not: str | None = None
+        self.replays = 0
+        self.plain = Counter[str]()
+        self._counts = counts
+        self._code = StaticCode(module) if on_call is not None else None
+        if self._code is not None:
+            self.why_not = self._code.why_not
+        self._captures: dict[bool, _Capture] = {}
+        self._seen: tuple[Any, ...] | None = None
+        """Forms, settings and state of the last call that ran kernel by kernel."""
+        self._gradients: dict[int, _GradientForm] = {}
+        """Of that call's results, as they came in the backward pass."""
+        self._stream: torch.cuda.Stream | None = None
+        self.is_running = False
+        """Whether a call of it is under way, in which its layers' calls begin no step."""
+        self._open: weakref.ref[_Call] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = partial(type(self.module).forward, self.module)
+        if self.on_call is None or self.is_running or torch.compiler.is_compiling():
+            return run(*args, **kwargs)
+        if not torch.is_grad_enabled() or graph_task_id() != -1:
+            return run(*args, **kwargs)
+        self.is_running = True
+        try:
+            self.on_call(self)
+            if self.two_streams is None or self.why_not is not None:
+                return run(*args, **kwargs)
+            settle_all(self.module.parameters())  # updates of forward fusion
+            key, capture, why = self._look(args, kwargs)
+            if capture is not None:
+                return self._replay(capture, args)
+            if why is not None:
+                self._note(why)
+            results = run(*args, **kwargs)
+            if key is not None:
+                self._see(key, results)
+            return results
+        finally:
+            self.is_running = False
+
+    def keep_only(self, two_streams: bool | None) -> None:
+        """Free the graphs of the other ways to run the part; None: of all."""
+        for one in [one for one in self._captures if one is not two_streams]:
+            del self._captures[one]
+
+    def _look(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...] | None, _Capture | None, str | None]:
+        """Return what a capture of this call depends on, the graphs to replay, and otherwise why there are none."""
+        assert self._code is not None
+        device = self.layers[0].module.weight.device
+        if kwargs or not args or not all(_is_plain(one, device) for one in args):
+            return None, None, INPUTS
+        if torch.is_anomaly_enabled() or top_saved_tensors_hooks(True) is not None or in_function_transform():
+            return None, None, WATCHED
+        if forward_ad_level() >= 0:
+            return None, None, WATCHED
+        if any(global_backward_hooks()) or any(global_forward_hooks()) or any(map(_has_hooks, self.module.modules())):
+            return None, None, HOOKS
+        call = self._open() if self._open is not None else None
+        if call is not None and not call.is_done:
+            return None, None, OPEN
+        key = tuple(_form_of(x) for x in args), _settings(device), self._code.state()
+        assert self.two_streams is not None
+        capture = self._captures.get(self.two_streams)
+        known = self._seen if capture is None else capture.key
+        if known is None:
+            return key, None, None
+        for one, other, why in zip(key, known, (FORMS, SETTINGS, STATE), strict=True):
+            if one != other:
+                return key, None, why
+        if capture is not None:
+            return key, capture, None
+        if not self._gradients:
+            return key, None, FIRST
+        if self._stream is None:
+            priority = torch.cuda.current_stream(device).priority
+            self._stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+        before = self._counts.copy()
+        try:
+            self.why_not = _rehearse(self.module, args, self._gradients, self._stream)
+            if self.why_not is None and self._code.state() != key[2]:
+                self.why_not = "it changes its own attributes"
+            if self.why_not is not None:
+                warn_no_effect(f"graph: {self.name or 'the model'!r} is not captured because {self.why_not}")
+                return None, None, None
+            given = self._counts - before
+            capture = _Capture(self.module, args, key, self._gradients, given, self._stream)
+            self._captures[self.two_streams] = capture
+        finally:
+            self._counts.clear()
+            self._counts.update(before)
+        return key, capture, None
+
+    def _note(self, why: str) -> None:
+        if why not in self.plain and why != FIRST:
+            warn_no_effect(f"graph: {self.name or 'the model'!r} runs kernel by kernel where {why}")
+        self.plain[why] += 1
+
+    def _see(self, key: tuple[Any, ...], results: Any) -> None:
+        """Note in which form the gradients of these results come in the backward pass."""
+        self._seen = key
+        gradients: dict[int, _GradientForm] = {}
+        self._gradients = gradients
+
+        def note(number: int, gradient: Tensor) -> None:
+            gradients[number] = _gradient_form(gradient)
+
+        for number, one in enumerate(tree_leaves(results)):
+            if isinstance(one, Tensor) and one.requires_grad:
+                one.register_hook(partial(note, number))  # type: ignore[no-untyped-call]
+
+    def _replay(self, capture: _Capture, args: tuple[Tensor, ...]) -> Any:
+        self.replays += 1
+        call = _Call(capture, self._counts, len(args))
+        self._open = weakref.ref(call)
+        parameters = [parameter for _, parameter in self.module.named_parameters()]
+        results = _Replay.apply(call, *args, *parameters)  # type: ignore[no-untyped-call]
+        del call
+        return tree_unflatten(results, capture.structure)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphedPart:
+        return GraphedPart(self.name, memo.get(id(self.module), self.module), [], None, Counter())
+
+    def __reduce__(self) -> Any:
+        return GraphedPart, (self.name, self.module, [], None, Counter())
+
+
+class _Call:
+    """One forward pass of a capture, and whether its backward pass is over."""
+
+    def __init__(self, capture: _Capture, counts: Counter[bool], inputs: int) -> None:
+        self.capture, self.counts, self.inputs = capture, counts, inputs
+        self.versions: list[int] = []
+        self.is_done = False
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call, ctx.parameters = call, tensors[call.inputs :]
+        call.versions = [version_of(parameter) for parameter in ctx.parameters]
+        ctx.set_materialize_grads(False)
+        return call.capture.forward(tensors[: call.inputs])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        call: _Call = ctx.call
+        if torch.is_grad_enabled():
+            raise RuntimeError("graph=True: gradients of gradients (create_graph=True) need graph=False")
+        if call.is_done:
+            raise RuntimeError("this graph's backward pass has run: the first one needs retain_graph=True")
+        if call.versions != [version_of(parameter) for parameter in ctx.parameters]:
+            raise RuntimeError("graph=True: a parameter was written into between its forward and backward pass")
+        call.is_done = not keeps_graph()
+        call.counts.update(call.capture.given)
+        return None, *call.capture.backward(gradients)
+
+
+_GradientForm = tuple[tuple[int, ...], tuple[Any, ...]]
+"""Strides, and whether autocast is on behind it, of the gradient of a result."""
+
+
+class _Capture:
+    """The graphs of one part, run in one way, and the memory that they read and write.
+
+    Args:
+        module: the part.
+        args: in whose form inputs are.
+        key: forms, settings and state that it is right for.
+        gradients: in which form gradients of the results come, by number; others get none.
+        given: weight gradients in one backward pass, by whether they run on the sub-stream.
+        stream: to capture on, of the priority that its kernels get.
+
+    Attributes:
+        structure: of what the part returns.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        args: tuple[Tensor, ...],
+        key: tuple[Any, ...],
+        gradients: dict[int, _GradientForm],
+        given: Counter[bool],
+        stream: torch.cuda.Stream,
+    ) -> None:
+        self.key, self.given, self._form = key, given, dict(gradients)
+        self._inputs = [_buffer_like(x).requires_grad_(x.requires_grad) for x in args]
+        self._parameters = _stand_ins(module)
+        self._graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        how: dict[str, Any] = {"pool": torch.cuda.graph_pool_handle(), "stream": stream}
+        how["capture_error_mode"] = "thread_local"  # a loader's thread may pin memory meanwhile
+        try:
+            with torch.cuda.graph(self._graphs[0], **how):
+                results = torch.func.functional_call(module, self._parameters, tuple(self._inputs))
+            self._results, self.structure = tree_flatten(results)
+            self._result_gradients = {
+                number: _buffer(self._results[number], strides) for number, (strides, _) in self._form.items()
+            }
+            with torch.cuda.graph(self._graphs[1], **how):
+                _backward(self._results, self._result_gradients, self._form)
+                self._gather()
+        except Exception as error:
+            error.add_note("retime: while the part was captured into a CUDA graph; graph=False trains without")
+            raise
+
+    def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Replay the forward pass, and return copies of its results."""
+        self._fill(self._inputs, inputs)
+        self._graphs[0].replay()
+        return tuple(result.detach().clone() for result in self._results)
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return copies of the gradients of inputs and parameters, of a replay where gradients come in their form."""
+        given = {number: one for number, one in enumerate(gradients) if one is not None}
+        if {number: _gradient_form(one) for number, one in given.items()} != self._form:
+            # the captured forward pass's own nodes keep what they saved: the graph's memory
+            torch.autograd.backward([self._results[n] for n in given], list(given.values()), retain_graph=True)
+            return [_taken(one) for one in (*self._inputs, *self._parameters.values())]
+        self._fill(list(self._result_gradients.values()), [given[number] for number in self._result_gradients])
+        self._graphs[1].replay()
+        of_inputs = [None if one is None else one.clone() for one in self._input_gradients]
+        copies = [flat.clone() for flat in self._flats]
+        return of_inputs + [
+            None if place is None else copies[place[0]].as_strided(*place[1:]) for place in self._places
+        ]
+
+    def _fill(self, buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Copy values into the graph's memory, past the versions that the graph's own autograd nodes look at."""
+        for buffer, value in zip(buffers, values, strict=True):
+            _compact(buffer.data).copy_(_compact(value.detach()))
+
+    def _gather(self) -> None:
+        """Put all gradients of one type behind one another, so that one kernel copies them."""
+        self._input_gradients = [_taken(one) for one in self._inputs]
+        gradients = [_taken(one) for one in self._parameters.values()]
+        self._places: list[tuple[Any, ...] | None] = []
+        sizes: dict[torch.dtype, int] = {}
+        for one in gradients:
+            if one is None:
+                self._places.append(None)
+                continue
+            begin = sizes.get(one.dtype, 0)
+            aligned = _ALIGNED_BYTES // one.element_size()
+            sizes[one.dtype] = begin + (one.numel() + aligned - 1) // aligned * aligned
+            self._places.append(([*sizes].index(one.dtype), one.shape, one.stride(), begin))
+        self._flats = [torch.empty(size, dtype=dtype, device=self._results[0].device) for dtype, size in sizes.items()]
+        for one, place in zip(gradients, self._places, strict=True):
+            if one is not None and place is not None:
+                self._flats[place[0]].as_strided(*place[1:]).copy_(one)
+
+
+# One run on copies, before anything is captured.
+
+
+class _NotStaticError(Exception):
+    """An operation that a graph cannot have."""
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Stops at the first operation that hands a value to the host, meets another device, or writes into ``kept``."""
+
+    def __init__(self, device: torch.device, kept: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._device = device
+        self._kept = {one.untyped_storage().data_ptr() for one in kept}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+        masks = func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default) and any(
+            one.dtype in (torch.bool, torch.uint8) for one in tensors[1:]
+        )
+        if any(tag in func.tags for tag in tags) or masks:
+            raise _NotStaticError(f"the host reads a value of it ({func})")
+        if any(one.device != self._device for one in tensors):
+            raise _NotStaticError(f"it works with a tensor of another device ({func})")
+        for argument, value in zip(schema_of(func).arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written = (one for one in tree_leaves(value) if isinstance(one, Tensor))
+                if any(one.untyped_storage().data_ptr() in self._kept for one in written):
+                    raise _NotStaticError(f"it writes into its inputs or parameters ({func})")
+        return func(*args, **(kwargs or {}))
+
+
+def _rehearse(
+    module: nn.Module, args: tuple[Tensor, ...], gradients: dict[int, _GradientForm], stream: torch.cuda.Stream
+) -> str | None:
+    """Run both passes once where they will be captured, on copies of what they write into, as a capture needs it.
+
+    Libraries make what they need for a stream in their first calls there, which a capture does not have.
+
+    Returns:
+        Why the part cannot be captured; None: it can.
+    """
+    device, before = args[0].device, random_state()
+    current = torch.cuda.current_stream(device)
+    stream.wait_stream(current)
+    try:
+        with torch.cuda.stream(stream):
+            inputs = [_buffer_like(x) for x in args]
+            for buffer, x in zip(inputs, args, strict=True):
+                _compact(buffer).copy_(_compact(x.detach()))
+                buffer.requires_grad_(x.requires_grad)
+            parameters = _stand_ins(module)
+            buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+            with _Watch(device, [*inputs, *parameters.values()]):
+                results = torch.func.functional_call(module, {**parameters, **buffers}, tuple(inputs))
+                leaves = tree_leaves(results)
+                used = [*inputs, *parameters.values(), *buffers.values()]
+                if not _are_own(leaves, used) or not set(gradients) <= set(range(len(leaves))):
+                    return OUTPUTS
+                if any(count > 1 for count in _uses(leaves, [*inputs, *parameters.values()])):
+                    return USES
+                _backward(leaves, {n: _buffer(leaves[n], form[0]).zero_() for n, form in gradients.items()}, gradients)
+            if any(p.grad is not None and p.grad.stride() != p.stride() for p in parameters.values()):
+                return "a gradient has another form than its parameter"
+    except _NotStaticError as error:
+        return str(error)
+    except Exception as error:
+        return f"it failed on copies of its inputs: {error}"
+    finally:
+        current.wait_stream(stream)
+        set_random_state(before)
+    return None
+
+
+def _are_own(results: Sequence[Any], used: Sequence[Tensor]) -> bool:
+    """Whether results are dense tensors that need gradients and share no memory with one another and what is used."""
+    if not results or not all(type(one) is Tensor and one.requires_grad for one in results):
+        return False
+    places = [one.untyped_storage().data_ptr() for one in (*results, *used) if one.numel()]
+    others = {one.untyped_storage().data_ptr() for one in used}
+    own = places[: len(results)]
+    return (
+        len(set(own)) == len(results)
+        and not others & set(own)
+        and all(torch.empty_like(one).stride() == one.stride() for one in results)
+    )
+
+
+def _uses(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[int]:
+    """Return how many edges of the autograd graph end at each leaf: more than one add up inside of the part."""
+    counts: Counter[int] = Counter()
+    waiting = [result.grad_fn for result in results]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        for other, _ in node.next_functions if node is not None else ():
+            variable = getattr(other, "variable", None)
+            if variable is not None:
+                counts[id(variable)] += 1
+            elif other is not None and other not in seen:
+                seen.add(other)
+                waiting.append(other)
+    return [counts[id(leaf)] for leaf in leaves]
+
+
+# Forms, and memory in these forms.
+
+
+def _is_plain(value: Any, device: torch.device) -> bool:
+    return type(value) is Tensor and value.device == device and value.layout is torch.strided and value.numel() > 0
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(forward_hooks(module) or forward_pre_hooks(module) or any(backward_hooks(module)))
+
+
+def _form_of(x: Tensor) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.dtype, x.requires_grad, x.is_conj(), x.is_neg()
+
+
+def _autocast(kind: str) -> tuple[Any, ...]:
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+
+def _gradient_form(gradient: Tensor) -> _GradientForm:
+    return gradient.stride(), _autocast(gradient.device.type)
+
+
+def _settings(device: torch.device) -> tuple[Any, ...]:
+    """Return what decides, beside a part's code and inputs, which kernels run."""
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    return (
+        *(_autocast(device.type), torch.is_autocast_cache_enabled(), torch.get_default_dtype()),
+        *(torch.get_default_device(), dispatch_mode_count(), function_mode_count()),
+        *(torch.are_deterministic_algorithms_enabled(), cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+        *(cuda.matmul.fp32_precision, cudnn.conv.fp32_precision, cuda.flash_sdp_enabled(), cuda.math_sdp_enabled()),
+        *(cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()),
+    )
+
+
+def _compact(x: Tensor) -> Tensor:
+    """Return each element once where an expanded tensor has it several times."""
+    for dimension, stride in enumerate(x.stride()):
+        if stride == 0:
+            x = x.narrow(dimension, 0, 1)
+    return x
+
+
+def _buffer(like: Tensor, strides: Sequence[int]) -> Tensor:
+    """Return new memory in the shape of ``like`` with these strides; an expanded one has each element once."""
+    sizes = [1 if stride == 0 else size for size, stride in zip(like.shape, strides, strict=True)]
+    return torch.empty_strided(sizes, strides, dtype=like.dtype, device=like.device).expand(like.shape)
+
+
+def _buffer_like(x: Tensor) -> Tensor:
+    return _buffer(x, x.stride())
+
+
+def _stand_ins(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return leaves on the parameters' memory, with gradients, hooks and versions of their own."""
+    return {name: nn.Parameter(one.data, one.requires_grad) for name, one in module.named_parameters()}
+
+
+def _taken(leaf: Tensor) -> Tensor | None:
+    gradient, leaf.grad = leaf.grad, None
+    return gradient
+
+
+def _backward(results: Sequence[Tensor], gradients: dict[int, Tensor], forms: dict[int, _GradientForm]) -> None:
+    kind = results[0].device.type
+    is_on, dtype = next(iter(forms.values()))[1]
+    with torch.autocast(kind, dtype, enabled=is_on):
+        torch.autograd.backward([results[n] for n in gradients], list(gradients.values()), retain_graph=True)
+
+
+# The parts of a model.
+
+
+def parts_of(
+    model: nn.Module, layers: Sequence[SplitLayer], on_call: Callable[[GraphedPart], None], counts: Counter[bool]
+) -> tuple[list[GraphedPart], Counter[str]]:
+    """Find the largest modules whose code is static, with :data:`LEAST_LAYERS` layers or more.
+
+    Returns:
+        Those, not yet put in, and how many layers are in none, by reason.
+    """
+    parts: list[GraphedPart] = []
+    outside: Counter[str] = Counter()
+    by_module = {layer.module: layer for layer in layers}
+
+    def visit(name: str, module: nn.Module, why: str) -> None:
+        own = [by_module[one] for one in module.modules() if one in by_module]
+        if len(own) < LEAST_LAYERS:
+            outside[why] += len(own)
+            return
+        part = GraphedPart(name, module, own, on_call, counts)
+        reason = COMPILED if any(map(is_compiled, module.modules())) else part.why_not
+        forwards = [vars(one).get("forward") for one in module.modules() if one not in by_module]
+        if any(one is not None and not (isinstance(one, GraphedPart) and one.on_call is None) for one in forwards):
+            reason = REPLACED
+        if reason is None:
+            parts.append(part)
+            return
+        for child_name, child in module.named_children():
+            visit(f"{name}.{child_name}".removeprefix("."), child, reason)
+
+    visit("", model, FEW)
+    return parts, outside

@@ -1,0 +1,213 @@
+"""Whether a forward pass runs the same kernels in each call, so that they can be issued all at once (section 4.2).
+
+A CUDA graph has what Python did while it was captured. So the code of each module's ``forward`` may read what is looked
+at before each replay only: its arguments' forms, attributes of its modules, and constants. What calls operations of
+torch on these is static; anything else is refused by its name.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import enum
+import math
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from retime.foundations.torch_private import own_buffers, own_parameters
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.Size)
+_PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_MODULES_OF_TORCH = (torch, torch.nn, F, torch.functional, torch.special, torch.linalg, torch.fft, math)
+_CODE_OF_TORCH = ("torch.nn.functional", "torch.functional", "math")
+_BUILTINS = {
+    *(len, range, zip, enumerate, tuple, list, dict, int, float, bool, str, min, max, sum, abs, round, slice),
+    *(isinstance, super, reversed, sorted, all, any, ValueError, TypeError, RuntimeError, AssertionError),
+    NotImplementedError,
+}
+_READS_WHAT_IS_NOT_THERE = {
+    *("backward", "cpu", "cuda", "data", "data_ptr", "grad", "grad_fn", "is_leaf", "is_pinned", "item", "numpy"),
+    *("pin_memory", "record_stream", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_"),
+    *("resize_", "retain_grad", "set_", "share_memory_", "storage", "tolist", "untyped_storage"),
+}
+"""Attributes of tensors whose values a replay does not bring, or that are the host's."""
+_REPLACED = {
+    *("__bool__", "__call__", "__contains__", "__getattr__", "__getattribute__", "__getitem__", "__iter__"),
+    *("__len__", "__setattr__"),
+}
+"""Methods that run without being named where they are used."""
+_CHANGES = ("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "IMPORT_", "STORE_DEREF", "BEFORE_")
+_FIELDS = frozenset(vars(nn.Module()))
+_OWN = "torch.nn.modules."
+
+
+class StaticCode:
+    """The code of a module and of those inside of it, read once.
+
+    Args:
+        module: whose forward pass is asked about.
+
+    Attributes:
+        why_not: why it may run other kernels in another call; None: it runs the same ones as long as :meth:`state` is
+            what it was, for inputs of one form, unless values reach the host.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = list(module.modules())
+        self._users = [one for one in self._modules if not type(one).__module__.startswith(_OWN)]
+        self._names: set[str] = set()
+        self._globals: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
+        self._seen: set[types.CodeType] = set()
+        self.why_not = next(self._reasons(), None)
+
+    def state(self) -> tuple[Any, ...]:
+        """Return all that the code reads beside its arguments; tensors by where they are."""
+        found: list[Any] = [_form(scope.get(name)) for scope, name in self._globals.values()]
+        for module in self._modules:
+            own, is_user = vars(module), not type(module).__module__.startswith(_OWN)
+            found.append(type(module))
+            for name, value in own.items():
+                if not is_user or name in _FIELDS or name in self._names:
+                    found.append((name, _form(value)))
+            if is_user:
+                found += [_form(getattr(type(module), name, None)) for name in self._names if name not in own]
+        return tuple(found)
+
+    def _reasons(self) -> Iterator[str]:
+        functions: list[Any] = []
+        for module in self._modules:
+            if isinstance(module, nn.RNNBase):
+                yield f"{type(module).__name__} keeps its weights in a second place"
+            if isinstance(module, torch.jit.ScriptModule):
+                yield "some of it is scripted"
+            if any(type(p) is not nn.Parameter for p in own_parameters(module).values() if p is not None):
+                yield "it has parameters of a class of their own"
+            if any(type(b) is not Tensor for b in own_buffers(module).values() if b is not None):
+                yield "it has buffers of a class of their own"
+        for module in self._users:
+            for kind in type(module).__mro__:
+                own = _REPLACED & set(vars(kind)) if not _is_torchs(kind) and kind is not object else set()
+                if own:
+                    yield f"{kind.__name__} has a {min(own)} of its own"
+            functions.append(type(module).forward)
+        while functions:
+            while functions:
+                yield from self._reasons_in(functions.pop(), functions)
+            for module in self._users:  # what is found in attributes may be code too
+                for name, value in vars(module).items():
+                    if name in self._names and name not in _FIELDS and not self._is_known(value, functions):
+                        yield f"its code uses {type(module).__name__}.{name}, which is a {type(value).__name__}"
+            functions = [function for function in functions if getattr(function, "__code__", None) not in self._seen]
+
+    def _reasons_in(self, function: Any, functions: list[Any]) -> Iterator[str]:
+        if not isinstance(function, types.FunctionType):
+            yield f"its code uses {getattr(function, '__qualname__', function)}, which is no Python function"
+            return
+        name = function.__qualname__
+        if set(function.__code__.co_freevars) - {"__class__"}:
+            yield f"{name} uses variables of the function around it"
+        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        if not all(isinstance(value, (*_PLAIN, *_PLAIN_OF_TORCH)) for value in defaults):
+            yield f"{name} has arguments by default that can change"
+        codes = [function.__code__]
+        while codes:
+            code = codes.pop()
+            if code in self._seen:
+                continue
+            self._seen.add(code)
+            codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+            for step in dis.get_instructions(code):
+                if step.opname.startswith(_CHANGES) and step.argval not in code.co_cellvars:
+                    yield f"{name} changes or reads more than its arguments (at {step.argval})"
+                elif step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                    if not self._is_known_global(function.__globals__, step.argval, functions):
+                        yield f"{name} uses {step.argval!r}"
+                elif step.opname.startswith(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER")) and not self._is_known_name(
+                    step.argval, functions
+                ):
+                    yield f"{name} uses {step.argval!r}"
+
+    def _is_known_global(self, scope: dict[str, Any], name: str, functions: list[Any]) -> bool:
+        if name not in scope:
+            value = getattr(builtins, name, None)
+            return value in _BUILTINS
+        self._globals[id(scope), name] = scope, name
+        return self._is_known(scope[name], functions)
+
+    def _is_known_name(self, name: str, functions: list[Any]) -> bool:
+        """Whether an attribute of this name is known, of whatever in the code it is."""
+        if name in self._names:
+            return True
+        self._names.add(name)
+        found = False
+        kinds = {kind for module in self._users for kind in type(module).__mro__ if name in vars(kind)}
+        for kind in kinds - {nn.Module, object}:  # what super() may find too
+            method = vars(kind)[name]
+            if not self._is_known(getattr(method, "__func__", method), functions):
+                return False
+            found = True
+        if nn.Module in kinds and not found:
+            found = name in ("forward", "children", "named_children") or hasattr(Tensor, name)
+            if not found:
+                return False
+        found |= any(name in vars(module) or hasattr(module, name) for module in self._modules)
+        for kind in (Tensor, list, tuple, dict, str):
+            if hasattr(kind, name):
+                if name in _READS_WHAT_IS_NOT_THERE or name.startswith("_"):
+                    return False
+                found = True
+        for package in _MODULES_OF_TORCH:
+            value = getattr(package, name, None)
+            if value is not None:
+                if not self._is_known(value, None):
+                    return False
+                found = True
+        return found
+
+    def _is_known(self, value: Any, functions: list[Any] | None) -> bool:
+        """Whether a value is compared before each replay, or is code that is read, or torch's own."""
+        if isinstance(value, (*_PLAIN, *_PLAIN_OF_TORCH)) or type(value) in (Tensor, nn.Parameter):
+            return True
+        if type(value) in (list, tuple):
+            return all(self._is_known(one, functions) for one in value)
+        if type(value) is dict:
+            return all(self._is_known(one, functions) for pair in value.items() for one in pair)
+        if isinstance(value, nn.Module):
+            return any(value is one for one in self._modules)
+        if isinstance(value, types.ModuleType):
+            return value in _MODULES_OF_TORCH
+        if isinstance(value, type):
+            return (
+                value in (Tensor, torch.Size) or _is_torchs(value) or any(isinstance(m, value) for m in self._modules)
+            )
+        if isinstance(value, types.BuiltinFunctionType):
+            return value.__module__ == "math" or hasattr(torch.ops.aten, value.__name__)
+        if isinstance(value, types.FunctionType):
+            if value.__module__ in _CODE_OF_TORCH:
+                return True
+            if functions is not None:
+                functions.append(value)
+                return True
+        return False
+
+
+def _is_torchs(kind: type) -> bool:
+    return issubclass(kind, nn.Module) and kind.__module__.startswith(_OWN)
+
+
+def _form(value: Any) -> Any:
+    """Return what can be compared later: plain values, tensors by where they are, other objects by which they are."""
+    if isinstance(value, (*_PLAIN, *_PLAIN_OF_TORCH)):
+        return value
+    if isinstance(value, Tensor):
+        return id(value), value.data_ptr(), value.requires_grad, value.dtype, value.shape
+    if isinstance(value, dict):
+        return tuple((key if isinstance(key, _PLAIN) else id(key), _form(one)) for key, one in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(_form(one) for one in value)
+    return id(value)
