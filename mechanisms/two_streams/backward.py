@@ -36,7 +36,7 @@ class GraphReport:
     """What CUDA graphs replayed.
 
     Args:
-        parts: of the model that may be captured.
+        parts: of the model that are captured.
         outside: numbers of layers that are in none of them, by reason.
         replays: calls of parts that replayed a graph.
         issued: calls of parts whose kernels were issued one by one though they were to be replayed, by reason.
@@ -213,9 +213,11 @@ class TwoStreamBackward:
         outside, issued = self._outside.copy(), Counter[str]()
         for part in self._parts:
             issued.update(part.plain)
+        parts = [part for part in self._parts if part.is_captured]
+        inside = {layer for part in parts for layer in part.layers}
+        for part in self._parts:
             if part.why_not is not None:
-                outside[part.why_not] += len(part.layers)
-        parts = [part for part in self._parts if part.why_not is None]
+                outside[part.why_not] += len(set(part.layers) - inside)
         return GraphReport(len(parts), dict(outside), sum(part.replays for part in self._parts), dict(issued))
 
     def _where(self) -> tuple[int, dict[str, int]]:
@@ -266,8 +268,9 @@ class TwoStreamBackward:
 
     def _on_part_call(self, part: GraphedPart) -> None:
         """A part is called, and its layers are not where a graph is replayed."""
-        if self._first in part.layers:
-            self._begin_step(self._first)
+        first = self._first
+        if first is not None and [one for one in self._parts if one.is_running and first in one.layers] == [part]:
+            self._begin_step(first)
 
     def _begin_step(self, layer: SplitLayer) -> None:
         self._steps += 1
@@ -282,6 +285,9 @@ class TwoStreamBackward:
                 self._use(setting)
         if self._steps == STEPS_TO_SEE:
             self._see_effect()
+            if self._parts and not any(part.was_called for part in self._parts):
+                names = ", ".join(repr(part.name or "the model") for part in self._parts)
+                warn_no_effect(f"graph=True has no effect: no module that may be captured is called ({names})")
         if self._waiting:  # a backward pass failed
             self._forget()
 

@@ -42,7 +42,7 @@ from retime.foundations.torch_private import (
     tree_unflatten,
     version_of,
 )
-from retime.mechanisms.two_streams.layers import COMPILED, REPLACED, SplitLayer
+from retime.mechanisms.two_streams.layers import COMPILED, SplitLayer
 from retime.mechanisms.two_streams.static_code import StaticCode
 
 LEAST_LAYERS = 2
@@ -71,6 +71,7 @@ class GraphedPart:
         layers: those of its layers that may run on two streams.
         on_call: called before each forward pass that a backward pass may follow.
         counts: of weight gradients by whether they ran on the sub-stream, which replays add to.
+        around: parts that it is inside of: while one of them runs, it is a piece of that one.
 
     Attributes:
         two_streams: whether weight gradients run on the sub-stream in a graph; None: kernels are issued one by one.
@@ -86,15 +87,17 @@ class GraphedPart:
         layers: list[SplitLayer],
         on_call: Callable[[GraphedPart], None] | None,
         counts: Counter[bool],
+        around: Sequence[GraphedPart] = (),
     ) -> None:
         self.name, self.module, self.layers = name, module, layers
+        self._around = around
         self.on_call = on_call
         self.two_streams: bool | None = None
         self.why_not: str | None = None
         self.replays = 0
         self.plain = Counter[str]()
         self._counts = counts
-        self._code = StaticCode(module) if on_call is not None else None
+        self._code = StaticCode(module, (SplitLayer, GraphedPart)) if on_call is not None else None
         if self._code is not None:
             self.why_not = self._code.why_not
         self._captures: dict[bool, _Capture] = {}
@@ -103,6 +106,7 @@ class GraphedPart:
         self._gradients: dict[int, _GradientForm] = {}
         """Of that call's results, as they came in the backward pass."""
         self._stream: torch.cuda.Stream | None = None
+        self.was_called = False
         self.is_running = False
         """Whether a call of it is under way, in which its layers' calls begin no step."""
         self._open: weakref.ref[_Call] | None = None
@@ -111,9 +115,10 @@ class GraphedPart:
         run = partial(type(self.module).forward, self.module)
         if self.on_call is None or self.is_running or torch.compiler.is_compiling():
             return run(*args, **kwargs)
-        if not torch.is_grad_enabled() or graph_task_id() != -1:
+        is_inside = any(part.is_running and part.why_not is None for part in self._around)
+        if is_inside or not torch.is_grad_enabled() or graph_task_id() != -1:
             return run(*args, **kwargs)
-        self.is_running = True
+        self.is_running = self.was_called = True
         try:
             self.on_call(self)
             if self.two_streams is None or self.why_not is not None:
@@ -130,6 +135,11 @@ class GraphedPart:
             return results
         finally:
             self.is_running = False
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether there is a graph of it."""
+        return bool(self._captures)
 
     def keep_only(self, two_streams: bool | None) -> None:
         """Free the graphs of the other ways to run the part; None: of all."""
@@ -169,9 +179,11 @@ class GraphedPart:
         if self._stream is None:
             priority = torch.cuda.current_stream(device).priority
             self._stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+        self._code = StaticCode(self.module, (SplitLayer, GraphedPart))  # modules may be others by now
+        self.why_not, key = self._code.why_not, (*key[:2], self._code.state())
         before = self._counts.copy()
         try:
-            self.why_not = _rehearse(self.module, args, self._gradients, self._stream)
+            self.why_not = self.why_not or _rehearse(self.module, args, self._gradients, self._stream)
             if self.why_not is None and self._code.state() != key[2]:
                 self.why_not = "it changes its own attributes"
             if self.why_not is not None:
@@ -186,7 +198,7 @@ class GraphedPart:
         return key, capture, None
 
     def _note(self, why: str) -> None:
-        if why not in self.plain and why != FIRST:
+        if self.plain[why] == (2 if why == FIRST else 0):
             warn_no_effect(f"graph: {self.name or 'the model'!r} runs kernel by kernel where {why}")
         self.plain[why] += 1
 
@@ -246,8 +258,7 @@ class _Replay(torch.autograd.Function):
         if call.versions != [version_of(parameter) for parameter in ctx.parameters]:
             raise RuntimeError("graph=True: a parameter was written into between its forward and backward pass")
         call.is_done = not keeps_graph()
-        call.counts.update(call.capture.given)
-        return None, *call.capture.backward(gradients)
+        return None, *call.capture.backward(gradients, call.counts)
 
 
 _GradientForm = tuple[tuple[int, ...], tuple[Any, ...]]
@@ -304,8 +315,13 @@ class _Capture:
         self._graphs[0].replay()
         return tuple(result.detach().clone() for result in self._results)
 
-    def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return copies of the gradients of inputs and parameters, of a replay where gradients come in their form."""
+    def backward(self, gradients: Sequence[Tensor | None], counts: Counter[bool]) -> list[Tensor | None]:
+        """Return copies of the gradients of inputs and parameters, of a replay where gradients come in their form.
+
+        Args:
+            gradients: of the results.
+            counts: to add weight gradients to, by whether they ran on the sub-stream.
+        """
         given = {number: one for number, one in enumerate(gradients) if one is not None}
         if {number: _gradient_form(one) for number, one in given.items()} != self._form:
             # the captured forward pass's own nodes keep what they saved: the graph's memory
@@ -313,6 +329,7 @@ class _Capture:
             return [_taken(one) for one in (*self._inputs, *self._parameters.values())]
         self._fill(list(self._result_gradients.values()), [given[number] for number in self._result_gradients])
         self._graphs[1].replay()
+        counts.update(self.given)
         of_inputs = [None if one is None else one.clone() for one in self._input_gradients]
         copies = [flat.clone() for flat in self._flats]
         return of_inputs + [
@@ -352,12 +369,17 @@ class _NotStaticError(Exception):
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Stops at the first operation that hands a value to the host, meets another device, or writes into ``kept``."""
+    """Stops before an operation that hands a value to the host, meets another device, or writes into what was there.
 
-    def __init__(self, device: torch.device, kept: Iterable[Tensor]) -> None:
+    Args:
+        device: of all tensors.
+        copies: that may be written into, beside what operations make.
+    """
+
+    def __init__(self, device: torch.device, copies: Iterable[Tensor]) -> None:
         super().__init__()
         self._device = device
-        self._kept = {one.untyped_storage().data_ptr() for one in kept}
+        self._own = {one.untyped_storage().data_ptr() for one in copies}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
@@ -372,9 +394,13 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for argument, value in zip(schema_of(func).arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 written = (one for one in tree_leaves(value) if isinstance(one, Tensor))
-                if any(one.untyped_storage().data_ptr() in self._kept for one in written):
-                    raise _NotStaticError(f"it writes into its inputs or parameters ({func})")
-        return func(*args, **(kwargs or {}))
+                if any(one.untyped_storage().data_ptr() not in self._own for one in written if one.numel()):
+                    raise _NotStaticError(f"it writes into inputs, parameters or tensors that are no buffers ({func})")
+        given = {one.untyped_storage().data_ptr() for one in tensors}
+        made = func(*args, **(kwargs or {}))
+        places = {one.untyped_storage().data_ptr() for one in tree_leaves(made) if isinstance(one, Tensor)}
+        self._own |= places - given
+        return made
 
 
 def _rehearse(
@@ -398,7 +424,7 @@ def _rehearse(
                 buffer.requires_grad_(x.requires_grad)
             parameters = _stand_ins(module)
             buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-            with _Watch(device, [*inputs, *parameters.values()]):
+            with _Watch(device, buffers.values()):
                 results = torch.func.functional_call(module, {**parameters, **buffers}, tuple(inputs))
                 leaves = tree_leaves(results)
                 used = [*inputs, *parameters.values(), *buffers.values()]
@@ -526,7 +552,7 @@ def _backward(results: Sequence[Tensor], gradients: dict[int, Tensor], forms: di
 def parts_of(
     model: nn.Module, layers: Sequence[SplitLayer], on_call: Callable[[GraphedPart], None], counts: Counter[bool]
 ) -> tuple[list[GraphedPart], Counter[str]]:
-    """Find the largest modules whose code is static, with :data:`LEAST_LAYERS` layers or more.
+    """Find modules whose code is static, with :data:`LEAST_LAYERS` layers or more; one that is called is the part.
 
     Returns:
         Those, not yet put in, and how many layers are in none, by reason.
@@ -535,21 +561,19 @@ def parts_of(
     outside: Counter[str] = Counter()
     by_module = {layer.module: layer for layer in layers}
 
-    def visit(name: str, module: nn.Module, why: str) -> None:
+    def visit(name: str, module: nn.Module, why: str, around: tuple[GraphedPart, ...]) -> None:
         own = [by_module[one] for one in module.modules() if one in by_module]
         if len(own) < LEAST_LAYERS:
-            outside[why] += len(own)
+            if own and not around:
+                outside[why] += len(own)
             return
-        part = GraphedPart(name, module, own, on_call, counts)
+        part = GraphedPart(name, module, own, on_call, counts, around)
         reason = COMPILED if any(map(is_compiled, module.modules())) else part.why_not
-        forwards = [vars(one).get("forward") for one in module.modules() if one not in by_module]
-        if any(one is not None and not (isinstance(one, GraphedPart) and one.on_call is None) for one in forwards):
-            reason = REPLACED
         if reason is None:
             parts.append(part)
-            return
+            around = (*around, part)
         for child_name, child in module.named_children():
-            visit(f"{name}.{child_name}".removeprefix("."), child, reason)
+            visit(f"{name}.{child_name}".removeprefix("."), child, reason or why, around)
 
-    visit("", model, FEW)
+    visit("", model, FEW, ())
     return parts, outside

@@ -51,13 +51,15 @@ class StaticCode:
 
     Args:
         module: whose forward pass is asked about.
+        wrappers: classes of what may stand in a ``forward``'s place and call the class's own.
 
     Attributes:
         why_not: why it may run other kernels in another call; None: it runs the same ones as long as :meth:`state` is
             what it was, for inputs of one form, unless values reach the host.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, wrappers: tuple[type, ...] = ()) -> None:
+        self._wrappers = wrappers
         self._modules = list(module.modules())
         self._users = [one for one in self._modules if not type(one).__module__.startswith(_OWN)]
         self._names: set[str] = set()
@@ -67,20 +69,23 @@ class StaticCode:
 
     def state(self) -> tuple[Any, ...]:
         """Return all that the code reads beside its arguments; tensors by where they are."""
+        names = self._names | {"forward"}
         found: list[Any] = [_form(scope.get(name)) for scope, name in self._globals.values()]
         for module in self._modules:
             own, is_user = vars(module), not type(module).__module__.startswith(_OWN)
             found.append(type(module))
             for name, value in own.items():
-                if not is_user or name in _FIELDS or name in self._names:
+                if not is_user or name in _FIELDS or name in names:
                     found.append((name, _form(value)))
             if is_user:
-                found += [_form(getattr(type(module), name, None)) for name in self._names if name not in own]
+                found += [_form(getattr(type(module), name, None)) for name in names if name not in own]
         return tuple(found)
 
     def _reasons(self) -> Iterator[str]:
         functions: list[Any] = []
         for module in self._modules:
+            if "forward" in vars(module) and not isinstance(vars(module)["forward"], self._wrappers):
+                yield f"the forward of a {type(module).__name__} is replaced by another"
             if isinstance(module, nn.RNNBase):
                 yield f"{type(module).__name__} keeps its weights in a second place"
             if isinstance(module, torch.jit.ScriptModule):
@@ -100,7 +105,9 @@ class StaticCode:
                 yield from self._reasons_in(functions.pop(), functions)
             for module in self._users:  # what is found in attributes may be code too
                 for name, value in vars(module).items():
-                    if name in self._names and name not in _FIELDS and not self._is_known(value, functions):
+                    if name not in self._names - _FIELDS - {"forward"}:
+                        continue
+                    if not self._is_known(value, functions):
                         yield f"its code uses {type(module).__name__}.{name}, which is a {type(value).__name__}"
             functions = [function for function in functions if getattr(function, "__code__", None) not in self._seen]
 
@@ -196,6 +203,18 @@ class StaticCode:
         return False
 
 
+class _Same:
+    """Equal to what stands for the same object, which it keeps, so that no other gets its address."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other._value is self._value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 def _is_torchs(kind: type) -> bool:
     return issubclass(kind, nn.Module) and kind.__module__.startswith(_OWN)
 
@@ -205,9 +224,9 @@ def _form(value: Any) -> Any:
     if isinstance(value, (*_PLAIN, *_PLAIN_OF_TORCH)):
         return value
     if isinstance(value, Tensor):
-        return id(value), value.data_ptr(), value.requires_grad, value.dtype, value.shape
+        return id(value), value.data_ptr(), value.requires_grad, value.dtype, value.shape, value.stride()
     if isinstance(value, dict):
-        return tuple((key if isinstance(key, _PLAIN) else id(key), _form(one)) for key, one in value.items())
+        return tuple((_form(key), _form(one)) for key, one in value.items())
     if isinstance(value, list | tuple):
         return tuple(_form(one) for one in value)
-    return id(value)
+    return _Same(value)

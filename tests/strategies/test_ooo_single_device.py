@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import retime
+from retime.foundations.messages import NoEffectWarning
 from retime.strategies import ooo_single_device
 from support.simulated_cuda import simulated_cuda
 
@@ -226,3 +227,100 @@ def test_a_learning_rate_search_in_a_fit_takes_off_what_it_began() -> None:
     plain, module = (tuned(strategy, Path()) for strategy in ("auto", two_streams()))
     assert_same(plain, module)
     assert_nothing_is_left(module)
+
+
+class Logs(LightningModule):
+    """What is in no part: values that the host reads, logs, a scheduler, a count of steps, batches of two sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(
+            *(nn.Conv1d(3, 4, 3, padding=1), nn.BatchNorm1d(4), nn.ReLU(), nn.Dropout(0.2), nn.Flatten()),
+            *(nn.Linear(20, 8), nn.Tanh(), nn.Linear(8, 2)),
+        )
+        self.losses: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x)
+        return out
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.net(batch).float().square().mean() * (1 + 0.1 * self.global_step)
+        if loss.item() > 0 and batch_idx % 2:
+            loss = loss + 0.01 * self.net[1].weight.square().sum()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.losses.append(float(self.trainer.callback_metrics["loss_step"]))
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("validation", self(batch).float().square().mean())
+
+    def on_validation_epoch_end(self) -> None:
+        self.losses.append(float(self.trainer.callback_metrics["validation"]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.randn(4 * STEPS + 2, 3, 5, generator=torch.Generator().manual_seed(1)), batch_size=4)
+
+    val_dataloader = train_dataloader
+
+
+@pytest.mark.filterwarnings("ignore:graph. 'net' runs kernel by kernel where inputs have other shapes")
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}, {"precision": "bf16-mixed"}],
+    ids=["plain", "accumulation and clipping", "autocast"],
+)
+@pytest.mark.parametrize("order", ["eager", "late", "random 0"])
+def test_a_fit_with_cuda_graphs_has_plain_bits_and_logs(order: str, options: dict[str, Any]) -> None:
+    def run(module: Logs, strategy: Any) -> Logs:
+        torch.manual_seed(2)
+        made = trainer(strategy, **{"num_sanity_val_steps": 0, "log_every_n_steps": 1, **options})
+        made.fit_loop.max_epochs = 2
+        made.fit(module)
+        return module
+
+    plain, module, strategy = run(Logs(), "auto"), Logs(), two_streams(graph=True)
+    with simulated_cuda(order) as device:
+        run(module, strategy)
+        torch.cuda.synchronize()
+    assert device.faults == []
+    assert plain.losses == module.losses
+    assert all(torch.equal(one, module.state_dict()[name]) for name, one in plain.state_dict().items())
+    assert not any("forward" in vars(part) for part in module.modules())
+    report = strategy.report()
+    assert report is not None
+    assert report.graph is not None
+    assert report.graph.parts == 1
+    assert report.graph.replays == 2 * STEPS - 2
+    assert list(report.graph.issued.values()) == [2]
+    assert report.sub_stream == LAYERS * (2 * STEPS + 2 - 1)
+
+
+def test_a_graph_is_refused_on_a_cpu_before_the_first_step() -> None:
+    with pytest.raises(ValueError, match="graph=True captures CUDA graphs, and the model is on cpu"):
+        fit(two_streams(graph=True))
+
+
+class Apart(Logs):
+    """Calls layers one by one, although a forward pass is there that could be captured."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for layer in self.net:
+            batch = layer(batch)
+        self.log("loss", batch.mean(), on_step=True, on_epoch=True)
+        return batch.square().mean()
+
+
+def test_a_step_that_calls_no_part_is_told() -> None:
+    with (
+        simulated_cuda("late"),
+        pytest.warns(NoEffectWarning, match=r"graph=True has no effect: no module that may be captured is called \('"),
+    ):
+        trainer(two_streams(graph=True), num_sanity_val_steps=0).fit(Apart())

@@ -59,13 +59,15 @@ FITS: dict[str, Callable[[], Any]] = {
     "memory budget": lambda: MemoryBudgetStrategy(SHALLOW, host="memory"),
     "host reduction": lambda: OneRank(bucket_cap_mb=0.002),
     "two streams": lambda: OOOSingleDeviceStrategy(threads=(1, 1), max_memory=3000),
+    "graph": lambda: OOOSingleDeviceStrategy(threads=(1, 1), graph=True),
 }
-PLAIN = {"fusion": "auto", "memory budget": "auto", "host reduction": "ddp", "two streams": "auto"}
+PLAIN = {"fusion": "auto", "memory budget": "auto", "host reduction": "ddp", "two streams": "auto", "graph": "auto"}
 MODELS: dict[str, Callable[[], Net]] = {
     "fusion": Adam,
     "memory budget": Half,
     "host reduction": Adam,
     "two streams": Adam,
+    "graph": Adam,
 }
 
 
@@ -131,6 +133,9 @@ def test_a_fit_is_right_in_every_order(name: str, order: str, plain: dict[str, N
         assert report.buckets > 3
     elif name == "two streams":
         assert report.sub_stream > 3
+    elif name == "graph":
+        assert report.graph.replays == 1
+        assert report.sub_stream == 2 * 6
     else:
         assert report.offload.storages > 3
         assert report.offload.bytes_in == report.offload.bytes_out

@@ -280,6 +280,8 @@ class SimulatedCuda(TorchDispatchMode):
         operation.reads -= operation.writes
 
     def _run_on_host(self, operation: Operation) -> Any:
+        if self.capture is not None:
+            self.faults.append(f"the host runs {operation.name} in a capture, which no replay does ({caller()})")
         for block in (*operation.reads, *operation.writes):
             self._check_host_access(block, writes=block in operation.writes, what=operation.name)
         result = operation.run()

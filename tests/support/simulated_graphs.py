@@ -6,9 +6,10 @@ side streams that joined the capture, with the same waits, so that orders of exe
 any other work. As in CUDA these raise, and end the capture: the host reads a value or waits, a stream waits for an
 event from outside of the capture, work of a side stream that the captured stream has not waited for at its end.
 
-Faults of their own: an operation whose first call on a stream is captured (libraries make handles and workspaces then),
-and a replay that uses memory from outside of the graph that has been freed. What is made in a capture is kept as long
-as the graph. Not simulated: that its memory is used again inside of the graph, and what a failed capture leaves behind.
+Faults of their own: the host computes, which no replay does; an operation whose first call on a stream is captured
+(libraries make handles and workspaces then); a replay that uses memory from outside of the graph that has been freed.
+What is made in a capture is kept as long as the graph. Not simulated: that its memory is used again inside of the
+graph, and what a failed capture leaves behind.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -412,6 +413,11 @@ class Draws(Mlp):
         return super().forward(x) * random.random()
 
 
+class Under(Draws):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x)
+
+
 class Counts(Mlp):
     calls = 0
 
@@ -458,13 +464,22 @@ class Closes(Mlp):
 class Masks(Mlp):
     def forward(self, x: Tensor) -> Any:
         out = super().forward(x)
-        return out[out > 0].mul(2).unsqueeze(0) + 0 * out.sum()
+        return out * out[out > 0].numel() / out.numel()
 
 
 class Prints(Mlp):
     def forward(self, x: Tensor) -> Any:
         print(end="")
         return super().forward(x)
+
+
+class Fades(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trace = torch.ones(6)
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) * self.trace.mul_(0.9)
 
 
 class Counted(Mlp):
@@ -478,6 +493,7 @@ class Counted(Mlp):
 
 CODE = {
     Draws: "Draws.forward changes or reads more than its arguments",
+    Under: "Draws.forward changes or reads more than its arguments",
     Counts: "Counts.forward changes or reads more than its arguments .at calls",
     Closes: "uses variables of the function around it",
     Prints: "Prints.forward uses 'print'",
@@ -485,7 +501,8 @@ CODE = {
 }
 RUNS = {
     Reads: r"the host reads a value of it \(aten._local_scalar_dense.default\)",
-    Writes: r"it writes into its inputs or parameters \(aten.mul_.Tensor\)",
+    Writes: r"it writes into inputs, parameters or tensors that are no buffers \(aten.mul_.Tensor\)",
+    Fades: r"it writes into inputs, parameters or tensors that are no buffers \(aten.mul_.Tensor\)",
     Ties: "several places",
     Returns: "other than dense tensors of its own",
     Masks: r"the host reads a value of it \(aten.index.Tensor\)",
@@ -528,6 +545,42 @@ def test_a_global_that_is_bound_anew_ends_the_replays(monkeypatch: pytest.Monkey
     with pytest.warns(NoEffectWarning, match="modules, parameters, attributes"):
         report = check(lambda: Loop(make(Adds), between=between))
     assert report.issued == {graph.STATE: 4}
+
+
+def swap_code(model: Any, step: int) -> None:
+    if step == 1:
+        model.drop = Swapped()
+    elif step == 6:
+        model.drop.act = lambda x: x * 3
+
+
+class Swapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = torch.relu
+
+    def forward(self, x: Tensor) -> Any:
+        return self.act(x)
+
+
+class SwappedReads(Swapped):
+    def forward(self, x: Tensor) -> Any:
+        return x * random.random()
+
+
+@pytest.mark.filterwarnings("ignore:graph")
+def test_code_is_read_anew_where_modules_were_replaced() -> None:
+    report = check(lambda: Loop(make(Mlp), between=swap_code))
+    assert report.replays == 4
+    assert report.issued == {graph.STATE: 4}
+
+    def swap(model: Any, step: int) -> None:
+        if step == 1:
+            model.drop = SwappedReads()
+            random.seed(step)
+
+    with pytest.warns(NoEffectWarning, match="is not captured because SwappedReads.forward uses 'random'"):
+        assert check(lambda: Loop(make(Mlp), between=swap)).replays == 0
 
 
 def test_torchs_own_models_have_static_code() -> None:
@@ -593,8 +646,8 @@ def results_themselves(self: Any, inputs: Any) -> Any:
 BACKWARD = graph._Capture.backward
 
 
-def gradients_themselves(self: Any, gradients: Any) -> Any:
-    BACKWARD(self, gradients)
+def gradients_themselves(self: Any, gradients: Any, counts: Any) -> Any:
+    BACKWARD(self, gradients, counts)
     return [None] * len(self._inputs) + [
         None if place is None else self._flats[place[0]].as_strided(*place[1:]) for place in self._places
     ]
