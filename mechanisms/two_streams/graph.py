@@ -102,7 +102,7 @@ class GraphedPart:
             self.why_not = self._code.why_not
         self._captures: dict[bool, _Capture] = {}
         self._seen: tuple[Any, ...] | None = None
-        """Forms, settings and state of the last call that ran kernel by kernel."""
+        """Forms and settings of the last call that ran kernel by kernel, and a snapshot of what its code read."""
         self._gradients: dict[int, _GradientForm] = {}
         """Of that call's results, as they came in the backward pass."""
         self._stream: torch.cuda.Stream | None = None
@@ -123,7 +123,6 @@ class GraphedPart:
             self.on_call(self)
             if self.two_streams is None or self.why_not is not None:
                 return run(*args, **kwargs)
-            settle_all(self.module.parameters())  # updates of forward fusion
             key, capture, why = self._look(args, kwargs)
             if capture is not None:
                 return self._replay(capture, args)
@@ -158,33 +157,42 @@ class GraphedPart:
             return None, None, WATCHED
         if forward_ad_level() >= 0:
             return None, None, WATCHED
-        if any(global_backward_hooks()) or any(global_forward_hooks()) or any(map(_has_hooks, self.module.modules())):
+        if any(global_backward_hooks()) or any(global_forward_hooks()):
             return None, None, HOOKS
         call = self._open() if self._open is not None else None
         if call is not None and not call.is_done:
             return None, None, OPEN
-        key = tuple(_form_of(x) for x in args), _settings(device), self._code.state()
         assert self.two_streams is not None
         capture = self._captures.get(self.two_streams)
-        known = self._seen if capture is None else capture.key
-        if known is None:
-            return key, None, None
-        for one, other, why in zip(key, known, (FORMS, SETTINGS, STATE), strict=True):
-            if one != other:
-                return key, None, why
+        # updates of forward fusion
+        settle_all(self.module.parameters() if capture is None else capture.parameters)
+        now, known = (tuple(map(_form_of, args)), _settings(device)), self._seen if capture is None else capture.key
+        why = None
+        if known is not None:
+            if not known[2].holds():
+                why = STATE
+            elif now != known[:2]:
+                why = FORMS if now[0] != known[0] else SETTINGS
+            elif capture is None and not self._gradients:
+                why = FIRST
+        if capture is not None and why is None:
+            return None, capture, None
+        if any(map(_has_hooks, self.module.modules())):
+            return None, None, HOOKS
         if capture is not None:
-            return key, capture, None
-        if not self._gradients:
-            return key, None, FIRST
+            return None, None, why
+        key = *now, self._code.snapshot()
+        if known is None or why is not None:
+            return key, None, why
         if self._stream is None:
             priority = torch.cuda.current_stream(device).priority
             self._stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
         self._code = StaticCode(self.module, (SplitLayer, GraphedPart))  # modules may be others by now
-        self.why_not, key = self._code.why_not, (*key[:2], self._code.state())
+        self.why_not, key = self._code.why_not, (*now, self._code.snapshot())
         before = self._counts.copy()
         try:
             self.why_not = self.why_not or _rehearse(self.module, args, self._gradients, self._stream)
-            if self.why_not is None and self._code.state() != key[2]:
+            if self.why_not is None and not key[2].holds():
                 self.why_not = "it changes its own attributes"
             if self.why_not is not None:
                 warn_no_effect(f"graph: {self.name or 'the model'!r} is not captured because {self.why_not}")
@@ -219,8 +227,7 @@ class GraphedPart:
         self.replays += 1
         call = _Call(capture, self._counts, len(args))
         self._open = weakref.ref(call)
-        parameters = [parameter for _, parameter in self.module.named_parameters()]
-        results = _Replay.apply(call, *args, *parameters)  # type: ignore[no-untyped-call]
+        results = _Replay.apply(call, *args, *capture.parameters)  # type: ignore[no-untyped-call]
         del call
         return tree_unflatten(results, capture.structure)
 
@@ -271,13 +278,14 @@ class _Capture:
     Args:
         module: the part.
         args: in whose form inputs are.
-        key: forms, settings and state that it is right for.
+        key: forms, settings and a snapshot that it is right for.
         gradients: in which form gradients of the results come, by number; others get none.
         given: weight gradients in one backward pass, by whether they run on the sub-stream.
         stream: to capture on, of the priority that its kernels get.
 
     Attributes:
         structure: of what the part returns.
+        parameters: the module's own.
     """
 
     def __init__(
@@ -291,13 +299,14 @@ class _Capture:
     ) -> None:
         self.key, self.given, self._form = key, given, dict(gradients)
         self._inputs = [_buffer_like(x).requires_grad_(x.requires_grad) for x in args]
-        self._parameters = _stand_ins(module)
+        self.parameters = list(module.parameters())
+        self._stand_ins = _stand_ins(module)
         self._graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         how: dict[str, Any] = {"pool": torch.cuda.graph_pool_handle(), "stream": stream}
         how["capture_error_mode"] = "thread_local"  # a loader's thread may pin memory meanwhile
         try:
             with torch.cuda.graph(self._graphs[0], **how):
-                results = torch.func.functional_call(module, self._parameters, tuple(self._inputs))
+                results = torch.func.functional_call(module, self._stand_ins, tuple(self._inputs))
             self._results, self.structure = tree_flatten(results)
             self._result_gradients = {
                 number: _buffer(self._results[number], strides) for number, (strides, _) in self._form.items()
@@ -326,7 +335,7 @@ class _Capture:
         if {number: _gradient_form(one) for number, one in given.items()} != self._form:
             # the captured forward pass's own nodes keep what they saved: the graph's memory
             torch.autograd.backward([self._results[n] for n in given], list(given.values()), retain_graph=True)
-            return [_taken(one) for one in (*self._inputs, *self._parameters.values())]
+            return [_taken(one) for one in (*self._inputs, *self._stand_ins.values())]
         self._fill(list(self._result_gradients.values()), [given[number] for number in self._result_gradients])
         self._graphs[1].replay()
         counts.update(self.given)
@@ -344,7 +353,7 @@ class _Capture:
     def _gather(self) -> None:
         """Put all gradients of one type behind one another, so that one kernel copies them."""
         self._input_gradients = [_taken(one) for one in self._inputs]
-        gradients = [_taken(one) for one in self._parameters.values()]
+        gradients = [_taken(one) for one in self._stand_ins.values()]
         self._places: list[tuple[Any, ...] | None] = []
         sizes: dict[torch.dtype, int] = {}
         for one in gradients:

@@ -12,7 +12,8 @@ import dis
 import enum
 import math
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from operator import is_
 from typing import Any
 
 import torch
@@ -54,8 +55,8 @@ class StaticCode:
         wrappers: classes of what may stand in a ``forward``'s place and call the class's own.
 
     Attributes:
-        why_not: why it may run other kernels in another call; None: it runs the same ones as long as :meth:`state` is
-            what it was, for inputs of one form, unless values reach the host.
+        why_not: why it may run other kernels in another call; None: it runs the same ones as long as a
+            :meth:`snapshot` holds, for inputs of one form, unless values reach the host.
     """
 
     def __init__(self, module: nn.Module, wrappers: tuple[type, ...] = ()) -> None:
@@ -66,20 +67,23 @@ class StaticCode:
         self._globals: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
         self._seen: set[types.CodeType] = set()
         self.why_not = next(self._reasons(), None)
+        self._read = sorted(self._names | {"forward"})
 
-    def state(self) -> tuple[Any, ...]:
-        """Return all that the code reads beside its arguments; tensors by where they are."""
-        names = self._names | {"forward"}
-        found: list[Any] = [_form(scope.get(name)) for scope, name in self._globals.values()]
+    def snapshot(self) -> Snapshot:
+        """Return all that the code reads beside its arguments, as it is now."""
+        snapshot = Snapshot()
+        for scope, name in self._globals.values():
+            snapshot.add(scope, name)
+        for kind in {kind for module in self._users for kind in type(module).__mro__ if kind is not object}:
+            for name in self._read:
+                snapshot.add(vars(kind), name)
+        users = set(self._users)
         for module in self._modules:
-            own, is_user = vars(module), not type(module).__module__.startswith(_OWN)
-            found.append(type(module))
-            for name, value in own.items():
-                if not is_user or name in _FIELDS or name in names:
-                    found.append((name, _form(value)))
-            if is_user:
-                found += [_form(getattr(type(module), name, None)) for name in names if name not in own]
-        return tuple(found)
+            own = vars(module)
+            snapshot.kinds.append((module, type(module)))
+            for name in {*self._read, *(_FIELDS if module in users else own)}:
+                snapshot.add(own, name)
+        return snapshot
 
     def _reasons(self) -> Iterator[str]:
         functions: list[Any] = []
@@ -203,30 +207,59 @@ class StaticCode:
         return False
 
 
-class _Same:
-    """Equal to what stands for the same object, which it keeps, so that no other gets its address."""
+class Snapshot:
+    """What code reads, as it was when this was made; tensors by where they are.
 
-    def __init__(self, value: object) -> None:
-        self._value = value
+    Attributes:
+        kinds: modules and their classes.
+    """
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other._value is self._value
+    def __init__(self) -> None:
+        self.kinds: list[tuple[nn.Module, type]] = []
+        self._entries: list[tuple[Callable[[Any, Any], Any], Any, Any]] = []
+        self._sizes: list[tuple[Any, int]] = []
+        self._lists: list[tuple[list[Any], list[Any]]] = []
+        self._tensors: list[tuple[Tensor, tuple[Any, ...]]] = []
 
-    __hash__ = None  # type: ignore[assignment]
+    def add(self, mapping: Any, key: Any) -> None:
+        """Note what a mapping has under a key, or that it has nothing there."""
+        value = mapping.get(key, _GONE)
+        self._entries.append((mapping.get, key, value))
+        self._look_into(value)
+
+    def _look_into(self, value: Any) -> None:
+        if isinstance(value, Tensor):
+            self._tensors.append((value, _place(value)))
+        elif isinstance(value, dict):
+            self._sizes.append((value, len(value)))
+            for key in value:
+                self.add(value, key)
+        elif isinstance(value, list | tuple):
+            if isinstance(value, list):
+                self._lists.append((value, list(value)))
+            for one in value:
+                self._look_into(one)
+
+    def holds(self) -> bool:
+        """Return whether everything is as it was."""
+        for get, key, value in self._entries:
+            now = get(key, _GONE)
+            if now is not value and not (type(now) is type(value) and isinstance(now, _PLAIN) and now == value):
+                return False
+        return (
+            all(type(module) is kind for module, kind in self.kinds)
+            and all(len(one) == size for one, size in self._sizes)
+            and all(len(one) == len(was) and all(map(is_, one, was)) for one, was in self._lists)
+            and all(_place(tensor) == place for tensor, place in self._tensors)
+        )
+
+
+_GONE = object()
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.requires_grad, tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _is_torchs(kind: type) -> bool:
     return issubclass(kind, nn.Module) and kind.__module__.startswith(_OWN)
-
-
-def _form(value: Any) -> Any:
-    """Return what can be compared later: plain values, tensors by where they are, other objects by which they are."""
-    if isinstance(value, (*_PLAIN, *_PLAIN_OF_TORCH)):
-        return value
-    if isinstance(value, Tensor):
-        return id(value), value.data_ptr(), value.requires_grad, value.dtype, value.shape, value.stride()
-    if isinstance(value, dict):
-        return tuple((_form(key), _form(one)) for key, one in value.items())
-    if isinstance(value, list | tuple):
-        return tuple(_form(one) for one in value)
-    return _Same(value)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from retime.foundations.messages import NoEffectWarning
 from retime.mechanisms.two_streams import GraphReport, Setting, TwoStreamBackward, graph
 from retime.mechanisms.two_streams.search import settings_for
-from retime.mechanisms.two_streams.static_code import StaticCode
+from retime.mechanisms.two_streams.static_code import Snapshot, StaticCode
 from retime.mechanisms.two_streams.sub_stream import DeviceStream
 from support.simulated_cuda import ORDERS, SimulatedCuda, simulated_cuda
 
@@ -653,8 +653,8 @@ def gradients_themselves(self: Any, gradients: Any, counts: Any) -> Any:
     ]
 
 
-def no_state(self: Any) -> tuple[Any, ...]:
-    return ()
+def always(self: Any) -> bool:
+    return True
 
 
 class NeverOpen(graph._Call):
@@ -671,7 +671,7 @@ FAULTS: dict[str, tuple[Any, str, Any, Callable[[], Loop]]] = {
     "results are the graph's memory": (graph._Capture, "forward", results_themselves, lambda: Loop(make(Mlp))),
     "gradients are the graph's memory": (graph._Capture, "backward", gradients_themselves, lambda: Loop(make(Mlp))),
     "nothing runs before the capture": (graph, "_rehearse", lambda *_: None, lambda: Loop(make(Mlp))),
-    "attributes are not looked at": (StaticCode, "state", no_state, lambda: Loop(make(Mlp), between=less_dropout)),
+    "attributes are not looked at": (Snapshot, "holds", always, lambda: Loop(make(Mlp), between=less_dropout)),
     "calls that wait are not seen": (
         *(graph, "_Call", NeverOpen),
         lambda: Loop(make(Twins), loss=lambda out: (out[0] * out[1]).mean()),
