@@ -32,11 +32,13 @@ _BUILTINS = {
     NotImplementedError,
 }
 _READS_WHAT_IS_NOT_THERE = {
-    *("backward", "cpu", "cuda", "data", "data_ptr", "grad", "grad_fn", "is_leaf", "is_pinned", "item", "numpy"),
-    *("pin_memory", "record_stream", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_"),
+    *("backward", "cpu", "cuda", "data", "data_ptr", "grad", "grad_fn", "is_leaf", "is_pinned", "item", "new_tensor"),
+    *("numpy", "pin_memory", "record_stream", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_"),
     *("resize_", "retain_grad", "set_", "share_memory_", "storage", "tolist", "untyped_storage"),
 }
 """Attributes of tensors whose values a replay does not bring, or that are the host's."""
+_FROM_THE_HOST = {"as_tensor", "asarray", "from_numpy", "frombuffer", "tensor"}
+"""Copies of the host's memory, for which a device is waited."""
 _REPLACED = {
     *("__bool__", "__call__", "__contains__", "__getattr__", "__getattribute__", "__getitem__", "__iter__"),
     *("__len__", "__setattr__"),
@@ -194,10 +196,13 @@ class StaticCode:
             return value in _MODULES_OF_TORCH
         if isinstance(value, type):
             return (
-                value in (Tensor, torch.Size) or _is_torchs(value) or any(isinstance(m, value) for m in self._modules)
+                value in (Tensor, torch.Size, torch.device, torch.dtype)
+                or _is_torchs(value)
+                or any(isinstance(m, value) for m in self._modules)
             )
         if isinstance(value, types.BuiltinFunctionType):
-            return value.__module__ == "math" or hasattr(torch.ops.aten, value.__name__)
+            is_operation = value.__name__ not in _FROM_THE_HOST and hasattr(torch.ops.aten, value.__name__)
+            return value.__module__ == "math" or is_operation
         if isinstance(value, types.FunctionType):
             if value.__module__ in _CODE_OF_TORCH:
                 return True

@@ -78,6 +78,7 @@ class Graph:
         self.unjoined[stream] = self.unjoined.get(stream, 0) + (stream is not self.origin)
         func = operation.func
         args, kwargs = tree_map(functools.partial(put_form, forms), (operation.args, operation.kwargs))
+        operation.args, operation.kwargs, operation.tensors = (), {}, []  # a graph keeps no tensor from outside
         blocks = {*operation.reads, *operation.writes}
 
         def run() -> None:
