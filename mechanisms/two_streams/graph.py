@@ -386,7 +386,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, device: torch.device, copies: Iterable[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._own = {one.untyped_storage().data_ptr() for one in copies}
 
@@ -458,12 +458,10 @@ def _are_own(results: Sequence[Any], used: Sequence[Tensor]) -> bool:
     """Whether results are dense tensors that need gradients and share no memory with one another and what is used."""
     if not results or not all(type(one) is Tensor and one.requires_grad for one in results):
         return False
-    places = [one.untyped_storage().data_ptr() for one in (*results, *used) if one.numel()]
-    others = {one.untyped_storage().data_ptr() for one in used}
-    own = places[: len(results)]
+    own, others = ({one.untyped_storage().data_ptr() for one in some} for some in (results, used))
     return (
-        len(set(own)) == len(results)
-        and not others & set(own)
+        len(own) == len(results)
+        and not others & own
         and all(torch.empty_like(one).stride() == one.stride() for one in results)
     )
 
@@ -510,7 +508,8 @@ def _gradient_form(gradient: Tensor) -> _GradientForm:
 
 def _settings(device: torch.device) -> tuple[Any, ...]:
     """Return what decides, beside a part's code and inputs, which kernels run."""
-    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    backends: Any = torch.backends  # of which some has no types
+    cuda, cudnn = backends.cuda, backends.cudnn
     return (
         *(_autocast(device.type), torch.is_autocast_cache_enabled(), torch.get_default_dtype()),
         *(torch.get_default_device(), dispatch_mode_count(), function_mode_count()),
@@ -538,7 +537,7 @@ def _buffer_like(x: Tensor) -> Tensor:
     return _buffer(x, x.stride())
 
 
-def _stand_ins(module: nn.Module) -> dict[str, nn.Parameter]:
+def _stand_ins(module: nn.Module) -> dict[str, Tensor]:
     """Return leaves on the parameters' memory, with gradients, hooks and versions of their own."""
     return {name: nn.Parameter(one.data, one.requires_grad) for name, one in module.named_parameters()}
 
@@ -569,8 +568,12 @@ def parts_of(
     parts: list[GraphedPart] = []
     outside: Counter[str] = Counter()
     by_module = {layer.module: layer for layer in layers}
+    visited: set[nn.Module] = set()
 
     def visit(name: str, module: nn.Module, why: str, around: tuple[GraphedPart, ...]) -> None:
+        if module in visited:
+            return
+        visited.add(module)
         own = [by_module[one] for one in module.modules() if one in by_module]
         if len(own) < LEAST_LAYERS:
             if own and not around:
