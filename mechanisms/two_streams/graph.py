@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from retime.foundations.lazy_updates import is_compiled, settle_all
-from retime.foundations.messages import warn_no_effect
+from retime.foundations.messages import warn_difference, warn_no_effect
 from retime.foundations.preserve_state import random_state, set_random_state
 from retime.foundations.torch_private import (
     TorchDispatchMode,
@@ -42,7 +42,7 @@ from retime.foundations.torch_private import (
     tree_unflatten,
     version_of,
 )
-from retime.mechanisms.two_streams.layers import COMPILED, SplitLayer
+from retime.mechanisms.two_streams.layers import COMPILED, SEVERAL_USES, SplitLayer
 from retime.mechanisms.two_streams.static_code import StaticCode
 
 LEAST_LAYERS = 2
@@ -56,6 +56,7 @@ HOOKS = "its modules have hooks"
 WATCHED = "anomaly detection, saved-tensor hooks or function transforms see each operation"
 OPEN = "the call before it waits for its backward pass"
 USES = "it uses a parameter, or an input that needs a gradient, in several places"
+CASTS = "it is under autocast, whose casts of its weights are shared with other uses of them"
 OUTPUTS = "it returns something other than dense tensors of its own that need gradients"
 _ALIGNED_BYTES = 512  # as the allocator does, so that kernels that look at alignment do what they do without a graph
 
@@ -160,7 +161,14 @@ class GraphedPart:
         if any(global_backward_hooks()) or any(global_forward_hooks()):
             return None, None, HOOKS
         call = self._open() if self._open is not None else None
+        is_cast = torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled()
         if call is not None and not call.is_done:
+            if is_cast and self.why_not is None:
+                self.why_not = CASTS
+                warn_difference(
+                    f"graph: {self.name or 'the model'!r} runs kernel by kernel from now on: it is called several "
+                    "times in a step, which it was not before, and in this one its gradients may round differently"
+                )
             return None, None, OPEN
         assert self.two_streams is not None
         capture = self._captures.get(self.two_streams)
@@ -191,7 +199,10 @@ class GraphedPart:
         self.why_not, key = self._code.why_not, (*now, self._code.snapshot())
         before = self._counts.copy()
         try:
-            self.why_not = self.why_not or _rehearse(self.module, args, self._gradients, self._stream)
+            if is_cast and any(layer.why_in_order == SEVERAL_USES for layer in self.layers):
+                self.why_not = CASTS
+            weights = [p for layer in self.layers for p in layer.module.parameters()] if is_cast else None
+            self.why_not = self.why_not or _rehearse(self.module, args, self._gradients, self._stream, weights)
             if self.why_not is None and not key[2].holds():
                 self.why_not = "it changes its own attributes"
             if self.why_not is not None:
@@ -413,11 +424,22 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _rehearse(
-    module: nn.Module, args: tuple[Tensor, ...], gradients: dict[int, _GradientForm], stream: torch.cuda.Stream
+    module: nn.Module,
+    args: tuple[Tensor, ...],
+    gradients: dict[int, _GradientForm],
+    stream: torch.cuda.Stream,
+    weights: list[nn.Parameter] | None,
 ) -> str | None:
     """Run both passes once where they will be captured, on copies of what they write into, as a capture needs it.
 
     Libraries make what they need for a stream in their first calls there, which a capture does not have.
+
+    Args:
+        module: the part.
+        args: its inputs.
+        gradients: in which form gradients of the results come.
+        stream: that the capture will be on.
+        weights: that are known to have no other uses, where autocast keeps casts; None: it keeps none.
 
     Returns:
         Why the part cannot be captured; None: it can.
@@ -439,8 +461,13 @@ def _rehearse(
                 used = [*inputs, *parameters.values(), *buffers.values()]
                 if not _are_own(leaves, used) or not set(gradients) <= set(range(len(leaves))):
                     return OUTPUTS
-                if any(count > 1 for count in _uses(leaves, [*inputs, *parameters.values()])):
+                uses, cast = _uses(leaves)
+                if any(uses[id(leaf)] > 1 for leaf in (*inputs, *parameters.values())):
                     return USES
+                known = {id(weight) for weight in weights or ()}
+                others = (parameters[name] for name, one in module.named_parameters() if id(one) not in known)
+                if weights is not None and any(id(one) in cast for one in others):
+                    return CASTS
                 _backward(leaves, {n: _buffer(leaves[n], form[0]).zero_() for n, form in gradients.items()}, gradients)
             if any(p.grad is not None and p.grad.stride() != p.stride() for p in parameters.values()):
                 return "a gradient has another form than its parameter"
@@ -466,8 +493,12 @@ def _are_own(results: Sequence[Any], used: Sequence[Tensor]) -> bool:
     )
 
 
-def _uses(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[int]:
-    """Return how many edges of the autograd graph end at each leaf: more than one add up inside of the part."""
+def _uses(results: Sequence[Tensor]) -> tuple[Counter[int], set[int]]:
+    """Return how many edges of the autograd graph end at each leaf, by id, and which leaves are cast.
+
+    Gradients of several edges add up inside of the part.
+    """
+    cast: set[int] = set()
     counts: Counter[int] = Counter()
     waiting = [result.grad_fn for result in results]
     seen = set(waiting)
@@ -477,10 +508,12 @@ def _uses(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[int]:
             variable = getattr(other, "variable", None)
             if variable is not None:
                 counts[id(variable)] += 1
+                if node is not None and node.name().startswith("ToCopy"):
+                    cast.add(id(variable))
             elif other is not None and other not in seen:
                 seen.add(other)
                 waiting.append(other)
-    return [counts[id(leaf)] for leaf in leaves]
+    return counts, cast
 
 
 # Forms, and memory in these forms.

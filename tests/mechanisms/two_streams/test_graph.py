@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from retime.foundations.messages import NoEffectWarning
+from retime.foundations.messages import DifferenceWarning, NoEffectWarning
 from retime.mechanisms.two_streams import GraphReport, Setting, TwoStreamBackward, graph
 from retime.mechanisms.two_streams.search import settings_for
 from retime.mechanisms.two_streams.static_code import Snapshot, StaticCode
@@ -393,6 +393,59 @@ def test_autocast_is_captured(cache: bool) -> None:
                 self.model = forward
 
     assert check(lambda: Cast(make(Mlp))).replays == STEPS - NO_GRAPH
+
+
+class Late(Loop):
+    """Under autocast, which keeps casts of weights for several uses; calls the part twice from a step on."""
+
+    begin = 99
+
+    def run(self, steps: int = STEPS) -> list[Tensor]:
+        part, begin = self.model, self.begin
+
+        class Inside:
+            inputs, parameters, buffers, calls = part.inputs, part.parameters, part.buffers, 0
+
+            def __call__(self, x: Tensor) -> Any:
+                self.calls += 1
+                with torch.autocast("cpu", torch.bfloat16):
+                    out = part(x)
+                    return out + part(x + 1) if self.calls > begin else out
+
+        self.model = Inside()
+        try:
+            return super().run(steps)
+        finally:
+            self.model = part
+
+
+def test_shared_casts_of_autocast_are_refused() -> None:
+    class Plus(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.more = nn.Parameter(torch.eye(6))
+
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x) @ self.more
+
+    with pytest.warns(NoEffectWarning, match=f"not captured because {graph.CASTS}"):
+        report = check(lambda: Late(make(Plus)))
+    assert report.outside == {graph.CASTS: 3}
+
+
+@pytest.mark.filterwarnings("ignore:two streams have no effect", "ignore:.* stays in order from now on")
+def test_a_second_call_under_autocast_is_told_where_it_begins_late() -> None:
+    loop = Late(make(Mlp))
+    loop.begin = 5
+    with (
+        pytest.warns(DifferenceWarning, match="called several times in a step, which it was not before"),
+        pytest.warns(NoEffectWarning, match=graph.OPEN),
+    ):
+        assert graphed(loop)[2].replays == 4
+    loop = Late(make(Mlp))
+    loop.begin = 0
+    with pytest.warns(NoEffectWarning, match=f"not captured because {graph.CASTS}"):
+        assert graphed(loop)[2].replays == 0
 
 
 # Code that is not static.
