@@ -6,14 +6,14 @@ one ``torch.autograd.Function``, whose backward pass computes the output gradien
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from retime.foundations.lazy_updates import is_compiled, settle_all
@@ -33,6 +33,8 @@ from retime.foundations.torch_private import (
 )
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+NODES_OF_A_LAYER = 32
+"""At most, of autograd's, between a layer's output and the casts of its parameters, those of its input beside them."""
 _JIT: Any = torch.jit  # of which some has no types
 KIND = "it is no torch.nn.Linear, Conv1d, Conv2d or Conv3d, or a subclass with code of its own"
 PADDING = "its padding is more than a number of zeros on both sides"
@@ -159,9 +161,12 @@ class SplitLayer:
         if self._can_split(args, kwargs):
             x, weight, bias = args[0], module.weight, module.bias
             if torch.is_autocast_enabled(x.device.type):
+                dtype = torch.get_autocast_dtype(x.device.type)
                 if x.dtype is torch.float64:
                     return type(module).forward(module, x)
-                x = x.to(torch.get_autocast_dtype(x.device.type))
+                if self.is_new and torch.is_autocast_cache_enabled() and weight.dtype is not dtype:
+                    return self._watch_casts(type(module).forward(module, x))
+                x = x.to(dtype)
             elif x.dtype is not weight.dtype:
                 return type(module).forward(module, x)
             flat = x.dim() == 2 or type(module) is not nn.Linear
@@ -207,6 +212,44 @@ class SplitLayer:
         y = unsafe_view(self._split(rows, weight, None), shape)
         return y if bias is None else y + bias.to(y.dtype)
 
+    def _watch_casts(self, y: Tensor) -> Tensor:
+        """In the first step under autocast, see whether other uses share the cast of a parameter.
+
+        Autocast casts a parameter once a forward pass: gradients of all its uses add up in the lower precision. So this
+        step runs on torch's own nodes.
+        """
+        parameters: Parameters = self.module.weight, self.module.bias
+        for parameter in parameters:
+            cast, user = (None, None) if parameter is None else _cast_of(parameter, y.grad_fn)
+            if parameter is not None and cast is not None and user is not None:
+                self._compare_casts(parameters, parameter, cast, user)
+        return y
+
+    def _compare_casts(self, parameters: Parameters, parameter: Tensor, cast: Node, user: Node) -> None:
+        mine: list[Tensor | None] = []
+        """Held: autograd would otherwise add another use's gradient to it in place."""
+
+        def note(inputs: tuple[Tensor | None, ...], _: Any) -> None:
+            places = [node for node, _ in user.next_functions]
+            mine[:] = [inputs[places.index(cast)]]
+
+        def compare(totals: tuple[Tensor | None, ...]) -> None:
+            if (
+                mine
+                and self.is_new
+                and (mine[0] is None or totals[0] is None or mine[0].data_ptr() != totals[0].data_ptr())
+            ):
+                self.why_in_order = SEVERAL_USES
+
+        def compare_outside(totals: tuple[Tensor | None, ...], _: Any) -> None:
+            if mine and self.is_new and totals[0] is not None and self.hooks(parameters) is None:
+                self._compare(parameter, totals[0])
+            mine.clear()
+
+        user.register_hook(note)
+        cast.register_prehook(compare)
+        cast.register_hook(compare_outside)
+
     def hooks(self, parameters: Parameters) -> str | None:
         """Return which hooks wait for the gradients of the layer's parameters, as a reason; None: no hooks do."""
         if self._looks:
@@ -245,6 +288,22 @@ class SplitLayer:
 
     def __reduce__(self) -> Any:
         return SplitLayer, (self.name, self.module, [], None)
+
+
+def _cast_of(parameter: Tensor, node: Node | None) -> tuple[Node | None, Node | None]:
+    """Return the node that casts a parameter for autocast, and the one below ``node`` that uses the cast."""
+    waiting = deque([] if node is None else [node])
+    for _ in range(NODES_OF_A_LAYER):
+        if not waiting:
+            break
+        user = waiting.popleft()
+        for other, _ in user.next_functions:
+            if other is None:
+                continue
+            if any(getattr(one, "variable", None) is parameter for one, _ in other.next_functions):
+                return other, user
+            waiting.append(other)
+    return None, None
 
 
 Parameters = tuple[nn.Parameter, nn.Parameter | None]

@@ -218,6 +218,39 @@ def for_chosen_inputs(model: nn.Module, optimizer: torch.optim.Optimizer, x: Ten
         model[5].weight.add_(of_x.mean())  # type: ignore[index]
 
 
+class SharedCasts(nn.Module):
+    """Layers whose weights autocast casts once for several uses: two calls, or code beside the layer."""
+
+    def __init__(self, use: str, *, sequences: bool, bias: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.use, self.sequences = use, sequences
+        self.first = nn.Linear(4, WIDTH)
+        self.layer = nn.Linear(WIDTH, WIDTH, bias=bias)
+        self.last = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x if self.sequences else x[:, 0])
+        hidden = torch.tanh(self.layer(torch.tanh(hidden)))
+        if self.use == "two calls":
+            hidden = torch.tanh(self.layer(hidden))
+        elif self.use == "beside the layer":
+            hidden = nn.functional.linear(hidden, self.layer.weight)
+        elif self.use == "in full precision":
+            hidden = hidden + self.layer.weight.square().sum()
+        return self.last(hidden)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("use", ["two calls", "beside the layer", "in full precision", "one call"])
+@pytest.mark.parametrize("sequences", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_casts_that_several_uses_share(use: str, sequences: bool, bias: bool) -> None:
+    report = both(autocast, lambda: SharedCasts(use, sequences=sequences, bias=bias))
+    waits = 2 if use != "one call" else 3
+    assert beside(report) == waits * (STEPS - 1)
+    assert sum(report.in_order.values()) == 3 - waits
+
+
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True", "ignore:two streams have no effect")
 @pytest.mark.parametrize("step", [double_backward, with_graph, for_chosen_inputs])
 def test_passes_with_another_order_are_plain(step: Step) -> None:
