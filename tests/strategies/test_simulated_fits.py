@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from retime import FusedOptimizerStrategy, MemoryBudgetStrategy, OOOSingleDeviceStrategy
+from retime import FusedOptimizerStrategy, FuseOptimizer, MemoryBudgetStrategy, OOOSingleDeviceStrategy
 from retime.foundations.streams import Mark, SideStream
 from retime.mechanisms.cpu_accumulation import HostReducer, reduction
 from retime.mechanisms.fusion.backward import BackwardFusion
@@ -186,6 +186,14 @@ def offload(order: str, prefetch: int = 1) -> tuple[list[Tensor], SimulatedCuda]
         assert report.storages == 5
         assert report.bytes_in > 0
     return gradients, device
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_forward_fusion_beside_two_streams(order: str, plain: dict[str, Net]) -> None:
+    module, device, report = fit_on_device("two streams", order, FuseOptimizer("forward"))
+    assert device.faults == []
+    assert report.sub_stream > 0
+    assert all(map(torch.equal, module.parameters(), plain["two streams"].parameters()))
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.cuda._sanitizer import zip_arguments
 
+from retime.foundations.lazy_updates.pending import PendingParameter
+
 OWN_FILES = (str(Path(torch.__file__).parent), str(Path(__file__).with_name("simulated_")), contextlib.__file__)
 
 # Memory.
@@ -159,7 +161,7 @@ class Operation:
 def is_plain(value: Any) -> bool:
     """Whether it is a tensor on a strided CPU storage, with no tricks."""
     return (
-        type(value) in (Tensor, nn.Parameter)
+        type(value) in (Tensor, nn.Parameter, PendingParameter)
         and value.device.type == "cpu"
         and value.layout is torch.strided
         and not value.is_conj()
