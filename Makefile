@@ -25,7 +25,8 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# What `make test` leaves out: rows and random models beside those that run each line of code once.
+# What `make test` leaves out: rows, random models and signals beside those that run each line of code once, long tests of
+# several ranks, whole recipes.
 test-all: $(STAMP)
 	$(BIN)/python -m pytest $(SHARED) -m long
 

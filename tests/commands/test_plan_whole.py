@@ -47,6 +47,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 def test_the_printed_floor_gets_a_plan(folder: Path) -> None:
     status, refused, told = run(folder, "1KiB")
     assert status == 1, told

@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 from lightning.pytorch.strategies import StrategyRegistry
 
 import retime
@@ -12,6 +13,7 @@ from support.time_limits import limit_s
 from support.warm_start import Warm
 
 
+@pytest.mark.long
 def test_rank_zeros_report_comes_home(tmp_path: Path) -> None:
     ours = ("cpu_accumulate_ddp_fork", "cpu_accumulate_ddp_spawn")
     names = ("fused_optimizer_ddp_fork", "memory_budget_ddp_fork", *ours)

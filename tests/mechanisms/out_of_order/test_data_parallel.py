@@ -52,6 +52,7 @@ def test_in_a_trainer(name: str, tmp_path: Path) -> None:
         assert f"rank {number}: {name} done" in rank.stdout, rank.stderr
 
 
+@pytest.mark.long
 def test_memory_of_the_process_stays_below_max_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # freed tensors leave the process at once, on glibc
     name = "measured_peak_stays_below_the_bound"

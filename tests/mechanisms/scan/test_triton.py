@@ -79,6 +79,7 @@ def test_kernels_compile_without_a_gpu(capability: int, tmp_path: Path, monkeypa
             assert compiled.metadata.shared <= 99 * 1024
 
 
+@pytest.mark.long
 def test_importing_and_training_need_no_triton() -> None:
     program = (
         "import sys; sys.modules['triton'] = None\n"

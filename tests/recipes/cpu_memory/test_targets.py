@@ -33,6 +33,7 @@ def settings(monkeypatch) -> AllocatorSettings:
     return replace(whole, cases={"linear-4": {**case, "ours": ours}})
 
 
+@pytest.mark.long
 def test_it_measures_and_reports(settings, tmp_path: Path) -> None:
     pool = MemoryPool()
     if not pool.install():

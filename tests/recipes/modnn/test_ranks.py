@@ -13,6 +13,7 @@ from retime.recipes.modnn.ranks import REDUCED, REFUSED, Ranks
 from retime.recipes.modnn.side_by_side import BUDGET, DIFFERENCE, MEASURED, PREDICTED, STEP
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's /proc")
 def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

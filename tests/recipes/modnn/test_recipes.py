@@ -193,6 +193,7 @@ def test_processes_answer_in_turn_and_say_what_went_wrong() -> None:
         Worker(serve, {"do": "ready"})
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's limits and /proc")
 def test_budget_sweep(run: Command) -> None:
     model = "{_target_: retime.recipes.models.vgg, depth: [2, 1, 1, 1, 1], width: 0.25, hidden: 0, image_size: 64}"

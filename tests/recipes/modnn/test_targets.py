@@ -70,6 +70,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[s
     return call
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's limits and /proc")
 def test_small_cases_of_every_kind(run: Callable[..., dict[str, Point]]) -> None:
     large = (

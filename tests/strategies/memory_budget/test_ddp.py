@@ -31,6 +31,7 @@ def ranks(first: int) -> list[subprocess.CompletedProcess[str]]:
     return run_two_ranks("memory_budget_ddp_worker.py", ",".join(CHECKS[first : first + A_PAIR]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_two_ranks(name: str) -> None:
     number = CHECKS.index(name)

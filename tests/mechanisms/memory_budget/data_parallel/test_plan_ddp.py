@@ -21,6 +21,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[subprocess.Completed
     return run_two_ranks("memory_plan_ddp_worker.py", ",".join(CHECKS), str(folder))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_two_ranks(name: str, ranks: list[subprocess.CompletedProcess[str]]) -> None:
     for number, rank in enumerate(ranks):
