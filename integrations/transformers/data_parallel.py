@@ -1,0 +1,106 @@
+"""Several processes under ``transformers.Trainer``: gradients out of order or added up on the host; no pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+from transformers import Trainer
+
+from retime.foundations.arguments import Timeout, checked
+from retime.foundations.compatibility import Mechanism
+from retime.integrations.accelerate.cpu_accumulate import CPUAccumulate as Accumulate
+from retime.integrations.accelerate.out_of_order import OutOfOrderDataParallel as OutOfOrder
+from retime.integrations.transformers.during_training import DuringTraining
+from retime.mechanisms.cpu_accumulation import HostReductionReport
+from retime.mechanisms.out_of_order import K, OutOfOrderReport
+
+
+class OutOfOrderDataParallel(DuringTraining):
+    """Hide gradient communication behind weight gradients and the next forward pass, in each ``train()``.
+
+    Start a process a device, as for the plain Trainer (``torchrun``). With one process there is none to hide: then this
+    does nothing, with one ``NoEffectWarning``. See :class:`retime.mechanisms.out_of_order.OutOfOrderDataParallel`.
+
+    Args:
+        trainer: before ``train()``.
+        k: see there.
+        max_memory: see there.
+        cross_iteration: see there.
+        blocks: see there.
+
+    Raises:
+        ValueError: DeepSpeed, FSDP and DataParallel; a mechanism that does not go with it. When a training begins,
+            before its first step, what :class:`retime.mechanisms.out_of_order.OutOfOrderDataParallel` refuses.
+    """
+
+    @checked
+    def __init__(
+        self,
+        trainer: Trainer,
+        k: K = "auto",
+        *,
+        max_memory: int | str | None = None,
+        cross_iteration: bool = True,
+        blocks: Iterable[str] | None = None,
+    ) -> None:
+        names = None if blocks is None else list(blocks)
+        self._options: dict[str, Any] = {"max_memory": max_memory, "cross_iteration": cross_iteration, "blocks": names}
+        self._k = k
+        super().__init__(trainer, Mechanism.out_of_order(cross_iteration=cross_iteration), OutOfOrderReport())
+
+    def report(self) -> OutOfOrderReport:
+        """What was re-ordered in this training, or in the last one."""
+        report: OutOfOrderReport = self._current_report()
+        return report
+
+    def _make(self, accelerator: Accelerator, model: nn.Module, optimizer: Any) -> OutOfOrder:
+        return OutOfOrder(accelerator, model, optimizer, self._k, **self._options)
+
+
+class CPUAccumulate(DuringTraining):
+    """Let the host's processors add gradients up, in memory that the ranks of a machine share, in each ``train()``.
+
+    Start a process a device, as for the plain Trainer (``torchrun``). With one process there is nothing to add up: then
+    this does nothing, with one ``NoEffectWarning``.
+
+    Args:
+        trainer: before ``train()``.
+        timeout: how long another process may take; None is torch's default.
+
+    Raises:
+        ValueError: DeepSpeed, FSDP and DataParallel; a mechanism that does not go with it. When a training begins,
+            before its first step, sparse gradients and a communication hook of the model's own.
+    """
+
+    @checked
+    def __init__(self, trainer: Trainer, *, timeout: Timeout | None = None) -> None:
+        self._timeout = timeout
+        super().__init__(trainer, Mechanism.HOST_REDUCTION, HostReductionReport())
+
+    def report(self) -> HostReductionReport:
+        """What was added up in this training, or in the last one, and where."""
+        report: HostReductionReport = self._current_report()
+        return report
+
+    def _make(self, accelerator: Accelerator, model: nn.Module, optimizer: Any) -> Accumulate:
+        return Accumulate(accelerator, model, timeout=self._timeout)
+
+
+class OutOfOrderPipeline:
+    """Refused, with the reason: the Trainer's loop needs the whole model on each process.
+
+    Raises:
+        ValueError: always.
+    """
+
+    @checked
+    def __init__(self, trainer: Trainer, *args: Any, **options: Any) -> None:
+        raise ValueError(
+            "a pipeline keeps a part of the model on each process, and the Trainer calls compute_loss with the whole "
+            "model, clips by the norm of all its parameters and saves all of them on each process: use "
+            "retime.integrations.accelerate.OutOfOrderPipeline in a loop of your own, or Lightning's "
+            "strategy='ooo_pipeline'"
+        )

@@ -1,0 +1,112 @@
+"""Optimizer fusion for ``transformers.Trainer`` (Jiang et al. 2021)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+from transformers import Trainer
+
+from retime.foundations.arguments import checked
+from retime.foundations.compatibility import Mechanism
+from retime.foundations.lazy_updates import check_bucket_bytes
+from retime.foundations.messages import warn_difference
+from retime.integrations.accelerate.fused_optimizer import FusedOptimizer as Fused
+from retime.integrations.transformers.during_training import DuringTraining
+from retime.mechanisms.fusion import FusionReport, check_mode
+
+
+class FusedOptimizer(DuringTraining):
+    """Fuse a trainer's optimizer into the backward or the next forward pass (Jiang et al. 2021), in each ``train()``.
+
+    Weights, optimizer state, logged losses and checkpoints are bit-identical to the plain Trainer's, with accumulation,
+    bf16, evaluation and ``num_items_in_batch``; with clipping by norm and fp16 in forward mode. Checkpoints can be
+    resumed by a plain Trainer, and the other way round.
+
+    Args:
+        trainer: before ``train()``; one of a class that inherits from ``Trainer`` as well.
+        mode: ``"forward"`` goes with everything above. ``"backward"`` frees gradients at once and needs
+            ``TrainingArguments(max_grad_norm=0)``, as transformers clips by norm unless told otherwise. The log then
+            has no ``grad_norm``, which a ``DifferenceWarning`` says.
+        bucket_bytes: see :func:`retime.fuse_optimizer`.
+        clip_value: backward only: clamp gradient elements to [-clip_value, clip_value] before the update.
+
+    Raises:
+        ValueError: backward mode with ``max_grad_norm`` above 0 or ``auto_find_batch_size``; DeepSpeed, FSDP and
+            DataParallel; another fusion or a mechanism that does not go with it. When a training begins, before its
+            first step, also fp16 in backward mode and all optimizers that :func:`retime.fuse_optimizer` refuses.
+    """
+
+    @checked
+    def __init__(
+        self,
+        trainer: Trainer,
+        mode: str = "backward",
+        *,
+        bucket_bytes: int | str | None = None,
+        clip_value: float | None = None,
+    ) -> None:
+        self.mode = check_mode(mode)
+        check_bucket_bytes(bucket_bytes)
+        if clip_value is not None and self.mode == "forward":
+            raise ValueError(
+                f"clip_value={clip_value!r} is for mode='backward'; in mode='forward' the Trainer clips by norm "
+                "(TrainingArguments(max_grad_norm=...))"
+            )
+        if clip_value is not None and not clip_value > 0:
+            raise ValueError(f"clip_value={clip_value!r} must be above 0")
+        self._options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "clip_value": clip_value}
+        self._told = False
+        super().__init__(trainer, Mechanism.fusion(self.mode), FusionReport(self.mode))
+
+    def flush(self) -> None:
+        """Forward mode: run all pending updates now, for readers that hold an alias of a parameter's memory."""
+        if isinstance(self._made, Fused):
+            self._made.flush()
+
+    def report(self) -> FusionReport:
+        """What was fused in this training, or in the last one."""
+        report: FusionReport = self._current_report()
+        return report
+
+    def _check(self) -> None:
+        if self.mode == "forward":
+            return
+        args = self._trainer.args
+        if args.max_grad_norm:
+            raise ValueError(
+                f"backward fusion cannot clip by global norm, and this trainer has max_grad_norm={args.max_grad_norm}, "
+                "which is transformers' default if nobody gave it: updates run before all gradients exist. Use "
+                "mode='forward', or TrainingArguments(max_grad_norm=0) with clip_value=... if wanted"
+            )
+        if args.auto_find_batch_size:
+            raise ValueError(
+                "auto_find_batch_size trains on after running out of memory, and a backward pass that stopped in the "
+                "middle has updated some layers under backward fusion: use mode='forward', or leave "
+                "auto_find_batch_size out"
+            )
+
+    def _make(self, accelerator: Accelerator, model: nn.Module, optimizer: Any) -> Fused:
+        fused = Fused(accelerator, model, optimizer, self.mode, **self._options)
+        if self.mode == "backward":
+            self._answer_norms(accelerator)
+        return fused
+
+    def _answer_norms(self, accelerator: Accelerator) -> None:
+        """Without clipping, the Trainer asks for the norm all the same, by an infinite bound, to log it."""
+        refuse_clipping = accelerator.clip_grad_norm_
+
+        def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
+            if max_norm != math.inf:
+                return refuse_clipping(parameters, max_norm, *args, **kwargs)
+            if not self._told:
+                self._told = True
+                warn_difference(
+                    "the log has no grad_norm: backward fusion has used gradients up when the Trainer asks for their "
+                    "norm. Use mode='forward' if it is wanted"
+                )
+            return None
+
+        accelerator.clip_grad_norm_ = clip_grad_norm_  # goes with that of the object for Accelerate

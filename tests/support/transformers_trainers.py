@@ -1,0 +1,109 @@
+"""Small trainers of transformers, models from configurations alone, and what a training leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainingArguments,
+)
+
+VOCABULARY, LENGTH = 31, 8
+Put = Callable[[Trainer], Any]
+"""Gives a trainer an object; returns it."""
+
+
+def gpt2() -> GPT2LMHeadModel:
+    """A language model: tied embeddings, dropout, a loss that counts ``num_items_in_batch``."""
+    torch.manual_seed(0)
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": VOCABULARY, "n_positions": LENGTH}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, pad_token_id=0))
+
+
+def bert() -> BertForSequenceClassification:
+    """A classifier: its loss takes no ``num_items_in_batch``, so the Trainer divides by the accumulated batches."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    return BertForSequenceClassification(
+        BertConfig(**sizes, vocab_size=VOCABULARY, max_position_embeddings=LENGTH, num_labels=3)
+    )
+
+
+def texts(samples: int) -> list[dict[str, Tensor]]:
+    """Of one length, with labels that are ignored at the end: each a different number."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, VOCABULARY, (samples, LENGTH), generator=generator)
+    labels = ids.clone()
+    for row, label in enumerate(labels):
+        label[LENGTH - row % 4 :] = -100
+    return [{"input_ids": row, "labels": label} for row, label in zip(ids, labels, strict=True)]
+
+
+def sentences(samples: int) -> list[dict[str, Tensor]]:
+    """Each of one of three classes."""
+    classes = torch.randint(3, (samples,), generator=torch.Generator().manual_seed(2))
+    return [
+        {"input_ids": one["input_ids"], "labels": label} for one, label in zip(texts(samples), classes, strict=True)
+    ]
+
+
+MODELS = {"gpt2": (gpt2, texts), "bert": (bert, sentences)}
+
+
+def trainer(folder: Path, model: str = "gpt2", cls: type[Trainer] = Trainer, **options: Any) -> Trainer:
+    """A trainer of 7 batches an epoch, so that windows of 3 end with a short one."""
+    build, data = MODELS[model]
+    batch = options.setdefault("per_device_train_batch_size", 2)
+    own = {name: options.pop(name) for name in ("optimizers", "callbacks", "compute_loss_func") if name in options}
+    net = options.pop("net", None) or build()
+    args: dict[str, Any] = {
+        "output_dir": str(folder),
+        "num_train_epochs": 2,
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+    }
+    if options.get("eval_strategy"):
+        own["eval_dataset"] = data(6)
+    return cls(model=net, args=TrainingArguments(**args | options), train_dataset=data(7 * batch), **own)
+
+
+def weights(trained: Trainer) -> dict[str, Tensor]:
+    """Copies of all parameters and of the optimizer's state."""
+    found = {name: value.detach().clone() for name, value in trained.model.state_dict().items()}
+    for index, state in trained.optimizer.state_dict()["state"].items():
+        found |= {f"{index} {name}": torch.as_tensor(value).clone() for name, value in state.items()}
+    return found
+
+
+TIMES = ("runtime", "per_second")
+
+
+def logs(trained: Trainer) -> list[dict[str, Any]]:
+    """All that was logged, but times and, since backward mode has none, norms."""
+    return [
+        {name: value for name, value in line.items() if not name.endswith(TIMES) and name != "grad_norm"}
+        for line in trained.state.log_history
+    ]
+
+
+def assert_same(plain: Trainer, ours: Trainer) -> None:
+    """The same bits in weights and optimizer, the same numbers in the log."""
+    first, second = weights(plain), weights(ours)
+    assert first.keys() == second.keys()
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+    assert logs(plain) == logs(ours)
