@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
-from retime.foundations.compatibility import Mechanism, refuse
+from retime.foundations.compatibility import Mechanism, refuse, why_aside
 from retime.foundations.messages import warn_no_effect
 from retime.foundations.patching import layered_methods
 from retime.integrations.accelerate.prepared import ONE_PROCESS_OR_DDP
@@ -52,7 +52,11 @@ class DuringTraining:
         self._check_engine()
         self._check()
         self._given = _Given.to(trainer)
-        refuse(mechanism, (other._mechanism for other in self._given.objects))
+        there = [other._mechanism for other in self._given.objects]
+        refuse(mechanism, there)
+        aside = why_aside(mechanism, there)
+        if aside is not None:  # a strategy would warn and run the plain way, for a batch or for all
+            raise ValueError(aside)
         self._given.add(self)
 
     def remove(self) -> None:

@@ -19,6 +19,12 @@ from retime.integrations.accelerate.memory_budget import BudgetReports
 from retime.integrations.accelerate.memory_budget import MemoryBudget as Budget
 from retime.integrations.transformers.during_training import DuringTraining, Removable
 from retime.mechanisms.memory_budget import check_host_text, parse_budget
+from retime.schedules.budget import BudgetError
+
+_INSTEAD = (
+    "Under transformers.Trainer batches are never split: a smaller per_device_train_batch_size with more "
+    "gradient_accumulation_steps would help."
+)
 
 
 class MemoryBudget(DuringTraining):
@@ -44,6 +50,7 @@ class MemoryBudget(DuringTraining):
     Raises:
         ValueError: a budget that cannot be read; DeepSpeed, FSDP and DataParallel; backward fusion beside it.
         BudgetError: from ``train()``, before the first step of a shape: offloading alone does not keep the budget.
+            With ``dry_run="off"`` it comes with the second step, since the first one is what plans follow from.
             ``auto_find_batch_size`` takes it for out of memory.
     """
 
@@ -55,7 +62,6 @@ class MemoryBudget(DuringTraining):
         check_host_text(host)
         self._budget, self._host, self._options = budget, host, options
         self._plans: dict[str, Any] = {}
-        self._plans_of: Budget | None = None
         self._batches = 0
         super().__init__(trainer, Mechanism.MEMORY_BUDGET, BudgetReports())
 
@@ -93,8 +99,12 @@ class MemoryBudget(DuringTraining):
                 output = plain(model, copy.copy(batch["inputs"]), *args, **now)  # labels are taken out of it
                 return output[0] if isinstance(output, tuple) else output
 
-            with budget.forward(planned, {"inputs": copy.copy(inputs), **kwargs}):
-                return plain(model, inputs, *args, **kwargs)
+            try:
+                with budget.forward(planned, {"inputs": copy.copy(inputs), **kwargs}):
+                    return plain(model, inputs, *args, **kwargs)
+            except BudgetError as error:
+                error.add_note(_INSTEAD)
+                raise
 
         self._on.enter_context(layered_methods(trainer, compute_loss=compute_loss))
         return budget
