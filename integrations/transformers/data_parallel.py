@@ -21,11 +21,13 @@ from retime.mechanisms.out_of_order import K, OutOfOrderReport
 class OutOfOrderDataParallel(DuringTraining):
     """Hide gradient communication behind weight gradients and the next forward pass, in each ``train()``.
 
-    Start a process a device, as for the plain Trainer (``torchrun``). With one process there is none to hide: then this
-    does nothing, with one ``NoEffectWarning``. See :class:`retime.mechanisms.out_of_order.OutOfOrderDataParallel`.
+    Start a process a device, as for the plain Trainer (``torchrun``), with
+    ``TrainingArguments(ddp_find_unused_parameters=False)``, as buckets keep their order else. Gradients become views of
+    DDP's buckets, which changes no bit. With one process there is none to hide: then this does nothing, with one
+    ``NoEffectWarning``. See :class:`retime.mechanisms.out_of_order.OutOfOrderDataParallel`.
 
     Args:
-        trainer: before ``train()``.
+        trainer: before its first ``train()``.
         k: see there.
         max_memory: see there.
         cross_iteration: see there.
@@ -50,6 +52,9 @@ class OutOfOrderDataParallel(DuringTraining):
         self._options: dict[str, Any] = {"max_memory": max_memory, "cross_iteration": cross_iteration, "blocks": names}
         self._k = k
         super().__init__(trainer, Mechanism.out_of_order(cross_iteration=cross_iteration), OutOfOrderReport())
+        handler = trainer.accelerator.ddp_handler
+        if handler is not None:  # what the Trainer will wrap the model with
+            handler.gradient_as_bucket_view = True
 
     def report(self) -> OutOfOrderReport:
         """What was re-ordered in this training, or in the last one."""
