@@ -5,7 +5,11 @@ import sys
 
 MISSING = """
 import importlib, sys
-for module, package, extra in (("retime.integrations.accelerate", "accelerate", "accelerate"),
+import retime  # which has torchmetrics import transformers, if that is there
+for module, package, extra in (("retime.integrations.transformers", "transformers", "transformers"),
+                               ("retime.integrations.transformers.memory_budget", "transformers", "transformers"),
+                               ("retime.integrations.transformers", "accelerate", "transformers"),
+                               ("retime.integrations.accelerate", "accelerate", "accelerate"),
                                ("retime.integrations.accelerate.memory_budget", "accelerate", "accelerate"),
                                ("retime.recipes.__main__", "hydra", "recipes")):
     sys.modules[package] = None  # as if it were not installed
@@ -13,7 +17,7 @@ for module, package, extra in (("retime.integrations.accelerate", "accelerate", 
         importlib.import_module(module)
     except ModuleNotFoundError as error:
         assert f"pip install 'lightning-retime[{extra}]'" in str(error), error
-        assert package in str(error), error
+        assert f" {package}, which is not installed" in str(error), error
     else:
         raise AssertionError(f"{module} does without {package}")
 """

@@ -20,10 +20,12 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer, TrainingArguments
 
 import retime
 from retime.foundations import arguments, cpu_pool, ddp, weight_gradients
 from retime.integrations import accelerate as for_accelerate
+from retime.integrations import transformers as for_transformers
 from retime.mechanisms import cpu_accumulation, fusion, out_of_order, pipeline, scan, two_streams
 from retime.mechanisms import memory_budget as memory
 from retime.mechanisms.scan import jacobians as jacobian
@@ -127,6 +129,11 @@ def _prepared() -> dict[str, Any]:
     accelerator = Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(*_trained().values())
     return {"accelerator": accelerator, "model": model, "optimizer": optimizer}
+
+
+def _given() -> dict[str, Any]:
+    args = TrainingArguments(use_cpu=True, report_to="none", max_grad_norm=0)
+    return {"trainer": Trainer(model=nn.Linear(2, 2), args=args)}
 
 
 def _wrapped() -> dict[str, Any]:
@@ -289,6 +296,10 @@ CASES = [
     Case(for_accelerate.OutOfOrderPipeline, _prepared, wrong=PIPELINE, right=LAYERS_LATER),
     Case(for_accelerate.TwoStreams, lambda: {k: v for k, v in _prepared().items() if k != "optimizer"}, TWO_STREAMS),
     Case(for_accelerate.OutOfOrderPipeline.clip_grad_norm_, _clipped, right={"max_norm": (0, math.inf)}),
+    Case(for_transformers.CPUAccumulate, _given),
+    Case(for_transformers.FusedOptimizer, _given, FUSED, right=NO_CLIPPING),
+    Case(for_transformers.MemoryBudget, _given, wrong=BUDGET, free=("options",)),
+    Case(for_transformers.OutOfOrderDataParallel, _given, OUT_OF_ORDER, right=SOME_K),
 ]
 
 
@@ -326,11 +337,12 @@ def test_every_argument_can_be_judged_or_says_who_does(case: Case) -> None:
         assert arguments.is_checkable(hint) or name in case.wrong, f"{name}: {hint} tells nothing"
 
 
-FACES = (retime, for_accelerate, cpu_accumulation)
+FACES = (retime, for_accelerate, for_transformers, cpu_accumulation)
 RESULTS = {"HostReductionReport", "HostUpdateReport", "SumTimes", "TimedSum", "RankLostError"}
 NOT_CALLED_BY_USERS = {
     retime.DifferenceWarning,
     retime.NoEffectWarning,
+    for_transformers.OutOfOrderPipeline,  # refuses every call
     *(value for name, value in vars(cpu_accumulation).items() if name in RESULTS),
 }
 

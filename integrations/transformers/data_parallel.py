@@ -11,6 +11,7 @@ from transformers import Trainer
 
 from retime.foundations.arguments import Timeout, checked
 from retime.foundations.compatibility import Mechanism
+from retime.foundations.messages import parse_bytes
 from retime.integrations.accelerate.cpu_accumulate import CPUAccumulate as Accumulate
 from retime.integrations.accelerate.out_of_order import OutOfOrderDataParallel as OutOfOrder
 from retime.integrations.transformers.during_training import DuringTraining
@@ -48,6 +49,8 @@ class OutOfOrderDataParallel(DuringTraining):
         cross_iteration: bool = True,
         blocks: Iterable[str] | None = None,
     ) -> None:
+        if max_memory is not None:
+            parse_bytes("max_memory", max_memory)
         names = None if blocks is None else list(blocks)
         self._options: dict[str, Any] = {"max_memory": max_memory, "cross_iteration": cross_iteration, "blocks": names}
         self._k = k
@@ -82,7 +85,7 @@ class CPUAccumulate(DuringTraining):
 
     @checked
     def __init__(self, trainer: Trainer, *, timeout: Timeout | None = None) -> None:
-        self._timeout = timeout
+        self._options = {"timeout": timeout}
         super().__init__(trainer, Mechanism.HOST_REDUCTION, HostReductionReport())
 
     def report(self) -> HostReductionReport:
@@ -91,7 +94,7 @@ class CPUAccumulate(DuringTraining):
         return report
 
     def _make(self, accelerator: Accelerator, model: nn.Module, optimizer: Any) -> Accumulate:
-        return Accumulate(accelerator, model, timeout=self._timeout)
+        return Accumulate(accelerator, model, **self._options)
 
 
 class OutOfOrderPipeline:

@@ -48,7 +48,8 @@ class MemoryBudget(DuringTraining):
             its own, which may count and log: then it is called once a batch, as ever. ``"auto"`` plans better.
 
     Raises:
-        ValueError: a budget that cannot be read; DeepSpeed, FSDP and DataParallel; backward fusion beside it.
+        ValueError: a budget that cannot be read; DeepSpeed, FSDP and DataParallel; backward fusion beside it; several
+            processes and a ``compute_loss`` of the trainer's own, unless ``dry_run="auto"`` is given.
         BudgetError: from ``train()``, before the first step of a shape: offloading alone does not keep the budget.
             With ``dry_run="off"`` it comes with the second step, since the first one is what plans follow from.
             ``auto_find_batch_size`` takes it for out of memory.
@@ -80,10 +81,21 @@ class MemoryBudget(DuringTraining):
             raise ValueError(f"save_plan({str(path)!r}): call it while train() runs, as from a callback's on_step_end")
         self._made.save_plan(path)
 
+    def _has_own_loss(self) -> bool:
+        return type(self._trainer).compute_loss is not Trainer.compute_loss or "compute_loss" in vars(self._trainer)
+
+    def _check(self) -> None:
+        processes = self._trainer.accelerator.num_processes
+        if processes > 1 and self._has_own_loss() and self._options.get("dry_run") != "auto":
+            raise ValueError(
+                f"with {processes} processes plans are made by dry runs, which call compute_loss more often than "
+                f"training does, and {type(self._trainer).__name__} has one of its own, which may count or log: give "
+                "dry_run='auto' if it does neither"
+            )
+
     def _make(self, accelerator: Accelerator, model: nn.Module, optimizer: Any) -> Budget:
         trainer = self._trainer
-        own = type(trainer).compute_loss is not Trainer.compute_loss or "compute_loss" in vars(trainer)
-        options = {"dry_run": "off" if own else "auto", **self._options}
+        options = {"dry_run": "off" if self._has_own_loss() else "auto", **self._options}
         budget = Budget(accelerator, model, optimizer, self._budget, self._host, **options)
         budget.load_state_dict(self._plans)
         self._batches = 0

@@ -152,6 +152,19 @@ def test_a_budget_below_the_floor(tmp_path: Path) -> None:
     assert one.state.global_step == 0
 
 
+def test_a_loss_that_dry_runs_would_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class OwnLoss(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)
+
+    one = trainer(tmp_path, cls=OwnLoss)
+    monkeypatch.setattr(type(one.accelerator), "num_processes", 2)
+    with pytest.raises(ValueError, match=r"with 2 processes.*OwnLoss has one of its own.*dry_run='auto'"):
+        MemoryBudget(one, "1GiB")
+    assert_untouched(one)
+    MemoryBudget(one, "1GiB", dry_run="auto")
+
+
 def test_what_cannot_be_read(tmp_path: Path) -> None:
     one = trainer(tmp_path)
     with pytest.raises(ValueError, match="'8 bananas'"):
