@@ -1,4 +1,4 @@
-"""Private names of torch, Lightning, torchmetrics, Accelerate and transformers are used by their accessors and nowhere else."""
+"""Private names of torch, Lightning, Accelerate and other libraries are used by their accessors and nowhere else."""
 
 import ast
 from pathlib import Path
@@ -9,7 +9,10 @@ from retime.foundations import torch_private
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("foundations", "mechanisms", "modules", "strategies", "callbacks", "integrations", "recipes", "commands")
-LIBRARIES = {"torch", "lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics", "accelerate", "transformers"}
+LIBRARIES = {
+    *("torch", "lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics"),
+    *("accelerate", "transformers"),
+}
 HOMES = {"strategies/support/lightning_private.py", "integrations/accelerate/accelerate_private.py"}
 PYTHONS = {"_replace", "_fields", "_make", "_getframe", "_exit", "_codecs"}
 """Of named tuples and of the standard library."""

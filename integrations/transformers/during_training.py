@@ -55,8 +55,8 @@ class DuringTraining:
         there = [other._mechanism for other in self._given.objects]
         refuse(mechanism, there)
         aside = why_aside(mechanism, there)
-        if aside is not None:  # a strategy would warn and run the plain way, for a batch or for all
-            raise ValueError(aside)
+        if aside is not None:  # a strategy would warn and run the plain way
+            raise ValueError(f"{aside}, which is FusedOptimizer(trainer, mode='forward') here")
         self._given.add(self)
 
     def remove(self) -> None:

@@ -34,9 +34,9 @@ class FusedOptimizer(DuringTraining):
         clip_value: backward only: clamp gradient elements to [-clip_value, clip_value] before the update.
 
     Raises:
-        ValueError: backward mode with ``max_grad_norm`` above 0 or ``auto_find_batch_size``; DeepSpeed, FSDP and
-            DataParallel; another fusion or a mechanism that does not go with it. When a training begins, before its
-            first step, also fp16 in backward mode and all optimizers that :func:`retime.fuse_optimizer` refuses.
+        ValueError: backward mode with ``max_grad_norm`` above 0, ``fp16`` or ``auto_find_batch_size``; DeepSpeed, FSDP
+            and DataParallel; another fusion or a mechanism that does not go with it. When a training begins, before its
+            first step, also all optimizers that :func:`retime.fuse_optimizer` refuses.
     """
 
     @checked
@@ -80,6 +80,11 @@ class FusedOptimizer(DuringTraining):
                 f"backward fusion cannot clip by global norm, and this trainer has max_grad_norm={args.max_grad_norm}, "
                 "which is transformers' default if nobody gave it: updates run before all gradients exist. Use "
                 "mode='forward', or TrainingArguments(max_grad_norm=0) with clip_value=... if wanted"
+            )
+        if self._trainer.accelerator.scaler is not None:
+            raise ValueError(
+                "fp16=True scales gradients, and its GradScaler has to see all of them before the first update: use "
+                "mode='forward', or TrainingArguments(bf16=True)"
             )
         if args.auto_find_batch_size:
             raise ValueError(

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 pytest.importorskip("transformers", reason="needs the extra lightning-retime[transformers]")
 from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -19,7 +20,7 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, Traini
 
 from retime.foundations.messages import DifferenceWarning
 from retime.integrations.transformers import FusedOptimizer, MemoryBudget
-from support.transformers_trainers import Left, assert_same, bert, fit, gpt2, left_by, trainer
+from support.transformers_trainers import Left, assert_same, bert, fit, gpt2, left_by, texts, trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the log has no grad_norm"),
@@ -338,6 +339,33 @@ def test_plans_of_dry_runs_leave_no_trace_and_are_kept(tmp_path: Path) -> None:
     other = MemoryBudget(again, "1GiB", plan=str(saved), say=said.append)
     again.train()
     assert other.report()[0].shapes[0].source
+
+
+def test_a_loss_of_ones_own_is_called_once_a_batch(tmp_path: Path) -> None:
+    plain, ours = (trainer(tmp_path, cls=OwnLoss) for _ in range(2))
+    one = MemoryBudget(ours, "1GiB", say=str)
+    assert_same(fit(plain), fit(ours))
+    assert (plain.calls, ours.calls) == (14, 14)
+    assert one.report()[0].steps == 14
+
+
+def test_batches_without_a_length(tmp_path: Path) -> None:
+    """The Trainer cannot know then which window is the last one."""
+
+    class Endless(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            yield from texts(7 * 16)  # whole windows and, in the larger batches, a batch that is left for the next
+
+    def made(**options: Any) -> Trainer:
+        one = trainer(tmp_path, max_steps=5, gradient_accumulation_steps=3, **options)
+        one.train_dataset = Endless()
+        return one
+
+    for name, (give, options, was_on) in OBJECTS.items():
+        plain, ours = made(**options), made(**options)
+        one = give(ours)
+        assert_same(fit(plain), fit(ours), norms=name != "backward")
+        assert was_on(one.report())
 
 
 def test_the_log_of_backward_mode_has_no_norms_and_says_so_once(tmp_path: Path) -> None:
