@@ -126,7 +126,8 @@ _SENTENCES = {
     },
     frozenset({Mechanism.BACKWARD_FUSION, Mechanism.TWO_STREAMS}): (
         "backward fusion updates a parameter as soon as its gradient is there, and two streams give weight gradients "
-        "when the backward pass ends: use FuseOptimizer('forward')"
+        "when the backward pass ends: use FuseOptimizer('forward'), OOOSingleDeviceStrategy(fuse_updates=True) or "
+        "TwoStreamBackward(model, optimizer=optimizer)"
     ),
     frozenset({Mechanism.TWO_STREAMS, Mechanism.MEMORY_BUDGET}): _HELD_ACTIVATIONS,
     frozenset({Mechanism.BACKWARD_FUSION, Mechanism.MEMORY_BUDGET}): (

@@ -90,7 +90,7 @@ class OOODataParallelStrategy(HostReductionMixin, LightningOnly, DDPArguments):
         self._known_k: SavedK | None = None
         self._was_searching = False
         self._stepping = FusedStepping(
-            "forward", distributed=True, make_forward=self._make_updates, mechanism="the cross-iteration wait"
+            "forward", distributed=True, make_fusion=self._make_updates, mechanism="the cross-iteration wait"
         )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from retime.foundations.arguments import checked
 from retime.foundations.compatibility import Mechanism
 from retime.foundations.messages import parse_bytes
 from retime.foundations.streams import has_streams
-from retime.mechanisms.two_streams import Threads, TwoStreamBackward, TwoStreamReport
+from retime.mechanisms.fusion import BackwardFusion
+from retime.mechanisms.two_streams import NO_UPDATES_IN_GRAPHS, Threads, TwoStreamBackward, TwoStreamReport
 from retime.strategies.support.base import LightningOnly, SingleDevice
+from retime.strategies.support.fused_stepping import IN_A_TRAINER, FusedStepping
 
 
 class OOOSingleDeviceStrategy(LightningOnly, SingleDevice):
@@ -32,6 +37,11 @@ class OOOSingleDeviceStrategy(LightningOnly, SingleDevice):
     Gradients are the bits of the plain strategy whose kernels have as many threads: with ``threads=(n, n)`` and
     ``n = torch.get_num_threads()``, of the plain strategy as it is.
 
+    With ``fuse_updates=True`` this is ``fused_optimizer`` on two streams: each update runs right behind its weight
+    gradient, on the same stream. Updates of layers that stay in order run as in ``fused_optimizer``, and the search
+    compares with it. Steps that cannot be fused exactly update in ``optimizer.step()``, with one ``NoEffectWarning`` a
+    reason.
+
     Args:
         threads: of each kernel on the main stream and on the sub-stream, on a CPU, without a search; None: the search
             finds them. It does not run with deterministic algorithms, as under ``Trainer(deterministic=True)``, where
@@ -42,6 +52,7 @@ class OOOSingleDeviceStrategy(LightningOnly, SingleDevice):
             one by one (section 4.2). ``training_step`` itself runs as it is; what is captured is each part of the model
             whose code is certain to run the same kernels in each call
             (:mod:`retime.mechanisms.two_streams.graph`). Needs a CUDA device: on others ``setup`` raises ValueError.
+        fuse_updates: whether updates run inside of the backward pass too.
         device: the one device; None: the one the Trainer chose.
 
     All other arguments are :class:`lightning.pytorch.strategies.SingleDeviceStrategy`'s.
@@ -60,14 +71,19 @@ class OOOSingleDeviceStrategy(LightningOnly, SingleDevice):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
         graph: bool = False,
+        *,
+        fuse_updates: bool = False,
     ) -> None:
         super().__init__(device, accelerator, checkpoint_io, precision_plugin)
         if max_memory is not None:
             parse_bytes("max_memory", max_memory)
+        if graph and fuse_updates:
+            raise ValueError(f"{NO_UPDATES_IN_GRAPHS}: leave one of fuse_updates=True and graph=True out")
         self._options: dict[str, Any] = {"threads": threads, "max_memory": max_memory, "graph": graph}
         self._two_streams: TwoStreamBackward | None = None
         self._main_stream = ExitStack()
         self._last_report: TwoStreamReport | None = None
+        self._stepping = FusedStepping("backward", make_fusion=self._make_fusion) if fuse_updates else None
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, made in the middle of a fit too, has the report; its two streams begin with its own fit."""
@@ -77,7 +93,8 @@ class OOOSingleDeviceStrategy(LightningOnly, SingleDevice):
     @property
     def mechanisms(self) -> tuple[Mechanism, ...]:
         """What this strategy brings along."""
-        return (Mechanism.TWO_STREAMS,)
+        fusion = () if self._stepping is None else (Mechanism.BACKWARD_FUSION,)
+        return (Mechanism.TWO_STREAMS, *fusion)
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
@@ -88,6 +105,33 @@ class OOOSingleDeviceStrategy(LightningOnly, SingleDevice):
         assert module is not None
         self._main_stream.enter_context(_high_priority(self.root_device))
         self._two_streams = TwoStreamBackward(module, **self._options)
+        if self._stepping is not None:
+            self._stepping.start(trainer)
+
+    def _make_fusion(self, optimizer: Optimizer, module: LightningModule) -> BackwardFusion:
+        assert self._two_streams is not None
+        return self._two_streams.fuse(optimizer, **IN_A_TRAINER)
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        if self._stepping is not None:
+            self._stepping.before_backward(closure_loss)
+        super().pre_backward(closure_loss)
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        plain = super().optimizer_step
+        if self._stepping is None:
+            return plain(optimizer, closure, model, **kwargs)
+        module = self.lightning_module
+        assert module is not None
+        return self._stepping.step(
+            module.trainer, optimizer, closure, lambda chosen: plain(optimizer, chosen, model, **kwargs), kwargs
+        )
 
     def teardown(self) -> None:
         self._take_off()
@@ -95,13 +139,18 @@ class OOOSingleDeviceStrategy(LightningOnly, SingleDevice):
 
     def report(self) -> TwoStreamReport | None:
         """What ran where in this fit so far, or in the last one; None before the first fit."""
-        return self._last_report if self._two_streams is None else self._two_streams.report()
+        if self._two_streams is None:
+            return self._last_report
+        fusion = None if self._stepping is None else self._stepping.report()
+        return replace(self._two_streams.report(), fusion=fusion)
 
     def _take_off(self) -> None:
-        two_streams, self._two_streams = self._two_streams, None
+        if self._stepping is not None:
+            self._stepping.stop()
+        last, two_streams, self._two_streams = self.report(), self._two_streams, None
         with self._main_stream.pop_all():
             if two_streams is not None:
-                self._last_report = two_streams.report()
+                self._last_report = last
                 two_streams.remove()
                 rank_zero_info(f"retime: {self._last_report}")
 

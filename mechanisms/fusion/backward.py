@@ -361,7 +361,10 @@ class BackwardFusion:
     def __reduce__(self) -> Any:
         """A copy fuses the copied optimizer, and counts a first step of its own."""
         if type(self) is not BackwardFusion:
-            raise TypeError("a fusion under DDP cannot be copied: fuse the copied optimizer, or call .remove() first")
+            raise TypeError(
+                "a fusion under DDP or beside two streams cannot be copied: fuse the copied optimizer, or call "
+                ".remove() first"
+            )
         options = {
             "bucket_bytes": self.bucket_bytes,
             "clip_value": self.clip_value,

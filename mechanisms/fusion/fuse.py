@@ -100,14 +100,10 @@ def fuse_optimizer(
             or it cannot be updated parameter by parameter (LBFGS, step hooks, a ``step`` of somebody's own).
     """
     mode = check_mode(mode)
-    check_can_fuse(model, optimizer)
     if mode == "backward":
         if side_stream and isinstance(model, DistributedDataParallel):
             raise ValueError("side_stream is for one device: under DDP updates follow the all-reduce on its own stream")
-        refuse_backward_hooks(model)
-        reason = why_not_this_zero_grad(optimizer)
-        if reason is not None:
-            raise ValueError(f"cannot fuse this optimizer into the backward pass: {reason}")
+        check_can_fuse_in_backward(model, optimizer)
         fusion = (
             DataParallelFusion(optimizer, reduction_of(model), bucket_bytes=bucket_bytes, clip_value=clip_value)
             if isinstance(model, DistributedDataParallel)
@@ -121,11 +117,21 @@ def fuse_optimizer(
         )
         fusion.complete_in_step()
         return fusion
+    check_can_fuse(model, optimizer)
     if clip_value is not None:
         raise ValueError("clip_value is for mode='backward'; in mode='forward' call torch.nn.utils.clip_grad_value_")
     if side_stream:
         raise ValueError("side_stream is for mode='backward'; in mode='forward' updates precede their layer's forward")
     return ForwardFusion(optimizer, model, bucket_bytes=bucket_bytes)
+
+
+def check_can_fuse_in_backward(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise ValueError if updates inside of the backward pass can't be right, saying what to change."""
+    check_can_fuse(model, optimizer)
+    refuse_backward_hooks(model)
+    reason = why_not_this_zero_grad(optimizer)
+    if reason is not None:
+        raise ValueError(f"cannot fuse this optimizer into the backward pass: {reason}")
 
 
 def refuse_backward_hooks(model: nn.Module) -> None:

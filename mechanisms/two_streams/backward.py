@@ -11,22 +11,27 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from retime.foundations.arguments import AtLeast, checked
 from retime.foundations.messages import because, parse_bytes, show_bytes, warn_difference, warn_no_effect
 from retime.foundations.streams import has_streams
 from retime.foundations.torch_private import dispatch_mode_count, graph_task_id, queue_callback, version_of
+from retime.mechanisms.fusion import BackwardFusion, FusedParameter, FusionReport, check_can_fuse_in_backward
 from retime.mechanisms.two_streams.graph import GraphedPart, parts_of
 from retime.mechanisms.two_streams.layers import NOT_SPLIT, SEVERAL_USES, Parameters, SplitLayer, split_layers
 from retime.mechanisms.two_streams.search import Search, Setting, settings_for
 from retime.mechanisms.two_streams.sub_stream import Job, SubStream, sub_stream_of
+from retime.mechanisms.two_streams.updates import SubStreamFusion, add_gradient
 
 STEPS_TO_SEE = 3
 """In the first step gradients stay in order, in the second hooks are seen; with the third it is known what waits."""
+
+NO_UPDATES_IN_GRAPHS = "a CUDA graph has no updates, whose hyper-parameters may change between steps"
 
 Threads = tuple[Annotated[int, AtLeast(1)], Annotated[int, AtLeast(1)]]
 
@@ -70,6 +75,8 @@ class TwoStreamReport:
         main_stream: that were to, and ran on the main stream when it had nothing else to do.
         held_bytes: at most, of inputs and output gradients whose weight gradients waited.
         graph: of the CUDA graphs; None: none were asked for.
+        updates: of parameters, that ran right behind their weight gradient.
+        fusion: the report of the optimizer's backward fusion, which counts these too; None: it steps by itself.
     """
 
     layers: int
@@ -80,6 +87,8 @@ class TwoStreamReport:
     main_stream: int
     held_bytes: int
     graph: GraphReport | None = None
+    updates: int = 0
+    fusion: FusionReport | None = None
 
     def __str__(self) -> str:
         text = f"two streams: {self.layers} layers' weight gradients can run beside the output gradients"
@@ -90,6 +99,8 @@ class TwoStreamReport:
             text += f" ({', '.join(f'{setting}: {ms:.1f} ms' for setting, ms in self.tried_ms.items())})"
         text += f"; {self.sub_stream} on the sub-stream, {self.main_stream} on the main stream behind its own work"
         text += f"; at most {show_bytes(self.held_bytes)} waited"
+        if self.fusion is not None:
+            text += f"; {self.updates} updates right behind them; {self.fusion}"
         return text if self.graph is None else f"{text}; {self.graph}"
 
 
@@ -100,7 +111,10 @@ class _Waiting:
     layer: SplitLayer
     parameters: Parameters
     job: Job
-    before: list[tuple[nn.Parameter, Tensor | None, int]] = field(default_factory=list)
+    before: list[tuple[nn.Parameter, Tensor | None, int]]
+    fusion: SubStreamFusion | None = None
+    updates: list[FusedParameter] = field(default_factory=list)
+    """That the job makes behind the gradients."""
 
 
 class TwoStreamBackward:
@@ -128,9 +142,14 @@ class TwoStreamBackward:
     With ``graph=True`` parts of the model are captured as CUDA graphs with both streams inside, which spares the host
     from issuing their kernels one by one (section 4.2). Only modules whose code is certain to run the same kernels in
     each call are captured, and gradients stay the same bits: :mod:`retime.mechanisms.two_streams.graph`.
+    With ``optimizer=`` each update runs right behind its weight gradient, on the same stream, and updates of what stays
+    in order as in backward fusion (:func:`retime.mechanisms.fusion.fuse_optimizer`): ``optimizer.step()`` does the
+    rest, and gradients are gone behind ``backward()``. Where steps have different numbers of backward passes, all but
+    the last belong into ``with two_streams.fusion.accumulate():``.
 
     Args:
         model: any module on one device; not wrapped in DistributedDataParallel.
+        optimizer: of its parameters, whose updates are to run inside of the backward pass; None: it steps by itself.
         threads: of each kernel on the main stream and on the sub-stream, on a CPU, which also ends the search; None:
             at most 33 steps of training find out what is fastest, and if two streams are not, they are taken off.
         max_memory: bytes of inputs and output gradients that may wait for their weight gradients; beyond it the main
@@ -138,8 +157,8 @@ class TwoStreamBackward:
         graph: whether parts of the model are captured as CUDA graphs; a search tries this with one stream and two.
 
     Raises:
-        ValueError: an argument cannot be meant, the model runs on several ranks, or ``graph=True`` without a CUDA
-            device.
+        ValueError: an argument cannot be meant, the model runs on several ranks, the optimizer cannot be updated
+            parameter by parameter, or ``graph=True`` without a CUDA device or with ``optimizer=``.
     """
 
     @checked
@@ -147,6 +166,7 @@ class TwoStreamBackward:
         self,
         model: nn.Module,
         *,
+        optimizer: Optimizer | None = None,
         threads: Threads | None = None,
         max_memory: int | str | None = None,
         graph: bool = False,
@@ -163,6 +183,10 @@ class TwoStreamBackward:
                     "graph=True captures CUDA graphs, and the model is on "
                     f"{', '.join(sorted(map(str, devices)))}: move it to a CUDA device before, or use graph=False"
                 )
+            if optimizer is not None:
+                raise ValueError(f"{NO_UPDATES_IN_GRAPHS}: leave one of optimizer= and graph=True out")
+        if optimizer is not None:
+            check_can_fuse_in_backward(model, optimizer)
         self._most_bytes = None if max_memory is None else parse_bytes("max_memory", max_memory)
         self._given = threads
         self._threads_before = torch.get_num_threads()
@@ -182,6 +206,8 @@ class TwoStreamBackward:
         """By autograd's number of the backward pass."""
         self._counts = Counter[bool]()
         self._held_bytes = 0
+        self._updates = 0
+        self._fusions: list[SubStreamFusion] = []
         for layer in self._layers:
             layer.is_on = False
             layer.on_call = self._on_call
@@ -193,7 +219,39 @@ class TwoStreamBackward:
                 part.module.forward = part
             if not self._parts:
                 warn_no_effect(f"graph=True has no effect: {because(self._outside, 'layers in no graph')}")
+        self.fusion: BackwardFusion | None = None
+        """Of ``optimizer``, if it was given."""
+        if optimizer is not None:
+            self.fusion = self.fuse(optimizer)
+            self.fusion.complete_in_step()
         self._see_effect()
+
+    def fuse(self, optimizer: Optimizer, **options: Any) -> BackwardFusion:
+        """Return a backward fusion of this optimizer, of which updates run behind weight gradients on the sub-stream.
+
+        Args:
+            optimizer: of the model's parameters.
+            options: of :class:`retime.mechanisms.fusion.BackwardFusion`.
+        """
+        fusion = SubStreamFusion(optimizer, self, **options)
+        self._fusions.append(fusion)
+        self._put_output_first()
+        return fusion
+
+    def leave(self, fusion: SubStreamFusion) -> None:
+        """Called by a fusion that is taken off."""
+        if fusion in self._fusions:
+            self._fusions.remove(fusion)
+        self._put_output_first()
+
+    def _put_output_first(self) -> None:
+        for layer in self._layers:
+            layer.output_first = bool(self._fusions)
+
+    def forget_calls(self) -> None:
+        """A step has ended, or failed: no weight is kept for a backward pass."""
+        for layer in self._layers:
+            layer.forget_calls()
 
     def report(self) -> TwoStreamReport:
         """Return what ran where so far."""
@@ -207,6 +265,8 @@ class TwoStreamBackward:
             self._counts[False],
             self._held_bytes,
             self._graph_report() if self._has_graph else None,
+            self._updates,
+            None if self.fusion is None else self.fusion.report(),
         )
 
     def _graph_report(self) -> GraphReport:
@@ -242,6 +302,8 @@ class TwoStreamBackward:
     def remove(self) -> None:
         """Give the layers their own ``forward`` back, end the thread, and set the number of threads back."""
         self._take_off()
+        if self.fusion is not None:
+            self.fusion.remove()
         self._waiting.clear()
 
     def _take_off(self) -> None:
@@ -288,8 +350,7 @@ class TwoStreamBackward:
             if self._parts and not any(part.was_called for part in self._parts):
                 names = ", ".join(repr(part.name or "the model") for part in self._parts)
                 warn_no_effect(f"graph=True has no effect: no module that may be captured is called ({names})")
-        if self._waiting:  # a backward pass failed
-            self._forget()
+        self.end_jobs()
 
     def _begin(self, device: torch.device) -> None:
         """The first step: gradients of all layers stay in order, and show which have several uses."""
@@ -374,14 +435,22 @@ class TwoStreamBackward:
             self._waiting[backward] = []
             queue_callback(partial(self._finish, backward))
             self._set_threads(now.main_threads)
-        job = Job(compute, size_bytes)
         before = [(p, p.grad, -1 if p.grad is None else version_of(p.grad)) for p in parameters if p is not None]
-        self._waiting[backward].append(_Waiting(layer, parameters, job, before))
-        sub.give(job)
+        one = _Waiting(layer, parameters, Job(compute, size_bytes), before)
+        self._put_updates_behind(one, compute)
+        self._waiting[backward].append(one)
+        sub.give(one.job)
         while self._most_bytes is not None and sub.held_bytes > self._most_bytes and sub.run_oldest():
             pass
         self._held_bytes = max(self._held_bytes, sub.held_bytes)
         return True
+
+    def _put_updates_behind(self, one: _Waiting, compute: Callable[[], tuple[Tensor | None, Tensor | None]]) -> None:
+        for fusion in self._fusions:
+            updates = fusion.take(one.parameters, update=one.fusion is None and one.layer.has_one_call())
+            if updates:
+                one.fusion, one.updates = fusion, updates
+                one.job.compute = partial(fusion.compute, compute, one.parameters, updates)
 
     def _finish(self, backward: int) -> None:
         """The backward pass is at its end: wait for its weight gradients, and give them to their parameters."""
@@ -393,14 +462,21 @@ class TwoStreamBackward:
             sub.join()
         except BaseException:
             sub.drop()
+            self._abandon_updates()
             raise
         finally:
             self._set_threads(now.forward_threads)
         for one in waiting:
             if one.job.error is not None:
-                one.job.error.add_note(f"retime: while the weight gradient of {one.layer.name!r} was computed")
+                self._abandon_updates()
+                updated = ", or its parameters were updated" if one.updates else ""
+                one.job.error.add_note(f"retime: while the weight gradient of {one.layer.name!r} was computed{updated}")
                 raise one.job.error
         self._counts.update(one.job.on_sub_stream for one in waiting)
+        for one in waiting:
+            if one.fusion is not None:
+                self._updates += len(one.updates)
+                one.fusion.note(one.updates)
         with torch.no_grad():
             self._hand_on(waiting)
 
@@ -421,12 +497,9 @@ class TwoStreamBackward:
                 there = parameter.grad
                 if there is not gradient_before or (there is not None and version_of(there) != version):
                     self._found_other_use(one.layer)
-                if there is not None:
-                    there.add_(gradient)
-                elif gradient.stride() == parameter.stride():
-                    parameter.grad = gradient
-                else:
-                    parameter.grad = torch.empty_like(parameter).copy_(gradient)
+                add_gradient(parameter, gradient)
+                for fusion in self._fusions:  # autograd would have told them
+                    fusion.gradient_came(parameter)
 
     def _found_other_use(self, layer: SplitLayer) -> None:
         if layer.why_in_order is None:
@@ -436,10 +509,17 @@ class TwoStreamBackward:
                 "in this one they may round differently"
             )
 
-    def _forget(self) -> None:
-        """Drop what a backward pass left behind that failed."""
+    def end_jobs(self) -> None:
+        """Drop what a backward pass left behind that failed, and wait for what is under way."""
+        if not self._waiting:
+            return
         self._waiting.clear()
         if self._sub is not None:
             self._sub.drop()
         if self._now is not None:
             self._set_threads(self._now.forward_threads)
+        self._abandon_updates()
+
+    def _abandon_updates(self) -> None:
+        for fusion in self._fusions:
+            fusion.abandon_step()

@@ -31,6 +31,7 @@ from retime.foundations.torch_private import (
     unsafe_view,
     will_execute,
 )
+from retime.mechanisms.two_streams.updates import SubStreamFusion
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NODES_OF_A_LAYER = 32
@@ -146,6 +147,11 @@ class SplitLayer:
         """Whether its first weight gradient, which stays in order, is still to come."""
         self._looks: list[RemovableHandle] = []
         self.is_on = True
+        self.output_first = False
+        """Whether the weight gradient is handed on behind the output gradient, which reads the weight."""
+        self._open_calls = 0
+        """Forward passes since the last update whose backward pass has not come."""
+        self._several_calls_in = -1
         self.on_call: Callable[[SplitLayer], None] = lambda layer: None
         """Called before each forward pass of the layer that a backward pass may follow."""
         self.anchor = torch.empty(0, requires_grad=True)
@@ -249,12 +255,29 @@ class SplitLayer:
         user.register_hook(note)
         cast.register_prehook(compare)
         cast.register_hook(compare_outside)
+    def begin_call(self) -> None:
+        """A forward pass keeps the weight for its backward pass."""
+        self._open_calls += 1
+
+    def end_call(self) -> None:
+        """The backward pass of a forward pass has come."""
+        if self._open_calls > 1:
+            self._several_calls_in = graph_task_id()
+        self._open_calls = max(0, self._open_calls - 1)
+
+    def forget_calls(self) -> None:
+        """Nothing keeps a weight any more: it is updated, or its step has failed."""
+        self._open_calls = 0
+
+    def has_one_call(self) -> bool:
+        """Return whether no other call of the layer is, or was, in this backward pass, or waits for another."""
+        return self._several_calls_in != graph_task_id()
 
     def hooks(self, parameters: Parameters) -> str | None:
         """Return which hooks wait for the gradients of the layer's parameters, as a reason; None: no hooks do."""
         if self._looks:
             return None
-        if any(p is not None and (tensor_hooks(p) or post_accumulate_hooks(p)) for p in parameters):
+        if any(p is not None and (tensor_hooks(p) or _has_others_hooks(p)) for p in parameters):
             return HOOKS
         if any(global_backward_hooks()) or any(any(backward_hooks(one)) for one in self._around):
             return BACKWARD_HOOKS
@@ -306,8 +329,16 @@ def _cast_of(parameter: Tensor, node: Node | None) -> tuple[Node | None, Node | 
     return None, None
 
 
-Parameters = tuple[nn.Parameter, nn.Parameter | None]
-"""Weight and bias that a layer had in its forward pass, which ``torch.func.functional_call`` may have lent it."""
+def _has_others_hooks(parameter: Tensor) -> bool:
+    """Return whether somebody waits for a gradient to be added up who is not told by two streams."""
+    hooks = (post_accumulate_hooks(parameter) or {}).values()
+    owners = (getattr(getattr(hook, "func", None), "__self__", None) for hook in hooks)
+    return not all(isinstance(owner, SubStreamFusion) for owner in owners)
+
+
+Parameters = tuple[nn.Parameter | None, nn.Parameter | None]
+"""Weight and bias that a layer had in its forward pass, which ``torch.func.functional_call`` may have lent it; None for
+what gets no gradient."""
 
 Take = Callable[[SplitLayer, Parameters, Callable[[], tuple[Tensor | None, Tensor | None]], int], bool]
 """Given a layer, its parameters, what computes their gradients and the bytes this holds: whether they are taken."""
@@ -317,6 +348,7 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor, layer: SplitLayer) -> Tensor:
         ctx.layer, ctx.dtype, ctx.parameters = layer, weight.dtype, (weight, bias)
+        layer.begin_call()
         if x.dtype is not weight.dtype:  # under autocast
             weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
         ctx.save_for_backward(x, weight)
@@ -336,16 +368,22 @@ class _Split(torch.autograd.Function):
             both = kernels.weight_gradients(gradient, x, weight, needs_weight, needs_bias)
             return tuple(one if one is None else one.to(dtype) for one in both)  # type: ignore[return-value]
 
-        of_weight = of_bias = None
+        of_x = of_weight = of_bias = None
+        layer.end_call()
+        if needs_x and layer.output_first:
+            of_x = kernels.output_gradient(gradient, x, weight)
         if needs_weight or needs_bias:
             # another order for chosen inputs would not be the plain one
             can_wait = will_execute(get_gradient_edge(layer.anchor).node)
-            parameters, take, held_bytes = ctx.parameters, layer.take, gradient.nbytes + x.nbytes
+            needed = zip(ctx.parameters, (needs_weight, needs_bias), strict=True)
+            parameters: Any = tuple(parameter if needs else None for parameter, needs in needed)
+            take, held_bytes = layer.take, gradient.nbytes + x.nbytes
             if not (can_wait and take is not None and take(layer, parameters, weight_gradients, held_bytes)):
                 of_weight, of_bias = weight_gradients()
             if can_wait and layer.is_new and layer.hooks(parameters) is None:
                 layer.look_for_other_uses(parameters, (of_weight, of_bias))
-        of_x = kernels.output_gradient(gradient, x, weight) if needs_x else None
+        if needs_x and of_x is None:
+            of_x = kernels.output_gradient(gradient, x, weight)
         return of_x, of_weight, of_bias, None, None
 
 

@@ -6,6 +6,8 @@ the last steps of every fit are timed. A value is the median over one process's 
 with their best allocator, against the plain step with its best number of threads and its best allocator. Where the
 search has taken two streams off, a ratio shows what the comparison itself scatters.
 
+In cases with ``fuse_updates`` two streams have updates on the sub-stream, and ``fused_optimizer`` is one of the plain steps.
+
 A process more has a bare loop: it records one step of either kind, kernel by kernel, and counts the bytes alive.
 
 Durations: a case takes `processes` times allocators times (a start of about 6 s and 52 steps of each fit). On two cores
@@ -72,13 +74,16 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
         facts: dict[str, Any] = {"missing": missing, "batch size": case["batch_size"], "reports": {}, "kept": {}}
         times: dict[str, list[float]] = {}
         fits = {_label(PLAIN, n): {"threads": n} for n in range(1, threads + 1)}
+        fuses = bool(case.get("fuse_updates"))
+        if fuses:
+            fits |= {_label(f"{PLAIN}, fused_optimizer", n): {"threads": n, "fuse": True} for n in range(1, threads + 1)}
         environments = _environments(settings, missing)
         with tempfile.TemporaryDirectory() as cache:
             if settings.compiled:
                 first_s = _compile(settings, request, cache, threads, missing)
                 fits |= {label: {"threads": n, "compiled": True} for label, (n, _) in first_s.items()}
                 facts["first compiled step (s)"] = {label: seconds for label, (_, seconds) in first_s.items()}
-            fits[TWO_STREAMS] = {"threads": threads, "two": True}
+            fits[TWO_STREAMS] = {"threads": threads, "two": True} | ({"fuse": True} if fuses else {})
             for name, environment in environments.items():
                 for _ in range(settings.processes):
                     workers = {"": _worker(request, settings.timeout_s, environment, cache)}
@@ -320,7 +325,7 @@ class Server:
         torch.set_num_threads(threads)
         if "compile" in request:
             return self._compiled()[1]
-        return self._fit(two="two" in request, compiled="compiled" in request)
+        return self._fit(two="two" in request, compiled="compiled" in request, fuse="fuse" in request)
 
     def _compiled(self) -> tuple[Any, float]:
         """The model, compiled in a first step, and the seconds of that."""
@@ -334,11 +339,12 @@ class Server:
         step.zero_grad()
         return step, seconds
 
-    def _fit(self, *, two: bool, compiled: bool) -> dict[str, Any]:
-        from retime.strategies import OOOSingleDeviceStrategy
+    def _fit(self, *, two: bool, compiled: bool, fuse: bool) -> dict[str, Any]:
+        from retime.strategies import FusedOptimizerStrategy, OOOSingleDeviceStrategy
 
         case = self._request["case"]
-        strategy = OOOSingleDeviceStrategy() if two else "auto"
+        plain = FusedOptimizerStrategy() if fuse else "auto"
+        strategy = OOOSingleDeviceStrategy(fuse_updates=fuse) if two else plain
         steps = self._request["steps"] + SEARCH_STEPS
         batches = build_batches(case["data"], case["batch_size"], 1) * steps
         model = self._compiled()[0] if compiled else build_model(case["model"], CPU, self._request["seed"])

@@ -77,7 +77,7 @@ class FusedStepping:
         side_stream: whether updates have a stream of their own.
         distributed: whether the model is wrapped in DistributedDataParallel; :meth:`reduce_through` or
             :meth:`leave_plain` then say who reduces what backward fusion updates from.
-        make_forward: builds the fusion of an optimizer in forward mode, for strategies that let updates wait for more.
+        make_fusion: builds the fusion of an optimizer, of this mode, for strategies that put updates in another place.
         mechanism: what this is called in messages; None: after the mode.
     """
 
@@ -88,7 +88,7 @@ class FusedStepping:
         side_stream: bool = False,
         *,
         distributed: bool = False,
-        make_forward: Callable[[Optimizer, LightningModule], ForwardFusion] | None = None,
+        make_fusion: Callable[[Optimizer, LightningModule], BackwardFusion | ForwardFusion] | None = None,
         mechanism: str | None = None,
     ) -> None:
         self.mode = check_mode(mode)
@@ -97,7 +97,7 @@ class FusedStepping:
         self._reduction: ReductionHook | None = None
         self._no_reduction: str | None = None
         self._distributed = distributed
-        self._make_forward = make_forward
+        self._make_fusion = make_fusion
         self._mechanism = mechanism or f"{mode} fusion"
         self._options: dict[str, Any] = {"bucket_bytes": check_bucket_bytes(bucket_bytes)}
         self._side_stream = side_stream
@@ -240,8 +240,8 @@ class FusedStepping:
             return fusion
         for swapped in [known for known in self._fusions if known not in trainer.strategy.optimizers]:
             self._drop(swapped)
-        if self._make_forward is not None:
-            fusion = self._make_forward(optimizer, trainer.lightning_module)
+        if self._make_fusion is not None:
+            fusion = self._make_fusion(optimizer, trainer.lightning_module)
         elif self.mode == "forward":
             fusion = ForwardFusion(optimizer, trainer.lightning_module, **self._options)
         elif self._reduction is not None:

@@ -38,6 +38,7 @@ from contract.traits import (
 from retime.callbacks import FuseOptimizer
 from retime.foundations.weight_gradients import passes as layer_hooks
 from retime.mechanisms.cpu_accumulation import HostUpdateReport
+from retime.mechanisms.fusion import FusionReport
 from retime.mechanisms.memory_budget import BudgetedStep
 from retime.mechanisms.memory_budget.report import PlannedShape
 from retime.mechanisms.memory_budget.search import PlanChoice
@@ -265,6 +266,11 @@ def _of_two_streams(trainer: Trainer) -> Any:
     return SimpleNamespace(fused_updates=report.sub_stream + report.main_stream, plain_steps=report.in_order)
 
 
+def _of_updates(trainer: Trainer) -> Any:
+    """What `Row.report` reads of two streams with updates: those of backward fusion, wherever they ran."""
+    return trainer.strategy.report().fusion or FusionReport("backward")
+
+
 class _Everything(Budgeted):
     """Moves every saved storage of every step, as no budget of these small models would ask for."""
 
@@ -400,6 +406,12 @@ STRATEGIES = [
         lambda _: OOOSingleDeviceStrategy(threads=(torch.get_num_threads(),) * 2),
         unfused=IN_ORDER,
         report=_of_two_streams,
+    ),
+    Row(
+        "ooo_single_device_updates",
+        lambda _: OOOSingleDeviceStrategy(threads=(torch.get_num_threads(),) * 2, fuse_updates=True),
+        report=_of_updates,
+        **ON_ONE_DEVICE,
     ),
     # Roomy budgets train plainly: what holds in the next rows holds here.
     Row("memory_budget", lambda _: "memory_budget", refused={MANUAL: "needs automatic optimization"}, only=WIRED),

@@ -29,6 +29,7 @@ CLEAN = (
     "bare_forward",
     "bare_deferral",
     "bare_two_streams",
+    "bare_two_streams_updates",
     "bare_offload",
     "bare_budget",
     "bare_scan",

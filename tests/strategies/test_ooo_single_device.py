@@ -162,6 +162,113 @@ def test_backward_fusion_is_refused_before_the_first_step() -> None:
         fit(two_streams(), retime.FuseOptimizer("backward"))
 
 
+# Updates behind their weight gradients.
+
+
+class Scheduled(Net):
+    """A learning rate that changes in each step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+FUSED: dict[str, tuple[dict[str, Any], int]] = {
+    "plain": ({}, LAYERS * 2 * (STEPS - 1)),
+    "value clipping": ({"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, LAYERS * 2 * (STEPS - 1)),
+    "accumulation": ({"accumulate_grad_batches": 2}, LAYERS * 2 * (STEPS // 2 - 1)),
+    "bfloat16": ({"precision": "bf16-mixed"}, LAYERS * 2 * (STEPS - 1)),
+}
+
+
+@pytest.mark.parametrize("net", [Net, Scheduled])
+@pytest.mark.parametrize("name", FUSED)
+def test_updates_behind_weight_gradients(name: str, net: type[Net]) -> None:
+    options, updates = FUSED[name]
+    plain, module, strategy = net(), net(), two_streams(fuse_updates=True)
+    trainer("auto", **options).fit(plain)
+    trainer(strategy, **options).fit(module)
+    assert_same(plain, module)
+    assert_nothing_is_left(module)
+    report = strategy.report()
+    assert report is not None
+    assert report.updates == updates
+    assert report.fusion is not None
+    assert report.fusion.fused_updates > updates  # the recurrent layer's too
+    assert report.fusion.plain_steps == {}
+
+
+class ReadsGradients(Callback):
+    """Looks at gradients between the backward pass and the update."""
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        assert all(parameter.grad is not None for parameter in pl_module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "options", "reason"),
+    [
+        ([], {"gradient_clip_val": 0.01}, "clipping by global norm needs all gradients"),
+        ([ReadsGradients()], {}, "ReadsGradients.on_before_optimizer_step may read gradients"),
+    ],
+    ids=["norm clipping", "a reader of gradients"],
+)
+def test_steps_that_need_all_gradients_update_behind_them(
+    callbacks: list[Callback], options: dict[str, Any], reason: str
+) -> None:
+    plain, _ = fit("auto", *callbacks, **options)
+    strategy = two_streams(fuse_updates=True)
+    with pytest.warns(retime.NoEffectWarning, match=reason):
+        module, _ = fit(strategy, *callbacks, **options)
+    assert_same(plain, module)
+    report = strategy.report()
+    assert report is not None
+    assert report.sub_stream + report.main_stream == LAYERS * (STEPS - 1)
+    assert report.updates == 0
+    assert report.fusion is not None
+    assert list(report.fusion.plain_steps.values()) == [STEPS]
+
+
+@pytest.mark.parametrize("first_ours", [False, True])
+def test_a_checkpoint_goes_on_in_the_other_strategy(first_ours: bool, tmp_path: Path) -> None:
+    plain = Net()
+    trainer("auto", limit_train_batches=3).fit(plain)
+    ours = [two_streams(fuse_updates=True) if fused else "auto" for fused in (first_ours, not first_ours)]
+    half = trainer(ours[0], limit_train_batches=3)
+    half.fit(Net())
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    states = [torch.load(tmp_path / "half.ckpt", weights_only=False)]
+    fitted: list[Net] = []
+    for strategy in ("auto", ours[1]):
+        module, second = Net(), trainer(strategy, limit_train_batches=3)
+        second.fit_loop.max_epochs = 2
+        second.fit(module, ckpt_path=str(tmp_path / "half.ckpt"))
+        second.save_checkpoint(tmp_path / "whole.ckpt")
+        states.append(torch.load(tmp_path / "whole.ckpt", weights_only=False))
+        fitted.append(module)
+    assert_same(*fitted)
+    assert not all(torch.equal(*pair) for pair in zip(plain.parameters(), fitted[0].parameters(), strict=True))
+    one, other = (state["optimizer_states"][0]["state"] for state in states[1:])
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[number][key], other[number][key]) for number in one for key in one[number])
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+def test_a_second_fusion_is_refused(mode: str) -> None:
+    with pytest.raises(ValueError, match="fus"):
+        fit(two_streams(fuse_updates=True), retime.FuseOptimizer(mode))
+
+
+def test_nothing_is_left_behind_a_fused_fit_that_fails() -> None:
+    module, strategy = Net(), two_streams(fuse_updates=True)
+    module.fails_at = 3
+    with pytest.raises(ArithmeticError, match="in the middle of a fit"):
+        trainer(strategy).fit(module)
+    assert_nothing_is_left(module)
+    assert not any(parameter._backward_hooks for parameter in module.parameters())
+
+
 class Simulable(Net):
     """Without the recurrent layer, whose kernel the simulation does not run late."""
 

@@ -106,6 +106,25 @@ class TwoStreams(Way):
             self._two_streams.remove()
 
 
+class Updates(Backward):
+    """Backward fusion beside two streams: updates follow their weight gradients; passes are counted or wrapped."""
+
+    def begin(self, model: RandomModel, optimizer: Optimizer, spec: Spec) -> None:
+        self._how = ("counted", "wrapped")[spec.seed % 2]
+        threads = torch.get_num_threads()
+        self._two_streams = TwoStreamBackward(
+            model, optimizer=optimizer, threads=(threads, threads), max_memory=(None, 1, 10_000)[spec.seed % 3]
+        )
+        assert self._two_streams.fusion is not None
+        self._fusion = self._two_streams.fusion
+        self._fusion.clip_value = CLIP_VALUE if spec.training.clip == "value" else None
+
+    def end(self) -> None:
+        with suppress(AttributeError):  # it was refused
+            self.on = self._two_streams.report().updates > 0
+            self._two_streams.remove()
+
+
 class Offload(Way):
     """All saved tensors leave and come back, by the context manager alone."""
 
@@ -262,6 +281,7 @@ BARE = [
     Mechanism("bare_forward", Forward),
     Mechanism("bare_deferral", Deferral),
     Mechanism("bare_two_streams", TwoStreams),
+    Mechanism("bare_two_streams_updates", Updates, in_backward, late=True, raises=UPDATED_TWICE),
     Mechanism("bare_offload", Offload),
     Mechanism("bare_budget", Budgeted),
     Mechanism("bare_parts", Parts, double, exact=False, share=10),

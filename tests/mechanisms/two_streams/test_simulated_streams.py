@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from retime.mechanisms.two_streams import TwoStreamBackward
 from retime.mechanisms.two_streams.sub_stream import DeviceStream
@@ -24,8 +25,8 @@ def network() -> nn.Module:
     )
 
 
-def train(model: nn.Module, steps: int = STEPS) -> list[Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def train(model: nn.Module, optimizer: Optimizer | None = None, steps: int = STEPS) -> list[Tensor]:
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     data = torch.Generator().manual_seed(1)
     for _ in range(steps):
         model(torch.randn(3, 2, 8, 8, generator=data)).square().mean().backward()
@@ -34,11 +35,15 @@ def train(model: nn.Module, steps: int = STEPS) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def trained_on_two_streams(order: str, **options: object) -> tuple[list[Tensor], list[str], TwoStreamBackward]:
+def trained_on_two_streams(
+    order: str, *, fuse: bool = False, **options: object
+) -> tuple[list[Tensor], list[str], TwoStreamBackward]:
     model = network()
     with simulated_cuda(order) as device:
-        two_streams = TwoStreamBackward(model, threads=(1, 1), **options)
-        weights = train(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        options |= {"optimizer": optimizer} if fuse else {}
+        two_streams = TwoStreamBackward(model, threads=(1, 1), **options)  # type: ignore[arg-type]
+        weights = train(model, optimizer)
         two_streams.remove()
         torch.cuda.synchronize()
         return weights, [str(fault) for fault in device.faults], two_streams
@@ -57,6 +62,24 @@ def test_weights_are_the_plain_ones_and_nothing_races(order: str, options: dict[
 def test_few_bytes_wait_where_they_are_bounded() -> None:
     held = [trained_on_two_streams("late", **options)[2].report().held_bytes for options in ({}, {"max_memory": 1000})]
     assert held[1] <= 1000 < held[0]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("options", [{}, {"max_memory": 1000}], ids=["free", "bounded"])
+def test_updates_behind_the_weight_gradients(order: str, options: dict[str, object]) -> None:
+    plain = train(network())
+    weights, faults, two_streams = trained_on_two_streams(order, fuse=True, **options)
+    assert faults == []
+    assert all(torch.equal(one, other) for one, other in zip(plain, weights, strict=True))
+    assert two_streams.report().updates == 7 * (STEPS - 1)
+
+
+def test_an_update_before_the_output_gradient_has_read_the_weight_is_found() -> None:
+    found: list[str] = []
+    with patch.object(TwoStreamBackward, "_put_output_first", lambda two_streams: None):
+        for order in ORDERS:
+            found += trained_on_two_streams(order, fuse=True)[1]
+    assert found
 
 
 def _no_wait(stream: DeviceStream) -> None:

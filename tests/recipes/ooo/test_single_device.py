@@ -72,6 +72,14 @@ def test_it_measures_and_reports(settings: SingleDeviceSettings, tmp_path: Path)
     assert (tmp_path / "picture.png").stat().st_size > 1000
 
 
+def test_fused_cases_have_fused_optimizer_beside_the_plain_step(settings: SingleDeviceSettings, tmp_path: Path) -> None:
+    fused = replace(settings, cases={"linear": {**LINEAR, "fuse_updates": True}})
+    (point,) = SingleDevice().run(fused, tmp_path, Console(quiet=True)).points
+    *peers, ours = point.variants("step")
+    assert {"plain, 1 thread, glibc", "plain, fused_optimizer, 1 thread, glibc"} <= set(peers)
+    assert "backward fusion: " in point.facts["reports"][ours]
+
+
 def test_compiled_steps_are_measured_beside(
     settings: SingleDeviceSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,419 @@
+"""Updates behind weight gradients on the sub-stream: the plain loop's bits, what holds them back, what is refused."""
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from retime import declare_per_parameter
+from retime.foundations.messages import NoEffectWarning
+from retime.mechanisms.two_streams import TwoStreamBackward, TwoStreamReport
+from retime.mechanisms.two_streams.layers import LinearKernels
+
+STEPS = 6
+SPLIT = 7
+"""Parameters of the layers that are split."""
+Make = Callable[[nn.Module], Optimizer]
+Step = Callable[[nn.Module, Optimizer, Tensor, int, TwoStreamBackward | None], None]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Conv1d(3, 4, 3, padding=1, bias=False), nn.BatchNorm1d(4), nn.ReLU(), nn.Flatten()),
+        *(nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 2)),
+    )
+
+
+def inputs(steps: int = STEPS) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(6, 3, 4, generator=generator) for _ in range(steps)]
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    return AdamW(model.parameters(), lr=0.01)
+
+
+def plain_step(
+    model: nn.Module, optimizer: Optimizer, x: Tensor, index: int, two_streams: TwoStreamBackward | None
+) -> None:
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def trained(
+    step: Step, make_optimizer: Make, make: Callable[[], nn.Module], *, ours: bool, **options: Any
+) -> tuple[nn.Module, Optimizer, TwoStreamReport | None]:
+    model = make()
+    optimizer = make_optimizer(model)
+    two_streams = TwoStreamBackward(model, optimizer=optimizer, threads=(1, 1), **options) if ours else None
+    try:
+        for index, x in enumerate(inputs()):
+            step(model, optimizer, x, index, two_streams)
+    finally:
+        report = None if two_streams is None else two_streams.report()
+        if two_streams is not None:
+            two_streams.remove()
+    return model, optimizer, report
+
+
+def assert_same(one: tuple[nn.Module, Optimizer, Any], other: tuple[nn.Module, Optimizer, Any]) -> None:
+    for left, right in zip(one[0].parameters(), other[0].parameters(), strict=True):
+        assert torch.equal(left, right)
+    states = [optimizer.state_dict() for _, optimizer, _ in (one, other)]
+    assert states[0]["param_groups"] == states[1]["param_groups"]
+    assert states[0]["state"].keys() == states[1]["state"].keys()
+    for number, entries in states[0]["state"].items():
+        for name, value in entries.items():
+            same = states[1]["state"][number][name]
+            assert torch.equal(value, same) if isinstance(value, Tensor) else value == same
+
+
+def both(
+    step: Step = plain_step, make_optimizer: Make = adamw, make: Callable[[], nn.Module] = network, **options: Any
+) -> TwoStreamReport:
+    """Run a loop plain and with updates on the sub-stream, compare bits and state, and return the report."""
+    ours = trained(step, make_optimizer, make, ours=True, **options)
+    assert_same(trained(step, make_optimizer, make, ours=False), ours)
+    assert ours[2] is not None
+    return ours[2]
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "SGD with momentum": lambda model: SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.1),
+    "SGD, foreach": lambda model: SGD(model.parameters(), 0.1, momentum=0.9, foreach=True, maximize=True),
+    "Adam": lambda model: Adam(model.parameters(), lr=0.01, foreach=False),
+    "AdamW, foreach": lambda model: AdamW(model.parameters(), lr=0.01, foreach=True),
+    "AdamW, fused": lambda model: AdamW(model.parameters(), lr=0.01, fused=True),
+    "two groups": lambda model: AdamW(
+        [{"params": [p for p in model.parameters() if p.dim() > 1]},
+         {"params": [p for p in model.parameters() if p.dim() < 2], "lr": 0.1, "weight_decay": 0.0}],
+        lr=0.01, fused=True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("options", [{}, {"max_memory": 1}], ids=["free", "bounded"])
+def test_bits_of_the_plain_optimizer(name: str, options: dict[str, Any]) -> None:
+    report = both(make_optimizer=OPTIMIZERS[name], **options)
+    assert report.updates == SPLIT * (STEPS - 1)
+    assert report.fusion is not None
+    assert report.fusion.fused_updates >= report.updates
+    assert f"{report.updates} updates right behind them; backward fusion" in str(report)
+
+
+def test_deep_layers_on_two_threads() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Flatten(), nn.Linear(12, 96), *(nn.Linear(96, 96) for _ in range(24)))
+
+    def several(model: nn.Module, optimizer: Optimizer, x: Tensor, *rest: Any) -> None:
+        for _ in range(5):
+            plain_step(model, optimizer, x, *rest)
+
+    assert both(several, make=make).updates == 50 * (5 * STEPS - 1)
+
+
+def scheduled(
+    model: nn.Module, optimizer: Optimizer, x: Tensor, index: int, two_streams: TwoStreamBackward | None
+) -> None:
+    plain_step(model, optimizer, x, index, two_streams)
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.7
+
+
+def accumulated(
+    model: nn.Module, optimizer: Optimizer, x: Tensor, index: int, two_streams: TwoStreamBackward | None
+) -> None:
+    """Windows of different lengths, so that all passes but the last are marked."""
+    parts = x.chunk(1 + index % 3)
+    for part in parts[:-1]:
+        if two_streams is None or two_streams.fusion is None:
+            model(part).square().mean().backward()
+        else:
+            with two_streams.fusion.accumulate():
+                model(part).square().mean().backward()
+    plain_step(model, optimizer, parts[-1], index, two_streams)
+
+
+def in_two_passes(model: nn.Module, optimizer: Optimizer, x: Tensor, *rest: Any) -> None:
+    """Always two passes, which the first step counts; both graphs keep the weights."""
+    losses = [model(part).square().mean() for part in x.chunk(2)]
+    for loss in losses:
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+
+
+def retained(model: nn.Module, optimizer: Optimizer, x: Tensor, *rest: Any) -> None:
+    loss = model(x).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def frozen(model: nn.Module, optimizer: Optimizer, x: Tensor, index: int, two: TwoStreamBackward | None) -> None:
+    model[4].weight.requires_grad_(False)  # type: ignore[index]
+    model[6].bias.requires_grad_(False)  # type: ignore[index]
+    plain_step(model, optimizer, x, index, two)
+
+
+def evaluated(model: nn.Module, optimizer: Optimizer, x: Tensor, index: int, two: TwoStreamBackward | None) -> None:
+    with torch.no_grad():
+        model.eval()(x)
+    plain_step(model.train(), optimizer, x, index, two)
+
+
+def autocast(model: nn.Module, optimizer: Optimizer, x: Tensor, *rest: Any) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def from_a_later_step(late: Step) -> Step:
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, index: int, two: TwoStreamBackward | None) -> None:
+        (late if index > 2 else plain_step)(model, optimizer, x, index, two)
+
+    return step
+
+
+def called_twice(model: nn.Module, optimizer: Optimizer, x: Tensor, *rest: Any) -> None:
+    """Two calls of each layer in one graph."""
+    sum(model(part).square().mean() for part in x.chunk(2)).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def forward_only(model: nn.Module, optimizer: Optimizer, x: Tensor, *rest: Any) -> None:
+    """A graph that no backward pass follows."""
+    model(x[:2]).sum()
+    plain_step(model, optimizer, x, *rest)
+
+
+BEHIND: dict[str, tuple[Step, int]] = {
+    "learning rate changes": (scheduled, SPLIT * (STEPS - 1)),
+    "accumulation": (accumulated, SPLIT * (STEPS - 1)),
+    "two passes": (in_two_passes, SPLIT * (STEPS - 1)),
+    "retained graph": (retained, SPLIT * (STEPS - 1)),
+    "frozen parameters": (frozen, (SPLIT - 2 - 1) * (STEPS - 1)),
+    "evaluation": (evaluated, SPLIT * (STEPS - 1)),
+    "autocast": (autocast, SPLIT * (STEPS - 1)),
+    "two calls from a later step": (from_a_later_step(called_twice), SPLIT * 2),
+    "a graph without a backward pass": (from_a_later_step(forward_only), SPLIT * 2),
+}
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_what_loops_do(name: str) -> None:
+    step, updates = BEHIND[name]
+    assert both(step).updates == updates
+
+
+def test_layers_that_are_called_twice_update_as_in_backward_fusion() -> None:
+    report = both(called_twice)
+    assert report.updates == 0
+    assert report.fusion is not None
+    assert report.fusion.fused_updates > 0
+
+
+def test_an_alias_holds_the_update_back() -> None:
+    aliases: list[Tensor] = []
+
+    def kept(model: nn.Module, *rest: Any) -> None:
+        aliases[:] = [model[6].weight.detach()]  # type: ignore[index]
+        plain_step(model, *rest)
+
+    with pytest.warns(NoEffectWarning, match="share memory with another tensor"):
+        report = both(kept)
+    assert report.updates == (SPLIT - 1) * (STEPS - 1)
+
+
+# What is refused.
+
+
+def test_gradients_are_gone_behind_the_backward_pass() -> None:
+    def clipped(model: nn.Module, optimizer: Optimizer, x: Tensor, *rest: Any) -> None:
+        model(x).square().mean().backward()
+        clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with pytest.raises(RuntimeError, match=r"consumed by backward fusion.*use mode='forward'"):
+        trained(clipped, adamw, network, ours=True)
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_more_passes_than_in_the_steps_before(clears: bool) -> None:
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, index: int, two: TwoStreamBackward | None) -> None:
+        if index == 3:
+            model(x).square().mean().backward()
+            if clears:
+                optimizer.zero_grad()
+        plain_step(model, optimizer, x, index, two)
+
+    with pytest.raises(RuntimeError, match="2 gradients in one step, 1 in the steps before"):
+        trained(step, adamw, network, ours=True)
+
+
+def test_a_weight_in_the_loss() -> None:
+    def in_the_loss(model: nn.Module, optimizer: Optimizer, x: Tensor, *rest: Any) -> None:
+        (model(x).square().mean() + model[4].weight.square().sum()).backward()  # type: ignore[index]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert both(in_the_loss).updates == (SPLIT - 2) * (STEPS - 1)  # from the first step: the layer stays in order
+    with pytest.raises(RuntimeError, match="2 gradients in one step, 1 in the steps before"):
+        trained(from_a_later_step(in_the_loss), adamw, network, ours=True)
+
+
+def test_optimizers_that_cannot_be_fused() -> None:
+    model = network()
+    with pytest.raises(ValueError, match="LBFGS needs all parameters"):
+        TwoStreamBackward(model, optimizer=torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(ValueError, match="no parameter of the model"):
+        TwoStreamBackward(model, optimizer=adamw(network()))
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+# Failures.
+
+
+@declare_per_parameter
+class FailsBeside(SGD):
+    """Fails once, on the second thread."""
+
+    fails = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if FailsBeside.fails and threading.current_thread().name == "retime sub-stream":
+            FailsBeside.fails = False
+            raise ArithmeticError("in an update")
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-group["lr"])
+
+
+def test_an_update_that_fails_on_the_second_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = network()
+    optimizer = FailsBeside(model.parameters(), 0.1)
+    two_streams = TwoStreamBackward(model, optimizer=optimizer, threads=(1, 1))
+    first = threading.Event()
+    compute = LinearKernels.output_gradient
+
+    def waits(*args: Any) -> Tensor:
+        """Give the second thread time for its first update."""
+        if FailsBeside.fails and two_streams._waiting:
+            first.wait(0.2)
+        return compute(*args)
+
+    monkeypatch.setattr(LinearKernels, "output_gradient", waits)
+    for index, x in enumerate(inputs()):
+        if index != 3:
+            plain_step(model, optimizer, x, index, two_streams)
+            continue
+        FailsBeside.fails = True
+        with pytest.raises(ArithmeticError, match="in an update") as raised:
+            plain_step(model, optimizer, x, index, two_streams)
+        assert "or its parameters were updated" in raised.value.__notes__[0]
+        optimizer.zero_grad()
+    report = two_streams.report()
+    two_streams.remove()
+    assert report.updates == SPLIT * (STEPS - 2)
+
+
+class FailsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ArithmeticError("in the middle of the backward pass")
+
+
+def test_a_step_behind_a_failed_backward_pass() -> None:
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, index: int, two: TwoStreamBackward | None) -> None:
+        if index != 3:
+            plain_step(model, optimizer, x, index, two)
+            return
+        with pytest.raises(ArithmeticError, match="in the middle"):
+            model[4:](FailsBackward.apply(model[:4](x))).square().mean().backward()  # type: ignore[index]
+        optimizer.zero_grad()
+
+    model, _, report = trained(step, adamw, network, ours=True)
+    assert report is not None
+    assert report.updates == SPLIT * (STEPS - 2)
+    assert report.in_order.keys() == both().in_order.keys()
+    assert not any(parameter._backward_hooks for parameter in model.parameters())
+
+
+# Checkpoints, and what is left.
+
+
+@pytest.mark.parametrize("first_ours", [False, True])
+def test_a_checkpoint_goes_on_in_the_other_loop(first_ours: bool) -> None:
+    plain = trained(plain_step, adamw, network, ours=False)
+
+    model, optimizer, two_streams = network(), None, None
+    data = inputs()
+    for ours, part in ((first_ours, data[:3]), (not first_ours, data[3:])):
+        saved = None if optimizer is None else copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        model = network()
+        optimizer = adamw(model)
+        if saved is not None:
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        two_streams = TwoStreamBackward(model, optimizer=optimizer, threads=(1, 1)) if ours else None
+        for index, x in enumerate(part):
+            plain_step(model, optimizer, x, index, two_streams)
+        if two_streams is not None:
+            assert two_streams.report().updates == SPLIT * 2
+            two_streams.remove()
+    assert optimizer is not None
+    assert_same(plain, (model, optimizer, None))
+
+
+def test_nothing_is_left() -> None:
+    model, optimizer, _ = trained(plain_step, adamw, network, ours=True)
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+    assert not any(parameter._backward_hooks for parameter in model.parameters())
+    assert "step" not in vars(optimizer)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:the search of two streams", "ignore:two streams do not pay")
+def test_where_two_streams_are_taken_off_updates_run_as_in_backward_fusion(monkeypatch: pytest.MonkeyPatch) -> None:
+    from retime.mechanisms.two_streams import search
+
+    monkeypatch.setattr(search, "LEAST_GAIN", 1e9)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    model = network()
+    optimizer = adamw(model)
+    two_streams = TwoStreamBackward(model, optimizer=optimizer)
+    for x in inputs(40):
+        plain_step(model, optimizer, x, 0, two_streams)
+    report = two_streams.report()
+    two_streams.remove()
+    assert report.setting is not None
+    assert not report.setting.two_streams
+    assert report.fusion is not None
+    assert report.fusion.steps == 40
+    assert report.fusion.fused_updates > report.updates > 0
+    plain = network()
+    optimizer = adamw(plain)
+    for x in inputs(40):
+        plain_step(plain, optimizer, x, 0, None)
+    assert all(map(torch.equal, plain.parameters(), model.parameters()))
