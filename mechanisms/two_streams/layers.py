@@ -255,6 +255,7 @@ class SplitLayer:
         user.register_hook(note)
         cast.register_prehook(compare)
         cast.register_hook(compare_outside)
+
     def begin_call(self) -> None:
         """A forward pass keeps the weight for its backward pass."""
         self._open_calls += 1

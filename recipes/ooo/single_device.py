@@ -76,7 +76,9 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
         fits = {_label(PLAIN, n): {"threads": n} for n in range(1, threads + 1)}
         fuses = bool(case.get("fuse_updates"))
         if fuses:
-            fits |= {_label(f"{PLAIN}, fused_optimizer", n): {"threads": n, "fuse": True} for n in range(1, threads + 1)}
+            fits |= {
+                _label(f"{PLAIN}, fused_optimizer", n): {"threads": n, "fuse": True} for n in range(1, threads + 1)
+            }
         environments = _environments(settings, missing)
         with tempfile.TemporaryDirectory() as cache:
             if settings.compiled:
