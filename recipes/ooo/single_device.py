@@ -6,7 +6,8 @@ the last steps of every fit are timed. A value is the median over one process's 
 with their best allocator, against the plain step with its best number of threads and its best allocator. Where the
 search has taken two streams off, a ratio shows what the comparison itself scatters.
 
-In cases with ``fuse_updates`` two streams have updates on the sub-stream, and ``fused_optimizer`` is one of the plain steps.
+In cases with ``fuse_updates`` two streams have updates on the sub-stream, and ``fused_optimizer`` is one of the plain
+steps.
 
 A process more has a bare loop: it records one step of either kind, kernel by kernel, and counts the bytes alive.
 
