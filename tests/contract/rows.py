@@ -410,6 +410,7 @@ STRATEGIES = [
     Row(
         "ooo_single_device_updates",
         lambda _: OOOSingleDeviceStrategy(threads=(torch.get_num_threads(),) * 2, fuse_updates=True),
+        warned=IN_ORDER,  # those layers update as in backward fusion
         report=_of_updates,
         **ON_ONE_DEVICE,
     ),

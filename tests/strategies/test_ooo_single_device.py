@@ -174,11 +174,13 @@ class Scheduled(Net):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+UPDATES = LAYERS * 2 - 1
+"""Of a step; one layer adds its bias to a sequence that lies otherwise, by a node of autograd's."""
 FUSED: dict[str, tuple[dict[str, Any], int]] = {
-    "plain": ({}, LAYERS * 2 * (STEPS - 1)),
-    "value clipping": ({"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, LAYERS * 2 * (STEPS - 1)),
-    "accumulation": ({"accumulate_grad_batches": 2}, LAYERS * 2 * (STEPS // 2 - 1)),
-    "bfloat16": ({"precision": "bf16-mixed"}, LAYERS * 2 * (STEPS - 1)),
+    "plain": ({}, UPDATES * (STEPS - 1)),
+    "value clipping": ({"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, UPDATES * (STEPS - 1)),
+    "accumulation": ({"accumulate_grad_batches": 2}, UPDATES * (STEPS // 2 - 1)),
+    "bfloat16": ({"precision": "bf16-mixed"}, UPDATES * (STEPS - 1)),
 }
 
 
