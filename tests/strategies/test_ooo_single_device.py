@@ -433,3 +433,8 @@ def test_a_step_that_calls_no_part_is_told() -> None:
         pytest.warns(NoEffectWarning, match=r"graph=True has no effect: no module that may be captured is called \('"),
     ):
         trainer(two_streams(graph=True), num_sanity_val_steps=0).fit(Apart())
+
+
+def test_graphs_have_no_updates() -> None:
+    with pytest.raises(ValueError, match=r"a CUDA graph has no updates.*leave one of fuse_updates=True and graph=True"):
+        two_streams(graph=True, fuse_updates=True)
