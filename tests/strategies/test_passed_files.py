@@ -9,7 +9,7 @@ import pytest
 
 from support.two_ranks import run_ranks
 
-ONE_DEVICE = ("fused_optimizer", "fused_optimizer_forward", "memory_budget", "ooo_single_device")
+ONE_DEVICE = ("fused_optimizer", "fused_optimizer_forward", "memory_budget", "ooo_single_device", "scan")
 MOST = {
     ("fused_optimizer",): (5, 20),
     ("fused_optimizer_forward",): (5, 45),
@@ -17,7 +17,9 @@ MOST = {
     ("memory_budget", "--budget", "1.2MiB"): (17, 200),  # in parts
     ("memory_budget", "--budget", "2.3MiB", "--batchnorm"): (20, 450),  # offloading
     ("memory_budget", "--budget", "1.2MiB", "--batch", "0"): (44, 72_000),  # planning
-    ("ooo_single_device",): (4, 75),
+    ("ooo_single_device",): (6, 75),
+    ("scan",): (7, 22),
+    ("cpu_accumulate_ddp",): (5, 8),
     ("ooo_ddp",): (18, 200),
     ("ooo_pipeline",): (26, 720),  # which order is planned depends on measured times
 }
