@@ -100,7 +100,7 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
                             facts["reports"][label] = answers[-1]["report"]
                             facts["kept"].setdefault(label, []).extend(answer["on"] for answer in answers)
         rows = [Row(label, STEP, "ms", [round(ms, 4) for ms in values]) for label, values in times.items()]
-        if environments:
+        if environments and not fuses:  # the loop of that step has an optimizer that steps by itself
             tick("one step")
             quickest = min(environments, key=lambda name: _median(times[f"{TWO_STREAMS}, {ALLOCATORS[name].label}"]))
             rows += _look(settings, request, environments[quickest], threads, facts)
@@ -241,7 +241,7 @@ def _papers(result: Result) -> Iterator[Comparison]:
             if over is not None and point.at["case"].startswith(network):
                 note = f"the paper's: a V100, over XLA, kernels issued ahead; here a CPU, {point.at['case']}"
                 yield Comparison(claim, over, note)
-    for point in result.points:
+    for point in filter(_is_looked_at, result.points):
         if point.has(TWO_STREAMS, ALIVE):
             plain, two = (point.values(label, ALIVE) for label in (PLAIN, TWO_STREAMS))
             more = spread([100 * (ours / before - 1) for ours, before in zip(two, plain, strict=True)])
@@ -251,9 +251,15 @@ def _papers(result: Result) -> Iterator[Comparison]:
             yield Comparison(FIGURE_9_PEAK_SHARE, more, note)
 
 
+def _is_looked_at(point: Point) -> bool:
+    """Whether a step of it is drawn, and its bytes are compared: not if updates are fused, as that loop has none."""
+    return not point.settings["case"].get("fuse_updates")
+
+
 def _to_show(result: Result) -> list[tuple[str, Point]]:
     """The points of which a step is drawn, least and most gain, and what is said of each."""
-    there = [(best_gain(p, PLAIN)[2], p) for p in result.points if one_step.is_there(p.facts)]
+    looked_at = [point for point in result.points if _is_looked_at(point) and one_step.is_there(point.facts)]
+    there = [(best_gain(point, PLAIN)[2], point) for point in looked_at]
     ordered = sorted(((over.median, p) for over, p in there if over is not None), key=lambda one: one[0])
     ends = [("least gain", *ordered[0]), ("most gain", *ordered[-1])] if ordered else []
     return [(f"{words}: {amount(over, 'x')} in fits", point) for words, over, point in ends[: len(ordered)]]
