@@ -31,7 +31,7 @@ class OOOSingleDeviceStrategy(LightningOnly, SingleDevice):
     """One device, with weight gradients of linear layers and convolutions on a stream beside the output gradients.
 
     On CUDA the fit runs on a stream of high priority, and the weight gradients on one of lower priority. On a CPU they
-    run on a second thread. A short search (at most 33 steps of training) finds out how many threads each has, and takes
+    run on a second thread. A short search (at most 38 steps of training) finds out how many threads each has, and takes
     the second stream off where it does not pay, with one ``NoEffectWarning``.
 
     Gradients are the bits of the plain strategy whose kernels have as many threads: with ``threads=(n, n)`` and

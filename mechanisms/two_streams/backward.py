@@ -1,8 +1,8 @@
 """One step on two streams: output gradients on the main one, weight gradients beside it (Oh et al. 2022, section 4.1).
 
 Weight gradients run in the order in which they become ready, the order that section 8.2 finds to give most of the gain;
-:func:`retime.schedules.joint_schedule` finds others. All of them have reached their parameters when ``backward()``
-returns.
+:func:`retime.schedules.joint_schedule` finds others. On a CPU a profile chooses the layers whose weight gradients are
+worth a second core. All of them have reached their parameters when ``backward()`` returns.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from retime.foundations.torch_private import dispatch_mode_count, graph_task_id,
 from retime.mechanisms.fusion import BackwardFusion, FusedParameter, FusionReport, check_can_fuse_in_backward
 from retime.mechanisms.two_streams.graph import GraphedPart, parts_of
 from retime.mechanisms.two_streams.layers import NOT_SPLIT, SEVERAL_USES, Parameters, SplitLayer, split_layers
-from retime.mechanisms.two_streams.search import Search, Setting, settings_for
+from retime.mechanisms.two_streams.search import Profile, Search, Setting, settings_for, with_layers
 from retime.mechanisms.two_streams.sub_stream import Job, SubStream, sub_stream_of
 from retime.mechanisms.two_streams.updates import SubStreamFusion, add_gradient
 
@@ -151,7 +151,7 @@ class TwoStreamBackward:
         model: any module on one device; not wrapped in DistributedDataParallel.
         optimizer: of its parameters, whose updates are to run inside of the backward pass; None: it steps by itself.
         threads: of each kernel on the main stream and on the sub-stream, on a CPU, which also ends the search; None:
-            at most 33 steps of training find out what is fastest, and if two streams are not, they are taken off.
+            at most 38 steps of training find out what is fastest, and if two streams are not, they are taken off.
         max_memory: bytes of inputs and output gradients that may wait for their weight gradients; beyond it the main
             stream computes the one that has waited longest (on CUDA it waits). None: no bound.
         graph: whether parts of the model are captured as CUDA graphs; a search tries this with one stream and two.
@@ -194,6 +194,8 @@ class TwoStreamBackward:
         self._others: Counter[str] = others
         self._hooked: dict[SplitLayer, str] = {}
         self._sub: SubStream | None = None
+        self._profile: Profile | None = None
+        self._to_try: list[Setting] = []
         self._search: Search | None = None
         self._setting: Setting | None = None
         self._now: Setting | None = None
@@ -339,12 +341,17 @@ class TwoStreamBackward:
         if self._first is None:
             self._first = layer
             self._begin(layer.module.weight.device)
+        elif self._profile is not None and self._profile.next_step():
+            self._use(self._to_try[-1])
+        elif self._to_try:
+            if self._profile is not None:
+                names, self._profile = self._profile.end(), None
+                if 0 < len(names) < len(self._layers):
+                    self._to_try = with_layers(self._to_try, names)
+            self._search, self._to_try = Search(self._to_try, self._device), []
+            self._next_setting(self._search)
         elif self._search is not None:
-            setting = self._search.next_step()
-            if setting is None:
-                self._end_search(self._search)
-            else:
-                self._use(setting)
+            self._next_setting(self._search)
         if self._steps == STEPS_TO_SEE:
             self._see_effect()
             if self._parts and not any(part.was_called for part in self._parts):
@@ -374,8 +381,17 @@ class TwoStreamBackward:
                 f"the search of two streams also runs kernels with {threads // 2} of {threads} threads, whose sums "
                 f"round differently in the last bits: threads=({threads}, {threads}) keeps them"
             )
-        self._search = Search(settings, device)
+            if not self._fusions:
+                self._profile = Profile(self._layers)
+        self._to_try = settings
         self._use(Setting(True, threads, threads, threads))
+
+    def _next_setting(self, search: Search) -> None:
+        setting = search.next_step()
+        if setting is None:
+            self._end_search(search)
+        else:
+            self._use(setting)
 
     def _end_search(self, search: Search) -> None:
         self._search, self._tried_ms = None, search.medians_ms()
@@ -397,7 +413,7 @@ class TwoStreamBackward:
             return  # a thread that starts in each step would be part of what the search measures
         self._now = setting
         for layer in self._layers:
-            layer.is_on = setting.two_streams
+            layer.is_on = setting.two_streams and (setting.layers is None or layer.name in setting.layers)
         for part in self._parts:
             part.two_streams = setting.two_streams if setting.graph else None
         if self._sub is not None:
@@ -435,6 +451,11 @@ class TwoStreamBackward:
             self._waiting[backward] = []
             queue_callback(partial(self._finish, backward))
             self._set_threads(now.main_threads)
+            if self._profile is not None:
+                self._profile.begin_backward()
+        if self._profile is not None:
+            self._profile.want(layer)
+            return False
         before = [(p, p.grad, -1 if p.grad is None else version_of(p.grad)) for p in parameters if p is not None]
         one = _Waiting(layer, parameters, Job(compute, size_bytes), before)
         self._put_updates_behind(one, compute)
@@ -458,6 +479,8 @@ class TwoStreamBackward:
         sub, now = self._sub, self._now
         assert sub is not None
         assert now is not None
+        if self._profile is not None:
+            self._profile.end_backward()
         try:
             sub.join()
         except BaseException:

@@ -67,6 +67,9 @@ class Kernels(Protocol):
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return dL/dweight and dL/dbias, None where they are not needed."""
 
+    def both(self, gradient: Tensor, x: Tensor, weight: Tensor, needs_weight: bool, needs_bias: bool) -> Any:
+        """Compute what the other two do, in the calls that torch's own node makes."""
+
 
 class LinearKernels:
     """``torch.nn.Linear`` on ``(N, in)``."""
@@ -81,6 +84,10 @@ class LinearKernels:
         self, gradient: Tensor, x: Tensor, weight: Tensor, needs_weight: bool, needs_bias: bool
     ) -> tuple[Tensor | None, Tensor | None]:
         return gradient.t() @ x if needs_weight else None, gradient.sum(0) if needs_bias else None
+
+    def both(self, gradient: Tensor, x: Tensor, weight: Tensor, needs_weight: bool, needs_bias: bool) -> Any:
+        output = self.output_gradient(gradient, x, weight)
+        return output, self.weight_gradients(gradient, x, weight, needs_weight, needs_bias)
 
 
 class ConvolutionKernels:
@@ -113,6 +120,9 @@ class ConvolutionKernels:
     ) -> tuple[Tensor | None, Tensor | None]:
         _, of_weight, of_bias = self._backward(gradient, x, weight, False, needs_weight, needs_bias)
         return of_weight, of_bias
+
+    def both(self, gradient: Tensor, x: Tensor, weight: Tensor, needs_weight: bool, needs_bias: bool) -> Any:
+        return self._backward(gradient, x, weight, True, needs_weight, needs_bias)
 
 
 @cache

@@ -1,18 +1,30 @@
-"""Which way of running a step is the fastest: a short search in the first steps of training."""
+"""Which way of running a step is the fastest: a profile of its layers, and a short search, in the first steps.
+
+The profile is that of Algorithm 1 (Oh et al. 2022, section 4.1), with a layer as a region: weight gradients go to the
+sub-stream greedily, by how much time of the main stream they free.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from retime.foundations.streams import has_streams
+from retime.mechanisms.two_streams.layers import Kernels, SplitLayer
 
 BLOCK_STEPS = 4
 """Steps in a row with one setting; the first of them is not counted."""
 ROUNDS = 2
+PROFILE_STEPS = 5
+HAND_OVER_S = 0.2e-3
+"""What it costs the main stream of a CPU to give a weight gradient away: 0.13 to 0.30 ms on two cores of a Xeon, with 64
+layers of width 4 (torch 2.13), most of it Python's lock, which changes hands."""
 LEAST_GAIN = 1.01
 """By so much two streams have to be faster than a plain step to be worth their memory."""
 
@@ -27,6 +39,7 @@ class Setting:
         main_threads: of each kernel of the backward pass's main stream.
         sub_threads: of each kernel of the sub-stream.
         graph: whether parts of the model are replayed as CUDA graphs.
+        layers: names of those whose weight gradients run on the sub-stream; None: of all that can.
     """
 
     two_streams: bool
@@ -34,6 +47,7 @@ class Setting:
     main_threads: int = 0
     sub_threads: int = 0
     graph: bool = False
+    layers: frozenset[str] | None = None
 
     def __str__(self) -> str:
         if self.graph:
@@ -43,7 +57,8 @@ class Setting:
             return "plain" + (f" with {self.forward_threads} thread{many}" if self.forward_threads else "")
         if not self.forward_threads:
             return "two streams"
-        return f"two streams with {self.main_threads} + {self.sub_threads} threads, {self.forward_threads} forward"
+        few = "" if self.layers is None else f" for {len(self.layers)} layer{'s' * (len(self.layers) > 1)}"
+        return f"two streams{few} with {self.main_threads} + {self.sub_threads} threads, {self.forward_threads} forward"
 
 
 def settings_for(device: torch.device, threads: int, *, graph: bool = False) -> list[Setting]:
@@ -69,6 +84,136 @@ def settings_for(device: torch.device, threads: int, *, graph: bool = False) -> 
         Setting(True, threads, threads - half, half),
         Setting(True, half, threads - half, half),
     ]
+
+
+def with_layers(settings: Iterable[Setting], names: Sequence[str]) -> list[Setting]:
+    """Return the settings, of which those with two streams give only these layers' weight gradients away."""
+    return [replace(one, layers=frozenset(names)) if one.two_streams else one for one in settings]
+
+
+@dataclass
+class LayerTimes:
+    """Seconds of one layer's gradients on one stream, a value a call in a backward pass.
+
+    Args:
+        output: of the output gradient, by itself; empty where no input needs a gradient.
+        weight: of the weight gradients, by themselves.
+        both: of all of them in one call, as torch's own node has them; empty where ``output`` is.
+    """
+
+    output: list[float] = field(default_factory=list)
+    weight: list[float] = field(default_factory=list)
+    both: list[float] = field(default_factory=list)
+
+
+class _TimedKernels:
+    """A layer's kernels, of which the gradients' are timed; a weight gradient comes before its output gradient."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self.kernels = kernels
+        self.forward = kernels.forward
+        self.both = kernels.both
+        self.times = LayerTimes()
+        self.is_wanted = False
+        """Whether this call's weight gradient could be given away."""
+        self._needs = (True, True)
+
+    def weight_gradients(
+        self, gradient: Tensor, x: Tensor, weight: Tensor, needs_weight: bool, needs_bias: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        self._needs = needs_weight, needs_bias
+        return self._timed("weight", self.kernels.weight_gradients, gradient, x, weight, needs_weight, needs_bias)  # type: ignore[no-any-return]
+
+    def output_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        output: Tensor = self._timed("output", self.kernels.output_gradient, gradient, x, weight)
+        if self.is_wanted:
+            self._timed("both", self.kernels.both, gradient, x, weight, *self._needs)
+        self.is_wanted = False
+        return output
+
+    def _timed(self, what: str, compute: Callable[..., Any], *arguments: Any) -> Any:
+        if not self.is_wanted:
+            return compute(*arguments)
+        began = time.perf_counter()
+        gradients = compute(*arguments)
+        getattr(self.times, what).append(time.perf_counter() - began)
+        return gradients
+
+
+class Profile:
+    """Times the gradients of each layer in a few steps in which all of them run on the main stream of a CPU.
+
+    Args:
+        layers: of the model; their kernels are timed until :meth:`end`.
+    """
+
+    def __init__(self, layers: Iterable[SplitLayer]) -> None:
+        self._timed = {layer: _TimedKernels(layer.kernels) for layer in layers}
+        for layer, timed in self._timed.items():
+            layer.kernels = timed
+        self._steps = 0
+        self._began = 0.0
+        self._backward_s: list[float] = []
+
+    def next_step(self) -> bool:
+        """Say that a step begins; False: it is no longer one of the profile's."""
+        self._steps += 1
+        return self._steps <= PROFILE_STEPS
+
+    def begin_backward(self) -> None:
+        """The first weight gradient of a backward pass is about to be computed."""
+        self._began = time.perf_counter()
+
+    def end_backward(self) -> None:
+        """A backward pass is at its end."""
+        self._backward_s.append(time.perf_counter() - self._began)
+
+    def want(self, layer: SplitLayer) -> None:
+        """The gradients that this layer computes next could run apart."""
+        self._timed[layer].is_wanted = True
+
+    def end(self) -> list[str]:
+        """Time no more, and return the names of the layers whose weight gradients are worth giving away."""
+        for layer, timed in self._timed.items():
+            if layer.kernels is timed:
+                layer.kernels = timed.kernels
+        times = {layer.name: timed.times for layer, timed in self._timed.items() if timed.times.weight}
+        passes = max(1, len(self._backward_s))
+        in_layers_s = sum(sum(one.output) + sum(one.weight) + sum(one.both) for one in times.values())
+        return layers_to_give(times, passes, (sum(self._backward_s) - in_layers_s) / passes)
+
+
+def layers_to_give(times: Mapping[str, LayerTimes], passes: int, rest_s: float) -> list[str]:
+    """Choose whose weight gradients go to the sub-stream (Algorithm 1: greedily, by the highest speedup).
+
+    One that goes takes its time on the sub-stream, and frees what its layer takes on the main stream above the output
+    gradient alone (less than that time, where torch computes both in one call faster than apart) and
+    :data:`HAND_OVER_S`. The next one goes as long as this shortens the backward pass, in whose end the main stream takes
+    over half of what the sub-stream has left.
+
+    Args:
+        times: of each layer.
+        passes: backward passes that were timed.
+        rest_s: of a backward pass, outside of these layers.
+    """
+    sub_s, main_s = 0.0, rest_s
+    worth: list[tuple[float, str, float, float]] = []
+    for name, one in times.items():
+        calls = len(one.weight) / passes
+        weight_s = calls * statistics.median(one.weight)
+        both_s = calls * statistics.median(one.both) if one.both else weight_s
+        freed_s = both_s - calls * (HAND_OVER_S + (statistics.median(one.output) if one.output else 0.0))
+        main_s += both_s
+        if freed_s > 0:
+            worth.append((freed_s / weight_s, name, weight_s, freed_s))
+    names, shortest_s = [], main_s
+    for _, name, weight_s, freed_s in sorted(worth, reverse=True):
+        main_then_s, sub_then_s = main_s - freed_s, sub_s + weight_s
+        length_s = max(main_then_s, (main_then_s + sub_then_s) / 2)
+        if length_s < shortest_s:
+            main_s, sub_s, shortest_s = main_then_s, sub_then_s, length_s
+            names.append(name)
+    return names
 
 
 class Search:

@@ -13,7 +13,7 @@ from retime.mechanisms.two_streams import Setting, TwoStreamBackward, search
 
 PLAIN, FEWER = Setting(False, 2, 2), Setting(False, 1, 1)
 BOTH, BOTH_FEWER = Setting(True, 2, 1, 1), Setting(True, 1, 1, 1)
-SEARCH_STEPS = 33
+SEARCH_STEPS = 38
 pytestmark = pytest.mark.filterwarnings("ignore:the search of two streams also runs")
 
 
@@ -53,7 +53,9 @@ def test_the_fastest_setting_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.setting == BOTH
     assert dict(report.tried_ms) == {PLAIN: 3000.0, FEWER: 2500.0, BOTH: 2000.0, BOTH_FEWER: 2250.0}
     assert loop.used[SEARCH_STEPS:] == [BOTH] * 3
-    assert report.sub_stream + report.main_stream == 2 * sum(setting.two_streams for setting in loop.used[1:])
+    assert report.sub_stream + report.main_stream == 2 * sum(
+        setting.two_streams for setting in loop.used[1 + search.PROFILE_STEPS :]
+    )
     assert torch.get_num_threads() == BOTH.forward_threads
     assert len(sub_threads()) == 1
     loop.two_streams.remove()
@@ -121,3 +123,84 @@ def test_deterministic_algorithms_end_the_search_before_it_begins(monkeypatch: p
         torch.use_deterministic_algorithms(False)
     assert loop.two_streams.report().setting == Setting(True, 2, 2, 2)
     loop.two_streams.remove()
+
+
+def seconds(output: float, weight: float, both: float | None = None) -> search.LayerTimes:
+    """Times of a layer that is called once in each of two backward passes."""
+    both_s = output + weight if both is None else both
+    return search.LayerTimes([output] * 2 if output else [], [weight] * 2, [both_s] * 2 if output else [])
+
+
+def test_weight_gradients_are_given_away_that_free_most_of_the_main_stream() -> None:
+    layers = {
+        "apart is dear": seconds(1.0, 1.0, both=1.2),
+        "frees all": seconds(1.0, 1.0),
+        "frees half": seconds(1.0, 2.0, both=2.0),
+    }
+    assert search.layers_to_give(layers, 2, 0.0) == ["frees all", "frees half"]
+    assert search.layers_to_give(layers, 2, 100.0) == ["frees all", "frees half", "apart is dear"]
+
+
+def test_the_sub_stream_gets_no_more_than_shortens_the_backward_pass() -> None:
+    layers = {str(number): seconds(1.0, 1.0) for number in range(4)}
+    assert len(search.layers_to_give(layers, 2, 0.0)) == 4  # 4 output gradients beside 4 weight gradients
+    dear = {name: seconds(0.5, 2.0, both=2.4) for name in layers}
+    assert len(search.layers_to_give(dear, 2, 0.0)) == 3
+
+
+def test_giving_away_costs_more_than_a_small_layer_takes() -> None:
+    small = search.HAND_OVER_S / 2
+    assert not search.layers_to_give({"small": seconds(small, small)}, 2, 1.0)
+    assert search.layers_to_give({"first": seconds(0.0, 4 * small)}, 2, 1.0) == ["first"]
+
+
+def test_a_layer_that_is_called_twice_is_given_away_twice() -> None:
+    """Its two calls free less of the main stream than two hand-overs cost."""
+    cost = search.HAND_OVER_S
+    once = search.LayerTimes([cost] * 2, [1.5 * cost] * 2, [2.5 * cost] * 2)
+    twice = search.LayerTimes(*([seconds] * 4 for seconds in (cost, 0.9 * cost, 1.9 * cost)))
+    assert search.layers_to_give({"once": once, "twice": twice}, 2, 1.0) == ["once"]
+
+
+def test_only_chosen_layers_run_beside_the_main_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "layers_to_give", lambda times, passes, rest_s: sorted(times)[:1])
+    loop = Loop(monkeypatch, lambda setting: 1.0 if setting.two_streams else 2.0)
+    kernels = [layer.kernels for layer in loop.two_streams._layers]
+    loop.steps(1 + search.PROFILE_STEPS)
+    assert all(type(layer.kernels).__name__ == "_TimedKernels" for layer in loop.two_streams._layers)
+    loop.steps(SEARCH_STEPS)
+    report = loop.two_streams.report()
+    assert [layer.kernels for layer in loop.two_streams._layers] == kernels
+    assert report.setting is not None
+    assert report.setting.layers == {"0"}
+    assert str(report.setting) == "two streams for 1 layer with 1 + 1 threads, 2 forward"
+    steps_on_two = sum(setting.two_streams and setting.layers is not None for setting in loop.used)
+    assert report.sub_stream + report.main_stream == steps_on_two
+    loop.two_streams.remove()
+
+
+def test_a_profile_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All steps with one thread a kernel, so that plain ones are the same bits."""
+    monkeypatch.setattr(TwoStreamBackward, "_set_threads", lambda self, threads: None)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 1, bias=False), nn.Flatten(), nn.Linear(16, 2))
+    x = torch.randn(5, 3, 4, 4)
+    model(x).square().mean().backward()
+    plain = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    two_streams = TwoStreamBackward(model)
+    for _ in range(2 + search.PROFILE_STEPS):
+        model(x).square().mean().backward()
+        for parameter, gradient in zip(model.parameters(), plain, strict=True):
+            assert torch.equal(parameter.grad, gradient)
+        model.zero_grad()
+    two_streams.remove()
+
+
+def test_what_is_removed_in_its_profile_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(monkeypatch, lambda setting: 1.0)
+    loop.steps(3)
+    loop.two_streams.remove()
+    assert not sub_threads()
+    assert not any("forward" in vars(module) for module in loop.model.modules())
+    assert torch.get_num_threads() == 2
