@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -48,6 +48,9 @@ class OOOSingleDeviceStrategy(LightningOnly, SingleDevice):
             both have as many as torch has.
         max_memory: bytes, or ``"500MB"``, of inputs and output gradients that may wait for their weight gradients;
             None: no bound.
+        layers: names, in the LightningModule, of those whose weight gradients may run on the sub-stream, as
+            ``report().setting.layers`` of an earlier fit has them; None: of all, or with a search on a CPU of those
+            that its profile chooses.
         graph: whether parts of the model are captured as CUDA graphs, which spares the host from issuing their kernels
             one by one (section 4.2). ``training_step`` itself runs as it is; what is captured is each part of the model
             whose code is certain to run the same kernels in each call
@@ -72,6 +75,7 @@ class OOOSingleDeviceStrategy(LightningOnly, SingleDevice):
         precision_plugin: Precision | None = None,
         graph: bool = False,
         *,
+        layers: Collection[str] | None = None,
         fuse_updates: bool = False,
     ) -> None:
         super().__init__(device, accelerator, checkpoint_io, precision_plugin)
@@ -79,7 +83,12 @@ class OOOSingleDeviceStrategy(LightningOnly, SingleDevice):
             parse_bytes("max_memory", max_memory)
         if graph and fuse_updates:
             raise ValueError(f"{NO_UPDATES_IN_GRAPHS}: leave one of fuse_updates=True and graph=True out")
-        self._options: dict[str, Any] = {"threads": threads, "max_memory": max_memory, "graph": graph}
+        self._options: dict[str, Any] = {
+            "threads": threads,
+            "max_memory": max_memory,
+            "layers": layers,
+            "graph": graph,
+        }
         self._two_streams: TwoStreamBackward | None = None
         self._main_stream = ExitStack()
         self._last_report: TwoStreamReport | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
@@ -25,11 +27,13 @@ class TwoStreams:
         model: what ``accelerator.prepare()`` returned.
         threads: of each kernel on the main stream and on the sub-stream, on a CPU; None: a search finds them.
         max_memory: bytes, or ``"500MB"``, that may wait; None: no bound.
+        layers: names of those whose weight gradients may run on the sub-stream; None: of all, or of those that the
+            search chooses.
         graph: whether parts of the model are captured as CUDA graphs.
 
     Raises:
-        ValueError: several processes, or an engine of its own; ``graph=True`` without a CUDA device; or an optimizer
-            of this model has backward fusion, a memory budget or two streams already.
+        ValueError: several processes, or an engine of its own; ``layers`` with other names; ``graph=True`` without a
+            CUDA device; or an optimizer of this model has backward fusion, a memory budget or two streams already.
     """
 
     @checked
@@ -40,6 +44,7 @@ class TwoStreams:
         *,
         threads: Threads | None = None,
         max_memory: int | str | None = None,
+        layers: Collection[str] | None = None,
         graph: bool = False,
     ) -> None:
         if accelerator.num_processes > 1 or accelerator.distributed_type is not DistributedType.NO:
@@ -55,7 +60,7 @@ class TwoStreams:
         ]
         for optimizer in self._prepared:
             refuse_beside(optimizer, Mechanism.TWO_STREAMS, once=True)
-        self._two_streams = TwoStreamBackward(model, threads=threads, max_memory=max_memory, graph=graph)
+        self._two_streams = TwoStreamBackward(model, threads=threads, max_memory=max_memory, layers=layers, graph=graph)
         for optimizer in self._prepared:
             note_there(optimizer, Mechanism.TWO_STREAMS)
 

@@ -8,7 +8,7 @@ worth a second core. All of them have reached their parameters when ``backward()
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any
@@ -154,11 +154,14 @@ class TwoStreamBackward:
             at most 38 steps of training find out what is fastest, and if two streams are not, they are taken off.
         max_memory: bytes of inputs and output gradients that may wait for their weight gradients; beyond it the main
             stream computes the one that has waited longest (on CUDA it waits). None: no bound.
+        layers: names of those whose weight gradients may run on the sub-stream, as ``report().setting.layers`` of an
+            earlier run has them; None: of all, or with a search on a CPU of those that its profile chooses.
         graph: whether parts of the model are captured as CUDA graphs; a search tries this with one stream and two.
 
     Raises:
-        ValueError: an argument cannot be meant, the model runs on several ranks, the optimizer cannot be updated
-            parameter by parameter, or ``graph=True`` without a CUDA device or with ``optimizer=``.
+        ValueError: an argument cannot be meant, ``layers`` names one that cannot, the model runs on several ranks, the
+            optimizer cannot be updated parameter by parameter, or ``graph=True`` without a CUDA device or with
+            ``optimizer=``.
     """
 
     @checked
@@ -169,6 +172,7 @@ class TwoStreamBackward:
         optimizer: Optimizer | None = None,
         threads: Threads | None = None,
         max_memory: int | str | None = None,
+        layers: Collection[str] | None = None,
         graph: bool = False,
     ) -> None:
         if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -190,8 +194,8 @@ class TwoStreamBackward:
         self._most_bytes = None if max_memory is None else parse_bytes("max_memory", max_memory)
         self._given = threads
         self._threads_before = torch.get_num_threads()
-        self._layers, others = split_layers(model, self._take)
-        self._others: Counter[str] = others
+        self._layers, self._others = split_layers(model, self._take)
+        self._chosen = None if layers is None else _chosen(layers, self._layers)
         self._hooked: dict[SplitLayer, str] = {}
         self._sub: SubStream | None = None
         self._profile: Profile | None = None
@@ -345,9 +349,8 @@ class TwoStreamBackward:
             self._use(self._to_try[-1])
         elif self._to_try:
             if self._profile is not None:
-                names, self._profile = self._profile.end(), None
-                if 0 < len(names) < len(self._layers):
-                    self._to_try = with_layers(self._to_try, names)
+                to_give, self._profile = self._profile.end(), None
+                self._to_try = with_layers(self._to_try, to_give or None)
             self._search, self._to_try = Search(self._to_try, self._device), []
             self._next_setting(self._search)
         elif self._search is not None:
@@ -365,9 +368,9 @@ class TwoStreamBackward:
         threads = torch.get_num_threads()
         if self._given is not None or torch.are_deterministic_algorithms_enabled():
             main, sub = self._given or (threads, threads)
-            self._setting = Setting(True, graph=bool(self._parts))
+            self._setting = Setting(True, graph=bool(self._parts), layers=self._chosen)
             if not has_streams(device):
-                self._setting = Setting(True, main, main, sub)
+                self._setting = Setting(True, main, main, sub, layers=self._chosen)
             self._use(self._setting)
             return
         settings = settings_for(device, threads, graph=bool(self._parts))
@@ -381,9 +384,9 @@ class TwoStreamBackward:
                 f"the search of two streams also runs kernels with {threads // 2} of {threads} threads, whose sums "
                 f"round differently in the last bits: threads=({threads}, {threads}) keeps them"
             )
-            if not self._fusions:
+            if self._chosen is None and not self._fusions:
                 self._profile = Profile(self._layers)
-        self._to_try = settings
+        self._to_try = with_layers(settings, self._chosen)
         self._use(Setting(True, threads, threads, threads))
 
     def _next_setting(self, search: Search) -> None:
@@ -546,3 +549,11 @@ class TwoStreamBackward:
     def _abandon_updates(self) -> None:
         for fusion in self._fusions:
             fusion.abandon_step()
+
+
+def _chosen(names: Collection[str], layers: list[SplitLayer]) -> frozenset[str]:
+    chosen, there = frozenset(names), {layer.name for layer in layers}
+    if not chosen or chosen - there:
+        wrong = f"names {', '.join(map(repr, sorted(chosen - there)))}" if chosen else "names none"
+        raise ValueError(f"layers {wrong}: weight gradients that can run on the sub-stream have {sorted(there)}")
+    return chosen

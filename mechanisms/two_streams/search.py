@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,8 +23,8 @@ BLOCK_STEPS = 4
 ROUNDS = 2
 PROFILE_STEPS = 5
 HAND_OVER_S = 0.2e-3
-"""What it costs the main stream of a CPU to give a weight gradient away: 0.13 to 0.30 ms on two cores of a Xeon, with 64
-layers of width 4 (torch 2.13), most of it Python's lock, which changes hands."""
+"""What it costs the main stream of a CPU to give a weight gradient away: 0.13 to 0.30 ms on two cores of a Xeon, with
+64 layers of width 4 (torch 2.13), most of it Python's lock, which changes hands."""
 LEAST_GAIN = 1.01
 """By so much two streams have to be faster than a plain step to be worth their memory."""
 
@@ -86,9 +86,10 @@ def settings_for(device: torch.device, threads: int, *, graph: bool = False) -> 
     ]
 
 
-def with_layers(settings: Iterable[Setting], names: Sequence[str]) -> list[Setting]:
+def with_layers(settings: Iterable[Setting], names: Iterable[str] | None) -> list[Setting]:
     """Return the settings, of which those with two streams give only these layers' weight gradients away."""
-    return [replace(one, layers=frozenset(names)) if one.two_streams else one for one in settings]
+    layers = None if names is None else frozenset(names)
+    return [replace(one, layers=layers) if one.two_streams else one for one in settings]
 
 
 @dataclass
@@ -188,8 +189,8 @@ def layers_to_give(times: Mapping[str, LayerTimes], passes: int, rest_s: float) 
 
     One that goes takes its time on the sub-stream, and frees what its layer takes on the main stream above the output
     gradient alone (less than that time, where torch computes both in one call faster than apart) and
-    :data:`HAND_OVER_S`. The next one goes as long as this shortens the backward pass, in whose end the main stream takes
-    over half of what the sub-stream has left.
+    :data:`HAND_OVER_S`. The next one goes as long as this shortens the backward pass, at whose end the main stream
+    takes over half of what the sub-stream has left.
 
     Args:
         times: of each layer.

@@ -67,18 +67,22 @@ class Loop:
     """Training steps of a case on one batch.
 
     Args:
-        case: of the recipe's settings: model, data, batch size and optimizer.
+        case: of the recipe's settings: model, data, batch size, optimizer, and whether two streams fuse updates.
         threads: of each kernel, divided among both streams if there are two.
         two: whether weight gradients run beside output gradients.
+        layers: names of those whose weight gradients do; None: all that can.
     """
 
-    def __init__(self, case: dict[str, Any], seed: int, threads: int, *, two: bool) -> None:
+    def __init__(
+        self, case: dict[str, Any], seed: int, threads: int, *, two: bool, layers: list[str] | None = None
+    ) -> None:
         torch.set_num_threads(threads)
         self._model = build_model(case["model"], CPU, seed)
         ((self._inputs, self._targets),) = build_batches(case["data"], case["batch_size"], 1)
         self._optimizer = build_optimizer(case["optimizer"], self._model.parameters(), case.get("flags", {}))
         sub = max(1, threads // 2)
-        self._two = TwoStreamBackward(self._model, threads=(max(1, threads - sub), sub)) if two else None
+        both, fused = (max(1, threads - sub), sub), self._optimizer if case.get("fuse_updates") else None
+        self._two = TwoStreamBackward(self._model, optimizer=fused, threads=both, layers=layers) if two else None
         self.notes = Notes()
 
     def step(self) -> dict[str, Any]:
@@ -112,7 +116,7 @@ class Loop:
             # behind its own work the main thread takes weight gradients, and then waits for the sub-stream's last one
             mine = [(kind, start, end) for kind, lane, start, end in noted if lane == MAIN]
             own_end = min(
-                [start for kind, start, _ in mine if kind == WEIGHT],
+                [start for kind, start, _ in mine if kind in (WEIGHT, UPDATE)],
                 default=max([end for _, _, end in mine], default=began),
             )
             rest = [(began, own_end), (max([*sub_ends, *(end for _, _, end in mine)]), ended)]
@@ -129,6 +133,10 @@ class Loop:
             forward = vars(module).get("forward")
             if hasattr(forward, "kernels"):
                 forward.kernels = NotedKernels(forward.kernels, self)  # type: ignore[union-attr]
+        fusion: Any = None if self._two is None else self._two.fusion
+        if fusion is not None:
+            update = fusion._step
+            fusion._step = lambda *arguments: self.notes.run(UPDATE, update, *arguments)
 
     def close(self) -> None:
         """End the second stream."""
@@ -136,9 +144,9 @@ class Loop:
             self._two.remove()
 
 
-def middle_step(case: dict[str, Any], seed: int, threads: int, *, two: bool) -> dict[str, Any]:
+def middle_step(case: dict[str, Any], seed: int, threads: int, **which: Any) -> dict[str, Any]:
     """Return what :meth:`Loop.step` says of the step of median length."""
-    loop = Loop(case, seed, threads, two=two)
+    loop = Loop(case, seed, threads, **which)
     loop.note_kernels()
     for _ in range(WARM_UP_STEPS):
         loop.step()
@@ -148,7 +156,7 @@ def middle_step(case: dict[str, Any], seed: int, threads: int, *, two: bool) -> 
     return next(step for step in steps if step["ms"] == middle)
 
 
-def peak_bytes(case: dict[str, Any], seed: int, threads: int, *, two: bool) -> int:
+def peak_bytes(case: dict[str, Any], seed: int, threads: int, **which: Any) -> int:
     """Return the most bytes alive in tensors of 16 KiB and more, oneDNN's scratch with them, over steps of training.
 
     Raises:
@@ -159,7 +167,7 @@ def peak_bytes(case: dict[str, Any], seed: int, threads: int, *, two: bool) -> i
         raise RuntimeError(pool.why_not)
     gc.collect()
     before = pool.counts().live
-    loop = Loop(case, seed, threads, two=two)
+    loop = Loop(case, seed, threads, **which)
     for number in range(2 * WARM_UP_STEPS):
         if number == WARM_UP_STEPS:
             pool.reset_peaks()
@@ -170,11 +178,11 @@ def peak_bytes(case: dict[str, Any], seed: int, threads: int, *, two: bool) -> i
     return peak
 
 
-def both(case: dict[str, Any], seed: int, threads: int) -> dict[str, Any]:
+def both(case: dict[str, Any], seed: int, threads: int, layers: list[str] | None = None) -> dict[str, Any]:
     """Return a plain step and one on two streams as facts of a point: the boxes as text, which keeps a result short."""
     facts: dict[str, Any] = {BUSY: {}}
     for name, two in (("plain", False), ("two streams", True)):
-        step = middle_step(case, seed, threads, two=two)
+        step = middle_step(case, seed, threads, two=two, layers=layers if two else None)
         facts[f"{BOXES}, {name}"] = [";".join(map(str, box)) for box in step.pop("boxes")]
         facts[BUSY][name] = step
     return facts

@@ -9,7 +9,8 @@ search has taken two streams off, a ratio shows what the comparison itself scatt
 In cases with ``fuse_updates`` two streams have updates on the sub-stream, and ``fused_optimizer`` is one of the plain
 steps.
 
-A process more has a bare loop: it records one step of either kind, kernel by kernel, and counts the bytes alive.
+A process more has a bare loop: it records one step of either kind, kernel by kernel, and counts the bytes alive. Its
+two streams give away the weight gradients that those of the last fit did, or tried to.
 
 Durations: a case takes `processes` times allocators times (a start of about 6 s and 52 steps of each fit). On two cores
 that is about 35 minutes for `ooo_fig7` (MobileNet), as much for `ooo_fig7_more` (other networks), and about 21 for
@@ -72,7 +73,8 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
         threads = torch.get_num_threads()
         request = {"case": case, "steps": case.get("steps", settings.steps), "seed": settings.seed}
         missing: dict[str, str] = {}
-        facts: dict[str, Any] = {"missing": missing, "batch size": case["batch_size"], "reports": {}, "kept": {}}
+        facts: dict[str, Any] = {"missing": missing, "batch size": case["batch_size"]}
+        facts |= {"reports": {}, "kept": {}, "layers": {}}
         times: dict[str, list[float]] = {}
         fits = {_label(PLAIN, n): {"threads": n} for n in range(1, threads + 1)}
         fuses = bool(case.get("fuse_updates"))
@@ -99,11 +101,19 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
                         if answers[-1]["report"]:
                             facts["reports"][label] = answers[-1]["report"]
                             facts["kept"].setdefault(label, []).extend(answer["on"] for answer in answers)
+                            facts["layers"][label] = answers[-1]["layers"]
         rows = [Row(label, STEP, "ms", [round(ms, 4) for ms in values]) for label, values in times.items()]
-        if environments and not fuses:  # the loop of that step has an optimizer that steps by itself
+        if environments:
             tick("one step")
-            quickest = min(environments, key=lambda name: _median(times[f"{TWO_STREAMS}, {ALLOCATORS[name].label}"]))
-            rows += _look(settings, request, environments[quickest], threads, facts)
+            ours = {f"{TWO_STREAMS}, {ALLOCATORS[name].label}": name for name in environments}
+            quickest = min(ours, key=lambda label: _median(times[label]))
+            rows += _look(
+                settings,
+                request | {"layers": facts["layers"].get(quickest)},
+                environments[ours[quickest]],
+                threads,
+                facts,
+            )
         return Measured(rows, facts)
 
     def compare(self, result: Result) -> list[Comparison]:
@@ -241,7 +251,7 @@ def _papers(result: Result) -> Iterator[Comparison]:
             if over is not None and point.at["case"].startswith(network):
                 note = f"the paper's: a V100, over XLA, kernels issued ahead; here a CPU, {point.at['case']}"
                 yield Comparison(claim, over, note)
-    for point in filter(_is_looked_at, result.points):
+    for point in result.points:
         if point.has(TWO_STREAMS, ALIVE):
             plain, two = (point.values(label, ALIVE) for label in (PLAIN, TWO_STREAMS))
             more = spread([100 * (ours / before - 1) for ours, before in zip(two, plain, strict=True)])
@@ -251,14 +261,9 @@ def _papers(result: Result) -> Iterator[Comparison]:
             yield Comparison(FIGURE_9_PEAK_SHARE, more, note)
 
 
-def _is_looked_at(point: Point) -> bool:
-    """Whether a step of it is drawn, and its bytes are compared: not if updates are fused, as that loop has none."""
-    return not point.settings["case"].get("fuse_updates")
-
-
 def _to_show(result: Result) -> list[tuple[str, Point]]:
     """The points of which a step is drawn, least and most gain, and what is said of each."""
-    looked_at = [point for point in result.points if _is_looked_at(point) and one_step.is_there(point.facts)]
+    looked_at = [point for point in result.points if one_step.is_there(point.facts)]
     there = [(best_gain(point, PLAIN)[2], point) for point in looked_at]
     ordered = sorted(((over.median, p) for over, p in there if over is not None), key=lambda one: one[0])
     ends = [("least gain", *ordered[0]), ("most gain", *ordered[-1])] if ordered else []
@@ -328,9 +333,10 @@ class Server:
         threads = request["threads"]
         case, seed = self._request["case"], self._request["seed"]
         if "steps" in request:
-            return one_step.both(case, seed, threads)
+            return one_step.both(case, seed, threads, self._request["layers"])
         if "alive" in request:
-            return one_step.peak_bytes(case, seed, threads, two=request["alive"])
+            two = request["alive"]
+            return one_step.peak_bytes(case, seed, threads, two=two, layers=self._request["layers"] if two else None)
         torch.set_num_threads(threads)
         if "compile" in request:
             return self._compiled()[1]
@@ -362,9 +368,14 @@ class Server:
             warnings.simplefilter("ignore", NoEffectWarning)  # the report says it
             trained = train(Run(lambda: strategy, case.get("flags", {})), model, batches, case["optimizer"])
         report = strategy.report() if isinstance(strategy, OOOSingleDeviceStrategy) else None
-        on = report is not None and report.setting is not None and report.setting.two_streams
         ms = statistics.median(trained.step_ms[-self._request["steps"] :])
-        return {"ms": ms, "report": "" if report is None else str(report), "on": on}
+        if report is None:
+            return {"ms": ms, "report": ""}
+        on = report.setting is not None and report.setting.two_streams
+        layers = next(
+            (one.layers for one in (report.setting, *report.tried_ms) if one is not None and one.layers), None
+        )
+        return {"ms": ms, "report": str(report), "on": on, "layers": None if layers is None else sorted(layers)}
 
 
 def serve() -> Answer:

@@ -204,3 +204,25 @@ def test_what_is_removed_in_its_profile_leaves_nothing(monkeypatch: pytest.Monke
     assert not sub_threads()
     assert not any("forward" in vars(module) for module in loop.model.modules())
     assert torch.get_num_threads() == 2
+
+
+def test_given_layers_are_the_only_ones_without_a_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "layers_to_give", lambda *times: pytest.fail("a profile"))
+    loop = Loop(monkeypatch, lambda setting: 1.0 if setting.two_streams else 2.0)
+    loop.two_streams.remove()
+    for threads in (None, (1, 1)):
+        loop.two_streams = TwoStreamBackward(loop.model, threads=threads, layers=["2"])
+        loop.used.clear()
+        loop.steps(SEARCH_STEPS)
+        report = loop.two_streams.report()
+        assert report.setting is not None
+        assert report.setting.layers == {"2"}
+        steps_on_two = sum(setting.two_streams for setting in loop.used[1:])
+        assert report.sub_stream + report.main_stream == steps_on_two
+        loop.two_streams.remove()
+
+
+@pytest.mark.parametrize(("layers", "message"), [([], "names none"), (["1", "2"], "names '1'")])
+def test_layers_of_other_names_are_refused(layers: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=rf"layers {message}: .* have \['0', '2'\]"):
+        TwoStreamBackward(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), layers=layers)

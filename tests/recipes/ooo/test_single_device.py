@@ -78,6 +78,7 @@ def test_fused_cases_have_fused_optimizer_beside_the_plain_step(settings: Single
     *peers, ours = point.variants("step")
     assert {"plain, 1 thread, glibc", "plain, fused_optimizer, 1 thread, glibc"} <= set(peers)
     assert "backward fusion: " in point.facts["reports"][ours]
+    assert len(point.values("two streams", ALIVE)) == single_device.PEAKS
 
 
 def test_compiled_steps_are_measured_beside(
@@ -180,6 +181,19 @@ def test_a_step_shows_what_each_thread_ran() -> None:
     step_ms = facts[one_step.BUSY]["two streams"]["ms"]
     assert all(0 <= float(start) <= float(end) <= step_ms for *_, start, end in two)
     assert facts[one_step.BUSY]["plain"]["busy_ms"][one_step.SUB] == 0
+
+
+def test_a_step_of_chosen_layers_has_their_weight_gradients_only() -> None:
+    step = one_step.middle_step(LINEAR, 0, 2, two=True, layers=["0"])
+    assert [kind for kind, *_ in step["boxes"]].count(one_step.WEIGHT) == 1
+
+
+def test_a_step_with_fused_updates_shows_them_behind_their_weight_gradients() -> None:
+    step = one_step.middle_step({**LINEAR, "fuse_updates": True}, 0, 2, two=True)
+    kinds = [
+        kind for kind, *_ in sorted(step["boxes"], key=lambda box: box[2]) if kind in (one_step.WEIGHT, one_step.UPDATE)
+    ]
+    assert kinds.count(one_step.UPDATE) == 1 + kinds.count(one_step.WEIGHT), "optimizer.step() is the last"
 
 
 def test_a_main_thread_that_waits_is_drawn_white() -> None:
