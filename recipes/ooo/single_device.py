@@ -375,7 +375,8 @@ class Server:
         layers = next(
             (one.layers for one in (report.setting, *report.tried_ms) if one is not None and one.layers), None
         )
-        return {"ms": ms, "report": str(report), "on": on, "layers": None if layers is None else sorted(layers)}
+        names = None if layers is None else sorted(name.removeprefix("model.") for name in layers)  # a Loop's
+        return {"ms": ms, "report": str(report), "on": on, "layers": names}
 
 
 def serve() -> Answer:

@@ -9,6 +9,7 @@ from hydra import compose, initialize_config_module
 from rich.console import Console
 
 from retime.foundations.cpu_pool import MemoryPool
+from retime.mechanisms.two_streams import search
 from retime.recipes.core.claims import Claim, Target
 from retime.recipes.core.measure import spread
 from retime.recipes.core.results import Point, Result, Row
@@ -186,6 +187,21 @@ def test_a_step_shows_what_each_thread_ran() -> None:
 def test_a_step_of_chosen_layers_has_their_weight_gradients_only() -> None:
     step = one_step.middle_step(LINEAR, 0, 2, two=True, layers=["0"])
     assert [kind for kind, *_ in step["boxes"]].count(one_step.WEIGHT) == 1
+
+
+def test_layers_that_a_fit_chose_are_those_of_the_drawn_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "layers_to_give", lambda times, passes, rest_s: sorted(times)[:1])
+    monkeypatch.setattr(single_device, "SEARCH_STEPS", 8)
+    torch.set_num_threads(2)
+    server = single_device.Server()
+    server.answer({"case": LINEAR, "steps": 1, "seed": 0})
+    layers = server.answer({"threads": 2, "two": True})["layers"]
+    assert layers is None, "still in the profile, and the first settings are plain ones"
+    monkeypatch.setattr(single_device, "SEARCH_STEPS", 40)
+    layers = server.answer({"threads": 2, "two": True})["layers"]
+    server.answer({"case": LINEAR, "steps": 1, "seed": 0, "layers": layers})
+    boxes = [box.split(";") for box in server.answer({"threads": 2, "steps": True})[f"{one_step.BOXES}, two streams"]]
+    assert [int(kind) for kind, *_ in boxes].count(one_step.WEIGHT) == 1
 
 
 def test_a_step_with_fused_updates_shows_them_behind_their_weight_gradients() -> None:
