@@ -177,6 +177,26 @@ def test_the_front_page_is_short() -> None:
     assert len(FRONT_PAGE.read_text(encoding="utf-8").splitlines()) <= FRONT_PAGE_LINES
 
 
+TEN_QUESTIONS = {
+    "What is it?": "makes one PyTorch training step faster, or smaller",
+    "Does the result of training change?": "What cannot be kept equal is never silently different",
+    "Does it run on a GPU?": "No GPU has run it yet",
+    "How is it installed, and what does it need?": "Not on PyPI: install from a clone",
+    "I run out of memory: what do I take?": r"train in less memory .*`memory_budget`",
+    "DDP waits for the network: what do I take?": r"slow links .*`ooo_ddp`",
+    "What do I lose when I take it in the wrong place?": "measured; where it loses",
+    "I clip gradients by norm: does it still work?": "turns it off .*clipping by norm",
+    "How do I use it in Lightning, Accelerate, transformers, a loop of my own?": "Lightning; .*A bare loop:.*Accelerate:.*transformers;",
+    "How do I see what it did?": r"trainer\.strategy\.report\(\)",
+}
+
+
+@pytest.mark.parametrize("question", TEN_QUESTIONS)
+def test_the_front_page_answers_what_a_newcomer_asks(question: str) -> None:
+    page = " ".join(FRONT_PAGE.read_text(encoding="utf-8").split())
+    assert re.search(TEN_QUESTIONS[question], page)
+
+
 def test_mechanisms_have_cards() -> None:
     rooms = [folder for folder in (ROOT / "mechanisms").iterdir() if (folder / "__init__.py").exists()]
     assert [room.name for room in rooms if not (room / "README.md").exists()] == []

@@ -13,7 +13,7 @@ A process more has a bare loop: it records one step of either kind, kernel by ke
 two streams give away the weight gradients that those of the last fit did, or tried to.
 
 Durations: a case takes `processes` times allocators times (a start of about 6 s and 52 steps of each fit). On two cores
-that is about 35 minutes for `ooo_fig7` (MobileNet), as much for `ooo_fig7_more` (other networks), and about 21 for
+that is about 35 minutes for `ooo_fig7` (MobileNet; 22 with ``processes=3``), as much for `ooo_fig7_more` (other networks), and about 21 for
 `ooo_fig7_compiled` (four cases, fewer processes), where each case first compiles for a minute or so, once for each
 number of threads.
 """
