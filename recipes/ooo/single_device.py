@@ -13,9 +13,9 @@ A process more has a bare loop: it records one step of either kind, kernel by ke
 two streams give away the weight gradients that those of the last fit did, or tried to.
 
 Durations: a case takes `processes` times allocators times (a start of about 6 s and 52 steps of each fit). On two cores
-that is about 35 minutes for `ooo_fig7` (MobileNet; 22 with ``processes=3``), as much for `ooo_fig7_more` (other networks), and about 21 for
-`ooo_fig7_compiled` (four cases, fewer processes), where each case first compiles for a minute or so, once for each
-number of threads.
+that is about 35 minutes for `ooo_fig7` (MobileNet; 22 with ``processes=3``), as much for `ooo_fig7_more` (other
+networks), and about 21 for `ooo_fig7_compiled` (four cases, fewer processes), where each case first compiles for a
+minute or so, once for each number of threads.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ def _papers(result: Result) -> Iterator[Comparison]:
             if over is not None and point.at["case"].startswith(network):
                 note = f"the paper's: a V100, over XLA, kernels issued ahead; here a CPU, {point.at['case']}"
                 yield Comparison(claim, over, note)
-    for point in result.points:
+    for point in filter(_is_looked_at, result.points):
         if point.has(TWO_STREAMS, ALIVE):
             plain, two = (point.values(label, ALIVE) for label in (PLAIN, TWO_STREAMS))
             more = spread([100 * (ours / before - 1) for ours, before in zip(two, plain, strict=True)])
@@ -261,9 +261,14 @@ def _papers(result: Result) -> Iterator[Comparison]:
             yield Comparison(FIGURE_9_PEAK_SHARE, more, note)
 
 
+def _is_looked_at(point: Point) -> bool:
+    """Return whether its loop did what its fits did: one recorded before ``layers`` were had no fused updates."""
+    return not point.settings["case"].get("fuse_updates") or "layers" in point.facts
+
+
 def _to_show(result: Result) -> list[tuple[str, Point]]:
     """The points of which a step is drawn, least and most gain, and what is said of each."""
-    looked_at = [point for point in result.points if one_step.is_there(point.facts)]
+    looked_at = [point for point in result.points if _is_looked_at(point) and one_step.is_there(point.facts)]
     there = [(best_gain(point, PLAIN)[2], point) for point in looked_at]
     ordered = sorted(((over.median, p) for over, p in there if over is not None), key=lambda one: one[0])
     ends = [("least gain", *ordered[0]), ("most gain", *ordered[-1])] if ordered else []
