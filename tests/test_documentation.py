@@ -186,7 +186,7 @@ TEN_QUESTIONS = {
     "DDP waits for the network: what do I take?": r"slow links .*`ooo_ddp`",
     "What do I lose when I take it in the wrong place?": "measured; where it loses",
     "I clip gradients by norm: does it still work?": "turns it off .*clipping by norm",
-    "How do I use it in Lightning, Accelerate, transformers, a loop of my own?": "Lightning; .*A bare loop:.*Accelerate:.*transformers;",
+    "How do I use it where I train?": "Lightning; .*A bare loop:.*Accelerate:.*transformers;",
     "How do I see what it did?": r"trainer\.strategy\.report\(\)",
 }
 
