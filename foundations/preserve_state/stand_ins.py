@@ -93,8 +93,8 @@ class Replacement:
 
     def at(self, place: Any) -> Any:
         """What stands in for a tensor that modules hold, or for a tuple or a partial with some."""
-        known = self._known.get(id(place))  # this is done before every run that is timed
-        return replaced(place, self._of_held) if known is None else known
+        stand_in = self._known.get(id(place))  # this is done before every run that is timed
+        return replaced(place, self._of_held) if stand_in is None else stand_in
 
     def tree(self, tree: Any) -> Any:
         """A state with all its tensors replaced."""
@@ -107,14 +107,14 @@ class Replacement:
     def reachable(self, module: nn.Module) -> ReachableState:
         """What ``module`` holds, looked for once; from then on its parameters and buffers have stand-ins."""
         if self._reachable is None or self._reachable[0] is not module:
-            found = ReachableState(module.modules())
-            for tensor in scripted(found):  # TorchScript keeps them where Python cannot put others
+            reachable = ReachableState(module.modules())
+            for tensor in scripted(reachable):  # TorchScript keeps them where Python cannot put others
                 self._of(tensor, lambda same: same)
             for tensor in (*module.parameters(), *module.buffers()):
                 self.of(tensor)
-            for container, key in found.places:
+            for container, key in reachable.places:
                 self.at(container[key])
-            self._reachable = module, found
+            self._reachable = module, reachable
         return self._reachable[1]
 
     def trained(self) -> list[Tensor]:
@@ -353,12 +353,12 @@ class Undo:
 
 
 def _tensors_of(reachable: ReachableState, model: nn.Module, batch: Any) -> list[Tensor]:
-    found: list[Tensor] = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
+    tensors: list[Tensor] = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
 
     def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
+        tensors.append(tensor)
         return tensor
 
     for container, key in reachable.places:
         replaced(container[key], note)
-    return list({id(tensor): tensor for tensor in found}.values())
+    return list({id(tensor): tensor for tensor in tensors}.values())

@@ -122,8 +122,8 @@ class ReachableState:
         return False
 
     def _find_all(self, values: Iterable[Any], in_object: bool) -> bool:
-        found = [self._find(value, in_object) for value in values]  # all of them, even if the first one is a tensor
-        return any(found)
+        to_replace = [self._find(value, in_object) for value in values]  # all, even if the first one is a tensor
+        return any(to_replace)
 
     def _note(self, value: Any, in_object: bool) -> None:
         numpy = sys.modules.get("numpy")
@@ -189,8 +189,8 @@ def _is_plain(value: Any) -> bool:
         return True
     if isinstance(value, (*_CODE, torch.optim.Optimizer)) or _root(type(value)) in _FRAMEWORKS:
         return False
-    held = (child for attributes in _attributes(value) for child in attributes.values())
-    kinds = chain(type(value).__mro__, *(type(child).__mro__ for child in held))
+    values = (child for attributes in _attributes(value) for child in attributes.values())
+    kinds = chain(type(value).__mro__, *(type(child).__mro__ for child in values))
     return all(_root(kind) not in _OF_THREADS for kind in kinds)
 
 
@@ -272,14 +272,14 @@ def _same(container: Any, content: Any) -> bool:
     return len(container) == len(content) and all(one is two for one, two in zip(container, content, strict=True))
 
 
-def _put_back_generator(found: Any) -> Callable[[], object]:
-    if isinstance(found, torch.Generator):
-        return partial(found.set_state, found.get_state())
-    if isinstance(found, random.Random):
-        return partial(found.setstate, found.getstate())
-    if hasattr(found, "set_state"):
-        return partial(found.set_state, copy.deepcopy(found.get_state()))
-    source = getattr(found, "bit_generator", found)
+def _put_back_generator(generator: Any) -> Callable[[], object]:
+    if isinstance(generator, torch.Generator):
+        return partial(generator.set_state, generator.get_state())
+    if isinstance(generator, random.Random):
+        return partial(generator.setstate, generator.getstate())
+    if hasattr(generator, "set_state"):
+        return partial(generator.set_state, copy.deepcopy(generator.get_state()))
+    source = getattr(generator, "bit_generator", generator)
     return partial(setattr, source, "state", copy.deepcopy(source.state))
 
 
@@ -484,20 +484,21 @@ class Untouched:
     def changed(self) -> dict[str, Tensor]:
         """The parameters and buffers that a step has written or replaced since the last restart, by name."""
         now = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
-        found = {}
+        changed = {}
         for name, original in self._named:
-            _, made, version = self._copies[id(original)]
-            present = now.get(name, made)
-            if present is not made or version_of(made) != version:
-                found[name] = present.detach().clone()
-        return found
+            _, twin, version = self._copies[id(original)]
+            present = now.get(name, twin)
+            if present is not twin or version_of(twin) != version:
+                changed[name] = present.detach().clone()
+        return changed
 
     def numbers(self) -> dict[tuple[int, str], float]:
         """What modules' attributes, and names that the step binds, are now if they are numbers."""
-        found = {} if self._names is None else self._names.numbers()
+        numbers = {} if self._names is None else self._names.numbers()
         for module in self._model.modules():
-            found |= {(id(module), name): value for name, value in vars(module).items() if type(value) in (int, float)}
-        return found
+            named = vars(module).items()
+            numbers |= {(id(module), name): value for name, value in named if type(value) in (int, float)}
+        return numbers
 
     def bind(self, key: tuple[int, str], value: float) -> None:
         """Another number there, until the next restart."""
@@ -536,21 +537,21 @@ class Untouched:
         dtype = self._dtype if tensor.is_floating_point() else None
         shared = self._read_only and isinstance(tensor, nn.Parameter)
         if shared:
-            made = tensor.detach()
+            twin = tensor.detach()
         elif dtype is None and id(tensor) not in self._registered:
-            made = lazy_copy(tensor)
+            twin = lazy_copy(tensor)
         else:
-            made = tensor.detach().to(dtype=dtype, copy=True)
+            twin = tensor.detach().to(dtype=dtype, copy=True)
         if isinstance(tensor, nn.Parameter):
-            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-            made.__dict__.update(tensor.__dict__)
+            twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
+            twin.__dict__.update(tensor.__dict__)
         elif tensor.is_leaf and tensor.requires_grad:
-            made.requires_grad_()
+            twin.requires_grad_()
         hooks = tensor_hooks(tensor) if tensor.is_leaf else None
         for hook in (hooks or {}).values():
-            made.register_hook(hook)  # type: ignore[no-untyped-call]
-        self._copies[id(tensor)] = (tensor, made, version_of(made))
-        return made
+            twin.register_hook(hook)  # type: ignore[no-untyped-call]
+        self._copies[id(tensor)] = (tensor, twin, version_of(twin))
+        return twin
 
 
 def why_not_replaced(model: nn.Module) -> str:
@@ -558,10 +559,10 @@ def why_not_replaced(model: nn.Module) -> str:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in (*module.parameters(), *module.buffers())):
             return f"{name or 'the model itself'} is a TorchScript module, whose parameters cannot be stood in for"
-    found = ReachableState(model.modules())
-    held = {id(container[key]) for container, key in found.places}
+    reachable = ReachableState(model.modules())
+    replaceable = {id(container[key]) for container, key in reachable.places}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if id(tensor) not in held:
+        if id(tensor) not in replaceable:
             return f"{name} is not where modules keep their parameters and buffers, so nothing can stand in for it"
     return ""
 
