@@ -304,17 +304,17 @@ def _filled(
     costs: Sequence[LayerCost], layers: Sequence[int], queue: str, bucket_bytes: int, first_bytes: int
 ) -> list[Bucket]:
     buckets: list[Bucket] = []
-    held: list[int] = []
+    bucket: list[int] = []
     held_bytes = 0
     for layer in layers:
         if not costs[layer - 1].size_bytes:
             continue
-        held.append(layer)
+        bucket.append(layer)
         held_bytes += costs[layer - 1].size_bytes
         if held_bytes >= (bucket_bytes if buckets else first_bytes):
-            buckets.append(Bucket(tuple(held), queue))
-            held, held_bytes = [], 0
-    return [*buckets, Bucket(tuple(held), queue)] if held else buckets
+            buckets.append(Bucket(tuple(bucket), queue))
+            bucket, held_bytes = [], 0
+    return [*buckets, Bucket(tuple(bucket), queue)] if bucket else buckets
 
 
 def _check(costs: Sequence[LayerCost], communication: Communication) -> None:
@@ -324,9 +324,9 @@ def _check(costs: Sequence[LayerCost], communication: Communication) -> None:
         check_count(1, ", or None for whole buckets", partition_bytes=communication.partition_bytes)
     if communication.order not in ("fifo", "priority"):
         raise ValueError(f"order={communication.order!r}: give 'fifo' or 'priority'")
-    held = sorted(layer for bucket in communication.buckets for layer in bucket.layers)
+    sent = sorted(layer for bucket in communication.buckets for layer in bucket.layers)
     wanted = [layer for layer, cost in enumerate(costs, 1) if cost.size_bytes]
-    if held != wanted:
+    if sent != wanted:
         raise ValueError(
-            f"the buckets hold the layers {held}, those with parameters are {wanted}: put each into exactly one bucket"
+            f"the buckets hold the layers {sent}, those with parameters are {wanted}: put each into exactly one bucket"
         )

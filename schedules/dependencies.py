@@ -101,7 +101,7 @@ class _Rules:
         ]
 
     def _required(self, task: Task, kind: Kind, layer: int) -> list[Task]:
-        """As :meth:`_listed`, but a step that lists the kind at all must list this one."""
+        """Return what :meth:`_listed` does, but a step that lists the kind at all must list this one."""
         listed = self._listed(task, kind, layer)
         if listed or (kind, task.step) not in self._kinds:
             return listed

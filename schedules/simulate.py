@@ -118,10 +118,10 @@ def _cost(costs: Costs, task: Task) -> float:
         cost_ms = costs(task)
     else:
         forms = (str(task), f"{task.kind}{task.layer}", str(task.kind))
-        found = next((form for form in forms if form in costs), None)
-        if found is None:
+        key = next((form for form in forms if form in costs), None)
+        if key is None:
             raise ScheduleError(f"costs has no duration for {task}: add {forms[1]!r} or {forms[2]!r} in milliseconds")
-        cost_ms = costs[found]
+        cost_ms = costs[key]
     return _duration(cost_ms, f"the cost of {task}")
 
 

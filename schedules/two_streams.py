@@ -196,7 +196,7 @@ def one_stream(regions: Sequence[Region], *, without_weights: Collection[int] = 
         regions: such as :func:`backward_and_forward_regions` gives.
         without_weights: layers that have no parameters.
     """
-    found = []
+    ordered = []
     for region in regions:
         tasks: list[Task] = []
         for task in region.tasks:
@@ -204,8 +204,8 @@ def one_stream(regions: Sequence[Region], *, without_weights: Collection[int] = 
                 tasks += [Task(Kind.W, task.layer), task, Task(Kind.U, task.layer)]
             else:
                 tasks.append(task)
-        found.append(Region(region.name, tuple(tasks)))
-    return TwoStreamSchedule(tuple(found), ((),) * len(found))
+        ordered.append(Region(region.name, tuple(tasks)))
+    return TwoStreamSchedule(tuple(ordered), ((),) * len(ordered))
 
 
 def sub_stream_tasks(
@@ -232,7 +232,7 @@ def sub_stream_tasks(
             now_ms += main_ms[task]
             end[task] = index, now_ms
     last_layer = max((task.layer for task in begin if task.kind in (Kind.O, Kind.F)), default=0)
-    found = []
+    sub_stream = []
     for layer in range(last_layer, 0, -1):
         task = Task(Kind.W, layer)
         if layer in without_weights or task in begin:
@@ -246,8 +246,8 @@ def sub_stream_tasks(
         if first == last:
             name = regions[first].name
             raise ScheduleError(f"region {name} makes {task} ready and has {forward}: cut it between them")
-        found.append(SubStreamTask(task, first, ready_ms, last, due_ms))
-    return tuple(found)
+        sub_stream.append(SubStreamTask(task, first, ready_ms, last, due_ms))
+    return tuple(sub_stream)
 
 
 def joint_schedule(
@@ -342,16 +342,16 @@ def _wait(
 def _with_updates(regions: Sequence[Region], placed: list[list[Task]]) -> list[list[Task]]:
     region_of = {task: index for index, region in enumerate(regions) for task in region.tasks}
     behind: dict[int, list[Task]] = defaultdict(list)
-    found: list[list[Task]] = []
+    updated: list[list[Task]] = []
     for index, tasks in enumerate(placed):
-        found.append([])
+        updated.append([])
         for task in tasks:
-            found[-1].append(task)
+            updated[-1].append(task)
             update = Task(Kind.U, task.layer)
             reader = region_of.get(Task(Kind.O, task.layer), -1)
-            (found[-1] if reader < index else behind[reader]).append(update)
-        found[-1] += behind[index]
-    return found
+            (updated[-1] if reader < index else behind[reader]).append(update)
+        updated[-1] += behind[index]
+    return updated
 
 
 def joint_schedule_within(
@@ -438,7 +438,7 @@ def two_stream_buffers(
         other_activation_bytes: size of what ``F_i`` keeps for ``O_i`` alone, such as the input of a normalisation.
     """
     tasks = list(tasks)
-    found = step_buffers(
+    buffers = step_buffers(
         [task for task in tasks if task.step == 0],
         activation_bytes=activation_bytes,
         output_gradient_bytes=output_gradient_bytes,
@@ -446,11 +446,11 @@ def two_stream_buffers(
     )
     for task in tasks:
         if task.kind is Kind.O:
-            found.append(Buffer(f"X{task.layer}", _size(other_activation_bytes, task.layer), used_by=(task,)))
+            buffers.append(Buffer(f"X{task.layer}", _size(other_activation_bytes, task.layer), used_by=(task,)))
         elif task.kind is Kind.F:
             kept_bytes = _size(activation_bytes, task.layer) + _size(other_activation_bytes, task.layer)
-            found.append(Buffer(f"Y{task.layer}'", kept_bytes, (task,)))
-    return [buffer for buffer in found if buffer.size_bytes]
+            buffers.append(Buffer(f"Y{task.layer}'", kept_bytes, (task,)))
+    return [buffer for buffer in buffers if buffer.size_bytes]
 
 
 def validate_two_streams(plan: TwoStreamSchedule, *, without_weights: Collection[int] = ()) -> None:

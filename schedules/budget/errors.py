@@ -11,7 +11,7 @@ _FOR_FINDERS = "For batch size finders this is, on a CPU as on CUDA, a step that
 
 
 def sized(nbytes: int) -> str:
-    """To the byte, so that it can be given as a budget, and where it is large in MiB or GiB too."""
+    """Write a size to the byte, so that it can be given as a budget, and where it is large in MiB or GiB too."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
         if nbytes >= size:
             return f"{nbytes} bytes ({nbytes / size:.1f} {unit})"

@@ -53,17 +53,17 @@ class OffloadPlan:
         Raises:
             ScheduleError: the text is no plan.
         """
-        found = _FORM.fullmatch(text.strip())
-        if not found:
+        match = _FORM.fullmatch(text.strip())
+        if not match:
             raise ScheduleError(
                 f"{text[:_SHOWN]!r} is no plan: write 'sub-batch 4, prefetch 1, offload 0-2,5 of 9', or offload none"
             )
         if max(map(len, re.findall(r"\d+", text))) > _DIGITS:
             raise ScheduleError(f"{text[:_SHOWN]!r} is no plan: a number in it has more than {_DIGITS} digits")
-        saved = int(found[4] or 0)
+        saved = int(match[4] or 0)
         if saved > MOST_SAVED:
             raise ScheduleError(f"of {saved}: a forward pass saves at most {MOST_SAVED} storages")
-        return cls(int(found[1]), _numbers(found[3], saved), int(found[2]), saved)
+        return cls(int(match[1]), _numbers(match[3], saved), int(match[2]), saved)
 
 
 def _ranges(numbers: frozenset[int]) -> str:

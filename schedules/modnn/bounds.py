@@ -77,7 +77,7 @@ def ideal_peak_bytes(graph: TaskGraph, samples: int, *, workspace: str = "fastes
 
 
 def alive_bytes(sized: SizedGraph, workspace: str = "fastest") -> list[int]:
-    """By task: what is alive while it runs when nothing leaves the device, beside what stays there throughout."""
+    """Live bytes by task, when nothing leaves the device, beside what stays there throughout."""
     freed = [0] * len(sized.tasks)
     for block, task in _last_use(sized).items():
         freed[task] += sized.sizes[block]

@@ -51,7 +51,7 @@ class Device:
         """Blocks away that were looked at so far, for tests."""
 
     def vacated_ms(self, offset: int, end: int, now_ms: float) -> float:
-        """From when on these addresses may be written: copies out of them have to be complete."""
+        """Return from when on these addresses may be written: copies out of them have to be complete."""
         if not self._vacating:
             return now_ms
         self._vacating = [entry for entry in self._vacating if entry[2] > now_ms]
@@ -99,16 +99,16 @@ class Device:
     def offload_all(self, now_ms: float) -> float:
         """Let every block leave, the first half of a defragmentation; returns when the device is empty."""
         blocks = [segment.owner for segment in self.pool.segments() if segment.owner is not None]
-        held = [block for block in blocks if block in self._placed_ms]
+        placed = [block for block in blocks if block in self._placed_ms]
         # What is still being copied in cannot make room before it has arrived.
-        empty_ms = max([now_ms, *(self.ready_ms[block] for block in held), *(entry[2] for entry in self._vacating)])
-        for block in held:
+        empty_ms = max([now_ms, *(self.ready_ms[block] for block in placed), *(entry[2] for entry in self._vacating)])
+        for block in placed:
             empty_ms = max(empty_ms, self.offload(block, now_ms))
         for block in blocks:
             self.segment[block] = None
-            if block not in held and self.on_host[block]:  # memory that was claimed for a copy in
+            if block not in placed and self.on_host[block]:  # memory that was claimed for a copy in
                 self._wait_for_use(block)
-        self._extend_placements(held, empty_ms)
+        self._extend_placements(placed, empty_ms)
         self._vacating.clear()
         self.pool.clear()
         return empty_ms
@@ -143,7 +143,7 @@ class Device:
         return self.on_host[block] and self.segment[block] is None
 
     def fetch_deadline_ms(self, lead: float, *, nearest_only: bool) -> float:
-        """By when copies have to start so that no task waits for what only the host holds.
+        """Return by when copies have to start so that no task waits for what only the host holds.
 
         The time is that of all tasks run one after another by their fastest algorithms. Infinite when nothing is away.
 
@@ -194,8 +194,8 @@ class Device:
         self.segment[block] = None
         self.unused.pop(block, None)
 
-    def _extend_placements(self, held: list[int], empty_ms: float) -> None:
-        count = len(held)
+    def _extend_placements(self, placed: list[int], empty_ms: float) -> None:
+        count = len(placed)
         self.placements[-count:] = (
             [replace(placement, end_ms=max(placement.end_ms, empty_ms)) for placement in self.placements[-count:]]
             if count

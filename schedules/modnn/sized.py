@@ -72,7 +72,7 @@ class SizedGraph(Structure):
 
     @cached_property
     def data_bytes(self) -> tuple[int, ...]:
-        """By task: inputs and outputs."""
+        """Bytes of inputs and outputs by task."""
         sizes = self.sizes
         return tuple(
             sum(sizes[block] for block in (*needs, *makes)) for needs, makes in zip(self.needs, self.makes, strict=True)
@@ -80,7 +80,7 @@ class SizedGraph(Structure):
 
     @cached_property
     def least_bytes(self) -> tuple[int, ...]:
-        """By task: inputs, outputs and the smallest workspace (Eq. 6)."""
+        """Bytes of inputs, outputs and the smallest workspace by task (Eq. 6)."""
         return tuple(
             data + min(option.workspace_bytes for option in options)
             for data, options in zip(self.data_bytes, self.algorithms, strict=True)

@@ -65,8 +65,8 @@ def select_sub_batch(graph: TaskGraph, batch: int, budget_bytes: int, *, alpha: 
     if batch < 1:
         raise ScheduleError(f"a batch of {batch} samples: give 1 or more")
     require_floor(graph, 1, budget_bytes)
-    found = _largest(batch, lambda samples: consecutive_bytes(graph, samples, alpha) <= budget_bytes)
-    return regular(found) if found < batch else batch
+    largest = _largest(batch, lambda samples: consecutive_bytes(graph, samples, alpha) <= budget_bytes)
+    return regular(largest) if largest < batch else batch
 
 
 def regular(samples: int) -> int:

@@ -84,7 +84,7 @@ class _NoRoomError(Exception):
 
 
 def _offload_points(sized: SizedGraph, convolutions: list[bool], layers: str) -> dict[int, list[int]]:
-    """By task: the blocks copied out while it runs."""
+    """Return the blocks copied out while a task runs, by task."""
     made_at: dict[int, int] = {}
     read_at: dict[int, int] = {}
     later: dict[int, int] = {}

@@ -74,6 +74,6 @@ def require_one_chunk(placement: Placement, schedule: str) -> None:
 
 def require_turns(placement: Placement, turns: Sequence[int], schedule: str, fix: str) -> None:
     """Raise a ValueError unless the chunks, in forward order, lie on the ranks ``turns``."""
-    found = sorted((chunk.start, rank) for rank, chunks in enumerate(placement.chunks) for chunk in chunks)
-    if [rank for _, rank in found] != list(turns):
+    ordered = sorted((chunk.start, rank) for rank, chunks in enumerate(placement.chunks) for chunk in chunks)
+    if [rank for _, rank in ordered] != list(turns):
         raise ValueError(f"{schedule} {fix}")

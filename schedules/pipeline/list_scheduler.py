@@ -98,7 +98,7 @@ def list_schedule(
 
 
 def least_cap(placement: Placement, costs: StageCosts) -> tuple[float, ...]:
-    """By rank, the least feasible cap: all activations of one micro-batch, which are alive when its backward begins."""
+    """Return the least feasible cap by rank: all activations of one micro-batch, live when backward begins."""
     return tuple(
         sum(costs.activation_bytes[stage - 1] for stage in placement.stages_of(rank)) for rank in range(placement.ranks)
     )

@@ -45,14 +45,14 @@ class Placement:
 
     @cached_property
     def chunks(self) -> tuple[tuple[range, ...], ...]:
-        """By rank, the runs of consecutive stages that it holds, in forward order; stages count from 1."""
-        held: list[list[range]] = [[] for _ in range(self.ranks)]
+        """Return the runs of consecutive stages that each rank holds, in forward order; stages count from 1."""
+        runs: list[list[range]] = [[] for _ in range(self.ranks)]
         first = 1
         for stage in range(1, self.stages + 1):
             if stage == self.stages or self.rank_of[stage] != self.rank_of[stage - 1]:
-                held[self.rank_of[stage - 1]].append(range(first, stage + 1))
+                runs[self.rank_of[stage - 1]].append(range(first, stage + 1))
                 first = stage + 1
-        return tuple(map(tuple, held))
+        return tuple(map(tuple, runs))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of ``rank`` in forward order, from 1."""
@@ -151,21 +151,21 @@ def even_stages(sizes: Sequence[float], rank_of: Sequence[int]) -> tuple[int, ..
     total = [0, *accumulate(sizes)]
 
     def unevenness(cuts: tuple[int, ...]) -> tuple[float, float, float]:
-        held = [total[end] - total[start] for start, end in pairwise(cuts)]
+        stage_sizes = [total[end] - total[start] for start, end in pairwise(cuts)]
         ranks: list[float] = [0] * (max(rank_of) + 1)
-        for rank, size in zip(rank_of, held, strict=True):
+        for rank, size in zip(rank_of, stage_sizes, strict=True):
             ranks[rank] += size
-        return max(ranks), sum(size * size for size in ranks), sum(size * size for size in held)
+        return max(ranks), sum(size * size for size in ranks), sum(size * size for size in stage_sizes)
 
     def moved(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         """One or two of the cuts by a layer."""
         for places in (*combinations(range(1, stages), 1), *combinations(range(1, stages), 2)):
             for steps in product((-1, 1), repeat=len(places)):
-                found = list(cuts)
+                shifted = list(cuts)
                 for place, step in zip(places, steps, strict=True):
-                    found[place] += step
-                if all(start < end for start, end in pairwise(found)):
-                    yield tuple(found)
+                    shifted[place] += step
+                if all(start < end for start, end in pairwise(shifted)):
+                    yield tuple(shifted)
 
     best: list[tuple[int, ...]] = []
     for costs in (None, sizes):

@@ -113,7 +113,7 @@ def _delays(
     hops: tuple[tuple[float, ...], ...],
     cost_ms: Callable[[Task], float],
 ) -> dict[tuple[Task, Task], float]:
-    """From the end of a task to the arrival of its message, by sender and reader.
+    """Return the times from the end of a task to the arrival of its message, by sender and reader.
 
     All messages of a link come from one lane, so they leave in that lane's order.
     """

@@ -45,11 +45,11 @@ def test_first_in_first_out_is_what_two_lanes_do(k):
     costs = [*UNITS, LOSS]
     schedule = backward_to_forward(reverse_first_k(6, k, steps=2, without_weights={6}))
     lanes = simulate(schedule, {"F": 2, "O": 1, "W": 1, "S": 3}, {"S": "network"})
-    found = step(costs, k)
-    assert found.step_ms == pytest.approx(lanes.makespan_ms)
-    assert found.idle_ms == pytest.approx(lanes.idle_ms["compute"])
-    assert found.busy_ms == pytest.approx(15)
-    assert found.compute_ms == pytest.approx(22)
+    simulated = step(costs, k)
+    assert simulated.step_ms == pytest.approx(lanes.makespan_ms)
+    assert simulated.idle_ms == pytest.approx(lanes.idle_ms["compute"])
+    assert simulated.busy_ms == pytest.approx(15)
+    assert simulated.compute_ms == pytest.approx(22)
 
 
 def test_figure_4():
@@ -68,8 +68,8 @@ THREE = [LayerCost(1, 1, 1, 2), LayerCost(1, 1, 1, 2), LayerCost(1, 1, 1, 6)]
 def test_priority_waits_for_the_message_on_its_way():
     """W3 0-1, O3 1-2, W2 2-3, O2 3-4, W1 4-5: S3 holds the link until 7, then layer 1 overtakes layer 2."""
     timeline = step(THREE, order="priority")
-    found = boxes(timeline)
-    assert (found["S3"], found["S1"], found["S2"]) == ((1, 7), (7, 9), (9, 11))
+    drawn = boxes(timeline)
+    assert (drawn["S3"], drawn["S1"], drawn["S2"]) == ((1, 7), (7, 9), (9, 11))
     assert timeline.step_ms == pytest.approx(5 + 3 + 5)  # F1 at 9, F2 at 11, F3 at 12
     assert step(THREE).step_ms == pytest.approx(14)  # S2 7-9, S1 9-11, F1 at 11
 
@@ -87,8 +87,8 @@ def test_queues_share_the_link():
     costs = [LayerCost(1, 0, 1, 2), LayerCost(1, 1, 1, 0), LayerCost(1, 1, 1, 6)]
     buckets = [Bucket((3,)), Bucket((1,), "first k")]
     timeline = step(costs, 2, buckets=buckets)
-    found = boxes(timeline)
-    assert (found["W1"], found["S1"], found["S3"]) == ((3, 4), (4, 8), (1, 9))
+    drawn = boxes(timeline)
+    assert (drawn["W1"], drawn["S1"], drawn["S3"]) == ((3, 4), (4, 8), (1, 9))
     assert timeline.step_ms == pytest.approx(8 + 2 + 1)
     assert step(costs, 2, buckets=[Bucket((3,)), Bucket((1,))]).step_ms == pytest.approx(9 + 3)
 

@@ -53,8 +53,8 @@ def test_the_main_stream_is_the_critical_path_and_the_first_layer():
 
 
 def test_schedulable_intervals():
-    found = [(str(t.task), t.first, t.ready_ms, t.last, t.due_ms) for t in sub_stream_tasks(REGIONS, MAIN_MS)]
-    assert found == [("W4", 0, 0.0, 3, 2.0), ("W3", 0, 2.0, 3, 0.0), ("W2", 0, 4.0, 2, 2.0)]
+    placed = [(str(t.task), t.first, t.ready_ms, t.last, t.due_ms) for t in sub_stream_tasks(REGIONS, MAIN_MS)]
+    assert placed == [("W4", 0, 0.0, 3, 2.0), ("W3", 0, 2.0, 3, 0.0), ("W2", 0, 4.0, 2, 2.0)]
     assert [str(t.task) for t in sub_stream_tasks(REGIONS, MAIN_MS, without_weights={3})] == ["W4", "W2"]
 
 

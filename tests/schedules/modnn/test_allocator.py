@@ -112,10 +112,10 @@ def test_runs_use_free_segments_and_are_shortest():
 def test_against_a_map_of_bytes():
     """The linked list against a plain array: same answers, no overlap, neighbours merged."""
     rng = random.Random(1)
-    pool, held, owners = Pool(64), {}, [None] * 64
+    pool, segments, owners = Pool(64), {}, [None] * 64
     for number in range(3000):
-        if held and rng.random() < 0.5:
-            segment = held.pop(rng.choice(sorted(held)))
+        if segments and rng.random() < 0.5:
+            segment = segments.pop(rng.choice(sorted(segments)))
             owners[segment.offset : segment.end] = [None] * segment.size
             pool.free(segment)
         else:
@@ -131,7 +131,7 @@ def test_against_a_map_of_bytes():
             if segment:
                 assert owners[segment.offset : segment.end] == [None] * size
                 owners[segment.offset : segment.end] = [number] * size
-                held[number] = segment
+                segments[number] = segment
         pieces = layout(pool)
         assert [owner for _, size, owner in pieces for _ in range(size)] == owners
         assert all(a[2] is not None or b[2] is not None for a, b in pairwise(pieces))

@@ -28,24 +28,24 @@ def shares(graph, batch):
 def test_every_budget_from_the_floor_on_gets_a_plan_inside_it():
     times = []
     for budget in shares(VGG, 48):
-        found = plan_batch(VGG, 48, budget, BANDWIDTH)
-        judge(VGG, found.round, update=found.rounds == 1)
-        judge(VGG, found.last)
-        assert found.peak_bytes <= budget
-        assert found.last.samples == 48 - (found.rounds - 1) * found.sub_batch
-        times.append(found.batch_ms)
+        plan = plan_batch(VGG, 48, budget, BANDWIDTH)
+        judge(VGG, plan.round, update=plan.rounds == 1)
+        judge(VGG, plan.last)
+        assert plan.peak_bytes <= budget
+        assert plan.last.samples == 48 - (plan.rounds - 1) * plan.sub_batch
+        times.append(plan.batch_ms)
     assert times[0] > 1.5 * times[-1]
     assert all(later <= 1.006 * earlier for earlier, later in pairwise(times))
 
 
 def test_the_batch_is_its_rounds_and_one_update():
-    found = plan_batch(VGG, 48, shares(VGG, 48)[2], BANDWIDTH, search=False)
-    assert found.rounds > 1
-    updates = [name for name in found.last.start_ms if name.startswith("U(")]
+    plan = plan_batch(VGG, 48, shares(VGG, 48)[2], BANDWIDTH, search=False)
+    assert plan.rounds > 1
+    updates = [name for name in plan.last.start_ms if name.startswith("U(")]
     assert updates
-    assert not [name for name in found.round.start_ms if name.startswith("U(")]
-    assert found.batch_ms == pytest.approx((found.rounds - 1) * found.round.finish_ms + found.last.finish_ms)
-    inputs = found.moved_bytes(Direction.INPUT)
+    assert not [name for name in plan.round.start_ms if name.startswith("U(")]
+    assert plan.batch_ms == pytest.approx((plan.rounds - 1) * plan.round.finish_ms + plan.last.finish_ms)
+    inputs = plan.moved_bytes(Direction.INPUT)
     assert inputs == sum(VGG.blocks[name].size_bytes(48) for name in ("Y0", "label"))
 
 
@@ -73,8 +73,8 @@ def test_search_against_all_sub_batch_sizes():
                     full = offload_schedule(graph, size, budget, bandwidth, how, update=False)
                     last = offload_schedule(graph, rest, budget, bandwidth, how)
                     times.append(rounds * full.finish_ms + last.finish_ms)
-        found = plan_batch(graph, batch, budget, bandwidth, max_simulations=100)
-        assert found.batch_ms <= min(times) * 1.0051
+        plan = plan_batch(graph, batch, budget, bandwidth, max_simulations=100)
+        assert plan.batch_ms <= min(times) * 1.0051
 
 
 def test_no_schedule_beats_the_bound_by_which_the_search_stops():
@@ -95,23 +95,23 @@ def test_the_bound_is_close_where_transfers_decide():
     arithmetic = offload_schedule(graph, 48, 4 * budget, BANDWIDTH).compute_ms
     for bandwidth in (BANDWIDTH / 10, BANDWIDTH / 100):
         bound = _least_ms(graph, 48, 48, budget, bandwidth)
-        found = offload_schedule(graph, 48, budget, bandwidth, Techniques("gain")).finish_ms
-        assert 2 * arithmetic < bound <= found < 1.2 * bound
+        finish_ms = offload_schedule(graph, 48, budget, bandwidth, Techniques("gain")).finish_ms
+        assert 2 * arithmetic < bound <= finish_ms < 1.2 * bound
 
 
 def test_enough_memory_keeps_the_batch_whole_and_moves_nothing():
-    found = plan_batch(VGG, 48, 4 * ideal_peak_bytes(VGG, 48), BANDWIDTH)
-    assert (found.sub_batch, found.rounds, found.moved_bytes()) == (48, 1, 0)
-    assert found.round is found.last
+    plan = plan_batch(VGG, 48, 4 * ideal_peak_bytes(VGG, 48), BANDWIDTH)
+    assert (plan.sub_batch, plan.rounds, plan.moved_bytes()) == (48, 1, 0)
+    assert plan.round is plan.last
 
 
 def test_equally_fast_plans_move_less():
     """At 60 % of the ideal peak the whole batch needs offloading and a half does not; both take the same time."""
-    found = plan_batch(VGG, 48, int(0.6 * ideal_peak_bytes(VGG, 48)), 1e9)
-    assert found.moved_bytes() == 0
-    assert any(candidate.moved_bytes for candidate in found.considered)
-    fastest = min(candidate.batch_ms for candidate in found.considered)
-    assert found.batch_ms <= 1.006 * fastest
+    plan = plan_batch(VGG, 48, int(0.6 * ideal_peak_bytes(VGG, 48)), 1e9)
+    assert plan.moved_bytes() == 0
+    assert any(candidate.moved_bytes for candidate in plan.considered)
+    fastest = min(candidate.batch_ms for candidate in plan.considered)
+    assert plan.batch_ms <= 1.006 * fastest
 
 
 def test_one_technique_at_a_time():
@@ -160,9 +160,9 @@ def test_1500_tasks_cost_a_bounded_number_of_steps(looked_at):
     assert tasks >= 1500
     resident = graph.resident_bytes(1)
     budget = resident + int(0.1 * (ideal_peak_bytes(graph, 64) - resident))
-    found = plan_batch(graph, 64, budget, 2e6)
+    plan = plan_batch(graph, 64, budget, 2e6)
     simulations, _ = looked_at()
-    assert simulations <= 2 * len(found.considered) + 2 <= 34
+    assert simulations <= 2 * len(plan.considered) + 2 <= 34
     whole = plan_batch(graph, 64, budget, 2e6, sub_batching=False)
     simulations, steps = looked_at()
     assert whole.moved_bytes() > 3 * budget
