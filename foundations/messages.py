@@ -51,10 +51,10 @@ def parse_bytes(name: str, size: int | str, *, least: int = 1, examples: str = "
     if isinstance(given, bool) or not isinstance(given, numbers.Integral | str):
         raise TypeError(f"{name}={size!r} must be a number of bytes, or a text such as {examples}")
     if isinstance(given, str):
-        found = _FORM.fullmatch(given.strip())
-        if not found:
+        match = _FORM.fullmatch(given.strip())
+        if not match:
             raise ValueError(f"{name}={size!r} cannot be read: write bytes, {examples}")
-        count = int(Fraction(found[1]) * (_DECIMAL | _BINARY)[(found[2] or "B").lower()])
+        count = int(Fraction(match[1]) * (_DECIMAL | _BINARY)[(match[2] or "B").lower()])
     else:
         count = int(given)
     if count < least:

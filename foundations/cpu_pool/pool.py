@@ -373,7 +373,7 @@ class FreedMemory:
             trim_heap()
 
     def forget_peak(self) -> None:
-        """From now on :meth:`peak_bytes` counts."""
+        """Count :meth:`peak_bytes` from now on."""
         if self._device.type == "cuda":
             forget_peak(self._device)
         elif self._pool.installed:

@@ -63,11 +63,11 @@ class RankAgreement:
         except Exception as error:  # the others wait for this rank
             failure = error
         device = torch.cuda.current_device() if self._on_device else "cpu"
-        told = torch.tensor([decided, failure is not None], dtype=torch.float64, device=device)
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
-        if told[1]:
+        decision = torch.tensor([decided, failure is not None], dtype=torch.float64, device=device)
+        dist.all_reduce(decision, dist.ReduceOp.MAX, group=self._group)
+        if decision[1]:
             self._raise(failure, doing)
-        return float(told[0])
+        return float(decision[0])
 
     def each_makes(self, make: Callable[[], T], undo: Callable[[T], Any], doing: str) -> T:
         """What ``make`` made on this rank; undone if it failed on another, and this is closed if it failed on any.
@@ -75,30 +75,30 @@ class RankAgreement:
         Raises:
             Exception: as :meth:`largest`.
         """
-        made: list[T] = []
+        objects: list[T] = []
 
         def note() -> int:
-            made.append(make())
+            objects.append(make())
             return 0
 
         try:
             self.largest(note, doing)
         except Exception:
-            for one in made:
+            for one in objects:
                 undo(one)
             self.close()
             raise
-        return made[0]
+        return objects[0]
 
     def _raise(self, failure: Exception | None, doing: str) -> None:
         failures: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(failures, None if failure is None else _told(failure), group=self._group)
         if failure is not None:
             raise failure
-        rank, told = next((rank, told) for rank, told in enumerate(failures) if told is not None)
-        if "floor_bytes" in told:
-            raise BudgetError(f"rank {rank} refuses its budget", **told)
-        raise RuntimeError(f"rank {rank} could not {doing}, see that rank's error: {told['error']}")
+        rank, details = next((rank, details) for rank, details in enumerate(failures) if details is not None)
+        if "floor_bytes" in details:
+            raise BudgetError(f"rank {rank} refuses its budget", **details)
+        raise RuntimeError(f"rank {rank} could not {doing}, see that rank's error: {details['error']}")
 
 
 def _told(error: Exception) -> dict[str, Any]:

@@ -80,7 +80,7 @@ class ScalingReducer(Reducer, Protocol):
     def start_scaled(
         self, key: Hashable, values: Tensor, scale: float, *, urgent: bool = False
     ) -> torch.futures.Future[Tensor]:
-        """As :meth:`start`, each rank's values times ``scale``."""
+        """Start the mean as :meth:`start` does, of each rank's values times ``scale``."""
 
 
 # The ranks' mean, with the bits of DistributedDataParallel's own: it scales gradients first, and sums them then.
@@ -348,7 +348,7 @@ class CommHook:
         return self._mean
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """By the owner or, without one, as DDP does."""
+        """Reduce a bucket by the owner or, without one, as DDP does."""
         if bucket.index() == 0:
             self._ranks = self._count_ranks()
         if self._owner is not None:
@@ -371,7 +371,7 @@ class CommHook:
 
     @property
     def ranks(self) -> int:
-        """By how many DDP divides the gradients of the running backward pass."""
+        """Return by how many DDP divides the gradients of the running backward pass."""
         return self._ranks
 
     def _count_ranks(self) -> int:

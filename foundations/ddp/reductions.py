@@ -61,8 +61,8 @@ class BucketMap:
             Whether it is as it was.
         """
         index, buffer = bucket.index(), bucket.buffer()
-        known = self._buffers.get(index)
-        same = known is not None and (known.data_ptr(), known.numel()) == (buffer.data_ptr(), buffer.numel())
+        before = self._buffers.get(index)
+        same = before is not None and (before.data_ptr(), before.numel()) == (buffer.data_ptr(), buffer.numel())
         if not same:
             self.is_steady = False
             self._buffers[index] = buffer
@@ -86,8 +86,8 @@ class BucketMap:
 
     def parameters_from(self, bucket: int) -> list[Tensor]:
         """The parameters of this bucket and of those behind it, in the order in which they lie."""
-        found = [(place.bucket, place.start, p) for p, place in self._places.items() if place.bucket >= bucket]
-        return [p for *_, p in sorted(found, key=lambda item: item[:2])]
+        placed = [(place.bucket, place.start, p) for p, place in self._places.items() if place.bucket >= bucket]
+        return [p for *_, p in sorted(placed, key=lambda item: item[:2])]
 
     def regions(self, parameters: Iterable[Tensor]) -> list[Region]:
         """Cut these parameters' gradients into as few pieces of neighbours as there are, in the given order."""

@@ -98,8 +98,8 @@ class MemorySampler:
         """Take a sample now."""
         with self._lock:
             cuda = self._device.type == "cuda"
-            held = torch.cuda.memory_allocated(self._device) if cuda else self._process.memory_info().rss
-            self.samples.append(((time.perf_counter() - self._begin) * 1e3, int(held)))
+            used_bytes = torch.cuda.memory_allocated(self._device) if cuda else self._process.memory_info().rss
+            self.samples.append(((time.perf_counter() - self._begin) * 1e3, int(used_bytes)))
 
     def _run(self) -> None:
         while not self._done.wait(SAMPLE_SECONDS):

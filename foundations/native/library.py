@@ -46,12 +46,12 @@ class OwnFolder:
         path.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
             path.mkdir(mode=_OWNER_ONLY)
-        found = path.lstat()
-        if not stat.S_ISDIR(found.st_mode):
+        status = path.lstat()
+        if not stat.S_ISDIR(status.st_mode):
             raise NotADirectoryError(f"{path} is no folder")
-        if found.st_uid != os.geteuid():
-            raise PermissionError(f"{path} belongs to user {found.st_uid}, not to {os.geteuid()}")
-        if stat.S_IMODE(found.st_mode) != _OWNER_ONLY:  # another umask, or an earlier version's
+        if status.st_uid != os.geteuid():
+            raise PermissionError(f"{path} belongs to user {status.st_uid}, not to {os.geteuid()}")
+        if stat.S_IMODE(status.st_mode) != _OWNER_ONLY:  # another umask, or an earlier version's
             path.chmod(_OWNER_ONLY)
 
     def find(self, key: str) -> Path | None:
@@ -70,12 +70,12 @@ class OwnFolder:
         self._clean_up()
         with tempfile.TemporaryDirectory(dir=self._path, prefix=_UNFINISHED) as unfinished:
             os.chmod(unfinished, _OWNER_ONLY)  # whatever the umask
-            made = Path(unfinished) / key
-            make(made)
-            made.chmod(_OWNER_ONLY)
-            with made.open("rb") as file:
+            target = Path(unfinished) / key
+            make(target)
+            target.chmod(_OWNER_ONLY)
+            with target.open("rb") as file:
                 os.fsync(file.fileno())
-            return made.replace(self._path / _name(key, made))
+            return target.replace(self._path / _name(key, target))
 
     def _clean_up(self) -> None:
         for path in self._path.glob(f"{_UNFINISHED}*"):
@@ -88,8 +88,8 @@ class OwnFolder:
 
 
 def _is_own(path: Path) -> bool:
-    found = path.lstat()
-    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+    status = path.lstat()
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
 
 
 def _name(key: str, path: Path) -> str:

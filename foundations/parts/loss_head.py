@@ -264,15 +264,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def operation_of(self, tensor: Tensor) -> Operation:
         """What gave this tensor."""
         storage, window = self._key(tensor)
-        found = self._results.get(storage, {}).get(window)
-        if found is None:
+        operation = self._results.get(storage, {}).get(window)
+        if operation is None:
             inside = self._changed.get(storage)
             if inside is not None:
                 varies = any(one.varies for one in inside)
                 return Operation(_WRITTEN, {"inside": inside}, tuple(tensor.shape), varies)
-            found = Operation("constant", {}, tuple(tensor.shape), value=_signature(tensor))
-            self._put(tensor, found)
-        return found
+            operation = Operation("constant", {}, tuple(tensor.shape), value=_signature(tensor))
+            self._put(tensor, operation)
+        return operation
 
     def at_edge(self, tensor: Tensor) -> None:
         """A layer has returned this tensor."""
@@ -327,8 +327,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             selects = False  # as many bins as were asked for
         if selects and not self.inside:
             result = self._with_rows(result, before)
-        made = Operation(name.removesuffix("_") if schema.is_mutable else name, before, selects=selects)
-        made.varies = any(one.varies for one in made.operands())
+        operation = Operation(name.removesuffix("_") if schema.is_mutable else name, before, selects=selects)
+        operation.varies = any(one.varies for one in operation.operands())
         written = [
             value
             for value, argument in zip([*args, *(kwargs or {}).values()], schema.arguments, strict=False)
@@ -341,21 +341,25 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage, window = self._key(tensor)
             others = [one for key, one in self._results.get(storage, {}).items() if key != window]
             if others:
-                self._changed[storage] = [*self._changed.get(storage, others), self._shaped(made, tensor, random)]
+                self._changed[storage] = [*self._changed.get(storage, others), self._shaped(operation, tensor, random)]
             self._results[storage] = {}
-            self._put(tensor, self._shaped(made, tensor, random))
+            self._put(tensor, self._shaped(operation, tensor, random))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and all(leaf is not one for one in written):
-                self._put(leaf, self._shaped(made, leaf, random))
+                self._put(leaf, self._shaped(operation, leaf, random))
         return result
 
-    def _shaped(self, made: Operation, tensor: Tensor, random: bool) -> Operation:
-        one = Operation(made.name, made.given, tuple(tensor.shape), made.varies, selects=made.selects)
-        if not made.varies:
-            known = made.name == "lift_fresh" or not any(math.isnan(operand.value) for operand in made.operands())
-            unread = random or not known
-            one.value = 0.0 if made.name in _NOTHING else math.nan if unread else _signature(tensor)
-        elif tensor.numel() <= _SHOWN or made.selects:
+    def _shaped(self, operation: Operation, tensor: Tensor, random: bool) -> Operation:
+        one = Operation(
+            operation.name, operation.given, tuple(tensor.shape), operation.varies, selects=operation.selects
+        )
+        if not operation.varies:
+            has_value = operation.name == "lift_fresh" or not any(
+                math.isnan(operand.value) for operand in operation.operands()
+            )
+            unread = random or not has_value
+            one.value = 0.0 if operation.name in _NOTHING else math.nan if unread else _signature(tensor)
+        elif tensor.numel() <= _SHOWN or operation.selects:
             one.where = _users_line()
         return one
 
@@ -699,7 +703,7 @@ class _Judge:
         terms, constant, masks = self._weightings, self._constant, self._masks
         self._weightings, self._constant, self._masks = {}, None, []
         self._term(one, one.given["self"], two.given["self"], 1.0)
-        if {found.kind for found in self._weightings} != {"sum"} or self._constant is not None:
+        if {weighting.kind for weighting in self._weightings} != {"sum"} or self._constant is not None:
             raise NotUnderstoodError(f"{one} divides by {count} what is no sum over samples")
         masked = all(mask == replace(count, least=None, added=0) for mask in self._masks)
         self._weightings, self._constant, self._masks = terms, constant, masks

@@ -69,11 +69,11 @@ def batch_size_of(batch: Any) -> int:
             _check_opaque(leaf, path)
     if not sizes:
         raise ValueError(f"no tensor with a batch dimension in a batch of type {type(batch).__name__}: {_HOOK}")
-    found = {size: path for path, size in reversed(sizes.items()) if size != 1}
-    if len(found) > 1:
-        text = ", ".join(f"{path} has {size}" for size, path in reversed(found.items()))
+    path_of_size = {size: path for path, size in reversed(sizes.items()) if size != 1}
+    if len(path_of_size) > 1:
+        text = ", ".join(f"{path} has {size}" for size, path in reversed(path_of_size.items()))
         raise ValueError(f"tensors of this batch disagree on the number of samples ({text}): {_HOOK}")
-    samples = next(iter(found), 1)
+    samples = next(iter(path_of_size), 1)
     for path, leaf in _leaves(batch):
         if _is_flat(leaf) and len(leaf) == samples > 1 and not _is_text(leaf):
             raise ValueError(
@@ -156,16 +156,16 @@ def replaced_tensors(batch: Any, change: Callable[[Tensor], Tensor], depth: int 
         if isinstance(value, PackedSequence):
             data, lengths, order, back = value
             return type(value)(change(data), lengths, *(one if one is None else change(one) for one in (order, back)))
-        held = attributes_of(value)
-        if depth == 0 or not _holds_tensors(held, depth - 1):
+        attributes = attributes_of(value)
+        if depth == 0 or not _holds_tensors(attributes, depth - 1):
             return value
         try:
-            made = copy.copy(value)
+            twin = copy.copy(value)
         except Exception:  # whatever an object says to being copied
             return value
-        for name, one in held.items():
-            object.__setattr__(made, name, replaced_tensors(one, change, depth - 1))
-        return made
+        for name, one in attributes.items():
+            object.__setattr__(twin, name, replaced_tensors(one, change, depth - 1))
+        return twin
 
     return map_leaves(batch, leaf)
 
@@ -192,10 +192,10 @@ def _children(value: Any, path: str) -> list[tuple[str, Any, Any]] | None:
         return [(f"{path}.{name}", name, child) for name, child in zip(value._fields, value, strict=True)]
     if isinstance(value, list | tuple):
         return [(f"{path}[{index}]", index, child) for index, child in enumerate(value)]
-    found, _ = tree_flatten(value)
-    if len(found) == 1 and found[0] is value:
+    children, _ = tree_flatten(value)
+    if len(children) == 1 and children[0] is value:
         return None
-    return [(f"{path}<{index}>", index, child) for index, child in enumerate(found)]
+    return [(f"{path}<{index}>", index, child) for index, child in enumerate(children)]
 
 
 def _rebuild(value: Any, keys: list[Any], children: list[Any]) -> Any:

@@ -149,8 +149,8 @@ def weights_of(weightings: Sequence[Weighting], parts: Sequence[Any], samples: S
     counted = [value.detach().reshape(()) for row in raw for value in row if isinstance(value, Tensor)]
     widest = torch.float32 if any(value.device.type == "mps" for value in counted) else torch.float64
     device = counted[0].device if counted else None
-    known = iter(torch.stack([value.to(device, widest) for value in counted]).tolist() if counted else [])
-    rows = [[next(known) if isinstance(value, Tensor) else float(value) for value in row] for row in raw]
+    numbers = iter(torch.stack([value.to(device, widest) for value in counted]).tolist() if counted else [])
+    rows = [[next(numbers) if isinstance(value, Tensor) else float(value) for value in row] for row in raw]
     return [
         row
         if weighting.kind == "sum"

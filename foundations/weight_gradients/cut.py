@@ -91,8 +91,8 @@ def look_into(output: GradientEdge, inputs: Sequence[GradientEdge], parameters: 
         node, seen = stack.pop()
         edges = [(child, number) for child, number in node.next_functions if child is not None]
         if seen:
-            found = [reaches.get(child, (False, False)) for child, _ in edges]
-            reaches[node] = (any(f[0] for f in found), any(f[1] for f in found))
+            below = [reaches.get(child, (False, False)) for child, _ in edges]
+            reaches[node] = (any(f[0] for f in below), any(f[1] for f in below))
         elif node not in reaches:
             if is_leaf(node):
                 if _leaf_of(node) not in parameters:
@@ -148,7 +148,7 @@ def read_elsewhere(roots: Iterable[Tensor], spans: Iterable[Span]) -> set[Tensor
 
     stack = [root.grad_fn for root in roots if root.grad_fn is not None]
     visited: set[Node] = set()
-    found: set[Tensor] = set()
+    parameters: set[Tensor] = set()
     while stack:
         node = stack.pop()
         if node in visited:
@@ -160,13 +160,13 @@ def read_elsewhere(roots: Iterable[Tensor], spans: Iterable[Span]) -> set[Tensor
                 continue
             if is_leaf(child):
                 if mine is None or _leaf_of(child) not in mine.parameters:
-                    found.add(_leaf_of(child))
+                    parameters.add(_leaf_of(child))
                 continue
             theirs = span_of(child)
             if theirs is not None and theirs is not mine and child not in theirs.outputs:
-                found |= theirs.parameters
+                parameters |= theirs.parameters
             stack.append(child)
-    return found
+    return parameters
 
 
 def _is_one_kernel(node: Any) -> bool:
@@ -313,8 +313,8 @@ def _repeated(model: nn.Module, layers: list[Layer]) -> list[str]:
             instances.setdefault(type(module), []).append(name)
     best: list[str] = []
     for names in instances.values():
-        held = sum(layer.size_bytes for layer in layers if any(_is_under(layer.name, name) for name in names))
-        if len(names) >= _LEAST_REPEATS and held >= _LEAST_SHARE * total and len(names) > len(best):
+        size_bytes = sum(layer.size_bytes for layer in layers if any(_is_under(layer.name, name) for name in names))
+        if len(names) >= _LEAST_REPEATS and size_bytes >= _LEAST_SHARE * total and len(names) > len(best):
             best = names
     return best
 
@@ -396,11 +396,11 @@ class StandIns:
     def hand_on(self, backward: int) -> bool:
         """Send one backward pass's gradients to the parameters; returns whether there were any."""
         arrived = self._arrived.pop(backward, {})
-        found = [(p, arrived[s]) for p, s in self._pairs if s in arrived and p.requires_grad]
-        if found:
-            parameters: list[Any] = [parameter for parameter, _ in found]
-            torch.autograd.backward(parameters, [gradient for _, gradient in found], inputs=parameters)
-        return bool(found)
+        pairs = [(p, arrived[s]) for p, s in self._pairs if s in arrived and p.requires_grad]
+        if pairs:
+            parameters: list[Any] = [parameter for parameter, _ in pairs]
+            torch.autograd.backward(parameters, [gradient for _, gradient in pairs], inputs=parameters)
+        return bool(pairs)
 
     def drop(self, backward: int) -> None:
         """Forget one backward pass's gradients."""
@@ -460,7 +460,7 @@ OnOutputGradient = Callable[[WeightGradient], None]
 def enter(layer: Layer, since: int, args: Any, kwargs: Any, *, rename_inputs: bool) -> tuple[Call, Any, Any]:
     """Begin a call; to cut it later, its inputs get another name, behind which its piece of graph begins."""
     call = Call(layer, [], [], since)
-    known: dict[int, Tensor] = {}  # layers ask whether two of their arguments are the same object
+    aliases: dict[int, Tensor] = {}  # layers ask whether two of their arguments are the same object
 
     def rename(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -468,9 +468,9 @@ def enter(layer: Layer, since: int, args: Any, kwargs: Any, *, rename_inputs: bo
         call.memory |= _memory([value])
         if not value.requires_grad or isinstance(value, torch.nn.Parameter):
             return value
-        if id(value) in known:
-            return known[id(value)]
-        renamed = known[id(value)] = torch.ops.aten.alias.default(value) if rename_inputs else value
+        if id(value) in aliases:
+            return aliases[id(value)]
+        renamed = aliases[id(value)] = torch.ops.aten.alias.default(value) if rename_inputs else value
         call.originals.append(value)
         call.inputs.append(get_gradient_edge(renamed))
         call.versions.append(version_of(value))
@@ -484,19 +484,19 @@ def enter(layer: Layer, since: int, args: Any, kwargs: Any, *, rename_inputs: bo
 def leave(call: Call, output: Any) -> list[Tensor]:
     """The outputs of the layer that need a gradient; notes where the call's piece of graph ends."""
     leaves = [output] if isinstance(output, Tensor) else tree_leaves(output)
-    found = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-    call.outputs = [get_gradient_edge(tensor) for tensor in found]
-    return found
+    outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    call.outputs = [get_gradient_edge(tensor) for tensor in outputs]
+    return outputs
 
 
-def why_whole(call: Call, output: Any, found: list[Tensor]) -> str | None:
+def why_whole(call: Call, output: Any, outputs: list[Tensor]) -> str | None:
     """Why the model must get this call's outputs as they are; None: a single one can be replaced."""
     if any(version_of(tensor) != version for tensor, version in zip(call.originals, call.versions, strict=True)):
         return CHANGES_INPUT
-    if len(found) > 1:
+    if len(outputs) > 1:
         return SEVERAL_OUTPUTS
-    others = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf is not found[0]]
-    if _memory(found) & (call.memory | _memory(others) | _memory(call.layer.parameters)):
+    others = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf is not outputs[0]]
+    if _memory(outputs) & (call.memory | _memory(others) | _memory(call.layer.parameters)):
         return SHARES_MEMORY
     return None
 
@@ -517,26 +517,26 @@ class Anchor:
         """Whether the running backward pass is for all leaves: ``grad(inputs=...)`` wants no weight gradient."""
         return bool(will_execute(self._node))
 
-    def cut(self, call: Call, output: Any, found: Tensor, notify: OnOutputGradient) -> tuple[Node, Any]:
+    def cut(self, call: Call, output: Any, tensor: Tensor, notify: OnOutputGradient) -> tuple[Node, Any]:
         """Replace the output by one whose gradient goes round the layer's piece of graph.
 
         Args:
             call: one that :func:`leave` has seen.
             output: what the layer returned.
-            found: the only tensor in it that needs a gradient.
+            tensor: the only tensor in it that needs a gradient.
             notify: told of each weight gradient that waits from now on.
 
         Returns:
             The cut node, which lives as long as the graph and has the call as its ``call``, and the new output.
         """
-        call.hidden = found
+        call.hidden = tensor
         replaced: Tensor = _Cut.apply(self, call, notify, self._leaf, *call.originals)  # type: ignore[no-untyped-call]
         call.originals = []
         node = replaced.grad_fn
         assert node is not None
         if isinstance(output, Tensor):
             return node, replaced
-        return node, tree_map(lambda value: replaced if value is found else value, output)
+        return node, tree_map(lambda value: replaced if value is tensor else value, output)
 
 
 class _Cut(torch.autograd.Function):

@@ -134,7 +134,7 @@ class WaitingPass:
         self._keeps_graph = False
         """Whether that keeps its graph, for another."""
         self._waiting: dict[Layer, dict[int, list[WeightGradient]]] = {}
-        """By layer, and by autograd's number of the backward pass."""
+        """Weight gradients that wait, by layer and by autograd's number of the backward pass."""
         self._forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
 
     def note(self, waiting: WeightGradient) -> None:
@@ -172,9 +172,9 @@ class WaitingPass:
         """Compute, or hand on, what waits of one layer, backward pass by backward pass."""
         computed = self._waiting.pop(layer, {})
         stand_ins = self.stand_ins.get(layer)
-        held = stand_ins.backwards if stand_ins is not None else []
+        buffered = stand_ins.backwards if stand_ins is not None else []
         deferred = handed = 0
-        for backward in sorted({*computed, *held}):
+        for backward in sorted({*computed, *buffered}):
             if backward in computed:
                 deferred += run_weight_gradients(computed[backward])
             if stand_ins is not None:
@@ -454,13 +454,13 @@ class FirstPass:
         if self.is_watching and layer not in self.order:
             self.order.append(layer)
 
-    def note_call(self, call: Call, found: list[Tensor]) -> None:
-        """A layer has run; ``found`` are its outputs that need a gradient."""
+    def note_call(self, call: Call, results: list[Tensor]) -> None:
+        """A layer has run; ``results`` are its outputs that need a gradient."""
         outputs = frozenset(edge.node for edge in call.outputs)
         self._spans.append(Span(call.since, next_sequence_number(), outputs, frozenset(call.layer.parameters)))
         if self.is_watching:
             layer = call.layer
-            waits = found if layer.why_buffered is None else layer.trainable()
+            waits = results if layer.why_buffered is None else layer.trainable()
             for sizes, tensors in ((self.input_bytes, call.originals), (self.waiting_bytes, waits)):
                 sizes[layer] = sizes.get(layer, 0) + sum(t.numel() * t.element_size() for t in tensors)
 
@@ -614,10 +614,10 @@ class LayerHooks:
         if stand_ins is not None:
             stand_ins.take_out()
         call = self._open.pop() if self._open else None
-        found = leave(call, output) if call is not None else []
-        if call is None or not found:
+        outputs = leave(call, output) if call is not None else []
+        if call is None or not outputs:
             return None
-        piece = _piece_of(call, output, found)
+        piece = _piece_of(call, output, outputs)
         if piece.reason is not None and layer.why_buffered is None:
             layer.why_buffered = piece.reason
             if piece.reason == USED_TWICE and not self._first_pass.is_on:
@@ -626,25 +626,25 @@ class LayerHooks:
                     "first step, and in this one they may round differently; use k=0 to rule that out"
                 )
         if self._first_pass.is_on:
-            self._first_pass.note_call(call, found)
+            self._first_pass.note_call(call, outputs)
             return None
-        return self._cut(call, output, found[0], piece) if piece.reason is None else None
+        return self._cut(call, output, outputs[0], piece) if piece.reason is None else None
 
-    def _cut(self, call: Call, output: Any, found: Tensor, piece: Piece) -> Any:
+    def _cut(self, call: Call, output: Any, hidden: Tensor, piece: Piece) -> Any:
         call.leaves = piece.leaves
         call.inputs = [edge for edge, is_read in zip(call.inputs, piece.reads, strict=True) if is_read]
         call.originals = [tensor for tensor, is_read in zip(call.originals, piece.reads, strict=True) if is_read]
         current = self._passes.current
-        node, output = self._anchor.cut(call, output, found, current.note)
+        node, output = self._anchor.cut(call, output, hidden, current.note)
         if self._forward is None or self._forward.of is not current:  # the layer was called by itself
             self._forward = Forward(current)
         self._forward.add(node)
         return output
 
 
-def _piece_of(call: Call, output: Any, found: list[Tensor]) -> Piece:
+def _piece_of(call: Call, output: Any, outputs: list[Tensor]) -> Piece:
     layer = call.layer
-    reason = why_whole(call, output, found)
+    reason = why_whole(call, output, outputs)
     if reason is None and top_saved_tensors_hooks(True) is not None:
         reason = CHECKPOINTED
     if reason is None and layer.size_bytes <= SMALL_BYTES and call.inputs:
