@@ -174,13 +174,13 @@ class GraphedPart:
         capture = self._captures.get(self.two_streams)
         # updates of forward fusion
         settle_all(self.module.parameters() if capture is None else capture.parameters)
-        now, known = (tuple(map(_form_of, args)), _settings(device)), self._seen if capture is None else capture.key
+        now, last_key = (tuple(map(_form_of, args)), _settings(device)), self._seen if capture is None else capture.key
         why = None
-        if known is not None:
-            if not known[2].holds():
+        if last_key is not None:
+            if not last_key[2].holds():
                 why = STATE
-            elif now != known[:2]:
-                why = FORMS if now[0] != known[0] else SETTINGS
+            elif now != last_key[:2]:
+                why = FORMS if now[0] != last_key[0] else SETTINGS
             elif capture is None and not self._gradients:
                 why = FIRST
         if capture is not None and why is None:
@@ -190,7 +190,7 @@ class GraphedPart:
         if capture is not None:
             return None, None, why
         key = *now, self._code.snapshot()
-        if known is None or why is not None:
+        if last_key is None or why is not None:
             return key, None, why
         if self._stream is None:
             priority = torch.cuda.current_stream(device).priority
@@ -417,10 +417,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if any(one.untyped_storage().data_ptr() not in self._own for one in written if one.numel()):
                     raise _NotStaticError(f"it writes into inputs, parameters or tensors that are no buffers ({func})")
         given = {one.untyped_storage().data_ptr() for one in tensors}
-        made = func(*args, **(kwargs or {}))
-        places = {one.untyped_storage().data_ptr() for one in tree_leaves(made) if isinstance(one, Tensor)}
+        outputs = func(*args, **(kwargs or {}))
+        places = {one.untyped_storage().data_ptr() for one in tree_leaves(outputs) if isinstance(one, Tensor)}
         self._own |= places - given
-        return made
+        return outputs
 
 
 def _rehearse(
@@ -464,8 +464,8 @@ def _rehearse(
                 uses, cast = _uses(leaves)
                 if any(uses[id(leaf)] > 1 for leaf in (*inputs, *parameters.values())):
                     return USES
-                known = {id(weight) for weight in weights or ()}
-                others = (parameters[name] for name, one in module.named_parameters() if id(one) not in known)
+                trained = {id(weight) for weight in weights or ()}
+                others = (parameters[name] for name, one in module.named_parameters() if id(one) not in trained)
                 if weights is not None and any(id(one) in cast for one in others):
                     return CASTS
                 _backward(leaves, {n: _buffer(leaves[n], form[0]).zero_() for n, form in gradients.items()}, gradients)

@@ -157,30 +157,30 @@ class StaticCode:
         if name in self._names:
             return True
         self._names.add(name)
-        found = False
+        exists = False
         kinds = {kind for module in self._users for kind in type(module).__mro__ if name in vars(kind)}
         for kind in kinds - {nn.Module, object}:  # what super() may find too
             method = vars(kind)[name]
             if not self._is_known(getattr(method, "__func__", method), functions):
                 return False
-            found = True
-        if nn.Module in kinds and not found:
-            found = name in ("forward", "children", "named_children") or hasattr(Tensor, name)
-            if not found:
+            exists = True
+        if nn.Module in kinds and not exists:
+            exists = name in ("forward", "children", "named_children") or hasattr(Tensor, name)
+            if not exists:
                 return False
-        found |= any(name in vars(module) or hasattr(module, name) for module in self._modules)
+        exists |= any(name in vars(module) or hasattr(module, name) for module in self._modules)
         for kind in (Tensor, list, tuple, dict, str):
             if hasattr(kind, name):
                 if name in _READS_WHAT_IS_NOT_THERE or name.startswith("_"):
                     return False
-                found = True
+                exists = True
         for package in _MODULES_OF_TORCH:
             value = getattr(package, name, None)
             if value is not None:
                 if not self._is_known(value, None):
                     return False
-                found = True
-        return found
+                exists = True
+        return exists
 
     def _is_known(self, value: Any, functions: list[Any] | None) -> bool:
         """Whether a value is compared before each replay, or is code that is read, or torch's own."""
