@@ -83,21 +83,21 @@ class GradientGuard(Tensor):
 
     @staticmethod
     def __new__(cls, like: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Any:
-        made = make_wrapper_subclass(
+        guard = make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=dtype or like.dtype, device=device or like.device
         )
-        made.sparse_zeros = None
-        made._parameter = like._parameter if isinstance(like, cls) else weakref.ref(like)
-        return made
+        guard.sparse_zeros = None
+        guard._parameter = like._parameter if isinstance(like, cls) else weakref.ref(like)
+        return guard
 
     def __init__(self, like: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None: ...
 
     def __deepcopy__(self, memo: Any) -> GradientGuard:
         """Return the guard of a tensor's copy: every read of it raises too."""
-        made = GradientGuard(self)
-        made._parameter = None
-        memo[id(self)] = made
-        return made
+        guard = GradientGuard(self)
+        guard._parameter = None
+        memo[id(self)] = guard
+        return guard
 
     def _zero(self) -> None:
         parameter = None if self._parameter is None else self._parameter()
@@ -164,7 +164,7 @@ class FusedParameter:
         self.version = 0
         """Autograd's count of in-place changes of the parameter, right after the update."""
         self.live_bytes = 0
-        """Of its gradient, as far as the hook can see."""
+        """Bytes of its gradient, as far as the hook can see."""
         self.unfused = False
         self.guard = GradientGuard(parameter)
         self.handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]

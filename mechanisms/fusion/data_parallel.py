@@ -204,7 +204,7 @@ class DataParallelFusion(BackwardFusion):
             self._note_bucket(len(ready), sum(gradient.nbytes for _, gradient in ready))
 
     def guard_reduced(self) -> None:
-        """From the end of backward to the step, a read of a used gradient raises: clipping it would change nothing."""
+        """Have reads of used gradients raise from the end of backward to the step: clipping it would change nothing."""
         self._hidden = {followed: followed.parameter.grad for followed in self._used()}
         if self._guard_at_once:
             for followed in self._hidden:

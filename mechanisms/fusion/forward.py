@@ -61,7 +61,7 @@ class ForwardFusion:
         self.bucket_bytes = check_bucket_bytes(bucket_bytes) or default_bucket_bytes(parameters_of(optimizer))
         self._model = model
         self._layer: dict[Tensor, int] = {}
-        """In model order, the number of the module that owns the parameter (its first owner, if it is tied)."""
+        """The number, in model order, of the module that owns the parameter (its first owner, if it is tied)."""
         if model is not None:
             for number, module in enumerate(model.modules()):
                 for parameter in module.parameters(recurse=False):
@@ -162,7 +162,7 @@ class ForwardFusion:
             self.optimizer.param_groups = groups
 
     def _buckets(self, parameters: list[Tensor]) -> list[list[Tensor]]:
-        """In model order and layer by layer: reading a bias must not update the next layer before this one has run."""
+        """Return buckets layer by layer in model order: reading a bias must not update the next layer too early."""
         last = len(self._layer)
         ordered = sorted(parameters, key=lambda p: self._layer.get(p, last))
         buckets: list[list[Tensor]] = []
