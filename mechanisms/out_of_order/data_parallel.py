@@ -173,7 +173,7 @@ SMALLEST_MESSAGE_BYTES = 1024 * 1024
 
 
 class BucketPlan:
-    """For one k: a cut through the wrapper's buckets.
+    """A cut through the wrapper's buckets, for one k.
 
     Args:
         buckets: of the wrapper, as it will keep them.
@@ -327,7 +327,7 @@ class OutOfOrderReport:
     in_order: dict[str, int] = field(default_factory=dict)
     """Backward passes whose weight gradients all ran in the conventional order, by reason."""
     searched: dict[int, float] = field(default_factory=dict)
-    """With ``k="auto"``: seconds a step by k, in the order in which they were measured."""
+    """Seconds a step by k with ``k="auto"``, in the order in which they were measured."""
     search_steps: int = 0
     """Steps from the first one until the search had ended, or until now."""
     extra_bytes: int = 0

@@ -235,7 +235,7 @@ class KChoice:
         self._ranks = RankAgreement(group=model.process_group)
         self._wanted: K = wanted
         self._max_memory = max_memory
-        self.known: SavedK | None = None
+        self.saved: SavedK | None = None
         """The k of an earlier run that ``"auto"`` takes up, if there is one for as many ranks."""
         self.order_stays_because: str | None = None
         """Why all weight gradients are computed in the conventional order, if they are."""
@@ -263,12 +263,12 @@ class KChoice:
             ValueError: k is above the number of blocks.
         """
         self.check_range(k)
-        self._wanted, self._tuner, self.known, self._changed = k, None, None, True
+        self._wanted, self._tuner, self.saved, self._changed = k, None, None, True
 
     def use_known(self, saved: SavedK) -> None:
         """Let ``"auto"`` take up the k of an earlier run, if that had as many ranks and blocks."""
         if saved.world_size == dist.get_world_size(self._model.process_group):
-            self.known = saved
+            self.saved = saved
 
     def to_save(self) -> SavedK | None:
         """What a checkpoint should keep; None while k is searched for, or before there are blocks."""
@@ -314,9 +314,9 @@ class KChoice:
         blocks = len(self._deferral.blocks)
         if not blocks or self.order_stays_because is not None:
             return None
-        known = self.known
-        if self._wanted == "auto" and self._tuner is None and known is not None and known.blocks == blocks:
-            self._wanted, is_first = known.k, True
+        saved = self.saved
+        if self._wanted == "auto" and self._tuner is None and saved is not None and saved.blocks == blocks:
+            self._wanted, is_first = saved.k, True
         if self._wanted != "auto":
             if not is_first and not self._changed:
                 return None
@@ -344,8 +344,8 @@ class KChoice:
     def _compare_ranks(self) -> None:
         """Leave the order alone unless all ranks found the same blocks: they have to send the same things in turn."""
         self._compared = True
-        found = repr([(block.name, [layer.name for layer in block.layers]) for block in self._deferral.blocks])
-        mark = float(zlib.crc32(found.encode()))
+        blocks = repr([(block.name, [layer.name for layer in block.layers]) for block in self._deferral.blocks])
+        mark = float(zlib.crc32(blocks.encode()))
         if (self._largest(mark), -self._largest(-mark)) != (mark, mark):
             self.keep_order(RANKS_DIFFER)
 

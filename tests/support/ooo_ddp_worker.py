@@ -115,7 +115,7 @@ def same_bits() -> None:
 
 @check
 def two_forward_passes_and_one_backward_pass() -> None:
-    found = []
+    weights = []
     for k in (None, 5):
         model = wrapped()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -130,8 +130,8 @@ def two_forward_passes_and_one_backward_pass() -> None:
             ooo.remove()
             assert ooo.report().deferred_gradients
             assert ooo.report().buffered_gradients
-        found.append([parameter.detach().clone() for parameter in model.parameters()])
-    assert_same(*found)
+        weights.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert_same(*weights)
 
 
 @check
@@ -142,9 +142,9 @@ def search() -> None:
     assert report is not None
     assert sorted(report.searched) == [0, 1, 2, 3, 4]
     assert 10 < report.search_steps <= 60
-    found = torch.tensor([report.k])
-    both = [torch.zeros_like(found) for _ in range(2)]
-    dist.all_gather(both, found)
+    agreed = torch.tensor([report.k])
+    both = [torch.zeros_like(agreed) for _ in range(2)]
+    dist.all_gather(both, agreed)
     assert both[0] == both[1]
 
 
@@ -367,7 +367,7 @@ def k_is_kept_in_the_checkpoint() -> None:
     path = folder / "kept.ckpt"
     seeing = trainer(folder, strategy=again, max_steps=70, max_epochs=-1, callbacks=[Saves(path)])
     seeing.fit(Net(deep), data())
-    found = again.report().k
+    k = again.report().k
     kept = torch.load(path, weights_only=False)
     assert kept["retime_ooo_ddp"]["bucket_cap_mb"] in SIZES_MB  # chosen by measurement, as nobody gave one
     kept["retime_ooo_ddp"]["bucket_cap_mb"] = 3  # which no measurement gives
@@ -376,7 +376,7 @@ def k_is_kept_in_the_checkpoint() -> None:
     resumed = OOODataParallelStrategy(k="auto")
     last = trainer(folder, strategy=resumed, max_steps=90, max_epochs=-1, enable_checkpointing=False)
     last.fit(Net(deep), data(), ckpt_path=path, weights_only=False)
-    assert resumed.report().k == found
+    assert resumed.report().k == k
     assert not resumed.report().searched
     assert resumed.report().bucket_bytes == 3 * 2**20
     plain = trainer(folder, strategy="ddp", max_steps=95, max_epochs=-1, enable_checkpointing=False)
@@ -476,8 +476,8 @@ def accelerate_loop() -> None:
     assert_same(plain, ours)
     assert ooo.report().deferred_gradients
     assert ooo.report().fused_updates
-    known = ooo._ooo.k_choice.known
-    assert (known.k, known.blocks) == (2, 5)
+    saved = ooo._ooo.k_choice.saved
+    assert (saved.k, saved.blocks) == (2, 5)
 
 
 @check
