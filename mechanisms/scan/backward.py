@@ -60,7 +60,7 @@ _warned: set[str] = set()
 
 
 def safe_solve(solver: Solver, jacobians: LocalJacobians, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """As ``solver.solve``; finite wherever back-propagation through time is.
+    """Solve as ``solver.solve`` does; finite wherever back-propagation through time is.
 
     While a CUDA graph is captured nothing can be read back, so that the result is taken as it is: capture with
     ``solver="sequential"`` or ``"chunk"`` where gradients explode (:mod:`retime.mechanisms.scan.backward`).
@@ -167,7 +167,7 @@ LEAST_STEPS = 256
 
 
 def gradients_in_windows(solver: Solver, saved: Saved, outside: list[Tensor]) -> Gradients:
-    """As :func:`layer_gradients`, from the last window to the first; each hands its carry to the one before.
+    """Run :func:`layer_gradients` from the last window to the first; each hands its carry to the one before.
 
     Memory beyond the input's gradient is that of one window. All at once: short sequences; other devices, which need
     every step side by side; an LSTM, whose cell states start from the first step; and under ``create_graph``.

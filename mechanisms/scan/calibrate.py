@@ -34,18 +34,18 @@ def fit_coefficients(work: Sequence[Sequence[float]], times_us: Sequence[float])
     rows = [[amount / scale for amount, scale in zip(row, largest, strict=True)] for row in rows]
     gram = [[sum(row[i] * row[j] for row in rows) for j in columns] for i in columns]
     target = [sum(row[j] for row in rows) for j in columns]
-    found = [0.0 for _ in columns]
+    solution = [0.0 for _ in columns]
     for _ in range(SWEEPS):
         moved = 0.0
         for j in columns:
             if gram[j][j] == 0.0:
                 continue
-            slope = target[j] - sum(g * x for g, x in zip(gram[j], found, strict=True))
-            value = max(0.0, found[j] + slope / gram[j][j])
-            moved, found[j] = max(moved, abs(value - found[j])), value
+            slope = target[j] - sum(g * x for g, x in zip(gram[j], solution, strict=True))
+            value = max(0.0, solution[j] + slope / gram[j][j])
+            moved, solution[j] = max(moved, abs(value - solution[j])), value
         if moved < 1e-12:
             break
-    return tuple(value / scale for value, scale in zip(found, largest, strict=True))
+    return tuple(value / scale for value, scale in zip(solution, largest, strict=True))
 
 
 MODES = {"RNN": "RNN_TANH", "GRU": "GRU", "LSTM": "LSTM"}

@@ -76,8 +76,10 @@ class CostModel:
 
     def predict_us(self, cell: str, way: str, shape: Shape) -> float:
         """Microseconds; infinite where the way is not known."""
-        known = self.coefficients.get(f"{cell} {way}")
-        return math.inf if known is None else sum(a * b for a, b in zip(known, shape.work(way), strict=True))
+        coefficients = self.coefficients.get(f"{cell} {way}")
+        return (
+            math.inf if coefficients is None else sum(a * b for a, b in zip(coefficients, shape.work(way), strict=True))
+        )
 
     def choose(self, cell: str, shape: Shape, running: Shape | None = None, kernels: bool = False) -> str:
         """The way with the least predicted time; torch's own unless another is clearly faster.
@@ -159,10 +161,10 @@ def choose_solver(
         solver = _choose(x.device.type, cell, steps, batch_sizes is not None, x.shape, state.shape, itemsize, kernels)
     if solver == AUTOGRAD:
         return None
-    made = parse_solver(solver) if isinstance(solver, str) else solver
-    if isinstance(made, TritonChunk):
-        made.check(mode, hidden, x.dtype, x.device)
-    return made
+    chosen = parse_solver(solver) if isinstance(solver, str) else solver
+    if isinstance(chosen, TritonChunk):
+        chosen.check(mode, hidden, x.dtype, x.device)
+    return chosen
 
 
 def keeps_torchs_own(mode: str, x: torch.Size, hidden: int, inputs: int, dtype: torch.dtype) -> bool:

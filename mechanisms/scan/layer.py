@@ -229,14 +229,14 @@ class ScanFunction(torch.autograd.Function):
         if all(gradient is None for gradient in gradients):
             return (None,) * (3 + len(inputs))
         with torch.autocast(output.device.type, enabled=False), ieee_products(output.device):
-            found = _backward(ctx.mode, ctx.solver, batch_sizes, inputs, output, gradients)
+            of_inputs = _backward(ctx.mode, ctx.solver, batch_sizes, inputs, output, gradients)
         return (
             None,
             None,
             None,
             *(
                 gradient.to(tensor.dtype) if wanted and tensor is not None and gradient is not None else None
-                for gradient, tensor, wanted in zip(found, inputs, ctx.needs_input_grad[3:], strict=True)
+                for gradient, tensor, wanted in zip(of_inputs, inputs, ctx.needs_input_grad[3:], strict=True)
             ),
         )
 
@@ -285,7 +285,7 @@ def _backward(
         x, results, reached = packing.pad(x), packing.pad(results), packing.pad(reached)
     mask = None if packing is None else packing.mask(dtype)
     directions = by_direction(tuple(weights))
-    found: list[Gradients] = []
+    by_turn: list[Gradients] = []
     for d, (part, part_reached) in enumerate(
         zip(results.chunk(len(directions), -1), reached.chunk(len(directions), -1), strict=True)
     ):
@@ -298,13 +298,13 @@ def _backward(
             if gradient is not None:
                 outside[k] = _add_last(outside[k], gradient[d], packing)
         one = gradients_in_windows(solver, saved, outside)
-        found.append(one._replace(x=turn(one.x)))
-    dx = found[0].x if len(found) == 1 else found[0].x + found[1].x
+        by_turn.append(one._replace(x=turn(one.x)))
+    dx = by_turn[0].x if len(by_turn) == 1 else by_turn[0].x + by_turn[1].x
     return [
         dx if packing is None else packing.pack(dx),
-        torch.stack([one.first for one in found]),
-        None if first_cell is None else torch.stack([one.first_cell for one in found if one.first_cell is not None]),
-        *(gradient for one in found for gradient in one.weights),
+        torch.stack([one.first for one in by_turn]),
+        None if first_cell is None else torch.stack([one.first_cell for one in by_turn if one.first_cell is not None]),
+        *(gradient for one in by_turn for gradient in one.weights),
     ]
 
 

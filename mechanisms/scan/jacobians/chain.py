@@ -166,16 +166,16 @@ def count_flops(plan: ScanPlan, patterns: Sequence[CsrPattern]) -> list[StepFlop
     """
     if len(patterns) != plan.matrices:
         raise ValueError(f"the plan is for {plan.matrices} Jacobians, not for {len(patterns)}")
-    known = dict(enumerate(patterns, start=1))
+    pattern_of = dict(enumerate(patterns, start=1))
     costs: list[tuple[int, int]] = []
     for step in plan.steps:
-        matrix = known[step.matrix]
+        matrix = pattern_of[step.matrix]
         if step.is_vector:
             costs.append((flop_of_vector(matrix), matrix.rows * matrix.columns))
         else:
-            operand = known[step.operand]
+            operand = pattern_of[step.operand]
             costs.append((flop_of_product(matrix, operand), matrix.rows * matrix.columns * operand.columns))
-            known[step.result] = product_pattern(matrix, operand)
+            pattern_of[step.result] = product_pattern(matrix, operand)
     critical = longest_path(plan, [flop for flop, _ in costs])
     return [
         StepFlop(step, "mv" if step.is_vector else "mm", flop, size, step.result in critical)
@@ -191,12 +191,12 @@ def longest_path(plan: ScanPlan, flops: Sequence[int]) -> set[int]:
         latest = max((step.matrix, step.operand), key=lambda number: finished.get(number, 0))
         waited_for[step.result] = latest
         finished[step.result] = finished.get(latest, 0) + flop
-    found: set[int] = set()
+    path: set[int] = set()
     at = max(finished, key=lambda number: finished[number], default=None)
     while at is not None and at in waited_for:
-        found.add(at)
+        path.add(at)
         at = waited_for[at]
-    return found
+    return path
 
 
 class JacobianScan:
@@ -217,14 +217,14 @@ class JacobianScan:
     def __init__(self, patterns: Sequence[CsrPattern], levels: int | None = None) -> None:
         self.plan = scan_plan(len(patterns), levels)
         self._patterns = tuple(patterns)
-        known = dict(enumerate(patterns, start=1))
+        pattern_of = dict(enumerate(patterns, start=1))
         self._plans: list[ProductPlan | VectorPlan] = []
         for step in self.plan.steps:
             if step.is_vector:
-                self._plans.append(VectorPlan(known[step.matrix]))
+                self._plans.append(VectorPlan(pattern_of[step.matrix]))
             else:
-                product = ProductPlan(known[step.matrix], known[step.operand])
-                known[step.result] = product.pattern
+                product = ProductPlan(pattern_of[step.matrix], pattern_of[step.operand])
+                pattern_of[step.result] = product.pattern
                 self._plans.append(product)
 
     def __call__(self, gradient: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
@@ -238,15 +238,15 @@ class JacobianScan:
             ValueError: another number of values, or a shape or dtype that does not fit.
         """
         self._check(gradient, values)
-        held: dict[int, Tensor] = {0: gradient, **dict(enumerate(values, start=1))}
+        results: dict[int, Tensor] = {0: gradient, **dict(enumerate(values, start=1))}
         needed_until = {number: index for index, step in enumerate(self.plan.steps) for number in _read_by(step)}
         keep = set(self.plan.gradients)
         for index, (step, plan) in enumerate(zip(self.plan.steps, self._plans, strict=True)):
-            held[step.result] = plan(held[step.matrix], held[step.operand])
+            results[step.result] = plan(results[step.matrix], results[step.operand])
             for number in _read_by(step):
                 if needed_until[number] == index and number not in keep:
-                    held.pop(number, None)
-        return [held[number] for number in self.plan.gradients]
+                    results.pop(number, None)
+        return [results[number] for number in self.plan.gradients]
 
     def _check(self, gradient: Tensor, values: Sequence[Tensor]) -> None:
         if len(values) != len(self._patterns):

@@ -321,14 +321,14 @@ def _output_sizes(
     ceil_mode: bool,
 ) -> tuple[int, ...]:
     """Positions along each dimension; with `ceil_mode` a window may hang over, but must start inside or on padding."""
-    found = []
+    counts = []
     for size, k, s, pad, d in zip(sizes, kernel, stride, padding, dilation, strict=True):
         room = size + 2 * pad - d * (k - 1) - 1
         count = (math.ceil(room / s) if ceil_mode else room // s) + 1
         if ceil_mode and (count - 1) * s >= size + pad:
             count -= 1
-        found.append(count)
-    return tuple(found)
+        counts.append(count)
+    return tuple(counts)
 
 
 def _planes(windows: Windows, input_shape: torch.Size) -> tuple[CsrPattern, Tensor]:
@@ -542,12 +542,12 @@ def jacobian_of(
     if builder is None:
         raise UnknownJacobian(f"{type(layer).__name__} has no analytic Jacobian here")
     try:
-        found = builder(layer, torch.Size(input_shape))
+        jacobian = builder(layer, torch.Size(input_shape))
     except UnknownJacobian as reason:
         raise UnknownJacobian(f"{type(layer).__name__}: {reason}") from None
     if device is not None:
-        found.move(torch.device(device))
-    return found
+        jacobian.move(torch.device(device))
+    return jacobian
 
 
 @checked
@@ -557,6 +557,6 @@ def transposed_jacobian(layer: nn.Module, inputs: Tensor) -> tuple[Tensor, Spars
     Raises:
         UnknownJacobian: as for `jacobian_of`.
     """
-    known = jacobian_of(layer, inputs.shape[1:], inputs.device)
-    outputs, saved = known.run(layer, inputs)
-    return outputs, SparseJacobian(known.pattern, known.values(*saved))
+    jacobian = jacobian_of(layer, inputs.shape[1:], inputs.device)
+    outputs, saved = jacobian.run(layer, inputs)
+    return outputs, SparseJacobian(jacobian.pattern, jacobian.values(*saved))
