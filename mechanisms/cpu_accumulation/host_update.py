@@ -238,16 +238,16 @@ def whole_state(part: dict[int, Any], ranks: SharedSum, *, keep: bool) -> dict[i
     whole = dict(part)
     for root in range(ranks.ranks):
         sends = root == ranks.rank
-        told = shown(
+        descriptions = shown(
             {number: _mapped(state, _described) for number, state in part.items()} if sends else None, root, ranks
         )
-        for number in told:
+        for number in descriptions:
             if sends:
                 for tensor in _tensors(part[number]):
                     if _is_sent(tensor):
                         broadcast([tensor], root, ranks)
                 continue
-            state = _mapped(told[number], lambda one, root=root: _received(one, root, ranks))  # type: ignore[misc]
+            state = _mapped(descriptions[number], lambda one, root=root: _received(one, root, ranks))  # type: ignore[misc]
             if keep:
                 whole[number] = state
     return {number: whole[number] for number in sorted(whole)}
@@ -498,8 +498,8 @@ class HostUpdate:
         if does >= _Does.END or len(self._optimizer.state) != self._states:
             self._held, self._states = self._shared_state_bytes(), len(self._optimizer.state)
         mine = [dist.get_rank(), does, self._held, which, weights, sample]
-        ranks, do, held, steps, written, samples = zip(*numbers_of_all(mine, self._ranks), strict=True)
-        self._report = replace(self._report, whole_state_bytes=int(sum(held)))
+        ranks, do, state_sizes, steps, written, samples = zip(*numbers_of_all(mine, self._ranks), strict=True)
+        self._report = replace(self._report, whole_state_bytes=int(sum(state_sizes)))
         if len({one >= _Does.END for one in do}) > 1:
             other, what = next(
                 (int(rank), one)

@@ -160,13 +160,13 @@ class SharedSum:
     def _uneven(self) -> str:
         two = (ctypes.c_int64 * 8)()
         self._library.retime_sums_differ(self._sums, two)
-        told = []
+        texts = []
         for rank, count, dtype, root in (two[:4], two[4:]):
             what = "to the sum" if root < 0 else f"for a copy of rank {self._names[root]}'s"
-            told.append(f"{self._named(rank)} brings {count} values of {list(_DTYPES)[dtype]} {what}")
+            texts.append(f"{self._named(rank)} brings {count} values of {list(_DTYPES)[dtype]} {what}")
         return (
-            f"{', but '.join(told)}: let all ranks sum tensors of the same sizes in the same order; if one of them has "
-            "failed, see its own error"
+            f"{', but '.join(texts)}: let all ranks sum tensors of the same sizes in the same order; if one of them "
+            "has failed, see its own error"
         )
 
     def times(self) -> SumTimes:
@@ -174,10 +174,10 @@ class SharedSum:
         if self._nanoseconds is None:
             self._nanoseconds = (ctypes.c_int64 * 4)()
             self._library.retime_sums_time(self._sums, self._nanoseconds)
-        found = SumTimes(*(nanoseconds / 1e6 for nanoseconds in self._nanoseconds))
+        times = SumTimes(*(nanoseconds / 1e6 for nanoseconds in self._nanoseconds))
         for phase in range(len(self._nanoseconds)):
             self._nanoseconds[phase] = 0
-        return found
+        return times
 
     def stop(self) -> None:
         """Let a sum that another thread runs end, here and on all other ranks, with an error that names this one."""
@@ -225,13 +225,13 @@ class SharedFile:
         available = psutil.virtual_memory().available
         if size > available:  # the kernel would end processes to find it
             raise OSError(errno.ENOMEM, f"{size} bytes are wanted and {available} are available")
-        made = cls(os.memfd_create("retime-sums", os.MFD_CLOEXEC))
+        shared = cls(os.memfd_create("retime-sums", os.MFD_CLOEXEC))
         try:
-            os.posix_fallocate(made.file, 0, size)
+            os.posix_fallocate(shared.file, 0, size)
         except BaseException:
-            made.close()
+            shared.close()
             raise
-        return made
+        return shared
 
     @property
     def path(self) -> str:
@@ -340,7 +340,7 @@ class GlooSums:
         self._group, self.note = group, note
 
     def add(self, values: Tensor, scale: float = 1.0) -> None:
-        """By an all-reduce; half precision in float32."""
+        """Sum by an all-reduce; half precision in float32."""
         if scale != 1:
             values.mul_(scale)
         _all_reduce(values, self._group)
@@ -360,7 +360,7 @@ class GlooSums:
 
 
 class MachineSums:
-    """In shared memory within each machine; one rank of each then adds up over the machines.
+    """Sums in shared memory within each machine; one rank of each then adds up over the machines.
 
     Args:
         shared: of this machine's ranks.
@@ -428,22 +428,22 @@ def host_sums(group: Any = None, timeout: timedelta | None = None) -> HostSums:
     me = dist.get_rank(control)
     local = [rank for rank, one in enumerate(ranks) if one.machine == ranks[me].machine]
     with ExitStack() as files:
-        chunk_bytes, made = 0, None
+        chunk_bytes, own = 0, None
         if local[0] == me:
-            made, chunk_bytes, why_not = _made(library, len(local))
-            if made is not None:
-                files.callback(made.close)
-        offers = _gathered((made.path if made else "", chunk_bytes, why_not), control)
+            own, chunk_bytes, why_not = _made(library, len(local))
+            if own is not None:
+                files.callback(own.close)
+        offers = _gathered((own.path if own else "", chunk_bytes, why_not), control)
         path, chunk_bytes, why_not = offers[local[0]]
         shared = None
         if not why_not:
             try:
-                found = made or SharedFile.find(path)
-                files.callback(found.close)
+                file = own or SharedFile.find(path)
+                files.callback(file.close)
                 processes = [ranks[rank].process for rank in local]
                 names = [dist.get_global_rank(control, rank) for rank in local]
                 place = local.index(me)
-                shared = SharedSum(library, found.file, place, processes, names, timeout or _TIMEOUT, chunk_bytes)
+                shared = SharedSum(library, file.file, place, processes, names, timeout or _TIMEOUT, chunk_bytes)
             except OSError as error:
                 why_not = f"memory that {path} stands for cannot be shared: {error}"
         reasons = _gathered(why_not, control)  # before the one who made it closes it
@@ -474,9 +474,9 @@ def _made(library: Any, ranks: int) -> tuple[SharedFile | None, int, str]:
 
 
 def _gathered(mine: T, group: Any) -> list[T]:
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, mine, group=group)
-    return told
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
 
 
 def _all_reduce(values: Tensor, group: Any) -> None:
