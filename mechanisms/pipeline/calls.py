@@ -50,7 +50,7 @@ class LayerInterceptors:
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self.visitor: Visitor | None = None
         self.around: Callable[[nn.Module], AbstractContextManager[None]] | None = None
-        """In which a layer runs, for those that have their values only then."""
+        """Gives the context in which a layer runs, for layers that have their values only then."""
         self._layers = list(layers)
         self._handles = [
             layer.register_forward_pre_hook(_Before(self, number), prepend=True, with_kwargs=True)
@@ -211,14 +211,14 @@ def tensors_in_order(value: Any) -> list[Tensor]:
 def replaced_tensors(value: Any, tensors: dict[int, Tensor]) -> Any:
     """A copy of a nested value with other tensors at some places of :func:`tensors_in_order`."""
     leaves, structure = tree_flatten(value)
-    number, found = 0, []
+    number, changed = 0, []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            found.append(tensors.get(number, leaf))
+            changed.append(tensors.get(number, leaf))
             number += 1
         else:
-            found.append(leaf)
-    return tree_unflatten(found, structure)
+            changed.append(leaf)
+    return tree_unflatten(changed, structure)
 
 
 def shapes_of(value: Any) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:

@@ -85,7 +85,7 @@ def messages_of(whose: Callable[[], str]) -> Iterator[None]:
 
 
 def messages_of_group(group: Any) -> Any:
-    """As :func:`messages_of`, where all ranks of a group (None: all there are) send and receive."""
+    """Name messages as :func:`messages_of` does, where all ranks of a group (None: all there are) send and receive."""
 
     def whose() -> str:
         others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
@@ -150,7 +150,7 @@ class LayerResults:
         return any(self._axes.values()) or any(len(orders) == 1 for orders in self._orders.values())
 
     def tells(self, recorder: Recorder | None) -> None:
-        """From now on a recorder is told what layers return."""
+        """Give what layers return from now on to a recorder; None: to none."""
         self._recorder = recorder
 
     @contextmanager

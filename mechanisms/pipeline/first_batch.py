@@ -47,11 +47,11 @@ def agreed_seeds(place: RankInfo, batch: Any, count: int) -> list[int]:
         PipelineError: this rank's batch is not that of the first one.
     """
     mine = torch.tensor([int(torch.randint(2**62, ())), _checksum(batch)])
-    told = mine.to(place.device, copy=True)
+    of_first = mine.to(place.device, copy=True)
     if place.ranks > 1:
         with messages_of_group(place.group):
-            dist.broadcast(told, place.world_rank(0), group=place.group)
-    seed, checksum = told.tolist()
+            dist.broadcast(of_first, place.world_rank(0), group=place.group)
+    seed, checksum = of_first.tolist()
     if checksum != int(mine[1]):
         raise PipelineError(
             f"{DIFFERENT}. The first batches were the same, so look for a shuffle that ranks seed apart"
@@ -60,12 +60,12 @@ def agreed_seeds(place: RankInfo, batch: Any, count: int) -> list[int]:
 
 
 def _checksum(batch: Any) -> int:
-    found = 0
+    checksum = 0
     for tensor in tensors_in_order(batch):
-        found = zlib.crc32(repr((tuple(tensor.shape), tensor.dtype)).encode(), found)
+        checksum = zlib.crc32(repr((tuple(tensor.shape), tensor.dtype)).encode(), checksum)
         if tensor.layout == torch.strided and tensor.numel():
-            found = zlib.crc32(_some_bytes(tensor), found)
-    return found
+            checksum = zlib.crc32(_some_bytes(tensor), checksum)
+    return checksum
 
 
 def _some_bytes(tensor: Tensor) -> bytes:
@@ -156,13 +156,13 @@ class FirstBatch:
                 step,
                 batch,
                 parts,
-                told=config.loss_weight,
+                loss_weight=config.loss_weight,
                 gates=self._gates,
                 names=self._place.names,
             )
             weights = replace(weights, certificate=self._place.agreed(weights.certificate))
         with self._no_trace(batch):
-            found = survey(
+            surveyed = survey(
                 lambda: seeded(step, parts[0]),
                 self._model,
                 self._gates,
@@ -170,13 +170,13 @@ class FirstBatch:
                 self._place.names,
                 lambda: self._no_trace(batch, parameters=False),
             )
-        planner = self._planner(found, config)
+        planner = self._planner(surveyed, config)
         plan, whole = planner.plan(len(parts)), StepModule(self._model)
         # its hooks on layers are to stay: not inside of what leaves no trace
         split = SplitBackward(whole)
         try:
             with self._no_trace(batch):
-                spread = self._cut(step, parts[0], found, planner, plan, weights, whole, split)
+                spread = self._cut(step, parts[0], surveyed, planner, plan, weights, whole, split)
         except BaseException:
             split.remove()
             raise
@@ -205,18 +205,18 @@ class FirstBatch:
         if any(one != everyone[0] for one in everyone):
             raise PipelineError(DIFFERENT)
 
-    def _planner(self, found: Survey, config: PipelineConfig) -> Planner:
-        hop, message = self._hop_ms(max((sum(t.nbytes for t in given) for given in found.given), default=0))
+    def _planner(self, surveyed: Survey, config: PipelineConfig) -> Planner:
+        hop, message = self._hop_ms(max((sum(t.nbytes for t in given) for given in surveyed.given), default=0))
         costs = self._place.agreed(
             Costs(
-                tuple(found.forward_ms),
-                tuple(found.saved_bytes),
+                tuple(surveyed.forward_ms),
+                tuple(surveyed.saved_bytes),
                 hop,
                 _TASK_MS,
-                tuple(found.output_gradient_ms),
-                tuple(found.weight_gradient_ms),
+                tuple(surveyed.output_gradient_ms),
+                tuple(surveyed.weight_gradient_ms),
                 message,
-                self._parameter_bytes(found),
+                self._parameter_bytes(surveyed),
             )
         )
         return Planner(
@@ -228,13 +228,13 @@ class FirstBatch:
             split=config.split,
         )
 
-    def _parameter_bytes(self, found: Survey) -> tuple[int, ...]:
-        """By layer, with what is around the layers in the outermost."""
-        held = [set(layer.parameters()) for layer in self._layers.modules]
-        around = set(self._model.parameters()).difference(*held)
-        held[0] |= around & found.front
-        held[-1] |= around & found.behind
-        return tuple(sum(map(nbytes, one)) for one in held)
+    def _parameter_bytes(self, surveyed: Survey) -> tuple[int, ...]:
+        """Return the bytes by layer, with what is around the layers in the outermost."""
+        by_layer = [set(layer.parameters()) for layer in self._layers.modules]
+        around = set(self._model.parameters()).difference(*by_layer)
+        by_layer[0] |= around & surveyed.front
+        by_layer[-1] |= around & surveyed.behind
+        return tuple(sum(map(nbytes, one)) for one in by_layer)
 
     def _hop_ms(self, nbytes: int) -> tuple[float, float]:
         """Return the time of a message from rank 0 to rank 1, and what it takes of their processors."""
@@ -260,7 +260,7 @@ class FirstBatch:
         self,
         step: Callable[[Any], Any],
         part: Any,
-        found: Survey,
+        surveyed: Survey,
         planner: Planner,
         plan: PipelinePlan,
         weights: LossWeights,
@@ -269,7 +269,9 @@ class FirstBatch:
     ) -> PipelineState:
         """Run one micro-batch in stages on this rank alone: what a stage is sent, and which parameters it uses."""
         place = self._place
-        self._gates.visitor = TrainingCall(plan, place.rank, place.device, found.outputs, place.names, found.writes)
+        self._gates.visitor = TrainingCall(
+            plan, place.rank, place.device, surveyed.outputs, place.names, surveyed.writes
+        )
         mine = [stage for stage, rank in enumerate(plan.rank_of) if rank == place.rank]
         positions: dict[int, list[int]] = {}
         edges: dict[int, list[Tensor]] = {}
@@ -277,7 +279,7 @@ class FirstBatch:
         try:
             answer: Any = call.resume()
             for stage in mine:
-                given = found.given[plan.layers_of(stage)[0]]
+                given = surveyed.given[plan.layers_of(stage)[0]]
                 while isinstance(answer, AtEdge) and answer.stage != stage:
                     answer = call.resume()
                 assert isinstance(answer, AtEdge)
@@ -305,8 +307,8 @@ class FirstBatch:
         flags = {stage + 1: [one.requires_grad for one in roots[stage]] for stage in mine if stage + 1 < plan.stages}
         needs_gradient = _merged(place.all_gather(flags))
         graphs = {stage: Reached(roots[stage]) for stage in mine}
-        self._check_graphs(graphs, roots, found, plan)
-        self._check_values(edges, found, plan)
+        self._check_graphs(graphs, roots, surveyed, plan)
+        self._check_values(edges, surveyed, plan)
         split.watch([root for stage in mine for root in roots[stage]])
         for stage in mine:
             split.drop(stage)
@@ -322,22 +324,22 @@ class FirstBatch:
             split,
             owners,
             weights,
-            found.outputs,
+            surveyed.outputs,
             positions,
             needs_gradient,
-            found.writes,
+            surveyed.writes,
         )
         self._divide(spread, {stage: graph.leaves for stage, graph in graphs.items()})
         return spread
 
     def _check_graphs(
-        self, graphs: dict[int, Reached], roots: dict[int, list[Tensor]], found: Survey, plan: PipelinePlan
+        self, graphs: dict[int, Reached], roots: dict[int, list[Tensor]], surveyed: Survey, plan: PipelinePlan
     ) -> None:
         """Raise on all ranks what one of them finds."""
-        why, skip = _why_not(graphs, roots, plan), self._skip(found, plan)
+        why, skip = _why_not(graphs, roots, plan), self._skip(surveyed, plan)
         if why is not None and why != _NO_GRADIENT and skip is not None:
             why = f"{skip}. {_TAKE_ALL}"
-        if why == _NO_GRADIENT and loss_of(found.output).requires_grad:
+        if why == _NO_GRADIENT and loss_of(surveyed.output).requires_grad:
             why = (
                 f"the loss does not depend on what {self._place.names[-1]!r} gives, the last of the layers, as of a "
                 "second head that is not trained: leave it out of the list, or call it in front of the others"
@@ -357,25 +359,25 @@ class FirstBatch:
                 "layer of the list, or freeze what is not used"
             )
 
-    def _check_values(self, edges: dict[int, list[Tensor]], found: Survey, plan: PipelinePlan) -> None:
+    def _check_values(self, edges: dict[int, list[Tensor]], surveyed: Survey, plan: PipelinePlan) -> None:
         """Raise on all ranks where a stage gives something else than the whole model did."""
         wrong = None
         for stage, tensors in edges.items():
             last = stage + 1 == plan.stages
-            whole = [loss_of(found.output)] if last else found.given[plan.layers_of(stage + 1)[0]]
+            whole = [loss_of(surveyed.output)] if last else surveyed.given[plan.layers_of(stage + 1)[0]]
             if not all(_near(one, other) for one, other in zip(tensors, whole, strict=True)):
                 wrong = wrong or (
                     f"what stands between the layers and around them gives other numbers when stage {stage + 1} runs "
-                    f"by itself: {self._skip(found, plan) or _GOES_PAST}. {_TAKE_ALL}"
+                    f"by itself: {self._skip(surveyed, plan) or _GOES_PAST}. {_TAKE_ALL}"
                 )
         for said in self._place.all_gather(wrong):
             if said is not None:
                 raise PipelineError(said)
 
-    def _skip(self, found: Survey, plan: PipelinePlan) -> str | None:
+    def _skip(self, surveyed: Survey, plan: PipelinePlan) -> str | None:
         """Which tensor a stage does not have, if the whole step's graph shows one."""
         names, stage_of = [*map(repr, self._place.names), "what lies behind the layers"], [*plan.stage_of, plan.stages]
-        for one, other in found.skips:
+        for one, other in surveyed.skips:
             if stage_of[one] < stage_of[other]:
                 return (
                     f"what {names[one]} gives goes past the next layer to {names[other]}, whose stage does not "
@@ -427,7 +429,7 @@ def _why_not(graphs: dict[int, Reached], roots: dict[int, list[Tensor]], plan: P
 
 
 def _merged(everyone: Sequence[dict[int, Any]]) -> dict[int, Any]:
-    return {stage: one for found in everyone for stage, one in found.items()}
+    return {stage: one for of_rank in everyone for stage, one in of_rank.items()}
 
 
 def _fingerprint(tensor: Tensor) -> tuple[torch.Size, list[str]]:

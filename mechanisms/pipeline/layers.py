@@ -58,13 +58,13 @@ def find_layers(model: nn.Module, path: str | None, ranks: int) -> LayerList | N
     if any(is_compiled(module) for module in model.modules()):
         raise PipelineError("a compiled model cannot be cut between its layers: leave out torch.compile")
     total = sum(map(nbytes, model.parameters()))
-    found = _best(model, total, ranks) if path is None or path == AUTO else _at(model, path)
-    if found is not None and len(found.modules) < ranks:
+    chosen = _best(model, total, ranks) if path is None or path == AUTO else _at(model, path)
+    if chosen is not None and len(chosen.modules) < ranks:
         raise PipelineError(
-            f"{found.path!r} has {len(found.modules)} layers for {ranks} ranks: use fewer ranks, or give layers= the "
+            f"{chosen.path!r} has {len(chosen.modules)} layers for {ranks} ranks: use fewer ranks, or give layers= the "
             "path of a longer list"
         )
-    return found
+    return chosen
 
 
 def first_layers(
@@ -102,8 +102,8 @@ def _at(model: nn.Module, path: str) -> LayerList:
     try:
         module = model.get_submodule(path)
     except AttributeError as error:
-        known = ", ".join(repr(name) for name, _ in _lists(model)) or "none"
-        raise PipelineError(f"layers={path!r} is no module of the model; lists of layers in it: {known}") from error
+        listed = ", ".join(repr(name) for name, _ in _lists(model)) or "none"
+        raise PipelineError(f"layers={path!r} is no module of the model; lists of layers in it: {listed}") from error
     if not isinstance(module, nn.Sequential | nn.ModuleList):
         raise PipelineError(
             f"layers={path!r} is a {type(module).__name__}: give the path of a Sequential or ModuleList, whose entries "
@@ -115,8 +115,8 @@ def _at(model: nn.Module, path: str) -> LayerList:
 def _best(model: nn.Module, total: int, ranks: int) -> LayerList | None:
     best: LayerList | None = None
     for name, modules in _lists(model):
-        held = sum(nbytes(p) for p in {p for module in modules for p in module.parameters()})
-        enough = held >= LEAST_SHARE * total and len(modules) >= ranks
+        size_bytes = sum(nbytes(p) for p in {p for module in modules for p in module.parameters()})
+        enough = size_bytes >= LEAST_SHARE * total and len(modules) >= ranks
         if enough and (best is None or len(modules) > len(best.modules)):
             best = _listed(name, modules)
     return best
@@ -204,13 +204,13 @@ def call_chain(model: nn.Module, run: Callable[[], Any], ranks: int) -> LayerLis
         chain = [*chain[:place], *largest.inner, *chain[place + 1 :]]
     layers = [call for call in chain if is_layer(call)]
     names = [call.name for call in layers]
-    held = sum(nbytes(p) for p in {p for call in layers for p in call.module.parameters()})
-    if len(layers) < ranks or held < LEAST_SHARE * total or [name for name in order if name in names] != names:
-        known = ", ".join(map(repr, names)) or "none"
+    size_bytes = sum(nbytes(p) for p in {p for call in layers for p in call.module.parameters()})
+    if len(layers) < ranks or size_bytes < LEAST_SHARE * total or [name for name in order if name in names] != names:
+        listed = ", ".join(map(repr, names)) or "none"
         raise PipelineError(
             f"the model has no Sequential or ModuleList of {ranks} layers or more with half of its parameters, and the "
             f"step does not call {ranks} modules or more with half of them, each once and in the same order in "
-            f"training and evaluation (it does: {known}): put the layers into an nn.Sequential, or name the list with "
+            f"training and evaluation (it does: {listed}): put the layers into an nn.Sequential, or name the list with "
             "layers='path.to.it'"
         )
     return LayerList("modules in the order of their calls", [call.module for call in layers], names)

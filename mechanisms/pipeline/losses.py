@@ -150,8 +150,8 @@ def check_loss_weight(given: Any) -> None:
         )
 
 
-def _divisor(told: Callable[[Any], Any], batch: Any, what: str) -> float:
-    given = told(batch)
+def _divisor(loss_weight: Callable[[Any], Any], batch: Any, what: str) -> float:
+    given = loss_weight(batch)
     try:
         number = float(given)
     except (TypeError, ValueError, RuntimeError):
@@ -170,11 +170,11 @@ def look_at_losses(
     batch: Any,
     parts: Sequence[Any],
     *,
-    told: LossWeight | None = None,
+    loss_weight: LossWeight | None = None,
     gates: LayerInterceptors | None = None,
     names: Sequence[str] = (),
 ) -> tuple[LossWeights, FirstLook]:
-    """By what weights a batch's loss is that of its parts: by samples, by labels counted in them, or as a sum.
+    """Find by what weights a batch's loss is that of its parts: by samples, by labels counted in them, or as a sum.
 
     The operations behind the loss say which, unless the user does. Then the losses of this batch and of its parts are
     compared, as they are, and with noise in what each layer returns, sample by sample: there shows what is the same
@@ -186,7 +186,7 @@ def look_at_losses(
         step: the training step.
         batch: the first one.
         parts: its micro-batches.
-        told: the user's ``loss_weight``.
+        loss_weight: the user's ``loss_weight``.
         gates: at the layers.
         names: of the layers.
 
@@ -195,12 +195,12 @@ def look_at_losses(
     """
     gates = LayerInterceptors([]) if gates is None else gates
     results = gates.visitor = LayerResults(names)
-    divisor = None if isinstance(told, str) else told
-    if divisor is not None or told is not None:
-        weights = LossWeights(Certificate(Weighting("sum" if told == "sum" else "mean")), divisor)
+    divisor = None if isinstance(loss_weight, str) else loss_weight
+    if divisor is not None or loss_weight is not None:
+        weights = LossWeights(Certificate(Weighting("sum" if loss_weight == "sum" else "mean")), divisor)
         weights.of(batch, parts)  # whether it gives numbers
     if len(parts) == 1:
-        if told is None:
+        if loss_weight is None:
             weights = LossWeights(Certificate(None, "the first batch had one micro-batch"))
         return weights, FirstLook()
     look, samples = FirstLook(), [samples_in(part) for part in parts]
@@ -219,10 +219,10 @@ def look_at_losses(
             look.altered = _altered(step, batch, results, look.runs[0])
         finally:
             undo.put_back()
-        if told is None:
+        if loss_weight is None:
             weights = LossWeights(_certificate(look))
     except NotUnderstoodError as error:
-        if told is None:
+        if loss_weight is None:
             raise PipelineError(
                 f"how the losses of micro-batches add up to a batch's cannot be told from the loss: {error}. So that "
                 f"nothing else is trained, {_WHAT_TO_DO}"
@@ -247,7 +247,7 @@ def look_at_losses(
             continue  # layers cannot give that, as probabilities above 1
         look.low_precision = results.low_precision
         near = _LOW_PRECISION if look.low_precision else _TOLERANCE.get(_loss(whole).dtype, _LOW_PRECISION)
-        _compare(_loss(whole), [_loss(output) for output in outputs], each, near, told, bool(noise))
+        _compare(_loss(whole), [_loss(output) for output in outputs], each, near, loss_weight, bool(noise))
         look.examples.append(Examples(whole, outputs, each, samples))
         if noise or not results.can_have_noise:
             break
@@ -313,19 +313,19 @@ def _certificate(look: FirstLook) -> Certificate:
 
 
 def _compare(
-    whole: Tensor, losses: Sequence[Tensor], weights: Sequence[float], near: float, told: Any, noise: bool
+    whole: Tensor, losses: Sequence[Tensor], weights: Sequence[float], near: float, loss_weight: Any, noise: bool
 ) -> None:
     """Raise where the weighted losses are not the batch's; those that count for nothing may have no value."""
     counted = [(weight, float(loss)) for weight, loss in zip(weights, losses, strict=True) if weight]
     scale = max([abs(weight * loss) for weight, loss in counted] + [abs(float(whole)), 1e-12])
-    found = sum(weight * loss for weight, loss in counted)
-    if abs(found - float(whole)) <= near * scale * math.sqrt(len(losses)):
+    total = sum(weight * loss for weight, loss in counted)
+    if abs(total - float(whole)) <= near * scale * math.sqrt(len(losses)):
         return
     where = "of layers whose outputs were changed at random, sample by sample," if noise else "of the first batch"
-    by = "weighed by loss_weight=" if told is not None else "weighed by what the loss is a mean or a sum over"
+    by = "weighed by loss_weight=" if loss_weight is not None else "weighed by what the loss is a mean or a sum over"
     raise PipelineError(
         f"the loss {where} is {float(whole):.6g}, and those of its {len(losses)} micro-batches, {by}, add up to "
-        f"{found:.6g}: samples of a batch influence one another, or the loss is not what it is taken for. So that "
+        f"{total:.6g}: samples of a batch influence one another, or the loss is not what it is taken for. So that "
         f"nothing else is trained, {_WHAT_TO_DO}"
     )
 

@@ -44,9 +44,9 @@ def initial_values(
     Raises:
         PipelineError: nobody says how a parameter begins.
     """
-    held = {p for module in modules for p in own_parameters(module).values() if p is not None}
-    kept = {p: p.data for p in held if p not in wanted}
-    for parameter in held:  # what is not wanted has a copy to write into
+    parameters = {p for module in modules for p in own_parameters(module).values() if p is not None}
+    kept = {p: p.data for p in parameters if p not in wanted}
+    for parameter in parameters:  # what is not wanted has a copy to write into
         parameter.data = memory_for(parameter).fill_(float("nan"))
     random = random_state()
     try:
@@ -78,9 +78,9 @@ def initial_buffers(model: nn.Module, names: Mapping[nn.Module, str], module: nn
     """
     said = _who_says(model, names, module)
     if not said:
-        known = ", ".join(repr(key) for key in own_buffers(module))
+        keys = ", ".join(repr(key) for key in own_buffers(module))
         raise PipelineError(
-            f"buffers of {names[module]!r} ({known}) are on the meta device, and nobody says how they begin: make them "
+            f"buffers of {names[module]!r} ({keys}) are on the meta device, and nobody says how they begin: make them "
             f"with torch.device('cpu'), or give {type(module).__name__} a reset_parameters()"
         )
     own = [p for p in own_parameters(module).values() if p is not None]
@@ -105,19 +105,19 @@ def _unknown(module: nn.Module, wanted: set[Tensor]) -> list[str]:
 
 def _who_says(model: nn.Module, names: Mapping[nn.Module, str], module: nn.Module) -> list[Callable[[nn.Module], Any]]:
     """Return what may give a module its initial values, the nearest module around it first, and it itself last."""
-    found: list[Callable[[nn.Module], Any]] = []
+    initialisers: list[Callable[[nn.Module], Any]] = []
     parts = names[module].split(".") if names[module] else []
     for length in range(len(parts), -1, -1):
         around = model.get_submodule(".".join(parts[:length]))
         say = getattr(around, "_init_weights", None)
         if callable(say):
-            found.append(say)
+            initialisers.append(say)
             break
     own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     has_own = any(one is not None for one in (*own_parameters(module).values(), *own_buffers(module).values()))
     if callable(own) and has_own:
-        found.append(lambda _: own())
-    return found
+        initialisers.append(lambda _: own())
+    return initialisers
 
 
 def is_on_meta(model: nn.Module) -> bool:
@@ -165,16 +165,18 @@ class DeferredInitModel:
         self._filled: set[Tensor] = set()
         self._spare: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
         """Memory of parameters that had values for a while: allocators may not give the same twice."""
-        made: dict[Tensor, nn.Parameter] = {}
+        with_memory: dict[Tensor, nn.Parameter] = {}
         with_buffers: list[nn.Module] = []
         for module in model.modules():
             for key, parameter in list(own_parameters(module).items()):
                 if parameter is None or parameter.device.type != "meta":
                     continue
-                if parameter not in made:
-                    made[parameter] = nn.Parameter(_nothing(parameter, device), requires_grad=parameter.requires_grad)
-                    self._owner[made[parameter]] = module
-                own_parameters(module)[key] = made[parameter]
+                if parameter not in with_memory:
+                    with_memory[parameter] = nn.Parameter(
+                        _nothing(parameter, device), requires_grad=parameter.requires_grad
+                    )
+                    self._owner[with_memory[parameter]] = module
+                own_parameters(module)[key] = with_memory[parameter]
             for key, buffer in list(own_buffers(module).items()):
                 if buffer is not None and buffer.device.type == "meta":
                     own_buffers(module)[key] = torch.zeros_like(buffer, device=device)

@@ -293,7 +293,7 @@ class Ownership:
         self.unreached: list[str] = []
         self.shared: dict[str, list[int]] = {}
         for name in self.parameters:
-            ranks = [rank for rank, found in enumerate(others) if name in found]
+            ranks = [rank for rank, of_rank in enumerate(others) if name in of_rank]
             self.ranks[name] = ranks or list(range(len(others)))
             if not ranks:
                 self.unreached.append(name)
@@ -343,11 +343,11 @@ class Ownership:
             self._send(buffer, self._owner_of_buffers.get(name, 0))
         for owner, module, attribute in self._computed:
             mine = vars(module).get(attribute) if owner == self._rank else None
-            told = [mine.detach() if isinstance(mine, Tensor) else mine]
+            payload = [mine.detach() if isinstance(mine, Tensor) else mine]
             with messages_of_group(self._group):
-                dist.broadcast_object_list(told, dist.get_global_rank(self._group, owner), group=self._group)
+                dist.broadcast_object_list(payload, dist.get_global_rank(self._group, owner), group=self._group)
             if owner != self._rank:
-                setattr(module, attribute, told[0])
+                setattr(module, attribute, payload[0])
 
     @contextmanager
     def whole(self, names: Iterable[str] | None = None) -> Iterator[None]:
@@ -420,10 +420,10 @@ class Ownership:
         everyone = gathered(mine, self._group)
         if everyone is None:
             return None
-        found: dict[Any, Any] = {}
+        merged: dict[Any, Any] = {}
         for part in reversed(everyone):
-            found |= part
-        return found
+            merged |= part
+        return merged
 
     @property
     def bytes_by_rank(self) -> list[int]:
@@ -518,14 +518,14 @@ def whole_model_state(model: nn.Module, state: dict[str, Any], owners: Ownership
         for key, value in state.items()
         if isinstance(value, Tensor) and owners.counts_state(owner_of.get(key, key))
     }
-    found = owners.gather(mine)
-    if found is None:
+    values = owners.gather(mine)
+    if values is None:
         return state
-    return type(state)((key, found.get(owner_of.get(key, key), value)) for key, value in state.items())
+    return type(state)((key, values.get(owner_of.get(key, key), value)) for key, value in state.items())
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
-    """By each name of a parameter or buffer, its first: tied weights are sent once, and one tensor in the file too."""
+    """Return each tensor's first name, by each of its names: tied weights are sent once, and saved once too."""
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     first: dict[Tensor, str] = {}
     return {name: first.setdefault(tensor, name) for name, tensor in named}
@@ -540,10 +540,10 @@ def whole_optimizer_state(optimizer: Optimizer, state: dict[str, Any], owners: O
         for index, one in state["state"].items()
         if not isinstance(index, int) or owners.counts_state(names[parameters[index]])
     }
-    found = owners.gather(mine)
-    if found is None:
+    states = owners.gather(mine)
+    if states is None:
         return state
-    return {**state, "state": dict(sorted(found.items(), key=lambda item: str(item[0]).rjust(12)))}
+    return {**state, "state": dict(sorted(states.items(), key=lambda item: str(item[0]).rjust(12)))}
 
 
 def forget_absent(optimizer: Optimizer, owners: Ownership) -> None:

@@ -87,7 +87,7 @@ _LETTERS: dict[Kind, Literal["F", "O", "W"]] = {Kind.F: "F", Kind.O: "O", Kind.W
 
 @dataclass(frozen=True)
 class Costs:
-    """Of the layers, for one micro-batch.
+    """What the layers cost, for one micro-batch.
 
     Attributes:
         forward_ms: measured.
@@ -442,7 +442,7 @@ class Planner:
         return _by_stage(self._costs.saved_bytes, self._stage_of(name, stages), stages)
 
     def _estimated(self, name: str, stages: int) -> StageCosts:
-        """From what the layers took in the first batch."""
+        """Return the stages' costs by what the layers took in the first batch."""
         costs, stage_of = self._costs, self._stage_of(name, stages)
         forward, output, weight = (
             tuple(took + costs.task_ms for took in _by_stage(times, stage_of, stages)) for times in costs.by_kind

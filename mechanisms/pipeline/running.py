@@ -200,11 +200,11 @@ class EvaluationBroadcast:
         return output
 
     def _told(self, layer: int, kind: TensorSpec | None) -> TensorSpec:
-        told = [kind]
+        payload = [kind]
         with messages_of_group(self._group):
-            dist.broadcast_object_list(told, self._source(layer), group=self._group)
-        assert told[0] is not None
-        return told[0]
+            dist.broadcast_object_list(payload, self._source(layer), group=self._group)
+        assert payload[0] is not None
+        return payload[0]
 
     def _broadcast(self, tensor: Tensor, layer: int) -> None:
         with messages_of_group(self._group):
@@ -257,18 +257,18 @@ class RankInfo:
     def agreed(self, mine: Any) -> Any:
         """What the first rank of the first pipeline gives, on all ranks of all pipelines."""
         if self.data_group is not None and self.rank == 0:
-            told = [mine]
+            payload = [mine]
             with messages_of_group(self.data_group):
-                dist.broadcast_object_list(told, dist.get_global_rank(self.data_group, 0), group=self.data_group)
-            mine = told[0]
+                dist.broadcast_object_list(payload, dist.get_global_rank(self.data_group, 0), group=self.data_group)
+            mine = payload[0]
         return self.broadcast(mine, 0)
 
     def broadcast(self, mine: Any, rank: int) -> Any:
         """What one rank gives, on all of them."""
-        told = [mine]
+        payload = [mine]
         with messages_of_group(self.group):
-            dist.broadcast_object_list(told, self.world_rank(rank), group=self.group)
-        return told[0]
+            dist.broadcast_object_list(payload, self.world_rank(rank), group=self.group)
+        return payload[0]
 
 
 class StepModule(nn.Module):
@@ -406,7 +406,7 @@ class RunningStep:
 
     @property
     def results(self) -> list[MicroBatchResult]:
-        """By micro-batch; empty on ranks without the last stage."""
+        """Return the results by micro-batch; empty on ranks without the last stage."""
         return [self._results[batch] for batch in sorted(self._results)]
 
     def begin(self) -> None:

@@ -119,7 +119,7 @@ class Stage:
         self._of(batch).received = [tensor.detach() for tensor in outputs]
 
     def get_local_bwd_output(self, batch: int) -> list[Tensor]:
-        """For a stage before that is on this rank."""
+        """Return the gradients for a stage before that is on this rank."""
         return self._input_gradients(batch)
 
     def set_local_bwd_input(self, gradients: list[Tensor], batch: int) -> None:
@@ -193,13 +193,13 @@ class Stage:
     def _input_gradients(self, batch: int) -> list[Tensor]:
         """Return the gradients of all inputs that need one; zeros where nothing of the loss came back."""
         one = self._of(batch)
-        found = [
+        gradients = [
             torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.contiguous()
             for tensor in one.inputs
             if tensor.requires_grad
         ]
         one.inputs = []
-        return found
+        return gradients
 
     def _messages(self, operation: Any, tensors: list[Tensor], step: int) -> list[dist.P2POp]:
         peer = self.stage_index_to_group_rank[self.stage_index + step]
@@ -246,11 +246,11 @@ class MeasuredTimes:
         Args:
             weight_share: of W in O and W together, by stage: for those that ran both in one pass.
         """
-        found = {}
+        times = {}
         for stage in {stage for stage, _ in self._took_ms}:
             took = {kind: median(values) for (one, kind), values in self._took_ms.items() if one == stage}
             if "O" not in took or "W" not in took:
                 took["W"] = weight_share[stage] * took["B"]
                 took["O"] = took["B"] - took["W"]
-            found[stage] = took["F"], took["O"], took["W"]
-        return found
+            times[stage] = took["F"], took["O"], took["W"]
+        return times

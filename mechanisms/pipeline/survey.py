@@ -30,22 +30,22 @@ from retime.mechanisms.pipeline.ownership import Reached
 
 def alike(layers: Sequence[nn.Module], given: Sequence[Sequence[Tensor]]) -> list[list[int]]:
     """The numbers of the layers, those of one class, with parameters and inputs of the same shapes, together."""
-    found: dict[tuple[Any, ...], list[int]] = {}
+    numbers_of: dict[tuple[Any, ...], list[int]] = {}
     for number, (layer, tensors) in enumerate(zip(layers, given, strict=True)):
         shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
         kind = type(layer), tuple(tuple(p.shape) for p in layer.parameters()), shapes
-        found.setdefault(kind, []).append(number)
-    return list(found.values())
+        numbers_of.setdefault(kind, []).append(number)
+    return list(numbers_of.values())
 
 
 def typical(values: Sequence[float], groups: Sequence[Sequence[int]]) -> list[float]:
     """Each layer's value, as the median of those of its group."""
-    found = list(values)
+    medians = list(values)
     for numbers in groups:
         middle = median(values[number] for number in numbers)
         for number in numbers:
-            found[number] = middle
-    return found
+            medians[number] = middle
+    return medians
 
 
 # How long the output gradient and the weight gradient of each layer take, in a step that runs whole on this rank.
@@ -180,10 +180,10 @@ class Survey:
 class _Looks:
     """A visitor that notes, and lets all layers run."""
 
-    def __init__(self, found: Survey, names: Callable[[int], str]) -> None:
-        self._found, self._name = found, names
+    def __init__(self, surveyed: Survey, names: Callable[[int], str]) -> None:
+        self._found, self._name = surveyed, names
         self._since = now()
-        self.backward = BackwardTimes(len(found.given))
+        self.backward = BackwardTimes(len(surveyed.given))
         self._before_ms = 0.0
         self.next = 0
         self._shapes: Shapes = ()
@@ -257,22 +257,24 @@ class _Looks:
 
     def end(self, model: nn.Module, layers: Sequence[nn.Module], *, gradients: bool) -> None:
         """The step has run: layers that are alike take the same, and what is around them counts with the outermost."""
-        after, found = self._lap(), self._found
+        after, surveyed = self._lap(), self._found
         self._note_written()
         for key, numbers in self._written.items():
-            found.outputs[key] = found.outputs[key].with_written(numbers)
+            surveyed.outputs[key] = surveyed.outputs[key].with_written(numbers)
         self._returned.clear()
-        found.behind = Reached(tensors_in_order(found.output), until={tensor.grad_fn for tensor in self._last}).leaves
-        self._note_skips(len(layers), tensors_in_order(found.output))
+        surveyed.behind = Reached(
+            tensors_in_order(surveyed.output), until={tensor.grad_fn for tensor in self._last}
+        ).leaves
+        self._note_skips(len(layers), tensors_in_order(surveyed.output))
         self._last, self._near = [], []
         self._gave.clear()
-        groups = alike(layers, found.given)
-        found.forward_ms = typical(found.forward_ms, groups)
-        found.forward_ms[0] += self._before_ms
-        found.forward_ms[-1] += after
-        times = self.backward.measure(found.output, model, layers, groups) if gradients else None
+        groups = alike(layers, surveyed.given)
+        surveyed.forward_ms = typical(surveyed.forward_ms, groups)
+        surveyed.forward_ms[0] += self._before_ms
+        surveyed.forward_ms[-1] += after
+        times = self.backward.measure(surveyed.output, model, layers, groups) if gradients else None
         if times is not None:
-            found.output_gradient_ms, found.weight_gradient_ms = times
+            surveyed.output_gradient_ms, surveyed.weight_gradient_ms = times
 
     def _note_written(self) -> None:
         """Between two layers: what earlier ones returned may have been written into, as by ``x.relu_()``."""
@@ -318,12 +320,12 @@ def survey(
     """
 
     def once(*, gradients: bool) -> Survey:
-        found = Survey(len(names))
-        looks = _Looks(found, lambda layer: repr(names[layer]))
+        surveyed = Survey(len(names))
+        looks = _Looks(surveyed, lambda layer: repr(names[layer]))
         gates.visitor = looks
         try:
             with torch.set_grad_enabled(gradients), saved_tensors_hooks(looks.saved, lambda tensor: tensor):
-                found.output = call()
+                surveyed.output = call()
             gates.visitor = None
             if looks.next < len(names):
                 raise PipelineError(
@@ -334,12 +336,12 @@ def survey(
         finally:
             gates.visitor = None
             looks.backward.remove()
-        return found
+        return surveyed
 
     with apart():
         once(gradients=False)
     with apart():
         forward_ms = once(gradients=False).forward_ms
-    found = once(gradients=True)
-    found.forward_ms = forward_ms
-    return found
+    surveyed = once(gradients=True)
+    surveyed.forward_ms = forward_ms
+    return surveyed

@@ -11,10 +11,10 @@ from support.pipeline_models import made
 
 def names(model: nn.Module, ranks: int, *given: Tensor) -> list[str]:
     assert find_layers(model, "auto", ranks) is None
-    found = call_chain(model, lambda: model(*given), ranks)
-    assert [model.get_submodule(name) for name in found.names] == found.modules
+    chain = call_chain(model, lambda: model(*given), ranks)
+    assert [model.get_submodule(name) for name in chain.names] == chain.modules
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    return found.names
+    return chain.names
 
 
 def test_in_the_order_of_calls_and_apart_where_one_is_too_large() -> None:

@@ -91,11 +91,11 @@ def test_memory_is_used_again_but_where_somebody_may_hold_it():
         first = model[0].weight.data_ptr()
     with hollow.filled(model[1], again=False):
         assert model[1].weight.data_ptr() == first
-        held = model[1].weight.detach()
-        values = held.clone()
+        weight = model[1].weight.detach()
+        values = weight.clone()
     hollow.fill(model[0])
-    assert model[0].weight.data_ptr() != held.data_ptr()
-    assert torch.equal(held, values)
+    assert model[0].weight.data_ptr() != weight.data_ptr()
+    assert torch.equal(weight, values)
 
 
 def test_those_that_stay_are_kept():

@@ -48,7 +48,7 @@ def batch(*, padded: int = 0, empty: int = 0) -> dict[str, Tensor]:
     }
 
 
-def look(step: Step, given: Any = None, told: Any = None, gates: bool = True) -> tuple[LossWeights, FirstLook]:
+def look(step: Step, given: Any = None, loss_weight: Any = None, gates: bool = True) -> tuple[LossWeights, FirstLook]:
     net, given = model(), batch() if given is None else given
     layers = list(net["x"]) + list(net["tokens"])  # type: ignore[call-overload]
     return look_at_losses(
@@ -56,7 +56,7 @@ def look(step: Step, given: Any = None, told: Any = None, gates: bool = True) ->
         lambda part: step(net, part),
         given,
         balanced_parts(given, 3),
-        told=told,
+        loss_weight=loss_weight,
         gates=LayerInterceptors(layers) if gates else None,
         names=list(map(str, range(len(layers)))),
     )
@@ -268,8 +268,8 @@ def test_heads_that_are_known(name):
     assert len(seen.examples) == 2, "with noise too"
     net, other = model().eval(), batch(padded=6)
     parts = balanced_parts(other, 3)
-    found = sum(w * float(step(net, part).detach()) for w, part in zip(weights.of(other, parts), parts, strict=True))
-    assert found == pytest.approx(float(step(net, other).detach()), rel=1e-5)
+    total = sum(w * float(step(net, part).detach()) for w, part in zip(weights.of(other, parts), parts, strict=True))
+    assert total == pytest.approx(float(step(net, other).detach()), rel=1e-5)
 
 
 def by_item(net: Any, part: Any) -> Tensor:
@@ -461,8 +461,8 @@ def test_what_is_the_same_only_for_samples_that_are_alike_is_refused():
         for name, tensor in batch().items()
     }
     with pytest.raises(PipelineError, match="loss of layers whose outputs were changed at random"):
-        look(varied, alike, told="samples")
-    assert look(varied, alike, told="samples", gates=False)[0]
+        look(varied, alike, loss_weight="samples")
+    assert look(varied, alike, loss_weight="samples", gates=False)[0]
 
 
 def test_noise_stays_within_what_layers_return():
@@ -503,12 +503,12 @@ def masked(net: Any, part: Any) -> Tensor:
 )
 def test_a_loss_weight_that_is_told(step, told):
     """Also for micro-batches that have nothing of what is counted."""
-    weights, _ = look(step, told=told)
+    weights, _ = look(step, loss_weight=told)
     net, other = model(), batch(empty=8)
     parts = balanced_parts(other, 3)
     losses = [float(step(net, part).detach()) for part in parts]
-    found = sum(weight * loss for weight, loss in zip(weights.of(other, parts), losses, strict=True) if weight)
-    assert found == pytest.approx(float(step(net, other).detach()), rel=1e-5)
+    total = sum(weight * loss for weight, loss in zip(weights.of(other, parts), losses, strict=True) if weight)
+    assert total == pytest.approx(float(step(net, other).detach()), rel=1e-5)
 
 
 def test_a_loss_weight_that_does_not_fit_the_first_batch_is_refused():
@@ -520,9 +520,9 @@ def test_a_loss_weight_that_does_not_fit_the_first_batch_is_refused():
 @pytest.mark.parametrize("given", [-1, math.nan, math.inf, "many", None, torch.ones(2)])
 def test_a_loss_weight_has_to_give_a_number(given):
     with pytest.raises(PipelineError, match=r"loss_weight=\.\.\. gave .* for the whole batch: it has to give a finite"):
-        look(counted, told=lambda _: given)
+        look(counted, loss_weight=lambda _: given)
     with pytest.raises(PipelineError, match="gave 0 for a whole batch"):
-        look(counted, told=lambda _: 0)
+        look(counted, loss_weight=lambda _: 0)
 
 
 def test_a_loss_weight_is_a_name_or_a_function():
@@ -569,7 +569,7 @@ def test_a_first_batch_of_one_sample_shows_nothing():
     assert weights.of(given, [given]) == [1.0]
     with pytest.raises(PipelineError, match="the first batch had one micro-batch"):
         weights.of(given, [given, given])
-    weights, _ = look_at_losses(net, lambda part: net(part).mean(), given, [given], told="samples")
+    weights, _ = look_at_losses(net, lambda part: net(part).mean(), given, [given], loss_weight="samples")
     assert weights.of(given, [given, given]) == [0.5, 0.5]
 
 
@@ -580,4 +580,4 @@ def test_steps_that_cannot_be_followed_are_refused():
 
     with pytest.raises(PipelineError, match=r"cannot be followed \(RuntimeError: not watched\).*loss_weight='samples'"):
         look(step)
-    assert look(step, told="samples")[1].examples
+    assert look(step, loss_weight="samples")[1].examples

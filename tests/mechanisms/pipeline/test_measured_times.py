@@ -74,25 +74,25 @@ def surveyed(monkeypatch, layers, clock, before=None, behind=None):
 def test_gradients_of_each_layer_in_the_first_batch(monkeypatch):
     clock = Clock()
     layers = [Layer(clock, 2, 5, size=3), Layer(clock, 4, 7, size=2), Layer(clock, 6, 1, size=1)]
-    found = surveyed(monkeypatch, layers, clock, Layer(clock, 8, 16, size=5), Layer(clock, 32, 64, size=4))
-    assert found.output_gradient_ms == pytest.approx([2, 4, 6 + 32])
+    measured = surveyed(monkeypatch, layers, clock, Layer(clock, 8, 16, size=5), Layer(clock, 32, 64, size=4))
+    assert measured.output_gradient_ms == pytest.approx([2, 4, 6 + 32])
     # in front of the layers nothing is sent on: the weight gradient there belongs to the first layer
-    assert found.weight_gradient_ms == pytest.approx([5 + 16, 7, 1 + 64])
+    assert measured.weight_gradient_ms == pytest.approx([5 + 16, 7, 1 + 64])
 
 
 def test_what_goes_in_first_needs_no_gradient(monkeypatch):
     clock = Clock()
-    found = surveyed(monkeypatch, [Layer(clock, 2, 5), Layer(clock, 4, 7, size=2)], clock)
-    assert found.output_gradient_ms == pytest.approx([0, 4])
-    assert found.weight_gradient_ms == pytest.approx([5, 7])
+    measured = surveyed(monkeypatch, [Layer(clock, 2, 5), Layer(clock, 4, 7, size=2)], clock)
+    assert measured.output_gradient_ms == pytest.approx([0, 4])
+    assert measured.weight_gradient_ms == pytest.approx([5, 7])
 
 
 def test_of_layers_that_are_alike_one_computes_its_weight_gradient(monkeypatch):
     clock = Clock()
     layers = [Layer(clock, 2, 5) for _ in range(4)]
-    found = surveyed(monkeypatch, layers, clock, Layer(clock, 0, 1, size=1))
-    assert found.output_gradient_ms == pytest.approx([2] * 4)
-    assert found.weight_gradient_ms == pytest.approx([6, 5, 5, 5])
+    measured = surveyed(monkeypatch, layers, clock, Layer(clock, 0, 1, size=1))
+    assert measured.output_gradient_ms == pytest.approx([2] * 4)
+    assert measured.weight_gradient_ms == pytest.approx([6, 5, 5, 5])
     # per pass: gradients of 4 inputs; twice with the weight gradients of one layer and of what lies in front
     assert clock.now * 1000 == pytest.approx(4 * 4 * 2 + 2 * (5 + 1))
 
@@ -112,8 +112,8 @@ def test_a_graph_that_allows_no_such_passes_is_left_alone(monkeypatch):
             return Refuses.apply(super().forward(tensor))
 
     clock = Clock()
-    found = surveyed(monkeypatch, [Layer(clock, 2, 5), Refusing(clock, 2, 5)], clock)
-    assert found.output_gradient_ms == found.weight_gradient_ms == []
+    measured = surveyed(monkeypatch, [Layer(clock, 2, 5), Refusing(clock, 2, 5)], clock)
+    assert measured.output_gradient_ms == measured.weight_gradient_ms == []
 
 
 def test_layers_that_are_alike():
@@ -137,9 +137,9 @@ def test_the_first_step_does_not_count():
         for took in (100, 1, 2, 3, 50)
     ]
     assert done == [False, False, False, True, False]
-    found = times.by_stage({1: 0.25})
-    assert found[0] == pytest.approx((2, 4, 6))
-    assert found[1] == pytest.approx((1, 6, 2))
+    by_stage = times.by_stage({1: 0.25})
+    assert by_stage[0] == pytest.approx((2, 4, 6))
+    assert by_stage[1] == pytest.approx((1, 6, 2))
 
 
 def ran(plan, times):

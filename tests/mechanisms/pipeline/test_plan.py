@@ -11,14 +11,14 @@ PUBLISHED = ("gpipe", "1f1b", "zb_h1", "zbv", "interleaved", "interleaved_zero_b
 
 def alive(plan):
     """By rank, the most layers whose activations an order keeps."""
-    found = []
+    most_layers = []
     for order in plan.orders.values():
         now = most = 0
         for kind, stage, _ in order:
             now += {"F": 1, "W": -1, "B": -1}.get(kind, 0) * len(plan.layers_of(stage))
             most = max(most, now)
-        found.append(most)
-    return found
+        most_layers.append(most)
+    return most_layers
 
 
 @pytest.mark.parametrize("hop_ms", [0.0, 1.0, 36.0])
@@ -128,7 +128,7 @@ def shares(plan, sizes):
 @pytest.mark.parametrize("schedule", ["ooo2", "ooo", "ooo1", "ooo_v", "1f1b", "zbv", "LoopedBFS"])
 def test_an_even_split_does_not_look_at_times(schedule):
     """Equal layers are dealt out equally, whatever was measured; orders fit the measured times all the same."""
-    found = set()
+    splits = set()
     for seed in range(6):
         chance = random.Random(seed)
         costs = Costs(
@@ -139,9 +139,9 @@ def test_an_even_split_does_not_look_at_times(schedule):
             parameter_bytes=(64,) * 12,
         )
         plan = Planner(schedule, 2, costs, split="even").plan(4)
-        found.add((plan.name, plan.stage_of, plan.rank_of))
+        splits.add((plan.name, plan.stage_of, plan.rank_of))
         assert shares(plan, costs.parameter_bytes) == [384, 384]
-    assert len(found) == 1
+    assert len(splits) == 1
 
 
 def test_an_even_split_counts_bytes():
