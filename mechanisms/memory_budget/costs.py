@@ -465,8 +465,8 @@ def least_costs(step: TrainingStep, host: HostTier, sub_batch: int, plain: StepP
     """
     sizes = (sub_batch,) if sub_batch < step.samples else _parts(step)
     with within(step.given(), 0) as pool:
-        _, found = measured(step, sizes, host, plain, pool, 0)
-    low, high = found[0], found[-1]
+        _, profiles = measured(step, sizes, host, plain, pool, 0)
+    low, high = profiles[0], profiles[-1]
     operations = operations_between(low, high, sizes[0], sizes[-1])
     rest = rest_between(low, high, sizes[0], sizes[-1]).at(sub_batch)
     if next(step.module.parameters()).device.type != "cpu":

@@ -130,17 +130,17 @@ class NewBuckets:
     The memory of the first ones is given back to the system before the forward pass begins.
 
     Attributes:
-        made: they are there.
+        are_rebuilt: they are there.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._model = model
-        self._at_first = self.made = has_rebuilt_buckets(model)
+        self._at_first = self.are_rebuilt = has_rebuilt_buckets(model)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Around calls of the model."""
-        if self.made:
+        if self.are_rebuilt:
             yield
             return
         hook = self._model.module.register_forward_pre_hook(self._look)
@@ -152,11 +152,11 @@ class NewBuckets:
     @property
     def since(self) -> bool:
         """They were made since this object was."""
-        return self.made and not self._at_first
+        return self.are_rebuilt and not self._at_first
 
     def _look(self, module: nn.Module, inputs: object) -> None:
-        if not self.made and has_rebuilt_buckets(self._model):
-            self.made = True
+        if not self.are_rebuilt and has_rebuilt_buckets(self._model):
+            self.are_rebuilt = True
             trim_heap()
 
 
@@ -311,7 +311,7 @@ class BudgetedDataParallelStep(BudgetedStep):
         return self._begun(super().prepare(self._guarded(step), batch))
 
     def choose(self, step: Step, batch: Any) -> ExecutionMode:
-        """In what way this batch runs: on this rank or, if they have a harder one, on another.
+        """Choose the way in which this batch runs: on this rank or, if they have a harder one, on another.
 
         Raises:
             BudgetError: a rank refuses its budget.
@@ -401,7 +401,7 @@ class BudgetedDataParallelStep(BudgetedStep):
         return partial(self._run, step)
 
     def _run(self, step: Step, part: Any) -> Any:
-        """By itself while it is tried out; otherwise the step reduces gradients with its last part."""
+        """Run a part by itself while it is tried out; otherwise the step reduces gradients with its last part."""
         if not self.planning:
             with self._reduction.part(), self._new_buckets.watched():
                 return step(part)
@@ -418,8 +418,8 @@ class BudgetedDataParallelStep(BudgetedStep):
 
 
 def _communicates(optimizer: torch.optim.Optimizer) -> bool:
-    """By name: importing torch's distributed optimizers takes long, and warns."""
-    return any(known.__name__ == "ZeroRedundancyOptimizer" for known in type(optimizer).__mro__)
+    """Compare names: importing torch's distributed optimizers takes long, and warns."""
+    return any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
 
 
 def _synced(model: nn.Module) -> list[str]:

@@ -49,9 +49,9 @@ def check_dry_run(choice: str) -> DryRuns:
     Raises:
         ValueError: it is none.
     """
-    for known in get_args(DryRuns):
-        if choice == known:
-            return known  # type: ignore[no-any-return]
+    for option in get_args(DryRuns):
+        if choice == option:
+            return option  # type: ignore[no-any-return]
     raise ValueError(f"dry_run={choice!r}: use 'auto' or 'off'")
 
 
@@ -120,13 +120,13 @@ class FirstSteps:
             TooMuchAllocated: it may not fit. The model, the batch and all other tensors are as they were.
         """
         standing = self._standing_bytes(batch)
-        found: list[PlannedShape] = []
+        shapes: list[PlannedShape] = []
         undo = Undo(self._model, batch) if self._options.dry_run == "auto" else None
         outside = ExternalTensors(reachable_tensors(self._model, batch), gradients=False)
-        made = AllocatedBytes((self._budget_bytes - 2 * standing) // _TIMES_MADE if undo else None)
+        allocated = AllocatedBytes((self._budget_bytes - 2 * standing) // _TIMES_MADE if undo else None)
         try:
-            with made, outside.watched(bindings=nothing_compiled()) if undo else nullcontext():
-                yield found
+            with allocated, outside.watched(bindings=nothing_compiled()) if undo else nullcontext():
+                yield shapes
         except TooMuchAllocated:
             assert undo is not None
             undo.put_back()
@@ -138,11 +138,11 @@ class FirstSteps:
                 "without a budget"
             )
             raise
-        peak = standing + _TIMES_MADE * made.bytes
+        peak = standing + _TIMES_MADE * allocated.bytes
         if peak > self._budget_bytes:
             return
         choice = PlanChoice(OffloadPlan(samples), 0, peak, 0.0, 0.0, 0, 0, tensor_bytes=peak)
-        found.append(PlannedShape(samples, choice, note=COUNTED, first_step_bytes=0))
+        shapes.append(PlannedShape(samples, choice, note=COUNTED, first_step_bytes=0))
 
     def _standing_bytes(self, batch: Any) -> int:
         """What is there whatever the step does; nothing is run to find out, so states count with the most there are."""

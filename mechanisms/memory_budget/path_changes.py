@@ -127,7 +127,7 @@ def check_on_shape_change(choice: str) -> None:
 
 
 def why_anew(samples: int, same_shape: bool) -> str:
-    """With ``on_shape_change="error"``: what is wrong about a batch."""
+    """Say what is wrong about a batch, with ``on_shape_change="error"``."""
     if same_shape:
         return (
             "layers were frozen, thawed or put into another mode, gradients now stay from batch to batch, or samples "
@@ -171,7 +171,7 @@ def warn_of_no_plan(error: Exception) -> None:
 
 
 def warn_of_unexamined() -> None:
-    """At the end, if no batch came after one that took another path, with which it could have been examined."""
+    """Warn at the end, if no batch came after one that took another path, with which it could have been examined."""
     warn_difference(
         "the last batch of its shape computed something else than the one that was planned for, and whether its "
         "sub-batches gave its gradient is not known: examine it by training on, or compare with a run without a budget",

@@ -61,8 +61,8 @@ def plans_in(state: object, made_for: Mapping[str, Any], source: str = EARLIER_R
     plans = dict(_read(entry, source) for entry in fields["plans"])
     other = [name for name, value in made_for.items() if there[name] != value]
     if other:
-        told = (f"{name} {_shown(there[name])}, not {_shown(made_for[name])}" for name in other)
-        raise OtherPlansError(f"made for {'; '.join(told)}")
+        differences = (f"{name} {_shown(there[name])}, not {_shown(made_for[name])}" for name in other)
+        raise OtherPlansError(f"made for {'; '.join(differences)}")
     return plans
 
 
@@ -92,13 +92,13 @@ def _read(entry: object, source: str) -> tuple[str, PlannedShape]:
     return fields["shape"], PlannedShape(fields["samples"], choice, note=fields["note"], source=source)
 
 
-def _fields(found: object, what: str, names: set[str]) -> dict[str, Any]:
-    if type(found) is not dict:
-        raise ScheduleError(f"{what} is {_shown(found)}, not a mapping")
-    if found.keys() != names:
-        odd = sorted(map(_shown, found.keys() ^ names))
+def _fields(value: object, what: str, names: set[str]) -> dict[str, Any]:
+    if type(value) is not dict:
+        raise ScheduleError(f"{what} is {_shown(value)}, not a mapping")
+    if value.keys() != names:
+        odd = sorted(map(_shown, value.keys() ^ names))
         raise ScheduleError(f"{what} lacks these, or has them beside what it should have: {', '.join(odd)}")
-    return found
+    return value
 
 
 def _text(name: str, value: object) -> None:
@@ -187,14 +187,14 @@ class GivenPlans:
         Raises:
             PlanFileError: there is none, or it does not fit the step or the budget.
         """
-        found = self._plans.get(name)
-        if found is None:
+        shape = self._plans.get(name)
+        if shape is None:
             raise self._refusal(samples, f"it has no plan for this shape: {name}")
-        if samples > found.samples:
-            raise self._refusal(samples, f"its plan is for batches of {found.samples}")
+        if samples > shape.samples:
+            raise self._refusal(samples, f"its plan is for batches of {shape.samples}")
         if not dry:
-            return self._unexamined(found, samples)
-        examined = self._planner.of_saved(found, step, batch, samples)
+            return self._unexamined(shape, samples)
+        examined = self._planner.of_saved(shape, step, batch, samples)
         if examined is None:
             raise self._refusal(
                 samples,
@@ -203,12 +203,12 @@ class GivenPlans:
             )
         return examined
 
-    def _unexamined(self, found: PlannedShape, samples: int) -> PlannedShape:
-        if found.choice.plan.sub_batch < samples:
+    def _unexamined(self, shape: PlannedShape, samples: int) -> PlannedShape:
+        if shape.choice.plan.sub_batch < samples:
             raise self._refusal(samples, "it splits batches, and with dry_run='off' nothing shows that this is allowed")
-        if found.choice.peak_bytes + found.choice.spare_bytes > self._planner.budget_bytes:
+        if shape.choice.peak_bytes + shape.choice.spare_bytes > self._planner.budget_bytes:
             raise self._refusal(samples, "it needs more than the budget")
-        return found
+        return shape
 
     def _refusal(self, samples: int, problem: str) -> PlanFileError:
         return PlanFileError(f"plan={str(self._path)!r}, for a batch of {samples} samples: {problem}. {_ANOTHER}")

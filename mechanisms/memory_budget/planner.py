@@ -146,7 +146,7 @@ class StepPlanner:
         self._trying_out = trying_out
 
     def make(self, step: Step, batch: Any, samples: int) -> PlannedShape:
-        """Of the plans that fit and are nearly the fastest the one that moves least; see :func:`search_plan`.
+        """Choose, of the plans that fit and are nearly the fastest, the one that moves least; see :func:`search_plan`.
 
         Raises:
             BudgetError: the budget is below the floor.
@@ -184,8 +184,8 @@ class StepPlanner:
             costs = calibrate(dry, self.host, plain=plain, budget_bytes=self.budget_bytes, timed=timed)
             memory = memory.with_costs(costs)
             stages.search()
-            told = self._told(trial, stages) if timed else None
-            choice = search_plan(dry, self.budget_bytes, memory=memory, trial=told)
+            reported = self._told(trial, stages) if timed else None
+            choice = search_plan(dry, self.budget_bytes, memory=memory, trial=reported)
         split = choice.plan.sub_batch < samples
         return PlannedShape(samples, choice, certificate if split else None, memory.costs, _note(memory, trial.note))
 
@@ -202,10 +202,10 @@ class StepPlanner:
             if plain is None:
                 return None
             try:
-                found = examined(memory, choice)
+                now = examined(memory, choice)
             except PlanMismatch:
                 return None
-        fits = found.peak_bytes + found.spare_bytes <= self.budget_bytes and found.tensor_bytes <= choice.tensor_bytes
+        fits = now.peak_bytes + now.spare_bytes <= self.budget_bytes and now.tensor_bytes <= choice.tensor_bytes
         if not fits or samples == 1 < shape.samples:
             return None
         certificate = None
@@ -213,7 +213,7 @@ class StepPlanner:
             certificate = self.certify(step, batch, samples=self._probe_samples(plain, samples), plain=plain)
             if not certificate.separable:
                 return None
-        return replace(shape, choice=found, certificate=certificate)
+        return replace(shape, choice=now, certificate=certificate)
 
     def certify(
         self,
@@ -251,14 +251,14 @@ class StepPlanner:
                 read_only=plain is not None and not plain.trace.writes_parameters,
             )
 
-    def compared(self, step: Step, batch: Any, found: Certificate, sizes: Collection[int]) -> Certificate:
+    def compared(self, step: Step, batch: Any, certificate: Certificate, sizes: Collection[int]) -> Certificate:
         """The same certificate, if batches of these sizes do what the probed samples do."""
         with self._trying_out(), undisturbed(self.model, step):
             return compared(
                 step,
                 batch,
                 self.model,
-                found,
+                certificate,
                 sizes,
                 split=self.options.split,
                 given=self.options.loss_weight is not None,

@@ -73,7 +73,7 @@ class MemoryLimit:
         return 0 if self._process is None else self._process.read() - self._process.begin_bytes + self._model_bytes
 
     def begin_first_step(self, batch: Any) -> None:
-        """From now on :meth:`allocated_bytes` counts."""
+        """Count :meth:`allocated_bytes` from now on."""
         self._standing_bytes = strided_bytes(self._between_steps(batch))
         self.freed.forget_peak()
 
@@ -223,8 +223,8 @@ class PlanCache:
 
     def earlier(self, record: BatchRecord) -> PlannedShape | None:
         """An earlier run's plan for a batch like this one."""
-        found = self._earlier.get(record.name)
-        return None if found is None or record.samples > found.samples else found
+        shape = self._earlier.get(record.name)
+        return None if shape is None or record.samples > shape.samples else shape
 
     def state(self, made_for: Mapping[str, Any]) -> dict[str, Any]:
         """All plans in plain types, and what they were made for."""
@@ -358,16 +358,16 @@ class BatchPlans:
         self._make_plan = make_plan
 
     def first_or_plan(self, step: Step, record: BatchRecord, may_stop: bool = True) -> PlannedShape:
-        """As :meth:`plan`, or what the first step of a shape is to run under, which is trained to find out the rest."""
+        """Plan, or return what the first step of a shape is to run under, which is trained to find out the rest."""
         self.measure_first()
         self._first_step = None
-        known = self.book.find(record) is not None or (self.book and self.options.on_shape_change == "error")
-        if known or self._given is not None:
+        is_decided = self.book.find(record) is not None or (self.book and self.options.on_shape_change == "error")
+        if is_decided or self._given is not None:
             return self.plan(step, record)
-        found = self.first.planned(record.key, lambda: self.memory.needed_bytes(record.batch))
-        if found is not None:
-            self._offloads.forget(everything(found.samples))
-            return self.keep(record, found)
+        shape = self.first.planned(record.key, lambda: self.memory.needed_bytes(record.batch))
+        if shape is not None:
+            self._offloads.forget(everything(shape.samples))
+            return self.keep(record, shape)
         first = self.first.begin(record.key, record.batch, record.samples, may_stop and self.options.may_stop)
         if first is None:
             return self.plan(step, record)
@@ -381,12 +381,12 @@ class BatchPlans:
             BudgetError: the budget is below the floor.
             ScheduleError: a batch of another shape, with ``on_shape_change="error"``.
         """
-        known = self.book.find(record)
-        if known is not None:
-            known = self._examined(step, record, known)
-            if known is not None:
+        shape = self.book.find(record)
+        if shape is not None:
+            shape = self._examined(step, record, shape)
+            if shape is not None:
                 self.book.use(record)
-                return known
+                return shape
         if self.book and self.options.on_shape_change == "error":
             raise ScheduleError(why_anew(record.samples, self.book.same_shape(record)))
         return self._plan_anew(step, record)
@@ -433,12 +433,12 @@ class BatchPlans:
 
         The first batch would find it out too, but has no room for a dry run.
         """
-        known = shape.certificate
-        if known is None or not known.samples:
+        certificate = shape.certificate
+        if certificate is None or not certificate.samples:
             return shape
         sub_batch = min(shape.choice.plan.sub_batch, record.samples)
-        sizes = {record.samples, *part_lengths(record.samples, -(-record.samples // sub_batch))} - known.sizes
-        compared = self.planner.compared(step, record.batch, known, sizes) if sizes else known
+        sizes = {record.samples, *part_lengths(record.samples, -(-record.samples // sub_batch))} - certificate.sizes
+        compared = self.planner.compared(step, record.batch, certificate, sizes) if sizes else certificate
         if compared.separable:
             return replace(shape, certificate=compared)
         warn_of_whole(compared.reason)
@@ -456,7 +456,7 @@ class BatchPlans:
             self._limit_freed(batch)
 
     def keep(self, record: BatchRecord, shape: PlannedShape) -> PlannedShape:
-        """From now on batches like this one run under this plan."""
+        """Run batches like this one under this plan from now on."""
         self._reserve([*self.book.shapes(but=record), shape])
         self.book.add(record, shape)
         self._report.note(shape, MOST_PLANS)
@@ -504,7 +504,7 @@ class BatchPlans:
         warn_of_mismatches(reason, times)
 
     def hide(self, hidden_bytes: int, batch: Any) -> None:
-        """From now on nothing in Python holds so many bytes of tensors, in batches like this one."""
+        """Note that nothing in Python holds so many bytes of tensors from now on, in batches like this one."""
         self.memory.hidden_bytes = hidden_bytes
         self._limit_freed(batch)
 
@@ -518,5 +518,5 @@ class BatchPlans:
     def _limit_freed(self, batch: Any) -> None:
         """What freed memory may hold together with tensors: as much as the largest plan."""
         if self.book:
-            held = max(shape.reserved_bytes(self.planner.budget_bytes) for shape in self.book.shapes())
-            self.memory.limit(batch, held)
+            reserved = max(shape.reserved_bytes(self.planner.budget_bytes) for shape in self.book.shapes())
+            self.memory.limit(batch, reserved)

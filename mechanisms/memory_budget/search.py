@@ -94,7 +94,7 @@ def part_sizes(samples: Annotated[int, AtLeast(1)], smallest: Annotated[int, AtL
 
 
 def candidate_plans(memory: StepMemory, budget_bytes: int, plain_ms: float) -> Iterator[PlanChoice]:
-    """For each sub-batch size and depth of prefetching the plan that offloads least, as far as one fits.
+    """The plan that offloads least for each sub-batch size and depth of prefetching, as far as one fits.
 
     Args:
         memory: what the step needs.
@@ -249,10 +249,12 @@ def plan_after(samples: int, sizes: Sequence[int], needed_bytes: int | None, bud
         else:
             away.append(number)
     moved = sum(sizes[number] for number in away)
-    held = budget_bytes if needed_bytes is None else needed_bytes + sum(sizes) - moved
-    held += 2 * largest if ahead and away else 0
+    peak_bytes = budget_bytes if needed_bytes is None else needed_bytes + sum(sizes) - moved
+    peak_bytes += 2 * largest if ahead and away else 0
     plan = OffloadPlan(samples, frozenset(away), int(ahead), len(sizes))
-    return PlanChoice(plan, largest if ahead and away else 0, held, 0.0, 0.0, moved, moved, tensor_bytes=held)
+    return PlanChoice(
+        plan, largest if ahead and away else 0, peak_bytes, 0.0, 0.0, moved, moved, tensor_bytes=peak_bytes
+    )
 
 
 # Candidates for a plan run for real, a sub-batch each, because predicted times miss what caches and disks do.
@@ -329,7 +331,7 @@ def search_plan(
     memory: StepMemory | None = None,
     trial: Callable[[PlanChoice], float | None] | None = None,
 ) -> PlanChoice:
-    """Of the plans that fit and have nearly the shortest step the one that moves the fewest bytes.
+    """Choose, of the plans that fit and have nearly the shortest step, the one that moves the fewest bytes.
 
     Args:
         step: what to run.
@@ -369,8 +371,8 @@ def search_plan(
     budget_bytes -= costs.spare_bytes
     candidates = _in_order(list(candidate_plans(memory, budget_bytes, plain_ms)))
     considered = tuple((choice.plan, choice.step_ms) for choice in candidates)
-    found = filter(None, (with_exact_peak(memory, choice, budget_bytes) for choice in candidates))
-    best = next(found, None)
+    fitting = filter(None, (with_exact_peak(memory, choice, budget_bytes) for choice in candidates))
+    best = next(fitting, None)
     if best is None:  # what was measured varies; the floor's plan always runs
         best, trial = _at_floor(memory, plain_ms), None
     if trial is not None:
@@ -420,7 +422,7 @@ def _tried(choices: list[PlanChoice], trial: Callable[[PlanChoice], float | None
 
 
 def _in_order(candidates: list[PlanChoice], near_enough: float = _NEAR) -> list[PlanChoice]:
-    """By time; those that differ by less than predictions, or measurements, are worth, by what they move.
+    """Sort by time; those that differ by less than predictions, or measurements, are worth, by what they move.
 
     What a copy takes depends on everything else that uses the disk or the bus; of equal ones the largest sub-batch.
     """

@@ -258,7 +258,7 @@ class BudgetedStep:
         return self._planner.gradients
 
     def expect_gradients(self, choice: Gradients) -> None:
-        """From the next batch on those of steps before are there, or not; plans for the other choice are kept beside.
+        """Expect earlier steps' gradients from the next batch on, or none; plans for the other choice are kept beside.
 
         Raises:
             ValueError: an unknown choice.

@@ -152,7 +152,7 @@ class StepRuns:
         return max(self.update_bytes, run.peak_with(operations)), max(self.update_bytes, run.peak_bytes)
 
     def small_bytes(self, plan: OffloadPlan, in_flight_bytes: int, operations: Operations) -> int:
-        """By how much the peak is lower without the tensors that a pool leaves to the C library; 0 where unknown."""
+        """Return by how much the peak is lower without tensors that a pool leaves to the C library; 0 where unknown."""
         if self.plain is None:
             return 0
         whole = plan.sub_batch >= self.step.samples and not plan.offload
@@ -410,17 +410,17 @@ class FloorSearch:
 
 
 def _largest_task(profile: StepProfile, costs: StepCosts) -> LargestTask:
-    """With what operations allocate for themselves, which may make another one the largest than tensors alone do."""
+    """Find it with what operations allocate for themselves: that may make another one the largest."""
     if not costs.operations:
         return profile.largest_task
     operations, none = profile.trace.operations, Size(0)
     own = [costs.operations.get(one.kind, none).at(profile.plan.sub_batch) for one in operations]
-    needs = [held + extra for held, extra in zip(profile.held_bytes(), own, strict=True)]
+    needs = [nbytes + extra for nbytes, extra in zip(profile.held_bytes(), own, strict=True)]
     at = max(range(len(needs)), key=needs.__getitem__, default=-1)
     if at < 0 or needs[at] <= profile.peak_bytes:
         return profile.largest_task
-    found = replace(profile, trace=replace(profile.trace, peak_at=at)).largest_task
-    return replace(found, nbytes=found.nbytes + own[at])
+    largest = replace(profile, trace=replace(profile.trace, peak_at=at)).largest_task
+    return replace(largest, nbytes=largest.nbytes + own[at])
 
 
 class StepMemory:
@@ -506,7 +506,7 @@ class StepMemory:
         return self._runs.exact_bytes(plan, in_flight_bytes, self.costs.operations)
 
     def small_bytes(self, plan: OffloadPlan, in_flight_bytes: int = 0) -> int:
-        """By how much the peak is lower without the tensors that a pool leaves to the C library; 0 where unknown."""
+        """Return by how much the peak is lower without tensors that a pool leaves to the C library; 0 where unknown."""
         return self._runs.small_bytes(plan, in_flight_bytes, self.costs.operations)
 
     def exact_run(self, plan: OffloadPlan, in_flight_bytes: int = 0) -> StepProfile:

@@ -97,8 +97,8 @@ class StepProfile:
         return max(
             0 if smallest else self.peak_bytes,
             *(
-                held + scratch.get((operation.phase, operation.layer, operation.name), none).at(self.plan.sub_batch)
-                for held, operation in zip(self.held_bytes(smallest), self.trace.operations, strict=True)
+                nbytes + scratch.get((operation.phase, operation.layer, operation.name), none).at(self.plan.sub_batch)
+                for nbytes, operation in zip(self.held_bytes(smallest), self.trace.operations, strict=True)
             ),
         )
 
@@ -121,13 +121,13 @@ class StepProfile:
     @cached_property
     def saved(self) -> tuple[SavedStorage, ...]:
         """Storages of the first forward pass, by number."""
-        found = {}
+        by_number = {}
         for storage in self.trace.storages:
             if storage.number is not None and storage.forward_pass == 0 and not storage.restored:
-                found[storage.number] = SavedStorage(
+                by_number[storage.number] = SavedStorage(
                     storage.number, storage.nbytes, self._layer(storage), storage.born, min(storage.dies, self._end)
                 )
-        return tuple(found[number] for number in sorted(found))
+        return tuple(by_number[number] for number in sorted(by_number))
 
     @property
     def saved_bytes(self) -> int:
@@ -271,8 +271,8 @@ class Lifetimes:
         extra = [{kind: size.at(samples) for kind, size in scratch.items()} for samples in sizes]
         # No operation is at the last entry, after the end of the step.
         return max(
-            held + extra[at >= self.second].get(kind, 0)
-            for at, (held, kind) in enumerate(zip(accumulate(steps), self.kinds, strict=False))
+            nbytes + extra[at >= self.second].get(kind, 0)
+            for at, (nbytes, kind) in enumerate(zip(accumulate(steps), self.kinds, strict=False))
         )
 
     def order(self, samples: int) -> list[int]:
@@ -301,12 +301,12 @@ class Lifetimes:
         self, index: int, plain: StepProfile, away: StepProfile, sizes: dict[tuple[int, int], Size]
     ) -> list[SavedLife]:
         def lives(run: StepProfile, restored: bool) -> dict[int, list[Life]]:
-            found: dict[int, list[Life]] = {}
+            by_number: dict[int, list[Life]] = {}
             for storage in run.trace.storages:
                 if storage.number is not None and storage.forward_pass == index and storage.restored is restored:
                     life = self._life(storage, sizes.get((index, storage.number), Size(storage.nbytes)))
-                    found.setdefault(storage.number, []).append(life)
-            return found
+                    by_number.setdefault(storage.number, []).append(life)
+            return by_number
 
         stays, leaves, back = lives(plain, False), lives(away, False), lives(away, True)
         if stays.keys() != leaves.keys():
@@ -318,7 +318,7 @@ class Lifetimes:
         ]
 
     def _staying(self, sizes: tuple[int, int]) -> list[int]:
-        """By how much what is held changes at each operation, if nothing leaves."""
+        """Return by how much what is held changes at each operation, if nothing leaves."""
         steps = self._still.get(sizes)
         if steps is None:
             steps = self._still[sizes] = [0] * (self.operations + 1)
@@ -375,13 +375,13 @@ def _released(leaving: list[SavedLife], samples: int, limit: int) -> dict[int, i
     """By number: the operation up to which a copy in flight holds the source, as OffloadSavedTensors counts."""
     released: dict[int, int] = {}
     waiting: list[SavedLife] = []
-    held = 0
+    in_flight_bytes = 0
     for one in leaving:
         waiting.append(one)
-        held += one.source.size.at(samples)
-        while held > limit:
+        in_flight_bytes += one.source.size.at(samples)
+        while in_flight_bytes > limit:
             oldest = waiting.pop(0)
-            held -= oldest.source.size.at(samples)
+            in_flight_bytes -= oldest.source.size.at(samples)
             released[oldest.number] = one.source.dies
     return released
 
@@ -423,8 +423,8 @@ def task_graph(small: StepProfile, large: StepProfile, *checks: StepProfile) -> 
             # Rounding by the allocator moves a size by less than one of its steps.
             if fixed < 0 or slope < 0 or abs(fixed + slope * profile.samples - got) > _tolerance(got):
                 sizes = ", ".join(f"{p.trace.storages[index].nbytes} at {p.samples}" for p in profiles)
-                made = first.trace.operations[low.born].layer if low.born >= 0 else "before the step"
-                raise ScheduleError(f"a storage made in {made} does not grow by the sample: bytes {sizes}")
+                layer = first.trace.operations[low.born].layer if low.born >= 0 else "before the step"
+                raise ScheduleError(f"a storage made in {layer} does not grow by the sample: bytes {sizes}")
         name = f"{_letter(_kind(low))}{index}"
         names.append(name)
         blocks[name] = Block(name, _kind(low), fixed, slope)

@@ -93,18 +93,20 @@ class KeptOutputs:
         if self._count == 1:
             return []
         with self._tracer.inside():
-            made = [torch.empty((samples, *leaf.shape[1:]), dtype=leaf.dtype, device="meta") for leaf in self._joined]
+            tensors = [
+                torch.empty((samples, *leaf.shape[1:]), dtype=leaf.dtype, device="meta") for leaf in self._joined
+            ]
             # Also where there are no other parts: runs of all sub-batch sizes are to make the same storages.
-            made.append(torch.empty((self._count - 2) * self._new_bytes(), dtype=torch.uint8, device="meta"))
-            for one in made:
+            tensors.append(torch.empty((self._count - 2) * self._new_bytes(), dtype=torch.uint8, device="meta"))
+            for one in tensors:
                 self._tracer.mark(one, BlockKind.ACTIVATION)
-        return made
+        return tensors
 
     def _new_bytes(self) -> int:
         """Return the bytes of storages that this part has made; those of the model and the batch are there anyway."""
         trace = self._tracer.trace
-        found = {self._tracer.index_of(leaf.untyped_storage()) for leaf in self.apart if has_storage(leaf)}
-        storages = [trace.storages[index] for index in found if index is not None]
+        indices = {self._tracer.index_of(leaf.untyped_storage()) for leaf in self.apart if has_storage(leaf)}
+        storages = [trace.storages[index] for index in indices if index is not None]
         return sum(storage.nbytes for storage in storages if storage.born >= trace.starts[-1])
 
 
@@ -163,8 +165,8 @@ class TrainingStep:
         object.__setattr__(self, "reduction_bytes", parse_bytes("reduction_bytes", self.reduction_bytes, least=0))
         groups = [group["params"] for optimizer in self.optimizers for group in optimizer.param_groups]
         leaves = [tensor for tensor in tensors_in([groups, self.batch]) if tensor.is_leaf and tensor.requires_grad]
-        known = {id(tensor) for tensor in self.beside}
-        more = tuple(tensor for tensor in leaves if id(tensor) not in known)
+        beside = {id(tensor) for tensor in self.beside}
+        more = tuple(tensor for tensor in leaves if id(tensor) not in beside)
         object.__setattr__(self, "beside", self.beside + more)
 
     def of_size(self, samples: int) -> TrainingStep:
@@ -201,7 +203,7 @@ class StandInOptimizers:
 
     @property
     def states(self) -> list[list[Any]]:
-        """For each optimizer, the states of its parameters."""
+        """Return the states of its parameters for each optimizer."""
         return [[list(state.values()) for state in one.state.values()] for one in self._optimizers]
 
     def update(self) -> None:
@@ -243,8 +245,8 @@ class StandInOptimizers:
     def _without_optimizer(self) -> list[nn.Parameter]:
         """Trained parameters whose gradients no ``zero_grad`` frees. Without any optimizer all are somebody else's."""
         groups = (group["params"] for optimizer in self._optimizers for group in optimizer.param_groups)
-        known = {id(one) for one in chain.from_iterable(groups)}
-        return [one for one in self.trained if id(one) not in known] if self._optimizers else []
+        updated = {id(one) for one in chain.from_iterable(groups)}
+        return [one for one in self.trained if id(one) not in updated] if self._optimizers else []
 
 
 class _AnyValue(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -505,11 +507,13 @@ class DryRun:
 
     def _offloading(self, plan: OffloadPlan, in_flight_bytes: int) -> OffloadSavedTensors:
         """The same for all runs under a plan, as in training: it does less once it knows what a pass saves."""
-        known = self._offload
-        if known is None or known.plan != plan or known.in_flight_bytes != in_flight_bytes:
-            known = OffloadSavedTensors(plan, self._host, in_flight_bytes=in_flight_bytes, on_mismatch=ignore_mismatch)
-            self._offload = known
-        return known
+        offload = self._offload
+        if offload is None or offload.plan != plan or offload.in_flight_bytes != in_flight_bytes:
+            offload = OffloadSavedTensors(
+                plan, self._host, in_flight_bytes=in_flight_bytes, on_mismatch=ignore_mismatch
+            )
+            self._offload = offload
+        return offload
 
     @contextmanager
     def _staged(self) -> Iterator[None]:

@@ -62,10 +62,10 @@ class AllocatedBytes(ObserverMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        if made:
-            known = {_storage(leaf)[0] for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-            self.bytes += sum(nbytes for key, nbytes in dict(map(_storage, made)).items() if key not in known)
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if outputs:
+            inputs = {_storage(leaf)[0] for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+            self.bytes += sum(nbytes for key, nbytes in dict(map(_storage, outputs)).items() if key not in inputs)
             if self._most is not None and self.bytes > self._most:
                 raise TooMuchAllocated
         return out
@@ -303,23 +303,23 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def index_of(self, storage: torch.UntypedStorage) -> int | None:
         """The storage's index in the trace, if it was seen."""
-        found = self._live.get(storage_address(storage))
-        return found[0] if found is not None else None
+        live = self._live.get(storage_address(storage))
+        return live[0] if live is not None else None
 
     def _see(self, tensor: Tensor, kind: BlockKind | None, born: int) -> tuple[int, ...]:
         """Indices of the storages behind a tensor; new ones are counted."""
         parts = [sparse_values(tensor), sparse_indices(tensor)] if tensor.layout == torch.sparse_coo else [tensor]
-        found = []
+        indices = []
         for part in parts:
             try:
                 storage = part.untyped_storage()
             except (NotImplementedError, RuntimeError):  # a subclass that wraps others, which come by themselves
                 continue
-            known = self._live.get(storage_address(storage))
-            if known is None:
-                known = self._count(storage, part.device, kind or self._kind(), born)
-            found.append(known[0])
-        return tuple(found)
+            live = self._live.get(storage_address(storage))
+            if live is None:
+                live = self._count(storage, part.device, kind or self._kind(), born)
+            indices.append(live[0])
+        return tuple(indices)
 
     def _count(
         self, storage: torch.UntypedStorage, device: torch.device, kind: BlockKind, born: int
@@ -374,7 +374,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is LOCAL_SCALAR_DENSE:  # a dry run has none of these
             return func(*args, **kwargs)
         layer = self._layers.name()
-        known = len(self.trace.storages)
+        seen = len(self.trace.storages)
         self._running = True
         if self._meter is not None:
             self._meter.before()
@@ -397,7 +397,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.name().split("::")[-1]
         operation = Operation(name, layer, self.phase, tuple(reads), tuple(writes))
         if self._meter is not None:
-            self._meter.after(operation, sum(storage.nbytes for storage in self.trace.storages[known:]))
+            self._meter.after(operation, sum(storage.nbytes for storage in self.trace.storages[seen:]))
         self.trace.operations.append(operation)
         return out
 

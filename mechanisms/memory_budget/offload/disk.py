@@ -223,10 +223,10 @@ class HostDisk:
     def _free(self) -> str:
         """What the file system says: quotas and limits of a process may be tighter."""
         try:
-            found = os.fstatvfs(self._file.fileno())
+            space = os.fstatvfs(self._file.fileno())
         except OSError:
             return "free space unknown"
-        return f"{found.f_bavail * found.f_frsize} bytes free"
+        return f"{space.f_bavail * space.f_frsize} bytes free"
 
     def _give_back(self, place: _Place) -> None:
         with self._lock:

@@ -72,7 +72,7 @@ class _Watched(torch.UntypedStorage):
 
 
 def _sent(storage: _Watched) -> tuple[Any, ...]:
-    """To another process, as a plain one."""
+    """Send a storage to another process, as a plain one."""
     rebuild, (_, *more) = reductions.reduce_storage(storage)  # type: ignore[no-untyped-call]
     return rebuild, (torch.UntypedStorage, *more)
 

@@ -115,8 +115,8 @@ class _WithoutValues(Recorder):  # type: ignore[no-untyped-call]
         if name == "repeat_interleave":
             return torch.zeros(more, **whole)
         if name in ("_unique2", "unique_consecutive", "_unique"):
-            found = given.new_zeros(more), torch.zeros(given.shape, **whole), torch.zeros(more, **whole)
-            return found[: len(schema_of(func).returns)]
+            outputs = given.new_zeros(more), torch.zeros(given.shape, **whole), torch.zeros(more, **whole)
+            return outputs[: len(schema_of(func).returns)]
         return func(*args, **kwargs)
 
     def _instead_of(self, tensor: Tensor) -> Any:
@@ -215,7 +215,7 @@ def compared(
     step: Callable[[Any], Any],
     batch: Any,
     model: nn.Module,
-    found: Certificate,
+    certificate: Certificate,
     sizes: Collection[int],
     *,
     split: Split = split_batch,
@@ -227,43 +227,43 @@ def compared(
     The step is run without values, on the first samples of the batch.
 
     Args:
-        found: one that says that the batch may be split.
+        certificate: one that says that the batch may be split.
         sizes: of the parts that are to run, and of the batch.
         given: the user counts what the loss is a mean over, and so answers for all sizes.
         ghost: as in :func:`certify`.
     """
     total = samples_in(batch, split)
-    wanted = [size for size in sorted(sizes) if found.samples < size <= total]
+    wanted = [size for size in sorted(sizes) if certificate.samples < size <= total]
     if given or not wanted:
-        return _known_sizes(found, sizes)
-    batches = [batch if size == total else split(batch, size)[0] for size in (found.samples, *wanted)]
-    counts = [None if split is split_batch else size for size in (found.samples, *wanted)]
+        return _known_sizes(certificate, sizes)
+    batches = [batch if size == total else split(batch, size)[0] for size in (certificate.samples, *wanted)]
+    counts = [None if split is split_batch else size for size in (certificate.samples, *wanted)]
     ghosts = batch_statistics_layers(model) if ghost else []
     try:
-        few, *runs = _dry_runs(step, model, list(zip(batches, counts, strict=True)), found.reads, ghosts)
+        few, *runs = _dry_runs(step, model, list(zip(batches, counts, strict=True)), certificate.reads, ghosts)
     except Exception as error:  # whatever a step says to tensors without values
         reason = (
-            f"whether the step does the same with {max(sizes)} samples as with {found.samples} is not known, as the "
-            f"step does not run without values ({_first_line(error)}). {_WHAT_TO_DO}"
+            f"whether the step does the same with {max(sizes)} samples as with {certificate.samples} is not known, as "
+            f"the step does not run without values ({_first_line(error)}). {_WHAT_TO_DO}"
         )
-        return Certificate(None, reason, samples=found.samples)
+        return Certificate(None, reason, samples=certificate.samples)
     for size, run in zip(wanted, runs, strict=True):
         try:
             weightings = head_of((run, run.output), (few, few.output), values=False).weightings or (Weighting("mean"),)
-            reason = "" if set(weightings) == _weightings(found) else f"its loss is a {_together(weightings)}"
+            reason = "" if set(weightings) == _weightings(certificate) else f"its loss is a {_together(weightings)}"
         except NotUnderstoodError as error:
             reason = str(error)
         if reason:
             reason = (
-                f"the step does something else with more samples than with fewer: with {size} and {found.samples} "
-                f"samples {reason}. {_WHAT_TO_DO}"
+                f"the step does something else with more samples than with fewer: with {size} and "
+                f"{certificate.samples} samples {reason}. {_WHAT_TO_DO}"
             )
-            return Certificate(None, reason, samples=found.samples)
-    return _known_sizes(found, sizes)
+            return Certificate(None, reason, samples=certificate.samples)
+    return _known_sizes(certificate, sizes)
 
 
-def _known_sizes(found: Certificate, sizes: Collection[int]) -> Certificate:
-    return replace(found, sizes=found.sizes | set(sizes))
+def _known_sizes(certificate: Certificate, sizes: Collection[int]) -> Certificate:
+    return replace(certificate, sizes=certificate.sizes | set(sizes))
 
 
 def _first_line(error: Exception) -> str:
@@ -344,27 +344,27 @@ def certify(
     if total < 2:
         raise ValueError("a batch of 1 sample has no parts to compare: probe with a batch of 2 or more")
     layers = batch_statistics_layers(model)
-    known = None if loss_weight is None else Weighting("count", loss_weight)
+    given = None if loss_weight is None else Weighting("count", loss_weight)
     if layers and not ghost:
         samples = min(samples, _ENOUGH_FOR_BATCHNORM)
     examiner = _Examiner(step, batch, model, min(samples, total), split, layers if ghost else [], read_only)
-    found = examiner.examine(None, known)
-    unsure = found.weighting is None and (known is not None or not examiner.unknown) and (ghost or not layers)
+    certificate = examiner.examine(None, given)
+    unsure = certificate.weighting is None and (given is not None or not examiner.unknown) and (ghost or not layers)
     if unsure and all(p.device.type != "mps" for p in model.parameters()):
-        found = examiner.examine_precisely(known) or found
-    if found.separable and among is not None and _weightings(among) != _weightings(found):
-        reason = f"the loss is a {found.weighting} now, and was a {among.weighting}. Offload only"
-        return Certificate(None, reason, samples=found.samples)
-    if found.separable:
-        return compared(step, batch, model, found, {total}, split=split, given=known is not None, ghost=ghost)
+        certificate = examiner.examine_precisely(given) or certificate
+    if certificate.separable and among is not None and _weightings(among) != _weightings(certificate):
+        reason = f"the loss is a {certificate.weighting} now, and was a {among.weighting}. Offload only"
+        return Certificate(None, reason, samples=certificate.samples)
+    if certificate.separable:
+        return compared(step, batch, model, certificate, {total}, split=split, given=given is not None, ghost=ghost)
     if layers and not ghost:
         reason = f"{_BATCHNORM}: {_some(layers)}; {_BATCHNORM_FIX}"
-        return replace(found, reason=reason, layers=tuple(layers))
-    return found
+        return replace(certificate, reason=reason, layers=tuple(layers))
+    return certificate
 
 
-def _weightings(found: Certificate) -> set[Weighting | None]:
-    return {found.weighting, *found.alternatives}
+def _weightings(certificate: Certificate) -> set[Weighting | None]:
+    return {certificate.weighting, *certificate.alternatives}
 
 
 class _Examiner:
@@ -392,14 +392,14 @@ class _Examiner:
         """Whether operations did not tell what the loss is of its samples."""
         return self._look is not None and self._look[0] is None
 
-    def examine_precisely(self, known: Weighting | None) -> Certificate | None:
-        """In float64; None where the step does not run in it."""
+    def examine_precisely(self, given: Weighting | None) -> Certificate | None:
+        """Examine in float64; None where the step does not run in it."""
         try:
-            return self.examine(torch.float64, known)
+            return self.examine(torch.float64, given)
         except Exception:  # whatever a step says to tensors of another type
             return None
 
-    def examine(self, dtype: torch.dtype | None, known: Weighting | None) -> Certificate:
+    def examine(self, dtype: torch.dtype | None, given: Weighting | None) -> Certificate:
         fix = partial(fix_statistics, self._model, self._ghosts)
         with Untouched(self._model, dtype, fix, read_only=self._read_only, step=self._step) as scratch:
             prober = Prober(self._step, scratch, dtype, self._split)
@@ -412,12 +412,12 @@ class _Examiner:
                 if not number or outcome.probes[0].full.tells:
                     probes += outcome.probes
             head, why, reads = self._look = self._look or self._looked(prober)
-            if known is not None:
-                candidates, why = [known], ""
+            if given is not None:
+                candidates, why = [given], ""
             else:
                 candidates = [Weighting("mean")] if head is None else list(head.weightings) or [Weighting("mean")]
             concluded = _concluded(
-                probes, candidates, prober.epsilon, self._samples, self._heads, given=known is not None, unknown=why
+                probes, candidates, prober.epsilon, self._samples, self._heads, given=given is not None, unknown=why
             )
             if concluded.separable and self._zeros:
                 concluded = self._with_all_terms(prober, candidates, concluded)
@@ -440,7 +440,7 @@ class _Examiner:
         constants = head is not None and head.compares
         return replace(concluded, notes=tuple(notes), sizes=sizes, reads=reads, constants=constants)
 
-    def _with_all_terms(self, prober: Prober, candidates: list[Weighting], found: Certificate) -> Certificate:
+    def _with_all_terms(self, prober: Prober, candidates: list[Weighting], concluded: Certificate) -> Certificate:
         """The same, if its weights hold too where terms that count for nothing yet count."""
         try:
             kind = partial(_ZeroWeights, [], True)
@@ -452,7 +452,7 @@ class _Examiner:
             return Certificate(None, lifted.failure, samples=self._samples)
         again = _concluded(lifted.probes, candidates, prober.epsilon, self._samples, {}, given=True)
         if again.separable:
-            return found
+            return concluded
         reason = f"the loss has a term that is multiplied by 0 now, and where it is not, {again.reason}"
         return replace(again, reason=reason)
 
@@ -519,31 +519,31 @@ def _concluded(
         return Certificate(None, reason, worst.layers, worst.error, worst.tolerance, samples)
     if all(verdict.fits for verdict in verdicts):
         weighting, *others = candidates
-        found = Certificate(weighting, "", (), worst.error, worst.tolerance, samples, tuple(others))
-        return _with_outputs(found, weighting, probes, heads)
+        certificate = Certificate(weighting, "", (), worst.error, worst.tolerance, samples, tuple(others))
+        return _with_outputs(certificate, weighting, probes, heads)
     reason = _why_not(probes, worst, given, samples)
     return Certificate(None, reason, worst.layers, worst.error, worst.tolerance, samples)
 
 
 def _with_outputs(
-    found: Certificate, weighting: Weighting, probes: Sequence[Probe], heads: Mapping[str, Weighting]
+    certificate: Certificate, weighting: Weighting, probes: Sequence[Probe], heads: Mapping[str, Weighting]
 ) -> Certificate:
     """The same, with what operations and probes tell of the scalars that the step returns."""
-    outputs = scalar_weightings(probes, [weighting, Weighting("mean"), Weighting("sum")], heads, found.tolerance)
+    outputs = scalar_weightings(probes, [weighting, Weighting("mean"), Weighting("sum")], heads, certificate.tolerance)
     unclear = tuple(place for place in probes[0].full.scalars if place not in outputs)
     examples = tuple(_example(probe, case, weighting) for probe in probes for case in probe.cases)
-    return replace(found, outputs=outputs, unclear=unclear, examples=examples)
+    return replace(certificate, outputs=outputs, unclear=unclear, examples=examples)
 
 
-def _is_comparable(unlike: Probe, plain: Probe, found: Certificate) -> bool:
+def _is_comparable(unlike: Probe, plain: Probe, certificate: Certificate) -> bool:
     """Whether each sample had the same noise in all runs, and all scalars still have a value."""
     runs = [unlike.full, *(run for case in unlike.cases for run in case.runs)]
     finite = {place for place, value in plain.full.scalars.items() if math.isfinite(value)}
-    assert found.weighting is not None
+    assert certificate.weighting is not None
     return all(
         finite <= {place for place, value in run.scalars.items() if math.isfinite(value)} for run in runs
     ) and all(
-        loss_difference(unlike.full, case, found.weighting.of(case.parts, case.samples)) <= found.tolerance
+        loss_difference(unlike.full, case, certificate.weighting.of(case.parts, case.samples)) <= certificate.tolerance
         for case in unlike.cases
     )
 
@@ -553,7 +553,7 @@ def _example(probe: Probe, case: Case, weighting: Weighting) -> Example:
     return Example(probe.full.scalars, tuple(run.scalars for run in case.runs), tuple(case.samples), tuple(weights))
 
 
-def _why_not(probes: list[Probe], best: Verdict, known: bool, samples: int) -> str:
+def _why_not(probes: list[Probe], best: Verdict, given: bool, samples: int) -> str:
     if not probes[0].full.gradients:
         return "the loss reaches no parameter of the model, so there is nothing to compare"
     if math.isinf(best.error):
@@ -564,7 +564,7 @@ def _why_not(probes: list[Probe], best: Verdict, known: bool, samples: int) -> s
             f"{text}, though some weights would fit: the loss is a mean over something that cannot be counted in the "
             "batch. Give loss_weight(part), which counts it, or offload only"
         )
-    if known:
+    if given:
         text += ", weighed as was given"
     return (
         f"{text}, most in {_some(best.layers)}: samples influence one another, as in contrastive losses, or the step "

@@ -103,7 +103,7 @@ class Probe:
         Args:
             tolerance: relative; a power iteration, of spectral norm for one, changes little when it has converged.
         """
-        found = []
+        changed = []
         for case in self.cases:
             after: dict[str, Tensor] = {}
             for run in case.runs:
@@ -111,8 +111,8 @@ class Probe:
             for name in {**self.full.changed, **after}:
                 whole, parts = self.full.changed.get(name), after.get(name)
                 if whole is None or parts is None or not _alike(whole, parts, tolerance):
-                    found.append(name)
-        return found
+                    changed.append(name)
+        return changed
 
 
 @dataclass
@@ -139,7 +139,7 @@ class Prober:
         self._kind: Callable[[Any], Recorder] | None = None
 
     def unlike(self, batch: Any, names: Sequence[int]) -> Probe | None:
-        """As :meth:`probe`, with samples that modules give unlike values for; None where the step does not run so."""
+        """Probe with samples that modules give unlike values for; None where the step does not run so."""
         self._noise = SampleNoise()
         try:
             outcome = self.probe(batch, names)
@@ -166,7 +166,7 @@ class Prober:
         samples = samples_in(batch, self._split)
         names, self._kind = list(names)[:samples], kind
         self._scratch.restart()
-        found = Probe(self._run(batch, names))
+        probe = Probe(self._run(batch, names))
         for sub_batch in dict.fromkeys((samples // 2 + 1, samples - 1)[:pairs]) if samples > 2 else (1,):
             parts = list(self._split(batch, sub_batch))
             case = Case(parts, [samples_in(part, self._split) for part in parts], [])
@@ -179,13 +179,13 @@ class Prober:
                     if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
                         raise
                     return Outcome(
-                        [found],
+                        [probe],
                         f"the step runs on {samples} samples but not on {size} of them "
                         f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'})",
                     )
                 start += size
-            found.cases.append(case)
-        return Outcome([found])
+            probe.cases.append(case)
+        return Outcome([probe])
 
     def recorded(self, batch: Any) -> Any:
         """What one run returns, of which only the operations matter."""
@@ -249,10 +249,10 @@ class Prober:
             if self._reentrant:
                 return output, self._by_backward(loss, parameters), watch
             # the originals too: a step may hold on to them outside of the model
-            targets = [*((name, made) for name, _, made in parameters), *((name, old) for name, old, _ in parameters)]
-            found = _backward(loss, tuple(tensor for _, tensor in targets))
+            targets = [*((name, twin) for name, _, twin in parameters), *((name, old) for name, old, _ in parameters)]
+            of_targets = _backward(loss, tuple(tensor for _, tensor in targets))
         gradients: dict[str, Tensor] = {}
-        for (name, _), gradient in zip(targets, found, strict=True):
+        for (name, _), gradient in zip(targets, of_targets, strict=True):
             if gradient is not None:
                 gradients[name if name not in gradients else f"{name} (the original)"] = gradient
         return output, gradients, watch
@@ -266,9 +266,9 @@ class Prober:
         finally:
             for old in originals:
                 old.requires_grad_(True)
-        gradients = {name: made.grad for name, _, made in parameters if made.grad is not None}
-        for _, _, made in parameters:
-            made.grad = None
+        gradients = {name: twin.grad for name, _, twin in parameters if twin.grad is not None}
+        for _, _, twin in parameters:
+            twin.grad = None
         return gradients
 
     def _copied(self, tensor: Tensor) -> Tensor:
@@ -287,17 +287,17 @@ def _backward(loss: Tensor, targets: tuple[Tensor, ...]) -> tuple[Tensor | None,
 
 def scalars_of(output: Any) -> dict[str, float]:
     """The scalars in what a step returns, by place (``output['loss']``)."""
-    found: dict[str, float] = {}
+    scalars: dict[str, float] = {}
 
     def note(place: str, leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.dim() == 0 and not leaf.is_complex():
-            found[place] = float(leaf.detach())
+            scalars[place] = float(leaf.detach())
         elif isinstance(leaf, int | float) and not isinstance(leaf, bool):
-            found[place] = float(leaf)
+            scalars[place] = float(leaf)
         return leaf
 
     map_leaves(output, note, "output")
-    return found
+    return scalars
 
 
 def sketch(gradient: Tensor) -> Tensor:
@@ -416,18 +416,18 @@ def fitted_error(probes: Sequence[Probe]) -> float:
 def scalar_weightings(
     probes: Sequence[Probe], candidates: Sequence[Weighting], heads: Mapping[str, Weighting], tolerance: float
 ) -> dict[str, Weighting]:
-    """By place in the step's output: how that scalar adds up from parts. Scalars that do not are left out.
+    """Return how scalars add up from parts, by their place in the step's output. Scalars that do not are left out.
 
     Args:
         candidates: tried one after the other, behind what ``heads`` says of a place.
     """
-    found = {}
+    weightings = {}
     for place in probes[0].full.scalars:
         for weighting in ([heads[place]] if place in heads else []) + list(candidates):
             if all(_adds_up(place, probe.full, case, weighting, tolerance) for probe in probes for case in probe.cases):
-                found[place] = weighting
+                weightings[place] = weighting
                 break
-    return found
+    return weightings
 
 
 def _adds_up(place: str, full: Run, case: Case, weighting: Weighting, tolerance: float) -> bool:

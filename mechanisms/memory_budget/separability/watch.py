@@ -171,11 +171,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             torch.default_generator.set_state(state)
 
     def _by_sample(self, func: Any, args: Any, kwargs: Any, base: int) -> Any:
-        found = self._batch_dimension(func, args)
-        if found is None:
+        batch_dimension = self._batch_dimension(func, args)
+        if batch_dimension is None:
             seed_torch(base)
             return func(*args, **kwargs)
-        dimension, length = found
+        dimension, length = batch_dimension
         block = length // len(self.names)
         results = []
         for position, name in enumerate(self.names):
