@@ -41,15 +41,15 @@ def convert(
         NoEffectWarning: nothing could be converted.
     """
     check_solver(solver)
-    found = obstacles(model)
+    reasons = obstacles(model)
     if names is not None:
-        wanted = _known([names] if isinstance(names, str) else list(names), found)
-        found = {name: found[name] for name in wanted}
-        for name, why in found.items():
+        wanted = _known([names] if isinstance(names, str) else list(names), reasons)
+        reasons = {name: reasons[name] for name in wanted}
+        for name, why in reasons.items():
             if why is not None:
                 raise ValueError(f"convert: {name!r} cannot be converted: {why}")
     report = ConversionReport()
-    for name, why in found.items():
+    for name, why in reasons.items():
         if why is not None:
             report.skipped[name] = why
             continue
@@ -71,11 +71,13 @@ def convert_back(model: nn.Module, names: str | Iterable[str] | None = None) -> 
     Raises:
         ValueError: a name that is no converted module of `model`.
     """
-    found = {name: module for name, module in model.named_modules() if isinstance(module, ScanRecurrent)}
+    converted = {name: module for name, module in model.named_modules() if isinstance(module, ScanRecurrent)}
     if names is not None:
-        found = {name: found[name] for name in _known([names] if isinstance(names, str) else list(names), found)}
+        converted = {
+            name: converted[name] for name in _known([names] if isinstance(names, str) else list(names), converted)
+        }
     report = ConversionReport()
-    for name, module in found.items():
+    for name, module in converted.items():
         scan = type(module)
         if scan not in PLAIN:
             report.skipped[name] = f"{scan.__name__} is a class of its own: torch.nn has no counterpart"
@@ -86,10 +88,10 @@ def convert_back(model: nn.Module, names: str | Iterable[str] | None = None) -> 
     return report
 
 
-def _known(names: list[str], found: Mapping[str, object]) -> list[str]:
+def _known(names: list[str], modules: Mapping[str, object]) -> list[str]:
     for name in names:
-        if name not in found:
-            there = ", ".join(repr(other) for other in found) or "none"
+        if name not in modules:
+            there = ", ".join(repr(other) for other in modules) or "none"
             raise ValueError(f"names={names}: the model has no such module {name!r}; there are {there}")
     return names
 

@@ -140,7 +140,7 @@ class ScanRecurrent(nn.RNNBase):
         return w_ih, w_hh, b_ih, b_hh
 
     def check_input(self, input: Tensor, batch_sizes: Tensor | None) -> None:
-        """As torch.nn's, and refuse integers under autocast too."""
+        """Check as torch.nn's method does, and refuse integers under autocast too."""
         weight = getattr(self, weight_names(self)[0][0])
         if not input.is_floating_point() or not (
             input.dtype == weight.dtype or torch.is_autocast_enabled(input.device.type)

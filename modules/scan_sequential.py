@@ -73,13 +73,13 @@ class ScanSequential(nn.Sequential):
     @classmethod
     def of(cls, model: nn.Sequential, levels: int | None = 2) -> ScanSequential:
         """The same layers, shared with ``model``, under the same names."""
-        made = cls(levels=levels)
+        sequential = cls(levels=levels)
         for name, layer in model.named_children():
-            made.add_module(name, layer)
-        return made.train(model.training)
+            sequential.add_module(name, layer)
+        return sequential.train(model.training)
 
     def forward(self, input: Tensor) -> Tensor:
-        """As ``nn.Sequential``: ``(B, ...)`` through all layers."""
+        """Run ``(B, ...)`` through all layers, as ``nn.Sequential`` does."""
         if not torch.is_grad_enabled():
             output = super().forward(input)  # type: ignore[no-untyped-call]
             assert isinstance(output, Tensor)
@@ -87,14 +87,14 @@ class ScanSequential(nn.Sequential):
         self._report = ScanReport(levels=self.levels)
         inputs, segment = input, _Segment(input)
         for name, layer in _leaves(self):
-            known = self._jacobian(name, layer, inputs)
-            if isinstance(known, str):
-                self._report.plain[name] = known
+            jacobian = self._jacobian(name, layer, inputs)
+            if isinstance(jacobian, str):
+                self._report.plain[name] = jacobian
                 inputs = layer(self._close(segment))
                 segment = _Segment(inputs)
             else:
                 self._report.scanned.append(name)
-                inputs = segment.add(layer, known, inputs)
+                inputs = segment.add(layer, jacobian, inputs)
         output = self._close(segment)
         self._warn()
         return output
@@ -113,15 +113,15 @@ class ScanSequential(nn.Sequential):
         if not inputs.is_floating_point():
             return f"its input is {inputs.dtype}"
         key = (name, type(layer), inputs.shape[1:], inputs.device)
-        known = self._jacobians.get(key)
-        if known is None or not known.still_fits(layer):
+        jacobian = self._jacobians.get(key)
+        if jacobian is None or not jacobian.still_fits(layer):
             try:
-                known = jacobian_of(layer, inputs.shape[1:], inputs.device)
+                jacobian = jacobian_of(layer, inputs.shape[1:], inputs.device)
             except UnknownJacobian as reason:
                 return str(reason)
-            self._jacobians[key] = known
+            self._jacobians[key] = jacobian
             self._scans.clear()
-        return known
+        return jacobian
 
     def _close(self, segment: _Segment) -> Tensor:
         """The segment's output, with a gradient that comes from one scan."""
@@ -131,9 +131,9 @@ class ScanSequential(nn.Sequential):
         self._report.scans += 1
         first = wanted[0]
         layers = [each for each in segment.layers[first:] if not each[0].is_identity]
-        key = tuple(id(known) for known, _ in layers)
+        key = tuple(id(jacobian) for jacobian, _ in layers)
         if key not in self._scans:
-            self._scans[key] = JacobianScan([known.pattern for known, _ in reversed(layers)], self.levels)
+            self._scans[key] = JacobianScan([jacobian.pattern for jacobian, _ in reversed(layers)], self.levels)
         run = _Run(segment, wanted, self._scans[key])
         output = _ScanBackward.apply(run, *(segment.outputs[k] for k in wanted))  # type: ignore[no-untyped-call]
         assert isinstance(output, Tensor)
@@ -157,11 +157,11 @@ class _Segment:
         self.outputs = [inputs]
         self.layers: list[tuple[LayerJacobian, tuple[Tensor, ...]]] = []
 
-    def add(self, layer: nn.Module, known: LayerJacobian, inputs: Tensor) -> Tensor:
+    def add(self, layer: nn.Module, jacobian: LayerJacobian, inputs: Tensor) -> Tensor:
         """Run a layer. Its output hangs on its parameters alone: the scan stands in for the way to its input."""
-        outputs, saved = known.run(layer, inputs.detach())
+        outputs, saved = jacobian.run(layer, inputs.detach())
         self.outputs.append(outputs)
-        self.layers.append((known, saved))
+        self.layers.append((jacobian, saved))
         return outputs
 
     def wanted(self) -> list[int]:
@@ -179,7 +179,7 @@ class _Run:
 
     @property
     def layers(self) -> list[tuple[LayerJacobian, tuple[Tensor, ...]]]:
-        """From the first layer whose Jacobian is needed to the last one."""
+        """Return the layers from the first whose Jacobian is needed to the last one."""
         return self.segment.layers[self.wanted[0] :]
 
 
@@ -190,7 +190,7 @@ class _ScanBackward(torch.autograd.Function):
     def forward(ctx: Any, run: _Run, *wanted: Tensor) -> Tensor:
         """``wanted`` are the x_k that require grad: their values are those of the forward pass already."""
         ctx.scan, ctx.wanted = run.scan, run.wanted
-        ctx.jacobians = [known for known, _ in run.layers]
+        ctx.jacobians = [jacobian for jacobian, _ in run.layers]
         ctx.counts = [len(saved) for _, saved in run.layers]
         ctx.shapes = [(output.shape, output.dtype) for output in run.segment.outputs]
         ctx.save_for_backward(*(tensor for _, saved in run.layers for tensor in saved))
@@ -211,19 +211,19 @@ class _ScanBackward(torch.autograd.Function):
         saved = iter(ctx.saved_tensors)
         dtype = gradient.dtype
         values = []
-        for known, count in zip(ctx.jacobians, ctx.counts, strict=True):
+        for jacobian, count in zip(ctx.jacobians, ctx.counts, strict=True):
             tensors = [next(saved) for _ in range(count)]
-            if not known.is_identity:
-                values.append(known.values(*tensors))
+            if not jacobian.is_identity:
+                values.append(jacobian.values(*tensors))
                 dtype = torch.promote_types(dtype, values[-1].dtype)
         flat = gradient.flatten(1).t().to(dtype).contiguous()
-        found = iter(ctx.scan(flat, [each.to(dtype).contiguous() for each in reversed(values)]))
+        scanned = iter(ctx.scan(flat, [each.to(dtype).contiguous() for each in reversed(values)]))
         at: dict[int, Tensor] = {}
-        current, last = next(found), len(ctx.shapes) - 1
+        current, last = next(scanned), len(ctx.shapes) - 1
         at[last] = current
-        for back, known in enumerate(reversed(ctx.jacobians), start=1):
-            if not known.is_identity:
-                current = next(found)
+        for back, jacobian in enumerate(reversed(ctx.jacobians), start=1):
+            if not jacobian.is_identity:
+                current = next(scanned)
             at[last - back] = current
         answers: list[Tensor | None] = [None]
         for k in ctx.wanted:
