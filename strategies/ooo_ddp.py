@@ -204,9 +204,9 @@ class OOODataParallelStrategy(HostReductionMixin, LightningOnly, DDPArguments):
         if searching and not self._was_searching:
             rank_zero_info("retime: searching for k during the first steps; all of them count for training")
         elif self._was_searching and not searching:
-            found = self._ooo.report()
-            times = ", ".join(f"k={k}: {seconds * 1e3:.0f} ms" for k, seconds in sorted(found.searched.items()))
-            rank_zero_info(f"retime: k={found.k} is the fastest after {found.search_steps} steps ({times})")
+            report = self._ooo.report()
+            times = ", ".join(f"k={k}: {seconds * 1e3:.0f} ms" for k, seconds in sorted(report.searched.items()))
+            rank_zero_info(f"retime: k={report.k} is the fastest after {report.search_steps} steps ({times})")
         self._was_searching = searching
 
     def on_validation_start(self) -> None:

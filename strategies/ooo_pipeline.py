@@ -301,25 +301,27 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
 
         kept = None if self._step.is_spread else self._kept
         with log.batch():
-            found = self._step.train(step, batch, divide_by=trainer.accumulate_grad_batches)
+            results = self._step.train(step, batch, divide_by=trainer.accumulate_grad_batches)
         look = self._step.take_first_look()
         if look is not None:
             log.look(look, self._step.loss_weights)
-        told = None
-        if found:
-            calls, weights = [one.output[LOGGED] for one in found], [one.weight for one in found]
-            loss = whole_loss(found).to(found[0].output["loss"].dtype).cpu()
-            others = combined([one.output[_OTHERS] for one in found], [one.samples for one in found], lambda _: weights)
-            logged = log.collected(calls, weights, [one.samples for one in found])
-            told = loss, logged, move_data_to_device(others, torch.device("cpu"))
-        whole, logged, others = self._step.tell(told)
+        outcome = None
+        if results:
+            calls, weights = [one.output[LOGGED] for one in results], [one.weight for one in results]
+            loss = whole_loss(results).to(results[0].output["loss"].dtype).cpu()
+            others = combined(
+                [one.output[_OTHERS] for one in results], [one.samples for one in results], lambda _: weights
+            )
+            logged = log.collected(calls, weights, [one.samples for one in results])
+            outcome = loss, logged, move_data_to_device(others, torch.device("cpu"))
+        whole, logged, others = self._step.tell(outcome)
         loss = whole.to(self.root_device)
         divided: Tensor = loss / trainer.accumulate_grad_batches
         self.pre_backward(divided)
         self.precision_plugin.pre_backward(divided, module)
         self.precision_plugin.post_backward(divided, module)
         self.post_backward(divided)
-        log.publish(logged, changed_here=bool(found))
+        log.publish(logged, changed_here=bool(results))
         if kept is not None:
             self._look_at_first(self._step, log, kept)
         self._results.put(
@@ -343,7 +345,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
             yield
 
     def _look_at_first(self, step: PipelineStep, log: PipelineLog, kept: KeptAttributes) -> None:
-        """Behind the first batch: say what micro-batches change, as far as it was seen."""
+        """Say behind the first batch what micro-batches change, as far as it was seen."""
         for one in self.optimizers:
             forget_absent(one, step.owners)
         kept.warn()
@@ -380,7 +382,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         return tensor if self._data_group is None else super().reduce(tensor, self._data_group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """From the data parallel ranks."""
+        """Gather from the data parallel ranks."""
         if self._step is None or group is not None:
             return super().all_gather(tensor, group, sync_grads)
         return tensor if self._data_group is None else super().all_gather(tensor, self._data_group, sync_grads)
@@ -428,7 +430,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         return self._step.owners if self._step.is_spread else None
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Also in the middle of a fit, as tuners do; parameters on the meta device become those of the checkpoint."""
+        """Load in the middle of a fit too, as tuners do; meta parameters become those of the checkpoint."""
         assert self.lightning_module is not None
         if is_on_meta(self.lightning_module):
             load_into_meta(self.lightning_module, checkpoint["state_dict"], strict)

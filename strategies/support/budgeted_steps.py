@@ -99,12 +99,12 @@ class WholeBatchResults:
         self._loop = trainer.fit_loop.epoch_loop.automatic_optimization
         self._whole: dict[str, Any] | None = None
         self._result: ClosureResult | None = None
-        taken, made = self._take, self._made
+        taken, note_result = self._take, self._made
 
         class Result(ClosureResult):
             def __post_init__(self) -> None:
                 super().__post_init__()
-                made(self)
+                note_result(self)
 
             def asdict(self) -> dict[str, Any]:
                 whole = taken()
@@ -360,9 +360,9 @@ class Budgeted(LightningOnly, Strategy):
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(*args, **kwargs)
-        found = checkpoint.get(CHECKPOINT_KEY)
-        if found is not None:
-            self._plans = found
+        plans = checkpoint.get(CHECKPOINT_KEY)
+        if plans is not None:
+            self._plans = plans
         return checkpoint
 
     def save_plan(self, path: str | os.PathLike[str]) -> None:

@@ -208,8 +208,8 @@ class MetricCalls:
 
     def _take(self, call: MetricCall, part: int, samples: int, given: Arguments) -> None:
         call.given[part] = given
-        held = sum(tensor.nbytes for tensor in tensors_in(given))
-        if call.total is None and (held <= _SMALL_BYTES * samples or _counts_calls(call.metric)):
+        nbytes = sum(tensor.nbytes for tensor in tensors_in(given))
+        if call.total is None and (nbytes <= _SMALL_BYTES * samples or _counts_calls(call.metric)):
             return
         self._passing_on = True
         try:
@@ -220,7 +220,7 @@ class MetricCalls:
 
 def metrics_of(module: nn.Module) -> list[AnyMetric]:
     """The metrics that a module's code may call: not those inside of other metrics."""
-    found: dict[int, AnyMetric] = {}
+    metrics: dict[int, AnyMetric] = {}
     seen: set[int] = set()
 
     def visit(value: Any) -> None:
@@ -228,7 +228,7 @@ def metrics_of(module: nn.Module) -> list[AnyMetric]:
             return
         seen.add(id(value))
         if isinstance(value, Metric | MetricCollection):
-            found[id(value)] = value
+            metrics[id(value)] = value
         if isinstance(value, Metric):
             return
         for child in value.children():
@@ -240,7 +240,7 @@ def metrics_of(module: nn.Module) -> list[AnyMetric]:
                         visit(child)
 
     visit(module)
-    return list(found.values())
+    return list(metrics.values())
 
 
 def _empty(metric: AnyMetric) -> AnyMetric:

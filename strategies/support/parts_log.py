@@ -354,8 +354,8 @@ def _doubt_before(call: LoggedCall, certificate: Certificate) -> str:
     if not fitting(certificate, call):
         return _doubt(call.assumed)
     by_epoch = call.options.get("on_epoch") and call.reduced is None
-    known = _adds_up(call.size_key, certificate) or _was_same(call.size_key, certificate)
-    return _SIZE_IN_DOUBT if by_epoch and call.sized and not known else ""
+    adds_up = _adds_up(call.size_key, certificate) or _was_same(call.size_key, certificate)
+    return _SIZE_IN_DOUBT if by_epoch and call.sized and not adds_up else ""
 
 
 def _doubt(by: By, some_only: bool = False, always_0: bool = False, was_same: bool = False) -> str:
@@ -568,7 +568,7 @@ class PipelineLog:
         return fits[0], ""
 
     def warn_of_aggregates(self) -> None:
-        """Behind the first batch: say of means and sums of a step's values that they are those of micro-batches."""
+        """Say behind the first batch of means and sums of a step's values that they are those of micro-batches."""
         for name, metric in self._metrics.items():
             if isinstance(metric, BaseAggregator) and metric.update_count != self._counts[name]:
                 warn_difference(
@@ -577,14 +577,14 @@ class PipelineLog:
                     "samples: give update() the number of samples as weight, or use self.log(..., on_epoch=True)"
                 )
 
-    def publish(self, told: Any, *, changed_here: bool) -> None:
+    def publish(self, logged: Any, *, changed_here: bool) -> None:
         """Log on this rank what :meth:`collected` gave on the last stage's.
 
         Args:
-            told: that.
+            logged: that.
             changed_here: this is that rank, whose metrics have the states already.
         """
-        calls, states = told
+        calls, states = logged
         if not changed_here:
             for name, state in states.items():
                 set_metric_state(self._metrics[name], state)

@@ -51,12 +51,12 @@ def wants_outputs(module: LightningModule, trainer: Trainer) -> bool:
 def warn_of_gradient_hooks(module: LightningModule, trainer: Trainer) -> None:
     """Hooks that see gradients may take a norm of them, which is that of one rank's layers."""
     names = ("configure_gradient_clipping", "on_before_optimizer_step")
-    found = [f"{type(module).__name__}.{name}" for name in names if is_overridden(name, module)]
+    hooks = [f"{type(module).__name__}.{name}" for name in names if is_overridden(name, module)]
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    found += [f"{type(one).__name__}.{names[1]}" for one in callbacks if is_overridden(names[1], one, parent=Callback)]
-    if found:
+    hooks += [f"{type(one).__name__}.{names[1]}" for one in callbacks if is_overridden(names[1], one, parent=Callback)]
+    if hooks:
         warn_difference(
-            f"under a pipeline {', '.join(found)} sees the gradients of one rank's layers: a norm taken there, by "
+            f"under a pipeline {', '.join(hooks)} sees the gradients of one rank's layers: a norm taken there, by "
             "torch.nn.utils.clip_grad_norm_ too, is not that of the model. Use Trainer(gradient_clip_val=...) or "
             "self.clip_gradients(), which count all ranks"
         )
