@@ -45,10 +45,10 @@ class StepBytes:
 
     def metrics(self) -> dict[str, int]:
         """``measured_peak_bytes``, and ``predicted_peak_bytes`` if there is one."""
-        found = {"measured_peak_bytes": max(held for _, held in self.measured)}
+        peaks = {"measured_peak_bytes": max(nbytes for _, nbytes in self.measured)}
         if self.predicted:
-            found["predicted_peak_bytes"] = max(held for _, held in self.predicted)
-        return found
+            peaks["predicted_peak_bytes"] = max(nbytes for _, nbytes in self.predicted)
+        return peaks
 
 
 class MemoryTimeline(PhaseCallback):
@@ -149,12 +149,12 @@ class MemoryTimeline(PhaseCallback):
         measured = sampler.samples
         predicted: tuple[tuple[str, int], ...] = ()
         if profile is not None:
-            held = profile.held_bytes()
+            predicted_bytes = profile.held_bytes()
             phases = [operation.phase.value for operation in profile.trace.operations]
-            predicted = tuple(zip(phases, held, strict=True))
+            predicted = tuple(zip(phases, predicted_bytes, strict=True))
         if trainer.strategy.root_device.type != "cuda":
             before = sum(s.nbytes for s in profile.trace.storages if s.born < 0) if profile is not None else 0
-            measured = [(at, held - measured[0][1] + before) for at, held in measured]
+            measured = [(at, predicted_bytes - measured[0][1] + before) for at, predicted_bytes in measured]
         step = StepBytes(global_step, plan, predicted, tuple(measured), tuple(sampler.phases), note)
         self.steps.append(step)
         self._publish(trainer, {f"memory/{name}": float(value) for name, value in step.metrics().items()})
@@ -205,10 +205,10 @@ def _draw(step: StepBytes, path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     end_ms = step.measured[-1][0]
-    axes.plot([at for at, _ in step.measured], [held / 2**20 for _, held in step.measured], label="measured")
+    axes.plot([at for at, _ in step.measured], [nbytes / 2**20 for _, nbytes in step.measured], label="measured")
     if step.predicted:
         places = _places(step, end_ms)
-        axes.plot(places, [held / 2**20 for _, held in step.predicted], drawstyle="steps-post", label="predicted")
+        axes.plot(places, [nbytes / 2**20 for _, nbytes in step.predicted], drawstyle="steps-post", label="predicted")
     for at, phase in step.phases:
         if phase != "other":
             axes.axvline(at, color="#888888", linewidth=0.8, linestyle=":")
