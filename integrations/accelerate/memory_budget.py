@@ -135,8 +135,8 @@ class MemoryBudget:
 
     def state_dict(self) -> dict[str, Any]:
         """What ``accelerator.save_state()`` keeps: plans, so that they need not be searched for again."""
-        made = {"parts": self._parts, "whole": self._whole}
-        return self._kept | {name: one.state_dict() for name, one in made.items() if one is not None}
+        steps = {"parts": self._parts, "whole": self._whole}
+        return self._kept | {name: one.state_dict() for name, one in steps.items() if one is not None}
 
     def load_state_dict(self, state: Any) -> None:
         """Take up the plans of an earlier run with the same budget, model and optimizer."""
@@ -154,11 +154,11 @@ class MemoryBudget:
         Raises:
             ValueError: nothing was planned yet.
         """
-        made = self._parts or self._whole
-        if made is None:
+        step = self._parts or self._whole
+        if step is None:
             raise ValueError(f"save_plan({str(path)!r}): nothing is planned before the first batch")
         if self._accelerator.is_main_process:
-            made.save_plan(path)
+            step.save_plan(path)
 
     def remove(self) -> None:
         """Give back the host's space and take wrappers off."""
@@ -179,17 +179,17 @@ class MemoryBudget:
         def arguments() -> tuple[Any, ...]:
             return self._optimizers, self._budget_bytes, parse_host(self._host, self._accelerator.device)
 
-        made: BudgetedStep
+        step: BudgetedStep
         if isinstance(model, DistributedDataParallel):
             agreement = RankAgreement()
-            made = agreement.each_makes(
+            step = agreement.each_makes(
                 lambda: BudgetedDataParallelStep(model, *arguments(), agreement=agreement, **options),
                 BudgetedStep.remove,
                 SETTING_UP,
             )
         else:
-            made = BudgetedStep(model, *arguments(), **options)
+            step = BudgetedStep(model, *arguments(), **options)
         kept = self._kept.get("parts" if split_too else "whole")
         if kept is not None:
-            made.load_state_dict(kept)
-        return made
+            step.load_state_dict(kept)
+        return step

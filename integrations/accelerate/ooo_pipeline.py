@@ -173,12 +173,12 @@ class OutOfOrderPipeline:
             return loss.detach()
         one_step_a_batch(self._accelerator, self._optimizer, self.data_parallel_size, self._guards)
         was_spread = self._step.is_spread
-        found = self._step.train(step, batch, divide_by=self._accelerator.gradient_accumulation_steps)
+        results = self._step.train(step, batch, divide_by=self._accelerator.gradient_accumulation_steps)
         if not was_spread:
             forget_absent(self._optimizer.optimizer, self._step.owners)
             self._step.take_first_look()
-        told: Tensor = self._step.tell(whole_loss(found).float().cpu() if found else None)
-        return told.to(self._accelerator.device)
+        whole: Tensor = self._step.tell(whole_loss(results).float().cpu() if results else None)
+        return whole.to(self._accelerator.device)
 
     def evaluate(self, batch: Any, step: Callable[[Any], Any]) -> Any:
         """What ``step(batch)`` returns, without gradients, on all processes of a pipeline; ``model.eval()`` is yours.
@@ -290,8 +290,8 @@ def _check(accelerator: Accelerator, model: nn.Module, optimizer: Optimizer) -> 
         raise ValueError(
             "parameters are on the meta device, and the first batch needs them whole: build the model with values"
         )
-    known = set(model.parameters())
-    if any(parameter not in known for group in optimizer.param_groups for parameter in group["params"]):
+    parameters = set(model.parameters())
+    if any(parameter not in parameters for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError("the optimizer has parameters that are not the model's: give them an optimizer of their own")
 
 

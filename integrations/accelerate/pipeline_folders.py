@@ -19,7 +19,7 @@ _State = Callable[[], dict[str, Any] | None]
 
 
 def keep_in_folders(accelerator: Accelerator, model: nn.Module, state: _State, check: Callable[[], None]) -> None:
-    """From now on folders have this model, which ``prepare()`` has not seen; behind those that it has.
+    """Save and load this model in folders too, which ``prepare()`` has not seen; behind those that it has.
 
     Args:
         accelerator: whose ``save_state`` and ``load_state`` are followed.

@@ -49,7 +49,7 @@ def refuse_beside(optimizer: AcceleratedOptimizer, wanted: Mechanism, *, once: b
 
 
 def note_there(optimizer: AcceleratedOptimizer, mechanism: Mechanism) -> None:
-    """From now on this optimizer has the mechanism."""
+    """Note that this optimizer has the mechanism from now on."""
     _there(optimizer).append(mechanism)
 
 

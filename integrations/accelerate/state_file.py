@@ -55,11 +55,11 @@ class StateFile:
             path.unlink(missing_ok=True)
 
     def _read(self, models: Any, folder: str) -> None:
-        found = [self._found(Path(folder, self._file)) if self._accelerator.is_main_process else None]
+        states = [self._found(Path(folder, self._file)) if self._accelerator.is_main_process else None]
         if self._accelerator.num_processes > 1:
-            broadcast_object_list(found)  # ranks that knew different things would do different things
-        if found[0] is not None:
-            self._load(found[0])
+            broadcast_object_list(states)  # ranks that knew different things would do different things
+        if states[0] is not None:
+            self._load(states[0])
 
     def _found(self, path: Path) -> Any:
         try:

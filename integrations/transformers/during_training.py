@@ -133,7 +133,7 @@ class _Given(TrainerCallback):  # type: ignore[misc]  # transformers is not foll
         return next(callbacks, None) or cls(trainer)
 
     def add(self, one: DuringTraining) -> None:
-        """From the next training on it is put on."""
+        """Put it on from the next training on."""
         if not self.objects:
             self._trainer.add_callback(self)
             self._plain = self._trainer.train
