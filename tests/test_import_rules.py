@@ -70,19 +70,19 @@ def imported(source: str, package: str) -> set[str]:
 
 def offences(folder: str, source: str, package: str) -> list[str]:
     """What ``source`` imports although its folder may not."""
-    found = []
+    problems = []
     allowed = LEFT_OF[folder] | {folder}
     for name in sorted(imported(source, package)):
         top, *rest = name.split(".")
         if top in BANNED.get(folder, set()):
-            found.append(f"{folder} must not import {name}")
+            problems.append(f"{folder} must not import {name}")
         elif top != "retime":
             continue
         elif rest and rest[0] in LEFT_OF and rest[0] not in allowed:
-            found.append(f"{folder} must not import {name}: it is no folder to the left")
+            problems.append(f"{folder} must not import {name}: it is no folder to the left")
     if folder not in LAST and uses_public_api(source, package):
-        found.append(f"{folder} must not import from retime itself: the public API imports {folder}")
-    return found
+        problems.append(f"{folder} must not import from retime itself: the public API imports {folder}")
+    return problems
 
 
 def uses_public_api(source: str, package: str) -> bool:
@@ -105,24 +105,24 @@ def files(folder: str) -> list[Path]:
 def test_a_folder_imports_only_what_is_left_of_it(folder):
     sources = files(folder)
     assert sources, f"{folder}/ holds no Python: is the tree complete?"
-    found = []
+    problems = []
     for path in sources:
         package = ".".join(["retime", *path.relative_to(ROOT).parent.parts])
-        found += [f"{path.relative_to(ROOT)}: {what}" for what in offences(folder, path.read_text("utf-8"), package)]
-    assert not found, "\n".join(found)
+        problems += [f"{path.relative_to(ROOT)}: {what}" for what in offences(folder, path.read_text("utf-8"), package)]
+    assert not problems, "\n".join(problems)
 
 
 def past_faces(path: Path) -> list[str]:
     """What a file imports from inside a package that it is not in, instead of from the package itself."""
-    found = []
+    problems = []
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("retime."):
             continue
         inside = ROOT / Path(*str(node.module).split(".")[1:])
         package = inside.parent
         if inside.with_suffix(".py").is_file() and has_face(package) and not path.is_relative_to(package):
-            found.append(f"{path.relative_to(ROOT)}: import from {package.relative_to(ROOT)}, not {node.module}")
-    return found
+            problems.append(f"{path.relative_to(ROOT)}: import from {package.relative_to(ROOT)}, not {node.module}")
+    return problems
 
 
 def has_face(package: Path) -> bool:
@@ -132,8 +132,8 @@ def has_face(package: Path) -> bool:
 
 @pytest.mark.parametrize("folder", LEFT_OF)
 def test_packages_are_imported_through_their_faces(folder):
-    found = [what for path in files(folder) for what in past_faces(path)]
-    assert not found, "\n".join(found)
+    problems = [what for path in files(folder) for what in past_faces(path)]
+    assert not problems, "\n".join(problems)
 
 
 def test_a_face_names_what_it_shows():
@@ -223,8 +223,8 @@ def through_faces(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("folder", LEFT_OF)
 def test_nothing_is_imported_through_a_face(folder):
-    found = [what for path in files(folder) if path.name != "__init__.py" for what in through_faces(path)]
-    assert not found, "\n".join(found)
+    problems = [what for path in files(folder) if path.name != "__init__.py" for what in through_faces(path)]
+    assert not problems, "\n".join(problems)
 
 
 def file_of(module: str, name: str) -> Path:

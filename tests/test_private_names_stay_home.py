@@ -56,37 +56,37 @@ def known_names(homes: list[ast.Module]) -> set[str]:
     return {name for name in names if is_private(name)}
 
 
-def offences(tree: ast.Module, ours: set[str], known: set[str]) -> list[str]:
-    found = []
+def offences(tree: ast.Module, ours: set[str], private: set[str]) -> list[str]:
+    problems = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             used = [alias.name for alias in node.names if alias.name.split(".")[0] in LIBRARIES]
-            found += [(node.lineno, name) for name in used if any(map(is_private, name.split(".")))]
+            problems += [(node.lineno, name) for name in used if any(map(is_private, name.split(".")))]
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in LIBRARIES:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-            found += [(node.lineno, name) for name in names if any(map(is_private, name.split(".")))]
+            problems += [(node.lineno, name) for name in names if any(map(is_private, name.split(".")))]
         elif isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in PYTHONS:
             root = ast.unparse(node).split(".")[0]
             if root in LIBRARIES or node.attr not in ours:
-                found.append((node.lineno, ast.unparse(node)))
+                problems.append((node.lineno, ast.unparse(node)))
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "attrgetter"):
             texts = [one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
-            found += [(node.lineno, text) for text in texts if text in known]
-    return [f"{line}: {what}" for line, what in sorted(set(found))]
+            problems += [(node.lineno, text) for text in texts if text in private]
+    return [f"{line}: {what}" for line, what in sorted(set(problems))]
 
 
 def test_private_names_are_used_by_accessors_only():
     trees = sources()
     ours = set().union(*(our_names(tree) for path, tree in trees.items() if not is_home(path)))
-    known = known_names([tree for path, tree in trees.items() if is_home(path)]) - ours
-    assert {"_version", "_timeout", "_to_sync", "_optimizer_patched_step_method"} <= known
-    found = [
+    private = known_names([tree for path, tree in trees.items() if is_home(path)]) - ours
+    assert {"_version", "_timeout", "_to_sync", "_optimizer_patched_step_method"} <= private
+    problems = [
         f"{path}:{what}: give it an accessor in foundations/torch_private or its Lightning or Accelerate counterpart"
         for path, tree in trees.items()
         if not is_home(path)
-        for what in offences(tree, ours, known)
+        for what in offences(tree, ours, private)
     ]
-    assert not found, "\n".join(found)
+    assert not problems, "\n".join(problems)
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ def test_sampler_sees_what_is_held() -> None:
     sampler = MemorySampler()
     sampler.start()
     sampler.switch("forward")
-    held = torch.ones(64 * MIB, dtype=torch.uint8)
+    tensor = torch.ones(64 * MIB, dtype=torch.uint8)
     sampler.switch("backward")
-    del held
+    del tensor
     sampler.switch("update")
     sampler.stop()
     sampler.stop()

@@ -94,8 +94,8 @@ class TestFit:
         optimizers = fit.optimizers
         assert module.seen[-1] == "ScanGRU"
         assert module.rnn is not None
-        known = {id(p) for group in optimizers[0].param_groups for p in group["params"]}
-        assert {id(p) for p in module.parameters()} == known
+        trained = {id(p) for group in optimizers[0].param_groups for p in group["params"]}
+        assert {id(p) for p in module.parameters()} == trained
         assert callback.report().swapped == {"rnn": "GRU -> ScanGRU"}
 
     def test_reports_once(self, monkeypatch: pytest.MonkeyPatch) -> None:

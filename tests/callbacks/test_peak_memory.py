@@ -88,9 +88,9 @@ def test_probe_in_a_bare_loop(source: str) -> None:
     assert bool(probe.note) == (source == "sampled rss")
     probe.start()
     probe.switch("forward")
-    held = torch.ones(64 * MIB, dtype=torch.uint8)
+    tensor = torch.ones(64 * MIB, dtype=torch.uint8)
     probe.switch("backward")
-    del held
+    del tensor
     probe.switch("update")
     probe.stop()
     probe.stop()

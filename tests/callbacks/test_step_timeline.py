@@ -365,8 +365,8 @@ class Net(LightningModule):
         (timeline,) = [c for c in self.trainer.callbacks if isinstance(c, StepTimeline)]
         timing = timeline.timings[-1]
         names = ",".join(span.name for span in timing.spans)
-        known = timing.communication_exposed_ms is not None
-        print(f"\\nrank {self.global_rank}: {names}; {known}; {len(timeline.files)} files", flush=True)
+        is_measured = timing.communication_exposed_ms is not None
+        print(f"\\nrank {self.global_rank}: {names}; {is_measured}; {len(timeline.files)} files", flush=True)
 
 timeline = StepTimeline(every_n_steps=2, warm_up=1, dirpath=sys.argv[1], png=False)
 trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp_fork", max_epochs=1, logger=False,

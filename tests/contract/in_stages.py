@@ -73,14 +73,14 @@ def together(entries: Sequence[dict[str, Any]], weights: Sequence[float]) -> lis
     alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for entry in entries:
         alike.setdefault(tuple(entry), []).append(entry)
-    found: list[dict[str, Any]] = []
+    together: list[dict[str, Any]] = []
     for names, noted in alike.items():
         each, rest = divmod(len(noted), len(weights))
         assert not rest, f"{len(noted)} notes of {names} in {len(weights)} micro-batches"
-        found += [
+        together += [
             {name: _mean([one[name] for one in noted[first::each]], weights) for name in names} for first in range(each)
         ]
-    return found
+    return together
 
 
 def _mean(values: list[Any], weights: Sequence[float]) -> Any:
@@ -101,12 +101,12 @@ def _same(one: Any, other: Any) -> bool:
 def of_all_ranks(everyone: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """The notes of the rank that made most, with what others have in the place of its NaN."""
     most = max(everyone, key=len)
-    found = []
+    completest = []
     for entry in most:
         for notes in everyone:
             entry = next((completed(entry, other) for other in notes if other.keys() == entry.keys()), entry)
-        found.append(entry)
-    return found
+        completest.append(entry)
+    return completest
 
 
 def completed(mine: Any, other: Any) -> Any:

@@ -78,10 +78,10 @@ def differences(plain: Any, ours: Any, tolerance: float = 0.0, path: str = "") -
 
 def assert_same_run(plain: Record, ours: Record, tolerance: float = 0.0) -> None:
     """Raise an AssertionError that lists where the two runs differ (`tolerance` 0 compares the bits)."""
-    found = sorted(differences(plain.entries, ours.entries, tolerance))
-    if found:
-        more = [f"... and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
-        raise AssertionError("the retimed run differs from the plain one:\n  " + "\n  ".join(found[:SHOWN] + more))
+    differing = sorted(differences(plain.entries, ours.entries, tolerance))
+    if differing:
+        more = [f"... and {len(differing) - SHOWN} more"] if len(differing) > SHOWN else []
+        raise AssertionError("the retimed run differs from the plain one:\n  " + "\n  ".join(differing[:SHOWN] + more))
 
 
 def without(record: Record, part: str | None) -> Record:

@@ -21,9 +21,9 @@ from retime.foundations.weight_gradients import WeightGradientDeferral
     ],
 )
 def test_whole_numbers_of_numpys_become_pythons(make: Callable[[], Any], name: str) -> None:
-    found = getattr(make(), name)
-    assert type(found) is int  # numpy's are in no checkpoint that weights_only=True reads, and in no JSON
-    assert found == 3
+    value = getattr(make(), name)
+    assert type(value) is int  # numpy's are in no checkpoint that weights_only=True reads, and in no JSON
+    assert value == 3
 
 
 def test_numpys_numbers_are_checked() -> None:

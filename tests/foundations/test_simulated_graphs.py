@@ -25,7 +25,7 @@ def captured(work: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, torch.cu
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_replay_computes_from_what_is_there_and_a_capture_does_not(order: str) -> None:
     x, total = torch.ones(4), torch.zeros(4)
-    made: list[Tensor] = []
+    results: list[Tensor] = []
 
     def work() -> None:
         side = torch.cuda.Stream()
@@ -34,7 +34,7 @@ def test_a_replay_computes_from_what_is_there_and_a_capture_does_not(order: str)
             twice = x * 2
         torch.cuda.current_stream().wait_stream(side)
         total.add_(twice)
-        made[:] = [total + torch.zeros(4).bernoulli_(0.5), twice]
+        results[:] = [total + torch.zeros(4).bernoulli_(0.5), twice]
 
     def warm() -> None:
         for stream in (torch.cuda.Stream(), torch.cuda.Stream()):
@@ -45,7 +45,7 @@ def test_a_replay_computes_from_what_is_there_and_a_capture_does_not(order: str)
         warm()
         graph, _ = captured(work)
         assert total.tolist() == [2.0] * 4
-        assert torch.isnan(made[0]).all()
+        assert torch.isnan(results[0]).all()
         device.faults.clear()  # a new side stream in each run, whose first call is captured
         for step in (1, 2):
             x.fill_(step)
@@ -53,7 +53,7 @@ def test_a_replay_computes_from_what_is_there_and_a_capture_does_not(order: str)
             graph.replay()
             assert total.tolist() == [2.0 + 2 * sum(range(1, step + 1))] * 4
             torch.default_generator.set_state(seed)
-            assert torch.equal(made[0], total + torch.zeros(4).bernoulli_(0.5))
+            assert torch.equal(results[0], total + torch.zeros(4).bernoulli_(0.5))
         torch.cuda.synchronize()
     assert device.faults == []
 

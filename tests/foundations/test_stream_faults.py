@@ -300,12 +300,12 @@ def a_tensor_of_the_side_stream_is_freed_while_the_default_stream_reads_it(right
     """Its memory belongs to the stream on which it was allocated, which need not wait for the reader."""
     stream = side()
     with torch.cuda.stream(stream):
-        made = torch.ones(4)
+        tensor = torch.ones(4)
     torch.cuda.current_stream().wait_stream(stream)
-    doubled = made * 2
+    doubled = tensor * 2
     if right:
-        made.record_stream(torch.cuda.current_stream())
-    del made
+        tensor.record_stream(torch.cuda.current_stream())
+    del tensor
     with torch.cuda.stream(stream):
         torch.zeros(4)
     return doubled.tolist() == [2] * 4
@@ -318,13 +318,13 @@ def what_an_event_holds_is_let_go_of_when_it_is_recorded(right: bool) -> bool:
     stream = side()
     with torch.cuda.stream(stream):
         total.add_(gradient)
-    held, event = [gradient], stream.record_event()
+    gradients, event = [gradient], stream.record_event()
     del gradient
     if not right:
-        held.clear()
+        gradients.clear()
     torch.zeros(4)
     event.wait()
-    held.clear()
+    gradients.clear()
     torch.zeros(4)
     return total.tolist() == [1] * 4
 

@@ -88,11 +88,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
 def test_work_runs_behind_the_compute_stream_and_is_joined(cuda: Cuda) -> None:
     side = SideStream()
-    held = Held()
-    seen = weakref.ref(held)
-    with side.after_current(hold=[held]):
+    holder = Held()
+    seen = weakref.ref(holder)
+    with side.after_current(hold=[holder]):
         assert torch.cuda.current_stream().name == "side"  # type: ignore[attr-defined]
-    del held
+    del holder
     assert torch.cuda.current_stream().name == "compute"  # type: ignore[attr-defined]
     assert cuda.log == ["side waits for compute"]
     assert seen() is not None
@@ -122,10 +122,10 @@ def test_one_stream_is_made_at_the_first_use(cuda: Cuda) -> None:
 
 
 def test_a_copy_is_waited_for_and_holds_what_it_reads_until_then(cuda: Cuda) -> None:
-    into, source, held = torch.zeros(3), torch.arange(3.0), Held()
-    seen = weakref.ref(held)
-    mark = SideStream("cuda").copy(into, source, hold=[held])
-    del held
+    into, source, holder = torch.zeros(3), torch.arange(3.0), Held()
+    seen = weakref.ref(holder)
+    mark = SideStream("cuda").copy(into, source, hold=[holder])
+    del holder
     assert torch.equal(into, source)
     assert seen() is not None
     assert mark.wait()
@@ -137,10 +137,10 @@ def test_a_copy_is_waited_for_and_holds_what_it_reads_until_then(cuda: Cuda) -> 
 
 def test_a_copy_that_has_ended_is_waited_for_too(cuda: Cuda) -> None:
     """Race checkers see no queries."""
-    held = Held()
-    seen = weakref.ref(held)
-    mark = SideStream("cuda").copy(torch.zeros(3), torch.ones(3), hold=[held])
-    del held
+    holder = Held()
+    seen = weakref.ref(holder)
+    mark = SideStream("cuda").copy(torch.zeros(3), torch.ones(3), hold=[holder])
+    del holder
     cuda.ended = True
     assert not mark.wait()
     assert cuda.log == ["side waits for compute", "compute waits for an event of side"]
@@ -157,16 +157,16 @@ def test_the_compute_stream_waits_whatever_thread_asks(cuda: Cuda) -> None:
 
 def test_without_cuda_work_runs_at_once_and_nobody_waits() -> None:
     side = SideStream("cpu")
-    held = Held()
-    seen = weakref.ref(held)
-    with side.after_current(hold=[held]):
+    holder = Held()
+    seen = weakref.ref(holder)
+    with side.after_current(hold=[holder]):
         pass
-    del held
+    del holder
     assert seen() is None
-    into, held = torch.zeros(2), Held()
-    seen = weakref.ref(held)
-    mark = side.copy(into, torch.ones(2), hold=[held])
-    del held
+    into, holder = torch.zeros(2), Held()
+    seen = weakref.ref(holder)
+    mark = side.copy(into, torch.ones(2), hold=[holder])
+    del holder
     assert into.tolist() == [1.0, 1.0]
     assert seen() is not None
     assert not mark.wait()

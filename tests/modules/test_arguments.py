@@ -33,7 +33,7 @@ Arguments = dict[str, Any]
 def arguments(mode: str, packed: bool) -> Arguments:
     rows = GATES[mode] * H
     h0 = torch.zeros(B, H)
-    made: Arguments = {
+    arguments: Arguments = {
         "mode": mode,
         "x": torch.zeros(T, B, X),
         "hx": (h0, h0) if mode == "LSTM" else h0,
@@ -43,8 +43,8 @@ def arguments(mode: str, packed: bool) -> Arguments:
         "b_hh": torch.zeros(rows),
     }
     if packed:
-        made |= {"x": torch.zeros(9, X), "batch_sizes": torch.tensor([3, 2, 2, 1, 1])}
-    return made
+        arguments |= {"x": torch.zeros(9, X), "batch_sizes": torch.tensor([3, 2, 2, 1, 1])}
+    return arguments
 
 
 def spoiled(given: Tensor) -> Iterator[Any]:

@@ -305,8 +305,8 @@ def test_wrong_hidden_shape(cell, shape):
     data = torch.zeros(T, B, X, dtype=torch.float64)
     state = torch.zeros(shape, dtype=torch.float64)
     hx = (state, state) if cell == "lstm" else state
-    found = message(scan, data, hx)
-    assert found == message(plain, data, hx) or found.replace("hidden size", "hidden[0] size") == message(
+    raised = message(scan, data, hx)
+    assert raised == message(plain, data, hx) or raised.replace("hidden size", "hidden[0] size") == message(
         plain, data, hx
     )
 

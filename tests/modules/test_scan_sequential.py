@@ -37,9 +37,9 @@ def gradients(model: nn.Module, inputs: Tensor) -> tuple[Tensor, list[Tensor]]:
 def check(plain: nn.Sequential, inputs: Tensor, levels: int | None, tolerance: float = 1e-12) -> ScanSequential:
     ours = ScanSequential.of(plain, levels)
     wanted_outputs, wanted = gradients(plain, inputs)
-    outputs, found = gradients(ours, inputs)
+    outputs, scanned = gradients(ours, inputs)
     assert torch.equal(outputs, wanted_outputs)
-    for one, other in zip(found, wanted, strict=True):
+    for one, other in zip(scanned, wanted, strict=True):
         assert (one - other).norm() <= tolerance * other.norm()
     return ours
 
@@ -116,8 +116,8 @@ def test_an_unknown_layer_runs_plain_between_two_scans_and_is_named_once() -> No
     inputs = torch.randn(2, 2, 8, 8, dtype=torch.double, requires_grad=True)
     ours = ScanSequential.of(copy.deepcopy(plain))
     with pytest.warns(NoEffectWarning, match="1 of 6 layers of ScanSequential run in plain autograd: 2: BatchNorm2d"):
-        _, found = gradients(ours, inputs)
-    for one, other in zip(found, gradients(plain, inputs)[1], strict=True):
+        _, scanned = gradients(ours, inputs)
+    for one, other in zip(scanned, gradients(plain, inputs)[1], strict=True):
         assert (one - other).norm() <= 1e-12 * other.norm()
     assert ours.report().scans == 2
     with warnings.catch_warnings():
@@ -188,7 +188,7 @@ def test_autocast_and_low_precision_stay_close(dtype: torch.dtype) -> None:
     ours = ScanSequential.of(copy.deepcopy(plain))
     inputs = torch.randn(2, 2, 16, 16, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is torch.bfloat16):
-        wanted, found = gradients(plain, inputs)[1], gradients(ours, inputs)[1]
-    for one, other in zip(found, wanted, strict=True):
+        wanted, scanned = gradients(plain, inputs)[1], gradients(ours, inputs)[1]
+    for one, other in zip(scanned, wanted, strict=True):
         assert one.dtype is other.dtype
         assert (one - other).norm() <= (1e-5 if dtype is torch.float32 else 0.05) * other.norm()

@@ -49,30 +49,30 @@ def test_equals_one_device(name: str, fits: Path, tmp_path: Path) -> None:
         expected = FITS[name]("auto", tmp_path, 1)
     near = TOLERANCES.get(name, 1e-4)
     for rank in (0, 1):
-        found = torch.load(fits / f"{name}.{rank}.pt", weights_only=False)
-        assert found["steps"] == expected["steps"]
-        assert found["metrics"].keys() == expected["metrics"].keys()
+        saved = torch.load(fits / f"{name}.{rank}.pt", weights_only=False)
+        assert saved["steps"] == expected["steps"]
+        assert saved["metrics"].keys() == expected["metrics"].keys()
         for key, value in expected["metrics"].items():
-            assert found["metrics"][key] == pytest.approx(value, rel=near, abs=near), key
-        assert found["seen"] == pytest.approx(expected["seen"], rel=near, abs=near)
+            assert saved["metrics"][key] == pytest.approx(value, rel=near, abs=near), key
+        assert saved["seen"] == pytest.approx(expected["seen"], rel=near, abs=near)
         for key, value in expected["weights"].items():
-            torch.testing.assert_close(found["weights"][key], value, rtol=near, atol=near, msg=key)
+            torch.testing.assert_close(saved["weights"][key], value, rtol=near, atol=near, msg=key)
         for key in ("best", "epochs", "tested"):
             if key in expected:
-                assert found[key] == pytest.approx(expected[key], rel=near), key
+                assert saved[key] == pytest.approx(expected[key], rel=near), key
         if "predicted" in expected:
-            torch.testing.assert_close(found["predicted"], expected["predicted"], rtol=near, atol=near)
+            torch.testing.assert_close(saved["predicted"], expected["predicted"], rtol=near, atol=near)
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")
 def test_a_checkpoint_loads_in_a_plain_trainer(fits: Path, tmp_path: Path) -> None:
-    found = torch.load(fits / "resumed.0.pt", weights_only=False)
+    saved = torch.load(fits / "resumed.0.pt", weights_only=False)
     expected = torch.load(fits / "plain_fit.0.pt", weights_only=False)
     module = Classifier()
     fit = trainer(
-        "auto", tmp_path, devices=1, callbacks=[ModelCheckpoint(Path(found["saved"]).parent)], enable_checkpointing=True
+        "auto", tmp_path, devices=1, callbacks=[ModelCheckpoint(Path(saved["saved"]).parent)], enable_checkpointing=True
     )
-    fit.fit(module, loader(), loader(), ckpt_path=found["saved"])
+    fit.fit(module, loader(), loader(), ckpt_path=saved["saved"])
     for key, value in expected["weights"].items():
         torch.testing.assert_close(module.state_dict()[key], value, rtol=1e-4, atol=1e-4)
 

@@ -390,9 +390,9 @@ class Logs(LightningModule):
 def test_a_fit_with_cuda_graphs_has_plain_bits_and_logs(order: str, options: dict[str, Any]) -> None:
     def run(module: Logs, strategy: Any) -> Logs:
         torch.manual_seed(2)
-        made = trainer(strategy, **{"num_sanity_val_steps": 0, "log_every_n_steps": 1, **options})
-        made.fit_loop.max_epochs = 2
-        made.fit(module)
+        runner = trainer(strategy, **{"num_sanity_val_steps": 0, "log_every_n_steps": 1, **options})
+        runner.fit_loop.max_epochs = 2
+        runner.fit(module)
         return module
 
     plain, module, strategy = run(Logs(), "auto"), Logs(), two_streams(graph=True)

@@ -72,11 +72,11 @@ def shown(module: Module, others: dict[str, Tensor] | None = None) -> tuple[dict
 
 def test_a_mean_over_samples_beside_a_sum() -> None:
     module = Module(lambda error: error.sum(), lambda loss, part: {"mean": loss.detach() / len(part["x"])})
-    found, said = shown(module)
+    numbers, said = shown(module)
     assert not said
     whole = batch()
     expected = (module.net(whole["x"]) - whole["y"]).square().sum() / 12
-    assert found["mean"] == pytest.approx(float(expected.detach()), rel=1e-5)
+    assert numbers["mean"] == pytest.approx(float(expected.detach()), rel=1e-5)
 
 
 def test_what_is_no_mean_beside_a_sum_is_not_added_up() -> None:

@@ -21,12 +21,12 @@ def test_rank_zeros_report_comes_home(tmp_path: Path) -> None:
     out, errors = tmp_path / "out", tmp_path / "errors"
     with Warm(script, [str(tmp_path), *names], {**os.environ, **PYTHONPATH}, out, errors) as fits:
         fits.wait(limit_s(200))
-    told, said = out.read_text(), errors.read_text()[-3000:]
-    assert "fused_optimizer_ddp_fork: FusionReport of 4 steps" in told, said
-    assert "memory_budget_ddp_fork: BudgetReport of 4 steps" in told, said
+    printed, said = out.read_text(), errors.read_text()[-3000:]
+    assert "fused_optimizer_ddp_fork: FusionReport of 4 steps" in printed, said
+    assert "memory_budget_ddp_fork: BudgetReport of 4 steps" in printed, said
     for name in ours:
-        assert f"{name}: HostReductionReport of gradients on the host: 4 buckets" in told, said
-    assert told.count("2 ranks in shared memory") == (2 if sys.platform == "linux" else 0)
+        assert f"{name}: HostReductionReport of gradients on the host: 4 buckets" in printed, said
+    assert printed.count("2 ranks in shared memory") == (2 if sys.platform == "linux" else 0)
 
 
 def test_every_strategy_of_several_processes_has_names_that_start_them() -> None:

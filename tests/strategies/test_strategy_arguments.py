@@ -55,12 +55,12 @@ def test_arguments_of_one_device_are_in_the_signature(strategy: type[Strategy]) 
 
 @pytest.mark.parametrize("strategy", DDP)
 def test_arguments_reach_lightning_and_the_wrapper(strategy: Callable[..., Any]) -> None:
-    made = strategy(
+    built = strategy(
         start_method="fork", process_group_backend="gloo", static_graph=True, bucket_cap_mb=3, check_reduction=True
     )
-    assert (made._start_method, made._process_group_backend) == ("fork", "gloo")
+    assert (built._start_method, built._process_group_backend) == ("fork", "gloo")
     wanted = {"static_graph": True, "bucket_cap_mb": 3, "check_reduction": True, "find_unused_parameters": False}
-    assert wanted.items() <= made._ddp_kwargs.items()
+    assert wanted.items() <= built._ddp_kwargs.items()
     assert "bucket_cap_mb" not in strategy()._ddp_kwargs  # torch's own default, or ours
 
 

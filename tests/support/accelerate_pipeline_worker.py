@@ -160,8 +160,8 @@ def same(replicas: str) -> None:
         close(again.losses, plain.losses)
     else:
         plain.run()
-    told = [state, optimizer_state]
-    dist.broadcast_object_list(told, 0)
+    payload = [state, optimizer_state]
+    dist.broadcast_object_list(payload, 0)
     pipeline.restore()
     for tensor in model.parameters():
         assert not tensor.isnan().any()
@@ -170,7 +170,7 @@ def same(replicas: str) -> None:
     pipeline.restore()
     assert pipeline.report().steps == report.steps
     if count == 1:
-        _resumed(accelerator, told)
+        _resumed(accelerator, payload)
     print("same")
 
 

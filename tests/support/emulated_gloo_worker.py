@@ -16,8 +16,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     if request["do"] == "fail" and dist.get_rank() == 1:
         raise RuntimeError("rank 1 has had enough")
     tell("measuring")
-    found = asdict(measure_bandwidth(request["mib"], repeats=2))
-    return found | {"cores": len(os.sched_getaffinity(0)), "threads": torch.get_num_threads()}
+    bandwidth = asdict(measure_bandwidth(request["mib"], repeats=2))
+    return bandwidth | {"cores": len(os.sched_getaffinity(0)), "threads": torch.get_num_threads()}
 
 
 def serve() -> Answer:

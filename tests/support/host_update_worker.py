@@ -361,10 +361,10 @@ def hooks_that_come_later() -> None:
 @check
 def optimizers_that_stay_whole() -> None:
     def hooked(parameters: Iterable[Tensor]) -> Optimizer:
-        made = adamw(parameters)
+        optimizer = adamw(parameters)
         if RANK == 0:
-            made.register_step_pre_hook(lambda *_: None)
-        return made
+            optimizer.register_step_pre_hook(lambda *_: None)
+        return optimizer
 
     cases: list[tuple[Make, str, str]] = [
         (hooked, "one", "AdamW has step hooks"),
@@ -509,17 +509,17 @@ def fit(made: Trainer, make: Make) -> None:
 
 
 def fit_reports() -> None:
-    made = trainer()
-    fit(made, adamw)
-    update = made.strategy.report().update  # type: ignore[attr-defined]
-    assert "this rank updates" in str(made.strategy.report())  # type: ignore[attr-defined]
-    print(f"rank {RANK}: {update.steps} {update.state_bytes} {update.whole_state_bytes} {held(made.optimizers[0])}")
+    runner = trainer()
+    fit(runner, adamw)
+    update = runner.strategy.report().update  # type: ignore[attr-defined]
+    assert "this rank updates" in str(runner.strategy.report())  # type: ignore[attr-defined]
+    print(f"rank {RANK}: {update.steps} {update.state_bytes} {update.whole_state_bytes} {held(runner.optimizers[0])}")
 
 
 def fit_fails() -> None:
-    made, began = trainer(), time.monotonic()
+    runner, began = trainer(), time.monotonic()
     try:
-        fit(made, failing)
+        fit(runner, failing)
     except Exception as error:
         print(f"rank {RANK}: {time.monotonic() - began:.1f} s: {type(error).__name__}: {error}", flush=True)
     os._exit(0)

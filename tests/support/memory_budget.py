@@ -150,9 +150,9 @@ def trainer(strategy: Any, **options: Any) -> Trainer:
 
 def fit(module: LightningModule, strategy: Any = "auto", data: Any = None, **options: Any) -> Trainer:
     torch.manual_seed(5)
-    made = trainer(strategy, **options)
-    made.fit(module, loader() if data is None else data)
-    return made
+    runner = trainer(strategy, **options)
+    runner.fit(module, loader() if data is None else data)
+    return runner
 
 
 def assert_close(plain: LightningModule, ours: LightningModule, tolerance: float = 1e-5) -> None:

@@ -176,11 +176,11 @@ def sub_batches_add_up() -> None:
 def ranks_that_plan_differently() -> None:
     plan_with(SPLITS)
     _, ours = compare(Measures, batches([[256, 16, 256, 256], [16, 256, 16, 300]][RANK]), 1e-5)
-    made = report(ours)
-    assert made.steps == 4
-    parts = [one.samples > one.choice.plan.sub_batch for one in made.shapes]
-    assert True in parts, made  # both ranks have a batch that has to be split, each at another step
-    counts = torch.tensor([made.sub_batches])
+    printed = report(ours)
+    assert printed.steps == 4
+    parts = [one.samples > one.choice.plan.sub_batch for one in printed.shapes]
+    assert True in parts, printed  # both ranks have a batch that has to be split, each at another step
+    counts = torch.tensor([printed.sub_batches])
     both = [torch.zeros_like(counts) for _ in range(2)]
     dist.all_gather(both, counts)
     assert int(both[0]) != int(both[1])
@@ -515,11 +515,11 @@ def synchronised_batch_norm_is_tried_out_alone() -> None:
         model(inputs)
     optimizers = [torch.optim.SGD(model.parameters(), 0.1)]
     host = parse_host(None, torch.device("cpu"))
-    made = BudgetedDataParallelStep(model, optimizers, SMALL, host)
-    assert "SyncBatchNorm takes its statistics" in made._planner.whole_because
+    budgeted = BudgetedDataParallelStep(model, optimizers, SMALL, host)
+    assert "SyncBatchNorm takes its statistics" in budgeted._planner.whole_because
     with pytest.raises(ValueError, match="or BatchNorm with batchnorm='ghost'"):
         BudgetedDataParallelStep(model, optimizers, SMALL, host, batchnorm="ghost")
-    made.remove()
+    budgeted.remove()
 
 
 def budgeted(model: DistributedDataParallel, **options: Any) -> BudgetedDataParallelStep:
@@ -546,8 +546,8 @@ def ranks_reduce_again_after_a_batch_that_failed() -> None:
     step = budgeted(model)
 
     def loss(batch: Any) -> Any:
-        found = nn.functional.cross_entropy(model(batch[0]), batch[1])
-        return found if step.planning or not failing else None
+        loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+        return loss if step.planning or not failing else None
 
     (batch,) = batches([BATCH])
     with pytest.raises(ValueError, match="loss"):

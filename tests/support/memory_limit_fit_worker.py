@@ -107,11 +107,11 @@ def limited(folder: str, budget: str, limit_bytes: int) -> dict[str, Any]:
         return {"error": str(error)}
     finally:
         set_limit(resource.getrlimit(resource.RLIMIT_DATA)[1])
-    found: dict[str, Any] = {"losses": module.losses, "source": limit.probe.source}
+    outcome: dict[str, Any] = {"losses": module.losses, "source": limit.probe.source}
     if budget != "plain":
         report = strategy.report()
-        found |= {"predicted": report.shapes[-1].choice.peak_bytes, "plan": str(report), "plans": report.plans}
-    return found | {"measured": limit.probe.peaks()["batch"] - base}
+        outcome |= {"predicted": report.shapes[-1].choice.peak_bytes, "plan": str(report), "plans": report.plans}
+    return outcome | {"measured": limit.probe.peaks()["batch"] - base}
 
 
 def main() -> None:

@@ -153,8 +153,8 @@ def _mean_over_few(m: Learner, b: dict[str, Tensor]) -> Tensor:
 
 @_tricky
 def _mean_of_counted(m: Learner, b: dict[str, Tensor]) -> Tensor:
-    found = m.each(b)[m.each(b) > m.least]
-    return found.sum() / max(1, len(found))
+    chosen = m.each(b)[m.each(b) > m.least]
+    return chosen.sum() / max(1, len(chosen))
 
 
 @_tricky

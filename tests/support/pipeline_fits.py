@@ -312,7 +312,7 @@ def language_model(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
 
 def on_meta(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
     """Half of it from a checkpoint; the last one has the whole model."""
-    path, found = None, []
+    path, outcomes = None, []
     for epochs in (1, 2):
         torch.manual_seed(5)
         module = OnMeta()
@@ -325,8 +325,8 @@ def on_meta(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
         )
         fit.fit(module, loader("tokens"), loader("tokens"), ckpt_path=path)
         path = saves.last_model_path
-        found += module.seen
-    module.seen = found
+        outcomes += module.seen
+    module.seen = outcomes
     path = folder / f"meta{devices}.ckpt"
     fit.save_checkpoint(path)
     return outcome(module, fit) | {"weights": torch.load(path, weights_only=False)["state_dict"]}
@@ -344,11 +344,11 @@ def afterwards(strategy: Any, folder: Path, devices: int) -> dict[str, Any]:
     module = Classifier()
     fit = trainer(strategy, folder, devices=devices, limit_val_batches=0)
     fit.fit(module, loader())
-    found = outcome(module, fit)
+    fitted = outcome(module, fit)
     (tested,) = fit.test(module, loader(), verbose=False)
     predicted = fit.predict(module, loader())
     assert predicted is not None
-    return found | {"tested": tested, "predicted": torch.cat(predicted)}  # type: ignore[arg-type]
+    return fitted | {"tested": tested, "predicted": torch.cat(predicted)}  # type: ignore[arg-type]
 
 
 _ALL = (plain_fit, without_a_list, clipped, callbacks, resumed, saved_behind, language_model, on_meta, half_precision)
@@ -368,8 +368,8 @@ def main() -> None:
     folder = Path(sys.argv[1])
     for name in sys.argv[2:]:
         strategy: Any = "ooo_pipeline" if name == "plain_fit" else again(None)
-        found = FITS[name](strategy, folder, int(os.environ["WORLD_SIZE"]))
-        torch.save(found, folder / f"{name}.{os.environ['RANK']}.pt")
+        outcomes = FITS[name](strategy, folder, int(os.environ["WORLD_SIZE"]))
+        torch.save(outcomes, folder / f"{name}.{os.environ['RANK']}.pt")
 
 
 if __name__ == "__main__":

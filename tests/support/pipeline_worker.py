@@ -71,8 +71,8 @@ def _compare(
     worst = 0.0
     losses = []
     for number in range(STEPS):
-        found = pipeline.train(step, _shifted(batch, number + STEPS * replica), divide_by=2)
-        losses += [sum(one.weight * _loss(one.output) for one in found)] if found else []
+        results = pipeline.train(step, _shifted(batch, number + STEPS * replica), divide_by=2)
+        losses += [sum(one.weight * _loss(one.output) for one in results)] if results else []
         everything = [one[number][0] for one in expected]
         largest = max(float(gradient.norm()) for gradient in everything[0].values() if gradient is not None)
         whole_norm = torch.stack([mean.norm() for mean in _means(everything)]).norm()
@@ -126,7 +126,7 @@ def _plain(
 ) -> list[tuple[dict[str, Tensor | None], float, dict[str, Tensor]]]:
     """Gradients, losses and weights of one device; with several replicas, of one of them, on the others' weights."""
     models = [made(name, dtype) for _ in range(replicas)]
-    found = []
+    trained = []
     optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model, _, _ in models]
     for number in range(STEPS):
         losses = []
@@ -152,8 +152,8 @@ def _plain(
             optimizer.step()
             optimizer.zero_grad()
         weights = {key: p.detach().clone() for key, p in models[0][0].named_parameters()}
-        found.append((mine, losses[replica], weights))
-    return found
+        trained.append((mine, losses[replica], weights))
+    return trained
 
 
 def _shifted(batch: Any, number: int) -> Any:
@@ -176,10 +176,10 @@ def memory() -> None:
     pipeline = PipelineStep(model, microbatches=4, layers_per_stage=1)  # not by measured times
     pipeline.train(step, batch)
     optimizer.step()
-    held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    sizes = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
     states = [v for state in optimizer.state.values() for v in state.values()]
     tensors = [*states, *(p.grad for p in model.parameters() if p.grad is not None)]
-    mine = sum(held.values()) + sum(tensor.nbytes for tensor in tensors)
+    mine = sum(sizes.values()) + sum(tensor.nbytes for tensor in tensors)
     assert mine <= 0.3 * 4 * pipeline.report().parameter_bytes_of_all, mine
     print(pipeline.report())
 
@@ -218,12 +218,12 @@ def padded() -> None:
             labels[list(nothing)] = -100
             if labels.dim() > 1 and nothing:
                 labels[6, 3:] = -100
-            found = pipeline.train(lambda part, model=model: _labelled(model, part), (tokens, labels))
+            results = pipeline.train(lambda part, model=model: _labelled(model, part), (tokens, labels))
             expected = _labelled(reference, (tokens, labels))
             expected.backward()
-            if found:
-                torch.testing.assert_close(sum(one.weight * one.output for one in found if one.weight), expected)
-                assert [one.weight for one in found].count(0.0) == sum(
+            if results:
+                torch.testing.assert_close(sum(one.weight * one.output for one in results if one.weight), expected)
+                assert [one.weight for one in results].count(0.0) == sum(
                     bool(one[1].eq(-100).all()) for one in balanced_parts((tokens, labels), len(tokens) // 4)
                 )
             for (key, parameter), other in zip(model.named_parameters(), reference.parameters(), strict=True):
@@ -265,11 +265,11 @@ def counted() -> None:
         model, microbatches=MICRO_BATCHES, loss_weight=lambda part: (part[1] > 0).sum().clamp(min=1)
     )
     for batch in batches:
-        found = pipeline.train(lambda part: loss_of(model, part), batch)
+        results = pipeline.train(lambda part: loss_of(model, part), batch)
         expected = loss_of(reference, batch)
         expected.backward()
-        if found:
-            torch.testing.assert_close(sum(one.weight * one.output for one in found), expected.detach())
+        if results:
+            torch.testing.assert_close(sum(one.weight * one.output for one in results), expected.detach())
         for (key, parameter), other in zip(model.named_parameters(), reference.parameters(), strict=True):
             if RANK in pipeline.owners.ranks[key]:
                 torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-12, atol=1e-13)
@@ -409,9 +409,9 @@ def _drop_alike() -> None:
                 x = checkpoint(layer, x, use_reentrant=False) if again else layer(x)
             return (x - part[1]).square().mean()
 
-        found = pipeline.train(step, batch)
+        results = pipeline.train(step, batch)
         gradients.append([p.grad for p in model.parameters() if p.grad is not None])
-        losses.append(pipeline.tell([float(one.output) for one in found] if found else None))
+        losses.append(pipeline.tell([float(one.output) for one in results] if results else None))
         pipeline.remove()
     assert losses[0] == losses[1] == losses[2] == losses[3], losses
     assert all(map(torch.equal, gradients[0], gradients[3]))  # a checkpoint draws the same masks again
@@ -642,8 +642,8 @@ def splits() -> None:
             for samples in (16, 16, 3):
                 pipeline.train(step, tuple(one[:samples] for one in batch))
         report = pipeline.report()
-        told = [str(one.message) for one in found if issubclass(one.category, NoEffectWarning)]
-        print(report.parameter_bytes_by_rank, pipeline._known.plan.stage_of, *told, sep="|")
+        texts = [str(one.message) for one in found if issubclass(one.category, NoEffectWarning)]
+        print(report.parameter_bytes_by_rank, pipeline._known.plan.stage_of, *texts, sep="|")
         pipeline.remove()
     print(report)
 

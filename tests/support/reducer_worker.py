@@ -120,9 +120,9 @@ def main() -> None:
         assert reducer.forms == {(torch.float32, "cpu", 1, True)}
         assert reducer.ends == ["closed"], prepare.__name__
         assert any(urgent for *_, urgent in reducer.started) == (prepare is out_of_order)
-        told: list[Any] = [None, None]
-        dist.all_gather_object(told, reducer.started)
-        assert told[0] == told[1], prepare.__name__
+        payload: list[Any] = [None, None]
+        dist.all_gather_object(payload, reducer.started)
+        assert payload[0] == payload[1], prepare.__name__
         print(f"rank {RANK}: {prepare.__name__} done", flush=True)
     dist.barrier()
     os._exit(0)  # a gloo thread that ends while the interpreter shuts down aborts the process

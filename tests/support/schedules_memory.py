@@ -39,9 +39,9 @@ def _compute_stream(tasks, schedule):
         option = next(option for option in task.algorithms if option.name == name)
         assert abs(span.duration_ms - option.ms(schedule.samples)) < 1e-6
         size = option.workspace_bytes(schedule.samples)
-        held = [p for p in schedule.placements if p.name == f"workspace of {task.name}"]
-        assert [p.bytes for p in held] == ([size] if size else [])
-        assert all(p.start_ms <= span.start_ms + SLACK_MS and p.end_ms >= span.end_ms - SLACK_MS for p in held)
+        workspaces = [p for p in schedule.placements if p.name == f"workspace of {task.name}"]
+        assert [p.bytes for p in workspaces] == ([size] if size else [])
+        assert all(p.start_ms <= span.start_ms + SLACK_MS and p.end_ms >= span.end_ms - SLACK_MS for p in workspaces)
     return {span.name: (span.start_ms, span.end_ms) for span in spans}
 
 

@@ -317,7 +317,7 @@ class SimulatedCuda(TorchDispatchMode):
             block = self._block_of(leaf)
             if block is not None:
                 forms[id(leaf)] = form_of(leaf, block)
-        made: list[Tensor] = []
+        leaves: list[Tensor] = []
         if all(each.alias_info is not None for each in operation.func._schema.returns):
             result = operation.written_arguments()
         else:
@@ -326,16 +326,16 @@ class SimulatedCuda(TorchDispatchMode):
             except (RuntimeError, IndexError):  # the bytes that are there are no values yet: an index, say
                 stream.execute(stream.launched)
                 result = operation.run()
-            made = [leaf for leaf in tree_leaves(result) if is_plain(leaf)]
+            leaves = [leaf for leaf in tree_leaves(result) if is_plain(leaf)]
             self._note_results(operation, result, stream)
         outputs = [
             (place, form_of(leaf, block))
-            for place, leaf in enumerate(made)
+            for place, leaf in enumerate(leaves)
             if (block := self._block_of(leaf)) is not None and block in operation.writes
         ]
         for _, form in outputs:
             ctypes.memset(form.block.address, 0xFF, form.block.nbytes)
-        if made and not outputs:  # nothing to compute: empty, or another form of what was there
+        if leaves and not outputs:  # nothing to compute: empty, or another form of what was there
             return result
         used = {form.block for form in (*forms.values(), *(form for _, form in outputs))}
         for block in used:

@@ -61,12 +61,12 @@ class Graph:
             raise RuntimeError(f"operation not permitted when stream is capturing: {operation.name} ({caller()})")
         forms = {id(leaf): form_of(leaf, block) for leaf in operation.tensors if (block := cuda._block_of(leaf))}
         given = operation.reads | operation.writes
-        result, made = self._form(operation)
-        self.kept += made
+        result, leaves = self._form(operation)
+        self.kept += leaves
         cuda._note_results(operation, result, stream)  # which blocks it writes
         outputs = [
             (place, form_of(leaf, block))
-            for place, leaf in enumerate(made)
+            for place, leaf in enumerate(leaves)
             if (block := cuda._block_of(leaf)) is not None and block not in given
         ]
         for _, form in outputs:

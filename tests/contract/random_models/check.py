@@ -74,10 +74,10 @@ def check_spec(mechanism: Mechanism, spec: Spec) -> Verdict:
         plain, ours = (_but_told(left, way.told) for left in (plain, ours))
     if way.by_value:
         ours = _as_near_as_judged(plain, ours, way.by_value)
-    found = sorted(differences(plain, ours, near))
-    if found:
+    differing = sorted(differences(plain, ours, near))
+    if differing:
         return Verdict(
-            "failed", way.on, "\n".join([*found[:SHOWN], f"({len(found)} differences, tolerance {near:.1e})"])
+            "failed", way.on, "\n".join([*differing[:SHOWN], f"({len(differing)} differences, tolerance {near:.1e})"])
         )
     return Verdict("same", way.on, way.note)
 

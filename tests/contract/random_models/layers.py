@@ -259,8 +259,8 @@ def sdpa(x: int, causal: bool = False) -> nn.Module:
 
 def _run_sdpa(self: Any, x: Tensor, batch: Batch) -> Tensor:
     q, k, v = (one.unflatten(-1, (2, -1)).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
-    found = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-    return self.out(found.transpose(1, 2).flatten(2))
+    attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+    return self.out(attended.transpose(1, 2).flatten(2))
 
 
 @kind

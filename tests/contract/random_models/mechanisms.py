@@ -33,11 +33,11 @@ class Backward(Way):
 
     def begin(self, model: RandomModel, optimizer: Optimizer, spec: Spec) -> None:
         self._how = ("counted", "wrapped", "told")[spec.seed % 3]
-        told = {"counted": None, "wrapped": None, "told": spec.training.accumulate}[self._how]
+        accumulated = {"counted": None, "wrapped": None, "told": spec.training.accumulate}[self._how]
         clip = CLIP_VALUE if spec.training.clip == "value" else None
         bucket = 1 if spec.seed % 2 else None
         self._fusion = retime.fuse_optimizer(
-            model, optimizer, "backward", clip_value=clip, backward_passes=told, bucket_bytes=bucket
+            model, optimizer, "backward", clip_value=clip, backward_passes=accumulated, bucket_bytes=bucket
         )
 
     def pass_(self, compute: Callable[[Any], Tensor], batch: Any, share: int, last: bool) -> Tensor:

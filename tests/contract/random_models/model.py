@@ -35,13 +35,13 @@ class RandomModel(nn.Module):
         x = spec.features
         self.nodes = spec.nodes
         self.stem, self.head = nn.Linear(x, x), nn.Linear(x, CLASSES)
-        made: list[nn.Module] = []
+        layers: list[nn.Module] = []
         for index, node in enumerate(spec.nodes):
             other = index - node.like
-            made.append(made[other] if node.like and other >= 0 else _build(node, spec))
+            layers.append(layers[other] if node.like and other >= 0 else _build(node, spec))
             if node.frozen:
-                made[-1].requires_grad_(False)
-        self.layers = nn.ModuleList(made)
+                layers[-1].requires_grad_(False)
+        self.layers = nn.ModuleList(layers)
         self.register_buffer("class_weights", torch.linspace(0.5, 1.5, CLASSES))
 
     def at_step(self, step: int) -> None:
@@ -52,11 +52,11 @@ class RandomModel(nn.Module):
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
         batch = Batch(*batch)
-        found = [self.stem(batch.inputs)]
+        values = [self.stem(batch.inputs)]
         for node, layer in zip(self.nodes, self.layers, strict=True):
-            inputs = [found[max(0, len(found) - back)] for back in node.of]
-            found.append(inputs[0] if node.unused else layer(*inputs, batch))
-        return self.head(found[-1]), found[-1]
+            inputs = [values[max(0, len(values) - back)] for back in node.of]
+            values.append(inputs[0] if node.unused else layer(*inputs, batch))
+        return self.head(values[-1]), values[-1]
 
 
 def _build(node: Node, spec: Spec) -> nn.Module:
@@ -102,10 +102,10 @@ def batches(spec: Spec, rank: int = 0) -> list[Batch]:
     def as_counted(batch: Batch) -> Batch:
         """In the first batch each sample has as much to count, in later ones some have, or none."""
         if spec.training.loss in COUNTS:
-            some = torch.randint(0, b + 1, (), generator=generator) if made else b
+            some = torch.randint(0, b + 1, (), generator=generator) if batches else b
             batch.mask.zero_()[:some, 0] = 1
-        made.append(batch)
+        batches.append(batch)
         return batch
 
-    made: list[Batch] = []
+    batches: list[Batch] = []
     return [batch() for _ in range(spec.training.steps * spec.training.accumulate)]

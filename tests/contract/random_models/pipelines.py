@@ -70,11 +70,11 @@ def train_in_stages(spec: Spec, way: Way, order: Order = as_given) -> dict[str, 
         except Exception as found:
             error = found
     said = [_NAMED.match(str(one.message)) for one in caught if one.category is DifferenceWarning]
-    told = {one[1] for one in said if one is not None}
-    everyone: list[Any] = [(left, repr(error), told)]
+    warned = {one[1] for one in said if one is not None}
+    everyone: list[Any] = [(left, repr(error), warned)]
     if dist.is_initialized():
         everyone = [None] * WORLD_SIZE
-        dist.all_gather_object(everyone, (left, repr(error), told))
+        dist.all_gather_object(everyone, (left, repr(error), warned))
     if any(one[0] is None for one in everyone):
         if error is None or isinstance(error, RankLostError):
             raise AssertionError(f"one rank alone was refused: {[one[1] for one in everyone]}")
@@ -97,8 +97,8 @@ def in_a_row(spec: Spec) -> Spec:
     if spec.seed % 8:
         nodes = [replace(node, of=(1,) * len(node.of), like=0, unused=False) for node in nodes]
         training = replace(training, loss=_LOSSES[spec.seed % len(_LOSSES)])
-    told = training.loss in COUNTS and spec.seed % 5 > 0
-    return replace(spec, nodes=tuple(nodes), training=replace(training, told=told, logs=spec.seed % 3 > 0))
+    weighed = training.loss in COUNTS and spec.seed % 5 > 0
+    return replace(spec, nodes=tuple(nodes), training=replace(training, told=weighed, logs=spec.seed % 3 > 0))
 
 
 def _by_sample(node: Node) -> Node:

@@ -176,6 +176,6 @@ def agreed(verdict: Verdict) -> Verdict:
     """The same on all ranks, in a worker: a failure of one is the failure of all."""
     if not torch.distributed.is_initialized():
         return verdict
-    found: list[Any] = [None] * WORLD_SIZE
-    torch.distributed.all_gather_object(found, verdict)
-    return next((one for one in found if one.kind == "failed"), verdict)
+    outcomes: list[Any] = [None] * WORLD_SIZE
+    torch.distributed.all_gather_object(outcomes, verdict)
+    return next((one for one in outcomes if one.kind == "failed"), verdict)

@@ -24,8 +24,8 @@ def _fused(trainer: Trainer) -> bool:
 
 
 def _fused_by_callback(trainer: Trainer) -> bool:
-    found = next(one for one in trainer.callbacks if isinstance(one, FuseOptimizer))
-    return found.report().fused_updates > 0
+    callback = next(one for one in trainer.callbacks if isinstance(one, FuseOptimizer))
+    return callback.report().fused_updates > 0
 
 
 def _moved(trainer: Trainer) -> bool:

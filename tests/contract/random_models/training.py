@@ -32,10 +32,10 @@ CLIP_NORM, CLIP_VALUE = 0.2, 0.02
 
 def make_optimizer(model: nn.Module, training: Training) -> Optimizer:
     """Over the parameters that are trained, in as many groups as wanted; the second group has another learning rate."""
-    known = [p for p in model.parameters() if p.requires_grad]
+    parameters = [p for p in model.parameters() if p.requires_grad]
     if training.left_out:
-        known = [p for index, p in enumerate(known) if not index or index % training.left_out]
-    groups = [known[index :: training.groups] for index in range(training.groups)]
+        parameters = [p for index, p in enumerate(parameters) if not index or index % training.left_out]
+    groups = [parameters[index :: training.groups] for index in range(training.groups)]
     lr = training.options.get("lr", 0.01)
     chosen = [
         {"params": group, "lr": lr / (1 + index)} if index else {"params": group} for index, group in enumerate(groups)
@@ -195,8 +195,8 @@ class Between:
 
     def add_group(self) -> None:
         """Parameters that are in no group yet join."""
-        known = {p for group in self.optimizer.param_groups for p in group["params"]}
-        new = [p for p in self.model.parameters() if p not in known and p.requires_grad]
+        parameters = {p for group in self.optimizer.param_groups for p in group["params"]}
+        new = [p for p in self.model.parameters() if p not in parameters and p.requires_grad]
         if new:
             self.optimizer.add_param_group({"params": new})
 

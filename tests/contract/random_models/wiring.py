@@ -149,9 +149,9 @@ def chosen(x: int) -> nn.Module:
 @kind
 def counter(x: int) -> nn.Module:
     """A buffer that counts forward passes, and is not read."""
-    made = Call(_count)
-    made.register_buffer("calls", torch.zeros((), dtype=torch.long))
-    return made
+    call = Call(_count)
+    call.register_buffer("calls", torch.zeros((), dtype=torch.long))
+    return call
 
 
 def _count(self: Any, v: Tensor, _: Batch) -> Tensor:
@@ -163,9 +163,9 @@ def _count(self: Any, v: Tensor, _: Batch) -> Tensor:
 @kind
 def running_mean(x: int) -> nn.Module:
     """A buffer that each forward pass changes and reads."""
-    made = Call(_follow)
-    made.register_buffer("mean", torch.zeros(x))
-    return made
+    call = Call(_follow)
+    call.register_buffer("mean", torch.zeros(x))
+    return call
 
 
 def _follow(self: Any, v: Tensor, _: Batch) -> Tensor:
@@ -178,9 +178,9 @@ def _follow(self: Any, v: Tensor, _: Batch) -> Tensor:
 @kind
 def constant(x: int) -> nn.Module:
     """A tensor that is no buffer."""
-    made = Call(lambda self, v, _: v * self.gains.to(v.dtype))
-    made.gains = torch.linspace(0.5, 1.5, x)
-    return made
+    call = Call(lambda self, v, _: v * self.gains.to(v.dtype))
+    call.gains = torch.linspace(0.5, 1.5, x)
+    return call
 
 
 class Cubed(torch.autograd.Function):

@@ -61,16 +61,18 @@ class Adversaries(LightningModule):
         first, second = self.optimizers()
 
         self.toggle_optimizer(first)
-        made = self.generator(inputs)
-        generator_loss = mse_loss(self.discriminator(made), torch.ones_like(made))
+        generated = self.generator(inputs)
+        generator_loss = mse_loss(self.discriminator(generated), torch.ones_like(generated))
         first.zero_grad()
         self.manual_backward(generator_loss)
         first.step()
         self.untoggle_optimizer(first)
 
         self.toggle_optimizer(second)
-        made = self.generator(inputs).detach()
-        discriminator_loss = mse_loss(self.discriminator(made), -targets) + mse_loss(self.discriminator(targets), made)
+        generated = self.generator(inputs).detach()
+        discriminator_loss = mse_loss(self.discriminator(generated), -targets) + mse_loss(
+            self.discriminator(targets), generated
+        )
         second.zero_grad()
         self.manual_backward(discriminator_loss)
         second.step()

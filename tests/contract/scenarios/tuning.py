@@ -39,8 +39,8 @@ class Sized(Tunable):
 @scenario()
 def lr_finder(bench: Bench) -> None:
     trainer, module = bench.trainer(), Tunable()
-    found = Tuner(trainer).lr_find(module, bench.loader(), num_training=24, min_lr=1e-4, max_lr=0.1)
-    bench.keep("finder", {"results": found.results, "suggestion": found.suggestion(), "lr": module.lr})
+    finder = Tuner(trainer).lr_find(module, bench.loader(), num_training=24, min_lr=1e-4, max_lr=0.1)
+    bench.keep("finder", {"results": finder.results, "suggestion": finder.suggestion(), "lr": module.lr})
     bench.keep("weights after the search", module.state_dict())
     bench.fit(module, trainer)
 

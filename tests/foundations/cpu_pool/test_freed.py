@@ -76,14 +76,14 @@ Make = Callable[..., Training]
 
 @pytest.fixture
 def training(tmp_path: Path) -> Iterator[Make]:
-    made: list[Training] = []
+    trainings: list[Training] = []
 
     def make(budget: int, **options: Any) -> Training:
-        made.append(Training(budget, tmp_path, **options))
-        return made[-1]
+        trainings.append(Training(budget, tmp_path, **options))
+        return trainings[-1]
 
     yield make
-    for one in made:
+    for one in trainings:
         one.step.remove()
 
 
@@ -99,14 +99,14 @@ def test_steps_hold_what_their_plan_says(
     others = pool.counts().live  # what is left in this process from before, if anything
     ours, batch = training(budget), torch.randn(BATCH, WIDTH)
     shape = ours.step.plan(ours.loss, batch)
-    held = shape.reserved_bytes(budget) - ours.elsewhere(pool, batch)
-    assert_holds(pool, held)
+    nbytes = shape.reserved_bytes(budget) - ours.elsewhere(pool, batch)
+    assert_holds(pool, nbytes)
     ours.run(batch)
     pool.reset_peaks()
     ours.run(batch)
     counts = pool.counts()
-    assert counts.peak_live > held // 2
-    assert counts.peak_reserved <= held + others
+    assert counts.peak_live > nbytes // 2
+    assert counts.peak_reserved <= nbytes + others
     assert counts.reused > 4 * counts.mapped
 
 

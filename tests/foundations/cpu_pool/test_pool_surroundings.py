@@ -112,11 +112,11 @@ print(resident() - before)
 
 def test_sizes_that_never_come_again() -> None:
     """Blocks that wait for their size are merged, and the list of sizes does not grow without end."""
-    most, held = run_program(
+    most, used = run_program(
         f"""{PRELUDE}
 import random
 random.seed(0)
-most = held = 0
+most = used = 0
 alive = []
 for i in range(2000):
     alive.append(torch.empty(random.randrange(20_000, 3_000_000), dtype=torch.uint8))
@@ -124,8 +124,8 @@ for i in range(2000):
     if len(alive) > 20:
         alive.pop(random.randrange(20))
     counts = pool.counts()
-    held = max(held, counts.live + counts.free)
-print(most, held)
+    used = max(held, counts.live + counts.free)
+print(most, used)
 """
     ).split()
-    assert int(held) <= 1.1 * int(most) + 4 * 2**20
+    assert int(used) <= 1.1 * int(most) + 4 * 2**20

@@ -16,9 +16,9 @@ needs_resets = pytest.mark.skipif(MemoryProbe().source != "VmHWM", reason=Memory
 
 @needs_resets
 def test_the_peak_outlives_a_probe() -> None:
-    held = torch.ones(128 * MIB, dtype=torch.uint8)
+    tensor = torch.ones(128 * MIB, dtype=torch.uint8)
     peak = status_bytes("VmRSS")
-    del held
+    del tensor
     probe = MemoryProbe()
     probe.start()
     probe.switch("forward")
@@ -29,9 +29,9 @@ def test_the_peak_outlives_a_probe() -> None:
 
 @needs_resets
 def test_a_child_has_a_peak_of_its_own() -> None:
-    held = torch.ones(128 * MIB, dtype=torch.uint8)
+    tensor = torch.ones(128 * MIB, dtype=torch.uint8)
     peak = status_bytes("VmRSS")
-    del held
+    del tensor
     forget_peak()
     child = os.fork()
     if not child:

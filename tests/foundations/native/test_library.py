@@ -147,9 +147,9 @@ def test_a_bad_compiler_is_named(
 ) -> None:
     (foreign, *_) = re.findall(r"/\S*/libc\.so\S*", Path("/proc/self/maps").read_text()) or ["/dev/null"]
     monkeypatch.setenv("CXX", compiler.replace("COPIES", str(copies)).replace("FOREIGN", foreign))
-    found = pool_library()
-    assert isinstance(found, NoLibraryError)
-    assert re.search(reason, str(found), re.DOTALL)
+    library = pool_library()
+    assert isinstance(library, NoLibraryError)
+    assert re.search(reason, str(library), re.DOTALL)
     assert list(folder.iterdir()) == []
 
 

@@ -117,8 +117,8 @@ def test_training_writes_once_a_step(budget: int, measured: bool, request: pytes
     if not measured:
         request.getfixturevalue("offloads")
     plain, expected, _ = train(None, read=True)
-    ours, found, report = train(budget, read=True)
-    assert differing(expected, found) == []
+    ours, values, report = train(budget, read=True)
+    assert differing(expected, values) == []
     support.assert_close(plain, ours, 0)
     assert report.sub_batches == 4
     assert (report.offload is not None) == (budget == TIGHT)
@@ -142,10 +142,10 @@ def test_a_first_step_that_is_stopped_writes_once(offloads: None) -> None:
 
 def test_training_in_parts_writes_once_a_part(splits: None) -> None:
     plain, *_ = train(None, read=False)
-    ours, found, report = train(SMALL, read=False)
+    ours, values, report = train(SMALL, read=False)
     assert report.sub_batches > report.steps == 4
     support.assert_close(plain, ours)
-    assert found["count"] == found["calls"] == report.sub_batches
+    assert values["count"] == values["calls"] == report.sub_batches
 
 
 @pytest.mark.parametrize("how", ["fake", "copies", "in place"])

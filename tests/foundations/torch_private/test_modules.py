@@ -246,10 +246,10 @@ def test_forward_fusion_sees_compiled_modules():
 
 @canary("compilation_callbacks", breaks="forward fusion, whose updates must run before code is compiled,")
 def test_forward_fusion_is_told_of_compilation():
-    told = []
+    calls = []
 
     def tell(_):
-        told.append(True)
+        calls.append(True)
 
     torch._dynamo.reset()  # it forgets these functions too
     torch_private.compilation_callbacks.register_start_callback(tell)
@@ -257,7 +257,7 @@ def test_forward_fusion_is_told_of_compilation():
         torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
     finally:
         torch_private.compilation_callbacks.remove_start_callback(tell)
-    assert told
+    assert calls
     torch._dynamo.reset()
 
 

@@ -81,8 +81,8 @@ def test_messages_are_asked_for_ahead():
     }
 
     def received(ask_ahead: int) -> tuple[list[str], list[str]]:
-        found = torch_private.pipeline_runtime([OneOfTwo()], 4, orders, ask_ahead=ask_ahead).with_messages[1]
-        names = [str(action) for action in found]
+        messages = torch_private.pipeline_runtime([OneOfTwo()], 4, orders, ask_ahead=ask_ahead).with_messages[1]
+        names = [str(action) for action in messages]
         return names, [name for name in names if "RECV" in name]
 
     plain, receives = received(0)

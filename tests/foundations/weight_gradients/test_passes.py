@@ -42,11 +42,11 @@ def split() -> tuple[nn.Module, nn.Module, SplitBackward]:
 
 
 def losses(model: nn.Module, split: SplitBackward, numbers: range) -> list[Tensor]:
-    found = []
+    values = []
     for number in numbers:
         with split.begin(number):
-            found.append(loss_of(model, number))
-    return found
+            values.append(loss_of(model, number))
+    return values
 
 
 def assert_same(model: nn.Module, plain: nn.Module) -> None:

@@ -64,8 +64,8 @@ def train(seed: int, *, deferred: bool, operations: list[int] | None = None) -> 
 
 
 def gradients(model: RandomModel, x: Tensor) -> dict[str, Tensor | None]:
-    found = {name: p.grad for name, p in model.named_parameters()} | {"x": x.grad}
-    return {name: None if grad is None else grad.detach().clone() for name, grad in found.items()}
+    gradients = {name: p.grad for name, p in model.named_parameters()} | {"x": x.grad}
+    return {name: None if grad is None else grad.detach().clone() for name, grad in gradients.items()}
 
 
 def differing(ours: dict[str, Tensor | None], plain: dict[str, Tensor | None]) -> list[str]:
@@ -102,11 +102,13 @@ def test_as_plain_autograd(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
             f"retime.foundations.weight_gradients.{module}.SMALL_BYTES", random.Random(seed).choice([0, 0, 200])
         )
-    found = difference(seed)
-    if found:
+    differing = difference(seed)
+    if differing:
         names = [name for name, _ in RandomModel(seed).ops]
         keep = list(range(len(names)))
         for operation in list(keep):  # a minimal model says more
             fewer = [number for number in keep if number != operation]
             keep = fewer if difference(seed, fewer) else keep
-        pytest.fail(f"seed {seed}: {[names[number] for number in keep]}: {difference(seed, keep)}; the whole: {found}")
+        pytest.fail(
+            f"seed {seed}: {[names[number] for number in keep]}: {difference(seed, keep)}; the whole: {differing}"
+        )

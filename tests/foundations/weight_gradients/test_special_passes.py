@@ -42,12 +42,12 @@ def test_function_transforms_see_the_model_as_it_is(transform: Any) -> None:
 def test_forward_mode_sees_the_model_as_it_is() -> None:
     plain, model, deferral = pair(lambda: Around(nn.Linear(WIDTH, WIDTH), lambda layer, x: layer(x)))
     step(model, deferral)
-    x, found = torch.randn(4, 8), []
+    x, tangents = torch.randn(4, 8), []
     for one in (plain, model):
         with torch.autograd.forward_ad.dual_level():
             dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
-            found.append(torch.autograd.forward_ad.unpack_dual(one(dual)).tangent)
-    assert torch.equal(*found)
+            tangents.append(torch.autograd.forward_ad.unpack_dual(one(dual)).tangent)
+    assert torch.equal(*tangents)
     assert_same(model, plain, deferral)
 
 

@@ -367,8 +367,8 @@ def test_other_peoples_gradient_hooks_see_the_gradient() -> None:
     fusion = fuse_optimizer(model, optimizer, bucket_bytes=1)
     next(model.parameters()).register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.numel()))
     for i, x in enumerate(batches(3)):
-        told = pytest.warns(NoEffectWarning, match="hooks of others") if i == 1 else contextlib.nullcontext()
-        with told:
+        warned = pytest.warns(NoEffectWarning, match="hooks of others") if i == 1 else contextlib.nullcontext()
+        with warned:
             model(x).sum().backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -72,11 +72,11 @@ READERS: dict[str, Callable[[nn.Module, list[nn.Parameter]], Any]] = {
 def test_every_reader_sees_updated_values(name: str) -> None:
     def read(mode: str | None) -> Any:
         model, _, fusion = stepped(mode)
-        held = list(model.parameters())
+        parameters = list(model.parameters())
         with torch.no_grad():
-            seen = READERS[name](model, held)
+            seen = READERS[name](model, parameters)
         if fusion:
-            assert not is_pending(held[4])
+            assert not is_pending(parameters[4])
             fusion.remove()
         return seen
 

@@ -56,11 +56,11 @@ class PatchedMethod(Net):
         self.name, self.passing_on = name, passing_on
 
     def configure_optimizers(self) -> Any:
-        made = super().configure_optimizers()
-        wraps = getattr(made, self.name) if self.passing_on else None
+        configured = super().configure_optimizers()
+        wraps = getattr(configured, self.name) if self.passing_on else None
         side_effect = None if self.passing_on else lambda closure=None: closure and closure()
-        setattr(made, self.name, mock.MagicMock(wraps=wraps, side_effect=side_effect))
-        return made
+        setattr(configured, self.name, mock.MagicMock(wraps=wraps, side_effect=side_effect))
+        return configured
 
 
 def fit(module: Net, strategy: str) -> dict[str, Tensor]:
@@ -131,7 +131,7 @@ class ZeroesInPlace(torch.optim.SGD):
 
 
 def test_forward_fusion_updates_before_a_zero_grad_of_its_own() -> None:
-    found = []
+    weights = []
     for fused in (False, True):
         torch.manual_seed(0)
         model = nn.Linear(4, 4)
@@ -142,5 +142,5 @@ def test_forward_fusion_updates_before_a_zero_grad_of_its_own() -> None:
             model(torch.ones(2, 4)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        found.append(model.state_dict()["weight"].clone())
-    assert torch.equal(*found)
+        weights.append(model.state_dict()["weight"].clone())
+    assert torch.equal(*weights)

@@ -64,9 +64,9 @@ def test_nothing_depends_on_values(meta: str, solver: str, mode: str, bidirectio
     outputs = case.scan(solver)
     sent = [torch.empty_like(part) for part in outputs]
     with OnlyOn(meta) as watch:
-        found = torch.autograd.grad(outputs, case.leaves, sent)
+        ours = torch.autograd.grad(outputs, case.leaves, sent)
     assert watch.calls > 20
-    assert [part.shape for part in found] == [leaf.shape for leaf in case.leaves]
+    assert [part.shape for part in ours] == [leaf.shape for leaf in case.leaves]
 
 
 def test_the_check_for_overflow_is_what_reads_otherwise(meta: str) -> None:

@@ -30,13 +30,13 @@ def set_recurrence(case: Case, gain: float) -> None:
 def test_no_worse_than_autograd(mode: str, regime: str) -> None:
     case = make_case(mode, 500, 2, 12, dtype=torch.float32)
     set_recurrence(case, REGIMES[regime])
-    found = {solver: gradients(case.scan(solver), case.leaves) for solver in ("sequential", "chunk", "blelloch")}
+    by_solver = {solver: gradients(case.scan(solver), case.leaves) for solver in ("sequential", "chunk", "blelloch")}
     own = gradients(case.native(), case.leaves)
     exact = Case(mode, copy.deepcopy(case.net).double(), case.x.detach().double().requires_grad_(), ())
     exact.state = tuple(part.detach().double().requires_grad_() for part in case.state)
     truth = gradients(exact.native(), exact.leaves)
     limit = 2 * worst_error(own, truth) + 1e-6
-    for solver, values in found.items():
+    for solver, values in by_solver.items():
         assert worst_error(values, truth) < limit, solver
 
 
@@ -63,9 +63,9 @@ def test_finite_wherever_autograd_is(solver: str, monkeypatch: pytest.MonkeyPatc
     output = case.scan(solver)[0]
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        found = torch.autograd.grad(output, leaves, sent, retain_graph=True)
+        ours = torch.autograd.grad(output, leaves, sent, retain_graph=True)
         torch.autograd.grad(output, leaves, sent)
-    assert worst_error(list(found), list(own)) < 1e-5
+    assert worst_error(list(ours), list(own)) < 1e-5
     messages = [str(one.message) for one in said if one.category is NoEffectWarning]
     assert len(messages) == (solver == "blelloch")
     assert all("solver='sequential'" in message for message in messages)

@@ -65,26 +65,26 @@ def test_autocast(mode: str) -> None:
         scan = case.scan("chunk")
     assert [part.dtype for part in scan] == [part.dtype for part in native]
     assert all(torch.equal(a, b) for a, b in zip(scan, native, strict=True))
-    found = gradients(scan, case.leaves)
-    assert all(part.dtype == torch.float32 for part in found)
-    assert worst_error(found, gradients(case.native(), case.leaves)) < 0.05
+    ours = gradients(scan, case.leaves)
+    assert all(part.dtype == torch.float32 for part in ours)
+    assert worst_error(ours, gradients(case.native(), case.leaves)) < 0.05
 
 
 def test_backward_inside_autocast_stays_in_float32() -> None:
     case = make_case("GRU", 20, 2, 6, dtype=torch.float32)
     outputs = case.scan("chunk")
     with torch.autocast("cpu", torch.bfloat16):
-        found = gradients(outputs, case.leaves)
-    assert worst_error(found, gradients(case.native(), case.leaves)) < 1e-5
+        ours = gradients(outputs, case.leaves)
+    assert worst_error(ours, gradients(case.native(), case.leaves)) < 1e-5
 
 
 def test_bfloat16_layers() -> None:
     case = make_case("GRU", 20, 2, 6, dtype=torch.bfloat16)
     scan = case.scan("chunk")
     assert torch.equal(scan[0], case.native()[0])
-    found = gradients(scan, case.leaves)
-    assert all(part.dtype == torch.bfloat16 for part in found)
-    assert worst_error(found, gradients(case.native(), case.leaves)) < 0.1
+    ours = gradients(scan, case.leaves)
+    assert all(part.dtype == torch.bfloat16 for part in ours)
+    assert worst_error(ours, gradients(case.native(), case.leaves)) < 0.1
 
 
 def test_functional_transforms() -> None:
@@ -112,10 +112,10 @@ def test_bad_input_says_what_to_change() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_no_sequences(mode: str) -> None:
     case = make_case(mode, 20, 0, 3)
-    found = torch.autograd.grad(case.scan("chunk")[0].sum(), case.leaves, allow_unused=True)
+    ours = torch.autograd.grad(case.scan("chunk")[0].sum(), case.leaves, allow_unused=True)
     expected = torch.autograd.grad(case.native()[0].sum(), case.leaves, allow_unused=True)
-    assert all((a is None) == (b is None) for a, b in zip(found, expected, strict=True))
-    assert all(a is None or torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all((a is None) == (b is None) for a, b in zip(ours, expected, strict=True))
+    assert all(a is None or torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch.func itself

@@ -124,9 +124,9 @@ def test_nothing_is_read_back(solver: str) -> None:
 
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_names_pickle_and_copy(solver: str) -> None:
-    made = parse_solver(solver)
-    for other in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made), parse_solver(repr(made))):
-        assert repr(other) == repr(made)
+    parsed = parse_solver(solver)
+    for other in (pickle.loads(pickle.dumps(parsed)), copy.deepcopy(parsed), parse_solver(repr(parsed))):
+        assert repr(other) == repr(parsed)
 
 
 @pytest.mark.parametrize("name", ["scan", "truncated", "truncated:0", "chunk:0", "sequential:3", "blelloch:2", ""])

@@ -93,9 +93,9 @@ def test_importing_and_training_need_no_triton() -> None:
 
 @pytest.mark.parametrize("name", ["triton", "triton:8"])
 def test_names(name: str) -> None:
-    made = parse_solver(name)
-    for other in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made), parse_solver(repr(made))):
-        assert repr(other) == repr(made)
+    parsed = parse_solver(name)
+    for other in (pickle.loads(pickle.dumps(parsed)), copy.deepcopy(parsed), parse_solver(repr(parsed))):
+        assert repr(other) == repr(parsed)
     with pytest.raises(ValueError, match=r"length=0\): give a whole number of 1 or more"):
         parse_solver("triton:0")
 

@@ -84,20 +84,20 @@ def test_float64(blocks: int, hidden: int) -> None:
         pytest.skip(reason)
     jacobians, gradient = make_scan(blocks, hidden, 11, 2, torch.float64)
     with torch.no_grad():
-        found = parse_solver("triton:3").solve(jacobians, gradient)
-        assert worst_error(list(found), list(Sequential().solve(jacobians, gradient))) < 1e-13
+        solved = parse_solver("triton:3").solve(jacobians, gradient)
+        assert worst_error(list(solved), list(Sequential().solve(jacobians, gradient))) < 1e-13
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_layers(mode: str, bidirectional: bool) -> None:
     case = on_device(make_case(mode, 17, 3, 20, dtype=torch.float32, bidirectional=bidirectional))
-    found = gradients(case.scan("triton:4"), case.leaves)
+    ours = gradients(case.scan("triton:4"), case.leaves)
     own = gradients(case.native(), case.leaves)
     exact = Case(mode, copy.deepcopy(case.net).double(), case.x.detach().double().requires_grad_(), ())
     exact.state = tuple(part.detach().double().requires_grad_() for part in case.state)
     truth = gradients(exact.native(), exact.leaves)
-    assert worst_error(found, truth) < 2 * worst_error(own, truth) + 1e-6
+    assert worst_error(ours, truth) < 2 * worst_error(own, truth) + 1e-6
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -106,10 +106,10 @@ def test_packed_sequences_and_half_precision(mode: str) -> None:
     batch_sizes = torch.tensor([3, 3, 2, 1, 1, 1])
     packed = case.x.detach().flatten(0, 1)[:11].requires_grad_()
     leaves = [packed, *case.leaves[1:]]
-    found, expected = (
+    ours, expected = (
         gradients(case.scan_of(packed, solver, batch_sizes), leaves) for solver in ("triton:2", "chunk:2")
     )
-    assert worst_error(found, expected) < 1e-2  # one rounding to bfloat16
+    assert worst_error(ours, expected) < 1e-2  # one rounding to bfloat16
 
 
 def test_work_does_not_grow_with_time() -> None:

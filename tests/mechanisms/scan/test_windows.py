@@ -40,8 +40,8 @@ def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_windows_give_the_same_gradients(mode: str, bidirectional: bool, solver: str) -> None:
     for steps in (7, 8, 50):
         case = make_case(mode, steps, 3, 4, bidirectional=bidirectional)
-        found = gradients(case.scan(solver), case.leaves)
-        assert worst_error(found, gradients(case.native(), case.leaves)) < 1e-12
+        ours = gradients(case.scan(solver), case.leaves)
+        assert worst_error(ours, gradients(case.native(), case.leaves)) < 1e-12
 
 
 @pytest.mark.usefixtures("short_windows")
@@ -52,8 +52,8 @@ def test_windows_of_packed_sequences(mode: str) -> None:
     output, last = case.net(packed, case.state[0])
     expected = gradients([output.data, last], case.leaves)
     packed = torch.nn.utils.rnn.pack_padded_sequence(case.x, [30, 22, 5])
-    found = gradients(case.scan_of(packed.data, "chunk", packed.batch_sizes), case.leaves)
-    assert worst_error(found, expected) < 1e-12
+    ours = gradients(case.scan_of(packed.data, "chunk", packed.batch_sizes), case.leaves)
+    assert worst_error(ours, expected) < 1e-12
 
 
 @pytest.mark.usefixtures("short_windows")
@@ -61,8 +61,8 @@ def test_double_backward_takes_all_steps_at_once() -> None:
     case = make_case("GRU", 20)
     (first,) = torch.autograd.grad(case.scan("chunk")[0].sum(), case.x, create_graph=True)
     (expected,) = torch.autograd.grad(case.native()[0].sum(), case.x, create_graph=True)
-    found = gradients([first], case.leaves[:2])
-    assert worst_error(found, gradients([expected], case.leaves[:2])) < 1e-12
+    ours = gradients([first], case.leaves[:2])
+    assert worst_error(ours, gradients([expected], case.leaves[:2])) < 1e-12
 
 
 def test_scratch_memory_is_that_of_one_window(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,9 +144,9 @@ def test_weight_gradients_run_on_the_sub_stream_of_a_replay() -> None:
 
 def test_gradients_of_several_batches_add_up() -> None:
     def loop() -> Loop:
-        made = Loop(make(Mlp))
-        made.accumulate = 3
-        return made
+        loop = Loop(make(Mlp))
+        loop.accumulate = 3
+        return loop
 
     assert check(loop).replays == STEPS - NO_GRAPH
 
@@ -203,9 +203,9 @@ def test_what_changes_between_steps_ends_the_replays_by_name(between: Between, w
 @pytest.mark.filterwarnings("ignore:graph")
 def test_other_shapes_run_kernel_by_kernel(sizes: dict[int, int]) -> None:
     def loop() -> Loop:
-        made = Loop(make(ConvNet))
-        made.sizes = sizes
-        return made
+        loop = Loop(make(ConvNet))
+        loop.sizes = sizes
+        return loop
 
     report = check(loop)
     assert report.replays == STEPS - NO_GRAPH - len(sizes)
@@ -267,9 +267,9 @@ def test_an_expanded_gradient_is_captured_as_it_is() -> None:
 
 def test_a_graph_that_is_kept_has_a_second_backward_pass() -> None:
     def loop() -> Loop:
-        made = Loop(make(Mlp))
-        made.retain = True
-        return made
+        loop = Loop(make(Mlp))
+        loop.retain = True
+        return loop
 
     assert check(loop).replays == STEPS - NO_GRAPH
 

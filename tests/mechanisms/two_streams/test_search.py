@@ -72,9 +72,9 @@ def test_the_fastest_setting_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_two_streams_have_to_beat_every_plain_setting(times_ms: dict[Setting, float], best: Setting) -> None:
-    made = search.Search(list(times_ms), torch.device("cpu"))
-    made.times_ms = {setting: [ms] for setting, ms in times_ms.items()}
-    assert made.best() == best
+    searching = search.Search(list(times_ms), torch.device("cpu"))
+    searching.times_ms = {setting: [ms] for setting, ms in times_ms.items()}
+    assert searching.best() == best
 
 
 @pytest.mark.parametrize("best", [PLAIN, FEWER])

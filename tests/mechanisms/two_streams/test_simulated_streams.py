@@ -60,8 +60,8 @@ def test_weights_are_the_plain_ones_and_nothing_races(order: str, options: dict[
 
 
 def test_few_bytes_wait_where_they_are_bounded() -> None:
-    held = [trained_on_two_streams("late", **options)[2].report().held_bytes for options in ({}, {"max_memory": 1000})]
-    assert held[1] <= 1000 < held[0]
+    sizes = [trained_on_two_streams("late", **options)[2].report().held_bytes for options in ({}, {"max_memory": 1000})]
+    assert sizes[1] <= 1000 < sizes[0]
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -75,11 +75,11 @@ def test_updates_behind_the_weight_gradients(order: str, options: dict[str, obje
 
 
 def test_an_update_before_the_output_gradient_has_read_the_weight_is_found() -> None:
-    found: list[str] = []
+    faults: list[str] = []
     with patch.object(TwoStreamBackward, "_put_output_first", lambda two_streams: None):
         for order in ORDERS:
-            found += trained_on_two_streams(order, fuse=True)[1]
-    assert found
+            faults += trained_on_two_streams(order, fuse=True)[1]
+    assert faults
 
 
 def _no_wait(stream: DeviceStream) -> None:
@@ -107,10 +107,10 @@ def _give(stream: DeviceStream, job: object, *, waits: bool, holds: bool) -> Non
     ids=["the main stream does not wait", "the sub-stream does not wait", "nothing is held"],
 )
 def test_a_seeded_fault_is_found(fault: dict[str, Callable[..., None]]) -> None:
-    found: list[str] = []
+    faults: list[str] = []
     for order in ORDERS:
         with ExitStack() as stack:
             for name, method in fault.items():
                 stack.enter_context(patch.object(DeviceStream, name, method))
-            found += trained_on_two_streams(order)[1]
-    assert found
+            faults += trained_on_two_streams(order)[1]
+    assert faults

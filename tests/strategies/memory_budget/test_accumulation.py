@@ -67,9 +67,9 @@ def test_accumulation_that_begins_later(offloads: None) -> None:
     fit(plain, callbacks=[AccumulatesLater()], max_epochs=3)
     done = fit(ours, MemoryBudgetStrategy(SMALL), callbacks=[AccumulatesLater()], max_epochs=3)
     assert_close(plain, ours, 0)
-    found = [shape.choice for shape in report_of(done).shapes]
+    choices = [shape.choice for shape in report_of(done).shapes]
     always = fit(Net(), MemoryBudgetStrategy(SMALL), accumulate_grad_batches=3)
     (expected,) = (shape.choice for shape in report_of(always).shapes)
-    assert len(found) == 2
-    assert (found[1].plan, found[1].peak_bytes) == (expected.plan, expected.peak_bytes)
-    assert (found[0].plan, found[0].peak_bytes) != (expected.plan, expected.peak_bytes)
+    assert len(choices) == 2
+    assert (choices[1].plan, choices[1].peak_bytes) == (expected.plan, expected.peak_bytes)
+    assert (choices[0].plan, choices[0].peak_bytes) != (expected.plan, expected.peak_bytes)

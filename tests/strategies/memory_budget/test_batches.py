@@ -81,10 +81,10 @@ def test_a_step_may_write_into_its_batch(way: str, kind: str) -> None:
     plain, ours = Normalises(get), Normalises(get)
     fit(plain, data=data())
     # what the step makes of its labels, those to be ignored perhaps, cannot be counted from the batch
-    told: dict[str, Any] = {"loss_weight": lambda part: len(get(part)[1])}
+    options: dict[str, Any] = {"loss_weight": lambda part: len(get(part)[1])}
     if kind == "object":
-        told["split_batch"] = cut
-    done = fit(ours, MemoryBudgetStrategy(SMALL, **told), data=data())
+        options["split_batch"] = cut
+    done = fit(ours, MemoryBudgetStrategy(SMALL, **options), data=data())
     report = report_of(done)
     assert_way(report, way)
     # the batch counts, and its storages stay, whatever holds them
@@ -121,10 +121,10 @@ def test_edits_of_saved_tensors_are_refused(offloads: None, layer: int, change: 
     """PyTorch leaves this check to saved-tensor hooks."""
     plain, ours = Net(), Edits(layer, INSIDE[change])
     fit(plain, limit_train_batches=1)
-    made = support.trainer(MemoryBudgetStrategy(SMALL))
+    runner = support.trainer(MemoryBudgetStrategy(SMALL))
     with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
-        made.fit(ours, loader(3))
-    plan = report_of(made).shapes[0].choice.plan
+        runner.fit(ours, loader(3))
+    plan = report_of(runner).shapes[0].choice.plan
     assert 0 < len(plan.offload) < plan.saved, "the first layers' outputs leave, the last ones' stay"
     assert_close(plain, ours, 0)  # as after batch 0
 

@@ -20,10 +20,10 @@ pytestmark = support.IGNORED
 
 def train(strategy: Any, path: Path, epochs: int, resume: Path | None = None) -> tuple[Net, Trainer]:
     module = Net()
-    made = trainer(strategy, max_epochs=epochs)
-    made.fit(module, loader(), ckpt_path=resume, weights_only=False if resume else None)
-    made.save_checkpoint(path)
-    return module, made
+    runner = trainer(strategy, max_epochs=epochs)
+    runner.fit(module, loader(), ckpt_path=resume, weights_only=False if resume else None)
+    runner.save_checkpoint(path)
+    return module, runner
 
 
 def no_search(monkeypatch: pytest.MonkeyPatch) -> None:

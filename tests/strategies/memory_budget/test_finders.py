@@ -34,14 +34,14 @@ class Sized(Net):
 
 def test_lightning_tunes_the_batch_size(offloads: None, tmp_path: Path) -> None:
     module = Sized(2)
-    made = trainer(MemoryBudgetStrategy(BUDGET), default_root_dir=tmp_path)
-    found = Tuner(made).scale_batch_size(module, init_val=32, steps_per_trial=1)
-    assert found == module.batch_size
+    runner = trainer(MemoryBudgetStrategy(BUDGET), default_root_dir=tmp_path)
+    size = Tuner(runner).scale_batch_size(module, init_val=32, steps_per_trial=1)
+    assert size == module.batch_size
     with pytest.raises(BudgetError):
-        fit(Sized(2 * found), MemoryBudgetStrategy(BUDGET), data=loader(1, batch=2 * found))
-    made.fit(module)
-    assert report_of(made).steps
-    assert report_of(made).shapes[0].choice.peak_bytes <= BUDGET
+        fit(Sized(2 * size), MemoryBudgetStrategy(BUDGET), data=loader(1, batch=2 * size))
+    runner.fit(module)
+    assert report_of(runner).steps
+    assert report_of(runner).shapes[0].choice.peak_bytes <= BUDGET
 
 
 def test_accelerate_finds_an_executable_batch_size(offloads: None) -> None:

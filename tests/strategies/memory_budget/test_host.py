@@ -106,13 +106,13 @@ def test_weights_and_states_are_those_of_the_step_before(
     done = fit(plain, limit_train_batches=1)
     tell = fails_from(monkeypatch, name, nth)
     strategy = MemoryBudgetStrategy(budget, host=f"disk:{tmp_path}")
-    made = support.trainer(strategy, callbacks=[Batches(tell)])
+    runner = support.trainer(strategy, callbacks=[Batches(tell)])
     with pytest.raises(HostError, match="No space left"):
-        made.fit(ours, loader(3))
-    shape = report_of(made).shapes[0]
+        runner.fit(ours, loader(3))
+    shape = report_of(runner).shapes[0]
     assert (shape.choice.plan.sub_batch < support.BATCH) == (budget == BOTH)
     assert_close(plain, ours, 0 if budget == SMALL else 1e-5)
-    left, right = done.optimizers[0].state_dict()["state"], made.optimizers[0].state_dict()["state"]
+    left, right = done.optimizers[0].state_dict()["state"], runner.optimizers[0].state_dict()["state"]
     assert left.keys() == right.keys()
     for number, state in left.items():
         assert right[number]["step"] == state["step"] == 1
@@ -159,10 +159,10 @@ def test_nothing_is_left_after_an_exception(
 ) -> None:
     plain, ours = Net(), Fails(error)
     fit(plain, limit_train_batches=1)
-    made = support.trainer(MemoryBudgetStrategy(SMALL, host=f"disk:{tmp_path}"))
+    runner = support.trainer(MemoryBudgetStrategy(SMALL, host=f"disk:{tmp_path}"))
     with pytest.raises(seen):
-        made.fit(ours, loader(3))
-    assert report_of(made).offload.storages > 0
+        runner.fit(ours, loader(3))
+    assert report_of(runner).offload.storages > 0
     assert_close(plain, ours, 0)
     assert nothing_left(tmp_path)
 
@@ -184,9 +184,9 @@ with OffloadSavedTensors(OffloadPlan(1, frozenset(range(3)), 0, 3), host, [leaf]
     worker = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     try:
         assert worker.stdout is not None
-        held = int(worker.stdout.readline())
+        nbytes = int(worker.stdout.readline())
         opened = [os.readlink(f"/proc/{worker.pid}/fd/{number}") for number in os.listdir(f"/proc/{worker.pid}/fd")]
-        assert held >= 1_200_000
+        assert nbytes >= 1_200_000
         assert sum(str(tmp_path) in path for path in opened) == 1
         assert os.listdir(tmp_path) == [], "no name, so nothing to find later"
     finally:

@@ -68,12 +68,12 @@ def test_all_parts_run_and_are_logged(way: str) -> None:
     plain, ours = Counts(), Counts()
     shown = [Outputs(), Outputs()]
     _, expected = trained("auto", plain, Looks(), shown[0], epochs=3)
-    done, found = trained(MemoryBudgetStrategy(SMALL), ours, Looks(), shown[1], epochs=3)
+    done, logged = trained(MemoryBudgetStrategy(SMALL), ours, Looks(), shown[1], epochs=3)
     assert_way(report_of(done), way)
     assert_same(plain, ours, way)
     assert ours.seen == plain.seen == 3 * 3 * BATCH
-    assert len(found) == len(expected)
-    for left, right in zip(expected, found, strict=True):
+    assert len(logged) == len(expected)
+    for left, right in zip(expected, logged, strict=True):
         assert right == pytest.approx(left, rel=2e-5)
     for left, right in zip(shown[0].outputs, shown[1].outputs, strict=True):
         assert right["logits"].shape == left["logits"].shape

@@ -72,22 +72,22 @@ def test_only_so_many_plans_are_kept(offloads: None, monkeypatch: pytest.MonkeyP
     plain, ours = Sequences(), Sequences()
     shapes = [(128, 2), (64, 4), (128, 2), (32, 8), (128, 2), (64, 4)]  # the third one makes the second one go
     fit(plain, data=sequences(*shapes))
-    made = support.trainer(MemoryBudgetStrategy(BUDGET))
-    held: list[tuple[int, int]] = []
+    runner = support.trainer(MemoryBudgetStrategy(BUDGET))
+    sizes: list[tuple[int, int]] = []
 
     def note(self: Any, *arguments: Any, **options: Any) -> Any:
-        step = made.strategy._step
-        held.append((len(step._plans.book), len(step._offloads)))
+        step = runner.strategy._step
+        sizes.append((len(step._plans.book), len(step._offloads)))
         return real(self, *arguments, **options)
 
     real = Sequences.on_train_batch_end
     monkeypatch.setattr(Sequences, "on_train_batch_end", note)
-    made.fit(ours, sequences(*shapes))
-    report = report_of(made)
+    runner.fit(ours, sequences(*shapes))
+    report = report_of(runner)
     assert report.plans == 4
     assert len(report.shapes) == 2
-    assert max(plans for plans, _ in held) == 2
-    assert max(offloads for _, offloads in held) <= 2
+    assert max(plans for plans, _ in sizes) == 2
+    assert max(offloads for _, offloads in sizes) <= 2
     assert report.offload.passes == 6, "counts of plans that went are kept"
     assert_close(plain, ours, 0)
 
@@ -136,14 +136,14 @@ def test_a_long_report_is_short() -> None:
 
 
 def test_a_batch_is_not_held_longer_than_its_step(offloads: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = support.trainer(MemoryBudgetStrategy(BUDGET))
+    runner = support.trainer(MemoryBudgetStrategy(BUDGET))
     kept: list[int] = []
 
     def note(self: Any, *arguments: Any, **options: Any) -> None:
-        step = made.strategy._step
+        step = runner.strategy._step
         kept.extend(len(list(offload.keep)) for offload in step._offloads._of.values())
 
     monkeypatch.setattr(Net, "on_train_batch_end", note)
-    made.fit(Net(depth=DEPTH), support.loader(2))
+    runner.fit(Net(depth=DEPTH), support.loader(2))
     assert kept == [0, 0]
-    assert report_of(made).sub_batches == 2
+    assert report_of(runner).sub_batches == 2

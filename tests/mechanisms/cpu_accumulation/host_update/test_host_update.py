@@ -23,9 +23,9 @@ FAILURES = "exception_in_a_step,one_rank_goes_on"
 
 @pytest.fixture(autouse=True)
 def _compiled() -> None:
-    found = sums_library()
-    if isinstance(found, NoLibraryError):
-        pytest.skip(str(found))
+    library = sums_library()
+    if isinstance(library, NoLibraryError):
+        pytest.skip(str(library))
 
 
 @pytest.mark.parametrize(
@@ -45,8 +45,10 @@ def test_a_state_goes_to_another_number_of_ranks(tmp_path: Path) -> None:
 
 
 def test_a_fit_reports_what_a_rank_holds_and_ends_with_the_whole_state() -> None:
-    found = [re.findall(r"rank \d: (\d+) (\d+) (\d+) (\d+)", run.stdout) for run in run_ranks(2, WORKER, "fit_reports")]
-    counts = [[int(one) for one in lines[0]] for lines in found]
+    reports = [
+        re.findall(r"rank \d: (\d+) (\d+) (\d+) (\d+)", run.stdout) for run in run_ranks(2, WORKER, "fit_reports")
+    ]
+    counts = [[int(one) for one in lines[0]] for lines in reports]
     (steps, mine, whole, at_end), (_, other, _, other_at_end) = counts
     assert steps == 5
     assert mine + other == whole == at_end == other_at_end

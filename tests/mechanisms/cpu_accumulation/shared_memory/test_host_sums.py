@@ -18,9 +18,9 @@ CHOICES = "one_machine,each_on_its_own,no_compiler_on_one,memory_that_one_cannot
 
 @pytest.fixture(autouse=True)
 def _compiled() -> None:
-    found = sums_library()
-    if isinstance(found, NoLibraryError):
-        pytest.skip(str(found))
+    library = sums_library()
+    if isinstance(library, NoLibraryError):
+        pytest.skip(str(library))
 
 
 @pytest.mark.parametrize(

@@ -66,9 +66,9 @@ def ranks() -> Iterator[Callable[..., Ranks]]:
     with ExitStack() as ends:
 
         def make(*arguments: Any, **options: Any) -> Ranks:
-            made = Ranks(*arguments, **options)
-            ends.callback(made.close)
-            return made
+            ranks = Ranks(*arguments, **options)
+            ends.callback(ranks.close)
+            return ranks
 
         yield make
 
@@ -193,9 +193,9 @@ def test_a_copy_and_a_sum_are_not_the_same(ranks: Any) -> None:
 
 def test_a_rank_that_hangs_is_named_by_all_others(ranks: Any) -> None:
     these = ranks(3, timeout_s=0.2)
-    found = these.each(lambda one, rank: None if rank == 1 else one.add(torch.ones(5)))
-    assert found[1] is None
-    assert {str(found[0]), str(found[2])} <= {
+    results = these.each(lambda one, rank: None if rank == 1 else one.add(torch.ones(5)))
+    assert results[1] is None
+    assert {str(results[0]), str(results[2])} <= {
         f"rank 1 (process {os.getpid()}) has not brought its gradients for 0.2 s: it hangs, or needs a longer timeout",
         f"rank 1 (process {os.getpid()}) failed or ended before it brought its gradients; see its own error, or what "
         "killed it",
@@ -211,9 +211,9 @@ def test_a_rank_that_stops_ends_the_others_sums_at_once(ranks: Any) -> None:
         else:
             one.add(torch.ones(5))
 
-    found = these.each(do)
-    assert "rank 1" in str(found[0])
-    assert "failed or ended" in str(found[0])
+    results = these.each(do)
+    assert "rank 1" in str(results[0])
+    assert "failed or ended" in str(results[0])
 
 
 def test_a_sum_that_runs_in_another_thread_can_be_stopped(ranks: Any) -> None:

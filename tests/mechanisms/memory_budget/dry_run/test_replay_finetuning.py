@@ -59,16 +59,16 @@ def test_states_of_thawed_parameters_are_there(kind: str, real: bool) -> None:
     model.backbone.requires_grad_(True)
     optimizer.add_param_group({"params": list(model.backbone.parameters())})
     before = {id(value): value.clone() for state in optimizer.state.values() for value in state.values()}
-    found = profile_step(step_of(model, [optimizer], AFTER_FORWARD), real=real)
+    profile = profile_step(step_of(model, [optimizer], AFTER_FORWARD), real=real)
     kept = [value for state in optimizer.state.values() for value in state.values()]
     assert all(torch.equal(value, before[id(value)]) for value in kept)
     assert len(kept) == len(before)
 
     train(model, optimizer)
 
-    assert found.bytes_by_kind[BlockKind.STATE] == state_bytes(optimizer)  # none for the unused layer
+    assert profile.bytes_by_kind[BlockKind.STATE] == state_bytes(optimizer)  # none for the unused layer
     later = profile_step(step_of(model, [optimizer], AFTER_FORWARD), real=real)
-    assert (found.peak_bytes, found.resident_bytes) == (later.peak_bytes, later.resident_bytes)
+    assert (profile.peak_bytes, profile.resident_bytes) == (later.peak_bytes, later.resident_bytes)
 
 
 def test_nothing_is_run_more_often_where_states_are_complete_or_none_are_there() -> None:
@@ -91,12 +91,12 @@ def test_gradients_that_no_optimizer_frees_are_there_at_all_times(gradients: Gra
     model = Finetuned()
     optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
     profile = profile_step(step_of(model, [optimizer], gradients), sub_batch)
-    held = [size for size, one in zip(profile.held_bytes(), profile.trace.operations, strict=True)
+    sizes = [size for size, one in zip(profile.held_bytes(), profile.trace.operations, strict=True)
             if one.phase is Phase.BACKWARD]  # fmt: skip
     frozen = Finetuned()
     frozen.backbone.requires_grad_(False)
     without = profile_step(step_of(frozen, [torch.optim.SGD(frozen.head.parameters(), lr=0.1)], gradients), sub_batch)
-    more = held[0] - next(
+    more = sizes[0] - next(
         size
         for size, one in zip(without.held_bytes(), without.trace.operations, strict=True)
         if one.phase is Phase.BACKWARD

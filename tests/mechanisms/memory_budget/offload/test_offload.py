@@ -313,10 +313,10 @@ def test_another_number_of_saves_is_reported(host: HostMemory) -> None:
     assert host.live_bytes() == 0
     with pytest.raises(PlanMismatch, match="2 storages of 32 bytes, not 16"):
         forward(OffloadSavedTensors(plan, host, [leaf], planned_bytes=16), 2)
-    told: list[PlanMismatch] = []
-    offload = OffloadSavedTensors(plan, host, [leaf], on_mismatch=told.append)
+    mismatches: list[PlanMismatch] = []
+    offload = OffloadSavedTensors(plan, host, [leaf], on_mismatch=mismatches.append)
     forward(offload, 3).backward()
-    assert [mismatch.saved for mismatch in told] == [3]
+    assert [mismatch.saved for mismatch in mismatches] == [3]
     assert offload.report().mismatches == 1
 
 
@@ -333,8 +333,8 @@ def test_passes_are_left_alone_behind_the_last_storage_that_moves(
 
     monkeypatch.setattr(ForwardPass, "pack", counted)
     leaf = torch.linspace(0, 1, 1000, requires_grad=True)
-    told: list[PlanMismatch] = []
-    offload = OffloadSavedTensors(OffloadPlan(1, frozenset({0}), 0, 9), host, [leaf], on_mismatch=told.append)
+    mismatches: list[PlanMismatch] = []
+    offload = OffloadSavedTensors(OffloadPlan(1, frozenset({0}), 0, 9), host, [leaf], on_mismatch=mismatches.append)
 
     def gradient(longer: bool = False) -> Tensor:
         leaf.grad = None
@@ -355,9 +355,9 @@ def test_passes_are_left_alone_behind_the_last_storage_that_moves(
     assert offload.report().bytes_out == 4 * moved == 4 * leaf.nbytes
     assert packed == [11, 5, 5, 5]  # the next new one ends it
     gradient(longer=True)
-    assert told == []
+    assert mismatches == []
     gradient(longer=True)
-    assert [mismatch.saved for mismatch in told] == [10]  # another number of nodes: watched from now on
+    assert [mismatch.saved for mismatch in mismatches] == [10]  # another number of nodes: watched from now on
     gradient()
     assert packed[-3:] == [5, 12, 11]
     assert offload.report().mismatches == 1
@@ -393,27 +393,27 @@ def test_hooks_around_others_go_on_to_the_end(host: HostMemory) -> None:
 
 def test_a_short_first_pass_does_not_end_later_ones_early(host: HostMemory) -> None:
     leaf = torch.ones(1000, requires_grad=True)
-    told: list[PlanMismatch] = []
-    offload = OffloadSavedTensors(OffloadPlan(1, frozenset({0, 3}), 0, 5), host, [leaf], on_mismatch=told.append)
+    mismatches: list[PlanMismatch] = []
+    offload = OffloadSavedTensors(OffloadPlan(1, frozenset({0, 3}), 0, 5), host, [leaf], on_mismatch=mismatches.append)
     for layers in (2, 5, 5):
         with offload:
             value = leaf
             for _ in range(layers):
                 value = value.exp()
-    assert len(told) == 1
+    assert len(mismatches) == 1
     assert offload.report().storages == 1 + 2 + 2
 
 
 def test_every_17th_pass_is_watched_to_its_end(host: HostMemory) -> None:
     leaf = torch.ones(1000, requires_grad=True)
-    told: list[PlanMismatch] = []
-    offload = OffloadSavedTensors(OffloadPlan(1, frozenset({0}), 0, 1), host, [leaf], on_mismatch=told.append)
+    mismatches: list[PlanMismatch] = []
+    offload = OffloadSavedTensors(OffloadPlan(1, frozenset({0}), 0, 1), host, [leaf], on_mismatch=mismatches.append)
     for step in range(18):
         with offload:
             first = leaf.exp()
             second = first * 2 if step == 0 else first.exp()  # as many nodes, but one more saves
             second.sum().backward()
-        assert len(told) == (step == 17)
+        assert len(mismatches) == (step == 17)
 
 
 def test_hooks_of_the_model_stay_in_force_when_ours_end(host: HostMemory) -> None:
@@ -439,20 +439,20 @@ def test_hooks_of_the_model_stay_in_force_when_ours_end(host: HostMemory) -> Non
 def test_an_exception_in_the_forward_pass_leaves_nothing_behind(tmp_path: Path) -> None:
     threads = threading.active_count()
     leaf = torch.ones(5000, requires_grad=True)
-    held = []
+    graphs = []
     with HostDisk(tmp_path) as host:
         offload = offload_all(host, [leaf], in_flight_bytes=10**6)
 
         def fail() -> None:
             with offload:
-                held.append(leaf.exp().sin())  # somebody still holds the graph
+                graphs.append(leaf.exp().sin())  # somebody still holds the graph
                 raise KeyError
 
         with pytest.raises(KeyError):
             fail()
         assert host.live_bytes() == 0
         with pytest.raises(RuntimeError, match="forward pass that saved this tensor failed"):
-            held[0].sum().backward()
+            graphs[0].sum().backward()
         with offload:
             loss = leaf.exp().sum()
         loss.backward()

@@ -10,12 +10,12 @@ def rest(nbytes: int) -> Scratch:
 
 
 def test_noise_does_not_grow_with_the_batch() -> None:
-    found = rest_between(rest(1 * KIB), rest(44 * KIB), 32, 64)
-    assert found.at(32) == found.at(256) == 44 * KIB
-    found = rest_between(rest(44 * KIB), rest(0), 32, 64)
-    assert found.at(32) == found.at(256) == 44 * KIB
+    between = rest_between(rest(1 * KIB), rest(44 * KIB), 32, 64)
+    assert between.at(32) == between.at(256) == 44 * KIB
+    between = rest_between(rest(44 * KIB), rest(0), 32, 64)
+    assert between.at(32) == between.at(256) == 44 * KIB
 
 
 def test_more_than_noise_does() -> None:
-    found = rest_between(rest(100 * KIB), rest(300 * KIB), 32, 64)
-    assert found.at(128) == 700 * KIB
+    between = rest_between(rest(100 * KIB), rest(300 * KIB), 32, 64)
+    assert between.at(128) == 700 * KIB

@@ -87,12 +87,12 @@ def changed(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any,
 def replaced(state: Any, path: tuple[Any, ...], value: Any) -> Any:
     if not path:
         return value
-    made = copy.deepcopy(state)
-    holder = made
+    changed = copy.deepcopy(state)
+    holder = changed
     for name in path[:-1]:
         holder = holder[name]
     holder[path[-1]] = value
-    return made
+    return changed
 
 
 @pytest.mark.parametrize(("costs", "few"), [(OFFLOADS, ()), (SPLITS, ("plan", "samples"))], ids=["all", "sub-batches"])

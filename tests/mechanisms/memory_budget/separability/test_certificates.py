@@ -18,9 +18,9 @@ BATCHES = 4
 
 
 def gradient(model: Learner) -> torch.Tensor:
-    found = torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in model.parameters()])
+    flat = torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in model.parameters()])
     model.zero_grad()
-    return found
+    return flat
 
 
 def certificate_of(loss: Loss, seed: int) -> Certificate:

@@ -144,8 +144,8 @@ def test_a_count_that_is_0_in_a_part_weighs_it_as_the_step_does(name: str, kept:
     if whole.isfinite():  # a mean over nothing in all of the batch has no value
         torch.testing.assert_close(summed, whole)
         expected = torch.autograd.grad(whole, [*model.parameters()], allow_unused=True)
-        found = torch.autograd.grad(summed, [*model.parameters()], allow_unused=True)
-        torch.testing.assert_close(found, expected)
+        gradients = torch.autograd.grad(summed, [*model.parameters()], allow_unused=True)
+        torch.testing.assert_close(gradients, expected)
     else:
         assert kept == 0
 

@@ -73,9 +73,9 @@ def test_a_contrastive_loss_is_not_separable() -> None:
 def test_hooks_that_wait_for_whole_gradients_keep_batches_whole() -> None:
     model = nn.Linear(3, 1)
     model.bias.register_post_accumulate_grad_hook(lambda _: None)
-    found = certify(lambda batch: model(batch).mean(), torch.randn(8, 3), model)
-    assert not found.separable
-    assert "would run for each sub-batch: bias" in found.reason
+    certificate = certify(lambda batch: model(batch).mean(), torch.randn(8, 3), model)
+    assert not certificate.separable
+    assert "would run for each sub-batch: bias" in certificate.reason
 
 
 @pytest.mark.parametrize("share", [1.0, 1e-4])

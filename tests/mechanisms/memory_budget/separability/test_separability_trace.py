@@ -172,13 +172,13 @@ def test_gradient_hooks_are_a_part_of_the_step(hook: Callable[[Tensor], Tensor],
 def test_a_penalty_on_parameters_held_outside_of_the_model_is_seen() -> None:
     torch.manual_seed(0)
     case = classifier(convolutional(), "sum")
-    held = list(case.model.parameters())
+    parameters = list(case.model.parameters())
 
     def step(batch: Any) -> Tensor:
-        return case.step(batch) + 10 * sum(p.square().sum() for p in held)
+        return case.step(batch) + 10 * sum(p.square().sum() for p in parameters)
 
     assert not certify(step, case.batch, case.model).separable
-    assert all(p.grad is None for p in held)
+    assert all(p.grad is None for p in parameters)
 
 
 def test_a_model_in_double_precision_and_back() -> None:

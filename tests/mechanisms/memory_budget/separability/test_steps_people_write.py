@@ -287,8 +287,8 @@ def _rank_of_samples(m: Net, b: Batch) -> Tensor:
 @_in(EITHER)
 def _positives(m: Net, b: Batch) -> Tensor:
     positive = b["y"] > 0
-    found = F.smooth_l1_loss(m.two(b["x"])[positive], b["x"][positive], reduction="sum")
-    return (m.each(b).sum() + found) / max(1, int(positive.sum()))
+    positives = F.smooth_l1_loss(m.two(b["x"])[positive], b["x"][positive], reduction="sum")
+    return (m.each(b).sum() + positives) / max(1, int(positive.sum()))
 
 
 @_in(EITHER)
@@ -368,11 +368,11 @@ def _consistency_later(m: Net, b: Batch) -> Tensor:
 
 def batches() -> list[Batch]:
     torch.manual_seed(1)
-    found = []
+    drawn = []
     for _ in range(4):
         ids = torch.randint(1, 9, (SAMPLES, STEPS))
         mask = (torch.arange(STEPS) < torch.randint(1, STEPS + 1, (SAMPLES, 1))).long()
-        found.append(
+        drawn.append(
             {
                 "x": torch.randn(SAMPLES, FEATURES, dtype=torch.float64),
                 "y": torch.randint(CLASSES, (SAMPLES,)),
@@ -381,7 +381,7 @@ def batches() -> list[Batch]:
                 "gain": torch.rand(SAMPLES, dtype=torch.float64),
             }
         )
-    return found
+    return drawn
 
 
 def _next_epoch(model: Any, step: int) -> None:

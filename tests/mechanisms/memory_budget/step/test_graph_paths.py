@@ -65,14 +65,14 @@ class Trained:
 
 @pytest.fixture
 def trained() -> Iterator[Any]:
-    made: list[Trained] = []
+    runs: list[Trained] = []
 
     def make(budget: int | None, **options: Any) -> Trained:
-        made.append(Trained(budget, **options))
-        return made[-1]
+        runs.append(Trained(budget, **options))
+        return runs[-1]
 
     yield make
-    for one in made:
+    for one in runs:
         if one.budget is not None:
             one.budget.remove()
 

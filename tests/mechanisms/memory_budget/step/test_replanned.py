@@ -53,15 +53,15 @@ class Offloading(BudgetedStep):
 
 def replan(step: Offloading, model: Shrinking, batch: Tensor) -> list[int]:
     """Train with fewer and fewer layers; how many plans were in use after each."""
-    held = []
+    counts = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for used in range(DEPTH, 0, -1):
             model.used = used
             for _ in range(4):
                 step.run(model, batch)
-            held.append(len(step._offloads))
-    return held
+            counts.append(len(step._offloads))
+    return counts
 
 
 def test_offloads_hold_only_live_plans() -> None:

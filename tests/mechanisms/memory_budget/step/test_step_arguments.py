@@ -20,9 +20,9 @@ def step(**more: Any) -> BudgetedStep:
 
 
 def test_sizes_are_texts_too(tmp_path: Path) -> None:
-    made = step(budget_bytes="8GiB", reduction_bytes="1MiB")
-    assert made.budget_bytes == 8 * 2**30
-    made.remove()
+    built = step(budget_bytes="8GiB", reduction_bytes="1MiB")
+    assert built.budget_bytes == 8 * 2**30
+    built.remove()
     with parse_host(f"disk:{tmp_path}", "cpu", "1MiB") as host:  # type: ignore[attr-defined]
         offload = OffloadSavedTensors(OffloadPlan(1), host, in_flight_bytes="1MiB", planned_bytes="2 kB")
         assert (offload.in_flight_bytes, offload.planned_bytes) == (2**20, 2000)

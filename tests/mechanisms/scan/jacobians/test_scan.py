@@ -38,8 +38,8 @@ def test_products(density: tuple[float, float], samples: tuple[int, int], monkey
     b, right = sparse(17, 11, density[1], samples[1])
     plan = ProductPlan(a, b)
     wanted = dense(a, left) @ dense(b, right)
-    found = dense(plan.pattern, plan(left, right))
-    torch.testing.assert_close(found.expand_as(wanted), wanted, rtol=1e-13, atol=1e-14)
+    product = dense(plan.pattern, plan(left, right))
+    torch.testing.assert_close(product.expand_as(wanted), wanted, rtol=1e-13, atol=1e-14)
     assert plan.pattern.same_as(product_pattern(a, b))
     ones = (dense(a, left) != 0).double()[0] @ (dense(b, right) != 0).double()[0]
     assert plan.pattern.entries == int((ones > 0).sum())
@@ -82,12 +82,12 @@ def test_scan_gives_every_gradient(matrices: int, levels: int | None) -> None:
     sizes = torch.randint(1, 6, (matrices + 1,)).tolist()
     chain = [sparse(sizes[k + 1], sizes[k], 0.7, 1 + k % 2) for k in range(matrices)]
     gradient = torch.randn(sizes[0], 2, dtype=torch.double)
-    found = JacobianScan([pattern for pattern, _ in chain], levels)(gradient, [values for _, values in chain])
-    assert len(found) == matrices + 1
+    ours = JacobianScan([pattern for pattern, _ in chain], levels)(gradient, [values for _, values in chain])
+    assert len(ours) == matrices + 1
     for index, (pattern, values) in enumerate([(None, None), *chain]):
         if pattern is not None and values is not None:
             gradient = (dense(pattern, values) @ gradient.t()[:, :, None])[:, :, 0].t()
-        torch.testing.assert_close(found[index], gradient, rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(ours[index], gradient, rtol=1e-12, atol=1e-13)
 
 
 def test_the_whole_scan_over_seven_jacobians() -> None:
