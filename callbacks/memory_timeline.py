@@ -15,7 +15,7 @@ from retime.foundations.arguments import checked
 from retime.foundations.measure import MemorySampler
 from retime.foundations.messages import show_bytes
 from retime.foundations.parts import dry_part, samples_in, split_batch
-from retime.foundations.preserve_state import undisturbed
+from retime.foundations.preserve_state import preserve_state
 from retime.mechanisms.memory_budget import StepProfile, TrainingStep, buckets_of, reduction_bytes, replay
 from retime.schedules.budget import OffloadPlan
 from retime.strategies.support.budgeted_steps import Budgeted, gradients_in, muted_logging
@@ -185,7 +185,7 @@ def _dry_run(trainer: Trainer, batch: Any, batch_idx: int) -> tuple[str, StepPro
                 buckets=buckets_of(strategy.model),
                 reduction_bytes=reduction_bytes(strategy.model),
             )
-            with undisturbed(module):
+            with preserve_state(module):
                 in_flight = 0 if shape is None else shape.choice.in_flight_bytes
                 return "" if shape is None else str(plan), replay(step, plan, in_flight_bytes=in_flight), ""
         except Exception as error:  # whatever the user's code says to tensors without values

@@ -47,7 +47,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from retime.commands.plan_job import Job, job_of
 from retime.foundations.messages import show_bytes
 from retime.foundations.parts import dry_part, samples_in
-from retime.foundations.preserve_state import undisturbed
+from retime.foundations.preserve_state import preserve_state
 from retime.foundations.storages import strided_bytes
 from retime.mechanisms.memory_budget import (
     BudgetedStep,
@@ -225,7 +225,7 @@ def _print_bounds(job: Job, samples: int) -> None:
     )
     few = max(1, samples // 4)
     try:
-        with undisturbed(job.model):
+        with preserve_state(job.model):
             small, large = (profile_step(dry.of_size(size)) for size in (few, max(2, samples // 2)))
             bound = lower_bound(task_graph(small, large))
     except (ValueError, RuntimeError) as error:  # some layers refuse one sample, and some steps read values

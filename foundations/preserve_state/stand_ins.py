@@ -10,26 +10,33 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from retime.foundations.parts import replaced_tensors
-from retime.foundations.preserve_state.outside import GlobalsSnapshot
+from retime.foundations.preserve_state.outside import ExternalTensors
 from retime.foundations.preserve_state.state import (
     ReachableState,
+    SavedState,
     Slots,
     Snapshot,
     lazy_copy,
-    random_state,
     replaced,
-    set_random_state,
+    seed_all,
     uncompiled,
 )
-from retime.foundations.storages import tensors_in
-from retime.foundations.torch_private import STEP_HOOKS, FakeTensor, FakeTensorMode, tree_map, version_of
+from retime.foundations.torch_private import (
+    STEP_HOOKS,
+    FakeTensor,
+    FakeTensorMode,
+    tensor_hooks,
+    tree_map,
+    version_of,
+)
 
 # Fake tensors that are of use in dry runs alone: one that a step has left in a variable is told from a real one.
 
@@ -285,80 +292,159 @@ def stand_in_optimizer(optimizer: torch.optim.Optimizer, replacement: Replacemen
     return twin
 
 
-# What a run leaves in the modules is taken away again: without copying any tensor, or with copies of all.
+class ScratchModel:
+    """While open, a model's modules hold copies of all their tensors; closing puts the originals back.
 
+    ::
 
-@contextmanager
-def undisturbed(model: nn.Module, step: Callable[[Any], Any] | None = None) -> Iterator[None]:
-    """All attributes of all modules come back as they were, with what dicts, lists, sets and deques in them hold.
+        with ScratchModel(model, torch.float64) as scratch:
+            loss = step(batch)                 # reads and writes copies
+            scratch.restart()                  # as if that had not been
 
-    So do the attributes of objects in them, small NumPy arrays, random generators that they keep, and the global ones
-    of torch, Python and NumPy; see `ReachableState` for what is looked into.
+    Copied are parameters, buffers and tensors in attributes (states of metrics), wherever `ReachableState` finds them.
+    Tied parameters stay tied. All else that :class:`SavedState` saves comes back too. The originals are never written,
+    their ``.grad`` is left alone and no hook of theirs that fires in a backward pass does; hooks on gradients
+    (``Tensor.register_hook``) come along to the copies, as they are a part of the computation. Code under
+    ``torch.compile`` runs uncompiled.
 
-    For steps that run on stand-ins of the tensors; a step that runs without must replace a tensor in an attribute (a
-    metric's state) and not write into it.
+    Tensors and generators that the step reaches in other ways come back, see `ExternalTensors`. What else a step
+    changes outside of the model is its caller's to bring back.
 
     Args:
+        dtype: floating-point type of the copies; None leaves each as it is.
+        prepare: changes the modules' attributes after each restart; they come back as all others do.
+        read_only: copies of parameters share their memory, where ``dtype`` is None: for steps that are known not to
+            write into them.
         step: what will run: names outside of the model that it binds anew are bound as they were again, too.
-    """
-    random = random_state()
-    names = None if step is None else GlobalsSnapshot(step, model)
-    snapshot = Snapshot()
-    snapshot.save_all(ReachableState(model.modules()))
-    try:
-        yield
-    finally:
-        set_random_state(random)
-        snapshot.put_back()
-        if names is not None:
-            names.put_back()
 
-
-def reachable_tensors(model: nn.Module, batch: Any) -> list[Tensor]:
-    """Each tensor of a model, beside its parameters and buffers too, and of a batch."""
-    return _tensors_of(ReachableState(model.modules()), model, batch)
-
-
-class Undo:
-    """Notes what :func:`~retime.foundations.preserve_state.stand_ins.undisturbed` notes, and copies all tensors.
-
-    Args:
-        model: that is about to run.
-        batch: that it is given.
-        parameters: whether the model's parameters are copied too.
+    Raises:
+        ValueError: a lazy module has no weights yet, or a module's tensors cannot be replaced.
     """
 
-    def __init__(self, model: nn.Module, batch: Any, *, parameters: bool = True) -> None:
-        reachable = ReachableState(model.modules())
-        self._random = random_state()
-        self._snapshot = Snapshot()
-        self._snapshot.save_all(reachable)
-        left_out = set() if parameters else set(model.parameters())
-        self._values = [
-            (tensor, version_of(tensor), tensor.detach().clone())
-            for tensor in _tensors_of(reachable, model, batch)
-            if tensor not in left_out and not tensor.is_inference()  # those cannot be written into
-        ]
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype | None = None,
+        prepare: Callable[[], None] | None = None,
+        *,
+        read_only: bool = False,
+        step: Callable[[Any], Any] | None = None,
+    ) -> None:
+        lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
+        if lazy:
+            raise ValueError(f"parameter {lazy[0]} has no shape yet: run the model once before it is probed")
+        if reason := why_not_replaced(model):
+            raise ValueError(reason)
+        self._model = model
+        self._dtype, self._prepare = dtype, prepare
+        self._read_only = read_only and dtype is None
+        self._saved = SavedState(model, step)
+        self._copies: dict[int, tuple[Tensor, Tensor, int]] = {}
+        self._named = [*model.named_parameters(), *model.named_buffers()]
+        self._registered = {id(tensor) for _, tensor in self._named}
+        self._outside, self._around = ExternalTensors(), ExitStack()
 
-    def put_back(self) -> None:
-        """All is as it was when this was made; what has not changed is not touched."""
-        set_random_state(self._random)
-        self._snapshot.put_back()
-        with torch.no_grad():
-            for tensor, version, value in self._values:
-                # Batch norm's kernels write into running statistics without a new version.
-                unversioned = tensor.layout == torch.strided and not torch.equal(tensor, value)
-                if version_of(tensor) != version or unversioned:
-                    tensor.copy_(value)
+    def __enter__(self) -> ScratchModel:
+        self._around.callback(self._put_back)
+        self._around.enter_context(uncompiled())
+        self._around.enter_context(self._outside.put_back_after())
+        try:
+            self._swap()
+        except BaseException:
+            self._around.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._around.close()
+
+    def restart(self) -> None:
+        """Begin anew: fresh copies, and all random generators at the same seed."""
+        self._put_back()
+        self._swap()
+
+    def parameters(self) -> list[tuple[str, Tensor, Tensor]]:
+        """Name, original and copy of the parameters that need a gradient."""
+        named = ((name, tensor) for name, tensor in self._model_parameters() if tensor.requires_grad)
+        return [(name, tensor, self._copies[id(tensor)][1]) for name, tensor in named]
+
+    def changed(self) -> dict[str, Tensor]:
+        """The parameters and buffers that a step has written or replaced since the last restart, by name."""
+        now = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        changed = {}
+        for name, original in self._named:
+            _, twin, version = self._copies[id(original)]
+            present = now.get(name, twin)
+            if present is not twin or version_of(twin) != version:
+                changed[name] = present.detach().clone()
+        return changed
+
+    def numbers(self) -> dict[tuple[int, str], float]:
+        """What modules' attributes, and names that the step binds, are now if they are numbers."""
+        numbers = {} if self._saved.names is None else self._saved.names.numbers()
+        for module in self._model.modules():
+            named = vars(module).items()
+            numbers |= {(id(module), name): value for name, value in named if type(value) in (int, float)}
+        return numbers
+
+    def bind(self, key: tuple[int, str], value: float) -> None:
+        """Another number there, until the next restart."""
+        module = next((one for one in self._model.modules() if id(one) == key[0]), None)
+        if module is not None:
+            module.__dict__[key[1]] = value
+        elif self._saved.names is not None:
+            self._saved.names.bind(key, value)
+
+    def _model_parameters(self) -> list[tuple[str, Tensor]]:
+        return [(name, tensor) for name, tensor in self._named if isinstance(tensor, nn.Parameter)]
+
+    def _swap(self) -> None:
+        seed_all()
+        self._outside.begin()
+        for container, key in self._saved.reachable.places:
+            container[key] = replaced(container[key], self._copy)
+        for module in self._saved.reachable.modules:
+            if isinstance(module, nn.RNNBase):
+                module.__dict__["dropout"] = 0.0
+        if self._prepare is not None:
+            self._prepare()
+
+    def _put_back(self) -> None:
+        self._saved.put_back()
+        self._outside.put_back()
+        self._copies.clear()
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        if id(tensor) in self._copies:
+            return self._copies[id(tensor)][1]
+        dtype = self._dtype if tensor.is_floating_point() else None
+        shared = self._read_only and isinstance(tensor, nn.Parameter)
+        if shared:
+            twin = tensor.detach()
+        elif dtype is None and id(tensor) not in self._registered:
+            twin = lazy_copy(tensor)
+        else:
+            twin = tensor.detach().to(dtype=dtype, copy=True)
+        if isinstance(tensor, nn.Parameter):
+            twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
+            twin.__dict__.update(tensor.__dict__)
+        elif tensor.is_leaf and tensor.requires_grad:
+            twin.requires_grad_()
+        hooks = tensor_hooks(tensor) if tensor.is_leaf else None
+        for hook in (hooks or {}).values():
+            twin.register_hook(hook)  # type: ignore[no-untyped-call]
+        self._copies[id(tensor)] = (tensor, twin, version_of(twin))
+        return twin
 
 
-def _tensors_of(reachable: ReachableState, model: nn.Module, batch: Any) -> list[Tensor]:
-    tensors: list[Tensor] = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
-
-    def note(tensor: Tensor) -> Tensor:
-        tensors.append(tensor)
-        return tensor
-
-    for container, key in reachable.places:
-        replaced(container[key], note)
-    return list({id(tensor): tensor for tensor in tensors}.values())
+def why_not_replaced(model: nn.Module) -> str:
+    """Which module keeps its parameters or buffers where others cannot be put in their place; empty if none does."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in (*module.parameters(), *module.buffers())):
+            return f"{name or 'the model itself'} is a TorchScript module, whose parameters cannot be stood in for"
+    reachable = ReachableState(model.modules())
+    replaceable = {id(container[key]) for container, key in reachable.places}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if id(tensor) not in replaceable:
+            return f"{name} is not where modules keep their parameters and buffers, so nothing can stand in for it"
+    return ""

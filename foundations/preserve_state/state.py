@@ -10,7 +10,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -18,18 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
 
 from retime.foundations.messages import warn_difference
-from retime.foundations.preserve_state.outside import ExternalTensors, GlobalsSnapshot
-from retime.foundations.storages import has_storage
-from retime.foundations.torch_private import (
-    compiled_backends,
-    lazy_clone,
-    stance_callback_replaced,
-    tensor_hooks,
-    version_of,
-)
+from retime.foundations.preserve_state.outside import GlobalsSnapshot
+from retime.foundations.storages import has_storage, tensors_in
+from retime.foundations.torch_private import compiled_backends, lazy_clone, stance_callback_replaced, version_of
 
 # What modules hold beside one another: tensors and where they are, containers, random generators, arrays.
 #
@@ -238,7 +231,7 @@ class Snapshot:
         self._restore += [_put_back_array(array) for array in reachable.arrays if array.nbytes <= _LARGE_ARRAY]
 
     def put_back(self) -> None:
-        """All is again as it was, and nothing is saved any more."""
+        """All is again as it was."""
         for container, content in self._containers.values():
             if isinstance(container, dict | Slots):
                 _put_back_items(container, content)
@@ -248,10 +241,8 @@ class Snapshot:
                     container.extend(content)
                 else:
                     container.update(content)
-        self._containers.clear()
         for restore in self._restore:
             restore()
-        self._restore.clear()
 
 
 def _put_back_items(container: Any, content: dict[Any, Any]) -> None:
@@ -291,6 +282,83 @@ def _put_back_array(array: Any) -> Callable[[], None]:
             array[...] = before
 
     return restore
+
+
+class SavedState:
+    """What a model's modules hold beside tensors, and the global random generators, to be put back after a run.
+
+    Saved are all attributes of all modules, with what dicts, lists, sets and deques in them hold, the attributes of
+    objects in them, small NumPy arrays and random generators that they keep (see `ReachableState`), and the global
+    generators of torch, Python and NumPy.
+
+    Args:
+        model: that is about to run.
+        step: what will run: names outside of the model that it binds anew are bound as they were again, too.
+        tensors: these are copied, and get their values back, too. Where there are none, the run is to be on stand-ins,
+            or must replace a tensor in an attribute (a metric's state) and not write into it.
+
+    Attributes:
+        reachable: where the model's tensors are.
+        names: that the step binds.
+    """
+
+    def __init__(
+        self, model: nn.Module, step: Callable[[Any], Any] | None = None, *, tensors: Iterable[Tensor] = ()
+    ) -> None:
+        self._random = random_state()
+        self.reachable = ReachableState(model.modules())
+        self.names = None if step is None else GlobalsSnapshot(step, model)
+        self._snapshot = Snapshot()
+        self._snapshot.save_all(self.reachable)
+        self._values = [
+            (tensor, version_of(tensor), tensor.detach().clone())
+            for tensor in tensors
+            if not tensor.is_inference()  # those cannot be written into
+        ]
+
+    def put_back(self) -> None:
+        """All is as it was when this was made; what has not changed is not touched."""
+        set_random_state(self._random)
+        self._snapshot.put_back()
+        if self.names is not None:
+            self.names.put_back()
+        with torch.no_grad():
+            for tensor, version, value in self._values:
+                # Batch norm's kernels write into running statistics without a new version.
+                unversioned = tensor.layout == torch.strided and not torch.equal(tensor, value)
+                if version_of(tensor) != version or unversioned:
+                    tensor.copy_(value)
+
+
+@contextmanager
+def preserve_state(
+    model: nn.Module, step: Callable[[Any], Any] | None = None, *, tensors: Iterable[Tensor] = ()
+) -> Iterator[None]:
+    """Save the state, with the arguments of :class:`SavedState`, and put it back at the end."""
+    saved = SavedState(model, step, tensors=tensors)
+    try:
+        yield
+    finally:
+        saved.put_back()
+
+
+def reachable_tensors(model: nn.Module, batch: Any, *, parameters: bool = True) -> list[Tensor]:
+    """Return each tensor of a model, beside its parameters and buffers too, and of a batch.
+
+    Args:
+        model, batch: whose tensors.
+        parameters: whether the model's parameters are among them.
+    """
+    tensors: list[Tensor] = [*model.parameters(), *model.buffers(), *tensors_in(batch)]
+
+    def note(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    for container, key in ReachableState(model.modules()).places:
+        replaced(container[key], note)
+    left_out = set() if parameters else {id(parameter) for parameter in model.parameters()}
+    return list({id(tensor): tensor for tensor in tensors if id(tensor) not in left_out}.values())
 
 
 # Copies that take memory only once they are written into.
@@ -396,175 +464,6 @@ class CompiledCode:
 
     def _note(self) -> None:
         self._met = True
-
-
-class Untouched:
-    """While open, a model's modules hold copies of all their tensors; closing puts the originals back.
-
-    ::
-
-        with Untouched(model, torch.float64) as scratch:
-            loss = step(batch)                 # reads and writes copies
-            scratch.restart()                  # as if that had not been
-
-    Copied are parameters, buffers and tensors in attributes (states of metrics), wherever
-    `ReachableState` finds them; containers get back what they held. Tied parameters
-    stay tied. All other attributes, such as ``training``, and the states of random generators (the modules' own, and
-    the global ones of torch on CPU and CUDA, Python, NumPy) come back as well. The originals are never written, their
-    ``.grad`` is left alone and no hook of theirs that fires in a backward pass does; hooks on gradients
-    (``Tensor.register_hook``) come along to the copies, as they are a part of the computation. Code under
-    ``torch.compile`` runs uncompiled.
-
-    So do tensors and generators that the step reaches in other ways, see
-    `ExternalTensors`. What else a step changes outside of the model is its caller's to
-    bring back.
-
-    Args:
-        dtype: floating-point type of the copies; None leaves each as it is.
-        prepare: changes the modules' attributes after each restart; they come back as all others do.
-        read_only: copies of parameters share their memory, where ``dtype`` is None: for steps that are known not to
-            write into them.
-        step: what will run: names outside of the model that it binds anew are bound as they were again, too.
-
-    Raises:
-        ValueError: a lazy module has no weights yet, or a module's tensors cannot be replaced.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        dtype: torch.dtype | None = None,
-        prepare: Callable[[], None] | None = None,
-        *,
-        read_only: bool = False,
-        step: Callable[[Any], Any] | None = None,
-    ) -> None:
-        lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
-        if lazy:
-            raise ValueError(f"parameter {lazy[0]} has no shape yet: run the model once before it is probed")
-        if reason := why_not_replaced(model):
-            raise ValueError(reason)
-        self._model = model
-        self._dtype, self._prepare = dtype, prepare
-        self._read_only = read_only and dtype is None
-        self._names = None if step is None else GlobalsSnapshot(step, model)
-        self._snapshot = Snapshot()
-        self._copies: dict[int, tuple[Tensor, Tensor, int]] = {}
-        self._named = [*model.named_parameters(), *model.named_buffers()]
-        self._registered = {id(tensor) for _, tensor in self._named}
-        self._random: list[Any] = []
-        self._outside, self._around = ExternalTensors(), ExitStack()
-
-    def __enter__(self) -> Untouched:
-        self._random = random_state()
-        self._around.enter_context(uncompiled())
-        self._around.enter_context(self._outside.put_back_after())
-        try:
-            self._swap()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._put_back()
-        self._around.close()
-        set_random_state(self._random)
-
-    def restart(self) -> None:
-        """Begin anew: fresh copies, and all random generators at the same seed."""
-        self._put_back()
-        self._swap()
-
-    def parameters(self) -> list[tuple[str, Tensor, Tensor]]:
-        """Name, original and copy of the parameters that need a gradient."""
-        named = ((name, tensor) for name, tensor in self._model_parameters() if tensor.requires_grad)
-        return [(name, tensor, self._copies[id(tensor)][1]) for name, tensor in named]
-
-    def changed(self) -> dict[str, Tensor]:
-        """The parameters and buffers that a step has written or replaced since the last restart, by name."""
-        now = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
-        changed = {}
-        for name, original in self._named:
-            _, twin, version = self._copies[id(original)]
-            present = now.get(name, twin)
-            if present is not twin or version_of(twin) != version:
-                changed[name] = present.detach().clone()
-        return changed
-
-    def numbers(self) -> dict[tuple[int, str], float]:
-        """What modules' attributes, and names that the step binds, are now if they are numbers."""
-        numbers = {} if self._names is None else self._names.numbers()
-        for module in self._model.modules():
-            named = vars(module).items()
-            numbers |= {(id(module), name): value for name, value in named if type(value) in (int, float)}
-        return numbers
-
-    def bind(self, key: tuple[int, str], value: float) -> None:
-        """Another number there, until the next restart."""
-        module = next((one for one in self._model.modules() if id(one) == key[0]), None)
-        if module is not None:
-            module.__dict__[key[1]] = value
-        elif self._names is not None:
-            self._names.bind(key, value)
-
-    def _model_parameters(self) -> list[tuple[str, Tensor]]:
-        return [(name, tensor) for name, tensor in self._named if isinstance(tensor, nn.Parameter)]
-
-    def _swap(self) -> None:
-        seed_all()
-        self._outside.begin()
-        reachable = ReachableState(self._model.modules())
-        self._snapshot.save_all(reachable)
-        for container, key in reachable.places:
-            container[key] = replaced(container[key], self._copy)
-        for module in reachable.modules:
-            if isinstance(module, nn.RNNBase):
-                module.__dict__["dropout"] = 0.0
-        if self._prepare is not None:
-            self._prepare()
-
-    def _put_back(self) -> None:
-        self._snapshot.put_back()
-        if self._names is not None:
-            self._names.put_back()
-        self._outside.put_back()
-        self._copies.clear()
-
-    def _copy(self, tensor: Tensor) -> Tensor:
-        if id(tensor) in self._copies:
-            return self._copies[id(tensor)][1]
-        dtype = self._dtype if tensor.is_floating_point() else None
-        shared = self._read_only and isinstance(tensor, nn.Parameter)
-        if shared:
-            twin = tensor.detach()
-        elif dtype is None and id(tensor) not in self._registered:
-            twin = lazy_copy(tensor)
-        else:
-            twin = tensor.detach().to(dtype=dtype, copy=True)
-        if isinstance(tensor, nn.Parameter):
-            twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
-            twin.__dict__.update(tensor.__dict__)
-        elif tensor.is_leaf and tensor.requires_grad:
-            twin.requires_grad_()
-        hooks = tensor_hooks(tensor) if tensor.is_leaf else None
-        for hook in (hooks or {}).values():
-            twin.register_hook(hook)  # type: ignore[no-untyped-call]
-        self._copies[id(tensor)] = (tensor, twin, version_of(twin))
-        return twin
-
-
-def why_not_replaced(model: nn.Module) -> str:
-    """Which module keeps its parameters or buffers where others cannot be put in their place; empty if none does."""
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in (*module.parameters(), *module.buffers())):
-            return f"{name or 'the model itself'} is a TorchScript module, whose parameters cannot be stood in for"
-    reachable = ReachableState(model.modules())
-    replaceable = {id(container[key]) for container, key in reachable.places}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if id(tensor) not in replaceable:
-            return f"{name} is not where modules keep their parameters and buffers, so nothing can stand in for it"
-    return ""
 
 
 def seed_all(seed: int = 0) -> None:

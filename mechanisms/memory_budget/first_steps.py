@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from torch.nn.parameter import is_lazy
 
 from retime.foundations.lazy_updates import is_compiled
-from retime.foundations.preserve_state import ExternalTensors, Undo, nothing_compiled, reachable_tensors
+from retime.foundations.preserve_state import ExternalTensors, SavedState, nothing_compiled, reachable_tensors
 from retime.foundations.storages import strided_bytes
 from retime.mechanisms.memory_budget.dry_run import AllocatedBytes, TooMuchAllocated, everything
 from retime.mechanisms.memory_budget.report import PlannedShape
@@ -121,8 +121,10 @@ class FirstSteps:
         """
         standing = self._standing_bytes(batch)
         shapes: list[PlannedShape] = []
-        undo = Undo(self._model, batch) if self._options.dry_run == "auto" else None
-        outside = ExternalTensors(reachable_tensors(self._model, batch), gradients=False)
+        tensors = reachable_tensors(self._model, batch)
+        undo = SavedState(self._model, tensors=tensors) if self._options.dry_run == "auto" else None
+        outside = ExternalTensors(tensors, gradients=False)
+        del tensors  # a step may replace some, which then are to be free
         allocated = AllocatedBytes((self._budget_bytes - 2 * standing) // _TIMES_MADE if undo else None)
         try:
             with allocated, outside.watched(bindings=nothing_compiled()) if undo else nullcontext():

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from retime.foundations.parts import BatchNormChoice, Certificate, Split, batch_statistics_layers, dry_part
-from retime.foundations.preserve_state import undisturbed
+from retime.foundations.preserve_state import preserve_state
 from retime.foundations.storages import strided_bytes
 from retime.mechanisms.memory_budget.costs import StepCosts, calibrate, least_costs
 from retime.mechanisms.memory_budget.dry_run import Buckets, Gradients, StepProfile, TrainingStep
@@ -152,7 +152,7 @@ class StepPlanner:
             BudgetError: the budget is below the floor.
         """
         dry = self._dry(step, batch, samples)
-        with undisturbed(self.model, step):
+        with preserve_state(self.model, step):
             memory = StepMemory(dry, (samples,))
             plain = memory.plain
             if plain is not None and _SPACIOUS * plain.peak_bytes <= self.budget_bytes:
@@ -166,7 +166,7 @@ class StepPlanner:
         if self.options.sub_batches and samples > 1:
             certificate = self._certify(step, batch, None, probed, plain, stages.probe)
         separable = certificate is not None and certificate.separable
-        with undisturbed(self.model, step):
+        with preserve_state(self.model, step):
             trial = PlanTrial(dry, self.host, plain, self.budget_bytes)
             # with ghost statistics 3: then equal parts have 2, and with them a variance
             smallest = 3 if self.options.batchnorm == "ghost" else 1
@@ -196,7 +196,7 @@ class StepPlanner:
         beside tensors was measured in that run, and is added.
         """
         choice = shape.choice
-        with undisturbed(self.model, step):
+        with preserve_state(self.model, step):
             memory = StepMemory(self._dry(step, batch, samples), (samples, choice.plan.sub_batch))
             plain = memory.plain
             if plain is None:
@@ -238,7 +238,7 @@ class StepPlanner:
         if self.whole_because:
             return Certificate(None, self.whole_because)
         begin()
-        with self._trying_out(), undisturbed(self.model, step):
+        with self._trying_out(), preserve_state(self.model, step):
             return certify(
                 step,
                 batch,
@@ -253,7 +253,7 @@ class StepPlanner:
 
     def compared(self, step: Step, batch: Any, certificate: Certificate, sizes: Collection[int]) -> Certificate:
         """The same certificate, if batches of these sizes do what the probed samples do."""
-        with self._trying_out(), undisturbed(self.model, step):
+        with self._trying_out(), preserve_state(self.model, step):
             return compared(
                 step,
                 batch,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from retime.foundations.lazy_updates import nbytes
 from retime.foundations.parts import loss_of
-from retime.foundations.preserve_state import Undo, seed_all
+from retime.foundations.preserve_state import preserve_state, reachable_tensors, seed_all
 from retime.foundations.weight_gradients import SMALL, SplitBackward
 from retime.mechanisms.pipeline.calls import LayerInterceptors, Returned, SuspendedCall, Workers, tensors_in_order
 from retime.mechanisms.pipeline.checks import PipelineError, messages_of, messages_of_group
@@ -193,12 +193,12 @@ class FirstBatch:
     @contextmanager
     def _no_trace(self, batch: Any, *, parameters: bool = True) -> Iterator[None]:
         """What runs inside leaves the model, the batch and random numbers as they were."""
-        undo = Undo(self._model, batch, parameters=parameters and self._hollow is None)
-        try:
-            yield
-        finally:
-            self._gates.visitor = None
-            undo.put_back()
+        tensors = reachable_tensors(self._model, batch, parameters=parameters and self._hollow is None)
+        with preserve_state(self._model, tensors=tensors):
+            try:
+                yield
+            finally:
+                self._gates.visitor = None
 
     def _check_same(self, batch: Any) -> None:
         everyone = self._place.all_gather([_fingerprint(tensor) for tensor in tensors_in_order(batch)])

@@ -28,7 +28,7 @@ from retime.foundations.parts import (
     samples_in,
     split_batch,
 )
-from retime.foundations.preserve_state import Undo, seed_all
+from retime.foundations.preserve_state import preserve_state, reachable_tensors, seed_all
 from retime.mechanisms.pipeline.calls import LayerInterceptors
 from retime.mechanisms.pipeline.checks import LayerResults, PipelineError
 
@@ -213,12 +213,10 @@ def look_at_losses(
                 "a hook, such as on_train_batch_end"
             )
     try:
-        undo = Undo(model, batch, parameters=False)  # steps in training mode change buffers, as a spectral norm's
-        try:
+        # steps in training mode change buffers, as a spectral norm's
+        with preserve_state(model, tensors=reachable_tensors(model, batch, parameters=False)):
             look.runs = _followed(step, batch, results)
             look.altered = _altered(step, batch, results, look.runs[0])
-        finally:
-            undo.put_back()
         if loss_weight is None:
             weights = LossWeights(_certificate(look))
     except NotUnderstoodError as error:

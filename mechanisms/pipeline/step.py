@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from retime.foundations.arguments import AtLeast, checked
 from retime.foundations.messages import because, show_bytes, warn_no_effect
 from retime.foundations.parts import balanced_parts, samples_in
-from retime.foundations.preserve_state import Undo, random_state, set_random_state
+from retime.foundations.preserve_state import preserve_state, random_state, reachable_tensors, set_random_state
 from retime.foundations.torch_private import pipeline_runtime, post_accumulate_hooks
 from retime.mechanisms.pipeline.calls import LayerInterceptors, Workers, shapes_of
 from retime.mechanisms.pipeline.checks import (
@@ -397,12 +397,8 @@ class PipelineStep:
 
     def _called_in_order(self, step: Callable[[Any], Any], part: Any) -> LayerList:
         """The layers of a model that has no list of them, without a trace."""
-        undo = Undo(self._model, part)
-        try:
-            with torch.enable_grad():
-                return call_chain(self._model, lambda: seeded(step, part), self._place.ranks)
-        finally:
-            undo.put_back()
+        with preserve_state(self._model, tensors=reachable_tensors(self._model, part)), torch.enable_grad():
+            return call_chain(self._model, lambda: seeded(step, part), self._place.ranks)
 
     def _begin(self, step: Callable[[Any], Any], batch: Any, parts: Sequence[Any]) -> None:
         with self._tried_out():
@@ -447,14 +443,13 @@ class PipelineStep:
         if (0, key) in spread.reads:
             return
         relay = spread.relay()
-        undo = Undo(self._model, part, parameters=False)
+        tensors = reachable_tensors(self._model, part, parameters=False)
         before, self._gates.visitor = self._gates.visitor, relay
         try:
-            with self._tried_out(), self.outside_whole(), torch.no_grad():
+            with preserve_state(self._model, tensors=tensors), self._tried_out(), self.outside_whole(), torch.no_grad():
                 seeded(step, part)
         finally:
             self._gates.visitor = before
-            undo.put_back()
         for stage in range(spread.plan.stages):
             given = relay.given[spread.plan.layers_of(stage)[0]]
             places, flags = spread.positions.get(stage, []), spread.needs_gradient.get(stage, [])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from retime.foundations.parts import balanced_parts
-from retime.foundations.preserve_state import undisturbed
+from retime.foundations.preserve_state import preserve_state
 from retime.foundations.storages import tensors_in
 from retime.foundations.torch_private import ConvBase, storage_address
 from retime.mechanisms.memory_budget import HostNull, HostTier, OffloadSavedTensors
@@ -88,7 +88,7 @@ def _saved_storages(
     """How many storages a forward pass saves, and the numbers of those that are a convolution's input."""
     reads = _ConvolutionInputs()
     plan = OffloadPlan(len(batch[0]))
-    with undisturbed(model), reads.watching(model), OffloadSavedTensors(plan, HostNull(), keep, observer=reads):
+    with preserve_state(model), reads.watching(model), OffloadSavedTensors(plan, HostNull(), keep, observer=reads):
         loss(batch)
     return len(reads.numbers), frozenset(reads.read)
 

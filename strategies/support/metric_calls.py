@@ -18,7 +18,7 @@ from torchmetrics.wrappers import Running
 
 from retime.foundations.parts import combined
 from retime.foundations.patching import replaced_attributes
-from retime.foundations.preserve_state import undisturbed
+from retime.foundations.preserve_state import preserve_state
 from retime.foundations.storages import tensors_in
 from retime.foundations.torch_private import tree_map
 from retime.mechanisms.memory_budget import ResidentTensor
@@ -284,7 +284,7 @@ def _value(empty: AnyMetric, given: Arguments, names: Sequence[str]) -> Any:
         names: of the values of a call before, which a value that is NaN has too.
     """
     try:
-        with undisturbed(empty):
+        with preserve_state(empty):
             empty.reset()  # in new tensors
             return empty(*given[0], **given[1])
     except Exception:  # whatever a metric says to its arguments

@@ -41,10 +41,10 @@ from retime.foundations.parts import (
 from retime.foundations.preserve_state import (
     DryMode,
     ExternalTensors,
-    Untouched,
+    ScratchModel,
     fake,
+    preserve_state,
     stand_ins,
-    undisturbed,
     why_not_replaced,
 )
 from retime.foundations.torch_private import (
@@ -205,7 +205,7 @@ def _dry_runs(
     with mode.open(), stand_ins(model, replacement), torch.random.fork_rng(devices=[]):
         outside = ExternalTensors(replacement.stand_ins)
         for part, samples in parts:
-            with undisturbed(model, step), mode, outside.put_back_after():
+            with preserve_state(model, step), mode, outside.put_back_after():
                 fix_statistics(model, ghosts)
                 runs.append(record(lambda one: loss_of(step(one)).detach(), part, kind=kind, samples=samples))
     return runs
@@ -311,7 +311,7 @@ def certify(
     cannot tell, it does so again in float64. Gradients are kept as sketches of 1024 numbers a parameter, so the probe
     needs the memory of one small step and a copy of the parameters.
 
-    It leaves no trace: see :class:`~retime.foundations.preserve_state.state.Untouched`. Dropout is off while it
+    It leaves no trace: see :class:`~retime.foundations.preserve_state.stand_ins.ScratchModel`. Dropout is off while it
     runs; other random numbers are the same for a sample whichever part it is in. Whatever a step changes outside of
     the model, such as a logger's values, its caller must keep it from changing.
 
@@ -401,7 +401,7 @@ class _Examiner:
 
     def examine(self, dtype: torch.dtype | None, given: Weighting | None) -> Certificate:
         fix = partial(fix_statistics, self._model, self._ghosts)
-        with Untouched(self._model, dtype, fix, read_only=self._read_only, step=self._step) as scratch:
+        with ScratchModel(self._model, dtype, fix, read_only=self._read_only, step=self._step) as scratch:
             prober = Prober(self._step, scratch, dtype, self._split)
             probes: list[Probe] = []
             for number, batch in enumerate(self._batches):

@@ -21,7 +21,7 @@ from retime.foundations.parts import (
     replaced_tensors,
     samples_in,
 )
-from retime.foundations.preserve_state import Untouched, seed_all
+from retime.foundations.preserve_state import ScratchModel, seed_all
 from retime.foundations.torch_private import run_backward
 from retime.mechanisms.memory_budget.separability.watch import (
     NoDropout,
@@ -131,7 +131,9 @@ class Prober:
         random: random numbers were drawn.
     """
 
-    def __init__(self, step: Callable[[Any], Any], scratch: Untouched, dtype: torch.dtype | None, split: Split) -> None:
+    def __init__(
+        self, step: Callable[[Any], Any], scratch: ScratchModel, dtype: torch.dtype | None, split: Split
+    ) -> None:
         self._step, self._scratch, self._dtype, self._split = step, scratch, dtype, split
         self.epsilon = 0.0
         self.random = self._reentrant = False

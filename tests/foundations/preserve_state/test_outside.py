@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import retime.mechanisms.memory_budget.first_steps as first_steps
 from retime.foundations.preserve_state.outside import ValueReadError
-from retime.foundations.preserve_state.state import Untouched
+from retime.foundations.preserve_state.stand_ins import ScratchModel
 from retime.mechanisms.memory_budget.dry_run.run import DryRun, TrainingStep, profile_step, take
 from retime.mechanisms.memory_budget.offload.hosts import HostMemory
 from retime.mechanisms.memory_budget.step import BudgetedStep
@@ -172,7 +172,7 @@ def test_a_probed_step_begins_anew_each_time() -> None:
     held, model = Held(), Net()
     held.scale.grad = torch.ones(())
     before, step, batch = held.values(), step_on(model, read=True), take(next(iter(loader(1))), 0, 4)
-    with Untouched(model) as scratch:
+    with ScratchModel(model) as scratch:
         for _ in range(2):
             step(batch).backward()
             assert held.count == 1

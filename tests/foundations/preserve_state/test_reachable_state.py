@@ -16,8 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from retime.foundations.preserve_state.stand_ins import undisturbed
-from retime.foundations.preserve_state.state import LARGE_BYTES, ReachableState, lazy_copy, replaced
+from retime.foundations.preserve_state.state import LARGE_BYTES, ReachableState, lazy_copy, preserve_state, replaced
 
 
 class Pair(NamedTuple):
@@ -155,7 +154,7 @@ def test_what_a_step_changes_comes_back(kind: str) -> None:
     kept = make()
     module = holder(kept)
     before = state_of(kept)
-    with undisturbed(module):
+    with preserve_state(module):
         change(kept)
         assert state_of(kept) != before
     assert module[0].kept is kept
@@ -173,7 +172,7 @@ class Fetcher:
 @pytest.mark.parametrize("kept", [Fetcher(), torch.optim.SGD([torch.ones(1)])], ids=["of a thread", "optimizer"])
 def test_what_belongs_to_somebody_else_is_left_alone(kept: Any) -> None:
     module = holder(kept)
-    with undisturbed(module):
+    with preserve_state(module):
         kept.ready = [1]
     assert kept.ready == [1]
 
@@ -188,7 +187,7 @@ def test_attributes_that_did_not_change_are_not_written() -> None:
         def __setitem__(self, key: str, value: int) -> None:
             raise AssertionError
 
-    with undisturbed(holder(Watched(a=1))):
+    with preserve_state(holder(Watched(a=1))):
         pass
 
 

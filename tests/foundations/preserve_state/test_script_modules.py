@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from retime.foundations.parts.batchnorm import batch_statistics_layers
-from retime.foundations.preserve_state.state import Untouched
+from retime.foundations.preserve_state.stand_ins import ScratchModel
 from retime.mechanisms.memory_budget.dry_run.run import DryRun, TrainingStep
 from retime.mechanisms.memory_budget.offload.hosts import parse_host
 from retime.mechanisms.memory_budget.separability.certify import certify
@@ -60,7 +60,7 @@ def test_a_batch_is_not_split_and_the_module_is_named() -> None:
     assert not certificate.separable
     assert "13 is a TorchScript module, whose parameters cannot be stood in for" in certificate.reason
     with pytest.raises(ValueError, match="13 is a TorchScript module"):
-        Untouched(model)
+        ScratchModel(model)
 
 
 def test_a_scripted_function_of_a_module_without_tensors_is_no_matter() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from retime.foundations.preserve_state.state import Untouched
+from retime.foundations.preserve_state.stand_ins import ScratchModel
 from retime.mechanisms.memory_budget.separability.certify import certify
 from support.memory_steps import SEPARABLE, classifier, convolutional, images, language
 
@@ -185,7 +185,7 @@ def test_a_model_in_double_precision_and_back() -> None:
     model = Logging()
     before = {name: (id(value), value.dtype) for name, value in model.state_dict(keep_vars=True).items()}
 
-    with Untouched(model, torch.float64) as scratch:
+    with ScratchModel(model, torch.float64) as scratch:
         assert all(p.dtype == torch.float64 for p in model.parameters())
         assert model.total.dtype == torch.float64
         with torch.no_grad():
@@ -202,7 +202,7 @@ def test_a_model_in_double_precision_and_back() -> None:
 def test_tied_weights_stay_tied_in_the_copy() -> None:
     model = language("lstm").model
 
-    with Untouched(model, torch.float64) as scratch:
+    with ScratchModel(model, torch.float64) as scratch:
         assert model.out.weight is model.embedding.weight
         assert model.core._flat_weights[0] is model.core.weight_ih_l0
         assert model.core.weight_ih_l0.dtype == torch.float64

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from retime.foundations.preserve_state.stand_ins import undisturbed
+from retime.foundations.preserve_state.state import preserve_state
 from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
 from support.memory_budget import OFFLOAD_LATER, SMALL, Net, fit, report_of
@@ -41,7 +41,7 @@ def test_containers(kind: str) -> None:
     kept, change = KEPT[kind]
     module[0].kept = kept
     before, bound = repr(kept), getattr(kept, "maxlen", None)
-    with undisturbed(module):
+    with preserve_state(module):
         change(module[0].kept)
         assert repr(kept) != before
         module[0].kept = None
@@ -54,14 +54,14 @@ def test_containers_that_hold_themselves() -> None:
     module = torch.nn.Linear(1, 1)
     module.kept = [1]
     module.kept.append(module.kept)
-    with undisturbed(module):
+    with preserve_state(module):
         module.kept.append(2)
     assert len(module.kept) == 2
 
 
 def test_buffers_that_a_step_adds() -> None:
     module = torch.nn.Linear(1, 1)
-    with undisturbed(module):
+    with preserve_state(module):
         module.register_buffer("mean", torch.zeros(1))
     assert not hasattr(module, "mean")
 
