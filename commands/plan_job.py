@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from retime.commands.plan_reference import called
-from retime.foundations.torch_private import tree_map
+from retime.foundations.torch_private.engine import tree_map
 from retime.mechanisms.memory_budget import Gradients
 
 _BLOCKS = ("model", "data", "optimizer", "batch_size")

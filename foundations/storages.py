@@ -11,15 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retime.foundations.torch_private import (
-    FakeTensor,
-    dispatch_mode_count,
-    is_functorch_wrapped,
-    neg_view,
-    storage_address,
-    tree_leaves,
-    without_dispatch_modes,
-)
+from retime.foundations.torch_private.engine import FakeTensor, dispatch_mode_count, tree_leaves, without_dispatch_modes
+from retime.foundations.torch_private.tensors import is_functorch_wrapped, neg_view, storage_address
 
 _LAYERS = 4  # of objects that hold objects
 _NO_TENSORS = (int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from retime.foundations.arguments import checked
 from retime.foundations.messages import warn_no_effect
-from retime.foundations.torch_private import flat_weights
+from retime.foundations.torch_private.layers import flat_weights
 from retime.mechanisms.scan import Solver, check_solver
 from retime.modules.conversion_report import ConversionReport
 from retime.modules.obstacles import PLAIN, SCANS, obstacles

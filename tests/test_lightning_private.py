@@ -19,8 +19,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 from torchmetrics import MeanMetric
 
-from retime.foundations import torch_private
-from retime.foundations.torch_private import engine as compiling
+from retime.foundations.torch_private import engine, missing
 from retime.integrations.accelerate.accelerate_private import (
     prepared_optimizers,
     prepared_schedulers,
@@ -266,12 +265,12 @@ def test_metrics_take_the_state_of_another_ranks():
 @canary("has_compile_mark", breaks="forward fusion of LightningModules that are compiled")
 def test_forward_fusion_sees_compiled_lightning_modules():
     model = BoringModel()
-    assert not torch_private.has_compile_mark(model)
+    assert not engine.has_compile_mark(model)
     compiled = from_compiled(torch.compile(model, backend="eager"))
     assert compiled is model
-    assert not torch_private.compiled_call(compiled)  # nothing else tells of it
-    assert torch_private.has_compile_mark(compiled)
-    assert not torch_private.has_compile_mark(to_uncompiled(compiled))
+    assert not engine.compiled_call(compiled)  # nothing else tells of it
+    assert engine.has_compile_mark(compiled)
+    assert not engine.has_compile_mark(to_uncompiled(compiled))
 
 
 @canary("renew_captured_steps", breaks="fusion under Accelerate with a gradient scaler")
@@ -306,13 +305,13 @@ def test_accelerate_knows_the_schedulers_that_it_prepared():
 def test_a_private_attribute_that_is_gone_names_the_feature():
     strategy = DDPStrategy()
     del strategy._ddp_kwargs
-    with pytest.raises(torch_private.PrivateNameError, match="'_ddp_kwargs', which ooo_ddp"):
+    with pytest.raises(missing.PrivateNameError, match="'_ddp_kwargs', which ooo_ddp"):
         lightning_private.ddp_options(strategy)
 
 
 def test_canaries_die_of_a_lightning_that_behaves_otherwise(monkeypatch):
     with monkeypatch.context() as patch:  # the mark has another name
-        patch.setattr(compiling, "_MARKS", ("_torchdynamo_orig_callable", "_gone"))
+        patch.setattr(engine, "_MARKS", ("_torchdynamo_orig_callable", "_gone"))
         dies(test_forward_fusion_sees_compiled_lightning_modules)
     with monkeypatch.context() as patch:  # the mark stays when a module is compiled no more
         patch.setitem(globals(), "to_uncompiled", lambda model: model)

@@ -30,7 +30,7 @@ from retime.foundations.arguments import AtLeast, checked
 from retime.foundations.measure import forget_peak
 from retime.foundations.messages import show_bytes
 from retime.foundations.native import NoLibraryError, Source
-from retime.foundations.torch_private import storage_address
+from retime.foundations.torch_private.tensors import storage_address
 
 # Freed tensors give their pages back: without that, memory on a CPU never shrinks, whatever leaves it.
 

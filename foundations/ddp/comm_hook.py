@@ -21,13 +21,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from retime.foundations.arguments import Timeout, checked
-from retime.foundations.torch_private import (
-    GradBucket,
-    divides_by_ranks_left,
-    graph_task_id,
-    join_reader,
-    queue_callback,
-)
+from retime.foundations.torch_private.distributed import GradBucket, divides_by_ranks_left, join_reader
+from retime.foundations.torch_private.engine import graph_task_id, queue_callback
 
 # What sums gradients over the ranks; where it does is a reducer's own affair.
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from retime.foundations.ddp.comm_hook import Reducer, start_mean
 from retime.foundations.lazy_updates import PendingUpdate, is_pending, pending_of, unwatchable
-from retime.foundations.torch_private import GradBucket
+from retime.foundations.torch_private.distributed import GradBucket
 
 # Where DistributedDataParallel keeps each parameter's gradient, learned from the buckets its hook is shown.
 

@@ -18,7 +18,7 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
-from retime.foundations.torch_private import BatchNormBase, own_buffers
+from retime.foundations.torch_private.layers import BatchNormBase, own_buffers
 
 __all__ = ["BatchNormChoice", "batch_statistics_layers", "check_choice", "fix_statistics", "ghost_momentum"]
 

@@ -27,15 +27,15 @@ from retime.foundations.messages import is_library
 from retime.foundations.parts.split import loss_of, map_leaves, replaced_tensors, samples_in, tensors_of
 from retime.foundations.parts.weights import COMPARED, OPPOSITE, Count, Weighting
 from retime.foundations.storages import has_storage, tensors_in
-from retime.foundations.torch_private import (
+from retime.foundations.torch_private.engine import (
     DataDependentOutputException,
     FakeTensor,
     TorchDispatchMode,
     schema_of,
-    storage_address,
     tree_leaves,
     tree_map,
 )
+from retime.foundations.torch_private.tensors import storage_address
 
 __all__ = [
     "ALTERATIONS",

@@ -14,13 +14,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from retime.foundations.storages import attributes_of, tensors_in
-from retime.foundations.torch_private import (
-    post_accumulate_hooks,
-    sparse_indices,
-    sparse_values,
-    tree_flatten,
-    tree_unflatten,
-)
+from retime.foundations.torch_private.engine import tree_flatten, tree_unflatten
+from retime.foundations.torch_private.tensors import post_accumulate_hooks, sparse_indices, sparse_values
 
 # The loss in what a training step returns.
 

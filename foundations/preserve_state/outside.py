@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from retime.foundations.storages import Window, has_storage, storage_key, storage_keys
-from retime.foundations.torch_private import (
+from retime.foundations.torch_private.engine import (
     FakeTensor,
     OpOverload,
     TorchDispatchMode,
-    base_of,
     schema_of,
     without_dispatch_modes,
 )
+from retime.foundations.torch_private.tensors import base_of
 
 # Modes that look on while a step is trained for real.
 

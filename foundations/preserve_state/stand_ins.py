@@ -29,14 +29,9 @@ from retime.foundations.preserve_state.state import (
     seed_all,
     uncompiled,
 )
-from retime.foundations.torch_private import (
-    STEP_HOOKS,
-    FakeTensor,
-    FakeTensorMode,
-    tensor_hooks,
-    tree_map,
-    version_of,
-)
+from retime.foundations.torch_private.engine import FakeTensor, FakeTensorMode, tree_map
+from retime.foundations.torch_private.optimizers import STEP_HOOKS
+from retime.foundations.torch_private.tensors import tensor_hooks, version_of
 
 # Fake tensors that are of use in dry runs alone: one that a step has left in a variable is told from a real one.
 

@@ -22,7 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from retime.foundations.messages import warn_difference
 from retime.foundations.preserve_state.outside import GlobalsSnapshot
 from retime.foundations.storages import has_storage, tensors_in
-from retime.foundations.torch_private import compiled_backends, lazy_clone, stance_callback_replaced, version_of
+from retime.foundations.torch_private.engine import compiled_backends, stance_callback_replaced
+from retime.foundations.torch_private.tensors import lazy_clone, version_of
 
 # What modules hold beside one another: tensors and where they are, containers, random generators, arrays.
 #

@@ -19,19 +19,20 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from retime.foundations.lazy_updates import is_compiled
-from retime.foundations.torch_private import (
-    backward_hooks,
+from retime.foundations.torch_private.engine import (
     graph_task_id,
     keeps_graph,
-    own_parameters,
     saves_any,
     sequence_number,
-    storage_address,
-    tensor_hooks,
     tree_leaves,
     tree_map,
-    version_of,
     will_execute,
+)
+from retime.foundations.torch_private.layers import backward_hooks, own_parameters
+from retime.foundations.torch_private.tensors import (
+    storage_address,
+    tensor_hooks,
+    version_of,
     without_subclass_functions,
 )
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from retime.foundations.messages import warn_difference
-from retime.foundations.torch_private import (
+from retime.foundations.torch_private.engine import (
     forward_ad_level,
     graph_task_id,
     in_function_transform,
@@ -21,8 +21,8 @@ from retime.foundations.torch_private import (
     top_saved_tensors_hooks,
     tree_leaves,
     will_execute,
-    without_subclass_functions,
 )
+from retime.foundations.torch_private.tensors import without_subclass_functions
 from retime.foundations.weight_gradients.cut import (
     COMPILED,
     DOUBLE_BACKWARD,

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from torch import nn
 
 from retime.foundations.arguments import AtLeast, checked
-from retime.foundations.torch_private import check_saved_values, queue_callback
+from retime.foundations.torch_private.engine import check_saved_values, queue_callback
 from retime.foundations.weight_gradients.cut import Anchor, Block, Layer, find_layers, group_into_blocks
 from retime.foundations.weight_gradients.passes import (
     UNNAMED,

@@ -31,7 +31,7 @@ from retime.foundations.arguments import Timeout, checked
 from retime.foundations.ddp import RankLostError
 from retime.foundations.lazy_updates import ReplacedMethod, why_not_separable, why_not_this_step
 from retime.foundations.messages import show_bytes, warn_no_effect
-from retime.foundations.torch_private import version_of
+from retime.foundations.torch_private.tensors import version_of
 from retime.mechanisms.cpu_accumulation.shared_sums import SharedSum, host_sums
 
 # What the ranks of a machine tell each other through the memory that they share; all of them call this alike.

@@ -22,7 +22,7 @@ from retime.foundations.arguments import Timeout, checked
 from retime.foundations.ddp import Reducer, comm_hook_of
 from retime.foundations.messages import show_bytes
 from retime.foundations.streams import Mark, SideStream, has_streams
-from retime.foundations.torch_private import GradBucket
+from retime.foundations.torch_private.distributed import GradBucket
 from retime.mechanisms.cpu_accumulation.host_update import HostUpdateReport
 from retime.mechanisms.cpu_accumulation.shared_sums import HostSums, SumTimes, host_sums
 

@@ -18,7 +18,9 @@ from torch.optim import Optimizer
 from retime.foundations.arguments import checked
 from retime.foundations.ddp import Reducer, at_end_of_backward, comm_hook_of, sparse_layer
 from retime.foundations.lazy_updates import PartialOptimizer, aliased
-from retime.foundations.torch_private import GradBucket, graph_task_id, version_of
+from retime.foundations.torch_private.distributed import GradBucket
+from retime.foundations.torch_private.engine import graph_task_id
+from retime.foundations.torch_private.tensors import version_of
 from retime.mechanisms.fusion.backward import ALIASED, BackwardFusion, FusedParameter
 
 CommunicationHook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]

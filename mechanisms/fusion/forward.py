@@ -36,12 +36,8 @@ from retime.foundations.lazy_updates import (
     why_not_separable,
 )
 from retime.foundations.messages import warn_no_effect
-from retime.foundations.torch_private import (
-    compilation_callbacks,
-    compiled_call,
-    version_of,
-    without_subclass_functions,
-)
+from retime.foundations.torch_private.engine import compilation_callbacks, compiled_call
+from retime.foundations.torch_private.tensors import version_of, without_subclass_functions
 from retime.mechanisms.fusion.report import FusionReport
 
 NOTHING_CAN_WAIT = (

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from retime.foundations.messages import warn_difference, warn_no_effect
 from retime.foundations.parts import Certificate
-from retime.foundations.torch_private import check_saved_values, loss_choices
+from retime.foundations.torch_private.engine import check_saved_values, loss_choices
 from retime.mechanisms.memory_budget.separability import Compared
 
 # Notices that sub-batches compute something else than what was examined: a loss term from an epoch on, say.

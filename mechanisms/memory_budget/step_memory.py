@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from retime.foundations.cpu_pool import POOLED_BYTES
 from retime.foundations.parts import batch_statistics_layers, part_lengths, sizes_of
 from retime.foundations.storages import has_storage, tensors_in
-from retime.foundations.torch_private import storage_address
+from retime.foundations.torch_private.tensors import storage_address
 from retime.mechanisms.memory_budget.costs import StepCosts
 from retime.mechanisms.memory_budget.dry_run import (
     DryRun,

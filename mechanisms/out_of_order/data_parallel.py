@@ -35,7 +35,7 @@ from retime.foundations.ddp import (
 )
 from retime.foundations.lazy_updates import parameters_of, pending_of
 from retime.foundations.messages import because, parse_bytes, warn_no_effect
-from retime.foundations.torch_private import GradBucket, has_rebuilt_buckets, joins_uneven_inputs
+from retime.foundations.torch_private.distributed import GradBucket, has_rebuilt_buckets, joins_uneven_inputs
 from retime.foundations.weight_gradients import Block, WeightGradientDeferral
 from retime.mechanisms.fusion import ForwardFusion, FusionReport
 from retime.mechanisms.out_of_order.k_search import K, KChoice, SavedK, extra_bytes

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from retime.foundations.preserve_state import seed_torch
-from retime.foundations.torch_private import base_of, kept_version, tree_flatten, tree_map, tree_unflatten
+from retime.foundations.torch_private.engine import tree_flatten, tree_map, tree_unflatten
+from retime.foundations.torch_private.tensors import base_of, kept_version
 
 # Hooks at the layers of a model, where a step stops, or goes past what lies on another rank.
 

@@ -19,7 +19,9 @@ from retime.foundations.ddp import RankLostError, is_lost_message
 from retime.foundations.lazy_updates import why_class_not_per_parameter
 from retime.foundations.messages import warn_difference
 from retime.foundations.parts import Recorder
-from retime.foundations.torch_private import BatchNormBase, tensor_hooks, tree_leaves, version_of
+from retime.foundations.torch_private.engine import tree_leaves
+from retime.foundations.torch_private.layers import BatchNormBase
+from retime.foundations.torch_private.tensors import tensor_hooks, version_of
 from retime.mechanisms.pipeline.calls import replaced_tensors, tensors_in_order
 
 __all__ = [

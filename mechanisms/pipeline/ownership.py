@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from retime.foundations.lazy_updates import nbytes
 from retime.foundations.messages import show_bytes, warn_no_effect
-from retime.foundations.torch_private import storage_address, tree_map, without_subclass_functions
+from retime.foundations.torch_private.engine import tree_map
+from retime.foundations.torch_private.tensors import storage_address, without_subclass_functions
 from retime.mechanisms.pipeline.checks import PipelineError, messages_of_group
 
 # Which ranks make up a pipeline, and which add their gradients up.

@@ -11,7 +11,7 @@ from math import ceil
 from typing import Literal
 
 from retime.foundations.messages import show_bytes
-from retime.foundations.torch_private import PipelineAction, torch_pipeline_orders
+from retime.foundations.torch_private.distributed import PipelineAction, torch_pipeline_orders
 from retime.mechanisms.pipeline.checks import PipelineError
 from retime.schedules import Kind, Schedule
 from retime.schedules.pipeline import (

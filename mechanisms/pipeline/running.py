@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from retime.foundations.parts import loss_of, samples_in
 from retime.foundations.preserve_state import seed_all
-from retime.foundations.torch_private import top_saved_tensors_hooks
+from retime.foundations.torch_private.engine import top_saved_tensors_hooks
 from retime.foundations.weight_gradients import SplitBackward
 from retime.mechanisms.pipeline.calls import (
     HERE,

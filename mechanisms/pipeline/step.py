@@ -18,7 +18,8 @@ from retime.foundations.arguments import AtLeast, checked
 from retime.foundations.messages import because, show_bytes, warn_no_effect
 from retime.foundations.parts import balanced_parts, samples_in
 from retime.foundations.preserve_state import preserve_state, random_state, reachable_tensors, set_random_state
-from retime.foundations.torch_private import pipeline_runtime, post_accumulate_hooks
+from retime.foundations.torch_private.distributed import pipeline_runtime
+from retime.foundations.torch_private.tensors import post_accumulate_hooks
 from retime.mechanisms.pipeline.calls import LayerInterceptors, Workers, shapes_of
 from retime.mechanisms.pipeline.checks import (
     ChangedBuffers,

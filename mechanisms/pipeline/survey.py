@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from retime.foundations.parts import loss_of
-from retime.foundations.torch_private import version_of
+from retime.foundations.torch_private.tensors import version_of
 from retime.mechanisms.pipeline.calls import (
     LayerInterceptors,
     TensorSpec,

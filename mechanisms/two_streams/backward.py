@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 from retime.foundations.arguments import AtLeast, checked
 from retime.foundations.messages import because, parse_bytes, show_bytes, warn_difference, warn_no_effect
 from retime.foundations.streams import has_streams
-from retime.foundations.torch_private import dispatch_mode_count, graph_task_id, queue_callback, version_of
+from retime.foundations.torch_private.engine import dispatch_mode_count, graph_task_id, queue_callback
+from retime.foundations.torch_private.tensors import version_of
 from retime.mechanisms.fusion import BackwardFusion, FusedParameter, FusionReport, check_can_fuse_in_backward
 from retime.mechanisms.two_streams.graph import GraphedPart, parts_of
 from retime.mechanisms.two_streams.layers import NOT_SPLIT, SEVERAL_USES, Parameters, SplitLayer, split_layers

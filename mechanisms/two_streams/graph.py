@@ -22,16 +22,11 @@ from torch import Tensor, nn
 from retime.foundations.lazy_updates import is_compiled, settle_all
 from retime.foundations.messages import warn_difference, warn_no_effect
 from retime.foundations.preserve_state import random_state, set_random_state
-from retime.foundations.torch_private import (
+from retime.foundations.torch_private.engine import (
     TorchDispatchMode,
-    backward_hooks,
     dispatch_mode_count,
     forward_ad_level,
-    forward_hooks,
-    forward_pre_hooks,
     function_mode_count,
-    global_backward_hooks,
-    global_forward_hooks,
     graph_task_id,
     in_function_transform,
     keeps_graph,
@@ -40,8 +35,15 @@ from retime.foundations.torch_private import (
     tree_flatten,
     tree_leaves,
     tree_unflatten,
-    version_of,
 )
+from retime.foundations.torch_private.layers import (
+    backward_hooks,
+    forward_hooks,
+    forward_pre_hooks,
+    global_backward_hooks,
+    global_forward_hooks,
+)
+from retime.foundations.torch_private.tensors import version_of
 from retime.mechanisms.two_streams.layers import COMPILED, SEVERAL_USES, SplitLayer
 from retime.mechanisms.two_streams.static_code import StaticCode
 

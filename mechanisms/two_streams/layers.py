@@ -17,20 +17,15 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from retime.foundations.lazy_updates import is_compiled, settle_all
-from retime.foundations.torch_private import (
-    backward_hooks,
-    base_of,
+from retime.foundations.torch_private.engine import (
     forward_ad_level,
-    global_backward_hooks,
     graph_task_id,
     in_function_transform,
-    own_parameters,
-    post_accumulate_hooks,
-    tensor_hooks,
     top_saved_tensors_hooks,
-    unsafe_view,
     will_execute,
 )
+from retime.foundations.torch_private.layers import backward_hooks, global_backward_hooks, own_parameters
+from retime.foundations.torch_private.tensors import base_of, post_accumulate_hooks, tensor_hooks, unsafe_view
 from retime.mechanisms.two_streams.updates import SubStreamFusion
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

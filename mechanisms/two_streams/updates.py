@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from retime.foundations.lazy_updates import PartialOptimizer
-from retime.foundations.torch_private import version_of
+from retime.foundations.torch_private.tensors import version_of
 from retime.mechanisms.fusion import BackwardFusion, FusedParameter, fusion_blockers, refuse_more_gradients
 
 Compute = Callable[[], Sequence[Tensor | None]]

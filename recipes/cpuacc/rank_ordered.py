@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from retime.foundations.torch_private import GradBucket
+from retime.foundations.torch_private.distributed import GradBucket
 
 __all__ = ["RANK_ORDERED", "RankOrderedDDP", "rank_ordered"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retime.foundations.torch_private import fused_adamw
+from retime.foundations.torch_private.optimizers import fused_adamw
 from retime.recipes.core import charts
 from retime.recipes.core.build import build_batches, build_model
 from retime.recipes.core.claims import show

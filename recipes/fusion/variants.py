@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from retime.foundations.torch_private import foreach_add, fused_adamw
+from retime.foundations.torch_private.optimizers import foreach_add, fused_adamw
 from retime.mechanisms.fusion import fuse_optimizer
 from retime.recipes.core.build import KernelUnavailable, build_optimizer, loss_of
 from retime.recipes.core.measure import PhaseClock, middle_step

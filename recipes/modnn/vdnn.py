@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from retime.foundations.parts import balanced_parts
 from retime.foundations.preserve_state import preserve_state
 from retime.foundations.storages import tensors_in
-from retime.foundations.torch_private import ConvBase, storage_address
+from retime.foundations.torch_private.layers import ConvBase
+from retime.foundations.torch_private.tensors import storage_address
 from retime.mechanisms.memory_budget import HostNull, HostTier, OffloadSavedTensors
 from retime.schedules.budget import OffloadPlan
 

@@ -20,7 +20,7 @@ from retime.foundations.parts import combined
 from retime.foundations.patching import replaced_attributes
 from retime.foundations.preserve_state import preserve_state
 from retime.foundations.storages import tensors_in
-from retime.foundations.torch_private import tree_map
+from retime.foundations.torch_private.engine import tree_map
 from retime.mechanisms.memory_budget import ResidentTensor
 from retime.strategies.support.lightning_private import show_as_step_value, sync_on_forward
 

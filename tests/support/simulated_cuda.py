@@ -55,7 +55,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from retime.foundations import streams, torch_private
+from retime.foundations import streams
+from retime.foundations.torch_private import engine
 from support.simulated_graphs import Capturing, Graph
 from support.simulated_operations import Block, Form, Kernel, Operation, caller, form_of, is_plain, on_memory, put_form
 from support.simulated_streams import Event, Stream
@@ -118,7 +119,7 @@ class SimulatedCuda(TorchDispatchMode):
         """What takes the place of torch's, and of ours that would pass the simulation by."""
         ours = [module for name, module in list(sys.modules.items()) if name.startswith("retime.")]
         tolist = Tensor.tolist
-        without_modes = torch_private.without_dispatch_modes
+        without_modes = engine.without_dispatch_modes
         return [
             patch.multiple(
                 torch.cuda,
@@ -507,7 +508,7 @@ class SimulatedCuda(TorchDispatchMode):
         return {"__init__": init, "set_result": set_result_on_stream, "wait": wait_on_stream, "then": then_on_stream}
 
 
-_no_modes = torch_private.without_dispatch_modes
+_no_modes = engine.without_dispatch_modes
 
 
 def _waiting_hook_registration() -> Callable[..., None]:
@@ -518,7 +519,7 @@ def _waiting_hook_registration() -> Callable[..., None]:
         @functools.wraps(hook)  # DDP looks at annotations
         def waiting(state: Any, bucket: Any) -> Any:
             future = hook(state, bucket)
-            torch_private.queue_callback(future.wait)
+            engine.queue_callback(future.wait)
             return future
 
         register(model, state, waiting)

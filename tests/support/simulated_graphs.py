@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from retime.foundations.torch_private import without_dispatch_modes
+from retime.foundations.torch_private.engine import without_dispatch_modes
 from support.simulated_operations import Operation, caller, form_of, is_plain, on_memory, put_form
 from support.simulated_streams import Event, Stream
 

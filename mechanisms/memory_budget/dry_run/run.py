@@ -27,7 +27,7 @@ from retime.foundations.preserve_state import (
     stand_ins,
 )
 from retime.foundations.storages import has_storage, tensors_in
-from retime.foundations.torch_private import (
+from retime.foundations.torch_private.engine import (
     LOCAL_SCALAR_DENSE,
     DataDependentOutputException,
     DynamicOutputShapeException,

@@ -19,18 +19,16 @@ from torch import Tensor, nn
 
 from retime.foundations.preserve_state import ObserverMode, ValueReadError
 from retime.foundations.storages import tensors_in
-from retime.foundations.torch_private import (
+from retime.foundations.torch_private.engine import (
     LOCAL_SCALAR_DENSE,
     TorchDispatchMode,
     current_node,
     next_sequence_number,
     schema_of,
     sequence_number,
-    sparse_indices,
-    sparse_values,
-    storage_address,
     tree_leaves,
 )
+from retime.foundations.torch_private.tensors import sparse_indices, sparse_values, storage_address
 from retime.schedules.budget import BlockKind, Phase
 
 # Counts what a forward pass allocates while it is trained for real: its numbers stay what they are.

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from retime.foundations.streams import Mark, SideStream, has_streams
-from retime.foundations.torch_private import empty_host_cache, without_dispatch_modes
+from retime.foundations.torch_private.engine import without_dispatch_modes
+from retime.foundations.torch_private.tensors import empty_host_cache
 from retime.mechanisms.memory_budget.offload.disk import HostDisk
 from retime.mechanisms.memory_budget.offload.tier import Finalizers, HostError, HostTier
 

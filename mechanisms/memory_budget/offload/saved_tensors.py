@@ -29,14 +29,14 @@ from torch import Tensor
 from retime.foundations.arguments import checked
 from retime.foundations.messages import parse_bytes
 from retime.foundations.storages import Window, has_storage, storage_key, storage_keys
-from retime.foundations.torch_private import (
+from retime.foundations.torch_private.engine import (
     FakeTensor,
     graph_task_id,
     next_sequence_number,
     queue_callback,
     top_saved_tensors_hooks,
-    version_of,
 )
+from retime.foundations.torch_private.tensors import version_of
 from retime.mechanisms.memory_budget.offload.last_owner import (
     interruptions,
     is_torchs_own,

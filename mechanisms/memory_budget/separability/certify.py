@@ -47,15 +47,14 @@ from retime.foundations.preserve_state import (
     stand_ins,
     why_not_replaced,
 )
-from retime.foundations.torch_private import (
+from retime.foundations.torch_private.engine import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    post_accumulate_hooks,
     schema_of,
-    tensor_hooks,
     without_dispatch_modes,
 )
+from retime.foundations.torch_private.tensors import post_accumulate_hooks, tensor_hooks
 from retime.mechanisms.memory_budget.separability.probe import (
     Case,
     Probe,

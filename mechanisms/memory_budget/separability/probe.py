@@ -22,7 +22,7 @@ from retime.foundations.parts import (
     samples_in,
 )
 from retime.foundations.preserve_state import ScratchModel, seed_all
-from retime.foundations.torch_private import run_backward
+from retime.foundations.torch_private.engine import run_backward
 from retime.mechanisms.memory_budget.separability.watch import (
     NoDropout,
     SampleNoise,

@@ -20,7 +20,13 @@ from torch.overrides import TorchFunctionMode
 
 from retime.foundations.parts import COMPARED
 from retime.foundations.preserve_state import seed_torch
-from retime.foundations.torch_private import TorchDispatchMode, schema_of, tree_leaves, tree_map, without_dispatch_modes
+from retime.foundations.torch_private.engine import (
+    TorchDispatchMode,
+    schema_of,
+    tree_leaves,
+    tree_map,
+    without_dispatch_modes,
+)
 
 __all__ = [
     "Compared",

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
-from retime.foundations import torch_private
+from retime.foundations.torch_private import engine
 from support.private_canaries import canary, dies
 
 
@@ -23,16 +23,16 @@ def _in_backward(act, **options):
 
 @canary("graph_task_id", breaks="offloading, which must not offload what a backward pass recomputes,")
 def test_offloading_tells_backward_passes_apart():
-    assert torch_private.graph_task_id() == -1
-    first, second = _in_backward(torch_private.graph_task_id) + _in_backward(torch_private.graph_task_id)
+    assert engine.graph_task_id() == -1
+    first, second = _in_backward(engine.graph_task_id) + _in_backward(engine.graph_task_id)
     assert -1 not in (first, second)
     assert first != second
 
 
 @canary("keeps_graph", breaks="out-of-order weight gradients with retain_graph=True")
 def test_out_of_order_keeps_graphs_alive():
-    assert _in_backward(torch_private.keeps_graph, retain_graph=True) == [True]
-    assert _in_backward(torch_private.keeps_graph) == [False]
+    assert _in_backward(engine.keeps_graph, retain_graph=True) == [True]
+    assert _in_backward(engine.keeps_graph) == [False]
 
 
 @canary("will_execute", breaks="out-of-order weight gradients beside autograd.grad")
@@ -41,7 +41,7 @@ def test_out_of_order_leaves_partial_backward_passes_alone():
     seen, y = [], x * weight
     z = y.exp()
     accumulate = torch.autograd.graph.get_gradient_edge(weight).node
-    z.register_hook(lambda _: seen.append(torch_private.will_execute(accumulate)))
+    z.register_hook(lambda _: seen.append(engine.will_execute(accumulate)))
     z.sum().backward(retain_graph=True)
     torch.autograd.grad(z.sum(), x)
     assert seen == [True, False]
@@ -54,8 +54,8 @@ def test_fusion_acts_at_the_end_of_the_backward_pass():
     x.register_post_accumulate_grad_hook(lambda _: order.append("gradient"))
 
     def later():
-        torch_private.queue_callback(lambda: torch_private.queue_callback(lambda: order.append("after others")))
-        torch_private.queue_callback(lambda: order.append("end"))
+        engine.queue_callback(lambda: engine.queue_callback(lambda: order.append("after others")))
+        engine.queue_callback(lambda: order.append("end"))
 
     y = x.exp()
     y.register_hook(lambda _: later())
@@ -67,14 +67,14 @@ def test_fusion_acts_at_the_end_of_the_backward_pass():
 def test_dry_run_names_the_layer_in_the_backward_pass():
     nodes = []
 
-    class Watch(torch_private.TorchDispatchMode):
+    class Watch(engine.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nodes.append(torch_private.current_node())
+            nodes.append(engine.current_node())
             return func(*args, **(kwargs or {}))
 
     x = torch.ones(2, requires_grad=True)
     y = x.exp()
-    assert torch_private.current_node() is None
+    assert engine.current_node() is None
     with torch.autograd.set_multithreading_enabled(False), Watch():
         y.backward(torch.ones(2))
     assert any(node is not None and node.name() == y.grad_fn.name() for node in nodes)
@@ -83,22 +83,22 @@ def test_dry_run_names_the_layer_in_the_backward_pass():
 @canary("next_sequence_number", "sequence_number", breaks="finding a layer's nodes (out-of-order weight gradients)")
 def test_out_of_order_finds_a_layers_nodes_by_number():
     x = torch.ones(2, requires_grad=True)
-    before = torch_private.next_sequence_number()
+    before = engine.next_sequence_number()
     first = x.exp()
-    between = torch_private.next_sequence_number()
+    between = engine.next_sequence_number()
     second = first.sin()
-    numbers = [torch_private.sequence_number(tensor.grad_fn) for tensor in (first, second)]
-    assert before <= numbers[0] < between <= numbers[1] < torch_private.next_sequence_number()
+    numbers = [engine.sequence_number(tensor.grad_fn) for tensor in (first, second)]
+    assert before <= numbers[0] < between <= numbers[1] < engine.next_sequence_number()
     leaf = torch.autograd.graph.get_gradient_edge(x).node
-    assert torch_private.sequence_number(leaf) > 2**62
+    assert engine.sequence_number(leaf) > 2**62
 
 
 @canary("top_saved_tensors_hooks", breaks="offloading beside a user's own saved-tensor hooks")
 def test_offloading_sees_other_saved_tensor_hooks():
-    assert torch_private.top_saved_tensors_hooks(True) is None
+    assert engine.top_saved_tensors_hooks(True) is None
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-        assert torch_private.top_saved_tensors_hooks(True) is not None
-    assert torch_private.top_saved_tensors_hooks(True) is None
+        assert engine.top_saved_tensors_hooks(True) is not None
+    assert engine.top_saved_tensors_hooks(True) is None
 
 
 @canary("in_function_transform", breaks="out-of-order weight gradients beside torch.func")
@@ -106,19 +106,19 @@ def test_out_of_order_leaves_function_transforms_alone():
     seen = []
 
     def function(x: Tensor) -> Tensor:
-        seen.append(torch_private.in_function_transform())
+        seen.append(engine.in_function_transform())
         return x.sum()
 
     torch.func.grad(function)(torch.ones(2))
     assert seen == [True]
-    assert not torch_private.in_function_transform()
+    assert not engine.in_function_transform()
 
 
 @canary("forward_ad_level", breaks="out-of-order weight gradients beside forward-mode differentiation")
 def test_out_of_order_leaves_forward_mode_alone():
-    assert torch_private.forward_ad_level() < 0
+    assert engine.forward_ad_level() < 0
     with forward_ad.dual_level():
-        assert torch_private.forward_ad_level() >= 0
+        assert engine.forward_ad_level() >= 0
 
 
 @canary("run_backward", breaks="the memory budget's probe of checkpointed layers")
@@ -134,7 +134,7 @@ def test_probe_keeps_its_modes_on_in_the_backward_pass():
     y = x.exp()
     y.register_hook(lambda gradient: torch.mul(gradient, 2))
     with Watch():
-        (gradient,) = torch_private.run_backward(
+        (gradient,) = engine.run_backward(
             (y.sum(),), (torch.ones(()),), False, False, (x,), allow_unreachable=True, accumulate_grad=False
         )
     assert torch.equal(gradient, 2 * torch.ones(2).exp())
@@ -144,10 +144,10 @@ def test_probe_keeps_its_modes_on_in_the_backward_pass():
 @canary("RAW_SAVED", "saves_any", breaks="out-of-order weight gradients of layers that save their output")
 def test_out_of_order_sees_what_a_kernel_saved():
     x = torch.ones(2, requires_grad=True)
-    assert torch_private.saves_any(x.exp().grad_fn, ("result",))
-    assert torch_private.saves_any(x.softmax(0).grad_fn, ("result",))
-    assert not torch_private.saves_any(x.neg().grad_fn, ("result", "result0", "output", "out"))
-    assert hasattr(x.exp().grad_fn, torch_private.RAW_SAVED + "result")
+    assert engine.saves_any(x.exp().grad_fn, ("result",))
+    assert engine.saves_any(x.softmax(0).grad_fn, ("result",))
+    assert not engine.saves_any(x.neg().grad_fn, ("result", "result0", "output", "out"))
+    assert hasattr(x.exp().grad_fn, engine.RAW_SAVED + "result")
 
 
 @canary("loss_choices", breaks="the memory budget's watch for a step that reduces its loss in another way")
@@ -155,20 +155,20 @@ def test_memory_budget_sees_how_a_loss_is_reduced():
     x, classes = torch.zeros(2, 3, requires_grad=True), torch.tensor([0, 1])
 
     def choices(**options):
-        return torch_private.loss_choices(F.nll_loss(x, classes, **options).grad_fn)
+        return engine.loss_choices(F.nll_loss(x, classes, **options).grad_fn)
 
     assert choices() == choices()
     assert len({choices(), choices(reduction="sum"), choices(ignore_index=1), choices(weight=torch.ones(3))}) == 4
     squares = F.mse_loss(x, torch.ones(2, 3)).grad_fn, F.mse_loss(x, torch.ones(2, 3), reduction="sum").grad_fn
-    assert torch_private.loss_choices(squares[0]) != torch_private.loss_choices(squares[1])
-    assert torch_private.loss_choices(x.neg().grad_fn) == (None, None, False)
+    assert engine.loss_choices(squares[0]) != engine.loss_choices(squares[1])
+    assert engine.loss_choices(x.neg().grad_fn) == (None, None, False)
 
 
 @canary("check_saved_values", breaks="the check that nodes have what the memory budget looks for")
 def test_nodes_have_what_is_looked_for():
-    torch_private.check_saved_values.cache_clear()
+    engine.check_saved_values.cache_clear()
     with torch.inference_mode():
-        torch_private.check_saved_values()
+        engine.check_saved_values()
 
 
 @pytest.mark.parametrize(
@@ -190,5 +190,5 @@ def test_nodes_have_what_is_looked_for():
     ],
 )
 def test_canaries_die_of_a_torch_that_behaves_otherwise(test, name, broken, monkeypatch):
-    monkeypatch.setattr(torch_private, name, broken)
+    monkeypatch.setattr(engine, name, broken)
     dies(test)

@@ -12,56 +12,56 @@ from torch.nn.modules import module as module_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as optimizer_hooks
 
-from retime.foundations import torch_private
+from retime.foundations.torch_private import distributed, engine, layers, missing, optimizers
 from support.private_canaries import canary, dies
 
 
 @canary("BatchNormBase", breaks="the memory budget's care for BatchNorm")
 def test_memory_budget_finds_batch_norms():
     for layer in (nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2), nn.LazyBatchNorm1d()):
-        assert isinstance(layer, torch_private.BatchNormBase)
-    assert not isinstance(nn.LayerNorm(2), torch_private.BatchNormBase)
+        assert isinstance(layer, layers.BatchNormBase)
+    assert not isinstance(nn.LayerNorm(2), layers.BatchNormBase)
 
 
 @canary("ConvBase", breaks="the search for convolutions of vDNN, the memory budget's peer")
 def test_vdnn_finds_convolutions():
     for layer in (nn.Conv1d(1, 1, 1), nn.Conv2d(1, 1, 1), nn.ConvTranspose2d(1, 1, 1)):
-        assert isinstance(layer, torch_private.ConvBase)
-    assert not isinstance(nn.Linear(1, 1), torch_private.ConvBase)
+        assert isinstance(layer, layers.ConvBase)
+    assert not isinstance(nn.Linear(1, 1), layers.ConvBase)
 
 
 @canary("backward_hooks", breaks="refusing backward fusion and re-ordering beside module backward hooks")
 def test_backward_fusion_sees_module_backward_hooks():
     layer = nn.Linear(1, 1)
     for register in (layer.register_full_backward_hook, layer.register_full_backward_pre_hook):
-        assert not any(torch_private.backward_hooks(layer))
+        assert not any(layers.backward_hooks(layer))
         handle = register(lambda *_: None)
-        assert any(torch_private.backward_hooks(layer))
+        assert any(layers.backward_hooks(layer))
         handle.remove()
-    assert not any(torch_private.backward_hooks(layer))
+    assert not any(layers.backward_hooks(layer))
 
 
 @canary("global_backward_hooks", breaks="plain steps of backward fusion beside global module backward hooks")
 def test_backward_fusion_sees_global_backward_hooks():
-    assert not any(torch_private.global_backward_hooks())
+    assert not any(layers.global_backward_hooks())
     for register in (
         module_hooks.register_module_full_backward_hook,
         module_hooks.register_module_full_backward_pre_hook,
     ):
         handle = register(lambda *_: None)
         try:
-            assert any(torch_private.global_backward_hooks())
+            assert any(layers.global_backward_hooks())
         finally:
             handle.remove()
 
 
 @canary("global_forward_hooks", breaks="calls without a CUDA graph beside global module hooks")
 def test_graphs_see_global_forward_hooks():
-    assert not any(torch_private.global_forward_hooks())
+    assert not any(layers.global_forward_hooks())
     for register in (module_hooks.register_module_forward_hook, module_hooks.register_module_forward_pre_hook):
         handle = register(lambda *_: None)
         try:
-            assert any(torch_private.global_forward_hooks())
+            assert any(layers.global_forward_hooks())
         finally:
             handle.remove()
 
@@ -69,19 +69,19 @@ def test_graphs_see_global_forward_hooks():
 @canary("forward_hooks", "forward_pre_hooks", breaks="ScanSequential's care for layers with hooks")
 def test_scan_sequential_sees_forward_hooks():
     layer = nn.Linear(1, 1)
-    assert not torch_private.forward_hooks(layer)
-    assert not torch_private.forward_pre_hooks(layer)
+    assert not layers.forward_hooks(layer)
+    assert not layers.forward_pre_hooks(layer)
     layer.register_forward_hook(print)
     layer.register_forward_pre_hook(repr)
-    assert list(torch_private.forward_hooks(layer).values()) == [print]
-    assert list(torch_private.forward_pre_hooks(layer).values()) == [repr]
+    assert list(layers.forward_hooks(layer).values()) == [print]
+    assert list(layers.forward_pre_hooks(layer).values()) == [repr]
 
 
 @canary("own_parameters", breaks="out-of-order weight gradients' stand-ins")
 def test_out_of_order_puts_stand_ins_into_layers():
     layer = nn.Linear(2, 1, bias=False)
     other = torch.ones(1, 2)
-    torch_private.own_parameters(layer)["weight"] = other
+    layers.own_parameters(layer)["weight"] = other
     assert layer.weight is other
     assert layer(torch.ones(2)).item() == 2
 
@@ -89,8 +89,8 @@ def test_out_of_order_puts_stand_ins_into_layers():
 @canary("own_buffers", breaks="batchnorm='ghost' of layers without running statistics")
 def test_ghost_batch_norm_gets_statistics():
     layer = nn.BatchNorm1d(1, affine=False, track_running_stats=False)
-    torch_private.own_buffers(layer)["running_mean"] = torch.ones(1)
-    torch_private.own_buffers(layer)["running_var"] = torch.ones(1)
+    layers.own_buffers(layer)["running_mean"] = torch.ones(1)
+    layers.own_buffers(layer)["running_var"] = torch.ones(1)
     layer.training = False
     assert layer(torch.ones(2, 1)).count_nonzero() == 0
 
@@ -98,12 +98,12 @@ def test_ghost_batch_norm_gets_statistics():
 @canary("flat_weights", "flat_weights_names", "weight_names", breaks="the conversion of recurrent layers (ScanLSTM)")
 def test_converted_recurrent_layers_find_their_weights():
     layer = nn.LSTM(2, 3, num_layers=2, bidirectional=True)
-    names = torch_private.weight_names(layer)
+    names = layers.weight_names(layer)
     assert names[1] == ["weight_ih_l0_reverse", "weight_hh_l0_reverse", "bias_ih_l0_reverse", "bias_hh_l0_reverse"]
-    assert torch_private.flat_weights_names(layer) == [name for part in names for name in part]
+    assert layers.flat_weights_names(layer) == [name for part in names for name in part]
     assert all(
         weight is getattr(layer, name)
-        for weight, name in zip(torch_private.flat_weights(layer), [n for part in names for n in part], strict=True)
+        for weight, name in zip(layers.flat_weights(layer), [n for part in names for n in part], strict=True)
     )
 
 
@@ -116,27 +116,27 @@ def test_converted_recurrent_layers_are_flattened():
             reads.append(name)
             return super().__getattribute__(name)
 
-    given = {torch_private.FLAT_WEIGHTS: [torch.ones(1)], torch_private.FLAT_WEIGHTS_NAMES: ["weight_ih_l0"]}
+    given = {layers.FLAT_WEIGHTS: [torch.ones(1)], layers.FLAT_WEIGHTS_NAMES: ["weight_ih_l0"]}
     nn.RNNBase.flatten_parameters(Part(**given))
-    assert {torch_private.FLAT_WEIGHTS, torch_private.FLAT_WEIGHTS_NAMES} <= set(reads)
+    assert {layers.FLAT_WEIGHTS, layers.FLAT_WEIGHTS_NAMES} <= set(reads)
 
 
 @canary("recurrent_kernels", breaks="the forward pass of converted recurrent layers")
 def test_converted_recurrent_layers_run_torchs_kernels():
     layer, x, state = nn.GRU(2, 3), torch.randn(4, 1, 2), torch.zeros(1, 1, 3)
-    weights = torch_private.flat_weights(layer)
-    output, _ = torch_private.recurrent_kernels.gru(x, state, weights, True, 1, 0.0, True, False, False)
+    weights = layers.flat_weights(layer)
+    output, _ = layers.recurrent_kernels.gru(x, state, weights, True, 1, 0.0, True, False, False)
     assert torch.equal(output, layer(x)[0])
-    assert all(hasattr(torch_private.recurrent_kernels, name) for name in ("rnn_tanh", "rnn_relu", "lstm"))
+    assert all(hasattr(layers.recurrent_kernels, name) for name in ("rnn_tanh", "rnn_relu", "lstm"))
 
 
 @canary("step_hooks", breaks="refusing fusion beside an optimizer's step hooks")
 def test_fusion_sees_step_hooks():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
     for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
-        assert not any(torch_private.step_hooks(optimizer))
+        assert not any(optimizers.step_hooks(optimizer))
         handle = register(lambda *_: None)
-        assert any(torch_private.step_hooks(optimizer))
+        assert any(optimizers.step_hooks(optimizer))
         handle.remove()
 
 
@@ -146,10 +146,10 @@ def test_fusion_sees_global_step_hooks():
         optimizer_hooks.register_optimizer_step_pre_hook,
         optimizer_hooks.register_optimizer_step_post_hook,
     ):
-        assert not any(torch_private.global_step_hooks())
+        assert not any(optimizers.global_step_hooks())
         handle = register(lambda *_: None)
         try:
-            assert any(torch_private.global_step_hooks())
+            assert any(optimizers.global_step_hooks())
         finally:
             handle.remove()
 
@@ -160,7 +160,7 @@ def test_dry_run_of_an_optimizer_calls_no_hooks():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    for name in torch_private.STEP_HOOKS:
+    for name in optimizers.STEP_HOOKS:
         optimizer.__dict__[name] = {}
     optimizer.step()
     assert calls == []
@@ -169,13 +169,13 @@ def test_dry_run_of_an_optimizer_calls_no_hooks():
 @canary("INIT_GROUP", breaks="fusion's knowledge of which optimizers are torch's own")
 def test_fusion_knows_torchs_optimizers():
     for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad):
-        assert getattr(kind, torch_private.INIT_GROUP).__module__.startswith("torch.optim")
+        assert getattr(kind, optimizers.INIT_GROUP).__module__.startswith("torch.optim")
     called = []
 
     class Own(torch.optim.SGD):
         pass
 
-    setattr(Own, torch_private.INIT_GROUP, lambda *_: called.append(True))
+    setattr(Own, optimizers.INIT_GROUP, lambda *_: called.append(True))
     parameter = nn.Parameter(torch.ones(1))
     parameter.grad = torch.ones(1)
     Own([parameter]).step()
@@ -185,8 +185,8 @@ def test_fusion_knows_torchs_optimizers():
 @canary("foreach_clamp_min", "foreach_clamp_max", breaks="clipping by value in backward fusion")
 def test_backward_fusion_clips_as_torch_does():
     gradients = [torch.tensor([-3.0, 0.5, 2.0]), torch.tensor([4.0])]
-    torch_private.foreach_clamp_min(gradients, -1)
-    torch_private.foreach_clamp_max(gradients, 1)
+    optimizers.foreach_clamp_min(gradients, -1)
+    optimizers.foreach_clamp_max(gradients, 1)
     assert [gradient.tolist() for gradient in gradients] == [[-1, 0.5, 1], [1]]
 
 
@@ -197,7 +197,7 @@ def test_gradient_place_runs_the_fused_kernel():
     mine, first, second, step = weight.detach().clone(), torch.zeros(3), torch.zeros(3), torch.zeros(())
     torch.optim.AdamW([weight], fused=True).step()
     step += 1
-    torch_private.fused_adamw(
+    optimizers.fused_adamw(
         [mine],
         [weight.grad],
         [first],
@@ -223,10 +223,10 @@ def test_bucket_is_updated_as_by_a_fused_step(decoupled: bool) -> None:
     mine, first, second, step = weight.detach().clone(), torch.zeros(3), torch.zeros(3), torch.zeros(())
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     kind([weight], lr=0.1, weight_decay=0.1, fused=True).step()
-    torch_private.foreach_add([step], 1)
+    optimizers.foreach_add([step], 1)
     assert step == 1
     options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.1, "eps": 1e-8}
-    kernel = torch_private.fused_adam_kernel(decoupled=decoupled)
+    kernel = optimizers.fused_adam_kernel(decoupled=decoupled)
     kernel([mine], [weight.grad], [first], [second], [], [step], amsgrad=False, maximize=False, **options)
     assert torch.equal(mine, weight)
 
@@ -234,14 +234,14 @@ def test_bucket_is_updated_as_by_a_fused_step(decoupled: bool) -> None:
 @canary("compiled_call", "has_compile_mark", breaks="forward fusion beside torch.compile")
 def test_forward_fusion_sees_compiled_modules():
     layer = nn.Linear(1, 1)
-    assert not torch_private.compiled_call(layer)
-    assert not torch_private.has_compile_mark(layer)
+    assert not engine.compiled_call(layer)
+    assert not engine.has_compile_mark(layer)
     wrapped = torch.compile(layer, backend="eager")
-    assert torch_private.has_compile_mark(wrapped)
-    assert not torch_private.compiled_call(layer)
+    assert engine.has_compile_mark(wrapped)
+    assert not engine.compiled_call(layer)
     layer.compile(backend="eager")
-    assert torch_private.compiled_call(layer)
-    assert torch_private.has_compile_mark(layer)
+    assert engine.compiled_call(layer)
+    assert engine.has_compile_mark(layer)
 
 
 @canary("compilation_callbacks", breaks="forward fusion, whose updates must run before code is compiled,")
@@ -252,11 +252,11 @@ def test_forward_fusion_is_told_of_compilation():
         calls.append(True)
 
     torch._dynamo.reset()  # it forgets these functions too
-    torch_private.compilation_callbacks.register_start_callback(tell)
+    engine.compilation_callbacks.register_start_callback(tell)
     try:
         torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
     finally:
-        torch_private.compilation_callbacks.remove_start_callback(tell)
+        engine.compilation_callbacks.remove_start_callback(tell)
     assert calls
     torch._dynamo.reset()
 
@@ -280,7 +280,7 @@ def test_memory_budget_runs_compiled_code_uncompiled():
         return graph.forward
 
     function = torch.compile(lambda x: x + 1, backend=backend)
-    with torch.compiler.set_stance("force_eager"), torch_private.stance_callback_replaced(noting):
+    with torch.compiler.set_stance("force_eager"), engine.stance_callback_replaced(noting):
         function(torch.ones(1))
     assert any(callback not in (None, False) for callback in met)
     assert compiled == []
@@ -288,7 +288,7 @@ def test_memory_budget_runs_compiled_code_uncompiled():
     function(torch.ones(1))
     assert len(met) == count
     assert len(compiled) == 1
-    assert any(known is not None for known in torch_private.compiled_backends().values())
+    assert any(known is not None for known in engine.compiled_backends().values())
     torch._dynamo.reset()
 
 
@@ -308,27 +308,27 @@ def test_out_of_order_knows_when_buckets_are_final(wrap):
     wrapped = wrap()
     seen, buckets = [], []
 
-    def hook(_: object, bucket: torch_private.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def hook(_: object, bucket: distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
         buckets.append(bucket)
         return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
 
     wrapped.register_comm_hook(None, hook)
     for _ in range(3):
         wrapped(torch.ones(1, 2)).sum().backward()
-        seen.append(torch_private.has_rebuilt_buckets(wrapped))
+        seen.append(distributed.has_rebuilt_buckets(wrapped))
     assert seen == [False, True, True]
-    assert isinstance(buckets[0], torch_private.GradBucket)
+    assert isinstance(buckets[0], distributed.GradBucket)
     assert buckets[0].buffer().numel() == 6
 
 
 @canary("joins_uneven_inputs", "join_reader", breaks="ooo_ddp and communication hooks inside of DDP's join()")
 def test_out_of_order_sees_join(wrap):
     wrapped = wrap()
-    joins = torch_private.join_reader(wrapped)
-    assert not torch_private.joins_uneven_inputs(wrapped)
+    joins = distributed.join_reader(wrapped)
+    assert not distributed.joins_uneven_inputs(wrapped)
     assert not joins(wrapped)
     with wrapped.join():
-        assert torch_private.joins_uneven_inputs(wrapped)
+        assert distributed.joins_uneven_inputs(wrapped)
         assert joins(wrapped)
         wrapped(torch.ones(1, 2)).sum().backward()
 
@@ -336,10 +336,10 @@ def test_out_of_order_sees_join(wrap):
 @canary("divides_by_ranks_left", breaks="gradients of ranks in DDP's join(divide_by_initial_world_size=False)")
 def test_communication_hooks_see_who_divides(wrap):
     wrapped = wrap()
-    assert not torch_private.divides_by_ranks_left(wrapped)
+    assert not distributed.divides_by_ranks_left(wrapped)
     for initial in (True, False):
         with wrapped.join(divide_by_initial_world_size=initial):
-            assert torch_private.divides_by_ranks_left(wrapped) is not initial
+            assert distributed.divides_by_ranks_left(wrapped) is not initial
             wrapped(torch.ones(1, 2)).sum().backward()
 
 
@@ -350,7 +350,7 @@ def test_memory_budget_meets_collectives(wrap):
 
     seen = []
 
-    class Watch(torch_private.TorchDispatchMode):
+    class Watch(engine.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             seen.append(func.namespace)
             return func(*args, **(kwargs or {}))
@@ -359,14 +359,14 @@ def test_memory_budget_meets_collectives(wrap):
         seen.clear()
         with Watch():
             collective(torch.ones(1))
-        assert set(seen) & set(torch_private.COLLECTIVE_NAMESPACES)
+        assert set(seen) & set(distributed.COLLECTIVE_NAMESPACES)
 
 
 def test_an_attribute_that_is_gone_is_named_with_its_feature(wrap):
     wrapped = wrap()
     del wrapped._has_rebuilt_buckets
-    with pytest.raises(torch_private.PrivateNameError, match=r"'_has_rebuilt_buckets', which out-of-order"):
-        torch_private.has_rebuilt_buckets(wrapped)
+    with pytest.raises(missing.PrivateNameError, match=r"'_has_rebuilt_buckets', which out-of-order"):
+        distributed.has_rebuilt_buckets(wrapped)
 
 
 @canary("foreach_classes", breaks="multi-tensor kernels of forward fusion's updates")
@@ -378,13 +378,13 @@ def test_forward_fusion_takes_multi_tensor_kernels():
         fused, _ = optimizer_hooks._default_to_fused_or_foreach([Mine(torch.ones(1))], False, use_fused=True)
         return fused
 
-    assert nn.Parameter in torch_private.foreach_classes
+    assert nn.Parameter in optimizers.foreach_classes
     assert not is_taken()
-    torch_private.foreach_classes.append(Mine)
+    optimizers.foreach_classes.append(Mine)
     try:
         assert is_taken()
     finally:
-        torch_private.foreach_classes.remove(Mine)
+        optimizers.foreach_classes.remove(Mine)
 
 
 @pytest.mark.parametrize("always", [False, True])
@@ -393,22 +393,22 @@ def test_canaries_die_of_a_ddp_that_tells_nothing(always, wrap, monkeypatch):
         (test_out_of_order_knows_when_buckets_are_final, "has_rebuilt_buckets"),
         (test_out_of_order_sees_join, "joins_uneven_inputs"),
     ):
-        monkeypatch.setattr(torch_private, name, lambda model: always)
+        monkeypatch.setattr(distributed, name, lambda model: always)
         dies(test, wrap)
 
 
 @pytest.mark.parametrize(
-    ("test", "name"),
+    ("test", "home", "name"),
     [
-        (test_backward_fusion_sees_module_backward_hooks, "backward_hooks"),
-        (test_fusion_sees_step_hooks, "step_hooks"),
+        (test_backward_fusion_sees_module_backward_hooks, layers, "backward_hooks"),
+        (test_fusion_sees_step_hooks, optimizers, "step_hooks"),
     ],
 )
-def test_canaries_die_of_hooks_that_lie_elsewhere(test, name, monkeypatch):
-    monkeypatch.setattr(torch_private, name, lambda thing: False)
+def test_canaries_die_of_hooks_that_lie_elsewhere(test, home, name, monkeypatch):
+    monkeypatch.setattr(home, name, lambda thing: False)
     dies(test)
 
 
 def test_the_canary_dies_of_kernels_chosen_in_another_way(monkeypatch):
-    monkeypatch.setattr(torch_private, "foreach_classes", list(torch_private.foreach_classes))
+    monkeypatch.setattr(optimizers, "foreach_classes", list(optimizers.foreach_classes))
     dies(test_forward_fusion_takes_multi_tensor_kernels)

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from retime.foundations import torch_private
+from retime.foundations.torch_private import distributed
 from support.private_canaries import canary
 
 
@@ -49,20 +49,20 @@ def group():
 def test_the_runtime_does_what_it_is_told():
     stage = Stage()
     orders = {0: [("F", 0, 0), ("F", 0, 1), ("O", 0, 1), ("B", 0, 0), ("W", 0, 1)]}
-    torch_private.pipeline_runtime([stage], 2, orders).run()
+    distributed.pipeline_runtime([stage], 2, orders).run()
     assert stage.asked == [("F", 0), ("F", 1), ("O", 1, False), ("B", 0, False), ("W", 1, True), ("reduce", 1)]
 
 
 @canary("torch_pipeline_orders", "PipelineAction", breaks="torch's own schedules in ooo_pipeline")
 def test_orders_of_torchs_schedules():
-    orders, rank_of = torch_private.torch_pipeline_orders("InterleavedZeroBubble", 2, 4, 2)
+    orders, rank_of = distributed.torch_pipeline_orders("InterleavedZeroBubble", 2, 4, 2)
     assert rank_of == (0, 1, 0, 1)
     for rank, order in orders.items():
         assert sorted(order) == sorted(
             (kind, stage, batch) for kind in "FOW" for stage in (rank, rank + 2) for batch in range(4)
         )
     with pytest.raises(ValueError, match="Unknown schedule"):
-        torch_private.torch_pipeline_orders("Nonesuch", 2, 4, 2)
+        distributed.torch_pipeline_orders("Nonesuch", 2, 4, 2)
 
 
 class OneOfTwo(Stage):
@@ -81,7 +81,7 @@ def test_messages_are_asked_for_ahead():
     }
 
     def received(ask_ahead: int) -> tuple[list[str], list[str]]:
-        messages = torch_private.pipeline_runtime([OneOfTwo()], 4, orders, ask_ahead=ask_ahead).with_messages[1]
+        messages = distributed.pipeline_runtime([OneOfTwo()], 4, orders, ask_ahead=ask_ahead).with_messages[1]
         names = [str(action) for action in messages]
         return names, [name for name in names if "RECV" in name]
 

@@ -4,19 +4,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from retime.foundations import torch_private
+from retime.foundations.torch_private import engine, tensors
 from support.private_canaries import canary, dies
 
 
 @canary("version_of", breaks="seeing writes into tensors (fusion's guards, offloading)")
 def test_fusion_and_offloading_see_writes():
     x = torch.zeros(2)
-    before = torch_private.version_of(x)
+    before = tensors.version_of(x)
     x.add(1)
-    assert torch_private.version_of(x) == before
+    assert tensors.version_of(x) == before
     x[:1].add_(1)
-    assert torch_private.version_of(x) > before
-    assert torch_private.version_of(nn.Parameter(torch.zeros(2))) == 0
+    assert tensors.version_of(x) > before
+    assert tensors.version_of(nn.Parameter(torch.zeros(2))) == 0
 
 
 @canary("kept_version", breaks="checkpoints around the layers of a pipeline")
@@ -24,7 +24,7 @@ def test_pipelines_write_what_a_checkpoint_has_saved():
     x = torch.ones(2, requires_grad=True)
     y = x * 1
     z = y.square()
-    with torch.no_grad(), torch_private.kept_version(y):
+    with torch.no_grad(), tensors.kept_version(y):
         y.mul_(1)
     z.sum().backward()
     assert x.grad.tolist() == [2, 2]
@@ -33,15 +33,15 @@ def test_pipelines_write_what_a_checkpoint_has_saved():
 @canary("base_of", breaks="the dry run's undoing of writes into outside tensors")
 def test_dry_run_tells_views():
     x = torch.zeros(2)
-    assert torch_private.base_of(x) is None
-    assert torch_private.base_of(x[:1]) is x
+    assert tensors.base_of(x) is None
+    assert tensors.base_of(x[:1]) is x
 
 
 @canary("unsafe_view", breaks="two streams of linear layers on sequences")
 def test_another_shape_is_no_view() -> None:
     x = nn.Parameter(torch.ones(2, 3)) * 2
-    y = torch_private.unsafe_view(x, (3, 2))
-    assert torch_private.base_of(y) is None
+    y = tensors.unsafe_view(x, (3, 2))
+    assert tensors.base_of(y) is None
     assert y.data_ptr() == x.data_ptr()
     y.mul_(2).sum().backward()
 
@@ -49,20 +49,20 @@ def test_another_shape_is_no_view() -> None:
 @canary("tensor_hooks", breaks="respect for gradient hooks (out-of-order weight gradients, memory budget)")
 def test_out_of_order_sees_gradient_hooks():
     x = nn.Parameter(torch.zeros(2))
-    assert not torch_private.tensor_hooks(x)
+    assert not tensors.tensor_hooks(x)
     handle = x.register_hook(torch.neg)
-    assert list(torch_private.tensor_hooks(x).values()) == [torch.neg]
+    assert list(tensors.tensor_hooks(x).values()) == [torch.neg]
     handle.remove()
-    assert not torch_private.tensor_hooks(x)
+    assert not tensors.tensor_hooks(x)
 
 
 @canary("post_accumulate_hooks", breaks="backward fusion's look for others who read gradients")
 def test_backward_fusion_sees_other_readers_of_gradients():
     x = nn.Parameter(torch.zeros(2))
-    assert not torch_private.post_accumulate_hooks(x)
+    assert not tensors.post_accumulate_hooks(x)
     for count in (1, 2):
         x.register_post_accumulate_grad_hook(lambda _: None)
-        assert len(torch_private.post_accumulate_hooks(x)) == count
+        assert len(tensors.post_accumulate_hooks(x)) == count
 
 
 class Watched(Tensor):
@@ -79,17 +79,17 @@ def test_forward_fusion_knows_reads_of_hooks():
     x = torch.zeros(2).as_subclass(Watched)
     Watched.seen = []
     _ = x._backward_hooks, x._post_accumulate_grad_hooks
-    assert Watched.seen == list(torch_private.reads_of_hooks)
+    assert Watched.seen == list(tensors.reads_of_hooks)
 
 
 @canary("without_subclass_functions", "without_torch_functions", breaks="forward fusion's own reads of parameters")
 def test_forward_fusion_reads_without_being_seen():
     x = torch.zeros(2).as_subclass(Watched)
     Watched.seen = []
-    with torch_private.without_subclass_functions():
+    with tensors.without_subclass_functions():
         x.add(1)
         assert x.grad is None
-    with torch_private.without_torch_functions():
+    with tensors.without_torch_functions():
         x.add(1)
     assert Watched.seen == []
     x.add(1)
@@ -101,11 +101,11 @@ def test_backward_fusion_makes_gradients_without_memory():
     seen = []
 
     class Formal(Tensor):
-        __torch_function__ = torch_private.disabled_torch_function
+        __torch_function__ = tensors.disabled_torch_function
 
         @staticmethod
         def __new__(cls, like):
-            return torch_private.make_wrapper_subclass(
+            return tensors.make_wrapper_subclass(
                 cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
             )
 
@@ -127,25 +127,23 @@ def test_backward_fusion_makes_gradients_without_memory():
 def test_sparse_tensors_are_counted():
     # not coalesced: the public methods would raise
     x = torch.sparse_coo_tensor([[1, 1]], [2.0, 3.0], (4,), check_invariants=True)
-    assert torch_private.sparse_values(x).tolist() == [2, 3]
-    assert torch_private.sparse_indices(x).tolist() == [[1, 1]]
+    assert tensors.sparse_values(x).tolist() == [2, 3]
+    assert tensors.sparse_indices(x).tolist() == [[1, 1]]
 
 
 @canary("neg_view", breaks="offloading of tensors with the negative bit")
 def test_offloading_gives_back_the_negative_bit():
     x = torch.tensor([1.0, -2.0])
-    assert torch_private.neg_view(x).is_neg()
-    assert torch_private.neg_view(x).tolist() == [-1, 2]
-    assert torch_private.neg_view(x).untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    assert tensors.neg_view(x).is_neg()
+    assert tensors.neg_view(x).tolist() == [-1, 2]
+    assert tensors.neg_view(x).untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
 
 
 @canary("storage_address", breaks="telling storages apart (offloading, dry runs)")
 def test_offloading_knows_storages_again():
     x = torch.zeros(4)
-    assert torch_private.storage_address(x.untyped_storage()) == torch_private.storage_address(x[2:].untyped_storage())
-    assert torch_private.storage_address(x.untyped_storage()) != torch_private.storage_address(
-        x.clone().untyped_storage()
-    )
+    assert tensors.storage_address(x.untyped_storage()) == tensors.storage_address(x[2:].untyped_storage())
+    assert tensors.storage_address(x.untyped_storage()) != tensors.storage_address(x.clone().untyped_storage())
 
 
 @canary("storage_use_count", breaks="forward fusion's search for aliases of parameters")
@@ -153,7 +151,7 @@ def test_forward_fusion_finds_aliases():
     x = nn.Parameter(torch.zeros(4))
 
     def owners() -> int:
-        return torch_private.storage_use_count(torch_private.storage_address(x.untyped_storage()))
+        return tensors.storage_use_count(tensors.storage_address(x.untyped_storage()))
 
     assert owners() == 2  # the parameter and the handle
     alias = x.data
@@ -170,18 +168,18 @@ def test_offloading_leaves_transformed_tensors_alone():
     seen = []
 
     def function(x: Tensor) -> Tensor:
-        seen.append(torch_private.is_functorch_wrapped(x))
+        seen.append(tensors.is_functorch_wrapped(x))
         return x.sum()
 
     torch.func.vmap(function)(torch.ones(2, 2))
     assert seen == [True]
-    assert not torch_private.is_functorch_wrapped(torch.ones(2))
+    assert not tensors.is_functorch_wrapped(torch.ones(2))
 
 
 @canary("lazy_clone", breaks="the dry run's copies that cost no memory")
 def test_dry_run_copies_lazily():
     x = torch.zeros(1 << 16)
-    copy = torch_private.lazy_clone(x)
+    copy = tensors.lazy_clone(x)
     assert torch._C._is_cow_tensor(copy)
     x.add_(1)
     assert copy.count_nonzero() == 0
@@ -191,15 +189,15 @@ def test_dry_run_copies_lazily():
 
 @canary("empty_host_cache", breaks="giving locked host memory back after offloading")
 def test_offloading_gives_locked_memory_back():
-    torch_private.empty_host_cache()
+    tensors.empty_host_cache()
     if torch.cuda.is_available():
         pinned = torch.empty(1 << 24, dtype=torch.uint8, pin_memory=True)
         del pinned
-        torch_private.empty_host_cache()
+        tensors.empty_host_cache()
         assert torch.cuda.memory.host_memory_stats()["allocated_bytes.current"] < 1 << 24
 
 
-class Operations(torch_private.TorchDispatchMode):
+class Operations(engine.TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.seen = []
@@ -217,32 +215,32 @@ def test_dry_run_sees_each_operation():
         y.backward(torch.ones(2))
     assert torch.ops.aten.exp.default in mode.seen
     assert torch.ops.aten.mul.Tensor in mode.seen  # of the backward pass
-    assert all(isinstance(func, torch_private.OpOverload) for func in mode.seen)
+    assert all(isinstance(func, engine.OpOverload) for func in mode.seen)
 
 
 @canary("function_mode_count", breaks="calls without a CUDA graph under torch function modes")
 def test_graphs_see_function_modes():
-    before = torch_private.function_mode_count()
+    before = engine.function_mode_count()
     with torch.overrides.TorchFunctionMode():
-        assert torch_private.function_mode_count() == before + 1
-    assert torch_private.function_mode_count() == before
+        assert engine.function_mode_count() == before + 1
+    assert engine.function_mode_count() == before
 
 
 @canary("without_dispatch_modes", "dispatch_mode_count", breaks="copies of real tensors in the midst of a dry run")
 def test_dry_run_can_be_left():
-    assert torch_private.dispatch_mode_count() == 0
+    assert engine.dispatch_mode_count() == 0
     with Operations() as mode:
-        assert torch_private.dispatch_mode_count() == 1
-        with torch_private.without_dispatch_modes():
-            assert torch_private.dispatch_mode_count() == 0
+        assert engine.dispatch_mode_count() == 1
+        with engine.without_dispatch_modes():
+            assert engine.dispatch_mode_count() == 0
             torch.ones(2).exp()
-        assert torch_private.dispatch_mode_count() == 1
+        assert engine.dispatch_mode_count() == 1
         assert mode.seen == []
 
 
 @canary("schema_of", breaks="the dry run's knowledge of what an operation writes")
 def test_dry_run_reads_schemas():
-    schema = torch_private.schema_of(torch.ops.aten.add_.Tensor)
+    schema = engine.schema_of(torch.ops.aten.add_.Tensor)
     assert schema.name == "aten::add_"
     assert schema.is_mutable
     assert [argument.name for argument in schema.arguments] == ["self", "other", "alpha"]
@@ -250,7 +248,7 @@ def test_dry_run_reads_schemas():
     assert schema.arguments[1].alias_info is None
     assert schema.arguments[2].default_value == 1
     assert [str(result.type) for result in schema.returns] == ["Tensor"]
-    assert not torch_private.schema_of(torch.ops.aten.add.Tensor).is_mutable
+    assert not engine.schema_of(torch.ops.aten.add.Tensor).is_mutable
 
 
 @canary(
@@ -262,26 +260,26 @@ def test_dry_run_reads_schemas():
     breaks="the memory budget's dry run on tensors without values",
 )
 def test_dry_run_computes_nothing():
-    with torch_private.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with engine.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         x = mode.from_tensor(torch.ones(3))
         y = x.exp()
-        assert isinstance(y, torch_private.FakeTensor)
+        assert isinstance(y, engine.FakeTensor)
         assert (y.shape, y.dtype, y.device) == ((3,), torch.float32, torch.device("cpu"))
         assert y.untyped_storage().device.type == "meta"
-        with pytest.raises(torch_private.DataDependentOutputException):
+        with pytest.raises(engine.DataDependentOutputException):
             y.sum().item()
-        with pytest.raises(torch_private.DynamicOutputShapeException):
+        with pytest.raises(engine.DynamicOutputShapeException):
             y.nonzero()
-    assert issubclass(torch_private.UnsupportedFakeTensorException, RuntimeError)
+    assert issubclass(engine.UnsupportedFakeTensorException, RuntimeError)
 
 
 @canary("tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", breaks="taking batches apart")
 def test_batches_are_taken_apart():
     tree = {"x": (1, [2, None]), "y": 3}
-    leaves, form = torch_private.tree_flatten(tree)
-    assert leaves == torch_private.tree_leaves(tree) == [1, 2, None, 3]
-    assert torch_private.tree_unflatten([4, 5, 6, 7], form) == {"x": (4, [5, 6]), "y": 7}
-    assert torch_private.tree_map(str, tree) == {"x": ("1", ["2", "None"]), "y": "3"}
+    leaves, form = engine.tree_flatten(tree)
+    assert leaves == engine.tree_leaves(tree) == [1, 2, None, 3]
+    assert engine.tree_unflatten([4, 5, 6, 7], form) == {"x": (4, [5, 6]), "y": 7}
+    assert engine.tree_map(str, tree) == {"x": ("1", ["2", "None"]), "y": "3"}
 
 
 @canary("LOCAL_SCALAR_DENSE", breaks="the dry run's answer to .item()")
@@ -289,7 +287,7 @@ def test_dry_run_meets_value_reads():
     with Operations() as mode:
         torch.ones(()).item()
         bool(torch.ones(()))
-    assert mode.seen.count(torch_private.LOCAL_SCALAR_DENSE) == 2
+    assert mode.seen.count(engine.LOCAL_SCALAR_DENSE) == 2
 
 
 @canary("FOREACH_ZERO", "TO_COPY", breaks="zeroing and moving of backward fusion's used-up gradients")
@@ -299,8 +297,8 @@ def test_backward_fusions_gradients_are_zeroed_and_moved():
     with Operations() as mode:
         torch.optim.SGD([x], foreach=True).zero_grad(set_to_none=False)
         x.grad.to(torch.float64)
-    assert mode.seen.count(torch_private.FOREACH_ZERO) == 1
-    assert mode.seen.count(torch_private.TO_COPY) == 1
+    assert mode.seen.count(engine.FOREACH_ZERO) == 1
+    assert mode.seen.count(engine.TO_COPY) == 1
 
 
 @pytest.mark.parametrize(
@@ -314,5 +312,5 @@ def test_backward_fusions_gradients_are_zeroed_and_moved():
     ],
 )
 def test_canaries_die_of_a_torch_that_behaves_otherwise(test, name, broken, monkeypatch):
-    monkeypatch.setattr(torch_private, name, broken)
+    monkeypatch.setattr(tensors, name, broken)
     dies(test)
