@@ -147,11 +147,6 @@ class SplitBackward:
         """
         self._count(self.passes.finish_together(key, self.first_pass.order))
 
-    def finish_all(self) -> None:
-        """Finish all passes in flight, in the order in which they began."""
-        for key in list(self.passes.in_flight):
-            self.finish(key)
-
     def drop(self, key: Hashable) -> None:
         """Compute nothing more of this pass; a backward pass that comes through it all the same raises.
 
