@@ -134,11 +134,6 @@ class Pool:
         """The largest request that needs no offloading."""
         return max((segment.size for segment in self._free), default=0)
 
-    @property
-    def fragmentation(self) -> float:
-        """The share of the free bytes outside the largest free segment: 0 when they are in one piece."""
-        return 1 - self.largest_free_bytes / self.free_bytes if self.free_bytes else 0.0
-
     def would_fit(self, sizes: Iterable[int]) -> list[bool]:
         """For each of these requests, made one after another: would it find a place?"""
         free = [segment.size for segment in self._free]

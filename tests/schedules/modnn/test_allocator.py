@@ -53,14 +53,9 @@ def test_free_segments_merge_with_their_neighbours(order):
     assert pool.allocate(9, 7).offset == 0
 
 
-def test_fragmentation_and_marks():
+def test_free_bytes_and_marks():
     pool = holes(6, 2)
     assert (pool.free_bytes, pool.largest_free_bytes) == (8, 6)
-    assert pool.fragmentation == 0.25
-    assert Pool(8).fragmentation == 0
-    full = Pool(1)
-    full.allocate(1, 0)
-    assert full.fragmentation == 0
     # Holes count for the high-water mark, not for the bytes in use.
     pool = Pool(12)
     below = pool.allocate(4, 0)
