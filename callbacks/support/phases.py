@@ -152,7 +152,6 @@ class PhaseCallback(Callback):
         self.every_n_steps = every_n_steps
         self.warm_up = warm_up
         self._publishes = log  # Lightning puts the module's log method at `callback.log`
-        self.steps_measured = 0
         self._seen = self._measured = 0  # in this fit
         self._under_way = self._measuring = False
         self._global_step = 0
@@ -218,7 +217,6 @@ class PhaseCallback(Callback):
         self._seen += 1
         if self._measuring:
             self._measured += 1
-            self.steps_measured += 1
             self._end_step(trainer, self._global_step)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
