@@ -44,7 +44,7 @@ from typing import Any, NoReturn
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from retime.commands.plan_job import Job, job_of
+from retime.commands.job import Job, job_of
 from retime.foundations.messages import show_bytes
 from retime.foundations.parts import dry_part, samples_in
 from retime.foundations.preserve_state import preserve_state

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.utils.data import DataLoader
 
-from retime.commands.plan_reference import called
+from retime.commands.reference import called
 from retime.foundations.torch_private.engine import tree_map
 from retime.mechanisms.memory_budget import Gradients
 
