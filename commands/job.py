@@ -1,4 +1,4 @@
-"""What `retime plan` plans: a model, a batch, its loss and its optimizers, from a function's name or a config."""
+"""What the commands work on: a model, a batch, its loss and its optimizers, from a function's name or a config."""
 
 import argparse
 import contextlib
@@ -43,27 +43,100 @@ class Job:
     gradients: Gradients = "freed"
 
 
-def job_of(options: argparse.Namespace, words: Sequence[str]) -> Job:
-    """The job that the command line names: with `--config` words are overrides, else the one word is a reference.
+@dataclass
+class Given:
+    """What the command line names: a model, its first batch, and which optimizer, if it says so."""
+
+    model: nn.Module
+    batch: Any
+    optimizer: dict[str, Any] | None
+
+
+def add_job_options(command: argparse.ArgumentParser) -> None:
+    """What names a job, for :func:`given_by`."""
+    command.add_argument("words", nargs="*", metavar="WORD", help="package.module:function; with --config: overrides")
+    command.add_argument("--config", type=Path, metavar="FILE", help="a Hydra config with model, data and so on")
+    command.add_argument("--batch", type=int, help="samples in a batch")
+    command.add_argument("--optimizer", help="for a plain nn.Module: a class such as torch.optim.AdamW")
+
+
+def given_by(options: argparse.Namespace, words: Sequence[str]) -> Given:
+    """What the command line names: with `--config` words are overrides, else the one word is a reference.
 
     Raises:
         ValueError: they name none.
     """
-    if options.accumulate < 1:
-        raise ValueError(f"--accumulate {options.accumulate}: a step takes gradients of 1 batch or more")
     if options.batch is not None and options.batch < 1:
         raise ValueError(f"--batch {options.batch}: give 1 or more")
-    job = _from_config(options, words) if options.config else _from_reference(options, words)
-    is_lightning = isinstance(job.model, LightningModule)
-    if options.optimizer and is_lightning and is_overridden("configure_optimizers", job.model):
-        kind = type(job.model).__name__
-        raise ValueError(f"--optimizer {options.optimizer}: {kind} has a configure_optimizers, so drop --optimizer")
+    given = _from_config(options, words) if options.config else _from_reference(options, words)
+    if isinstance(given.model, LightningModule):
+        kind = type(given.model).__name__
+        if not is_overridden("training_step", given.model):
+            raise ValueError(f"{kind} has no training_step: write one, or return a plain nn.Module")
+        if options.optimizer and is_overridden("configure_optimizers", given.model):
+            raise ValueError(f"--optimizer {options.optimizer}: {kind} has a configure_optimizers, so drop --optimizer")
+    return given
+
+
+def job_of(options: argparse.Namespace, words: Sequence[str]) -> Job:
+    """The job that the command line names.
+
+    Raises:
+        ValueError: it names none.
+    """
+    if options.accumulate < 1:
+        raise ValueError(f"--accumulate {options.accumulate}: a step takes gradients of 1 batch or more")
+    given = given_by(options, words)
+    job = _lightning_job(given) if isinstance(given.model, LightningModule) else _supervised_job(given)
     if options.accumulate > 1:
         job.gradients = "kept"
     return job
 
 
-def _from_reference(options: argparse.Namespace, words: Sequence[str]) -> Job:
+class Supervised(LightningModule):
+    """A plain nn.Module with its loss and its optimizer, for a Trainer."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.model = job.model
+        self._job_loss, self._made = job.loss, job.optimizers
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self._job_loss(batch)
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return self._made
+
+
+def module_of(given: Given) -> LightningModule:
+    """What a Trainer can fit: the LightningModule that was given, or one around the plain module.
+
+    Raises:
+        ValueError: nothing says which optimizer.
+    """
+    model, kind = given.model, type(given.model).__name__
+    own = isinstance(model, LightningModule) and is_overridden("configure_optimizers", model)
+    if not own and not given.optimizer:
+        raise ValueError(f"{kind} has no optimizer: give --optimizer, such as --optimizer torch.optim.AdamW")
+    if not isinstance(model, LightningModule):
+        return Supervised(_supervised_job(given))
+    if not own:
+        model.configure_optimizers = lambda: _built(given)  # type: ignore[method-assign]
+    return model
+
+
+def optimizers_in(made: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers in what a `configure_optimizers` returned."""
+    if isinstance(made, torch.optim.Optimizer):
+        return [made]
+    if isinstance(made, dict):
+        return [made["optimizer"]]
+    first = made[0] if isinstance(made, tuple | list) and made and isinstance(made[0], list | tuple) else made
+    several: Any = first or ()
+    return [one for one in several if isinstance(one, torch.optim.Optimizer)]
+
+
+def _from_reference(options: argparse.Namespace, words: Sequence[str]) -> Given:
     if len(words) != 1 or ":" not in words[0]:
         raise ValueError(f"{' '.join(words)!r} names no model: write package.module:function, or give --config FILE")
     (reference,) = words
@@ -75,13 +148,10 @@ def _from_reference(options: argparse.Namespace, words: Sequence[str]) -> Job:
         batch = _first_batch(batch)
     elif isinstance(batch, DataLoader):
         batch = next(iter(batch))
-    batch = _on(options.device, batch)
-    if isinstance(model, LightningModule):
-        return _lightning_job(model, batch, _optimizer_block(options))
-    return _supervised_job(model, batch, _optimizer_block(options))
+    return Given(model, _on(options.device, batch), _optimizer_block(options))
 
 
-def _from_config(options: argparse.Namespace, overrides: Sequence[str]) -> Job:
+def _from_config(options: argparse.Namespace, overrides: Sequence[str]) -> Given:
     from retime.recipes.core import build
 
     blocks = _blocks(options.config, overrides, options.device)
@@ -90,10 +160,9 @@ def _from_config(options: argparse.Namespace, overrides: Sequence[str]) -> Job:
     model = build.build_model(blocks["model"], device, seed=0)
     batch = _batch_of(options, blocks, device)
     optimizer = _optimizer_block(options) or blocks["optimizer"]
-    if isinstance(model, LightningModule):
-        return _lightning_job(model, batch, optimizer)
-    _need(options.config, blocks | {"optimizer": optimizer}, "optimizer")
-    return _supervised_job(model, batch, optimizer)
+    if not isinstance(model, LightningModule):
+        _need(options.config, blocks | {"optimizer": optimizer}, "optimizer")
+    return Given(model, batch, optimizer)
 
 
 def _blocks(file: Path, overrides: Sequence[str], device: str) -> dict[str, Any]:
@@ -188,10 +257,18 @@ def _optimizer_block(options: argparse.Namespace) -> dict[str, Any] | None:
     return {"_target_": options.optimizer, "lr": 0.01}
 
 
-def _supervised_job(model: nn.Module, batch: Any, optimizer: dict[str, Any] | None) -> Job:
+def _built(given: Given) -> torch.optim.Optimizer:
     from retime.recipes.core import build
 
-    optimizers = [build.build_optimizer(optimizer, model.parameters(), {})] if optimizer else []
+    assert given.optimizer is not None
+    return build.build_optimizer(given.optimizer, given.model.parameters(), {})
+
+
+def _supervised_job(given: Given) -> Job:
+    from retime.recipes.core import build
+
+    model, batch = given.model, given.batch
+    optimizers = [_built(given)] if given.optimizer else []
     if not isinstance(batch, Mapping) and not (isinstance(batch, list | tuple) and len(batch) > 1):
         size = f" of {len(batch)}" if isinstance(batch, list | tuple) else ""
         raise ValueError(
@@ -203,27 +280,25 @@ def _supervised_job(model: nn.Module, batch: Any, optimizer: dict[str, Any] | No
     return Job(model, batch, lambda part: build.loss_of(model(part[0]), part[1]), optimizers)
 
 
-def _lightning_job(model: LightningModule, batch: Any, optimizer: dict[str, Any] | None) -> Job:
+def _lightning_job(given: Given) -> Job:
     """By its own training step, with its own optimizers where it makes some; gradients as the Trainer has them."""
-    if not is_overridden("training_step", model):
-        raise ValueError(f"{type(model).__name__} has no training_step: write one, or return a plain nn.Module")
-    with _quiet():
+    model = given.model
+    assert isinstance(model, LightningModule)
+    with quiet():
         model.trainer = _StandIn(
             accelerator="cpu", logger=False, barebones=True, max_steps=_StandIn.estimated_stepping_batches
         )
     optimizers: list[torch.optim.Optimizer] = []
     if is_overridden("configure_optimizers", model):
-        optimizers = _optimizers_of(model)
-    elif optimizer:
-        from retime.recipes.core import build
-
-        optimizers = [build.build_optimizer(optimizer, model.parameters(), {})]
+        optimizers = optimizers_in(model.configure_optimizers())
+    elif given.optimizer:
+        optimizers = [_built(given)]
     kept = is_overridden("optimizer_zero_grad", model)  # it may leave zeros
-    return Job(model, batch, _training_step(model), optimizers, "kept" if kept else "freed after forward")
+    return Job(model, given.batch, _training_step(model), optimizers, "kept" if kept else "freed after forward")
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """A Trainer tells what it leaves out and which devices it found; no training follows here."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
@@ -243,14 +318,3 @@ def _training_step(model: LightningModule) -> Callable[[Any], Any]:
     for name in ("log", "log_dict"):  # there is no trainer to log to
         model.__dict__[name] = lambda *_, **__: None
     return lambda batch: model.training_step(batch, *more)
-
-
-def _optimizers_of(model: LightningModule) -> list[torch.optim.Optimizer]:
-    made = model.configure_optimizers()
-    if isinstance(made, torch.optim.Optimizer):
-        return [made]
-    if isinstance(made, dict):
-        return [made["optimizer"]]
-    first = made[0] if isinstance(made, tuple | list) and made and isinstance(made[0], list | tuple) else made
-    several: Any = first or ()
-    return [one for one in several if isinstance(one, torch.optim.Optimizer)]

@@ -31,20 +31,16 @@ is below the floor, 2 anything else went wrong.
 """
 
 import argparse
-import gc
 import sys
-import sysconfig
-import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from retime.commands.job import Job, job_of
+from retime.commands.job import Job, add_job_options, job_of
 from retime.foundations.messages import show_bytes
 from retime.foundations.parts import dry_part, samples_in
 from retime.foundations.preserve_state import preserve_state
@@ -62,10 +58,7 @@ from retime.mechanisms.memory_budget import (
 from retime.schedules.budget import BudgetError
 from retime.schedules.modnn import lower_bound
 
-_OF_RECIPES = ("hydra", "omegaconf", "sklearn", "transformers", "matplotlib", "rich")
-"""Packages of the recipes extra. Without them a LightningModule can be planned for, which brings its own optimizers."""
-_INSTALL = ': pip install "lightning-retime[recipes]"'
-
+SUMMARY = "what a byte budget does to a training step, without training"
 _RANKS, _CAP_MIB, _MOST_MIB = 2, 25, 2**20
 """Of DDP: ranks, and its own bucket_cap_mb."""
 
@@ -74,49 +67,17 @@ Ask = Callable[..., PlannedShape]
 """For a plan inside so many bytes; says what it does, and saves the plan in a file if one is given."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point of the `retime` script; 0: a plan, 1: the budget is below the floor, 2: anything else went wrong."""
-    options, words = _parsed(arguments)
-    gc.freeze()  # collections, which planning asks for, then pass over what was imported: 0.4 s each
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # a module beside the user
-    try:
-        _check_device(options.device)
-        sharing = _check_ranks(options)
-        _check_outcome(options)
-        budget = parse_budget(options.budget, options.device, sharing)
-        job = job_of(options, words)
-        if not job.optimizers:
-            _progress("no optimizer is known, so its states are not counted: give --optimizer")
-        ask = partial(_planned, job, options.host, options.batchnorm, _data_parallel(options, job))
-        return plan(job, budget, ask, _progress, options.save)
-    except ModuleNotFoundError as error:
-        extra = (error.name or "").partition(".")[0] in _OF_RECIPES
-        _say_error(error, _INSTALL if extra else ": is the folder right, and the environment?")
-    except (ValueError, TypeError, OSError, ImportError, AttributeError, MisconfigurationException) as error:
-        _say_error(error)
-    except Exception as error:  # the user's own step, most likely: how it came about is what they need
-        traceback.print_exc()
-        _say_error(error)
-    return 2
-
-
-def _say_error(error: Exception, more: str = "") -> None:
-    """One line: what was wrong, and where if that was in code of the user's."""
-    text = " ".join(str(error).split())
-    place = _users_place(error)
-    print(f"retime plan: {f'{place}: {type(error).__name__}: ' if place else ''}{text}{more}", file=sys.stderr)
-
-
-def _users_place(error: Exception) -> str:
-    """The innermost line that belongs neither to this package nor to an installed one; "" if there is none."""
-    found = ""
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__"))
-        installed = "site-packages" in file or file.startswith(("<", *sysconfig.get_paths().values()))
-        if not installed and not module.startswith("retime."):
-            found = f"{file}, line {line}, in {frame.f_code.co_name}"
-    return found
+def run(options: argparse.Namespace, words: Sequence[str]) -> int:
+    """Do what the command line asks for; 0: a plan, 1: the budget is below the floor."""
+    _check_device(options.device)
+    sharing = _check_ranks(options)
+    _check_outcome(options)
+    budget = parse_budget(options.budget, options.device, sharing)
+    job = job_of(options, words)
+    if not job.optimizers:
+        _progress("no optimizer is known, so its states are not counted: give --optimizer")
+    ask = partial(_planned, job, options.host, options.batchnorm, _data_parallel(options, job))
+    return plan(job, budget, ask, _progress, options.save)
 
 
 def plan(
@@ -235,34 +196,10 @@ def _print_bounds(job: Job, samples: int) -> None:
     print(f"Eq. 7           {show_bytes(bound.bytes)} (the paper's bound)")
 
 
-def _parsed(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Options, and all other words, which may stand between them."""
-    parser = _parser()
-    options, more = parser.parse_known_args(arguments)
-    unknown = [word for word in more if word.startswith("-")]
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    return options, [*options.words, *more]
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"retime plan: {message}; `retime plan --help` lists what there is\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="retime", description="Re-order one training step.")
-    command = parser.add_subparsers(required=True, metavar="plan").add_parser(
-        "plan", help="what a byte budget does to a training step, without training", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    command.add_argument("words", nargs="*", metavar="WORD", help="package.module:function; with --config: overrides")
-    command.add_argument("--config", type=Path, metavar="FILE", help="a Hydra config with model, data and so on")
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Say what `retime plan` takes."""
+    add_job_options(command)
     command.add_argument("--budget", default="90%", help="bytes, '8GiB' or '90%%' of the device (default)")
-    command.add_argument("--batch", type=int, help="samples in a batch")
-    command.add_argument("--optimizer", help="for a plain nn.Module: a class such as torch.optim.AdamW")
     command.add_argument("--accumulate", type=int, default=1, metavar="N", help="batches whose gradients add up")
     command.add_argument("--ddp", action="store_true", help="one rank of DDP: its buckets count, and gloo's sums")
     command.add_argument(
@@ -279,7 +216,6 @@ def _parser() -> argparse.ArgumentParser:
         "--batchnorm", default="offload", choices=["offload", "ghost"],
         help="in train mode: batches whole (default), or statistics of sub-batches",
     )  # fmt: skip
-    return parser
 
 
 def _check_ranks(options: argparse.Namespace) -> int:
@@ -332,7 +268,3 @@ def _check_device(name: str) -> None:
 
 def _progress(text: str) -> None:
     print(f"retime: {text}", file=sys.stderr, flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import nn
 
-from retime.commands.plan import main
+from retime.commands.main import main
 from support import memory_budget as support
 from support.memory_budget import BATCH, SPLITS, TINY, Net, norm, use_costs
 
@@ -423,7 +423,7 @@ def test_without_the_recipes_extra(capsys: pytest.CaptureFixture[str], monkeypat
         monkeypatch.delattr(f"retime.recipes.{inner[1]}", raising=False)
     for parts in (*(parts for parts in loaded if parts[0] in ("hydra", "omegaconf")), ["hydra"], ["omegaconf"]):
         monkeypatch.setitem(sys.modules, ".".join(parts), None)
-    anew = importlib.import_module("retime.commands.plan")
+    anew = importlib.import_module("retime.commands.main")
     assert anew.main(["plan", f"{__name__}:lightning_model", "--budget", "1GiB"]) == 0
     capsys.readouterr()
     assert anew.main(["plan", f"{__name__}:plain_model", "--budget", "1GiB"]) == 2

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from retime.commands.plan import main
+from retime.commands.main import main
 from support import memory_budget as support
 from support.memory_budget import Net
 

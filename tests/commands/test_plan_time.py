@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from retime.commands.plan import main
+from retime.commands.main import main
 from retime.mechanisms.memory_budget.planner import PlanningStages
 from retime.mechanisms.memory_budget.search import MOST_TRIALS
 from retime.schedules.budget import OffloadPlan

@@ -26,7 +26,7 @@ def deep():
 def run(folder: Path, budget: int | str) -> tuple[int | None, dict[str, str], str]:
     arguments = ["plan", "my_models:deep", "--budget", str(budget), "--optimizer", "torch.optim.AdamW"]
     out, errors = folder / f"{budget}.out", folder / f"{budget}.errors"
-    with Warm("retime.commands.plan", arguments, {**os.environ, "PYTHONPATH": str(folder)}, out, errors) as process:
+    with Warm("retime.commands.main", arguments, {**os.environ, "PYTHONPATH": str(folder)}, out, errors) as process:
         process.wait(limit_s(60))
     return (
         process.returncode,

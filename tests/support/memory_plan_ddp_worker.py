@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from retime.commands.plan import main as retime
+from retime.commands.main import main as retime
 from retime.mechanisms.memory_budget.plan_files import PlanFileError
 from retime.schedules.budget.errors import BudgetError
 from retime.strategies import MemoryBudgetDDPStrategy

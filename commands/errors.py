@@ -1,0 +1,22 @@
+"""Errors as the commands say them: one line, with the place if that is in code of the user's."""
+
+import sysconfig
+import traceback
+
+
+def one_line(error: BaseException) -> str:
+    """What was wrong, and where if that was in code of the user's."""
+    text = " ".join(str(error).split())
+    place = _users_place(error)
+    return f"{place}: {type(error).__name__}: {text}" if place else text
+
+
+def _users_place(error: BaseException) -> str:
+    """The innermost line that belongs neither to this package nor to an installed one; "" if there is none."""
+    found = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__"))
+        installed = "site-packages" in file or file.startswith(("<", *sysconfig.get_paths().values()))
+        if not installed and not module.startswith("retime."):
+            found = f"{file}, line {line}, in {frame.f_code.co_name}"
+    return found
