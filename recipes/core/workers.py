@@ -181,6 +181,17 @@ def tell(text: str) -> None:
         _served.send((_PROGRESS, text))
 
 
+def next_request(answer: Any) -> dict[str, Any] | None:
+    """In a worker, from inside of what a request started: answer now, and wait for the next; None: there is none."""
+    assert _served is not None
+    try:
+        _served.send((_ANSWER, answer))
+        request: dict[str, Any] = _served.recv()
+    except (EOFError, OSError):
+        return None
+    return request
+
+
 def free_port() -> int:
     """A TCP port that nobody listens on at the moment."""
     with socket.socket() as probe:

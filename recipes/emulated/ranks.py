@@ -23,12 +23,14 @@ def run_ranks(
     *,
     timeout_s: float = 600,
     environment: dict[str, str] | None = None,
+    started_with: dict[str, str] | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Any]:
     """Ask a worker on every host for an answer to `request`, and return the answers by rank.
 
     The ranks get torchrun's environment variables, so Lightning joins them and starts none of its own; a server that
-    `joined` makes is in a process group of gloo's. `environment` adds more. What rank 0 tells goes to `progress`.
+    `joined` makes is in a process group of gloo's. `environment` adds more, and so does `started_with`, from a
+    process's first instruction on, for the C library. What rank 0 tells goes to `progress`.
 
     Raises:
         RankError: a rank died or failed, or `timeout_s` went by. None is left running.
@@ -36,15 +38,23 @@ def run_ranks(
     ranks: dict[str, Worker] = {}
     with closing(ranks):
         for rank, host in enumerate(network.hosts):
-            variables = {**(environment or {}), **_variables(network, rank)}
+            variables = {**(environment or {}), **rank_variables(network, rank)}
             told = progress if rank == 0 else lambda text: None
-            worker = Worker(server, None, timeout_s, launch=host.launch, variables=variables, progress=told)
+            worker = Worker(
+                server,
+                None,
+                timeout_s,
+                launch=host.launch,
+                environment=started_with,
+                variables=variables,
+                progress=told,
+            )
             ranks[str(rank)] = worker
             worker.tell(request)
         return _answers(list(ranks.values()), f"{server.__module__}", timeout_s)
 
 
-def _variables(network: Network, rank: int) -> dict[str, str]:
+def rank_variables(network: Network, rank: int) -> dict[str, str]:
     """What torchrun would set."""
     hosts = str(len(network.hosts))
     return {
