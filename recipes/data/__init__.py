@@ -8,6 +8,7 @@ that has a ``name``, ``num_classes`` and ``is_synthetic``. Everything is determi
 real, bundled         real, from the user's path     synthetic, of the same shape
 ====================  =============================  ==============================================
 digits                cifar10, cifar100              synthetic_images
+digit_masks           ..                             .. (segmentation)
 ..                    image_folder (ImageNet)        synthetic_images
 python_source         ..                             synthetic_tokens
 ..                    ..                             synthetic_translation (WMT)
@@ -19,7 +20,7 @@ python_source         ..                             synthetic_tokens
 
 from retime.recipes.data.audio import irmas
 from retime.recipes.data.base import ArrayData
-from retime.recipes.data.bundled import digits, python_source
+from retime.recipes.data.bundled import digit_masks, digits, next_byte, python_source
 from retime.recipes.data.cifar import cifar10, cifar100
 from retime.recipes.data.images import image_folder
 from retime.recipes.data.synthetic import (
@@ -36,9 +37,11 @@ __all__ = [
     "bitstreams",
     "cifar10",
     "cifar100",
+    "digit_masks",
     "digits",
     "image_folder",
     "irmas",
+    "next_byte",
     "python_source",
     "synthetic_images",
     "synthetic_irmas",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.functional import interpolate
@@ -41,6 +42,18 @@ def digits(
         images = interpolate(images, size=(image_size, image_size), mode="bilinear", align_corners=False)
     images = images.expand(-1, channels, -1, -1).contiguous()
     return ArrayData("digits", images, torch.from_numpy(bundle.target).long()[rows], num_classes=10)
+
+
+def digit_masks(split: str = "train", image_size: int = 64, val_fraction: float = 0.2, seed: int = 0) -> ArrayData:
+    """The handwritten digits, with the class of each pixel: 1 where it is inked.
+
+    Inputs float32 ``(1, H, H)`` as of :func:`digits`; targets int64 ``(H, H)``, 1 where the input is above its mean.
+
+    Raises:
+        ImportError, ValueError: as of :func:`digits`.
+    """
+    images = digits(split, image_size, 1, val_fraction, seed).inputs
+    return ArrayData("digit-masks", images, (images[:, 0] > 0).long(), num_classes=2)
 
 
 def python_source(
@@ -92,3 +105,13 @@ def python_source(
     targets = stream[1:].view(count, tokens)
     rows = slice(0, count - val_count) if split == "train" else slice(count - val_count, count)
     return ArrayData("python-source", inputs[rows], targets[rows], num_classes=256)
+
+
+def next_byte(split: str = "train", tokens: int = 64, **more: Any) -> ArrayData:
+    """Windows of :func:`python_source`, each with the byte behind it as its class: inputs ``(T,)``, targets of 256.
+
+    Raises:
+        FileNotFoundError, ValueError: as of :func:`python_source`.
+    """
+    text = python_source(split, tokens, **more)
+    return ArrayData("next-byte", text.inputs, text.targets[:, -1].contiguous(), num_classes=256)

@@ -15,7 +15,8 @@ module           builders                                          papers
 `mobilenet`      mobilenet_v3                                      ooo-backprop
 `googlenet`      googlenet                                         cpu-accumulation
 `translation`    transformer_base                                  optimizer-fusion
-`recurrent`      recurrent_classifier                              bppsa
+`recurrent`      recurrent_classifier, recurrent_tagger            bppsa
+`unet`           unet                                              none of these: what people segment images with
 ===============  ================================================  ================================================
 
 In a Hydra config: ``model: {_target_: retime.recipes.models.vgg, depth: 19, batch_norm: true}``.
@@ -28,8 +29,9 @@ from retime.recipes.models.fcn import fcn
 from retime.recipes.models.googlenet import googlenet
 from retime.recipes.models.hub import bert, gpt2, llama, mobilenet_v2, resnet
 from retime.recipes.models.mobilenet import mobilenet_v3
-from retime.recipes.models.recurrent import recurrent_classifier
+from retime.recipes.models.recurrent import recurrent_classifier, recurrent_tagger
 from retime.recipes.models.translation import transformer_base
+from retime.recipes.models.unet import unet
 
 __all__ = [
     "alexnet",
@@ -47,7 +49,9 @@ __all__ = [
     "parameter_count",
     "parameters_per_layer",
     "recurrent_classifier",
+    "recurrent_tagger",
     "resnet",
     "transformer_base",
+    "unet",
     "vgg",
 ]

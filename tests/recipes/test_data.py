@@ -64,6 +64,19 @@ def test_a_linear_network_learns_the_digits() -> None:
     assert float((model(val.inputs).argmax(1) == val.targets).float().mean()) > 0.9
 
 
+def test_digit_masks_are_where_the_digits_are() -> None:
+    pytest.importorskip("sklearn")
+    image, mask = data.digit_masks("val", image_size=32)[0]
+    assert torch.equal(mask, (image[0] > 0).long())
+    assert 0 < float(mask.float().mean()) < 1
+
+
+def test_next_byte_is_the_one_behind_the_window() -> None:
+    text, ours = data.python_source(tokens=64, max_bytes=20_000), data.next_byte(max_bytes=20_000)
+    assert torch.equal(ours.inputs, text.inputs)
+    assert torch.equal(ours.targets[:-1], text.inputs[1:, 0])
+
+
 def test_python_source_is_real_text_shifted_by_one_byte() -> None:
     train, val = (data.python_source(split, tokens=64, max_bytes=20_000) for split in ("train", "val"))
     assert (train.name, train.is_synthetic, train.num_classes) == ("python-source", False, 256)

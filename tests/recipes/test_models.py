@@ -147,6 +147,19 @@ def test_fcn_scores_every_pixel(variant: str) -> None:
     check_trains(models.fcn(variant, num_classes=5, width=1 / 64), IMAGES[..., :32], (2, 5, 64, 32))
 
 
+def test_unet_scores_every_pixel() -> None:
+    model = models.unet(num_classes=5, in_channels=3, depth=2, width=1 / 8)
+    check_trains(model, IMAGES[..., :32], (2, 5, 64, 32))
+    assert [stage[0].out_channels for stage in model.down] == [8, 16, 32]
+    with pytest.raises(ValueError, match="depth=0"):
+        models.unet(depth=0)
+
+
+def test_recurrent_tagger_scores_every_token() -> None:
+    model = models.recurrent_tagger(vocab_size=20, hidden_size=8, num_classes=3, bidirectional=True)
+    check_trains(model, torch.randint(20, (2, 12)), (2, 12, 3))
+
+
 def test_fcn_upsampling_starts_as_bilinear_interpolation() -> None:
     from retime.recipes.models.fcn import bilinear_upsampling
 
