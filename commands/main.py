@@ -1,4 +1,4 @@
-"""The `retime` script: reads its command line and runs the command that it names."""
+"""The `retime` script: reads its command line and runs the command, plan or advise."""
 
 import argparse
 import gc
@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from retime.commands import plan
+from retime.commands import advise, plan
 from retime.commands.errors import one_line
 
 _OF_RECIPES = ("hydra", "omegaconf", "sklearn", "transformers", "matplotlib", "rich")
@@ -45,7 +45,7 @@ def _parsed(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[s
     """Options, and all other words, which may stand between them."""
     parser = _Parser(prog="retime", description="Re-order one training step.")
     commands = parser.add_subparsers(required=True, dest="command", metavar="COMMAND")
-    for module in (plan,):
+    for module in (plan, advise):
         name = module.__name__.rpartition(".")[2]
         command = commands.add_parser(
             name, help=module.SUMMARY, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -26,7 +26,10 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 
 CONTENTS = {
-    "Start": ["docs/start", "docs/examples", "docs/questions/out_of_memory", "docs/questions/how_much_memory"],
+    "Start": [
+        *("docs/start", "docs/advise", "docs/examples", "docs/questions/out_of_memory"),
+        "docs/questions/how_much_memory",
+    ],
     "Questions": [
         *("docs/questions/gradient_accumulation", "docs/questions/slow_ddp", "docs/questions/rnns_on_a_cpu"),
         "docs/questions/how_it_stays_equal",

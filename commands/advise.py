@@ -1,0 +1,581 @@
+"""`retime advise`: which methods of this package pay for your own training step, measured on this machine.
+
+    retime advise my_package.models:model_and_batch --optimizer torch.optim.AdamW
+    retime advise my_package.models:module_and_data --devices 2 --memory 8GiB --json advice.json --html advice.html
+    retime advise --config conf/train.yaml --network 10gbit --ranks 8 model.width=64
+
+It takes what `retime plan` takes: a function that returns (model, batch) or (LightningModule, LightningDataModule), or
+a config. Each method trains in processes of its own, which build the model from that name again, with one batch
+over and over; the model itself is only read. What a Trainer is to be told besides goes in by --trainer, such as
+--trainer gradient_clip_val=1.0, as some methods do nothing under it.
+
+Each method takes turns with the strongest plain step: torch's fused optimizer kernel where there is one, the best
+number of threads, and the C library's heap kept or not, whichever was fastest. Methods for several ranks are compared
+with `ddp` on as many ranks. What is faster is measured a second time, in new processes, before it is advised. A gain
+whose quartiles lie on both sides of 1 is undecided. Memory is resident bytes of a process at its peak, less what it
+had before the model was there; of ranks the largest.
+
+The answer on stdout ends with the line to paste. stderr says what is being measured. Ctrl-C ends with what was
+measured so far and exit status 130. Exit status 0: advice, which may be to train as before; 2: something went wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+
+from retime.commands.advise_page import page, text
+from retime.commands.advise_worker import DDP, METHODS, PLAIN, Method, memory_budget, serve
+from retime.commands.job import add_job_options
+from retime.foundations.messages import parse_bytes
+from retime.recipes.core.measure import Spread, speedup, spread
+from retime.recipes.core.workers import Worker, WorkerError
+from retime.recipes.cpu_memory.allocators import environment_of
+from retime.recipes.emulated.network import MOST_HOSTS, loopback
+from retime.recipes.emulated.ranks import rank_variables
+from retime.recipes.emulated.rate import parse_rate
+from retime.recipes.ooo import systems
+from retime.schedules import Cluster, LayerCost, Link
+
+SUMMARY = "which methods pay for your own training step, measured"
+_ROUNDS, _LEAST_ROUNDS, _SEARCH_ROUNDS = 9, 3, 3
+_BLOCK_MS, _MOST_STEPS = 300.0, 500
+"""Of a block, which gives one number of a round; several steps where they are short."""
+_LATENCY_MS, _BUCKETS = 0.05, (2**20, 4 * 2**20, 25 * 2**20)
+"""Of simulated networks: of a message; bytes of DDP's buckets, of which the best count, for either way."""
+_FASTER, _SLOWER, _UNDECIDED, _SIMULATED = "faster", "slower", "undecided", "simulated"
+_NOTHING, _OUT = "no effect", "does not apply"
+_HAS_NO_EFFECT = re.compile(r"no effect(: | on these steps)|do not pay here|no CPU memory pool: ")
+"""In a NoEffectWarning about all of a method, and not about some layers or parameters."""
+_MEASURED = ("ms", "peak_bytes", "said", "report", "spans")
+"""Of a process's first answer; the rest are facts of the job."""
+_OURS = ("strategy", "devices", "accelerator", "num_nodes", "callbacks", "logger", "max_epochs", "max_steps")
+
+
+class MethodError(Exception):
+    """Why a method does not apply, in its own words; `missing` is a module that is not installed."""
+
+    def __init__(self, text: str, missing: str | None = None) -> None:
+        super().__init__(text)
+        self.missing = missing
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a plain step runs: threads of its kernels, torch's fused optimizer kernel, the C library's heap kept."""
+
+    threads: int
+    fused: bool
+    kept_heap: bool
+
+    def __str__(self) -> str:
+        said = [f"{self.threads} thread{'s' if self.threads > 1 else ''}"]
+        said += ["fused=True"] if self.fused else []
+        return ", ".join([*said, *(["heap kept"] if self.kept_heap else [])])
+
+
+@dataclass
+class Row:
+    """What is known of one method. `verdict` is one of those above; `why` says why there is no number, or none counts.
+
+    `gain` is how many times as fast it is as what it is compared with, by round.
+    """
+
+    name: str
+    method: Method
+    verdict: str
+    why: str = ""
+    gain: Spread | None = None
+    step_ms: float | None = None
+    peak_bytes: int | None = None
+    threads: int = 0
+    kept_heap: bool = False
+    report: str = ""
+    notes: list[str] = field(default_factory=list)
+    confirmed: bool = False
+
+    def judge(self) -> None:
+        """By the quartiles."""
+        assert self.gain is not None
+        self.verdict = _FASTER if self.gain.low > 1 else _SLOWER if self.gain.high < 1 else _UNDECIDED
+
+    def to_dict(self, devices: int, trainer: dict[str, Any]) -> dict[str, Any]:
+        """Plain values, with all that a method is, and how it is written beside the Trainer's other arguments."""
+        of_method = ("result", "strategy", "arguments", "callback", "ranks", "bare", "accelerate")
+        return {
+            **{key: value for key, value in vars(self).items() if key != "method"},
+            **{key: getattr(self.method, key) for key in of_method},
+            "gain": None if self.gain is None else vars(self.gain),
+            "over": "ddp" if self.method.over_ddp else "plain",
+            "trainer": self.method.trainer(devices, trainer),
+        }
+
+
+@dataclass
+class Advice:
+    """All that was measured, as far as it came."""
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    devices: int = 1
+    memory_bytes: int | None = None
+    trainer: dict[str, Any] = field(default_factory=dict)
+    tried_ms: dict[Setting, float] = field(default_factory=dict)
+    as_it_is: Setting | None = None
+    strongest: Setting | None = None
+    plain_ms: float | None = None
+    plain_bytes: int | None = None
+    ddp_ms: float | None = None
+    rows: list[Row] = field(default_factory=list)
+    best: Row | None = None
+    best_of_ranks: Row | None = None
+    spans: dict[str, list[Any]] = field(default_factory=dict)
+    interrupted: bool = False
+
+    def sorted_rows(self) -> list[Row]:
+        """The most gain first, those without a number last."""
+        return sorted(self.rows, key=lambda row: -row.gain.median if row.gain is not None else 0.0)
+
+    def choose(self) -> None:
+        """The fastest that is faster and fits, and if nothing plain fits the fastest that does."""
+        fits = [row for row in self.sorted_rows() if row.gain is not None and self._fits(row.peak_bytes)]
+        alone = [row for row in fits if not row.method.over_ddp and row.verdict != _NOTHING]
+        faster = [row for row in alone if row.verdict == _FASTER]
+        needed = alone if not self._fits(self.plain_bytes) else []
+        self.best = next(iter([*faster, *needed]), None)
+        ranks = [row for row in fits if row.method.over_ddp and row.verdict == _FASTER]
+        self.best_of_ranks = next(iter(ranks), None)
+
+    def _fits(self, peak_bytes: int | None) -> bool:
+        return self.memory_bytes is None or peak_bytes is None or peak_bytes <= self.memory_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON; times in ms, memory in bytes."""
+        return {
+            "job": self.facts,
+            "devices": self.devices,
+            "memory_bytes": self.memory_bytes,
+            "trainer": self.trainer,
+            "plain": {
+                "tried_ms": {str(setting): ms for setting, ms in self.tried_ms.items()},
+                "as_it_is": str(self.as_it_is),
+                "as_it_is_ms": self.tried_ms.get(self.as_it_is) if self.as_it_is else None,
+                "strongest": None if self.strongest is None else vars(self.strongest),
+                "strongest_is": str(self.strongest),
+                "step_ms": self.plain_ms,
+                "peak_bytes": self.plain_bytes,
+                "ddp_ms": self.ddp_ms,
+                "trainer": PLAIN.trainer(1, self.trainer),
+            },
+            "methods": [row.to_dict(self.devices, self.trainer) for row in self.sorted_rows()],
+            "advised": None if self.best is None else self.best.name,
+            "advised_on_ranks": None if self.best_of_ranks is None else self.best_of_ranks.name,
+            "interrupted": self.interrupted,
+        }
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Say what `retime advise` takes."""
+    add_job_options(command)
+    command.add_argument("--devices", type=int, metavar="N", help="local ranks of methods for several (default 2)")
+    command.add_argument("--memory", metavar="BYTES", help="what training may take, such as 8GiB")
+    command.add_argument("--seconds", type=float, default=60.0, help="at most, for each method (default 60)")
+    command.add_argument("--network", metavar="RATE", help="simulate ooo_ddp between machines, such as 10gbit")
+    command.add_argument("--ranks", type=int, metavar="N", help="with --network: machines (default 8)")
+    command.add_argument("--trainer", action="append", default=[], metavar="KEY=VALUE", help="for each Trainer")
+    command.add_argument("--json", type=Path, metavar="FILE", help="write all numbers")
+    command.add_argument("--html", type=Path, metavar="FILE", help="write a page with timelines of the step")
+
+
+def run(options: argparse.Namespace, words: Sequence[str]) -> int:
+    """Do what the command line asks for; 0: advice, 130: Ctrl-C, with what was measured so far."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    advice = _checked(options, cores)
+    link_bits = None if options.network is None else parse_rate(options.network)
+    try:
+        with closing(_Measuring(options, words, advice, cores)) as measuring:
+            measuring.everything(link_bits)
+    except KeyboardInterrupt:
+        advice.interrupted = True
+        _progress("stopped; this was measured so far")
+    advice.choose()
+    whole = advice.to_dict()
+    print("\n".join(text(whole)))
+    if options.json is not None:
+        options.json.write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    if options.html is not None:
+        options.html.write_text(page(whole, advice.spans), encoding="utf-8")
+    return 130 if advice.interrupted else 0
+
+
+def _checked(options: argparse.Namespace, cores: int) -> Advice:
+    """Before minutes of measuring, what would show in or after them.
+
+    Raises:
+        ValueError: an option asks for what cannot be.
+    """
+    devices = options.devices if options.devices is not None else min(2, cores)
+    if not 1 <= devices <= MOST_HOSTS:
+        raise ValueError(f"--devices {devices}: give 1 to {MOST_HOSTS} local ranks")
+    if not 1 <= options.seconds < float("inf"):
+        raise ValueError(f"--seconds {options.seconds:g}: give 1 or more")
+    if options.ranks is not None and options.network is None:
+        raise ValueError(f"--ranks {options.ranks} is about a network: give --network too, such as --network 10gbit")
+    if options.ranks is not None and options.ranks < 2:
+        raise ValueError(f"--ranks {options.ranks}: give 2 machines or more")
+    for name, file in (("--json", options.json), ("--html", options.html)):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ValueError(f"{name} {file}: there is no folder {file.parent}; make it first")
+    memory = None if options.memory is None else parse_bytes("--memory", options.memory)
+    return Advice(devices=devices, memory_bytes=memory, trainer=_trainer_options(options.trainer))
+
+
+def _trainer_options(given: Sequence[str]) -> dict[str, Any]:
+    found = {}
+    for word in given:
+        name, equals, value = word.partition("=")
+        if not equals or name not in inspect.signature(Trainer).parameters or name in _OURS:
+            raise ValueError(f"--trainer {word}: write an argument of Trainer as gradient_clip_val=1.0; not {_OURS}")
+        try:
+            found[name] = ast.literal_eval(value)
+        except (SyntaxError, ValueError):
+            found[name] = value
+    return found
+
+
+class _Limit:
+    """Until when a method may be measured."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self._end = seconds, time.monotonic() + seconds
+
+    def left_s(self) -> float:
+        return max(0.0, self._end - time.monotonic())
+
+
+class _Running:
+    """Processes that train by one method, a rank each, and wait in the middle of it."""
+
+    def __init__(self, request: dict[str, Any], environment: dict[str, str], ranks: int, limit: _Limit) -> None:
+        self._workers: list[Worker] = []
+        self._limit, self.is_busy = limit, True
+        try:
+            network = loopback(ranks)
+            for rank in range(ranks):
+                variables = rank_variables(network, rank) if ranks > 1 else {}
+                self._workers.append(Worker(serve, None, environment={**environment, **variables}))
+                self._workers[-1].tell(request)
+            self.first = self._answers()
+        except BaseException:
+            self.close()
+            raise
+
+    def steps(self, limit: _Limit, count: int, **more: Any) -> dict[str, Any]:
+        """Train so many steps; all ranks' times (the slowest counts), and the most bytes that one had."""
+        self._limit, self.is_busy = limit, True
+        for worker in self._workers:
+            worker.tell({"steps": count, **more})
+        return self._answers()
+
+    def block(self, limit: _Limit, step_ms: float, **more: Any) -> tuple[float, int]:
+        """The median step of a block, and its peak."""
+        answer = self.steps(limit, max(1, min(_MOST_STEPS, round(_BLOCK_MS / step_ms))), **more)
+        return median(answer["ms"]), answer["peak_bytes"]
+
+    def close(self) -> None:
+        """End the processes, whatever they do."""
+        for worker in self._workers:
+            worker.close()
+
+    def _answers(self) -> dict[str, Any]:
+        waiting = {worker.connection: number for number, worker in enumerate(self._workers)}
+        answers: dict[int, Any] = {}
+        while waiting:
+            ready = wait(list(waiting), self._limit.left_s())
+            if not ready:
+                raise MethodError(f"it took longer than --seconds {self._limit.seconds:g}: give more")
+            for connection in ready:
+                number = waiting[connection]  # type: ignore[index]
+                try:
+                    if not self._workers[number].heard(0):
+                        continue
+                except WorkerError as error:
+                    raise MethodError(str(error).splitlines()[0]) from error
+                answers[number] = self._workers[number].answered
+                if "error" in answers[number]:
+                    raise MethodError(answers[number]["error"], answers[number]["missing"])
+                del waiting[connection]  # type: ignore[arg-type]
+        self.is_busy = False
+        every = [answers[number] for number in sorted(answers)]
+        if "ms" not in every[0]:
+            return dict(every[0])
+        return {
+            **every[0],
+            "ms": [max(step) for step in zip(*(one["ms"] for one in every), strict=True)],
+            "peak_bytes": max(one["peak_bytes"] for one in every),
+            "spans": [one["spans"] for one in every],
+        }
+
+
+class _Measuring:
+    """Goes through the methods, and puts what it finds into the advice at once, so that Ctrl-C loses nothing.
+
+    The plain step that methods are compared with stays where it is, waiting, from one method to the next.
+    """
+
+    def __init__(self, options: argparse.Namespace, words: Sequence[str], advice: Advice, cores: int) -> None:
+        job = {key: getattr(options, key) for key in ("config", "batch", "optimizer")} | {"device": "cpu"}
+        self._request = {"job": job, "words": list(words), "trainer": advice.trainer}
+        self._seconds, self._ranks = options.seconds, options.ranks or 8
+        self._advice, self._cores = advice, cores
+        self._base: _Running | None = None
+        self._base_method = PLAIN
+
+    def close(self) -> None:
+        """End the plain step's processes."""
+        base, self._base = self._base, None
+        if base is not None:
+            base.close()
+
+    def everything(self, link_bits: float | None) -> None:
+        """Measure all methods, then the advised one once more."""
+        advice = self._advice
+        self._find_strongest()
+        self._base_of(PLAIN)
+        methods = self._methods()
+        for number, (name, method) in enumerate(methods.items(), 1):
+            why = self._why_not(name, method)
+            row = Row(name, method, _OUT, why) if why else self._measured(name, method)
+            advice.rows.append(row)
+            _progress(f"{number} of {len(methods)}: {name}: {_short(row)}")
+        if link_bits is not None:
+            self._simulate(link_bits)
+        self._confirm()
+
+    def _methods(self) -> dict[str, Method]:
+        """Those on one device first, as the plain step waits beside them; budgets follow from its peak."""
+        advice = self._advice
+        assert advice.plain_bytes is not None
+        budgets = {f"memory_budget, {share} % of peak": advice.plain_bytes * share // 100 for share in (50, 25)}
+        if advice.memory_bytes is not None:
+            budgets = {"memory_budget, --memory": advice.memory_bytes}
+        methods = dict(METHODS) | {name: memory_budget(max(1, size)) for name, size in budgets.items()}
+        return dict(sorted(methods.items(), key=lambda entry: (entry[1].over_ddp, entry[1].ranks)))
+
+    def _why_not(self, name: str, method: Method) -> str:
+        if method.callback == "ParallelScanBackward":
+            return str(self._advice.facts["no_scan"])
+        if method.ranks and self._advice.devices < 2:
+            return "it needs two ranks: give --devices 2"
+        return ""
+
+    def _find_strongest(self) -> None:
+        """The plain step by threads, fused kernels and heaps, in turns."""
+        advice, limit = self._advice, _Limit(self._seconds)
+        default = torch.get_num_threads()
+        powers = [2**power for power in range(self._cores.bit_length()) if 2**power < self._cores]
+        threads = sorted({*powers, self._cores, default})
+        _progress("the plain step, by threads, fused optimizer and heap")
+        advice.as_it_is = Setting(default, False, False)
+        running: dict[bool, _Running] = {}
+        try:
+            for kept in (False, True):
+                running[kept] = self._start(PLAIN, Setting(default, False, kept), limit, facts=True)
+            first = running[False].first
+            advice.facts = {key: value for key, value in first.items() if key not in _MEASURED}
+            kernels = (False, True) if first["has_fused"] else (False,)
+            settings = [Setting(*key) for key in ((t, f, k) for t in threads for f in kernels for k in (False, True))]
+            times: dict[Setting, list[float]] = {setting: [] for setting in settings}
+            guess = min(first["ms"])
+            for number in range(1 + _SEARCH_ROUNDS):
+                began = limit.left_s()
+                for setting in settings if number % 2 else reversed(settings):
+                    how = {"threads": setting.threads, "fused": setting.fused}
+                    running[setting.kept_heap].steps(limit, 1, **how)
+                    times[setting].append(running[setting.kept_heap].block(limit, guess, **how)[0])
+                if number and began - limit.left_s() > limit.left_s():
+                    break
+        except MethodError as error:
+            if error.missing:
+                raise ModuleNotFoundError(str(error), name=error.missing) from error
+            raise ValueError(f"the plain step does not run: {error}") from error
+        finally:
+            for one in running.values():
+                one.close()
+        advice.tried_ms = {setting: median(values[1:] or values) for setting, values in times.items()}
+        advice.strongest = min(advice.tried_ms, key=advice.tried_ms.__getitem__)
+        _progress(f"the strongest plain step: {advice.strongest}, {advice.tried_ms[advice.strongest]:.4g} ms")
+
+    def _start(self, method: Method, setting: Setting, limit: _Limit, *, facts: bool = False) -> _Running:
+        ranks = self._advice.devices if method.ranks else 1
+        how = {"method": method, "threads": setting.threads, "fused": setting.fused, "devices": ranks, "facts": facts}
+        environment = environment_of("kept_heap", {}) if setting.kept_heap else {}
+        return _Running({**self._request, **how}, environment, ranks, limit)
+
+    def _setting_of(self, method: Method) -> Setting:
+        """The strongest plain one, as far as a method leaves it: cores are shared by its ranks or streams."""
+        strongest = self._advice.strongest
+        assert strongest is not None
+        threads = strongest.threads
+        if method.ranks and self._advice.devices > 1:
+            threads = max(1, self._cores // self._advice.devices)
+        elif method.all_cores:
+            threads = self._cores
+        return Setting(threads, strongest.fused, strongest.kept_heap and not method.own_memory)
+
+    def _base_of(self, method: Method) -> _Running:
+        """The plain step, or ddp, which waits; started if it is not there."""
+        if self._base is None or self._base_method is not method:
+            self.close()
+            limit = _Limit(self._seconds)
+            self._base, self._base_method = self._start(method, self._setting_of(method), limit), method
+            self._base.steps(limit, method.warm_steps)
+            step_ms, peak_bytes = self._base.block(limit, median(self._base.steps(limit, 2)["ms"]))
+            if method is DDP:
+                self._advice.ddp_ms = step_ms
+            elif self._advice.plain_ms is None:
+                self._advice.plain_ms, self._advice.plain_bytes = step_ms, peak_bytes
+                self._advice.spans["plain"] = self._base.steps(limit, 3, spans=True)["spans"]
+        return self._base
+
+    def _measured(self, name: str, method: Method, *, show: bool = False) -> Row:
+        setting = self._setting_of(method)
+        row = Row(name, method, _OUT, threads=setting.threads, kept_heap=setting.kept_heap)
+        try:
+            base = self._base_of(DDP if method.over_ddp else PLAIN)
+        except MethodError as error:
+            row.why = f"{'ddp' if method.over_ddp else 'the plain step'} does not run beside it: {error}"
+            self.close()
+            return row
+        limit = _Limit(self._seconds)
+        try:
+            with closing(self._start(method, setting, limit)) as other:
+                before, after = self._rounds(base, other, limit, row)
+                if show:
+                    self._advice.spans[name] = other.steps(limit, 3, spans=True)["spans"]
+        except MethodError as error:
+            row.why = str(error)
+            if base.is_busy:  # its answer would be taken for the next one's
+                self.close()
+            return row
+        row.gain, row.step_ms = speedup(before, after), median(after)
+        if row.why:
+            row.verdict = _NOTHING
+        else:
+            row.judge()
+        return row
+
+    def _rounds(self, base: _Running, other: _Running, limit: _Limit, row: Row) -> tuple[list[float], list[float]]:
+        """The medians of blocks in turns; what the method says goes into the row."""
+        answer, done, method = other.first, len(other.first["ms"]), row.method
+        while done < method.warm_steps and limit.left_s() > self._seconds / 2:
+            count = min(method.warm_steps - done, max(1, round(_BLOCK_MS / max(answer["ms"]))))
+            answer, done = other.steps(limit, count), done + count
+        texts = {kind: [text for one, text in answer["said"] if one == kind] for kind, _ in answer["said"]}
+        row.notes = [*texts.get("DifferenceWarning", []), *texts.get("NoEffectWarning", [])]
+        row.why = next((one for one in row.notes if _HAS_NO_EFFECT.search(one)), "")
+        row.report = answer["report"]
+        if done < method.warm_steps:
+            row.notes.append(f"it settles in {method.warm_steps} steps, of which {done} ran in half of --seconds")
+        guesses = [median(one.steps(limit, 2)["ms"]) for one in (base, other)]
+        times: tuple[list[float], list[float]] = ([], [])
+        peaks: list[int] = []
+        while len(times[0]) < _ROUNDS:
+            began = limit.left_s()
+            for turn in (0, 1) if len(times[0]) % 2 else (1, 0):
+                ms, peak_bytes = (base, other)[turn].block(limit, guesses[turn])
+                times[turn].append(ms)
+                if turn:
+                    peaks.append(peak_bytes)
+            if began - limit.left_s() > limit.left_s():
+                break
+        if len(times[0]) < _LEAST_ROUNDS:
+            raise MethodError(f"only {len(times[0])} rounds in --seconds {limit.seconds:g}: give more")
+        row.peak_bytes = max(peaks)
+        return times
+
+    def _confirm(self) -> None:
+        """What is to be advised is measured again in new processes: where memory lies is decided once a process."""
+        advice = self._advice
+        while True:
+            advice.choose()
+            chosen = [row for row in (advice.best, advice.best_of_ranks) if row is not None and not row.confirmed]
+            if not chosen:
+                return
+            row = chosen[0]
+            _progress(f"once more, in new processes: {row.name}")
+            self.close()
+            again = self._measured(row.name, row.method, show=True)
+            row.confirmed = True
+            if again.gain is None or row.gain is None:
+                row.verdict, row.why = _UNDECIDED, f"measured once only: {again.why}"
+                continue
+            row.gain = spread([*row.gain.rounds, *again.gain.rounds])
+            if row.verdict == _FASTER:
+                row.judge()
+                row.verdict = row.verdict if again.verdict == _FASTER else _UNDECIDED
+            _progress(_short(row))
+
+    def _simulate(self, link_bits: float) -> None:
+        """`ooo_ddp` between machines with such links, from layers that are timed one by one."""
+        _progress(f"simulating ooo_ddp on {self._ranks} machines")
+        advice, method = self._advice, METHODS["ooo_ddp"]
+        row = Row(f"ooo_ddp, {self._ranks} machines", method, _OUT)
+        advice.rows.append(row)
+        setting = advice.strongest
+        assert setting is not None
+        assert advice.plain_ms is not None
+        request = {**self._request, "layers": True, "threads": setting.threads}
+        try:
+            with closing(_Running(request, environment_of("kept_heap", {}), 1, _Limit(self._seconds))) as process:
+                timed = [LayerCost(*times) for times in process.first["layers"]]
+        except MethodError as error:
+            row.why = str(error)
+            return
+        alone_ms = sum(cost.compute_ms for cost in timed) - timed[0].output_gradient_ms if timed else 0.0
+        if not alone_ms or not any(cost.size_bytes for cost in timed):
+            row.why = "no layer could be timed by itself, so there is nothing to simulate from"
+            return
+        cluster = Cluster(self._ranks, 1, Link(link_bits, _LATENCY_MS))
+        gains = [_simulated_gain(timed, advice.plain_ms / alone_ms, cluster), _simulated_gain(timed, 1.0, cluster)]
+        row.gain, row.verdict = Spread(gains[0], min(gains), max(gains)), _SIMULATED
+        row.notes.append(
+            f"simulated, not measured: layers timed one by one take {alone_ms / advice.plain_ms:.0%} of the measured "
+            "step. The range has the gain with these times and with times that add up to the step."
+        )
+
+
+def _simulated_gain(timed: Sequence[LayerCost], scale: float, cluster: Cluster) -> float:
+    """A step of `ddp` over one of `ooo_ddp`, each with its best buckets."""
+    costs = []
+    for one in timed:
+        forward_ms, output_ms, weight_ms = one.forward_ms, one.output_gradient_ms, one.weight_gradient_ms
+        costs.append(LayerCost(scale * forward_ms, scale * output_ms, scale * weight_ms, one.size_bytes))
+    ddp_ms, ours_ms = (
+        min(systems.run(how, costs, cluster, systems.Sizes(size, size))[1].step_ms for size in _BUCKETS)
+        for how in (systems.DDP, systems.OURS_DDP)
+    )
+    return ddp_ms / ours_ms
+
+
+def _short(row: Row) -> str:
+    return row.verdict if row.gain is None else f"{row.verdict}, {row.gain.median:.3f}"
+
+
+def _progress(text: str) -> None:
+    print(f"retime: {text}", file=sys.stderr, flush=True)

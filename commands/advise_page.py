@@ -1,0 +1,222 @@
+"""The advice as text of 100 columns, and as one HTML page that needs nothing else."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterator
+from html import escape
+from typing import Any
+
+from retime.foundations.messages import show_bytes
+from retime.recipes.cpu_memory.allocators import environment_of
+
+_WIDTH = 100
+_TABLES: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "over the strongest plain step": lambda row: row["gain"] is not None and row["over"] == "plain",
+    "over ddp on {devices} ranks": lambda row: row["step_ms"] is not None and row["over"] == "ddp",
+    "simulated, over ddp": lambda row: row["verdict"] == "simulated",
+}
+_HEADINGS = ("speed", "", "step", "peak", "result")
+
+Whole = dict[str, Any]
+"""The advice as plain values."""
+
+
+def text(whole: Whole) -> list[str]:
+    """Lines of the answer; the last is the one to paste."""
+    if whole["plain"]["step_ms"] is None:
+        return ["nothing was measured yet"]
+    lines = [_title(whole), "", *(f"{name:<30}{what}" for name, what in _plain(whole))]
+    for heading, wanted in _TABLES.items():
+        rows = [row for row in whole["methods"] if wanted(row)]
+        if rows:
+            lines += ["", _line(heading.format(**whole), _HEADINGS)]
+            lines += [_line(f"  {row['name']}", _cells(row)) for row in rows]
+    without = [row for row in whole["methods"] if row["why"]]
+    lines += ["", "without effect here, or not possible"] if without else []
+    for row in without:
+        lines += _wrapped(f"{row['name']}: {row['why']}", "  ", "    ")
+    simulated = [note for row in whole["methods"] if row["verdict"] == "simulated" for note in row["notes"]]
+    lines += ["", *(line for note in simulated for line in _wrapped(note))] if simulated else []
+    return [*lines, "", *(line for paragraph in advice(whole) for line in _wrapped(paragraph)), paste(whole)]
+
+
+def _wrapped(paragraph: str, first: str = "", later: str = "") -> list[str]:
+    lines = textwrap.TextWrapper(_WIDTH, first, later, break_long_words=False, break_on_hyphens=False)
+    return lines.wrap(paragraph)
+
+
+def advice(whole: Whole) -> Iterator[str]:
+    """What to take and what was measured with it, in paragraphs, without the line to paste."""
+    plain, row, on_ranks = whole["plain"], _named(whole, "advised"), _named(whole, "advised_on_ranks")
+    if on_ranks is not None:
+        of_ddp = f"take {_gain(on_ranks)} of its speed: {_written(whole, on_ranks)}"
+        yield f"If you train with ddp on {whole['devices']} ranks, {of_ddp}"
+    strongest = plain["strongest"]
+    if row is None:
+        own = plain["as_it_is_ms"] / plain["step_ms"]
+        yield f"Nothing is faster here than the strongest plain step, which has {own:.2f} of the step's speed as it is."
+        threads, kept = strongest["threads"], strongest["kept_heap"]
+    else:
+        own = plain["as_it_is_ms"] / row["step_ms"]
+        yield (
+            f"Take {row['name']}: {_gain(row)} of the strongest plain step's speed, {own:.2f} of the step's as it is; "
+            f"{row['result']}."
+        )
+        for note in row["notes"]:
+            yield f"Mind: {note}"
+        if not row["confirmed"]:
+            yield "It was measured once only."
+        threads, kept = row["threads"], row["kept_heap"]
+    wants = [f"torch.set_num_threads({threads})"]
+    wants += [f"{' and '.join(whole['job']['optimizers'])} with fused=True"] if strongest["fused"] else []
+    yield f"Measured with {', '.join(wants)}{', and started with' if kept else ''}"
+    if kept:
+        yield " ".join(f"{name}={value}" for name, value in environment_of("kept_heap", {}).items())
+    if row is not None and not whole["job"]["is_lightning"] and row["accelerate"]:
+        yield f"With Accelerate: {row['accelerate']}"
+
+
+def paste(whole: Whole) -> str:
+    """The line to paste."""
+    row = _named(whole, "advised")
+    if row is None:
+        return str(whole["plain"]["trainer"]) if whole["job"]["is_lightning"] else "the loop as it is"
+    return _written(whole, row)
+
+
+def _written(whole: Whole, row: Whole) -> str:
+    return str(row["trainer"] if whole["job"]["is_lightning"] else row["bare"])
+
+
+def _named(whole: Whole, key: str) -> Whole | None:
+    return next((row for row in whole["methods"] if row["name"] == whole[key]), None)
+
+
+def _title(whole: Whole) -> str:
+    job = whole["job"]
+    samples = f", {job['samples']} samples a step" if job["samples"] else ""
+    return f"{job['model']}, {job['parameters']:,} parameters, {' and '.join(job['optimizers'])}{samples}"
+
+
+def _plain(whole: Whole) -> Iterator[tuple[str, str]]:
+    plain = whole["plain"]
+    yield "the step as it is", f"{plain['as_it_is_ms']:.4g} ms, {plain['as_it_is']}"
+    how = plain["strongest_is"]
+    yield "the strongest plain step", f"{plain['step_ms']:.4g} ms, {show_bytes(plain['peak_bytes'])}, {how}"
+    if plain["ddp_ms"] is not None:
+        more, devices = whole["devices"] * plain["step_ms"] / plain["ddp_ms"], whole["devices"]
+        what = f"{plain['ddp_ms']:.4g} ms for {devices} batches, {more:.2f} of the plain step's samples a second"
+        yield f"ddp on {devices} ranks", what
+    if whole["memory_bytes"] is not None:
+        fits = "fits" if plain["peak_bytes"] <= whole["memory_bytes"] else "does not fit"
+        yield "--memory", f"{show_bytes(whole['memory_bytes'])}: the strongest plain step {fits}"
+
+
+def _gain(row: Whole) -> str:
+    if row["gain"] is None:
+        return ""
+    return f"{row['gain']['median']:.2f} ({row['gain']['low']:.2f} to {row['gain']['high']:.2f})"
+
+
+def _cells(row: Whole) -> tuple[str, ...]:
+    step = "" if row["step_ms"] is None else f"{row['step_ms']:.4g} ms"
+    peak = "" if row["peak_bytes"] is None else show_bytes(row["peak_bytes"])
+    return _gain(row), row["verdict"], step, peak, row["result"]
+
+
+def _line(name: str, cells: tuple[str, ...]) -> str:
+    gain, verdict, step, peak, result = cells
+    return f"{name:<30}{gain:<20}{verdict:<11}{step:>9}{peak:>10}  {result}".rstrip()
+
+
+# The page.
+
+_COLOURS = {"forward": "#0072b2", "backward": "#d55e00", "update": "#009e73"}
+_STYLE = """
+:root{color-scheme:light dark;--ink:#1a1a1a;--paper:#fff;--line:#ccc}
+@media(prefers-color-scheme:dark){:root{--ink:#eee;--paper:#161616;--line:#444}}
+body{font:16px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:62rem;margin:2rem auto;
+padding:0 1rem}
+table{border-collapse:collapse;width:100%}th,td{text-align:left;padding:.3rem .6rem;border-bottom:1px solid var(--line);
+vertical-align:top}th button{all:unset;cursor:pointer;font-weight:600}pre{border:1px solid var(--line);padding:.7rem;
+overflow-x:auto;white-space:pre-wrap}svg text{fill:var(--ink);font:12px system-ui,sans-serif}
+.faster{font-weight:600}.scroll{overflow-x:auto}
+"""
+_SCRIPT = """
+document.querySelectorAll("th button").forEach((button, column) => button.addEventListener("click", () => {
+  const body = document.querySelector("tbody");
+  const key = row => row.cells[column].dataset.key ?? row.cells[column].textContent;
+  const rows = [...body.rows].sort((a, b) => key(a).localeCompare(key(b), undefined, {numeric: true}));
+  const down = button.dataset.down !== "yes";
+  button.dataset.down = down ? "yes" : "no";
+  body.append(...(down ? rows.reverse() : rows));
+}));
+"""
+
+
+def page(whole: Whole, spans: dict[str, list[Any]]) -> str:
+    """One self-contained HTML document.
+
+    Args:
+        whole: the advice as plain values.
+        spans: by method, the phases `(name, start, duration)` in ms of some steps of each rank.
+    """
+    if whole["plain"]["step_ms"] is None:
+        body = "<p>Nothing was measured yet.</p>"
+    else:
+        facts = "".join(f"<li>{escape(name)}: {escape(what)}</li>" for name, what in _plain(whole))
+        said = "".join(f"<p>{escape(paragraph)}</p>" for paragraph in advice(whole))
+        body = (
+            f"<p>{escape(_title(whole))}</p><ul>{facts}</ul>{said}<pre>{escape(paste(whole))}</pre>"
+            f"<h2>The step before and after</h2>{_timelines(spans)}<h2>All methods</h2>{_table(whole)}"
+        )
+    return (
+        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>retime advise</title>'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<style>{_STYLE}</style></head><body><h1>retime advise</h1>{body}<script>{_SCRIPT}</script></body></html>\n"
+    )
+
+
+def _table(whole: Whole) -> str:
+    names = ("method", "speed", "over", "verdict", "step", "peak", "result", "what was said")
+    heads = "".join(f"<th><button>{name}</button></th>" for name in names)
+    rows = []
+    for row in whole["methods"]:
+        gain, *others = _cells(row)
+        key = row["gain"]["median"] if row["gain"] else 0
+        said = "<br>".join(escape(one) for one in dict.fromkeys([row["why"], *row["notes"]]) if one)
+        cells = "".join(f"<td>{escape(one)}</td>" for one in (row["over"], *others))
+        first = f'<td>{escape(row["name"])}</td><td data-key="{key:.4f}">{gain}</td>'
+        rows.append(f'<tr class="{row["verdict"].split()[0]}">{first}{cells}<td>{said}</td></tr>')
+    return f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+
+
+def _timelines(spans: dict[str, list[Any]]) -> str:
+    """One step of each, on one scale: a lane a rank, as its main thread sees the phases."""
+    steps = {name: [rank[len(rank) // 2] for rank in ranks if rank] for name, ranks in spans.items()}
+    lanes = [
+        (f"{name}, rank {number}" if len(ranks) > 1 else name, lane)
+        for name, ranks in steps.items()
+        for number, lane in enumerate(ranks)
+    ]
+    end_ms = max((start + length for _, lane in lanes for _, start, length in lane), default=0.0)
+    if not end_ms:
+        return "<p>No step was looked at.</p>"
+    left, width, height = 240, 720, 34
+    drawn = []
+    for number, (name, lane) in enumerate(lanes):
+        drawn.append(f'<text x="0" y="{number * height + 20}">{escape(name)}</text>')
+        for phase, start, length in lane:
+            place, size = left + start / end_ms * width, max(0.5, length / end_ms * width)
+            box = f'x="{place:.1f}" y="{number * height + 4}" width="{size:.1f}" height="24" fill="{_COLOURS[phase]}"'
+            drawn.append(f"<rect {box}><title>{phase}: {length:.3f} ms</title></rect>")
+    bottom = len(lanes) * height
+    legend = "".join(
+        f'<rect x="{left + 130 * n}" y="{bottom + 8}" width="12" height="12" fill="{colour}"/>'
+        f'<text x="{left + 18 + 130 * n}" y="{bottom + 18}">{phase}</text>'
+        for n, (phase, colour) in enumerate(_COLOURS.items())
+    )
+    scale = f'<text x="{left + width}" y="{bottom + 18}" text-anchor="end">{end_ms:.4g} ms</text>'
+    box = f'viewBox="0 0 {left + width} {bottom + 26}" role="img" aria-label="phases of one step"'
+    return f'<svg {box} width="100%">{"".join(drawn)}{legend}{scale}</svg>'

@@ -1,0 +1,376 @@
+"""What `retime advise` runs in processes of their own: the user's model in a Trainer, by one method, in turns.
+
+A process builds the job from its reference again, so that each method has threads, an allocator and a peak of its own.
+It is in the middle of a fit while it waits for the next request (:class:`Turns`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import psutil
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch import nn
+
+import retime
+from retime.callbacks.support.phases import StrategyPhases
+from retime.commands.errors import one_line
+from retime.commands.job import given_by, job_of, module_of, optimizers_in, quiet
+from retime.foundations.measure import MemoryProbe, StepTimer
+from retime.foundations.messages import DifferenceWarning, NoEffectWarning
+from retime.foundations.parts import samples_in
+from retime.foundations.storages import strided_bytes
+from retime.foundations.torch_private import tree_leaves
+from retime.recipes.core.workers import Answer, next_request
+from retime.recipes.ooo.layers import layer_times
+
+_MANY = 10**6
+"""Batches that the loader says to have; a fit is ended from outside."""
+FIRST_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to train, as it is given to a Trainer and as it is written.
+
+    Args:
+        result: what it promises beside the plain step.
+        strategy: a registered name, or a class of `retime`.
+        arguments: of that class.
+        callback: a class of `retime`.
+        bare: what to write in a bare loop.
+        accelerate: what to write with Accelerate; empty where there is nothing.
+        ranks: whether it needs several processes.
+        over_ddp: whether it is compared with `ddp`, which has as many batches a step.
+        warm_steps: after which it has settled.
+        own_memory: it brings an allocator of its own, so the process is not told to keep its heap.
+        all_cores: it divides them itself.
+    """
+
+    result: str
+    strategy: str = "auto"
+    arguments: dict[str, Any] = field(default_factory=dict)
+    callback: str = ""
+    bare: str = ""
+    accelerate: str = ""
+    ranks: bool = False
+    over_ddp: bool = False
+    warm_steps: int = 6
+    own_memory: bool = False
+    all_cores: bool = False
+
+    def trainer(self, devices: int, more: dict[str, Any]) -> str:
+        """The line that gives it to a Trainer, which has more arguments."""
+        said = []
+        if self.strategy != "auto":
+            named = ", ".join(f"{name}={value!r}" for name, value in self.arguments.items())
+            made = f"retime.{self.strategy}({named})"
+            said.append(f"strategy={made if self.strategy[0].isupper() else repr(self.strategy)}")
+        said += [f"devices={devices}"] if self.ranks else []
+        said += [f"callbacks=[retime.{self.callback}()]"] if self.callback else []
+        said += [f"{name}={value!r}" for name, value in more.items()]
+        return f"Trainer({', '.join(said)})"
+
+    def options(self) -> dict[str, Any]:
+        """The Trainer's arguments."""
+        is_class = self.strategy[0].isupper()
+        return {
+            "strategy": getattr(retime, self.strategy)(**self.arguments) if is_class else self.strategy,
+            "callbacks": [getattr(retime, self.callback)()] if self.callback else [],
+        }
+
+
+_ACCELERATE = "retime.integrations.accelerate"
+_SAME, _AT_THREADS, _ROUNDING, _LIKE_DDP = "same bits", "bits of n threads", "rounding", "as 2-rank ddp"
+METHODS: dict[str, Method] = {
+    "fused_optimizer": Method(
+        _SAME,
+        "fused_optimizer",
+        bare='retime.fuse_optimizer(model, optimizer, mode="backward")',
+        accelerate=f'{_ACCELERATE}.FusedOptimizer(accelerator, model, optimizer, mode="backward")',
+    ),
+    "fused_optimizer_forward": Method(
+        _SAME,
+        "fused_optimizer_forward",
+        bare='retime.fuse_optimizer(model, optimizer, mode="forward")',
+        accelerate=f'{_ACCELERATE}.FusedOptimizer(accelerator, model, optimizer, mode="forward")',
+    ),
+    "ooo_single_device": Method(
+        _AT_THREADS,
+        "ooo_single_device",
+        bare="retime.mechanisms.two_streams.TwoStreamBackward(model)",
+        accelerate=f"{_ACCELERATE}.TwoStreams(accelerator, model)",
+        warm_steps=38,
+        all_cores=True,
+    ),
+    "ooo_single_device + updates": Method(
+        _AT_THREADS,
+        "OOOSingleDeviceStrategy",
+        {"fuse_updates": True},
+        bare="retime.mechanisms.two_streams.TwoStreamBackward(model, optimizer=optimizer)",
+        warm_steps=38,
+        all_cores=True,
+    ),
+    "CPUMemoryPool": Method(
+        _SAME,
+        callback="CPUMemoryPool",
+        bare="with retime.CPUMemoryPool():  # around the loop",
+        accelerate="with retime.CPUMemoryPool():  # around the loop",
+        own_memory=True,
+    ),
+    "convert (scan modules)": Method(
+        _ROUNDING, callback="ParallelScanBackward", bare="retime.convert(model)", accelerate="retime.convert(model)"
+    ),
+    "ooo_pipeline": Method(
+        _ROUNDING,
+        "ooo_pipeline",
+        bare="retime.mechanisms.pipeline.PipelineStep  # see mechanisms/pipeline/README.md",
+        accelerate=f"{_ACCELERATE}.OutOfOrderPipeline(accelerator, model, optimizer)",
+        ranks=True,
+        warm_steps=10,
+    ),
+    "fused_optimizer_ddp": Method(
+        "as ddp",
+        "fused_optimizer_ddp",
+        bare='retime.fuse_optimizer(model, optimizer, mode="backward")  # model in DistributedDataParallel',
+        accelerate=f'{_ACCELERATE}.FusedOptimizer(accelerator, model, optimizer, mode="backward")',
+        ranks=True,
+        over_ddp=True,
+    ),
+    "cpu_accumulate_ddp": Method(
+        _LIKE_DDP,
+        "cpu_accumulate_ddp",
+        bare="retime.mechanisms.cpu_accumulation.BucketReduction(model, HostReducer())",
+        accelerate=f"{_ACCELERATE}.CPUAccumulate(accelerator, model)",
+        ranks=True,
+        over_ddp=True,
+    ),
+    "ooo_ddp": Method(
+        _LIKE_DDP,
+        "ooo_ddp",
+        bare="retime.mechanisms.out_of_order.OutOfOrderDataParallel(model, optimizer)",
+        accelerate=f"{_ACCELERATE}.OutOfOrderDataParallel(accelerator, model, optimizer)",
+        ranks=True,
+        over_ddp=True,
+        warm_steps=64,
+    ),
+}
+PLAIN, DDP = Method(_SAME), Method("more batches", "ddp", ranks=True)
+
+
+def memory_budget(budget_bytes: int) -> Method:
+    """The method for so many bytes."""
+    return Method(
+        "rounding if split",
+        "MemoryBudgetStrategy",
+        {"budget": budget_bytes},
+        bare=f"retime.mechanisms.memory_budget.BudgetedStep(model, [optimizer], {budget_bytes})",
+        accelerate=f"{_ACCELERATE}.MemoryBudget(accelerator, model, optimizer, {budget_bytes})",
+        own_memory=True,
+    )
+
+
+class Turns(Callback):
+    """Stops a fit between two steps until the next request comes, and answers with what the steps since took.
+
+    A step is the time from one optimizer step's end to the next one's, so that what a method moves into the next
+    forward pass counts.
+
+    Args:
+        before_bytes: resident before training, without the model and the batch.
+        said: texts of the package's warnings, filled while training goes on.
+        facts: go with the first answer.
+        callbacks: of the method; the first has its report, else the strategy.
+    """
+
+    def __init__(
+        self, before_bytes: int, said: list[tuple[str, str]], facts: dict[str, Any], callbacks: list[Any]
+    ) -> None:
+        self._before_bytes, self._said, self._facts, self._callbacks = before_bytes, said, facts, callbacks
+        self._steps, self._ms, self._began = FIRST_STEPS, list[float](), 0.0
+        self._spans: list[Any] = []
+        self._timer: StepTimer | None = None
+        self._kernels: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        self._kernels = [(group, {key: group[key] for key in _FUSED if key in group}) for group in groups]
+        self._watch()
+        self._began = perf_counter()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._timer is not None and batch_idx % trainer.accumulate_grad_batches == 0:
+            self._timer = StepTimer(pl_module.device)
+            self._phases = StrategyPhases.attach(trainer.strategy, self._timer)
+        if self._timer is not None:
+            self._timer.start()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._timer is not None:
+            self._timer.stop()
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+            return
+        self._ms.append((perf_counter() - self._began) * 1e3)
+        if self._timer is not None:
+            self._phases.detach(self._timer)
+            self._spans.append([(one.name, one.start_ms, one.duration_ms) for one in self._timer.timing().spans])
+        if len(self._ms) >= self._steps:
+            self._turn(trainer)
+        self._began = perf_counter()
+
+    def _turn(self, trainer: Trainer) -> None:
+        self._probe.stop()
+        report = getattr([*self._callbacks, trainer.strategy][0], "report", str)
+        if self._facts:
+            names = [type(optimizer).__name__ for optimizer in trainer.optimizers]
+            has_fused = any("fused" in group and not group["fused"] for group, _ in self._kernels)
+            self._facts |= {"optimizers": names, "has_fused": has_fused}
+        request = next_request(
+            {
+                "ms": self._ms,
+                "peak_bytes": max(0, self._probe.peaks()["batch"] - self._before_bytes),
+                "said": list(self._said),
+                "report": str(report() or ""),
+                "spans": self._spans,
+                **self._facts,
+            }
+        )
+        if request is None:
+            os._exit(0)  # the other side has what it wants; nothing of a fit outlives its process
+        self._facts = {}
+        self._steps, self._ms, self._spans = request["steps"], [], []
+        self._timer = StepTimer(trainer.strategy.root_device) if request.get("spans") else None
+        if "threads" in request:
+            torch.set_num_threads(request["threads"])
+            for group, before in self._kernels:
+                group.update(_FUSED if request["fused"] and "fused" in group else before)
+        self._watch()
+
+    def _watch(self) -> None:
+        self._probe = MemoryProbe("cpu")
+        self._probe.start()
+
+
+_FUSED = {"fused": True, "foreach": False}
+
+
+class _Batches:
+    """One batch, over and over. (A list would mean several loaders to Lightning.)"""
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+
+    def __iter__(self) -> Any:
+        while True:
+            yield self._batch
+
+    def __len__(self) -> int:
+        return _MANY
+
+
+class _Step(nn.Module):
+    """The whole step as the forward pass of a module, so that layers inside of it can be timed."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.model, self._loss = model, loss
+
+    def forward(self, batch: Any) -> Any:
+        return self._loss(batch)
+
+
+def _fit(request: dict[str, Any]) -> None:
+    """Train by `request["method"]`; a :class:`Turns` answers from inside. Returns only if the fit ends by itself."""
+    torch.set_num_threads(request["threads"])
+    torch.manual_seed(0)
+    given = given_by(argparse.Namespace(**request["job"]), request["words"])
+    module = module_of(given)
+    tensors = [one for one in tree_leaves(given.batch) if isinstance(one, torch.Tensor)]
+    own_bytes = strided_bytes([*module.parameters(), *module.buffers(), *tensors])
+    made = module.configure_optimizers
+
+    def with_kernels() -> Any:
+        optimizers = made()
+        for group in (group for one in optimizers_in(optimizers) for group in one.param_groups):
+            group.update(_FUSED if request["fused"] and "fused" in group else {})
+        return optimizers
+
+    module.configure_optimizers = with_kernels  # type: ignore[method-assign]
+    said: list[tuple[str, str]] = []
+    facts = _facts(given.model, given.batch) if request.get("facts") else {}
+    with quiet(), warnings.catch_warnings():
+        _listen(said)
+        options = {**request["method"].options(), **request["trainer"]}
+        turns = Turns(psutil.Process().memory_info().rss - own_bytes, said, facts, [*options["callbacks"]])
+        options["callbacks"].append(turns)
+        trainer = Trainer(
+            accelerator="cpu", devices=request["devices"], max_epochs=1, logger=DummyLogger(), limit_val_batches=0,
+            num_sanity_val_steps=0, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            **options,
+        )  # fmt: skip
+        trainer.fit(module, _Batches(given.batch))
+    raise RuntimeError("training ended by itself: the module stops it, by max_steps or trainer.should_stop")
+
+
+def _listen(said: list[tuple[str, str]]) -> None:
+    """Keep the package's own warnings; others are the user's business in training."""
+
+    def keep(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+        if issubclass(category, NoEffectWarning | DifferenceWarning):
+            said.append((category.__name__, " ".join(str(message).split())))
+
+    warnings.simplefilter("ignore")
+    for category in (NoEffectWarning, DifferenceWarning):
+        warnings.simplefilter("always", category)
+    warnings.showwarning = keep
+
+
+def _facts(model: nn.Module, batch: Any) -> dict[str, Any]:
+    """What the first process says about the job; it measures no method."""
+    said: list[tuple[str, str]] = []
+    with warnings.catch_warnings():
+        _listen(said)
+        if retime.convert(model).swapped:
+            retime.convert_back(model)
+    try:
+        samples = samples_in(batch)
+    except (TypeError, ValueError):  # a batch of the user's own kind
+        samples = 0
+    return {
+        "model": type(model).__name__,
+        "is_lightning": isinstance(model, LightningModule),
+        "parameters": sum(one.numel() for one in model.parameters()),
+        "samples": samples,
+        "no_scan": said[0][1] if said else "",
+    }
+
+
+def _layers(request: dict[str, Any]) -> dict[str, Any]:
+    """Milliseconds of F, O and W of each layer, timed alone, and its gradient's bytes."""
+    torch.set_num_threads(request["threads"])
+    job = job_of(argparse.Namespace(**request["job"], accumulate=1), request["words"])
+    times = layer_times(_Step(job.model, job.loss), job.batch)
+    return {"layers": [(one.forward_ms, one.output_ms, one.weight_ms, one.bytes) for one in times]}
+
+
+def _answer(request: dict[str, Any]) -> Any:
+    try:
+        return _layers(request) if "layers" in request else _fit(request)
+    except Exception as error:  # whatever it was, it is the reason why this method does not apply
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        return {"error": one_line(error) or type(error).__name__, "missing": missing}
+
+
+def serve() -> Answer:
+    """For :class:`Worker`."""
+    return _answer

@@ -1,0 +1,324 @@
+"""`retime advise`: what it concludes from times, what it prints and writes, and bad arguments; without processes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from html.parser import HTMLParser
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from retime.commands import advise
+from retime.commands.advise import MethodError
+from retime.commands.advise_worker import DDP, METHODS, PLAIN, Method
+from retime.commands.main import main
+from retime.recipes.core.measure import spread
+
+MIB = 2**20
+FACTS = {"model": "Net", "is_lightning": True, "parameters": 1234, "samples": 8, "no_scan": "there is no chain to scan"}
+NOTHING = "backward fusion has no effect on these steps: the norm of all gradients is clipped"
+
+
+class Fake:
+    """Stands for processes: a step takes what `times` says for its method, peaks what `peaks` says."""
+
+    times: dict[str, float]
+    peaks: dict[str, int]
+    said: dict[str, list[tuple[str, str]]]
+    refused: dict[str, str]
+    interrupt_at: str
+    started: list[tuple[str, dict[str, Any], dict[str, str], int]]
+    open = 0
+
+    def __init__(self, request: dict[str, Any], environment: dict[str, str], ranks: int, limit: Any) -> None:
+        if "layers" in request:
+            self.first = {"layers": [(1.0, 1.0, 1.0, 4 * MIB)] * 6}
+            return
+        method: Method = request["method"]
+        self.name = next((name for name, one in {"plain": PLAIN, "ddp": DDP, **METHODS}.items() if one == method), "")
+        self.name = self.name or f"budget {method.arguments['budget']}"
+        Fake.started.append((self.name, request, environment, ranks))
+        self.is_busy, self._turns, self._kept = False, count(), bool(environment)
+        self._threads, self._fused = request["threads"], request["fused"]
+        if self.name == Fake.interrupt_at:
+            raise KeyboardInterrupt
+        if self.name in Fake.refused:
+            raise MethodError(Fake.refused[self.name])
+        self.first = {**self._answer(2), **FACTS, "optimizers": ["AdamW"], "has_fused": True}
+
+    def _answer(self, steps: int) -> dict[str, Any]:
+        ms = Fake.times.get(self.name, 10.0) * (1 + 0.001 * (next(self._turns) % 3))
+        ms *= 1.0 if self._fused else 1.5
+        ms *= 1.0 if self._threads == 1 or self.name != "plain" else 1.2
+        ms *= 1.0 if self._kept or self.name != "plain" else 1.1
+        spans = [[[("forward", 0.0, ms / 3), ("backward", ms / 3, ms / 3), ("update", 2 * ms / 3, ms / 3)]] * 3]
+        said, peak = Fake.said.get(self.name, []), Fake.peaks.get(self.name, 100 * MIB)
+        answer = {"ms": [ms] * steps, "peak_bytes": peak, "said": said}
+        return {**answer, "report": f"report of {self.name}", "spans": spans}
+
+    def steps(self, limit: Any, steps: int, **more: Any) -> dict[str, Any]:
+        self._threads, self._fused = more.get("threads", self._threads), more.get("fused", self._fused)
+        return self._answer(steps)
+
+    def block(self, limit: Any, step_ms: float, **more: Any) -> tuple[float, int]:
+        answer = self.steps(limit, 1, **more)
+        return answer["ms"][0], answer["peak_bytes"]
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def _fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    Fake.times, Fake.peaks, Fake.said, Fake.refused = {}, {}, {}, {}
+    Fake.interrupt_at, Fake.started = "none", []
+    monkeypatch.setattr(advise, "_Running", Fake)
+    monkeypatch.setattr(advise.os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(advise.torch, "get_num_threads", lambda: 2)
+
+
+def run(folder: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
+    files = "--json", str(folder / "advice.json"), "--html", str(folder / "advice.html")
+    status = main(["advise", "models:net", *files, *arguments])
+    return status, json.loads((folder / "advice.json").read_text()), (folder / "advice.html").read_text()
+
+
+def verdicts(whole: dict[str, Any]) -> dict[str, str]:
+    return {row["name"]: row["verdict"] for row in whole["methods"]}
+
+
+def test_it_finds_the_strongest_plain_step_and_compares_with_it(tmp_path: Path) -> None:
+    _, whole, _ = run(tmp_path)
+    assert whole["plain"]["strongest"] == {"threads": 1, "fused": True, "kept_heap": True}
+    assert whole["plain"]["as_it_is"] == "2 threads"
+    assert whole["plain"]["as_it_is_ms"] == pytest.approx(10 * 1.5 * 1.2 * 1.1, rel=0.01)
+    _, request, environment, ranks = next(one for one in Fake.started if one[0] == "fused_optimizer")
+    assert (request["threads"], request["fused"], ranks) == (1, True, 1)
+    assert "MALLOC_TRIM_THRESHOLD_" in environment
+    assert next(one for one in Fake.started if one[0] == "CPUMemoryPool")[2] == {}  # it is an allocator itself
+    assert next(one for one in Fake.started if one[0] == "ooo_single_device")[1]["threads"] == 2
+    assert next(one for one in Fake.started if one[0] == "ooo_ddp")[3] == 2
+    assert f"budget {50 * MIB}" in [one[0] for one in Fake.started]
+
+
+def test_the_fastest_is_measured_twice_and_pasted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Fake.times = {"fused_optimizer": 8.0, "fused_optimizer_forward": 9.0, "ooo_single_device": 11.0}
+    status, whole, page = run(tmp_path)
+    assert status == 0
+    assert whole["advised"] == "fused_optimizer"
+    assert [one[0] for one in Fake.started].count("fused_optimizer") == 2
+    assert [one[0] for one in Fake.started].count("fused_optimizer_forward") == 1
+    shown = verdicts(whole)
+    assert shown["fused_optimizer_forward"] == "faster"
+    assert shown["ooo_single_device"] == "slower"
+    assert shown["convert (scan modules)"] == "does not apply"
+    assert list(shown)[:2] == ["fused_optimizer", "fused_optimizer_forward"]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == 'Trainer(strategy="fused_optimizer")'.replace('"', "'")
+    assert max(map(len, lines)) <= 100
+    assert any("1.25 (" in line and "faster" in line for line in lines)
+    assert "fused_optimizer" in page
+
+
+def test_what_is_not_faster_a_second_time_is_undecided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = advise._Measuring._measured
+
+    def slower_later(self: Any, name: str, method: Method, *, show: bool = False) -> Any:
+        Fake.times["fused_optimizer"] = 10.5 if show else 8.0
+        return plain(self, name, method, show=show)
+
+    monkeypatch.setattr(advise._Measuring, "_measured", slower_later)
+    _, whole, _ = run(tmp_path)
+    assert verdicts(whole)["fused_optimizer"] == "undecided"
+    assert whole["advised"] is None
+
+
+def test_without_effect_and_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Fake.times = {"fused_optimizer": 5.0}
+    Fake.said = {"fused_optimizer": [("NoEffectWarning", NOTHING)]}
+    Fake.refused = {"ooo_pipeline": "my_model.py, line 3, in forward: PipelineError: no list of layers"}
+    _, whole, _ = run(tmp_path)
+    assert verdicts(whole)["fused_optimizer"] == "no effect"
+    assert whole["advised"] is None
+    said = capsys.readouterr().out
+    assert " ".join(said.split()).count(NOTHING) == 1
+    assert "PipelineError: no list of layers" in said
+    assert said.splitlines()[-1] == "Trainer()"
+
+
+def test_ddp_that_does_not_run_leaves_the_others(tmp_path: Path) -> None:
+    Fake.refused = {"ddp": "a parameter was not used"}
+    Fake.times = {"fused_optimizer": 8.0}
+    status, whole, _ = run(tmp_path)
+    assert (status, whole["advised"]) == (0, "fused_optimizer")
+    row = next(row for row in whole["methods"] if row["name"] == "ooo_ddp")
+    assert row["why"] == "ddp does not run beside it: a parameter was not used"
+
+
+def test_methods_of_ranks_are_advised_beside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Fake.times = {"cpu_accumulate_ddp": 8.0}
+    _, whole, _ = run(tmp_path)
+    assert (whole["advised"], whole["advised_on_ranks"]) == (None, "cpu_accumulate_ddp")
+    assert "take 1.25 (1.25 to 1.25) of its speed: Trainer(strategy='cpu_accumulate_ddp', devices=2)" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+def test_one_device(tmp_path: Path) -> None:
+    _, whole, _ = run(tmp_path, "--devices", "1")
+    row = next(row for row in whole["methods"] if row["name"] == "ooo_pipeline")
+    assert row["why"] == "it needs two ranks: give --devices 2"
+
+
+def test_memory_bounds_what_is_advised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Fake.times = {"fused_optimizer": 8.0, f"budget {40 * MIB}": 12.0}
+    Fake.peaks = {f"budget {40 * MIB}": 39 * MIB}
+    _, whole, _ = run(tmp_path, "--memory", "40MiB")
+    assert whole["advised"] == "memory_budget, --memory"
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == f"Trainer(strategy=retime.MemoryBudgetStrategy(budget={40 * MIB}))"
+    assert any("the strongest plain step does not fit" in line for line in lines)
+
+
+def test_a_slow_network_is_simulated_with_its_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, whole, _ = run(tmp_path, "--network", "1gbit", "--ranks", "4")
+    row = next(row for row in whole["methods"] if row["name"] == "ooo_ddp, 4 machines")
+    assert row["verdict"] == "simulated"
+    assert row["gain"]["low"] <= row["gain"]["median"] <= row["gain"]["high"]
+    assert row["gain"]["median"] > 1
+    assert "take 170% of the measured step" in " ".join(capsys.readouterr().out.split())
+    assert whole["advised_on_ranks"] is None
+
+
+def test_ctrl_c_gives_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Fake.times, Fake.interrupt_at = {"fused_optimizer": 8.0}, "ooo_single_device"
+    status, whole, page = run(tmp_path)
+    assert (status, whole["interrupted"], whole["advised"]) == (130, True, "fused_optimizer")
+    out = capsys.readouterr().out
+    assert "measured once only" in out
+    assert "fused_optimizer" in page
+
+
+def test_ctrl_c_before_anything_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Fake.interrupt_at = "plain"
+    status, whole, page = run(tmp_path)
+    assert (status, whole["advised"], whole["methods"]) == (130, None, [])
+    assert capsys.readouterr().out == "nothing was measured yet\n"
+    assert "Nothing was measured yet" in page
+
+
+def test_a_bare_loop_gets_its_own_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FACTS, "is_lightning", False)
+    Fake.times = {"fused_optimizer": 8.0}
+    run(tmp_path)
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1] == 'retime.fuse_optimizer(model, optimizer, mode="backward")'
+    assert "With Accelerate: retime.integrations.accelerate.FusedOptimizer" in " ".join(out.split())
+
+
+class Checker(HTMLParser):
+    """Every element that is opened is closed, and nothing is loaded from elsewhere."""
+
+    VOID = ("meta", "rect", "br")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: Any) -> None:
+        self.seen.append(tag)
+        assert not {"src", "href"} & {name for name, _ in attributes}
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: Any) -> None:
+        self.seen.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_needs_nothing_else(tmp_path: Path) -> None:
+    Fake.times = {"fused_optimizer": 8.0}
+    Fake.refused = {"ooo_pipeline": "a <b> & no list"}
+    _, whole, page = run(tmp_path)
+    checker = Checker()
+    checker.feed(page)
+    assert checker.open == []
+    assert checker.seen.count("tr") == 1 + len(whole["methods"])
+    assert checker.seen.count("rect") == 2 * 3 + 3  # two steps of three phases, and the legend
+    assert "a &lt;b&gt; &amp; no list" in page
+
+
+@pytest.mark.parametrize(
+    ("rounds", "verdict"),
+    [([1.1, 1.2, 1.3], "faster"), ([0.8, 0.9, 0.95], "slower"), ([0.9, 1.1, 1.2], "undecided"), ([1.0], "undecided")],
+)
+def test_verdicts_are_by_quartiles(rounds: list[float], verdict: str) -> None:
+    row = advise.Row("one", PLAIN, "", gain=spread(rounds))
+    row.judge()
+    assert row.verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("arguments", "pattern"),
+    [
+        (("--devices", "0"), "--devices 0: give 1 to"),
+        (("--seconds", "0"), "--seconds 0: give 1 or more"),
+        (("--seconds", "nan"), "--seconds nan"),
+        (("--memory", "lots"), "--memory='lots' cannot be read"),
+        (("--network", "fast"), "rate='fast' is no link rate"),
+        (("--ranks", "8"), "--ranks 8 is about a network: give --network too"),
+        (("--network", "1gbit", "--ranks", "1"), "--ranks 1: give 2 machines or more"),
+        (("--json", "/no/such/file.json"), "--json /no/such/file.json: there is no folder /no/such"),
+        (("--html", "/no/such/file.html"), "--html /no/such/file.html: there is no folder"),
+        (("--trainer", "nothing=1"), "--trainer nothing=1: write an argument of Trainer"),
+        (("--trainer", "strategy=ddp"), "--trainer strategy=ddp"),
+        (("--trainer", "precision"), "--trainer precision"),
+    ],
+)
+def test_bad_arguments(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], pattern: str) -> None:
+    assert main(["advise", "models:net", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("retime advise: ")
+    assert pattern in line
+    assert not Fake.started
+
+
+def test_an_unknown_option_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["advise", "models:net", "--secnods", "3"])
+    assert "retime advise: unrecognized arguments: --secnods" in capsys.readouterr().err
+
+
+def test_what_the_trainer_is_told_goes_to_all(tmp_path: Path) -> None:
+    run(tmp_path, "--trainer", "gradient_clip_val=1.0", "--trainer", "precision=bf16-mixed")
+    assert {tuple(one[1]["trainer"].items()) for one in Fake.started} == {
+        (("gradient_clip_val", 1.0), ("precision", "bf16-mixed"))
+    }
+
+
+def test_a_plain_step_that_does_not_run_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    Fake.refused = {"plain": "models.py, line 3, in forward: ZeroDivisionError: no"}
+    assert main(["advise", "models:net"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "retime advise: the plain step does not run: models.py, line 3, in forward: ZeroDivisionError: no"
+    )
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_is_to_be_pasted_is_there(name: str) -> None:
+    method = METHODS[name]
+    pytest.importorskip("accelerate")
+    for text in (method.trainer(2, {}), method.bare, method.accelerate):
+        for dotted in re.findall(r"retime\.[\w.]*\w", text.partition("  #")[0]):
+            *modules, last = dotted.split(".")
+            assert hasattr(importlib.import_module(".".join(modules)), last), dotted
+    assert method.options()["strategy"] is not None

@@ -1,0 +1,160 @@
+"""`retime advise` as a user runs it: its own processes, real models; hangs, Ctrl-C, and what is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from retime.commands import advise
+from retime.commands.advise import MethodError
+from retime.commands.advise_worker import METHODS, PLAIN
+from support.time_limits import limit_s
+
+MODELS = """
+import time
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+
+BATCH = torch.randn(8, 16), torch.zeros(8, dtype=torch.long)
+
+class Small(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters())
+        steps = self.trainer.estimated_stepping_batches
+        return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=int(steps))]
+
+class Fails(Small):
+    def training_step(self, batch, batch_idx):
+        raise ZeroDivisionError("not this step's fault")
+
+class Hangs(Small):
+    def training_step(self, batch, batch_idx):
+        time.sleep(1000)
+
+def small():
+    return Small(), BATCH
+
+def fails():
+    return Fails(), BATCH
+
+def hangs():
+    return Hangs(), BATCH
+
+def plain():
+    return Small().net, BATCH
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "advised_models.py").write_text(MODELS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def request_of(name: str, method: Any = PLAIN, ranks: int = 1) -> dict[str, Any]:
+    job = {"config": None, "batch": None, "optimizer": None, "device": "cpu"}
+    how = {"method": method, "threads": 1, "fused": True, "devices": ranks, "facts": True, "trainer": {}}
+    return {"job": job, "words": [f"advised_models:{name}"], **how}
+
+
+def test_a_process_trains_in_turns(folder: Path) -> None:
+    limit = advise._Limit(limit_s(60))
+    with closing(advise._Running(request_of("small", METHODS["fused_optimizer"]), {}, 1, limit)) as running:
+        first = running.first
+        assert (first["model"], first["is_lightning"], first["optimizers"]) == ("Small", True, ["AdamW"])
+        assert "no torch.nn.RNN, GRU or LSTM" in first["no_scan"]
+        answer = running.steps(limit, 5)
+        assert len(answer["ms"]) == 5
+        assert answer["peak_bytes"] > 0
+        assert "backward fusion: " in answer["report"]
+        (lane,) = running.steps(limit, 2, spans=True)["spans"]
+        assert [[name for name, _, _ in step] for step in lane][-1][:2] == ["forward", "backward"]
+        assert len(running.steps(limit, 3, threads=2, fused=False)["ms"]) == 3
+
+
+def test_an_error_is_a_reason_and_says_where(folder: Path) -> None:
+    with pytest.raises(MethodError, match=r"advised_models\.py, line \d+, in training_step: ZeroDivisionError: not"):
+        advise._Running(request_of("fails"), {}, 1, advise._Limit(limit_s(60)))
+
+
+def test_a_plain_module_wants_an_optimizer(folder: Path) -> None:
+    with pytest.raises(MethodError, match="Sequential has no optimizer: give --optimizer"):
+        advise._Running(request_of("plain"), {}, 1, advise._Limit(limit_s(60)))
+
+
+@pytest.mark.long
+def test_ranks_that_hang_are_ended(folder: Path) -> None:
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    with pytest.raises(MethodError, match="it took longer than --seconds 20: give more"):
+        advise._Running(request_of("hangs", METHODS["ooo_ddp"], 2), {}, 2, advise._Limit(20))
+    assert {process.pid for process in psutil.Process().children(recursive=True)} <= before
+
+
+@pytest.mark.long
+def test_two_ranks(folder: Path) -> None:
+    limit = advise._Limit(limit_s(120))
+    with closing(advise._Running(request_of("small", METHODS["cpu_accumulate_ddp"], 2), {}, 2, limit)) as running:
+        answer = running.steps(limit, 3)
+        assert len(answer["ms"]) == 3
+        assert len(answer["spans"]) == 2
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "retime.commands.main", "advise", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+@pytest.mark.long
+def test_a_whole_run(folder: Path) -> None:
+    with start("advised_models:small", "--seconds", "40", "--json", "advice.json", "--html", "advice.html") as process:
+        out, errors = process.communicate(timeout=limit_s(600))
+    assert process.returncode == 0, errors
+    whole = json.loads((folder / "advice.json").read_text())
+    assert len(whole["methods"]) == len(METHODS) + 2
+    assert {row["verdict"] for row in whole["methods"]} >= {"does not apply"}
+    assert out.splitlines()[-1].startswith("Trainer(")
+    assert max(map(len, out.splitlines())) <= 100
+    assert sorted(path.name for path in folder.iterdir() if path.name != "__pycache__") == [
+        *("advice.html", "advice.json", "advised_models.py"),
+    ]
+
+
+@pytest.mark.long
+def test_ctrl_c(folder: Path) -> None:
+    with start("advised_models:small", "--json", "advice.json") as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "fused_optimizer: " in line:
+                break
+        time.sleep(1)
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert children
+        os.kill(process.pid, signal.SIGINT)
+        out, _ = process.communicate(timeout=limit_s(60))
+    assert process.returncode == 130
+    assert "the strongest plain step" in out
+    assert json.loads((folder / "advice.json").read_text())["interrupted"]
+    _, alive = psutil.wait_procs(children, timeout=limit_s(20))
+    assert not alive
