@@ -213,6 +213,16 @@ class SingleDeviceSettings(AllocatorSettings):
 
 
 @dataclass
+class AdviceSettings(Settings):
+    """Training as `retime advise` says. `steps` are of a fit, after those in which methods settle."""
+
+    cases: dict[str, Any] = field(default_factory=dict)  # name: {model, data, batch_size, optimizer}
+    processes: int = 5  # fits of each way, in processes of their own
+    seconds: float = 60.0  # at most, of each method
+    timeout_s: float = 900.0
+
+
+@dataclass
 class AccumulationSettings(Settings):
     """The settings of the recipes about gradient accumulation on the host. `steps` are of a fit, after its warm-up."""
 
@@ -291,6 +301,7 @@ def register_all() -> None:
     register("modnn", MemorySettings)
     register("cpu_memory", AllocatorSettings)
     register("single_device", SingleDeviceSettings)
+    register("advice", AdviceSettings)
     register("cpuacc", AccumulationSettings)
     register("pipeline", PipelineSettings)
     register("paper_pipeline", PaperPipelineSettings)

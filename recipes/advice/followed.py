@@ -1,0 +1,175 @@
+"""`retime advise` on models that it was not tuned on, and training by what it advises, in a real Trainer fit."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+import retime
+from retime.foundations.messages import DifferenceWarning, NoEffectWarning
+from retime.recipes.core import charts
+from retime.recipes.core.build import CPU, build_batches, build_model
+from retime.recipes.core.claims import Comparison, Target
+from retime.recipes.core.measure import Spread, speedup, spread
+from retime.recipes.core.of_points import titled
+from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
+from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.schema import AdviceSettings
+from retime.recipes.core.trainer_loop import Run, train
+from retime.recipes.core.workers import Answer, Worker
+from retime.recipes.cpu_memory.allocators import environment_of
+from retime.recipes.emulated import loopback, run_ranks
+
+STEP, PLAIN, ADVISED = "step", "strongest plain step", "advised"
+CLOSE = 0.05
+NEVER_SLOWER = Target("training as advised over the strongest plain step", "x", 0.99)
+GAIN_HOLDS = Target("gain by training over the one that was named, off by", "x", CLOSE, at_most=True)
+SECONDS = Target("retime advise", "s", 300.0, at_most=True)
+_WARM_STEPS = 70
+"""More than any search of ours takes."""
+
+
+class Followed(CaseRecipe[AdviceSettings]):
+    """A point a model: what was advised, how long that took, and steps of fits with and without it."""
+
+    quantity = STEP
+
+    def references(self, point: Point) -> dict[str, str]:
+        return {"speed over the strongest plain step": PLAIN}
+
+    def measure(self, settings: AdviceSettings, at: dict[str, Any], tick: Tick) -> Measured:
+        case = settings.cases[at["case"]]
+        began = time.perf_counter()
+        advice = _advice(case, settings.seconds, tick)
+        facts = {"seconds": round(time.perf_counter() - began, 1), "advice": advice}
+        advised = next((row for row in advice["methods"] if row["name"] == advice["advised"]), None)
+        ways = {PLAIN: _way(advice["plain"]["strongest"]), **({} if advised is None else {ADVISED: _way(advised)})}
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        for number in range(settings.processes):
+            for name in ways if number % 2 else reversed(ways):
+                times[name].append(_trained(case, settings, ways[name], advice["plain"]["strongest"]["fused"]))
+                tick(f"training, {name}")
+        rows = [Row(name, STEP, "ms", [round(ms, 4) for ms in values]) for name, values in times.items()]
+        return Measured(rows, facts)
+
+    def compare(self, result: Result) -> list[Comparison]:
+        lines = []
+        for point in result.points:
+            case, advice = point.at["case"], point.facts["advice"]
+            lines.append(Comparison(SECONDS, spread([point.facts["seconds"]]), case))
+            over = by_training(point)
+            if over is None:
+                continue
+            named = next(row for row in advice["methods"] if row["name"] == advice["advised"])["gain"]["median"]
+            off = abs(over.median / named - 1)
+            lines.append(Comparison(NEVER_SLOWER, over, f"{case}: {advice['advised']}"))
+            lines.append(Comparison(GAIN_HOLDS, spread([off]), f"{case}: named {named:.3f}, trained {over.median:.3f}"))
+        return lines
+
+    def notes(self, result: Result) -> list[str]:
+        lines = ["A fit is in a process of its own, and gives its median step. Quartiles are over processes."]
+        for point in result.points:
+            advised = point.facts["advice"]["advised"]
+            lines.append(f"- {point.at['case']}: {advised or 'nothing is faster than the strongest plain step'}")
+        return lines
+
+    def draw(self, result: Result, path: Path) -> None:
+        drawing, axes = charts.figure(titled(result), width=9.0)
+        for number, point in enumerate(result.points):
+            advice, over = point.facts["advice"], by_training(point)
+            named = next((row["gain"] for row in advice["methods"] if row["name"] == advice["advised"]), None)
+            for shift, value, label in (
+                (-0.1, named and Spread(named["median"], named["low"], named["high"]), "as advised"),
+                (0.1, over, "by training"),
+            ):
+                if value is not None:
+                    words = None if number else label
+                    charts.points_with_spread(axes, [number + shift], [value], words, int(shift > 0))
+        charts.even_line(axes, "as fast as the strongest plain step")
+        axes.set_xticks(range(len(result.points)), [point.at["case"] for point in result.points])
+        axes.set_ylabel("speed over the strongest plain step (x)")
+        axes.legend(fontsize=8)
+        charts.save(drawing, path)
+
+
+def by_training(point: Point) -> Spread | None:
+    """Speed of the fits as advised over the plain ones; None where nothing was advised."""
+    return speedup(point.values(PLAIN, STEP), point.values(ADVISED, STEP)) if point.has(ADVISED, STEP) else None
+
+
+def _advice(case: dict[str, Any], seconds: float, tick: Tick) -> dict[str, Any]:
+    """What the command says of a case, as a user runs it."""
+    with tempfile.TemporaryDirectory() as folder:
+        config, answer = Path(folder, "case.yaml"), Path(folder, "advice.json")
+        blocks = {key: case[key] for key in ("model", "data", "batch_size", "optimizer")}
+        OmegaConf.save(OmegaConf.create(blocks), config)
+        command = [sys.executable, "-m", "retime.commands.main", "advise", "--config", str(config)]
+        command += ["--json", str(answer), "--seconds", str(seconds)]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        said = []
+        with process:
+            assert process.stderr is not None
+            try:
+                for line in process.stderr:
+                    said.append(line)
+                    tick(line.strip().removeprefix("retime: "))
+            except BaseException:
+                process.terminate()
+                raise
+        if process.returncode:
+            raise RuntimeError(f"retime advise ended with status {process.returncode}: {''.join(said[-3:])}")
+        found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+        return found
+
+
+def _way(row: dict[str, Any]) -> dict[str, Any]:
+    """How a fit runs, of a method or of the strongest plain step."""
+    return {key: row.get(key) for key in ("strategy", "arguments", "callback", "ranks", "threads", "kept_heap")}
+
+
+def _trained(case: dict[str, Any], settings: AdviceSettings, way: dict[str, Any], fused: bool) -> float:
+    request = {"case": case, "seed": settings.seed, "steps": settings.steps, "way": way, "fused": fused}
+    environment = environment_of("kept_heap", {}) if way["kept_heap"] else {}
+    if way["ranks"]:
+        ranks = loopback(2)
+        answers = run_ranks(ranks, serve, request, timeout_s=settings.timeout_s, started_with=environment)
+        return float(max(answers))
+    with closing(Worker(serve, None, settings.timeout_s, environment=environment)) as worker:
+        return float(worker.ask(request))
+
+
+def _fit(request: dict[str, Any]) -> float:
+    """The median step of a fit, of batches that are not alike."""
+    case, way = request["case"], request["way"]
+    torch.set_num_threads(way["threads"])
+    name = way["strategy"] or "auto"
+    strategy = getattr(retime, name)(**way["arguments"]) if name[0].isupper() else name
+    callbacks = [getattr(retime, way["callback"])()] if way["callback"] else []
+    batches = build_batches(case["data"], case["batch_size"], 8)
+    batches = (batches * (_WARM_STEPS + request["steps"]))[: _WARM_STEPS + request["steps"]]
+    with warnings.catch_warnings():
+        for category in (NoEffectWarning, DifferenceWarning):
+            warnings.simplefilter("ignore", category)
+        model = build_model(case["model"], CPU, request["seed"])
+        flags = {"fused": True} if request["fused"] else {}
+        devices = 2 if way["ranks"] else 1
+        done = train(
+            Run(lambda: strategy, flags), model, batches, case["optimizer"], devices=devices, callbacks=callbacks
+        )
+    return statistics.median(done.step_ms[-request["steps"] :])
+
+
+def serve() -> Answer:
+    """For a worker, or each rank of several."""
+    return _fit

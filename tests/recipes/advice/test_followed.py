@@ -1,0 +1,64 @@
+"""Recipe `advise` in small: advice of a tiny model, training by it, and what the report says of made-up results."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_module
+from rich.console import Console
+
+from retime.recipes.advice import followed
+from retime.recipes.advice.followed import ADVISED, PLAIN, STEP, Followed
+from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.schema import AdviceSettings, register_all, settings_of
+from support.time_limits import limit_s
+
+
+@pytest.fixture
+def settings() -> AdviceSettings:
+    register_all()
+    with initialize_config_module("retime.conf", version_base=None):
+        whole = settings_of(compose("config", ["experiment=advise", "processes=1", "steps=2", "seconds=60"]))
+    case = whole.cases["MLP"]
+    model = {**case["model"], "depth": 2, "width": 32}
+    return replace(whole, cases={"MLP": {**case, "model": model}}, timeout_s=limit_s(120))
+
+
+def advice(advised: str | None) -> dict:
+    plain = {"strongest": {"threads": 1, "fused": True, "kept_heap": True}}
+    row = {"name": "fused_optimizer", "strategy": "fused_optimizer", "arguments": {}, "callback": "", "ranks": False}
+    row |= {"threads": 1, "kept_heap": True, "gain": {"median": 1.1, "low": 1.08, "high": 1.12}}
+    return {"plain": plain, "methods": [row], "advised": advised}
+
+
+def test_training_as_advised(settings: AdviceSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(followed, "_advice", lambda *_: advice("fused_optimizer"))
+    monkeypatch.setattr(followed, "_WARM_STEPS", 2)
+    recipe = Followed()
+    result = recipe.run(settings, tmp_path, Console(quiet=True))
+    (point,) = result.points
+    assert point.variants(STEP) == [PLAIN, ADVISED]
+    recipe.draw(result, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 1000
+
+
+def made_up(plain: list[float], advised: list[float]) -> Result:
+    rows = [Row(PLAIN, STEP, "ms", plain), Row(ADVISED, STEP, "ms", advised)]
+    facts = {"seconds": 120.0, "advice": advice("fused_optimizer")}
+    return Result("advise", "", "", "", "", [Point({"case": "MLP"}, {}, rows, facts)])
+
+
+def test_the_gain_is_held_against_what_was_named() -> None:
+    held = Followed().compare(made_up([11.0, 11.0], [10.0, 10.0]))
+    assert [line.against.met(line.measured.median) for line in held] == [True, True, True]
+    lost = Followed().compare(made_up([10.0, 10.0], [11.0, 11.0]))
+    assert [line.against.met(line.measured.median) for line in lost] == [True, False, False]
+    assert "named 1.100, trained 0.909" in lost[-1].note
+
+
+@pytest.mark.long
+def test_the_command_is_asked(settings: AdviceSettings) -> None:
+    said: list[str] = []
+    found = followed._advice(settings.cases["MLP"], 30.0, said.append)
+    assert found["plain"]["step_ms"] > 0
+    assert any("strongest plain step" in line for line in said)
