@@ -54,7 +54,7 @@ from retime.recipes.ooo import systems
 from retime.schedules import Cluster, LayerCost, Link
 
 SUMMARY = "which methods pay for your own training step, measured"
-_ROUNDS, _LEAST_ROUNDS, _SEARCH_ROUNDS = 9, 3, 3
+_ROUNDS, _LEAST_ROUNDS, _SEARCH_ROUNDS = 9, 3, 5
 _BLOCK_MS, _MOST_STEPS = 300.0, 500
 """Of a block, which gives one number of a round; several steps where they are short."""
 _LATENCY_MS, _BUCKETS = 0.05, (2**20, 4 * 2**20, 25 * 2**20)
@@ -63,6 +63,8 @@ _FASTER, _SLOWER, _UNDECIDED, _SIMULATED = "faster", "slower", "undecided", "sim
 _NOTHING, _OUT = "no effect", "does not apply"
 _HAS_NO_EFFECT = re.compile(r"no effect(: | on these steps)|do not pay here|no CPU memory pool: ")
 """In a NoEffectWarning about all of a method, and not about some layers or parameters."""
+_FLOOR = "below this step's floor"
+"""In the refusal of a budget: a smaller one need not be tried."""
 _MEASURED = ("ms", "peak_bytes", "said", "report", "spans")
 """Of a process's first answer; the rest are facts of the job."""
 _OURS = ("strategy", "devices", "accelerator", "num_nodes", "callbacks", "logger", "max_epochs", "max_steps")
@@ -359,7 +361,7 @@ class _Measuring:
         self._base_of(PLAIN)
         methods = self._methods()
         for number, (name, method) in enumerate(methods.items(), 1):
-            why = self._why_not(name, method)
+            why = self._why_not(method)
             row = Row(name, method, _OUT, why) if why else self._measured(name, method)
             advice.rows.append(row)
             _progress(f"{number} of {len(methods)}: {name}: {_short(row)}")
@@ -377,7 +379,11 @@ class _Measuring:
         methods = dict(METHODS) | {name: memory_budget(max(1, size)) for name, size in budgets.items()}
         return dict(sorted(methods.items(), key=lambda entry: (entry[1].over_ddp, entry[1].ranks)))
 
-    def _why_not(self, name: str, method: Method) -> str:
+    def _why_not(self, method: Method) -> str:
+        """Why it need not be tried."""
+        refused = [row.why for row in self._advice.rows if row.method.strategy == method.strategy]
+        if any(_FLOOR in why for why in refused):
+            return "a larger budget was below the floor already"
         if method.callback == "ParallelScanBackward":
             return str(self._advice.facts["no_scan"])
         if method.ranks and self._advice.devices < 2:

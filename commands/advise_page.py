@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Callable, Iterator
 from html import escape
@@ -12,10 +13,12 @@ from retime.recipes.cpu_memory.allocators import environment_of
 
 _WIDTH = 100
 _TABLES: dict[str, Callable[[dict[str, Any]], bool]] = {
-    "over the strongest plain step": lambda row: row["gain"] is not None and row["over"] == "plain",
+    "over the strongest plain": lambda row: row["gain"] is not None and row["over"] == "plain",
     "over ddp on {devices} ranks": lambda row: row["step_ms"] is not None and row["over"] == "ddp",
     "simulated, over ddp": lambda row: row["verdict"] == "simulated",
 }
+_SENTENCE = re.compile(r"(?<=[^\d.])\. ")
+"""Where the first sentence of a reason ends; the page and JSON have it whole."""
 _HEADINGS = ("speed", "", "step", "peak", "result")
 
 Whole = dict[str, Any]
@@ -35,7 +38,7 @@ def text(whole: Whole) -> list[str]:
     without = [row for row in whole["methods"] if row["why"]]
     lines += ["", "without effect here, or not possible"] if without else []
     for row in without:
-        lines += _wrapped(f"{row['name']}: {row['why']}", "  ", "    ")
+        lines += _wrapped(f"{row['name']}: {_SENTENCE.split(row['why'])[0]}", "  ", "    ")
     simulated = [note for row in whole["methods"] if row["verdict"] == "simulated" for note in row["notes"]]
     lines += ["", *(line for note in simulated for line in _wrapped(note))] if simulated else []
     return [*lines, "", *(line for paragraph in advice(whole) for line in _wrapped(paragraph)), paste(whole)]
@@ -50,18 +53,18 @@ def advice(whole: Whole) -> Iterator[str]:
     """What to take and what was measured with it, in paragraphs, without the line to paste."""
     plain, row, on_ranks = whole["plain"], _named(whole, "advised"), _named(whole, "advised_on_ranks")
     if on_ranks is not None:
-        of_ddp = f"take {_gain(on_ranks)} of its speed: {_written(whole, on_ranks)}"
-        yield f"If you train with ddp on {whole['devices']} ranks, {of_ddp}"
+        of_ddp = f"{on_ranks['name']} has {_gain(on_ranks)} times its speed: {_written(whole, on_ranks)}"
+        yield f"If you train with ddp on {whole['devices']} ranks: {of_ddp}"
     strongest = plain["strongest"]
     if row is None:
         own = plain["as_it_is_ms"] / plain["step_ms"]
-        yield f"Nothing is faster here than the strongest plain step, which has {own:.2f} of the step's speed as it is."
+        yield f"Nothing is faster here than the strongest plain step: {own:.2f} times the speed of the step as it is."
         threads, kept = strongest["threads"], strongest["kept_heap"]
     else:
         own = plain["as_it_is_ms"] / row["step_ms"]
         yield (
-            f"Take {row['name']}: {_gain(row)} of the strongest plain step's speed, {own:.2f} of the step's as it is; "
-            f"{row['result']}."
+            f"Take {row['name']}: {_gain(row)} times the speed of the strongest plain step, {own:.2f} times that of "
+            f"the step as it is; {row['result']}."
         )
         for note in row["notes"]:
             yield f"Mind: {note}"

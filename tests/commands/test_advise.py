@@ -163,9 +163,20 @@ def test_methods_of_ranks_are_advised_beside(tmp_path: Path, capsys: pytest.Capt
     Fake.times = {"cpu_accumulate_ddp": 8.0}
     _, whole, _ = run(tmp_path)
     assert (whole["advised"], whole["advised_on_ranks"]) == (None, "cpu_accumulate_ddp")
-    assert "take 1.25 (1.25 to 1.25) of its speed: Trainer(strategy='cpu_accumulate_ddp', devices=2)" in " ".join(
-        capsys.readouterr().out.split()
+    line = (
+        "cpu_accumulate_ddp has 1.25 (1.25 to 1.25) times its speed: Trainer(strategy='cpu_accumulate_ddp', devices=2)"
     )
+    assert line in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_smaller_budget_than_a_refused_one_is_not_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    why = "a budget of 52428800 bytes is below this step's floor: at least 1.5 MiB are needed at 'net.1'. More."
+    Fake.refused = {f"budget {50 * MIB}": why}
+    _, whole, _ = run(tmp_path)
+    assert f"budget {25 * MIB}" not in [one[0] for one in Fake.started]
+    assert next(row["why"] for row in whole["methods"] if row["name"] == "memory_budget, 50 % of peak") == why
+    said = " ".join(capsys.readouterr().out.split())
+    assert "at least 1.5 MiB are needed at 'net.1' memory_budget, 25 % of peak: a larger budget was below" in said
 
 
 def test_one_device(tmp_path: Path) -> None:
