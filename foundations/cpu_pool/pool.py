@@ -65,12 +65,6 @@ def trim_heap() -> bool:
 # The pool's machine code.
 
 
-@cache
-def pool_library() -> ctypes.CDLL | NoLibraryError:
-    """The library, or the reason why there is none."""
-    return Source("pool", "the pool", Path(__file__).parent, "pool.cpp", _declare).library()
-
-
 def _declare(library: ctypes.CDLL) -> None:
     library.retime_pool_install.restype = ctypes.c_bool
     library.retime_pool_limit.argtypes = [ctypes.c_int64]
@@ -79,6 +73,15 @@ def _declare(library: ctypes.CDLL) -> None:
     library.retime_pool_follow.argtypes = [ctypes.c_double]
     for name in ("remove", "counts", "reset_peaks", "begin_window"):
         getattr(library, f"retime_pool_{name}")
+
+
+POOL = Source("pool", "the pool", Path(__file__).parent, "pool.cpp", _declare)
+
+
+@cache
+def pool_library() -> ctypes.CDLL | NoLibraryError:
+    """The library, or the reason why there is none."""
+    return POOL.library()
 
 
 # What a pool of CPU memory did for the tensors that came from it.

@@ -1,4 +1,4 @@
-"""Machine code: compiled once for each torch version with the system's C++ compiler, and kept."""
+"""Machine code: from the wheel, or compiled once with the system's C++ compiler and kept."""
 
 from __future__ import annotations
 
@@ -114,6 +114,7 @@ class Source:
         main: the file that is compiled.
         declare: sets argument types, and reads the name of each function once; raises AttributeError if one is missing.
         options: for the compiler, beside the usual ones.
+        links_torch: whether it calls functions of torch, so that it fits one version of torch only.
     """
 
     name: str
@@ -122,23 +123,29 @@ class Source:
     main: str
     declare: Callable[[ctypes.CDLL], object]
     options: tuple[str, ...] = ("-O2",)
+    links_torch: bool = True
+
+    @property
+    def shipped(self) -> Path:
+        """Where the library lies if the wheel has one that was made of these files, for this torch and machine."""
+        return self.folder / f"{self._key()}.so"
 
     def library(self) -> ctypes.CDLL | NoLibraryError:
         """The library, or the reason why there is none: another system than Linux, no compiler, no torch headers.
 
-        It lies in ``$XDG_CACHE_HOME/retime`` (``~/.cache/retime``), a folder that nobody else may write into; ``$CXX``
-        names another compiler than ``c++``.
+        It comes with the wheel, or is compiled and kept in ``$XDG_CACHE_HOME/retime`` (``~/.cache/retime``), a folder
+        that nobody else may write into; ``$CXX`` names another compiler than ``c++``.
         """
         if sys.platform != "linux":
             return NoLibraryError(f"{self.what} is for Linux, this is {sys.platform}")
+        with suppress(OSError, AttributeError):  # not shipped, or made for another C library
+            return self._load(self.shipped)
         try:
             folder = OwnFolder(_cache_home() / "retime", left_after_s=2 * _TIMEOUT_S)
             key = self._key()
-            path = folder.find(key) or folder.keep(key, self._compile)
+            path = folder.find(key) or folder.keep(key, self.compile)
             try:
-                library = ctypes.CDLL(str(path))
-                self.declare(library)
-                return library
+                return self._load(path)
             except (OSError, AttributeError) as error:
                 path.unlink(missing_ok=True)
                 made_by = self._compiler()[0]
@@ -151,6 +158,11 @@ class Source:
             return NoLibraryError(
                 f"the library of {self.what} cannot be kept: {error}; set XDG_CACHE_HOME to a folder of your own"
             )
+
+    def _load(self, path: Path) -> ctypes.CDLL:
+        library = ctypes.CDLL(str(path))
+        self.declare(library)
+        return library
 
     def _compiler(self) -> list[str]:
         named = os.environ.get("CXX", "")
@@ -165,18 +177,21 @@ class Source:
 
     def _key(self) -> str:
         sources = [path.read_text() for path in sorted(self.folder.glob("*.[ch]pp"))]
-        made_of = [*sources, torch.__version__, str(_home()), platform.machine(), *self._options()]
+        made_of = [*sources, torch.__version__ if self.links_torch else "", platform.machine(), *self._options()]
         return f"{self.name}-{hashlib.sha256('|'.join(made_of).encode()).hexdigest()[:16]}"
 
-    def _compile(self, target: Path) -> None:
+    def compile(self, target: Path) -> None:
         """Put the library at ``target``.
 
         Raises:
             NoLibraryError: there is no compiler, or it fails.
         """
-        libraries = [f"-I{_home() / 'include'}", f"-L{_home() / 'lib'}", "-lc10", f"-Wl,-rpath,{_home() / 'lib'}"]
+        home = Path(torch.__file__).parent
+        torch_paths = [f"-I{home / 'include'}"]
+        if self.links_torch:  # by its name alone: whoever loads this has imported torch
+            torch_paths += [f"-L{home / 'lib'}", "-lc10"]
         compiler = self._compiler()
-        command = [*compiler, *self._options(), str(self.folder / self.main), "-o", str(target), *libraries]
+        command = [*compiler, *self._options(), str(self.folder / self.main), "-o", str(target), *torch_paths]
         try:
             run = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
         except (OSError, ValueError, subprocess.TimeoutExpired) as error:
@@ -192,7 +207,3 @@ def _cache_home() -> Path:
     """By the XDG specification a relative one is to be ignored: it would depend on where a program is started."""
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return named if named.is_absolute() else Path.home() / ".cache"
-
-
-def _home() -> Path:
-    return Path(torch.__file__).parent

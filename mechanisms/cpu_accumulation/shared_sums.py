@@ -257,15 +257,6 @@ class SharedFile:
 # The sums' machine code.
 
 
-@cache
-def sums_library() -> ctypes.CDLL | NoLibraryError:
-    """The library, or the reason why there is none."""
-    folder = Path(__file__).parent
-    return Source(
-        "sums", "sums in shared memory", folder, "shared_sum.cpp", _declare, ("-O3", "-ffp-contract=off")
-    ).library()
-
-
 def _declare(library: ctypes.CDLL) -> None:
     library.retime_sums_bytes.argtypes = [ctypes.c_int, ctypes.c_int64]
     library.retime_sums_bytes.restype = ctypes.c_int64
@@ -291,6 +282,23 @@ def _declare(library: ctypes.CDLL) -> None:
     library.retime_sums_differ.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_int64)]
     for name in ("stop", "fail", "close"):
         getattr(library, f"retime_sums_{name}").argtypes = [ctypes.c_void_p]
+
+
+SUMS = Source(
+    "sums",
+    "sums in shared memory",
+    Path(__file__).parent,
+    "shared_sum.cpp",
+    _declare,
+    ("-O3", "-ffp-contract=off"),
+    links_torch=False,  # numbers of 16 bits are in its headers alone
+)
+
+
+@cache
+def sums_library() -> ctypes.CDLL | NoLibraryError:
+    """The library, or the reason why there is none."""
+    return SUMS.library()
 
 
 T = TypeVar("T")

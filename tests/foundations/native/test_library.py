@@ -1,20 +1,24 @@
-"""The pool's library comes from a folder of one's own and is what was compiled; without it, reasons are plain."""
+"""Libraries are those of the wheel, or what was compiled into a folder of one's own; without, reasons are plain."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from retime.foundations.cpu_pool.pool import pool_library
-from retime.foundations.native import NoLibraryError
+from retime.foundations.cpu_pool.pool import POOL, pool_library
+from retime.foundations.native import NoLibraryError, Source
 from retime.foundations.native import library as library_module
 from retime.foundations.native import library as own_folder
 from retime.foundations.native.library import OwnFolder
+from retime.mechanisms.cpu_accumulation.shared_sums import SUMS
 from support.warm_start import run_program
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the pool is for Linux")
@@ -173,3 +177,55 @@ def test_a_library_that_was_cut_short_is_built_again(
     whole = library.read_bytes()
     library.write_bytes(whole[: len(whole) // 2])
     assert used().read_bytes() == whole
+
+
+@pytest.fixture
+def source(tmp_path: Path, folder: Path) -> Source:
+    """Of one function, that needs nothing of torch."""
+    if shutil.which("c++") is None:
+        pytest.skip("no C++ compiler")
+    own = tmp_path / "source"
+    own.mkdir()
+    (own / "one.cpp").write_text('extern "C" int retime_one() { return 1; }\n')
+    return Source("one", "the one", own, "one.cpp", lambda library: library.retime_one, links_torch=False)
+
+
+def test_what_the_wheel_has_is_loaded_without_a_compiler(
+    source: Source, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source.compile(source.shipped)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    library = source.library()
+    assert not isinstance(library, NoLibraryError)
+    assert (library.retime_one(), Path(library._name)) == (1, source.shipped)
+    assert not list(folder.glob("one-*"))
+
+
+@pytest.mark.parametrize("harm", ["another source", "another library", "no library", "another torch"])
+def test_what_does_not_fit_is_compiled(
+    harm: str, source: Source, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = replace(source, links_torch=harm == "another torch")
+    source.compile(source.shipped)
+    if harm == "another source":
+        (source.folder / "one.cpp").write_text('extern "C" int retime_one() { return 2; }\n')
+    elif harm == "another torch":
+        monkeypatch.setattr(torch, "__version__", "0.0.1")
+    elif harm == "no library":
+        source.shipped.write_text("cut short")
+    else:
+        text = (source.folder / "one.cpp").read_text()
+        (source.folder / "one.cpp").write_text("")
+        source.compile(empty := source.folder / "empty.so")
+        (source.folder / "one.cpp").write_text(text)
+        empty.replace(source.shipped)
+    library = source.library()
+    assert not isinstance(library, NoLibraryError)
+    assert Path(library._name).parent == folder
+    assert library.retime_one() == 1 + (harm == "another source")
+
+
+def test_sums_fit_every_torch_and_the_pool_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {source: source.shipped for source in (SUMS, POOL)}
+    monkeypatch.setattr(torch, "__version__", "0.0.1")
+    assert [source.shipped == before[source] for source in (SUMS, POOL)] == [True, False]
