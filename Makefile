@@ -9,7 +9,7 @@ PYTEST_ARGS ?= $(SHARED) -m "not long"
 # Tests start Python many times, and each time would compile retime anew: 0.8 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all check docs size clean
+.PHONY: demo test test-all check docs wheel release-check size clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "retime needs Python 3.11 or newer; set PYTHON=/path/to/python3.11")'
@@ -42,6 +42,15 @@ docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	rm -rf outputs/site
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -d outputs/doctrees -c docs . outputs/site
+
+# dist/: the source archive, and from it the wheel, with its C++ parts compiled for the torch of this environment.
+wheel: $(STAMP)
+	rm -rf build dist
+	$(BIN)/python -m build --no-isolation > /dev/null
+
+# What a release has to be; with RELEASE_ARGS=--borrow the environment in which the wheel is tried takes what it depends on from here.
+release-check: wheel
+	$(BIN)/python tests/support/release.py $(RELEASE_ARGS)
 
 # Lines of each room, beside what pyproject.toml allows.
 size:
