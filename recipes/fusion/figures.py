@@ -45,9 +45,9 @@ class Breakdown(StepTimes):
         backward = like_the_paper(point, "backward")
         growth = difference(point, (backward, "backward"), ("baseline", "backward"))
         return [
-            Comparison(claims.OPTIMIZER_MS, measured(point, "baseline", "optimizer")),
-            Comparison(claims.BACKWARD_GROWTH_MS, growth),
-            *compare_modes(point, claims.FORWARD_THROUGHPUT, claims.BACKWARD_THROUGHPUT),
+            Comparison(claims.claim("figure-3-optimizer"), measured(point, "baseline", "optimizer")),
+            Comparison(claims.claim("figure-3-growth"), growth),
+            *compare_modes(point, claims.claim("figure-3-forward"), claims.claim("figure-3-backward")),
         ]
 
     def draw(self, result: Result, path: Path) -> None:
@@ -96,7 +96,7 @@ class BatchSizes(StepTimes):
 
     def compare(self, result: Result) -> list[Comparison]:
         lines = []
-        up_to = Claim(claims.PAPER, "section 1", "x", 1.20, "training speed, up to")
+        up_to = claims.claim("up-to")
         for mode in ("forward", "backward"):
             found = [(ratio(p, "baseline", like_the_paper(p, mode)), p) for p in result.points]
             best = max(((s, p) for s, p in found if s), key=lambda pair: pair[0].median, default=None)
@@ -257,7 +257,7 @@ class Translation(Breakdown):
 
     def compare(self, result: Result) -> list[Comparison]:
         (point,) = result.points
-        return compare_modes(point, claims.TRANSFORMER_FORWARD, claims.TRANSFORMER_BACKWARD)
+        return compare_modes(point, claims.claim("transformer-forward"), claims.claim("transformer-backward"))
 
 
 MODES = ("forward", "backward")

@@ -148,11 +148,11 @@ def _over_vdnn_plus(point: Point) -> Iterator[Comparison]:
         pairs = [(name, theirs) for name, theirs in both if point.has(theirs, STEP)]
         if not pairs:
             lacking = f"{point.at['network']}: no budget in which both trained"
-            yield Comparison(claims.OVER_VDNN_PLUS, None, lacking)
+            yield Comparison(claims.claim("figure-12-all"), None, lacking)
             continue
         where = f"{point.at['network']}, {VDNN_PLUS.format(rule, ', '.join(name for name, _ in pairs))}"
         ratios = [speedup(point.values(theirs, STEP), point.values(name, STEP)).median for name, theirs in pairs]
-        yield Comparison(claims.OVER_VDNN_PLUS, spread(ratios), where)
+        yield Comparison(claims.claim("figure-12-all"), spread(ratios), where)
         ours, others = (sum(point.values(pair[side], MOVED)[0] for pair in pairs) for side in (0, 1))
         share = spread([100 * ours / others]) if others else None
         yield Comparison(claims.MOVED_SHARE, share, f"{where}: {ours:.0f} MiB against {others:.0f} MiB in all")

@@ -87,15 +87,15 @@ class FourDevices(SimulatedK40):
             return Comparison(claim, spread([fmean(speeds)]), remark)
 
         return [
-            line(claims.FOUR_IDEAL, 12, IDEAL, FOUR_IDEAL),
-            line(claims.FOUR_MODNN, 12, IDEAL, overlapped(1)),
-            line(claims.FOUR_6_GB, 6, IDEAL, overlapped(1)),
-            line(claims.FOUR_6_GB_NAIVE, 6, IDEAL, NAIVE),
-            line(claims.FOUR_3_GB, 3, IDEAL, overlapped(1)),
-            line(claims.FOUR_3_GB_NAIVE, 3, IDEAL, NAIVE),
-            line(claims.FOUR_3_GB_CORES, 3, IDEAL, overlapped(ALL_CORES)),
-            line(claims.OVER_ONE, 3, ONE, overlapped(1)),
-            line(claims.OVER_ONE_CORES, 3, ONE, overlapped(ALL_CORES)),
+            line(claims.claim("figure-17-ideal"), 12, IDEAL, FOUR_IDEAL),
+            line(claims.claim("figure-17-modnn"), 12, IDEAL, overlapped(1)),
+            line(claims.claim("figure-18-6-gb"), 6, IDEAL, overlapped(1)),
+            line(claims.claim("figure-18-6-gb-naive"), 6, IDEAL, NAIVE),
+            line(claims.claim("figure-18-3-gb"), 3, IDEAL, overlapped(1)),
+            line(claims.claim("figure-18-3-gb-naive"), 3, IDEAL, NAIVE),
+            line(claims.claim("figure-18-3-gb-cores"), 3, IDEAL, overlapped(ALL_CORES)),
+            line(claims.claim("figure-19"), 3, ONE, overlapped(1)),
+            line(claims.claim("figure-19-cores"), 3, ONE, overlapped(ALL_CORES)),
         ]
 
     def notes(self, result: Result) -> list[str]:

@@ -60,11 +60,13 @@ class Power(NetworkRecipe):
         lines = []
         for point in result.points:
             if NO_METER in point.facts:
-                lines.append(Comparison(claims.POWER, None, f"{point.at['network']}: {point.facts[NO_METER]}"))
+                lines.append(
+                    Comparison(claims.claim("figure-15"), None, f"{point.at['network']}: {point.facts[NO_METER]}")
+                )
                 continue
             for name in budgets_of(point):
                 added = [100 * (value - 1) for value in relative(point, name, MEAN).rounds]
-                lines.append(Comparison(claims.POWER, spread(added), f"{point.at['network']}, {name}"))
+                lines.append(Comparison(claims.claim("figure-15"), spread(added), f"{point.at['network']}, {name}"))
         return lines
 
     def notes(self, result: Result) -> list[str]:

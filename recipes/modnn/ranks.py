@@ -97,12 +97,15 @@ class Ranks(NetworkRecipe):
             where = f"{point.at['network']} with {point.facts['ranks']} ranks on {point.facts['cores']} cores"
             budget = f"{where}, {point.at['budget']:g} %"
             found = speedup(point.values(ONE, STEP), point.values(WHOLE, STEP))
-            lines.append(Comparison(claims.FOUR_IDEAL, found, f"{budget}, {WHOLE}: not four devices"))
+            lines.append(Comparison(claims.claim("figure-17-ideal"), found, f"{budget}, {WHOLE}: not four devices"))
             lines += [_once_over_each(point, budget), *_peaks(point, budget)]
             away = max(point.values(way, DIFFERENCE)[0] for way in WAYS)
             lines.append(Comparison(claims.RANKS_DIFFERENCE, spread([away]), budget))
         remark = "budgets here are shares of what a rank's batch needs, not GB of four devices"
-        lines += [Comparison(claim, None, remark) for claim in (claims.FOUR_MODNN, claims.FOUR_6_GB_NAIVE)]
+        lines += [
+            Comparison(claim, None, remark)
+            for claim in (claims.claim("figure-17-modnn"), claims.claim("figure-18-6-gb-naive"))
+        ]
         return lines
 
     def notes(self, result: Result) -> list[str]:

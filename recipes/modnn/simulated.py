@@ -153,8 +153,8 @@ class OneBudget(SimulatedK40):
     def compare(self, result: Result) -> list[Comparison]:
         lines = []
         for claim, names in (
-            (claims.SLOWER_MODNN, (MODNN, PAPERS_RULES)),
-            (claims.SLOWER_VDNN, (VDNN_ALL, VDNN_CONV, VDNN_LEAST)),
+            (claims.claim("figure-10-modnn"), (MODNN, PAPERS_RULES)),
+            (claims.claim("figure-10-vdnn"), (VDNN_ALL, VDNN_CONV, VDNN_LEAST)),
         ):
             for name in names:
                 added = [100 * (value - 1) for value in _values(result, name, SLOWER)]
@@ -167,7 +167,7 @@ class OneBudget(SimulatedK40):
             total = sum(p.values(MODNN, MOVED)[0] for p in both)
             remark = f"simulated, {name}, sums over networks; {len(both) - len(moving)} of {len(both)} move nothing"
             ratio = sum(p.values(name, MOVED)[0] for p in both) / total if total else None
-            lines.append(Comparison(claims.FEWER_BYTES, None if ratio is None else spread([ratio]), remark))
+            lines.append(Comparison(claims.claim("figure-11"), None if ratio is None else spread([ratio]), remark))
         return lines
 
     def notes(self, result: Result) -> list[str]:
@@ -226,7 +226,7 @@ class ManyBudgets(SimulatedK40):
                 if both:
                     ratios = [p.values(name, BATCH)[0] / p.values(ours, BATCH)[0] for p in both]
                     remark = f"simulated, {ours} over {name}; {len(both)} points, {amount(min(ratios), 'x')} at least"
-                    lines.append(Comparison(claims.OVER_VDNN_PLUS, spread([fmean(ratios)]), remark))
+                    lines.append(Comparison(claims.claim("figure-12-all"), spread([fmean(ratios)]), remark))
         return lines
 
     def draw(self, result: Result, path: Path) -> None:
@@ -303,12 +303,12 @@ class Alone(SimulatedK40):
             return Comparison(claim, spread([fmean(values)]), "simulated") if values else Comparison(claim)
 
         return [
-            line(claims.SUB_BATCH_MEMORY, SUB_BATCHES, MEMORY, lambda percent: 100 / percent),
-            line(claims.OFFLOAD_MEMORY, OFFLOADING, MEMORY, lambda percent: 100 / percent),
-            line(claims.ALGORITHM_MEMORY, ALGORITHMS, MEMORY, lambda percent: 100 - percent),
-            line(claims.SUB_BATCH_TIME, SUB_BATCHES, SLOWER, lambda ratio: ratio),
-            line(claims.OFFLOAD_TIME, OFFLOADING, SLOWER, lambda ratio: 100 * (ratio - 1)),
-            line(claims.ALGORITHM_TIME, ALGORITHMS, SLOWER, lambda ratio: ratio),
+            line(claims.claim("figure-13-sub-batches"), SUB_BATCHES, MEMORY, lambda percent: 100 / percent),
+            line(claims.claim("figure-13-offloading"), OFFLOADING, MEMORY, lambda percent: 100 / percent),
+            line(claims.claim("figure-13-algorithms"), ALGORITHMS, MEMORY, lambda percent: 100 - percent),
+            line(claims.claim("figure-14-sub-batches"), SUB_BATCHES, SLOWER, lambda ratio: ratio),
+            line(claims.claim("figure-14-offloading"), OFFLOADING, SLOWER, lambda ratio: 100 * (ratio - 1)),
+            line(claims.claim("figure-14-algorithms"), ALGORITHMS, SLOWER, lambda ratio: ratio),
         ]
 
     def notes(self, result: Result) -> list[str]:

@@ -72,7 +72,7 @@ def test_power_and_energy_over_unlimited(tmp_path: Path) -> None:
     ]
     point = Point({"network": "net"}, {}, rows, {"meter": "made up", "ideal peak MiB": 10.0})
     (line,) = Power().compare(result(point))
-    assert line.against is claims.POWER
+    assert line.against == claims.claim("figure-15")
     assert line.measured is not None
     assert line.measured.rounds == pytest.approx([10.0, 10.0])
     Power().draw(result(point), tmp_path / "result.png")

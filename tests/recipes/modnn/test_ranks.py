@@ -54,9 +54,9 @@ def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert compared[claims.WITHIN_BUDGET] is not None
     assert compared[claims.PREDICTION_ERROR] is not None
     assert compared[claims.RANKS_DIFFERENCE] is not None
-    assert compared[claims.FOUR_IDEAL] is not None
-    assert compared[claims.FOUR_MODNN] is None
-    assert compared[claims.FOUR_6_GB_NAIVE] is None
+    assert compared[claims.claim("figure-17-ideal")] is not None
+    assert compared[claims.claim("figure-17-modnn")] is None
+    assert compared[claims.claim("figure-18-6-gb-naive")] is None
 
 
 def point(sub_batch: int, measured_mib: float) -> Point:

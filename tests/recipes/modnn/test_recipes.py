@@ -97,7 +97,7 @@ def test_figure_9(run: Command) -> None:
     assert point.values(IDEAL, MEMORY)[0] == pytest.approx(97.1, abs=0.1)
     assert point.values(EQ_7, MEMORY)[0] == pytest.approx(1.44, abs=0.005)
     assert point.values(NO_WEIGHTS, MEMORY)[0] < point.values(EQ_7, MEMORY)[0] < point.values(FLOOR, MEMORY)[0]
-    published = [line for line in Floors().compare(result) if line.against is claims.VGG_101_FLOOR]
+    published = [line for line in Floors().compare(result) if line.against == claims.claim("vgg-101-floor")]
     assert len(published) == 1
 
 

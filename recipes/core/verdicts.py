@@ -1,0 +1,211 @@
+"""Verdicts on claims by rule: what a result's values say about what a paper states. No verdict is typed anywhere."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import combinations
+from math import inf
+
+from retime.recipes.core.claims import Claim, Comparison, Target
+from retime.recipes.core.measure import Spread, speedup, spread
+from retime.recipes.core.published import Check, Paper, Published, Reading, as_claim
+from retime.recipes.core.results import Point, Result
+from retime.recipes.core.tables import label_of
+
+EXACT = 1e-9
+"""Rounding of numbers that are written with few digits."""
+
+
+class Verdict(StrEnum):
+    """What is said of a claim, in the order of the page's counts."""
+
+    HOLDS = "holds"
+    IN_SIMULATION = "holds in simulation"
+    FAILS = "does not hold"
+    UNDECIDED = "undecided"
+    NOT_MEASURED = "not measured"
+    HARDWARE = "needs hardware"
+    NO_RECIPE = "no recipe"
+    TESTED = "tested, no number"
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value of ours beside the paper's, with where on a figure's axis it lies."""
+
+    label: str
+    measured: Spread
+    published: float | None
+    place: float = 0.0
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A claim with our values, the kind of evidence and the verdict that follows."""
+
+    published: Published
+    verdict: Verdict
+    kind: str = ""
+    values: tuple[Value, ...] = ()
+    why: str = ""
+
+
+def judge(paper: Paper, published: Published, result: Result | None, comparisons: Sequence[Comparison]) -> Judged:
+    """Say what follows for a claim from its result, which is None if there is none, and that recipe's comparisons."""
+    if published.tests:
+        return Judged(published, Verdict.TESTED)
+    if published.needs:
+        return Judged(published, Verdict.HARDWARE)
+    if published.missing:
+        return Judged(published, Verdict.NO_RECIPE)
+    if result is None:
+        return Judged(published, Verdict.NOT_MEASURED)
+    values = tuple(values_of(paper, published, result, comparisons))
+    kind = published.kind or kind_of(result)
+    if not values:
+        return Judged(published, Verdict.NOT_MEASURED, kind)
+    decided = along(published.check, values) if published.check.trend else all_of(published.check, published, values)
+    if decided is False:
+        return Judged(published, Verdict.FAILS, kind, values, published.why or _said(comparisons, values))
+    if decided is None or published.instead:
+        why = published.instead if decided else "Quartiles lie on both sides."
+        return Judged(published, Verdict.UNDECIDED, kind, values, why)
+    computed = kind in ("simulated", "emulated")
+    return Judged(published, Verdict.IN_SIMULATION if computed else Verdict.HOLDS, kind, values)
+
+
+def kind_of(result: Result) -> str:
+    """Simulated, emulated (network, or layers that sleep) or measured, by what the result says of itself."""
+    if result.simulated:
+        return "simulated"
+    for point in result.points:
+        if point.settings.get("hardware", {}).get("name") == "emulated" or point.settings.get("emulate_compute"):
+            return "emulated"
+    return "measured"
+
+
+def all_of(check: Check, published: Published, values: Sequence[Value]) -> bool | None:
+    """True if every value is confirmed, False if one is clearly not, None if neither can be said."""
+    decisions = [inside(value.measured, *accepted(check, value.published, published.unit)) for value in values]
+    return False if False in decisions else None if None in decisions else True
+
+
+def accepted(check: Check, published: float | None, unit: str) -> tuple[float, float]:
+    """The least and the most value that confirm a claim."""
+    low, high = -inf, inf
+    if check.within is not None:
+        if published is None:
+            raise ValueError("check.within needs a value of the paper")
+        nothing = 1.0 if unit == "x" and published >= 1 else 0.0
+        reach = check.within * abs(published - nothing)
+        low, high = published - reach, published + reach
+    low = max(low, -inf if check.at_least is None else check.at_least)
+    high = min(high, inf if check.at_most is None else check.at_most)
+    return low, high
+
+
+def inside(measured: Spread, low: float, high: float) -> bool | None:
+    """Whether median and quartiles lie within; None if the quartiles lie on both sides of a bound."""
+    slack = EXACT * max(1.0, abs(measured.median))
+    if low - slack <= measured.low and measured.high <= high + slack:
+        return True
+    return False if measured.high < low - slack or measured.low > high + slack else None
+
+
+def along(check: Check, values: Sequence[Value]) -> bool | None:
+    """Whether values go as the trend says.
+
+    Two values in the wrong order, beyond the quartiles of both, refute it; it is confirmed if there are none and the
+    last value lies beyond the quartiles of the first.
+    """
+    ordered = [value.measured for value in sorted(values, key=lambda value: value.place)]
+    if check.trend == "constant":
+        mean = sum(value.median for value in ordered) / len(ordered)
+        reach = (0.0 if check.within is None else check.within) * abs(mean)
+        decisions = [inside(value, mean - reach, mean + reach) for value in ordered]
+        return False if False in decisions else None if None in decisions else True
+    if check.trend == "falls":
+        ordered.reverse()
+    if len(ordered) < 2:
+        return None
+    if any(after.high < before.low for before, after in combinations(ordered, 2)):
+        return False
+    first, last = ordered[0], ordered[-1]
+    if last.low > first.high:
+        return True
+    exact = all(value.low == value.high for value in ordered)
+    return False if exact else None
+
+
+def values_of(paper: Paper, published: Published, result: Result, comparisons: Sequence[Comparison]) -> list[Value]:
+    """Read a claim's values from a result as its `read` says; what was not measured is left out."""
+    how = published.read
+    if not (how.ratio or how.difference or how.row or how.fact):
+        return _from_lines(paper, published, comparisons)
+    found = []
+    for point in result.points:
+        if any(point.at.get(key) != wanted for key, wanted in how.at.items()):
+            continue
+        measured = _from_point(how, point)
+        if measured is not None:
+            label = label_of({key: value for key, value in point.at.items() if key not in how.at})
+            found.append(Value(label, measured, published.value, _place(how, point)))
+    return found
+
+
+def _from_lines(paper: Paper, published: Published, comparisons: Sequence[Comparison]) -> list[Value]:
+    """The lines of a recipe's comparison table that a claim names; targets of ours stand at the place "target"."""
+    wanted = published.read.lines
+    found = []
+    for line in comparisons:
+        against = line.against
+        if line.measured is None:
+            continue
+        if "where" not in wanted and "what" not in wanted and against != as_claim(paper, published):
+            continue
+        where = against.where if isinstance(against, Claim) else "target"
+        if isinstance(against, Target) and "where" not in wanted:
+            continue
+        texts = {"where": where, "what": against.what, "note": line.note}
+        if all(part in texts[key] for key, part in wanted.items()):
+            label = against.what if "where" in wanted and "what" not in wanted else line.note
+            found.append(Value(label, line.measured, against.value))
+    return found
+
+
+def _from_point(how: Reading, point: Point) -> Spread | None:
+    if how.fact:
+        number = point.facts.get(how.fact)
+        return spread([float(number)]) if number is not None else None
+    names = how.ratio or how.difference or [how.row]
+    if not all(point.has(name, how.quantity) for name in names):
+        return None
+    numbers = [point.values(name, how.quantity) for name in names]
+    if how.ratio:
+        return speedup(numbers[0], numbers[1])
+    if how.difference:
+        return spread([before - after for before, after in zip(numbers[0], numbers[1], strict=True)])
+    return spread(numbers[0])
+
+
+def _place(how: Reading, point: Point) -> float:
+    if how.over_row:
+        return spread(point.values(how.over_row[0], how.over_row[1])).median
+    if not how.over:
+        return 0.0
+    place = point.at.get(how.over, point.facts.get(how.over))
+    return float(how.order.index(str(place)) if how.order else place)  # type: ignore[arg-type]
+
+
+def _said(comparisons: Sequence[Comparison], values: Sequence[Value]) -> str:
+    """What the recipe itself says of a value that does not hold."""
+    mark = "does not hold: "
+    labels = {value.label for value in values}
+    said = [line.note.split(mark, 1)[1] for line in comparisons if mark in line.note and line.note in labels]
+    return said[0] if said else ""
+
+
+def counted(judged: Sequence[Judged]) -> dict[Verdict, int]:
+    """How many claims of the paper have each verdict, in the verdicts' order."""
+    claims = [claim for claim in judged if not claim.published.beside]
+    return {verdict: sum(claim.verdict is verdict for claim in claims) for verdict in Verdict}
