@@ -10,11 +10,13 @@ from hydra.utils import get_class
 from rich.console import Console
 
 from retime.recipes.core.claims import show
+from retime.recipes.core.history import changed
 from retime.recipes.core.measure import speedup
 from retime.recipes.core.recipe import Recipe
 from retime.recipes.core.results import FILE, Point, Result, load
 from retime.recipes.core.tables import label_of
-from retime.recipes.results_index import PAGE, index
+from retime.recipes.results_page import PAGE, PICTURE, judged_papers, name_of, page
+from retime.recipes.results_picture import draw
 
 LONGEST_LIST = 12
 """Facts with more values than this are told by their first and last."""
@@ -49,9 +51,10 @@ def rebuild(folder: Path, console: Console | None = None) -> list[Path]:
 
 
 def list_results(folder: Path) -> None:
-    """Write `README.md`, which lists the results under `folder`."""
+    """Write `README.md`, all claims of the papers beside the results under `folder`, with its picture."""
     results = {path: load(path) for path in sorted(folder.rglob(FILE))}
-    (folder / PAGE).write_text(index(results, folder), encoding="utf-8")
+    (folder / PAGE).write_text(page(results, folder), encoding="utf-8")
+    draw(judged_papers({name_of(path, folder): result for path, result in results.items()}), folder / PICTURE)
 
 
 def table_of_values(result: Result) -> str:
@@ -72,6 +75,8 @@ def table_of_values(result: Result) -> str:
 def markdown(result: Result, recipe: Recipe[Any]) -> str:
     """The report as Markdown: what it is, where it was measured, paper against measured, all values."""
     lines = [f"# {result.paper}, {result.where}: {result.title}", ""]
+    if changed(result):
+        lines += ["**Measured with changes that were not committed: to be measured again.**", ""]
     if result.simulated:
         lines += ["**Simulated, not measured.**", ""]
     comparisons = recipe.compare(result)

@@ -28,6 +28,8 @@ _ALLOCATOR_VARIABLES = (
     "LD_PRELOAD",
 )
 _PACKAGES = ("torch", "lightning", "lightning-retime", "numpy", "transformers")
+CHANGED = "+changes"
+"""What a commit ends in if the working tree had changes that were not committed, of recorded results apart."""
 
 
 def provenance() -> Provenance:
@@ -36,10 +38,11 @@ def provenance() -> Provenance:
 
 
 def hardware() -> dict[str, str]:
-    """Name of the processor and of each accelerator, cores this process may use, memory in GiB."""
+    """Name of the processor and of each accelerator, cores and threads that this process may use, memory in GiB."""
     found = {
         "processor": _processor(),
         "cores": str(len(os.sched_getaffinity(0))),
+        "threads": f"{torch.get_num_threads()} threads",
         "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
         "system": f"{platform.system()} {platform.machine()}",
     }
@@ -63,7 +66,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit of the checkout these recipes run from, with "+changes" if it is not clean; None outside one."""
+    """The commit of the checkout these recipes run from, with `CHANGED` if it is not clean; None outside one."""
     here = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str:
@@ -73,8 +76,8 @@ def commit() -> str | None:
     try:
         if not git("ls-files", Path(__file__).name):
             return None  # installed into a folder that happens to lie in somebody else's repository
-        changed = git("status", "--porcelain", "--untracked-files=no")
-        return git("rev-parse", "--short=12", "HEAD") + ("+changes" if changed else "")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ":(top)", ":(top,exclude)results")
+        return git("rev-parse", "--short=12", "HEAD") + (CHANGED if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return None
 
