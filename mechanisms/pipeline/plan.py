@@ -13,7 +13,7 @@ from typing import Literal
 from retime.foundations.messages import show_bytes
 from retime.foundations.torch_private.distributed import PipelineAction, torch_pipeline_orders
 from retime.mechanisms.pipeline.checks import PipelineError
-from retime.schedules import Kind, Schedule
+from retime.schedules import Schedule
 from retime.schedules.pipeline import (
     FLUSH,
     Hops,
@@ -31,6 +31,7 @@ from retime.schedules.pipeline import (
     list_schedule,
     modulo,
     one_forward_one_backward,
+    orders_of,
     simulate_pipeline,
     v_shape,
     zb_h1,
@@ -82,7 +83,6 @@ _AS_SHORT = 1.005
 """Among orders so close to the shortest, in measured times, that with the fewest split backward passes is taken."""
 _FAST_FORWARDING = {"ooo1": zb_h1, "ooo2": interleaved_zero_bubble, "ooo_v": zbv}
 """Orders of others that let weight gradients wait, by allocation."""
-_LETTERS: dict[Kind, Literal["F", "O", "W"]] = {Kind.F: "F", Kind.O: "O", Kind.W: "W"}
 
 
 @dataclass(frozen=True)
@@ -502,19 +502,3 @@ def _by_stage(values: Sequence[float], stage_of: tuple[int, ...], stages: int) -
     for stage, value in zip(stage_of, values, strict=True):
         sums[stage] += value
     return tuple(sums)
-
-
-def orders_of(schedule: Schedule) -> dict[int, list[PipelineAction]]:
-    """What each rank computes: one backward pass where W stands in front of O, as in conventional orders."""
-    orders: dict[int, list[PipelineAction]] = {}
-    for rank, lane in enumerate(schedule.lanes):
-        order: list[PipelineAction] = []
-        for task in lane.tasks:
-            last = order[-1] if order else None
-            place = (task.layer - 1, task.micro_batch or 0)
-            if last == ("W", *place) and task.kind is Kind.O:
-                order[-1] = ("B", *place)
-            else:
-                order.append((_LETTERS[task.kind], *place))
-        orders[rank] = order
-    return orders

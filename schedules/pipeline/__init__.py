@@ -17,6 +17,7 @@ from retime.schedules.pipeline.placement import Placement, block, even_stages, m
 from retime.schedules.pipeline.search import Candidate, candidates, fastest_list_schedule, search
 from retime.schedules.pipeline.simulation import PipelineTimeline, simulate_pipeline
 from retime.schedules.pipeline.synchronisation import link_name, synchronised
+from retime.schedules.pipeline.torch_csv import from_csv, orders_of, placement_of, to_csv
 from retime.schedules.pipeline.validation import validate_pipeline
 from retime.schedules.pipeline.zbv import zbv
 
@@ -36,6 +37,7 @@ __all__ = [
     "even_stages",
     "extra_ms",
     "fastest_list_schedule",
+    "from_csv",
     "gpipe",
     "interleaved",
     "interleaved_zero_bubble",
@@ -49,9 +51,12 @@ __all__ = [
     "one_forward_one_backward",
     "ooo_pipe1",
     "ooo_pipe2",
+    "orders_of",
+    "placement_of",
     "search",
     "simulate_pipeline",
     "synchronised",
+    "to_csv",
     "v_shape",
     "validate_pipeline",
     "zb_h1",
