@@ -30,7 +30,7 @@ from retime.schedules.reverse_first_k import backward_to_forward, communicate_la
 from retime.schedules.schedule import Lane, Schedule
 from retime.schedules.simulate import Timeline, simulate
 from retime.schedules.tasks import Kind, Task
-from retime.schedules.timeline import Span, write_chrome_trace, write_png
+from retime.schedules.timeline import COLOURS, Span, write_chrome_trace, write_page, write_png
 from retime.schedules.two_streams import (
     Profile,
     Region,
@@ -50,6 +50,7 @@ from retime.schedules.validate import execution_order, validate
 __all__ = [
     "Bucket",
     "Buffer",
+    "COLOURS",
     "Cluster",
     "Communication",
     "DataParallelTimeline",
@@ -101,5 +102,6 @@ __all__ = [
     "validate",
     "validate_two_streams",
     "write_chrome_trace",
+    "write_page",
     "write_png",
 ]

@@ -1,6 +1,6 @@
-"""Timelines as files: a PNG Gantt chart and a Chrome trace that Perfetto (https://ui.perfetto.dev) opens.
+"""Timelines as files: a PNG chart, a page for a browser, and a Chrome trace that https://ui.perfetto.dev opens.
 
-Both writers take plain spans, so simulated and measured timelines share them.
+All writers take plain spans, so simulated and measured timelines share them.
 """
 
 from __future__ import annotations
@@ -8,10 +8,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from retime.schedules.tasks import Kind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,6 +24,11 @@ _US_PER_MS = 1000.0
 _PROCESS_ID = 0
 # A label that would be wider than its bar hides its neighbours; below this share of the chart it is left out.
 _LABEL_SHARE_PER_CHARACTER = 0.0075
+_TASK = re.compile(r"[A-Z](\d+)(?:@(\d+))?('*)")  # Task's text form, of further kinds too
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#8C564B", "#000000")
+"""Of charts; the colour-blind can tell them apart (Okabe and Ito)."""
+_COLOUR_OF_KIND = dict(zip((kind.words for kind in Kind), COLOURS, strict=False))
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,14 @@ class Span:
     def end_ms(self) -> float:
         """End in milliseconds on the timeline's clock."""
         return self.start_ms + self.duration_ms
+
+
+def colours_of(spans: Iterable[Span]) -> dict[str, str]:
+    """Return a colour for each category: for the kinds of tasks always the same, for others what is left."""
+    categories = dict.fromkeys(span.category for span in spans)
+    taken = {_COLOUR_OF_KIND.get(category) for category in categories}
+    others = cycle(colour for colour in COLOURS if colour not in taken)
+    return {category: _COLOUR_OF_KIND.get(category) or next(others) for category in categories}
 
 
 def write_chrome_trace(path: str | os.PathLike[str], spans: Iterable[Span], *, process_name: str = "retime") -> None:
@@ -124,17 +141,73 @@ def write_png(path: str | os.PathLike[str], spans: Iterable[Span], *, title: str
     figure.savefig(_prepare(path), format="png")
 
 
+def write_page(
+    path: str | os.PathLike[str],
+    charts: Mapping[str, Iterable[Span]],
+    *,
+    title: str = "",
+    unit: str = "layer",
+    idle: str = "",
+) -> None:
+    """Write a page of HTML that needs nothing else: timelines to zoom into, with names in words and durations.
+
+    Args:
+        path: the file to write; missing folders are made.
+        charts: spans by what stands above them, a chart each.
+        title: above all charts.
+        unit: what the number in a name such as ``"F2@1"`` counts; names of another form stand as they are.
+        idle: what to call the share of a lane's time without a task, from its first task to its last, such as
+            ``"bubble"``; empty leaves it out.
+
+    Raises:
+        ValueError: when a chart has no spans.
+    """
+    listed = {name: list(spans) for name, spans in charts.items()}
+    empty = next((name for name, spans in listed.items() if not spans), None)
+    if empty is not None or not listed:
+        raise ValueError(f"cannot draw {os.fspath(path)!r}: there are no spans in chart {empty!r}; give at least one")
+    data = {
+        "title": title,
+        "colours": colours_of(span for spans in listed.values() for span in spans),
+        "charts": [_chart(name, spans, unit, idle) for name, spans in listed.items()],
+    }
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", r"\u003c")  # a name may hold </script>
+    template = Path(__file__).with_suffix(".html").read_text("utf-8")
+    _prepare(path).write_text(template.replace(">DATA<", f">{text}<"), encoding="utf-8")
+
+
+def _chart(name: str, spans: Sequence[Span], unit: str, idle: str) -> dict[str, Any]:
+    lanes = _lanes(spans)
+    shares = []
+    for lane in lanes:
+        there = [span for span in spans if span.lane == lane]
+        whole = max(span.end_ms for span in there) - min(span.start_ms for span in there)
+        share = 1 - sum(span.duration_ms for span in there) / whole if whole else 0.0
+        shares.append(f": {idle} {max(0.0, share):.0%}" if idle else "")
+    begin_ms, end_ms = _range(spans)
+    boxes = [
+        [span.name, _in_words(span, unit), lanes.index(span.lane), span.start_ms, span.duration_ms, span.category]
+        for span in spans
+    ]
+    return {"name": name, "lanes": lanes, "shares": shares, "range": [begin_ms, end_ms], "spans": boxes}
+
+
+def _in_words(span: Span, unit: str) -> str:
+    task = _TASK.fullmatch(span.name)
+    if task is None or not span.category:
+        return span.name
+    number, micro_batch, later = task.groups()
+    part = "" if micro_batch is None else f", micro-batch {micro_batch}"
+    return f"{span.category} of {unit} {number}{part}{', next step' if later else ''}"
+
+
 def _draw(axes: Axes, spans: Sequence[Span], lanes: Sequence[str], title: str) -> None:
-    from matplotlib import colormaps
     from matplotlib.patches import Patch
 
-    palette = colormaps["tab10"]
-    categories = list(dict.fromkeys(span.category for span in spans))
-    colour_of = {category: palette(index % 10) for index, category in enumerate(categories)}
+    colour_of = colours_of(spans)
     row_of = {lane: index for index, lane in enumerate(lanes)}
-    begin_ms = min(span.start_ms for span in spans)
-    # A chart of instants only has no width of its own; one millisecond keeps the axis readable.
-    width_ms = (max(span.end_ms for span in spans) - begin_ms) or 1.0
+    begin_ms, end_ms = _range(spans)
+    width_ms = end_ms - begin_ms
 
     for span in spans:
         row = row_of[span.lane]
@@ -155,10 +228,16 @@ def _draw(axes: Axes, spans: Sequence[Span], lanes: Sequence[str], title: str) -
     axes.set_xlabel("time (ms)")
     if title:
         axes.set_title(title, parse_math=False)
-    named = [category for category in categories if category]
+    named = [category for category in colour_of if category]
     if named:
         handles = [Patch(color=colour_of[category], label=category) for category in named]
         axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+
+
+def _range(spans: Sequence[Span]) -> tuple[float, float]:
+    """Return where a chart begins and ends; one of instants only has no width of its own, and gets a millisecond."""
+    begin_ms, end_ms = min(span.start_ms for span in spans), max(span.end_ms for span in spans)
+    return begin_ms, end_ms if end_ms > begin_ms else begin_ms + 1.0
 
 
 def _lanes(spans: Sequence[Span]) -> list[str]:

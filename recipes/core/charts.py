@@ -11,10 +11,10 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from retime.recipes.core.measure import Spread
+from retime.schedules import COLOURS as COLOURS
 
-# Colour-blind safe (Okabe and Ito); grey is for bounds and references.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#8C564B", "#000000")
 GREY = "#888888"
+"""For bounds and references."""
 _MARKERS = "osD^vPX*"
 
 
