@@ -6,6 +6,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -48,7 +49,7 @@ class FuseOptimizer(Callback):
                 stepping.leave_plain(f"DDP cannot reduce the sparse gradients of {layer!r} through a hook")
             else:
                 stepping.reduce_through(reduction_of(strategy.model))
-        stepping.start(trainer)
+        rank_zero_info(f"retime: {stepping.start(trainer)}")
         _restore(strategy)  # a copy of a Trainer that was made during its fit has the original's
         strategy.optimizer_step = _FusedStep(stepping, trainer, strategy.optimizer_step)  # type: ignore[method-assign]
 
@@ -63,7 +64,8 @@ class FuseOptimizer(Callback):
         self._finish(trainer)
 
     def _finish(self, trainer: Trainer) -> None:
-        self._stepping.stop()
+        if self._stepping.stop():
+            rank_zero_info(f"retime: {self.report().headline}")
         _restore(trainer.strategy)
 
     def flush(self) -> None:

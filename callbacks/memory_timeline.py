@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from retime.callbacks.support.phases import PhaseCallback, PhaseObserver
+from retime.callbacks.support.phases import MeasuredSteps, PhaseCallback, PhaseObserver
 from retime.foundations.arguments import checked
 from retime.foundations.measure import MemorySampler
 from retime.foundations.messages import show_bytes
@@ -116,14 +116,15 @@ class MemoryTimeline(PhaseCallback):
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         self._batch = (batch, batch_idx) if self._measuring else (None, 0)
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> MeasuredSteps:
         """What was measured: ``steps``, ``files`` and the largest of each number over all measured steps."""
         names = dict.fromkeys(name for step in self.steps for name in step.metrics())
-        return {
+        numbers = {
             "steps": len(self.steps),
             "files": [str(path) for path in self.files],
             **{name: max(step.metrics()[name] for step in self.steps if name in step.metrics()) for name in names},
         }
+        return MeasuredSteps(self, numbers)
 
     def _begin_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._sampler = MemorySampler(trainer.strategy.root_device)

@@ -53,7 +53,7 @@ class ParallelScanBackward(Callback):
         self._report.skipped.update(
             {name: why for name, why in obstacles(pl_module).items() if why is not None and name not in self._converted}
         )
-        rank_zero_info(f"retime: {self._report}")
+        rank_zero_info(f"retime: {self._report.headline}")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._finish()

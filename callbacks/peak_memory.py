@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from lightning.pytorch import LightningModule, Trainer
 
-from retime.callbacks.support.phases import PhaseCallback, PhaseObserver
+from retime.callbacks.support.phases import MeasuredSteps, PhaseCallback, PhaseObserver
 from retime.foundations.arguments import checked
 from retime.foundations.measure import MemoryProbe
 
@@ -49,19 +47,20 @@ class PeakMemory(PhaseCallback):
         self.peaks: list[dict[str, int]] = []
         self._probe: MemoryProbe | None = None
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> MeasuredSteps:
         """What was measured: ``steps``, ``source``, ``note`` and the largest of each number over all measured steps.
 
         ``source`` is ``"cuda allocator"``, ``"VmHWM"`` (the kernel's peak resident size) or ``"sampled rss"``, which
         may miss a short peak; ``note`` then says why it had to be sampled.
         """
         names = dict.fromkeys(name for step in self.peaks for name in step if name != "step")
-        return {
+        numbers = {
             "steps": len(self.peaks),
             "source": self._probe.source if self._probe else None,
             "note": self._probe.note if self._probe else "",
             **{name: max(step[name] for step in self.peaks if name in step) for name in names},
         }
+        return MeasuredSteps(self, numbers)
 
     def _begin_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._probe = MemoryProbe(trainer.strategy.root_device)

@@ -1,4 +1,4 @@
-"""The tasks of a pipeline that really ran: drawn as a PNG and a Chrome trace."""
+"""The tasks of a pipeline that really ran: drawn as a PNG, a page for a browser and a Chrome trace."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from retime.callbacks.support.phases import write_timeline
 from retime.foundations.arguments import AtLeast, checked
-from retime.schedules.timeline import write_chrome_trace, write_png
 from retime.strategies import OOOPipelineStrategy
 
 __all__ = ["PipelineTimeline"]
@@ -28,6 +28,7 @@ class PipelineTimeline(Callback):
         dirpath: folder for the files; the default is ``pipeline`` in the trainer's ``log_dir``.
         png: draw ``<step>.png``; needs matplotlib.
         trace: write ``<step>.json``, a Chrome trace for https://ui.perfetto.dev.
+        page: write ``<step>.html``: all ranks, to zoom into, with the bubble share of each; it needs no other file.
 
     Attributes:
         files: written by this process.
@@ -44,13 +45,15 @@ class PipelineTimeline(Callback):
         dirpath: str | os.PathLike[str] | None = None,
         png: bool = True,
         trace: bool = True,
+        page: bool = True,
     ) -> None:
         if png and find_spec("matplotlib") is None:
             raise ModuleNotFoundError(
                 "PipelineTimeline(png=True) draws with matplotlib, which is not installed: "
                 'pip install "lightning-retime[recipes]", or give png=False.'
             )
-        self.every_n_steps, self.dirpath, self.png, self.trace = every_n_steps, dirpath, png, trace
+        self.every_n_steps, self.dirpath = every_n_steps, dirpath
+        self.png, self.trace, self.page = png, trace, page
         self.files: list[Path] = []
         self._folder = Path()
 
@@ -74,10 +77,6 @@ class PipelineTimeline(Callback):
         spans = strategy.timeline()
         if not spans or not trainer.is_global_zero:
             return
-        name, title = str(trainer.global_step), f"optimizer step {trainer.global_step}: {strategy.report().schedule}"
-        if self.png:
-            self.files.append(self._folder / f"{name}.png")
-            write_png(self.files[-1], spans, title=title)
-        if self.trace:
-            self.files.append(self._folder / f"{name}.json")
-            write_chrome_trace(self.files[-1], spans, process_name=title)
+        title = f"optimizer step {trainer.global_step}: {strategy.report().schedule}"
+        stem, words = self._folder / str(trainer.global_step), {"unit": "stage", "idle": "bubble"}
+        self.files += write_timeline(stem, spans, title, png=self.png, trace=self.trace, page=self.page, **words)

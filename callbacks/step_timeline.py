@@ -1,4 +1,4 @@
-"""Where one training step's time goes: logged, and drawn as a PNG and a Chrome trace."""
+"""Where one training step's time goes: logged, and drawn as a PNG, a page for a browser and a Chrome trace."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from retime.callbacks.support.phases import PhaseCallback, PhaseObserver
+from retime.callbacks.support.phases import MeasuredSteps, PhaseCallback, PhaseObserver, write_timeline
 from retime.foundations.arguments import checked
 from retime.foundations.measure import PHASES, StepTimer, StepTiming
-from retime.schedules.timeline import write_chrome_trace, write_png
 
 __all__ = ["StepTimeline"]
 
@@ -45,15 +43,16 @@ class StepTimeline(PhaseCallback):
 
     Args:
         every_n_steps: measure each n-th optimizer step after the warm-up; ``None`` measures one step a ``fit``.
-        dirpath: folder for the pictures and traces; the default is ``timeline`` in the trainer's ``log_dir``.
+        dirpath: folder for the files; the default is ``timeline`` in the trainer's ``log_dir``.
         log: send the numbers to the trainer's loggers, at every measured step whatever ``log_every_n_steps`` is.
         png: draw ``epoch-<epoch>-step-<step>.png``; takes some tenths of a second after the step, needs matplotlib.
         trace: write ``epoch-<epoch>-step-<step>.json``, a Chrome trace for https://ui.perfetto.dev.
         warm_up: steps at the start of each ``fit`` that are not measured: they compile, allocate and build buckets.
+        page: write ``epoch-<epoch>-step-<step>.html``, a page with the step to zoom into, which needs no other file.
 
     Attributes:
         timings: one :class:`~retime.foundations.measure.step_timer.StepTiming` a measured step.
-        files: the pictures and traces written by this process.
+        files: the pictures, traces and pages written by this process.
 
     Raises:
         ValueError: when ``every_n_steps`` is below 1 or ``warm_up`` below 0.
@@ -71,6 +70,7 @@ class StepTimeline(PhaseCallback):
         png: bool = True,
         trace: bool = True,
         warm_up: int = 5,
+        page: bool = True,
     ) -> None:
         super().__init__(every_n_steps, warm_up, log)
         if png and find_spec("matplotlib") is None:
@@ -80,7 +80,7 @@ class StepTimeline(PhaseCallback):
             )
         self.dirpath = dirpath
         self.png = png
-        self.trace = trace
+        self.trace, self.page = trace, page
         self.timings: list[StepTiming] = []
         self.files: list[Path] = []
         self._folder = Path()
@@ -88,20 +88,21 @@ class StepTimeline(PhaseCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # log_dir is a broadcast: all processes have to ask, and before the first step
-        if stage == "fit" and (self.png or self.trace):
+        if stage == "fit" and (self.png or self.trace or self.page):
             self._folder = Path(self.dirpath if self.dirpath is not None else Path(trainer.log_dir or ".") / "timeline")
             self._check_writable(trainer, self._folder)
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> MeasuredSteps:
         """What was measured: ``steps``, ``clock``, ``files``, and the mean of each number over all measured steps."""
         steps = [timing.metrics() for timing in self.timings]
         names = dict.fromkeys(name for step in steps for name in step)
-        return {
+        numbers = {
             "steps": len(steps),
             "clock": self.timings[-1].clock if self.timings else None,
             "files": [str(path) for path in self.files],
             **{f"mean_{name}": fmean(step[name] for step in steps if name in step) for name in names},
         }
+        return MeasuredSteps(self, numbers)
 
     def _begin_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         parameters = pl_module.parameters() if trainer.world_size > 1 else None
@@ -119,16 +120,7 @@ class StepTimeline(PhaseCallback):
         self.timings.append(timing)
         self._publish(trainer, {f"timeline/{name}": value for name, value in timing.metrics().items()})
         if trainer.is_global_zero:
-            self._draw(timing, global_step, f"epoch-{trainer.current_epoch}-step-{global_step}")
-
-    def _draw(self, timing: StepTiming, global_step: int, name: str) -> None:
-        if self.png and timing.spans:
             parts = (f"{phase} {timing.metrics()[f'{phase}_ms']:.2f}" for phase in PHASES)
             title = f"optimizer step {global_step}: {timing.step_ms:.2f} ms ({', '.join(parts)}; {timing.clock})"
-            path = self._folder / f"{name}.png"
-            write_png(path, timing.spans, title=title)
-            self.files.append(path)
-        if self.trace:
-            path = self._folder / f"{name}.json"
-            write_chrome_trace(path, timing.spans, process_name=f"optimizer step {global_step}")
-            self.files.append(path)
+            stem = self._folder / f"epoch-{trainer.current_epoch}-step-{global_step}"
+            self.files += write_timeline(stem, timing.spans, title, png=self.png, trace=self.trace, page=self.page)

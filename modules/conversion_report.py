@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass, field
 
+from retime.foundations.reports import Report
+
 
 @dataclass(frozen=True)
-class ConversionReport:
+class ConversionReport(Report):
     """Names as in `model.named_modules()`; the model itself is called "".
 
     Attributes:
@@ -15,9 +17,14 @@ class ConversionReport:
     swapped: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
 
-    def __str__(self) -> str:
+    def what_was_done(self) -> list[str]:
         count = len(self.swapped) + len(self.skipped)
-        lines = [f"{len(self.swapped)} of {count} recurrent modules converted"]
-        lines += [f"  {name or '(the model itself)'}: {what}" for name, what in self.swapped.items()]
-        lines += [f"  {name or '(the model itself)'} left as it is: {why}" for name, why in self.skipped.items()]
-        return "\n".join(lines)
+        names = [f"{_named(name)}: {what}" for name, what in self.swapped.items()]
+        return [f"{len(self.swapped)} of {count} recurrent modules converted", *names]
+
+    def what_stayed_plain(self) -> list[str]:
+        return [f"{_named(name)}: {why}" for name, why in self.skipped.items()]
+
+
+def _named(name: str) -> str:
+    return name or "(the model itself)"

@@ -99,7 +99,7 @@ def _known(names: list[str], modules: Mapping[str, object]) -> list[str]:
 def _nothing(model: nn.Module, report: ConversionReport) -> str:
     if not report.skipped:
         return f"convert: {type(model).__name__} has no torch.nn.RNN, GRU or LSTM, so there is no chain in time to scan"
-    return f"convert: {report}"
+    return f"convert: {report.one_line}"
 
 
 def _change_class(module: nn.RNNBase, kind: type[nn.RNNBase]) -> None:

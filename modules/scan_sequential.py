@@ -15,12 +15,13 @@ from torch.nn.utils.prune import BasePruningMethod
 
 from retime.foundations.arguments import AtLeast, checked
 from retime.foundations.messages import warn_no_effect
+from retime.foundations.reports import Report
 from retime.foundations.torch_private.layers import backward_hooks, forward_hooks, forward_pre_hooks
 from retime.mechanisms.scan import JacobianScan, LayerJacobian, UnknownJacobian, jacobian_of
 
 
 @dataclass
-class ScanReport:
+class ScanReport(Report):
     """What the last forward pass with gradients did. Layers are named as in ``named_modules()``."""
 
     scanned: list[str] = field(default_factory=list)
@@ -32,12 +33,12 @@ class ScanReport:
     levels: int | None = None
     """Up-sweep levels asked for; None for all."""
 
-    def __str__(self) -> str:
+    def what_was_done(self) -> list[str]:
         levels = "all" if self.levels is None else self.levels
-        text = f"parallel-scan backward: {len(self.scanned)} layers in {self.scans} scans, up-sweep levels: {levels}"
-        if self.plain:
-            text += "; plain: " + "; ".join(f"{name} ({reason})" for name, reason in self.plain.items())
-        return text
+        return [f"parallel-scan backward: {len(self.scanned)} layers in {self.scans} scans, up-sweep levels: {levels}"]
+
+    def what_stayed_plain(self) -> list[str]:
+        return [f"layer {name}: {reason}" for name, reason in self.plain.items()]
 
 
 class ScanSequential(nn.Sequential):

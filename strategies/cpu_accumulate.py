@@ -82,6 +82,9 @@ class CPUAccumulateStrategy(HostReductionMixin, LightningOnly, DDPArguments):
             raise RuntimeError(
                 hook_was_not_asked_for("training would be that of plain ddp", "use strategy='ddp' meanwhile")
             )
+        if trainer.state.fn == TrainerFn.FITTING and self._reduction is not None:
+            updates = ", and the updates are divided" if self._update_on_host else ""
+            rank_zero_info(f"retime: gradients are added up on the host, {self._reduction.report().how}{updates}")
 
     def register_hooks(self) -> None:
         model = self.model
@@ -145,7 +148,7 @@ class CPUAccumulateStrategy(HostReductionMixin, LightningOnly, DDPArguments):
             super().teardown()
             if self._reduction is not None:
                 self._end()
-                rank_zero_info(f"retime: {self._last_report}")
+                rank_zero_info(f"retime: {self._last_report.headline}")
 
     def _end(self) -> None:
         self._last_report = self.report()

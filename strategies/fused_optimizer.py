@@ -11,6 +11,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -45,7 +46,7 @@ class _Fused(LightningOnly, Strategy):
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
-            self._stepping.start(trainer)
+            rank_zero_info(f"retime: {self._stepping.start(trainer)}")
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         self._stepping.before_backward(closure_loss)
@@ -66,7 +67,8 @@ class _Fused(LightningOnly, Strategy):
         )
 
     def teardown(self) -> None:
-        self._stepping.stop()
+        if self._stepping.stop():
+            rank_zero_info(f"retime: {self.report().headline}")
         super().teardown()
 
     def report(self) -> FusionReport:

@@ -119,8 +119,8 @@ class OOODataParallelStrategy(HostReductionMixin, LightningOnly, DDPArguments):
             raise RuntimeError(
                 hook_was_not_asked_for("training would be that of plain ddp", "use strategy='ddp' meanwhile")
             )
-        if self._cross_iteration:
-            self._stepping.start(trainer)
+        waits = f"; {self._stepping.start(trainer)}" if self._cross_iteration else ""
+        rank_zero_info(f"retime: out-of-order backprop on {self.world_size} ranks with k={self._wanted!r}{waits}")
 
     def configure_ddp(self) -> None:
         if "bucket_cap_mb" not in ddp_options(self) and not self._is_alone:
@@ -247,7 +247,7 @@ class OOODataParallelStrategy(HostReductionMixin, LightningOnly, DDPArguments):
         finally:
             if ooo is not None:
                 self._last_report = ooo.report()
-                rank_zero_info(f"retime: {self._last_report}")
+                rank_zero_info(f"retime: {self._last_report.headline}")
             self._stepping.stop()
             super().teardown()
 

@@ -223,6 +223,9 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
         warn_of_parts(module, 2 if self._microbatches == "auto" else self._microbatches)
         if pipeline > 1:
             warn_of_gradient_hooks(module, trainer)
+            groups = f", {data} of them," if data > 1 else ""
+            how = f"by {self._wanted['schedule']}, micro-batches: {self._microbatches}"
+            rank_zero_info(f"retime: pipeline of {pipeline} ranks{groups} {how}")
         self._step = PipelineStep(
             module,
             group=self._pipeline_group,
@@ -461,7 +464,7 @@ class OOOPipelineStrategy(LightningOnly, ReportsAcrossProcesses):
             else:
                 step.remove()
             if self._last_report.steps:
-                rank_zero_info(f"retime: {self._last_report}")
+                rank_zero_info(f"retime: {self._last_report.headline}")
         self._log = self._kept = self._pipeline_group = self._data_group = None
         self._without_values = set()
         with left_on_meta(self.lightning_module):

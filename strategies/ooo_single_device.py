@@ -114,8 +114,10 @@ class OOOSingleDeviceStrategy(LightningOnly, SingleDevice):
         assert module is not None
         self._main_stream.enter_context(_high_priority(self.root_device))
         self._two_streams = TwoStreamBackward(module, **self._options)
+        will = f"two streams for weight gradients of {self._two_streams.report().layers} layers"
         if self._stepping is not None:
-            self._stepping.start(trainer)
+            will += f"; {self._stepping.start(trainer)}"
+        rank_zero_info(f"retime: {will}")
 
     def _make_fusion(self, optimizer: Optimizer, module: LightningModule) -> BackwardFusion:
         assert self._two_streams is not None
@@ -158,10 +160,10 @@ class OOOSingleDeviceStrategy(LightningOnly, SingleDevice):
             self._stepping.stop()
         last, two_streams, self._two_streams = self.report(), self._two_streams, None
         with self._main_stream.pop_all():
-            if two_streams is not None:
+            if two_streams is not None and last is not None:
                 self._last_report = last
                 two_streams.remove()
-                rank_zero_info(f"retime: {self._last_report}")
+                rank_zero_info(f"retime: {last.headline}")
 
 
 @contextmanager

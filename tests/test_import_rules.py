@@ -32,7 +32,7 @@ WITHOUT_FACE = {"foundations/torch_private"}
 """Rooms whose files are imported directly, as each is about one part of torch."""
 FLOORS = (
     {"arguments", "compatibility", "messages", "native", "patching", "streams", "torch_private"},
-    {"lazy_updates", "measure", "storages"},
+    {"lazy_updates", "measure", "reports", "storages"},
     {"cpu_pool", "ddp", "parts", "weight_gradients"},
     {"preserve_state"},
 )

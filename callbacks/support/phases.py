@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import tempfile
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Protocol
@@ -22,7 +22,9 @@ from lightning.pytorch.strategies import Strategy
 
 from retime.foundations.arguments import AtLeast, checked
 from retime.foundations.measure import OTHER
-from retime.foundations.messages import warn_no_effect
+from retime.foundations.messages import show_bytes, warn_no_effect
+from retime.foundations.reports import Report
+from retime.schedules.timeline import Span, write_chrome_trace, write_page, write_png
 from retime.strategies.support.lightning_private import logged_step
 
 _MISSING = object()
@@ -127,6 +129,57 @@ class StrategyPhases:
         self._told = self._stack[-1]
         for observer in self._observers:
             observer.switch(self._told)
+
+
+def write_timeline(
+    stem: Path, spans: Sequence[Span], title: str, *, png: bool, trace: bool, page: bool, **words: str
+) -> list[Path]:
+    """Write ``spans`` as ``<stem>.png``, ``.json`` and ``.html``, as far as wanted.
+
+    Args:
+        words: for :func:`retime.schedules.write_page`.
+
+    Returns:
+        The files; a picture or a page of nothing is left out.
+    """
+    files = []
+    if png and spans:
+        files.append(stem.with_suffix(".png"))
+        write_png(files[-1], spans, title=title)
+    if trace:
+        files.append(stem.with_suffix(".json"))
+        write_chrome_trace(files[-1], spans, process_name=title)
+    if page and spans:
+        files.append(stem.with_suffix(".html"))
+        write_page(files[-1], {"": spans}, title=title, **words)
+    return files
+
+
+class MeasuredSteps(Report, dict[str, Any]):
+    """What a callback measured, by name: a dict that prints as every report does."""
+
+    def __init__(self, callback: Callback, numbers: dict[str, Any]) -> None:
+        super().__init__(numbers)
+        self._name = type(callback).__name__
+
+    def what_was_done(self) -> list[str]:
+        by = self.get("clock") or self.get("source")
+        files = self.get("files", [])
+        measured = f"{self._name}: {self['steps']} steps measured" + (f" by {by}" if by else "")
+        return [measured, *([f"{len(files)} files, the last is {files[-1]}"] if files else [])]
+
+    def what_was_measured(self) -> list[str]:
+        sizes = [f"{_words(name, '_bytes')}: {show_bytes(self[name])}" for name in self if name.endswith("_bytes")]
+        times = [f"{_words(name, '_ms')}: {self[name]:.2f} ms" for name in self if name.endswith("_ms")]
+        texts = (", ".join(sizes), ", ".join(times), self.get("note", ""))
+        return [text for text in texts if text]
+
+    def figures(self) -> dict[str, Any]:
+        return dict(self)
+
+
+def _words(name: str, unit: str) -> str:
+    return name.removesuffix(unit).replace("_", " ")
 
 
 class PhaseCallback(Callback):

@@ -30,6 +30,7 @@ from retime.foundations.arguments import AtLeast, checked
 from retime.foundations.measure import forget_peak
 from retime.foundations.messages import show_bytes
 from retime.foundations.native import NoLibraryError, Source
+from retime.foundations.reports import Report
 from retime.foundations.torch_private.tensors import storage_address
 
 # Freed tensors give their pages back: without that, memory on a CPU never shrinks, whatever leaves it.
@@ -88,7 +89,7 @@ def pool_library() -> ctypes.CDLL | NoLibraryError:
 
 
 @dataclass(frozen=True)
-class PoolReport:
+class PoolReport(Report):
     """Bytes of whole pages since the pool was installed.
 
     Attributes:
@@ -112,16 +113,22 @@ class PoolReport:
         """First accesses of a page that a C library would have caused that maps each of these blocks anew."""
         return (self.reused_bytes + self.moved_bytes) // mmap.PAGESIZE
 
-    def __str__(self) -> str:
+    def what_was_done(self) -> list[str]:
         if self.note:
-            return f"no CPU memory pool: {self.note}"
+            return ["no CPU memory pool"]
         allocated = self.reused_bytes + self.moved_bytes + self.mapped_bytes
         share = (self.reused_bytes + self.moved_bytes) / allocated if allocated else 0.0
-        return (
-            f"CPU memory pool: {share:.1%} of {show_bytes(allocated)} reused "
-            f"({show_bytes(self.moved_bytes)} of it moved together), {self.faults_avoided} page faults avoided; "
-            f"{show_bytes(self.live_bytes)} live and {show_bytes(self.retained_bytes)} retained now"
-        )
+        moved = show_bytes(self.moved_bytes)
+        return [f"CPU memory pool: {share:.1%} of {show_bytes(allocated)} reused ({moved} of it moved together)"]
+
+    def what_stayed_plain(self) -> list[str]:
+        return [self.note] if self.note else []
+
+    def what_was_measured(self) -> list[str]:
+        if self.note:
+            return []
+        live, retained = show_bytes(self.live_bytes), show_bytes(self.retained_bytes)
+        return [f"{self.faults_avoided} page faults avoided; {live} live and {retained} retained now"]
 
 
 # What the users of the process's one pool ask for, and what it does for all of them together.

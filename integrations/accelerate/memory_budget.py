@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from retime.foundations.arguments import checked
 from retime.foundations.compatibility import Mechanism
 from retime.foundations.ddp import RankAgreement
+from retime.foundations.reports import Report
 from retime.integrations.accelerate.prepared import (
     ONE_PROCESS_OR_DDP,
     note_gone,
@@ -35,11 +36,21 @@ from retime.mechanisms.memory_budget import (
 )
 
 
-class BudgetReports(list[BudgetReport]):
-    """The reports of :meth:`MemoryBudget.run` and :meth:`MemoryBudget.forward`; as text a line each."""
+class BudgetReports(Report, list[BudgetReport]):
+    """The reports of :meth:`MemoryBudget.run` and :meth:`MemoryBudget.forward`, which print as one."""
 
-    def __str__(self) -> str:
-        return "\n".join(map(str, self)) or "memory budget: nothing is planned before the first batch"
+    def what_was_done(self) -> list[str]:
+        done = [text for one in self for text in one.what_was_done()]
+        return done or ["memory budget: nothing is planned before the first batch"]
+
+    def what_stayed_plain(self) -> list[str]:
+        return [text for one in self for text in one.what_stayed_plain()]
+
+    def what_was_measured(self) -> list[str]:
+        return [text for one in self for text in one.what_was_measured()]
+
+    def figures(self) -> dict[str, Any]:
+        return {"reports": list(self)}
 
 
 class MemoryBudget:

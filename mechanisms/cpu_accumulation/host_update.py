@@ -31,6 +31,7 @@ from retime.foundations.arguments import Timeout, checked
 from retime.foundations.ddp import RankLostError
 from retime.foundations.lazy_updates import ReplacedMethod, why_not_separable, why_not_this_step
 from retime.foundations.messages import show_bytes, warn_no_effect
+from retime.foundations.reports import Report
 from retime.foundations.torch_private.tensors import version_of
 from retime.mechanisms.cpu_accumulation.shared_sums import SharedSum, host_sums
 
@@ -134,7 +135,7 @@ def _number(tensor: Tensor, step: int) -> Any:
 
 
 @dataclass(frozen=True)
-class HostUpdateReport:
+class HostUpdateReport(Report):
     """Counts of one rank.
 
     Attributes:
@@ -164,13 +165,16 @@ class HostUpdateReport:
             (*self.reasons, *other.reasons),
         )
 
-    def __str__(self) -> str:
-        whole = "".join(f"; whole on every rank: {reason}" for reason in self.reasons)
-        return (
-            f"updates on the host: {self.steps} steps; this rank updates {show_bytes(self.updated_bytes)} of "
-            f"{show_bytes(self.parameter_bytes)} of parameters, and holds {show_bytes(self.state_bytes)} of optimizer "
-            f"state, where plain ddp holds {show_bytes(self.whole_state_bytes)}{whole}"
-        )
+    def what_was_done(self) -> list[str]:
+        updated, of = show_bytes(self.updated_bytes), show_bytes(self.parameter_bytes)
+        return [f"updates on the host: {self.steps} steps; this rank updates {updated} of {of} of parameters"]
+
+    def what_stayed_plain(self) -> list[str]:
+        return [f"whole on every rank: {reason}" for reason in self.reasons]
+
+    def what_was_measured(self) -> list[str]:
+        mine, whole = show_bytes(self.state_bytes), show_bytes(self.whole_state_bytes)
+        return [f"optimizer state on this rank: {mine}, where plain ddp holds {whole}"]
 
 
 # Who updates what.

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from retime.foundations.arguments import Timeout, checked
 from retime.foundations.ddp import Reducer, comm_hook_of
 from retime.foundations.messages import show_bytes
+from retime.foundations.reports import Report
 from retime.foundations.streams import Mark, SideStream, has_streams
 from retime.foundations.torch_private.distributed import GradBucket
 from retime.mechanisms.cpu_accumulation.host_update import HostUpdateReport
@@ -179,7 +180,7 @@ class _Lane:
 
 
 @dataclass
-class HostReductionReport:
+class HostReductionReport(Report):
     """Counts of one rank.
 
     Attributes:
@@ -194,14 +195,17 @@ class HostReductionReport:
     how: str = ""
     update: HostUpdateReport | None = None
 
-    def __str__(self) -> str:
+    def what_was_done(self) -> list[str]:
         if not self.buckets:
-            return "gradients on the host: none were summed"
-        update = "" if self.update is None else f"; {self.update}"
-        return (
-            f"gradients on the host: {self.buckets} buckets with {show_bytes(self.bytes)} over all steps, "
-            f"{self.how}{update}"
-        )
+            return ["gradients on the host: none were summed"]
+        update = [] if self.update is None else self.update.what_was_done()
+        return [f"gradients on the host: {self.buckets} buckets, {show_bytes(self.bytes)}, {self.how}", *update]
+
+    def what_stayed_plain(self) -> list[str]:
+        return [] if self.update is None else self.update.what_stayed_plain()
+
+    def what_was_measured(self) -> list[str]:
+        return [] if self.update is None else self.update.what_was_measured()
 
 
 class BucketReduction:

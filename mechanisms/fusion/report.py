@@ -5,6 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from retime.foundations.messages import show_bytes
+from retime.foundations.reports import Report, each_because
+
 Mode = Literal["backward", "forward"]
 MODES: tuple[Mode, ...] = ("backward", "forward")
 
@@ -17,8 +20,14 @@ def check_mode(mode: str) -> Mode:
     raise ValueError(f"unknown fusion mode {mode!r}: use mode='backward' or mode='forward'")
 
 
+_LATE: dict[Mode, str] = {
+    "backward": "of first steps, last buckets and hooked parameters",
+    "forward": "of parameters whose reads cannot be followed",
+}
+
+
 @dataclass
-class FusionReport:
+class FusionReport(Report):
     """Counts since the optimizer was fused; sizes in bytes."""
 
     mode: Mode
@@ -41,18 +50,21 @@ class FusionReport:
     plain_steps: dict[str, int] = field(default_factory=dict)
     """Steps that ran the plain way, by reason."""
 
-    def __str__(self) -> str:
-        text = (
+    def what_was_done(self) -> list[str]:
+        return [
             f"{self.mode} fusion: {self.fused_updates} updates of {self.parameters} parameters fused into "
-            f"{self.buckets} buckets over {self.steps} steps, {self.late_updates} in optimizer.step()"
-        )
-        if self.unfused:
-            reasons = "; ".join(f"{count} {reason}" for reason, count in self.unfused.items())
-            text += f"; left to optimizer.step(): {reasons}"
-        if self.plain_steps:
-            reasons = "; ".join(f"{count} because {reason}" for reason, count in self.plain_steps.items())
-            text += f"; plain steps: {reasons}"
-        return text
+            f"{self.buckets} buckets over {self.steps} steps"
+        ]
+
+    def what_stayed_plain(self) -> list[str]:
+        late = [f"{self.late_updates} updates in optimizer.step(): {_LATE[self.mode]}"] if self.late_updates else []
+        unfused = [f"{count} parameters {reason}" for reason, count in self.unfused.items()]
+        return [*late, *unfused, *each_because(self.plain_steps, "steps")]
+
+    def what_was_measured(self) -> list[str]:
+        sizes = {"the largest bucket": self.largest_bucket_bytes, "gradients alive at most": self.peak_gradient_bytes}
+        there = [f"{what}: {show_bytes(size)}" for what, size in sizes.items() if size]
+        return [", ".join(there)] if there else []
 
     def followed_by(self, later: "FusionReport") -> "FusionReport":
         """One report of two times in which the same parameters were fused: counts add up, sizes and peaks do not."""

@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import psutil
 import torch
 
-from retime.foundations.messages import because, parse_bytes, show_bytes
+from retime.foundations.messages import parse_bytes, show_bytes
 from retime.foundations.parts import Certificate
+from retime.foundations.reports import Report, each_because
 from retime.mechanisms.memory_budget.costs import StepCosts
 from retime.mechanisms.memory_budget.offload import OffloadReport
 from retime.mechanisms.memory_budget.search import PlanChoice
@@ -115,9 +117,6 @@ def _device_bytes(device: torch.device | str | int | None, sharing: int = 1) -> 
     return min(shared_bytes() // sharing, own_bytes())
 
 
-_SHOWN = 4
-
-
 @dataclass(frozen=True)
 class PlannedShape:
     """What was decided for batches of one shape.
@@ -150,7 +149,14 @@ class PlannedShape:
         """What live tensors, and freed memory cached for the next ones, may take together at most."""
         return self.choice.reserved_bytes(budget_bytes)
 
-    def __str__(self) -> str:
+    @property
+    def why_whole(self) -> str:
+        """Why it must not be split; empty where it may, or where nobody asked."""
+        return "" if self.certificate is None else self.certificate.reason
+
+    @property
+    def decision(self) -> str:
+        """What was decided, in words."""
         choice = self.choice
         text = f"batch of {self.samples}" + (" fits" if self.plain else f": {choice.plan}")
         if self.first_step_bytes is None:
@@ -159,13 +165,31 @@ class PlannedShape:
             text += f": it allocated {show_bytes(self.first_step_bytes)}"
         if choice.out_bytes:
             text += f", {show_bytes(choice.out_bytes + choice.in_bytes)} moved a step"
-        if self.certificate is not None:
+        if self.certificate is not None and self.certificate.separable:
             text += f"; {self.certificate}"
         return "; ".join(filter(None, (text, self.note, self.source)))
 
+    def figures(self) -> dict[str, Any]:
+        """Return the numbers by name."""
+        choice = self.choice
+        return {
+            "samples": self.samples,
+            "sub_batch": choice.plan.sub_batch,
+            "offloaded_storages": len(choice.plan.offload),
+            "peak_bytes": choice.peak_bytes,
+            "moved_bytes": choice.out_bytes + choice.in_bytes,
+            "step_ms": choice.step_ms,
+            "plain_ms": choice.plain_ms,
+            "first_step_bytes": self.first_step_bytes,
+            "why_whole": self.why_whole,
+        }
+
+    def __str__(self) -> str:
+        return self.decision + (f"; {self.certificate}" if self.why_whole else "")
+
 
 @dataclass
-class BudgetReport:
+class BudgetReport(Report):
     """What was planned and done; sizes in bytes."""
 
     budget_bytes: int
@@ -193,14 +217,25 @@ class BudgetReport:
         """More is known of a shape."""
         self.shapes = [now if shape is before else shape for shape in self.shapes]
 
-    def __str__(self) -> str:
-        text = f"memory budget {show_bytes(self.budget_bytes)}: {self.steps} steps in {self.sub_batches} sub-batches"
+    def what_was_done(self) -> list[str]:
+        did = f"memory budget {show_bytes(self.budget_bytes)}: {self.steps} steps in {self.sub_batches} sub-batches"
+        return [did, *(shape.decision for shape in reversed(self.shapes) if not shape.plain)]
+
+    def what_stayed_plain(self) -> list[str]:
+        fits = [f"{shape.decision}: as without a budget" for shape in reversed(self.shapes) if shape.plain]
+        whole = [f"batch of {one.samples} is not split: {one.why_whole}" for one in self.shapes if one.why_whole]
+        return [*fits, *whole, *each_because(self.replanned, "replanned")]
+
+    def what_was_measured(self) -> list[str]:
+        texts = []
         if self.offload is not None and self.offload.storages:
-            moved = self.offload.bytes_out + self.offload.bytes_in
-            text += f"; {show_bytes(moved)} moved, {self.offload.stalls} waits"
+            moved = show_bytes(self.offload.bytes_out + self.offload.bytes_in)
+            texts.append(f"{moved} moved, {self.offload.stalls} waits for a copy")
+        if self.grown_bytes:
+            texts.append(f"the process grew by {show_bytes(self.grown_bytes)}")
         if self.grown_bytes > self.budget_bytes:
-            text += f"; the process grew by {show_bytes(self.grown_bytes)}, which is above the budget"
-            text += " (a process's first steps load code once, which no budget counts)"
-        text += "".join(f"; {shape}" for shape in self.shapes[-_SHOWN:])
-        text += f"; {self.plans - _SHOWN} plans before these" if self.plans > _SHOWN else ""
-        return "; ".join(filter(None, (text, because(self.replanned, "replanned"))))
+            texts[-1] += ", above the budget (a process's first steps load code once, which no budget counts)"
+        return texts
+
+    def figures(self) -> dict[str, Any]:
+        return super().figures() | {"shapes": [shape.figures() for shape in self.shapes]}

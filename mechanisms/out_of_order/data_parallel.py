@@ -34,7 +34,8 @@ from retime.foundations.ddp import (
     sparse_layer,
 )
 from retime.foundations.lazy_updates import parameters_of, pending_of
-from retime.foundations.messages import because, parse_bytes, warn_no_effect
+from retime.foundations.messages import parse_bytes, show_bytes, warn_no_effect
+from retime.foundations.reports import Report, each_because
 from retime.foundations.torch_private.distributed import GradBucket, has_rebuilt_buckets, joins_uneven_inputs
 from retime.foundations.weight_gradients import Block, WeightGradientDeferral
 from retime.mechanisms.fusion import ForwardFusion, FusionReport
@@ -297,7 +298,7 @@ class BucketScheduler:
 
 
 @dataclass
-class OutOfOrderReport:
+class OutOfOrderReport(Report):
     """Counts since the mechanism was attached; sizes in bytes, times in seconds."""
 
     blocks: int = 0
@@ -333,24 +334,36 @@ class OutOfOrderReport:
     extra_bytes: int = 0
     """Predicted growth of the memory peak at this k (algorithm 2, line 1)."""
 
-    def __str__(self) -> str:
-        text = (
+    def what_was_done(self) -> list[str]:
+        if not self.steps:
+            return ["out-of-order backprop: no step with gradient synchronisation yet"]
+        return [
             f"out-of-order backprop: k={self.k} of {self.blocks} blocks, {self.deferred_gradients} weight gradients "
-            f"deferred and {self.buffered_gradients} buffered over {self.steps} steps; {self.fused_updates} updates "
-            f"waited for their own gradients only, {self.late_updates} ran in optimizer.step(); buckets of "
-            f"{self.bucket_bytes / 2**20:g} MiB"
-        )
-        if self.early_waits:
-            text += f"; {self.early_waits} steps waited because gradients were read before optimizer.step()"
-        for title, counts, what in (
-            ("in order", self.layers_in_order, "layers"),
-            ("buffered gradients", self.buffered_layers, "layers"),
-            ("no cross-iteration wait", self.plain_steps, "steps"),
-            ("weight gradients in order", self.in_order, "backward passes"),
-        ):
-            if counts:
-                text += f"; {title}: {because(counts, what)}"
-        return text
+            f"deferred and {self.buffered_gradients} buffered over {self.steps} steps",
+            f"{self.fused_updates} updates waited for their own gradients only",
+        ]
+
+    def what_stayed_plain(self) -> list[str]:
+        counts = {
+            f"{self.late_updates} updates ran in optimizer.step()": self.late_updates,
+            f"{self.early_waits} steps waited, as gradients were read before optimizer.step()": self.early_waits,
+        }
+        return [
+            *(text for text, count in counts.items() if count),
+            *each_because(self.layers_in_order, "layers in order"),
+            *each_because(self.buffered_layers, "layers whose gradients are computed in order and handed on later"),
+            *each_because(self.plain_steps, "steps without cross-iteration wait"),
+            *each_because(self.in_order, "backward passes in order"),
+        ]
+
+    def what_was_measured(self) -> list[str]:
+        times = ", ".join(f"k={k}: {seconds * 1e3:.1f} ms" for k, seconds in sorted(self.searched.items()))
+        texts = {
+            f"steps of the search, {self.search_steps} in all: {times}": times,
+            f"buckets of {self.bucket_bytes / 2**20:g} MiB": self.bucket_bytes,
+            f"predicted growth of the memory peak: {show_bytes(self.extra_bytes)}": self.extra_bytes,
+        }
+        return [text for text, is_there in texts.items() if is_there]
 
 
 # The all-reduces of the last backward pass, and who waits for them.

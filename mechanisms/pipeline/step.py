@@ -7,7 +7,7 @@ import platform
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from retime.foundations.arguments import AtLeast, checked
-from retime.foundations.messages import because, show_bytes, warn_no_effect
+from retime.foundations.messages import show_bytes, warn_no_effect
 from retime.foundations.parts import balanced_parts, samples_in
 from retime.foundations.preserve_state import preserve_state, random_state, reachable_tensors, set_random_state
+from retime.foundations.reports import Report, each_because
 from retime.foundations.torch_private.distributed import pipeline_runtime
 from retime.foundations.torch_private.tensors import post_accumulate_hooks
 from retime.mechanisms.pipeline.calls import LayerInterceptors, Workers, shapes_of
@@ -37,13 +38,16 @@ from retime.mechanisms.pipeline.plan import PipelinePlan, check_schedule
 from retime.mechanisms.pipeline.running import MicroBatchResult, PipelineState, RankInfo, RunningStep
 from retime.mechanisms.pipeline.stage import Span, Stage
 from retime.schedules.pipeline import lane_name
+from retime.schedules.tasks import Kind
 from retime.schedules.timeline import Span as TimelineSpan
+
+_WORDS = {str(kind): kind.words for kind in Kind} | {"B": "both gradients"}
 
 # What a pipeline did.
 
 
 @dataclass
-class PipelineReport:
+class PipelineReport(Report):
     """Of this rank; empty before the first step.
 
     Attributes:
@@ -89,25 +93,38 @@ class PipelineReport:
         busy = sum(span.end_s - span.start_s for span in self.spans)
         self.bubble_share = max(0.0, 1 - busy / whole) if whole else 0.0
 
-    def __str__(self) -> str:
+    def what_was_done(self) -> list[str]:
         if not self.stages:
-            return "pipeline: no step yet"
-        plural = "s" if len(self.stages_here) > 1 else ""
-        here = ", ".join(str(stage + 1) for stage in self.stages_here)
+            return ["pipeline: no step yet"]
         steps = self.steps_by_micro_batches
         usual, *others = sorted(steps, key=lambda count: (-steps[count], count)) or [0]
         rest = f" ({', '.join(f'{steps[count]} of {count}' for count in others)})" if others else ""
-        simulated = "" if self.simulated_bubble_share is None else f" (simulated {self.simulated_bubble_share:.0%})"
-        text = (
-            f"pipeline: {self.steps} steps of {usual} micro-batches{rest} by {self.schedule} through "
-            f"{self.stages} stages of {repr(self.layers) if self.layers else 'the model'}; this rank has stage{plural} "
-            f"{here} with {show_bytes(self.parameter_bytes)} of {show_bytes(self.parameter_bytes_of_all)} of "
-            f"parameters (by rank {', '.join(map(show_bytes, self.parameter_bytes_by_rank))}), "
-            f"{self.bubble_share:.0%} of the last step without a task{simulated}"
+        here = ", ".join(str(stage + 1) for stage in self.stages_here)
+        mine, whole = show_bytes(self.parameter_bytes), show_bytes(self.parameter_bytes_of_all)
+        return [
+            f"pipeline: {self.steps} steps of {usual} micro-batches{rest} by {self.schedule} through {self.stages} "
+            f"stages of {repr(self.layers) if self.layers else 'the model'}",
+            f"this rank has stage{'s' * (len(self.stages_here) > 1)} {here} with {mine} of {whole} of parameters",
+        ]
+
+    def what_stayed_plain(self) -> list[str]:
+        return each_because(self.layers_in_order, "layers' weight gradients in order")
+
+    def what_was_measured(self) -> list[str]:
+        if not self.stages:
+            return []
+        simulated = "" if self.simulated_bubble_share is None else f" (simulated: {self.simulated_bubble_share:.0%})"
+        by_rank = ", ".join(map(show_bytes, self.parameter_bytes_by_rank))
+        return [f"{self.bubble_share:.0%} of the last step without a task{simulated}", f"parameters by rank: {by_rank}"]
+
+    def what_to_try(self) -> list[str]:
+        waits = (
+            ["PipelineTimeline() among a Trainer's callbacks draws which rank waits when"] if self.bubble_share else []
         )
-        if self.layers_in_order:
-            text += f"; weight gradients in order: {because(self.layers_in_order, 'layers')}"
-        return text
+        return super().what_to_try() + waits
+
+    def figures(self) -> dict[str, Any]:
+        return super().figures() | {"spans": [asdict(span) for span in self.spans]}
 
 
 _ASK_AHEAD = 8
@@ -384,7 +401,7 @@ class PipelineStep:
                 lane_name(rank),
                 1000 * (one.start_s - begins[node]),
                 1000 * (one.end_s - one.start_s),
-                one.kind,
+                _WORDS[one.kind],
             )
             for rank, (node, some) in enumerate(everyone)
             for one in some

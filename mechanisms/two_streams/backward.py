@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from retime.foundations.arguments import AtLeast, checked
 from retime.foundations.messages import because, parse_bytes, show_bytes, warn_difference, warn_no_effect
+from retime.foundations.reports import Report, each_because
 from retime.foundations.streams import has_streams
 from retime.foundations.torch_private.engine import dispatch_mode_count, graph_task_id, queue_callback
 from retime.foundations.torch_private.tensors import version_of
@@ -38,7 +39,7 @@ Threads = tuple[Annotated[int, AtLeast(1)], Annotated[int, AtLeast(1)]]
 
 
 @dataclass(frozen=True)
-class GraphReport:
+class GraphReport(Report):
     """What CUDA graphs replayed.
 
     Args:
@@ -53,18 +54,18 @@ class GraphReport:
     replays: int
     issued: Mapping[str, int]
 
-    def __str__(self) -> str:
-        text = f"graph: {self.replays} replays of {self.parts} parts"
-        rest = "; ".join(
-            because(counts, what)
-            for counts, what in ((self.issued, "calls without"), (self.outside, "layers outside"))
-            if counts
-        )
-        return f"{text} ({rest})" if rest else text
+    def what_was_done(self) -> list[str]:
+        return [f"graph: {self.replays} replays of {self.parts} parts"]
+
+    def what_stayed_plain(self) -> list[str]:
+        return [
+            *each_because(self.issued, "calls without a replay"),
+            *each_because(self.outside, "layers outside of graphs"),
+        ]
 
 
 @dataclass(frozen=True)
-class TwoStreamReport:
+class TwoStreamReport(Report):
     """What ran where.
 
     Args:
@@ -91,18 +92,35 @@ class TwoStreamReport:
     updates: int = 0
     fusion: FusionReport | None = None
 
-    def __str__(self) -> str:
-        text = f"two streams: {self.layers} layers' weight gradients can run beside the output gradients"
-        if self.in_order:
-            text += f" ({because(self.in_order, 'in order')})"
-        text += f"; {self.setting or 'still searching'}"
-        if self.tried_ms:
-            text += f" ({', '.join(f'{setting}: {ms:.1f} ms' for setting, ms in self.tried_ms.items())})"
-        text += f"; {self.sub_stream} on the sub-stream, {self.main_stream} on the main stream behind its own work"
-        text += f"; at most {show_bytes(self.held_bytes)} waited"
-        if self.fusion is not None:
-            text += f"; {self.updates} updates right behind them; {self.fusion}"
-        return text if self.graph is None else f"{text}; {self.graph}"
+    def what_was_done(self) -> list[str]:
+        mine = [
+            f"two streams: {self.sub_stream} weight gradients of {self.layers} layers ran on the sub-stream, "
+            f"{self.main_stream} on the main stream behind its own work",
+            f"setting: {self.setting or 'still searching'}",
+        ]
+        fused = [] if self.fusion is None else [f"{self.updates} updates right behind their weight gradients"]
+        return mine + fused + [text for part in self._parts for text in part.what_was_done()]
+
+    def what_stayed_plain(self) -> list[str]:
+        one = self.setting is not None and not self.setting.two_streams and not self.tried_ms
+        alone = ["all layers, as kernels have one thread: there is no core for the second"] if one else []
+        in_order = each_because(self.in_order, "layers in order")
+        return alone + in_order + [text for part in self._parts for text in part.what_stayed_plain()]
+
+    def what_was_measured(self) -> list[str]:
+        tried = ", ".join(f"{setting}: {ms:.1f} ms" for setting, ms in self.tried_ms.items())
+        waited = f"at most {show_bytes(self.held_bytes)} waited for their weight gradients"
+        rest = [text for part in self._parts for text in part.what_was_measured()]
+        return [f"steps of the search: {tried}"] * bool(tried) + [waited] + rest
+
+    def what_to_try(self) -> list[str]:
+        off = bool(self.tried_ms) and self.setting is not None and not self.setting.two_streams
+        fused = ["fuse_updates=True (bare loops: optimizer=): updates run beside the backward pass too"]
+        return super().what_to_try() + fused * (off and self.fusion is None and self.graph is None)
+
+    @property
+    def _parts(self) -> list[Report]:
+        return [part for part in (self.fusion, self.graph) if part is not None]
 
 
 @dataclass(eq=False)

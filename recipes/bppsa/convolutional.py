@@ -71,7 +71,7 @@ class Convergence(Recipe[ConvolutionalSettings]):
             rows.append(Row(name, "training loss", "nats", train_losses))
             rows.append(Row(name, "test loss", "nats", test_losses))
             if isinstance(model, ScanSequential):
-                facts[f"{name} reports"] = str(model.report())
+                facts[f"{name} reports"] = model.report().one_line
         return Measured(rows, facts)
 
     def compare(self, result: Result) -> list[Comparison]:

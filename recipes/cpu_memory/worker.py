@@ -62,10 +62,10 @@ class Server:
             answer |= {
                 "grown_bytes": peak - self._base,
                 "live_bytes": self._counter.counts().peak_live,
-                "report": str(self._pool.report()),
+                "report": self._pool.report().one_line,
             }
         if self._loop.wired.report is not None:
-            answer["fusion"] = str(self._loop.wired.report())
+            answer["fusion"] = self._loop.wired.report().one_line
         return answer
 
 

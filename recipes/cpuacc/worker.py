@@ -194,7 +194,7 @@ def _timed(do: Callable[[], Any]) -> float:
 
 def _phases(model: nn.Module, batches: list[Batch], request: dict[str, Any], label: str) -> dict[str, float]:
     """Where the steps of one more fit spend their time, as `StepTimeline` sees it: medians over its steps."""
-    timeline = StepTimeline(every_n_steps=1, warm_up=WARMUP_STEPS, log=False, png=False, trace=False)
+    timeline = StepTimeline(every_n_steps=1, warm_up=WARMUP_STEPS, log=False, png=False, trace=False, page=False)
     _fit(model, batches, request["optimizer"], request["variants"][label], timeline)
     steps = [timing.metrics() for timing in timeline.timings]
     return {phase: statistics.median(step[phase] for step in steps) for phase in steps[0]}

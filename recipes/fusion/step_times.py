@@ -63,7 +63,7 @@ class StepTimes(Recipe[FusionSettings]):
         facts["parameters per layer"] = round(parameters_per_layer(some))
         for name, loop in loops.items():
             if loop.wired.report is not None:
-                facts[f"{name} reports"] = str(loop.wired.report())
+                facts[f"{name} reports"] = loop.wired.report().one_line
         return Measured(rows, facts)
 
     def references(self, point: Point) -> dict[str, str]:

@@ -103,7 +103,7 @@ class Fits:
 
     def phases_ms(self, name: str) -> dict[str, float]:
         """Where the steps of one more fit spend their time, as `StepTimeline` sees it: medians over its steps."""
-        timeline = StepTimeline(every_n_steps=1, warm_up=WARMUP_STEPS, log=False, png=False, trace=False)
+        timeline = StepTimeline(every_n_steps=1, warm_up=WARMUP_STEPS, log=False, png=False, trace=False, page=False)
         self.fit(name, callbacks=[timeline])
         steps = [timing.metrics() for timing in timeline.timings]
         return {phase: statistics.median(step[phase] for step in steps) for phase in steps[0]}

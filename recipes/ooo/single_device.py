@@ -381,7 +381,7 @@ class Server:
             (one.layers for one in (report.setting, *report.tried_ms) if one is not None and one.layers), None
         )
         names = None if layers is None else sorted(name.removeprefix("model.") for name in layers)  # a Loop's
-        return {"ms": ms, "report": str(report), "on": on, "layers": names}
+        return {"ms": ms, "report": report.one_line, "on": on, "layers": names}
 
 
 def serve() -> Answer:

@@ -177,7 +177,7 @@ def _search(fit: Fit) -> dict[str, Any]:
         "k": fit.k,
         "path": path,
         "steps": fit.report.search_steps,
-        "report": str(fit.report),
+        "report": fit.report.one_line,
     }
 
 

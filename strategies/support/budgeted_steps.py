@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from retime.foundations.compatibility import Mechanism
+from retime.foundations.messages import show_bytes
 from retime.foundations.parts import Split, check_choice, loss_of, samples_in, split_batch
 from retime.foundations.patching import replaced_attributes
 from retime.mechanisms.memory_budget import (
@@ -232,6 +233,8 @@ class Budgeted(LightningOnly, Strategy):
         )
         if self._plans is not None:
             self._step.load_state_dict(self._plans)
+        budget = show_bytes(self._step.report().budget_bytes)
+        rank_zero_info(f"retime: memory budget {budget}: batches are planned for when the first of their shape comes")
         self._log = PartLog(module)
         self._results = WholeBatchResults(trainer)
 
@@ -344,7 +347,7 @@ class Budgeted(LightningOnly, Strategy):
             self._last_report, self._plans = step.report(), step.state_dict()
             step.remove()
             if self._last_report.steps:
-                rank_zero_info(f"retime: {self._last_report}")
+                rank_zero_info(f"retime: {self._last_report.headline}")
         if self._results is not None:
             self._results.remove()
             self._results = None

@@ -19,7 +19,6 @@ from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -112,11 +111,13 @@ class FusedStepping:
         self._reader: str | None = None
         self._standing: str | None = None
         """Why the strategy lets no step of this fit be fused."""
+        self._is_on = False
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, made in the middle of a fit too, has the counts; it fuses the copied optimizers by itself."""
         self.flush()
         state = self.__dict__ | {"_fusions": {}, "_plain": self.report(), "_dropped": {}, "_modules": [], "_owners": ()}
+        state["_is_on"] = False
         if self._reduction is not None:
             state |= {"_reduction": None, "_no_reduction": "a copy of DDP's model has no reduction hook before a fit"}
         return state
@@ -129,8 +130,11 @@ class FusedStepping:
         """Until the end of the fit nothing reduces gradients for backward fusion: all steps run the plain way."""
         self._distributed, self._reduction, self._no_reduction = True, None, reason
 
-    def start(self, trainer: Trainer) -> None:
-        """Before the first step: say what will run the plain way, and fuse what can be.
+    def start(self, trainer: Trainer) -> str:
+        """Before the first step: warn of what will run the plain way, and fuse what can be.
+
+        Returns:
+            What will be done, for the fit's log.
 
         Raises:
             RuntimeError: gradients of several ranks would be used before they are reduced.
@@ -147,9 +151,8 @@ class FusedStepping:
                 self._warn(reason)
             else:
                 self._fusion_of(optimizer, trainer)
-        rank_zero_info(
-            f"retime: {self._mechanism} of {len(self._fusions)} of {len(trainer.strategy.optimizers)} optimizers"
-        )
+        self._is_on = True
+        return f"{self._mechanism} of {len(self._fusions)} of {len(trainer.strategy.optimizers)} optimizers"
 
     def _check_reduction(self, trainer: Trainer) -> None:
         """Under DDP, gradients that the backward pass leaves are one rank's own: updates need the reduction hook."""
@@ -299,8 +302,13 @@ class FusedStepping:
             if isinstance(fusion, ForwardFusion):
                 fusion.flush()
 
-    def stop(self) -> None:
-        """Bring all parameters up to date and leave no hook behind; counts stay for :meth:`report`."""
+    def stop(self) -> bool:
+        """Bring all parameters up to date and leave no hook behind; counts stay for :meth:`report`.
+
+        Returns:
+            Whether a fit had begun.
+        """
+        was_on, self._is_on = self._is_on, False
         for optimizer in list(self._fusions):
             self._drop(optimizer)
         self._plain = self.report()
@@ -309,6 +317,7 @@ class FusedStepping:
         if self._reduction is not None:
             self._reduction.close(failed=sys.exc_info()[0] is not None)
         self._reduction = self._no_reduction = None
+        return was_on
 
     def _drop(self, optimizer: Optimizer) -> None:
         fusion = self._fusions.pop(optimizer)

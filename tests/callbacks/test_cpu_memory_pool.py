@@ -125,7 +125,9 @@ def test_it_ends_with_the_outermost_of_its_uses():
 @pytest.mark.usefixtures("there")
 def test_one_that_was_never_entered_says_so():
     pool = CPUMemoryPool()
-    assert str(pool.report()).startswith("no CPU memory pool: it was never in use: give it to a Trainer")
+    assert pool.report().what_stayed_plain() == [
+        "it was never in use: give it to a Trainer as a callback, or enter it by 'with'"
+    ]
     with pool:
         pass
     assert "reused" in str(pool.report())

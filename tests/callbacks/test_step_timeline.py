@@ -26,6 +26,7 @@ from retime.callbacks.step_timeline import StepTimeline
 from retime.callbacks.support.phases import StrategyPhases
 from retime.foundations.measure.step_timer import EXPOSED, StepTimer, StepTiming
 from retime.foundations.messages import NoEffectWarning
+from support.browser import CHROMIUM, NO_CHROMIUM, click_through
 
 pytestmark = [  # what Lightning itself warns of
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning"),
@@ -133,7 +134,7 @@ def fit(callbacks: list[Callback], model: Net | None = None, batches: int = 6, *
 
 
 def quiet(**options: Any) -> StepTimeline:
-    return StepTimeline(**{"every_n_steps": 1, "warm_up": 0, "png": False, "trace": False, **options})
+    return StepTimeline(**{"every_n_steps": 1, "warm_up": 0, "png": False, "trace": False, "page": False, **options})
 
 
 def count(timing: StepTiming) -> dict[str, int]:
@@ -156,7 +157,7 @@ def test_measures_every_nth_step_after_the_warm_up(tmp_path: Path) -> None:
     for timing in timeline.timings:
         assert count(timing) == {"forward": 1, "backward": 1, "update": 1}
         assert_consistent(timing)
-    names = {f"epoch-0-step-{step}.{suffix}" for step in (1, 3, 5) for suffix in ("png", "json")}
+    names = {f"epoch-0-step-{step}.{suffix}" for step in (1, 3, 5) for suffix in ("png", "json", "html")}
     assert {path.name for path in tmp_path.iterdir()} == names == {path.name for path in timeline.files}
     assert {re.sub(r"\d+", "N", name) for name in names} == {
         re.sub("<.*?>", "N", name) for name in re.findall(r"``(epoch-.*?)``", StepTimeline.__doc__ or "")
@@ -239,7 +240,7 @@ def test_user_metrics_are_not_disturbed(tmp_path: Path) -> None:
     assert user_rows("timed", [StepTimeline(every_n_steps=3, warm_up=0)]) == (plain, 2)
     assert user_rows("silent", [quiet(log=False)]) == (plain, 0)
     drawn = sorted((tmp_path / "timed" / "version_0" / "timeline").iterdir())  # the default folder
-    assert len(drawn) == 4
+    assert len(drawn) == 6
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}])
@@ -386,5 +387,11 @@ def test_two_processes_report_exposed_communication(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     spans = f"forward,backward,{EXPOSED},forward,backward,{EXPOSED},update"
     lines = {line for line in done.stdout.splitlines() if line.startswith("rank ")}
-    assert lines == {f"rank 0: {spans}; True; 1 files", f"rank 1: {spans}; True; 0 files"}
-    assert [path.name for path in tmp_path.iterdir()] == ["epoch-0-step-1.json"]
+    assert lines == {f"rank 0: {spans}; True; 2 files", f"rank 1: {spans}; True; 0 files"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch-0-step-1.html", "epoch-0-step-1.json"]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
+def test_its_page_opens_in_a_browser(tmp_path: Path) -> None:
+    fit([quiet(every_n_steps=None, page=True, dirpath=tmp_path)])
+    assert click_through(tmp_path / "epoch-0-step-0.html", tmp_path / "browser") == []

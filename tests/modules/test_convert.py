@@ -251,9 +251,9 @@ def test_reasons(make, why):
     report = convert(model)
     assert list(report.swapped) == ["plain"]
     assert list(report.skipped) == ["other"]
-    assert "other left as it is: " in str(report)
+    assert "  plain:    other: " in str(report)
     assert type(model["other"]) is kept
-    with pytest.warns(NoEffectWarning, match=f"0 of 2 .*\n.*\n.*{why}|0 of 2 .*\n.*{why}"):
+    with pytest.warns(NoEffectWarning, match=f"0 of 2 .*{why}"):
         convert(model)
 
 
@@ -268,7 +268,7 @@ def test_scripted_modules_are_left():
 def test_nothing_to_convert():
     with pytest.warns(NoEffectWarning, match="Linear has no torch.nn.RNN, GRU or LSTM"):
         report = convert(nn.Linear(2, 2))
-    assert str(report) == "0 of 0 recurrent modules converted"
+    assert report.headline == "0 of 0 recurrent modules converted"
     assert convert_back(nn.Linear(2, 2)).swapped == {}
 
 

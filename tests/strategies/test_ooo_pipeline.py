@@ -15,6 +15,7 @@ from torch import nn
 
 from retime import DifferenceWarning, NoEffectWarning, OOOPipelineStrategy, PipelineTimeline
 from retime.mechanisms.pipeline import warn_of_parts
+from support.browser import CHROMIUM, click_through
 from support.pipeline_counting import shown
 from support.pipeline_fits import FITS, Classifier, OnMeta, loader, trainer
 from support.two_ranks import run_ranks
@@ -203,6 +204,11 @@ def test_numbers_that_micro_batches_change_are_named(tmp_path: Path) -> None:
         assert here.count("F") == micro_batches
         assert sum(gradients.get(kind, 0) for kind in here) == 2 * micro_batches
     assert min(event["ts"] for event in tasks) == 0
+    page = (tmp_path / "drawn" / "2.html").read_text()
+    assert "forward of stage 1, micro-batch 0" in page
+    assert ": bubble " in page
+    if CHROMIUM is not None:
+        assert click_through(tmp_path / "drawn" / "2.html", tmp_path / "browser") == []
 
 
 def test_timelines_are_of_pipelines(tmp_path: Path) -> None:

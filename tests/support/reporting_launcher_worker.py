@@ -19,8 +19,7 @@ def main() -> None:
         )  # fmt: skip
         trainer.fit(Net(), data)
         report = trainer.strategy.report()  # type: ignore[attr-defined]
-        assert str(report)
-        counted = f"{report.steps} steps" if hasattr(report, "steps") else str(report)
+        counted = f"{report.steps} steps" if hasattr(report, "steps") else report.headline
         print(f"{name}: {type(report).__name__} of {counted}", flush=True)
 
 

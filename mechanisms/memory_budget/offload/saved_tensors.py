@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 
 from retime.foundations.arguments import checked
-from retime.foundations.messages import parse_bytes
+from retime.foundations.messages import parse_bytes, show_bytes
+from retime.foundations.reports import Report
 from retime.foundations.storages import Window, has_storage, storage_key, storage_keys
 from retime.foundations.torch_private.engine import (
     FakeTensor,
@@ -665,7 +666,7 @@ class NoHooksError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class OffloadReport:
+class OffloadReport(Report):
     """What an :class:`OffloadSavedTensors` did in all its forward passes.
 
     Attributes:
@@ -686,6 +687,19 @@ class OffloadReport:
     stalls: int
     prefetched: int
     mismatches: int
+
+    def what_was_done(self) -> list[str]:
+        moved = f"{show_bytes(self.bytes_out)} out and {show_bytes(self.bytes_in)} back"
+        return [f"offload: {self.storages} storages in {self.passes} forward passes, {moved}"]
+
+    def what_stayed_plain(self) -> list[str]:
+        return [f"{self.mismatches} forward passes that did not fit the plan"] if self.mismatches else []
+
+    def what_was_measured(self) -> list[str]:
+        return [
+            f"{self.stalls} waits for a copy, {self.prefetched} storages asked for before they were needed",
+            f"{show_bytes(self.bytes_skipped)} more would move if each saved tensor did",
+        ]
 
     @classmethod
     def total(cls, reports: Sequence[OffloadReport]) -> OffloadReport | None:

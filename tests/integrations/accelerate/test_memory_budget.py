@@ -39,7 +39,8 @@ def test_the_report_prints_as_text() -> None:
     assert "nothing is planned" in str(budget.report())
     for kind in ("_parts", "_whole"):
         setattr(budget, kind, budget._make(split_too=kind == "_parts"))
-    assert str(budget.report()).splitlines() == ["memory budget 1 GiB: 0 steps in 0 sub-batches"] * 2
+    assert budget.report().what_was_done() == ["memory budget 1 GiB: 0 steps in 0 sub-batches"] * 2
+    assert str(budget.report()).splitlines()[0] == budget.report().headline
     assert [report.steps for report in budget.report()] == [0, 0]
     budget.remove()
 

@@ -97,4 +97,4 @@ def test_what_the_strategy_refuses() -> None:
 
 
 def test_a_report_says_that_it_adds_up_steps() -> None:
-    assert "24 buckets with 897 KiB over all steps, in memory" in str(HostReductionReport(24, 897 * 2**10, "in memory"))
+    assert HostReductionReport(24, 897 * 2**10, "in memory").headline.endswith("24 buckets, 897 KiB, in memory")

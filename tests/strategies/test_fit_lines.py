@@ -1,0 +1,85 @@
+"""One line at a fit's start says what will be done, one at its end what was, and nothing is said of other runs."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+import retime
+from support.two_ranks import run_two_ranks
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
+    pytest.mark.filterwarnings("ignore:The 'val_dataloader' does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:two streams have no effect"),
+]
+ONE_DEVICE = {
+    "fused_optimizer": ("backward fusion of 1 of 1 optimizers", "backward fusion: "),
+    "fused_optimizer_forward": ("forward fusion of 1 of 1 optimizers", "forward fusion: "),
+    "memory_budget": ("memory budget ", "memory budget "),
+    "ooo_single_device": ("two streams for weight gradients of 1 layers", "two streams: "),
+}
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Any:
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        caplog.set_level(logging.INFO, logger=name)
+    caplog.clear()
+    return lambda: [line for line in caplog.messages if line.startswith("retime: ")]
+
+
+def trainer(folder: Path, strategy: Any, **options: Any) -> Trainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return Trainer(
+        **quiet | options, default_root_dir=folder, strategy=strategy, accelerator="cpu", devices=1, max_steps=3,
+        enable_checkpointing=False, limit_val_batches=1, num_sanity_val_steps=0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ONE_DEVICE)
+def test_a_fit_says_what_it_will_do_and_did(name: str, tmp_path: Path, said: Any) -> None:
+    begin, end = ONE_DEVICE[name]
+    fit = trainer(tmp_path, name)
+    fit.validate(BoringModel(), verbose=False)
+    assert said() == []
+    fit.fit(BoringModel())
+    first, *_, last = said()  # between them others tell of searches and plans
+    assert first.startswith(f"retime: {begin}")
+    assert last == f"retime: {fit.strategy.report().headline}"  # type: ignore[attr-defined]
+    assert last.startswith(f"retime: {end}")
+
+
+def test_the_callback_says_so_too(tmp_path: Path, said: Any) -> None:
+    fit = trainer(tmp_path, "auto", callbacks=[retime.FuseOptimizer()])
+    fit.fit(BoringModel())
+    assert said()[0] == "retime: backward fusion of 1 of 1 optimizers"
+    assert said()[1:] == [f"retime: {fit.callbacks[0].report().headline}"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ONE_DEVICE)
+def test_a_fit_that_fails_says_how_far_it_came(name: str, tmp_path: Path, said: Any) -> None:
+    class Failing(Callback):
+        def on_train_batch_end(self, *arguments: Any) -> None:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        trainer(tmp_path, name, callbacks=[Failing()]).fit(BoringModel())
+    assert said()[0] != said()[-1]
+    assert said()[-1].startswith(f"retime: {ONE_DEVICE[name][1]}")
+
+
+@pytest.mark.long
+def test_several_ranks_say_so_once() -> None:
+    first, second = (run.stdout.splitlines() for run in run_two_ranks("fit_lines_worker.py"))
+    assert second == []
+    for begin, end in zip(first[::2], first[1::2], strict=True):
+        kind = begin.removeprefix("retime: ").split()[0]
+        assert kind in end
+    assert [line.removeprefix("retime: ").split(" ")[0] for line in first[::2]] == [
+        *("backward", "out-of-order", "gradients", "memory", "pipeline")
+    ]
