@@ -102,6 +102,9 @@ class Stage:
         """Messages to the stage behind."""
         return self._messages(dist.isend, [t.detach().contiguous() for t in self._of(batch).outputs], 1)
 
+    def release_fwd_send_outputs(self, batch: int) -> None:
+        """They are sent (torch 2.15 and newer): the backward pass needs them all the same."""
+
     def get_bwd_recv_ops(self, batch: int) -> list[dist.P2POp]:
         """Gradients from the stage behind."""
         one = self._of(batch)
