@@ -9,7 +9,7 @@ PYTEST_ARGS ?= $(SHARED) -m "not long"
 # Tests start Python many times, and each time would compile retime anew: 0.8 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all check docs wheel release-check size clean
+.PHONY: demo test test-all check docs wheel release-check matrix size clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "retime needs Python 3.11 or newer; set PYTHON=/path/to/python3.11")'
@@ -51,6 +51,11 @@ wheel: $(STAMP)
 # What a release has to be; with RELEASE_ARGS=--borrow the environment in which the wheel is tried takes what it depends on from here.
 release-check: wheel
 	$(BIN)/python tests/support/release.py $(RELEASE_ARGS)
+
+# The smoke set on each combination of versions, which it writes into docs/versions.md. Downloads gigabytes.
+matrix: $(STAMP)
+	$(BIN)/python -m pip install --quiet nox uv
+	PATH="$(abspath $(BIN)):$$PATH" nox
 
 # Lines of each room, beside what pyproject.toml allows.
 size:

@@ -43,6 +43,7 @@ CONTENTS = {
     "Reference": [
         "docs/api",
         "docs/schedules",
+        "docs/versions",
         "docs/architecture",
         "CONTRIBUTING",
         "SECURITY",

@@ -1,0 +1,100 @@
+"""Versions: `make matrix` tries the smoke set on each combination, in a fresh environment, and writes docs/versions.md.
+
+    nox                        # all of them
+    nox -s "smoke(newest)"     # one
+    nox -s page                # docs/versions.md from what has run
+
+Environments are made by uv, and removed behind their run; each Python has to be on the PATH.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import nox
+
+nox.options.default_venv_backend = "uv"
+nox.options.reuse_existing_virtualenvs = False
+
+OUTCOMES, BUILT, PAGE = Path("outputs/versions"), Path("outputs/versions/wheel"), Path("docs/versions.md")
+
+
+class Versions(NamedTuple):
+    """Empty: the newest on the index."""
+
+    torch: str = ""
+    lightning: str = ""
+    accelerate: str = ""
+    transformers: str = ""
+    python: str = "3.11"
+
+
+OLDEST = {"lightning": "2.6.0", "accelerate": "1.10.0", "transformers": "4.57.0"}
+COMBINATIONS = {
+    "oldest": Versions("2.11.0", **OLDEST),
+    "torch-2.11": Versions("2.11.0"),
+    "torch-2.12": Versions("2.12.1"),
+    "torch-2.13": Versions("2.13.0"),
+    "torch-2.13-oldest": Versions("2.13.0", **OLDEST),
+    "torch-2.14": Versions("2.14.1"),
+    "newest-torch-oldest": Versions(**OLDEST),
+    "newest": Versions(),
+    "python-3.12": Versions(python="3.12"),
+    "python-3.13": Versions(python="3.13"),
+}
+NAMES = ("python", "torch", "lightning", "accelerate", "transformers")
+HEAD = """# Versions
+
+Each row is an environment of its own, in which the wheel was installed and the smoke set ran: a small model trained by
+every strategy's name, callbacks, modules, bare loops and the doors for Accelerate and transformers, against plain
+training, bit by bit where that is promised. `make matrix` makes the environments and writes this page. Lower bounds in
+`pyproject.toml` are the oldest versions that passed.
+
+"""
+
+FOOT = """
+Linux on x86-64, processors only. What is tried on two ranks runs in forks of one process; `_spawn` names and processes
+that Lightning starts are left to the tests, which run with the versions in `constraints.txt`. [GPUs](gpu.md) have a
+page of their own.
+"""
+
+
+@nox.session(python=False)
+def wheel(session: nox.Session) -> None:
+    """Build the wheel that all of them install; each torch compiles the C++ parts anew."""
+    shutil.rmtree(BUILT, ignore_errors=True)
+    session.run("uv", "build", "--wheel", "--quiet", "--out-dir", str(BUILT), external=True)
+
+
+@nox.session(requires=["wheel"])
+@nox.parametrize("python, name", [nox.param(one.python, name, id=name) for name, one in COMBINATIONS.items()])
+def smoke(session: nox.Session, name: str) -> None:
+    """Install one combination and run the smoke set."""
+    wanted = COMBINATIONS[name]
+    outcome = OUTCOMES / f"{name}.json"
+    outcome.unlink(missing_ok=True)
+    OUTCOMES.mkdir(parents=True, exist_ok=True)
+    (built,) = BUILT.glob("*.whl")
+    try:
+        numbers = {package: number for package, number in wanted._asdict().items() if package != "python"}
+        pinned = [f"{package}=={number}" if number else package for package, number in numbers.items()]
+        session.install(f"{built}[accelerate,transformers]", *pinned)
+        nothing_compiled = {"XDG_CACHE_HOME": str(Path(session.create_tmp()).resolve())}
+        session.run("python", "-P", "tests/support/smoke.py", "--json", str(outcome), env=nothing_compiled)
+    finally:
+        shutil.rmtree(session.virtualenv.location, ignore_errors=True)  # gigabytes
+
+
+@nox.session(python=False)
+def page(session: nox.Session) -> None:
+    """Write docs/versions.md from what has run."""
+    rows = [f"| {' | '.join((*NAMES, 'smoke set'))} |", f"|{'---|' * (len(NAMES) + 1)}"]
+    left = [name for name in COMBINATIONS if not (OUTCOMES / f"{name}.json").exists()]
+    for name in (one for one in COMBINATIONS if one not in left):
+        ran = json.loads((OUTCOMES / f"{name}.json").read_text("utf-8"))
+        passed = len(ran["outcomes"]) - len(ran["failed"])
+        said = f"{passed} passed" + "".join(f", {one} failed" for one in ran["failed"])
+        rows.append(f"| {' | '.join(ran['versions'][package] for package in NAMES)} | {said} |")
+    missing = f"\nNot run: {', '.join(f'`{name}`' for name in left)} of `noxfile.py`.\n" if left else ""
+    PAGE.write_text(HEAD + "\n".join(rows) + "\n" + missing + FOOT, encoding="utf-8")
