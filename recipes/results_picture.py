@@ -60,7 +60,7 @@ def draw(papers: Sequence[JudgedPaper], path: Path) -> bool:
             axes.set_xlim(LEAST, MOST * 1.05)
             charts.plain_numbers(axes.xaxis)
     cells[-1].set_xlabel("times as fast, or as small (logarithmic)")
-    keys = [charts.marker_key("the paper", "o", filled=False)]
+    keys: list[Any] = [charts.marker_key("the paper", "o", filled=False)]
     used = {claim.kind for lines in panels.values() for _, claim in lines}
     keys += [charts.marker_key(f"ours, {kind}", "o", _COLOURS[kind]) for kind in KINDS if kind in used]
     keys.append(charts.colour_key("no gain", "#dddddd"))
