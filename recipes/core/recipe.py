@@ -1,6 +1,7 @@
 """What a recipe is, and how one runs: point by point, saved after each, finished ones skipped."""
 
 import datetime
+import os
 import re
 import time
 from abc import ABC, abstractmethod
@@ -22,7 +23,7 @@ S = TypeVar("S", bound=Settings)
 Tick = Callable[[str], None]
 
 # settings that do not change what a point means
-_INCIDENTAL = ("results_dir", "record", "rerun", "title")
+_INCIDENTAL = ("results_dir", "record", "rerun", "title", "allow_dirty")
 
 
 @dataclass(frozen=True)
@@ -84,12 +85,16 @@ class Recipe(ABC, Generic[S]):
         """Measure the points that `folder` does not hold yet (all of them with `rerun`), and save after each.
 
         A point is kept if settings, machine and versions are the same; another commit alone does not count.
+
+        Raises:
+            ValueError: `record` from a working tree with changes, without `allow_dirty`.
         """
         result = self._open(settings, folder)
         wanted = self.points(settings)
         common = _fingerprint(settings, self.axes)
-        here = machine.provenance()
         with _progress(console) as bar, pinned(settings.hardware.cores):
+            here = machine.provenance()  # with cores and threads as pinned
+            _refuse_changes(settings, here["commit"])
             whole = bar.add_task(settings.name, total=len(wanted))
             for at in wanted:
                 label = tables.label_of(at)
@@ -105,6 +110,7 @@ class Recipe(ABC, Generic[S]):
                 def tick(text: str, task: Any = task, label: str = label) -> None:
                     bar.update(task, advance=1, description=f"  {label} {text}")
 
+                before = os.getloadavg()[0]
                 started = time.perf_counter()
                 measured = self.measure(settings, at, tick)
                 seconds = time.perf_counter() - started
@@ -117,6 +123,7 @@ class Recipe(ABC, Generic[S]):
                         facts=measured.facts,
                         finished=finished,
                         seconds=round(seconds, 2),
+                        load=[round(before, 2), round(os.getloadavg()[0], 2)],
                         **here,
                     )
                 )
@@ -172,10 +179,18 @@ def result_folder(settings: Settings, overrides: Sequence[str], axes: Sequence[s
     kept = []
     for override in sorted(overrides):
         key = override.lstrip("+~").split("=", 1)[0]
-        if key not in ("experiment", "hardware", "results_dir", "record", "rerun", *axes):
+        if key not in ("experiment", "hardware", "results_dir", "record", "rerun", "allow_dirty", *axes):
             kept.append(re.sub(r"[^\w.,=+~-]+", "_", override))
     folder = RECORDED if settings.record else settings.results_dir
     return Path(folder, settings.paper, slug(settings.where), settings.hardware.name, *kept)
+
+
+def _refuse_changes(settings: Settings, commit: str | None) -> None:
+    if settings.record and not settings.allow_dirty and commit is not None and commit.endswith(machine.CHANGED):
+        raise ValueError(
+            "record=true from a working tree with changes: no commit would name the code that runs. Commit them first, "
+            "or record with allow_dirty=true, which the pages then say first"
+        )
 
 
 def slug(text: str) -> str:

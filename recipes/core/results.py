@@ -31,7 +31,7 @@ class Point:
     """One place of a figure: where it lies (`at`), all settings it was measured with, what came out.
 
     `facts` are numbers and words that have no spread: parameter counts, why a variant is missing, what a mechanism's
-    own report said.
+    own report said. `load` is the machine's load average over a minute, before and after.
     """
 
     at: dict[str, Any]
@@ -43,6 +43,7 @@ class Point:
     commit: str | None = None
     finished: str = ""
     seconds: float = 0.0
+    load: list[float] = field(default_factory=list)
 
     def values(self, variant: str, quantity: str) -> list[float]:
         """The rounds of one quantity of one variant; KeyError names what there is."""

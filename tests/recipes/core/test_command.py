@@ -70,7 +70,7 @@ def test_only_recording_and_reports_write_recorded_results(
     assert capsys.readouterr().out.endswith(f"Table and picture: outputs/{place}/result.md, result.png\n")
     assert [path.name for path in tmp_path.iterdir()] == ["outputs"]
 
-    run(*experiment, "record=true")
+    run(*experiment, "record=true", "allow_dirty=true")
     assert f"Table and picture: results/{place}/result.md, result.png\n" in capsys.readouterr().out
     listed = (tmp_path / "results" / "README.md").read_bytes()
     assert f"({place}/result.md)".encode() in listed  # the page is that of the results

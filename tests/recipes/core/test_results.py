@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from retime.recipes import report
+from retime.recipes.core import machine
 from retime.recipes.core.recipe import Measured
 from retime.recipes.core.results import Result, Row, load
 from retime.recipes.core.schema import FusionSettings, Hardware
@@ -155,3 +157,39 @@ def test_other_layouts_and_empty_folders_are_refused(tmp_path: Path) -> None:
     (tmp_path / "result.json").write_text('{"format": 0}')
     with pytest.raises(ValueError, match="Measure it again"):
         report.rebuild(tmp_path)
+
+
+def test_recording_from_a_changed_tree_is_refused_before_anything_is_measured(
+    settings: FusionSettings, tmp_path: Path, quiet: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("retime.recipes.core.machine.commit", lambda: "abc+changes")
+    recipe = Counting()
+    with pytest.raises(ValueError, match="allow_dirty=true"):
+        recipe.run(dataclasses.replace(settings, record=True), tmp_path, quiet)
+    assert (recipe.asked, list(tmp_path.iterdir())) == ([], [])
+    recipe.run(dataclasses.replace(settings, record=True, allow_dirty=True), tmp_path, quiet)
+    assert recipe.asked == [1, 4, 16]
+    text = report.markdown(load(tmp_path / "result.json"), recipe)
+    assert text.splitlines()[2].startswith("**Measured with changes that were not committed")
+    recipe.run(settings, tmp_path / "outputs", quiet)  # what is not recorded may come from any tree
+    assert recipe.asked == [1, 4, 16] * 2
+
+
+def test_points_name_cores_as_pinned_and_the_load(settings: FusionSettings, tmp_path: Path, quiet: Console) -> None:
+    Counting().run(dataclasses.replace(settings, hardware=Hardware("cpu", "cpu", 1)), tmp_path, quiet)
+    point = load(tmp_path / "result.json").points[0]
+    assert (point.hardware["cores"], point.hardware["threads"]) == ("1", "1 threads")
+    assert len(point.load) == 2
+
+
+def test_recorded_results_are_no_changes_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def answer(command: list[str], **options: Any) -> Any:
+        asked.append(command)
+        return subprocess.CompletedProcess(command, 0, stdout="" if command[1] == "status" else "abc\n")
+
+    monkeypatch.setattr("subprocess.run", answer)
+    assert machine.commit() == "abc"
+    (status,) = [command for command in asked if command[1] == "status"]
+    assert status[-1] == ":(top,exclude)results"
