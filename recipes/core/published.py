@@ -49,7 +49,7 @@ class Reading:
         fact: a number among a point's facts.
         at: the points that count; by default all.
         over: for a trend, the axis or fact by which points are sorted.
-        order: names along that axis, where they are no numbers.
+        order: names along that axis, where they are no numbers; points with others do not count.
         over_row: for a trend, variant and quantity by whose median points are sorted.
     """
 

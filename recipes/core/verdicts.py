@@ -146,6 +146,8 @@ def values_of(paper: Paper, published: Published, result: Result, comparisons: S
     for point in result.points:
         if any(point.at.get(key) != wanted for key, wanted in how.at.items()):
             continue
+        if how.order and str(point.at.get(how.over)) not in how.order:
+            continue
         measured = _from_point(how, point)
         if measured is not None:
             label = label_of({key: value for key, value in point.at.items() if key not in how.at})

@@ -200,6 +200,7 @@ def test_points_lie_along_an_axis_a_fact_or_a_row() -> None:
         return [value.label.removeprefix("size=") for value in sorted(values, key=lambda value: value.place)]
 
     assert order(over="size", order=["S", "M", "L"]) == ["S", "M", "L"]
+    assert order(over="size", order=["L", "S"]) == ["L", "S"]  # M is of no account
     assert order(over="depth") == ["M", "S", "L"]
     assert order(over_row=["slow", "step"]) == ["L", "M", "S"]
 
