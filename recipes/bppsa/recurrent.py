@@ -26,7 +26,7 @@ PHASES = ("forward", "backward", "optimizer")
 LABELS = {
     BASELINE: "torch.nn",
     MOVED: f"torch.nn, weights changed by {SHIFT:g}",
-    "auto": "scan, auto",
+    "auto": "auto: a scan or one loop",
     "chunk": "scan, chunk",
     "blelloch": "scan, Blelloch (the paper's)",
 }

@@ -229,5 +229,5 @@ def draw_breakdown(axes: Any, points: list[Point], names: list[str]) -> None:
     axes.set_ylabel("time over torch.nn's step")
     axes.grid(axis="x", visible=False)
     axes.set_ylim(0, 1.22 * highest)  # room for the legend above the bars
-    which = "left bar: torch.nn, right bar: the fastest scan"
+    which = "left bar: torch.nn, right bar: our fastest"
     axes.legend(fontsize=8, loc="upper center", ncols=len(PHASES), title=which, title_fontsize=8)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from retime.recipes.core import charts
-from retime.recipes.core.claims import Claim, Comparison
+from retime.recipes.core.claims import Claim, Comparison, show
 from retime.recipes.core.measure import Spread, spread
 from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Tick
@@ -67,13 +67,18 @@ class Hosts(OnRanks):
         return self._known_costs[busy]
 
     def compare(self, result: Result) -> list[Comparison]:
-        best = _best(result) or (None, "")
-        return [Comparison(claim, *best) for claim in PUBLISHED]
+        return [Comparison(claim, None, "no peer here sends by priority, as BytePS does") for claim in PUBLISHED]
 
     def notes(self, result: Result) -> list[str]:
         lines = []
         for point in sorted(result.points, key=_order):
             lines += bound_notes(point, f"{point.at['compute']} computation")
+            ours, peers = best_of_ours(point), ("ddp", "ddp_layer_buckets", "ooo_k0")
+            over = {label(name): ratio(point, name, ours) for name in peers if ours}
+            gains = [f"{show(gain, 'x')} over {name}" for name, gain in over.items() if gain]
+            if gains:
+                where = f"{point.at['compute']} computation, {point.at['hosts']} hosts"
+                lines.append(f"- {where}: reverse-first-k, k tuned, is {', '.join(gains)}")
         real = {point.at["hosts"]: point for point in result.points if point.at["compute"] == REAL}
         for point in result.points:
             twin = real.get(point.at["hosts"])
@@ -147,17 +152,6 @@ def throughput(point: Point, step_ms: list[float]) -> Spread:
     """Samples per second of all hosts together."""
     samples = 1e3 * point.facts["cluster"]["batch_size"] * point.facts["cluster"]["hosts"]
     return spread([samples / value for value in step_ms])
-
-
-def _best(result: Result) -> tuple[Spread, str] | None:
-    """The largest speed over ddp on several hosts, and where."""
-    found = []
-    for point in result.points:
-        ours = best_of_ours(point)
-        over = ratio(point, "ddp", ours) if ours else None
-        if over:
-            found.append((over, f"{point.at['hosts']} hosts, {point.at['compute']} computation, over torch's DDP"))
-    return max(found, key=lambda pair: pair[0].median, default=None)
 
 
 def _order(point: Point) -> tuple[str, int]:
