@@ -173,7 +173,7 @@ def _check(schedule: Schedule) -> None:
     if later is not None:
         raise ScheduleError(f"{later} is of another training step: write one step at a time")
     batches = {task.micro_batch for task in schedule}
-    counted = batches - {None}
+    counted = {one for one in batches if one is not None}
     if counted and (None in batches or max(counted) >= len(counted)):
         raise ScheduleError(f"the micro-batches are {_shown(batches)}: number them from 0 on, without a gap")
     validate_pipeline(schedule, placement, len(counted) or None)
