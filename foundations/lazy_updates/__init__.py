@@ -3,6 +3,7 @@
 from retime.foundations.lazy_updates.eligibility import (
     ReplacedMethod,
     declare_per_parameter,
+    is_declared,
     is_fused_step,
     is_torchs_zero_grad,
     why_class_not_per_parameter,
@@ -42,6 +43,7 @@ __all__ = [
     "default_bucket_bytes",
     "gradient_of",
     "is_compiled",
+    "is_declared",
     "is_fused_step",
     "is_pending",
     "is_torchs_zero_grad",

@@ -56,6 +56,7 @@ class ReplacedMethod:
 # Which optimizers update their parameters one by one, by a ``step`` that may be taken over.
 
 _declared: set[type[Optimizer]] = set()
+_NO_STEP = inspect.unwrap(Optimizer.step)
 _TORCHS_ZERO_GRAD = Optimizer.zero_grad
 _KNOWN_WRAPPERS = (LRScheduler.__init__.__code__.co_filename, ReplacedMethod.__init__.__code__.co_filename)
 """Files whose wrappers of an optimizer's step pass calls on: torch's schedulers count them, ours take them over."""
@@ -64,9 +65,10 @@ _KNOWN_WRAPPERS = (LRScheduler.__init__.__code__.co_filename, ReplacedMethod.__i
 def declare_per_parameter(optimizer_class: type[Optimizer]) -> type[Optimizer]:
     """Promise that ``optimizer_class.step`` treats every parameter on its own; usable as a class decorator.
 
-    What must hold: ``step`` reads ``param_groups`` and ``state`` only, keeps no count of its own outside
-    ``state[parameter]``, takes no argument but ``closure``, and gives the same numbers when it is called for one part
-    of the parameters after another.
+    What must hold: ``step`` reads ``param_groups`` and ``state`` only, needs no argument, draws no random numbers, and
+    gives the same numbers when it is called for one part of the parameters after another. What it counts lies in
+    ``state[parameter]``, or in a parameter's group, where it writes the same whichever parameters are in there (as
+    schedule-free optimizers do). Forward fusion lets the first step set its groups up the plain way.
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise TypeError(f"optimizer_class={optimizer_class!r} is not an Optimizer class: decorate, or give, the class")
@@ -97,13 +99,38 @@ def why_not_separable(optimizer: Optimizer) -> str | None:
         return why
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{name}(differentiable=True) needs the graph of the whole step"
+    if is_declared(optimizer):
+        why = _why_not_this_option(optimizer)
+        if why is not None:
+            return f"{name} {why}"
     if any(step_hooks(optimizer)) or any(global_step_hooks()):
         return f"{name} has step hooks, which see all parameters between two steps; remove them to fuse"
     return None
 
 
+def is_declared(optimizer: Optimizer) -> bool:
+    """Whether somebody has promised that this optimizer's class treats every parameter on its own."""
+    return type(optimizer) in _declared
+
+
+def _why_not_this_option(optimizer: Optimizer) -> str | None:
+    """The reason why a per-parameter class of another library is not with the options that it was made with."""
+    if optimizer.defaults.get("gradient_release"):
+        return "has gradient_release=True, by which its own hooks update in the backward pass; make it without"
+    if getattr(optimizer, "bf16_stochastic_round", False):
+        return "has bf16_stochastic_round=True, which draws random numbers parameter after parameter; make it without"
+    settings = getattr(optimizer, "mng", None)
+    if getattr(settings, "pid2config", None) or getattr(settings, "module_weight_config_triple", None):
+        return (
+            "finds settings of GlobalOptimManager by a parameter's number in its group; make it without such settings"
+        )
+    return None
+
+
 def why_class_not_per_parameter(kind: type[Optimizer]) -> str | None:
     """The reason why nothing is known of an optimizer class's updates, or None for torch's own and declared ones."""
+    if inspect.unwrap(kind.step) is _NO_STEP:
+        return f"{kind.__name__} has no step of its own: it updates elsewhere, as LOMO does in its fused_backward()"
     if kind not in _declared:
         for method in ("step", INIT_GROUP):
             function = inspect.unwrap(getattr(kind, method, _absent))

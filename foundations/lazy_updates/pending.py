@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from retime.foundations.lazy_updates.eligibility import raw_step
+from retime.foundations.lazy_updates.eligibility import is_declared, raw_step
 from retime.foundations.lazy_updates.fused_adam import FusedAdam
 from retime.foundations.messages import parse_bytes
 from retime.foundations.torch_private.engine import has_compile_mark
@@ -52,6 +52,9 @@ class PartialOptimizer:
 
     With ``snapshot=True`` hyper-parameters are copied (tensor ones cloned, also ``grad_scale`` and ``found_inf`` which
     a GradScaler hangs on the optimizer), so later changes by a scheduler or the scaler do not reach this window.
+
+    What a declared optimizer writes into its groups, such as a count of steps, is forgotten after each part: the
+    optimizer's own ``step``, once for all groups, is what counts.
     """
 
     def __init__(self, optimizer: Optimizer, *, snapshot: bool = False) -> None:
@@ -65,10 +68,11 @@ class PartialOptimizer:
             {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
         ]
         if snapshot:
-            self._groups = [{k: _copied(v) for k, v in group.items()} for group in self._groups]
+            self._groups = [_copied_group(group) for group in self._groups]
             for name in ("grad_scale", "found_inf"):
                 if name in window.__dict__:
                     window.__dict__[name] = _copied(window.__dict__[name])
+        self._writes_groups = is_declared(optimizer)
         self._kernels = [
             FusedAdam.of(window, self._step, group) if group.get("fused") else None for group in self._groups
         ]
@@ -91,7 +95,10 @@ class PartialOptimizer:
         members: dict[int, list[Tensor]] = {}
         for parameter in parameters:
             members.setdefault(self.group_of[id(parameter)], []).append(parameter)
-        self._window.param_groups = [{**self._groups[index], "params": members[index]} for index in sorted(members)]
+        groups = self._groups
+        if self._writes_groups:
+            groups = [_copied_group(group) for group in groups]
+        self._window.param_groups = [{**groups[index], "params": members[index]} for index in sorted(members)]
         device = parameters[0].device.type
         if torch.is_autocast_enabled(device):  # the caller's, around its backward pass
             with torch.autocast(device, enabled=False):
@@ -114,6 +121,10 @@ class PartialOptimizer:
                 if now is not value and (isinstance(value, Tensor) or isinstance(now, Tensor) or now != value):
                     return True
         return False
+
+
+def _copied_group(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: _copied(value) for key, value in group.items()}
 
 
 def _copied(value: Any) -> Any:

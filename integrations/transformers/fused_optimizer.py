@@ -7,15 +7,17 @@ from typing import Any
 
 from accelerate import Accelerator
 from torch import nn
-from transformers import Trainer
+from transformers import Adafactor, Trainer
 
 from retime.foundations.arguments import checked
 from retime.foundations.compatibility import Mechanism
-from retime.foundations.lazy_updates import check_bucket_bytes
+from retime.foundations.lazy_updates import check_bucket_bytes, declare_per_parameter
 from retime.foundations.messages import warn_difference
 from retime.integrations.accelerate.fused_optimizer import FusedOptimizer as Fused
 from retime.integrations.transformers.during_training import DuringTraining
 from retime.mechanisms.fusion import FusionReport, check_mode
+
+declare_per_parameter(Adafactor)  # of optim="adafactor": its rates and sums are those of one parameter
 
 
 class FusedOptimizer(DuringTraining):
@@ -34,9 +36,10 @@ class FusedOptimizer(DuringTraining):
         clip_value: backward only: clamp gradient elements to [-clip_value, clip_value] before the update.
 
     Raises:
-        ValueError: backward mode with ``max_grad_norm`` above 0, ``fp16`` or ``auto_find_batch_size``; DeepSpeed, FSDP
-            and DataParallel; another fusion or a mechanism that does not go with it. When a training begins, before its
-            first step, also all optimizers that :func:`retime.fuse_optimizer` refuses.
+        ValueError: an ``optim`` that updates in the backward pass by itself; backward mode with ``max_grad_norm`` above
+            0, ``fp16`` or ``auto_find_batch_size``; DeepSpeed, FSDP and DataParallel; another fusion or a mechanism
+            that does not go with it. When a training begins, before its first step, also all optimizers that
+            :func:`retime.fuse_optimizer` refuses.
     """
 
     @checked
@@ -72,9 +75,15 @@ class FusedOptimizer(DuringTraining):
         return report
 
     def _check(self) -> None:
+        args = self._trainer.args
+        name = str(getattr(args.optim, "value", args.optim))
+        if name.endswith(("lomo", "_layerwise")):
+            raise ValueError(
+                f"optim={name!r} updates inside of the backward pass by itself, and its step does nothing, so there is "
+                "nothing to fuse: leave out FusedOptimizer, or choose another optim"
+            )
         if self.mode == "forward":
             return
-        args = self._trainer.args
         if args.max_grad_norm:
             raise ValueError(
                 f"backward fusion cannot clip by global norm, and this trainer has max_grad_norm={args.max_grad_norm}, "

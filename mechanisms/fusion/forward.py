@@ -25,6 +25,7 @@ from retime.foundations.lazy_updates import (
     default_bucket_bytes,
     flush_before_opaque_forward,
     gradient_of,
+    is_declared,
     is_torchs_zero_grad,
     nbytes,
     parameters_of,
@@ -106,8 +107,9 @@ class ForwardFusion:
         self._settle_others()
         self._hear_of_compilations()
         stepped = [p for p in parameters_of(self.optimizer) if gradient_of(p) is not None]
-        deferred = self._deferrable(stepped)
-        if stepped and not deferred:
+        sets_up = is_declared(self.optimizer) and not self._report.steps  # its groups, perhaps by all that is in them
+        deferred = [] if sets_up else self._deferrable(stepped)
+        if stepped and not deferred and not sets_up:
             return self._plain_step(NOTHING_CAN_WAIT, loss)
         state = watch(self.optimizer, self.flush)
         window = PartialOptimizer(self.optimizer, snapshot=True)
@@ -150,12 +152,16 @@ class ForwardFusion:
         groups = self.optimizer.param_groups
         rest = [{**group, "params": [p for p in group["params"] if id(p) not in later]} for group in groups]
         self._report.late_updates += sum(gradient_of(p) is not None for group in rest for p in group["params"])
-        self.optimizer.param_groups = [group for group in rest if group["params"]]
+        counts = is_declared(self.optimizer)  # perhaps in its groups, so that empty ones take part
+        self.optimizer.param_groups = [group for group in rest if counts or group["params"]]
         try:
             with watch(self.optimizer, self.flush).update_runs():
                 self._step.inner()
         finally:
             self.optimizer.param_groups = groups
+        if counts:
+            for group, stepped in zip(groups, rest, strict=True):
+                group.update({**stepped, "params": group["params"]})
 
     def _buckets(self, parameters: list[Tensor]) -> list[list[Tensor]]:
         """Return buckets layer by layer in model order: reading a bias must not update the next layer too early."""

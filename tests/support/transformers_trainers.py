@@ -61,8 +61,10 @@ def trainer(folder: Path, model: str = "gpt2", cls: type[Trainer] = Trainer, **o
     """A trainer of 7 batches an epoch, so that windows of 3 end with a short one."""
     build, data = MODELS[model]
     batch = options.setdefault("per_device_train_batch_size", 2)
-    own = {name: options.pop(name) for name in ("optimizers", "callbacks", "compute_loss_func") if name in options}
-    net = options.pop("net", None) or build()
+    names = ("optimizers", "callbacks", "compute_loss_func", "compute_metrics", "data_collator", "model_init")
+    own = {name: options.pop(name) for name in names if name in options}
+    if "model_init" not in own:
+        own["model"] = options.pop("net", None) or build()
     args: dict[str, Any] = {
         "output_dir": str(folder),
         "num_train_epochs": 2,
@@ -77,7 +79,7 @@ def trainer(folder: Path, model: str = "gpt2", cls: type[Trainer] = Trainer, **o
     }
     if options.get("eval_strategy"):
         own["eval_dataset"] = data(6)
-    return cls(model=net, args=TrainingArguments(**args | options), train_dataset=data(7 * batch), **own)
+    return cls(args=TrainingArguments(**args | options), train_dataset=data(7 * batch), **own)
 
 
 def fit(one: Trainer, **options: Any) -> Left:

@@ -26,7 +26,7 @@ from retime.integrations.transformers import (
 )
 from retime.mechanisms.out_of_order import ALONE
 from retime.schedules.budget import BudgetError
-from support.transformers_trainers import assert_same, fit, trainer
+from support.transformers_trainers import assert_same, fit, gpt2, trainer
 
 
 @pytest.fixture(autouse=True)
@@ -98,15 +98,32 @@ def test_clip_value_in_forward_mode(tmp_path: Path) -> None:
         FusedOptimizer(trainer(tmp_path), "forward", clip_value=1.0)
 
 
-def test_an_optimizer_that_cannot_be_taken_apart(tmp_path: Path) -> None:
-    plain, one = (trainer(tmp_path, optim="adafactor") for _ in range(2))
+def test_an_optimizer_that_nobody_has_declared(tmp_path: Path) -> None:
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step(closure)
+
+    def build() -> Trainer:
+        net = gpt2()
+        return trainer(tmp_path, net=net, optimizers=(Own(net.parameters(), lr=0.1), None))
+
+    plain, one = build(), build()
     fused = FusedOptimizer(one, "forward")
-    with pytest.raises(ValueError, match="cannot fuse this optimizer"):
+    with pytest.raises(ValueError, match=r"cannot fuse this optimizer.*declare_per_parameter\(Own\)"):
         one.train()
     assert one.state.global_step == 0
     fused.remove()
     assert_untouched(one)
     assert_same(fit(plain), fit(one))
+
+
+@pytest.mark.parametrize("optim", ["lomo", "adalomo", "galore_adamw_layerwise", "apollo_adamw_layerwise"])
+@pytest.mark.parametrize("mode", ["backward", "forward"])
+def test_optimizers_that_update_in_the_backward_pass_by_themselves(optim: str, mode: str, tmp_path: Path) -> None:
+    one = trainer(tmp_path, optim=optim, max_grad_norm=0, optim_target_modules="all-linear")
+    with pytest.raises(ValueError, match=rf"optim='{optim}' updates inside of the backward pass by itself"):
+        FusedOptimizer(one, mode)
+    assert_untouched(one)
 
 
 OBJECTS = [lambda one: FusedOptimizer(one, "forward"), MemoryBudget, OutOfOrderDataParallel, CPUAccumulate]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -20,7 +21,7 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, Traini
 
 from retime.foundations.messages import DifferenceWarning
 from retime.integrations.transformers import FusedOptimizer, MemoryBudget
-from support.transformers_trainers import Left, assert_same, bert, fit, gpt2, left_by, texts, trainer
+from support.transformers_trainers import LENGTH, Left, assert_same, bert, fit, gpt2, left_by, texts, trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the log has no grad_norm"),
@@ -85,6 +86,51 @@ class TwoLosses(Trainer):
         return loss.detach()
 
 
+class LikeSFT(Trainer):
+    """As TRL's SFTTrainer: outputs are measured in ``compute_loss``, by mode, and logged as means."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.hits: dict[bool, list[float]] = {True: [], False: []}
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        labels = inputs["labels"]
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+        with torch.no_grad():
+            hits = (outputs["logits"][:, :-1].argmax(-1) == labels[:, 1:]).sum()
+            self.hits[model.training].append(self.accelerator.gather_for_metrics(hits).float().mean().item())
+        return (loss, outputs) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        hits = self.hits[self.model.training]
+        mean = sum(hits) / max(1, len(hits))
+        hits.clear()
+        super().log({**logs, "hits": mean}, *args, **kwargs)
+
+
+class LikeDPO(Trainer):
+    """As TRL's DPOTrainer: ``compute_loss`` runs a frozen copy of the model too, without gradients."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.reference = copy.deepcopy(self.model).requires_grad_(False).eval()
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        ids = inputs["input_ids"]
+        with torch.no_grad():
+            before = self.reference(input_ids=ids)["logits"].log_softmax(-1)
+        outputs = model(input_ids=ids)
+        chosen, rejected = (outputs["logits"].log_softmax(-1) - before).mean((1, 2)).chunk(2)
+        loss = -nn.functional.logsigmoid(chosen - rejected).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+def cut(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """A batch of one of four lengths."""
+    length = LENGTH - int(rows[0]["input_ids"].sum()) % 4
+    return {name: torch.stack([row[name] for row in rows])[:, :length] for name in rows[0]}
+
+
 def frozen() -> dict[str, Any]:
     net = gpt2()
     net.transformer.wte.requires_grad_(False)
@@ -130,6 +176,20 @@ HABITS: dict[str, Callable[[], dict[str, Any]]] = {
     "another optimizer": lambda: {"optim": "adamw_torch", "lr_scheduler_type": "cosine", "warmup_steps": 3},
     "recomputation": lambda: {RECOMPUTE: True},
     "noise in embeddings": lambda: {"neftune_noise_alpha": 5.0},
+    "adafactor": lambda: {"optim": "adafactor"},
+    "as TRL's SFTTrainer": lambda: {
+        "cls": LikeSFT,
+        "gradient_accumulation_steps": 3,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+    },
+    "as TRL's DPOTrainer": lambda: {"cls": LikeDPO, "gradient_accumulation_steps": 2},
+    "batches of unlike lengths": lambda: {"data_collator": cut, "gradient_accumulation_steps": 3},
+    "a model made in train()": lambda: {"model_init": gpt2},
+    "metrics": lambda: {
+        "eval_strategy": "epoch",
+        "compute_metrics": lambda shown: {"sum": float(shown.predictions.argmax(-1).sum())},
+    },
     "sums over a window": lambda: {"logging_steps": 4, "max_steps": 9, "logging_first_step": True},
 }
 CLIPS = {"clipping"}

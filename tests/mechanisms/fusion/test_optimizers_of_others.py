@@ -1,0 +1,311 @@
+"""Optimizers of other libraries: by small ones that update as theirs do, and by their own where these are installed.
+
+The lines are those of the table in mechanisms/fusion/README.md.
+"""
+
+import math
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+
+from retime import declare_per_parameter, fuse_optimizer
+from retime.foundations.lazy_updates import eligibility
+from support.fusion import Run, assert_same, batches, network, train
+
+MODES = pytest.mark.parametrize("mode", ["backward", "forward"])
+
+
+@pytest.fixture(autouse=True)
+def _declared_here_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eligibility, "_declared", set())
+
+
+class Small(Optimizer):
+    """Steps each parameter by :meth:`update`."""
+
+    def __init__(self, parameters: Any, **more: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01, **more})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            self.begin(group)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.update(parameter, parameter.grad, self.state[parameter], group)
+            self.end(group)
+
+    def begin(self, group: dict[str, Any]) -> None: ...
+
+    def end(self, group: dict[str, Any]) -> None: ...
+
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None: ...
+
+
+class Averaging(Small):
+    """As schedule-free optimizers: sums and counts lie in the group; ``eval()`` moves the weights to their average."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, k=0, weight_sum=0.0, train_mode=True)
+
+    def begin(self, group: dict[str, Any]) -> None:
+        if not self.param_groups[0]["train_mode"]:
+            raise RuntimeError("not in train mode")
+        rate = group["rate"] = group["lr"] * min(1.0, (group["k"] + 1) / 3)
+        group["weight_sum"] += rate**2
+        self.share = rate**2 / group["weight_sum"]
+
+    def end(self, group: dict[str, Any]) -> None:
+        group["k"] += 1
+
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        z = state.setdefault("z", parameter.clone())
+        parameter.lerp_(z, self.share).sub_(gradient, alpha=group["rate"] * 0.9 * (1 - self.share))
+        z.sub_(gradient, alpha=group["rate"])
+
+    def eval(self, to: bool = False) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if "z" in self.state[parameter] and group["train_mode"] is not to:
+                    parameter.data.lerp_(self.state[parameter]["z"], 1 - (0.9 if to else 1 / 0.9))
+            group["train_mode"] = to
+
+
+class CountingInATensor(Small):
+    """As optimi's: the group's count of steps is a tensor, which is added to in place; made in the first step."""
+
+    def begin(self, group: dict[str, Any]) -> None:
+        group.setdefault("step", torch.tensor(0)).add_(1)
+        group.setdefault("largest", max((one.numel() for one in group["params"]), default=0))
+
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        parameter.sub_(gradient / math.sqrt(group["largest"]), alpha=group["lr"] / group["step"].item())
+
+
+class LowRank(Small):
+    """As GaLore's: each matrix keeps a projection of its own, which is computed anew every second step."""
+
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        count = state["count"] = state.get("count", 0) + 1
+        if gradient.ndim < 2:
+            parameter.sub_(gradient, alpha=group["lr"])
+            return
+        if count % 2:
+            state["basis"] = torch.linalg.svd(gradient)[0][:, :3].contiguous()
+        low = state["basis"].T @ gradient
+        mean = state.setdefault("mean", torch.zeros_like(low)).lerp_(low, 0.1)
+        parameter.sub_(state["basis"] @ mean, alpha=group["lr"])
+
+
+class EightBit(Small):
+    """As 8-bit states: a moment of whole numbers, with a scale for each parameter."""
+
+    def update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        mean = gradient if not state else (state["mean"] * state["scale"]).lerp(gradient, 0.1)
+        scale = state["scale"] = mean.abs().max() / 127
+        state["mean"] = (mean / scale.clamp(min=1e-30)).round().to(torch.int8)
+        parameter.sub_(state["mean"] * scale, alpha=group["lr"])
+
+
+@MODES
+@pytest.mark.parametrize("kind", [Averaging, CountingInATensor, LowRank, EightBit])
+def test_declared_optimizers_keep_their_bits(kind: Callable[[Any], Optimizer], mode: str) -> None:
+    def two_groups(parameters: Any) -> Optimizer:
+        every = list(parameters)
+        return kind([{"params": every[:3], "lr": 0.1}, {"params": every[3:]}])
+
+    declare_per_parameter(kind)  # type: ignore[type-var]
+    ours = train(mode, two_groups, bucket_bytes=1)
+    assert_same(train(None, two_groups), ours)
+    assert ours.report.fused_updates >= 35
+
+
+@MODES
+def test_modes_of_an_optimizer_find_its_updates_done(mode: str) -> None:
+    def validate(model: nn.Module, optimizer: Any, step: int) -> None:
+        if step == 3:
+            optimizer.eval()
+            seen.append(sum(parameter.detach().sum().item() for parameter in model.parameters()))
+            optimizer.eval(to=True)
+
+    declare_per_parameter(Averaging)
+    seen: list[float] = []
+    assert_same(train(None, Averaging, each_step=validate), train(mode, Averaging, each_step=validate))
+    assert seen[0] == seen[1]
+
+
+@MODES
+def test_muon(mode: str) -> None:
+    def muon(parameters: Any) -> Optimizer:
+        return optim.Muon([one for one in parameters if one.ndim == 2], lr=0.02)
+
+    ours = train(mode, muon)
+    assert_same(train(None, muon), ours)
+    assert ours.report.fused_updates == {"backward": 20, "forward": 24}[mode]
+
+
+class Lomo(Optimizer):
+    """As LOMO: hooks update while the backward pass runs; ``step`` is not there."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def fused_backward(self, loss: Tensor, lr: float) -> None: ...
+
+
+class GradientRelease(CountingInATensor):
+    """As optimi's, told to update by hooks."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, gradient_release=True)
+
+
+class Stochastic(EightBit):
+    """As torchao's, told to round to bf16 by chance."""
+
+    bf16_stochastic_round = True
+
+
+class ByNumber(EightBit):
+    """As bitsandbytes', where somebody has set another number of bits for an embedding."""
+
+    class mng:  # noqa: N801
+        module_weight_config_triple = ((nn.Embedding(2, 2), "weight", {"optim_bits": 32}),)
+
+
+@MODES
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (Lomo, "Lomo has no step of its own: it updates elsewhere"),
+        (GradientRelease, "GradientRelease has gradient_release=True"),
+        (Stochastic, "Stochastic has bf16_stochastic_round=True, which draws random numbers"),
+        (ByNumber, "ByNumber finds settings of GlobalOptimManager by a parameter's number"),
+    ],
+)
+def test_what_cannot_be_taken_apart_is_refused_although_it_is_declared(
+    kind: Callable[[Any], Optimizer], says: str, mode: str
+) -> None:
+    model = network()
+    declare_per_parameter(kind)  # type: ignore[type-var]
+    with pytest.raises(ValueError, match=says):
+        fuse_optimizer(model, kind(model.parameters()), mode)
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+# The libraries' own, where they are installed.
+
+
+def installed(module: str, name: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return getattr(pytest.importorskip(module, reason=f"needs {module}"), name)
+
+
+def matrices(parameters: Any, **more: Any) -> list[dict[str, Any]]:
+    every = list(parameters)
+    flat = [one for one in every if one.ndim != 2]
+    return [{"params": flat}, {"params": [one for one in every if one.ndim == 2], **more}]
+
+
+def in_train_mode(optimizer: Any) -> Optimizer:
+    optimizer.train()
+    return optimizer  # type: ignore[no-any-return]
+
+
+GALORE = {"rank": 4, "update_proj_gap": 2, "scale": 0.25, "proj_type": "std"}
+LIBRARIES: dict[str, tuple[str, str, Callable[[Any, Any], Optimizer]]] = {
+    "adafactor": ("transformers", "Adafactor", lambda kind, p: kind(p)),
+    "adafactor with a rate": (
+        *("transformers", "Adafactor"),
+        lambda kind, p: kind(p, lr=0.01, relative_step=False, scale_parameter=False, beta1=0.9, weight_decay=0.1),
+    ),
+    "schedule-free AdamW": (
+        "schedulefree",
+        "AdamWScheduleFree",
+        lambda kind, p: in_train_mode(kind(p, lr=0.01, warmup_steps=3)),
+    ),
+    "schedule-free RAdam": ("schedulefree", "RAdamScheduleFree", lambda kind, p: in_train_mode(kind(p, lr=0.01))),
+    "schedule-free SGD": (
+        "schedulefree",
+        "SGDScheduleFree",
+        lambda kind, p: in_train_mode(kind(p, lr=0.1, warmup_steps=3)),
+    ),
+    "GaLore AdamW": ("galore_torch", "GaLoreAdamW", lambda kind, p: kind(matrices(p, **GALORE), lr=0.01)),
+    "GaLore Adafactor": ("galore_torch", "GaLoreAdafactor", lambda kind, p: kind(matrices(p, **GALORE))),
+    "optimi": ("optimi", "StableAdamW", lambda kind, p: kind(p, lr=0.01)),
+    "bitsandbytes": ("bitsandbytes.optim", "AdamW8bit", lambda kind, p: kind(p, lr=0.01, min_8bit_size=16)),
+}
+
+
+@MODES
+@pytest.mark.parametrize("case", LIBRARIES)
+@pytest.mark.filterwarnings("ignore")
+def test_those_of_libraries_keep_their_bits(case: str, mode: str) -> None:
+    module, name, make = LIBRARIES[case]
+    kind = installed(module, name)
+    declare_per_parameter(kind)
+
+    def run(mode: str | None) -> Run:
+        one = train(mode, lambda p: make(kind, p))
+        for state in one.state["state"].values():  # GaLore's and bitsandbytes' are no tensors
+            if "projector" in state:
+                state["projector"] = state["projector"].ortho_matrix
+            state |= state.pop("__bnb_optimizer_quant_state__", {})
+        return one
+
+    if case == "optimi" and mode == "backward":
+        with pytest.raises(ValueError, match=r"zero_grad of this StableAdamW is not torch's own.*mode='forward'"):
+            run(mode)
+        return
+    ours = run(mode)
+    assert_same(run(None), ours)
+    assert ours.report.fused_updates >= 35
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")
+def test_torchaos_8_bit_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its update is compiled, and compiled code reads parameters unseen, so none waits for the next forward pass."""
+    kind = installed("torchao.optim", "AdamW8bit")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # Inductor takes a minute
+    declare_per_parameter(kind)
+    width = 64  # weights of fewer than 4,096 numbers have plain states
+
+    def run(mode: str | None) -> tuple[list[Tensor], int]:
+        model = network(2, width)
+        optimizer = kind(model.parameters(), lr=0.01)
+        fusion = None if mode is None else fuse_optimizer(model, optimizer, mode)
+        for x in batches(6, width):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if fusion is not None:
+            fusion.remove()
+        states = [state["exp_avg"] for state in optimizer.state.values()]
+        plain = [one.dequantize() if hasattr(one, "dequantize") and type(one) is not Tensor else one for one in states]
+        assert type(states[0]) is not Tensor
+        return [*plain, *model.state_dict().values()], 0 if fusion is None else fusion.report().fused_updates
+
+    plain, _ = run(None)
+    for mode, fused in (("backward", 20), ("forward", 0)):
+        ours, updates = run(mode)
+        assert all(map(torch.equal, plain, ours))
+        assert updates == fused
+    model = network()
+    with pytest.raises(ValueError, match="bf16_stochastic_round=True"):
+        fuse_optimizer(model, kind(model.parameters(), bf16_stochastic_round=True))
+
+
+@MODES
+@pytest.mark.filterwarnings("ignore")
+def test_lomo(mode: str) -> None:
+    model = network()
+    with pytest.raises(ValueError, match="Lomo has no step of its own"):
+        fuse_optimizer(model, installed("lomo_optim", "Lomo")(model), mode)
