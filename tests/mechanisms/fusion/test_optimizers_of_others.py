@@ -6,7 +6,6 @@ The lines are those of the table in mechanisms/fusion/README.md.
 import math
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 
 from retime import declare_per_parameter, fuse_optimizer
 from retime.foundations.lazy_updates import eligibility
-from support.fusion import Run, assert_same, batches, network, train
+from support.fusion import Run, assert_same, network, train
 
 MODES = pytest.mark.parametrize("mode", ["backward", "forward"])
 
@@ -267,40 +266,6 @@ def test_those_of_libraries_keep_their_bits(case: str, mode: str) -> None:
     ours = run(mode)
     assert_same(run(None), ours)
     assert ours.report.fused_updates >= 35
-
-
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore")
-def test_torchaos_8_bit_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its update is compiled, and compiled code reads parameters unseen, so none waits for the next forward pass."""
-    kind = installed("torchao.optim", "AdamW8bit")
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # Inductor takes a minute
-    declare_per_parameter(kind)
-    width = 64  # weights of fewer than 4,096 numbers have plain states
-
-    def run(mode: str | None) -> tuple[list[Tensor], int]:
-        model = network(2, width)
-        optimizer = kind(model.parameters(), lr=0.01)
-        fusion = None if mode is None else fuse_optimizer(model, optimizer, mode)
-        for x in batches(6, width):
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        if fusion is not None:
-            fusion.remove()
-        states = [state["exp_avg"] for state in optimizer.state.values()]
-        plain = [one.dequantize() if hasattr(one, "dequantize") and type(one) is not Tensor else one for one in states]
-        assert type(states[0]) is not Tensor
-        return [*plain, *model.state_dict().values()], 0 if fusion is None else fusion.report().fused_updates
-
-    plain, _ = run(None)
-    for mode, fused in (("backward", 20), ("forward", 0)):
-        ours, updates = run(mode)
-        assert all(map(torch.equal, plain, ours))
-        assert updates == fused
-    model = network()
-    with pytest.raises(ValueError, match="bf16_stochastic_round=True"):
-        fuse_optimizer(model, kind(model.parameters(), bf16_stochastic_round=True))
 
 
 @MODES
