@@ -414,7 +414,7 @@ class _Measuring:
                     how = {"threads": setting.threads, "fused": setting.fused}
                     running[setting.kept_heap].steps(limit, 1, **how)
                     times[setting].append(running[setting.kept_heap].block(limit, guess, **how)[0])
-                if number and began - limit.left_s() > limit.left_s():
+                if began - limit.left_s() > limit.left_s():
                     break
         except MethodError as error:
             if error.missing:

@@ -139,12 +139,12 @@ _COLOURS = {"forward": "#0072b2", "backward": "#d55e00", "update": "#009e73"}
 _STYLE = """
 :root{color-scheme:light dark;--ink:#1a1a1a;--paper:#fff;--line:#ccc}
 @media(prefers-color-scheme:dark){:root{--ink:#eee;--paper:#161616;--line:#444}}
-body{font:16px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:62rem;margin:2rem auto;
+body{font:16px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:76rem;margin:2rem auto;
 padding:0 1rem}
 table{border-collapse:collapse;width:100%}th,td{text-align:left;padding:.3rem .6rem;border-bottom:1px solid var(--line);
 vertical-align:top}th button{all:unset;cursor:pointer;font-weight:600}pre{border:1px solid var(--line);padding:.7rem;
 overflow-x:auto;white-space:pre-wrap}svg text{fill:var(--ink);font:12px system-ui,sans-serif}
-.faster{font-weight:600}.scroll{overflow-x:auto}
+td:nth-child(-n+7){white-space:nowrap}.faster{font-weight:600}.scroll{overflow-x:auto}
 """
 _SCRIPT = """
 document.querySelectorAll("th button").forEach((button, column) => button.addEventListener("click", () => {
@@ -197,7 +197,7 @@ def _table(whole: Whole) -> str:
 
 def _timelines(spans: dict[str, list[Any]]) -> str:
     """One step of each, on one scale: a lane a rank, as its main thread sees the phases."""
-    steps = {name: [rank[len(rank) // 2] for rank in ranks if rank] for name, ranks in spans.items()}
+    steps = {name: [_middle(rank) for rank in ranks if rank] for name, ranks in spans.items()}
     lanes = [
         (f"{name}, rank {number}" if len(ranks) > 1 else name, lane)
         for name, ranks in steps.items()
@@ -223,3 +223,8 @@ def _timelines(spans: dict[str, list[Any]]) -> str:
     scale = f'<text x="{left + width}" y="{bottom + 18}" text-anchor="end">{end_ms:.4g} ms</text>'
     box = f'viewBox="0 0 {left + width} {bottom + 26}" role="img" aria-label="phases of one step"'
     return f'<svg {box} width="100%">{"".join(drawn)}{legend}{scale}</svg>'
+
+
+def _middle(steps: list[Any]) -> Any:
+    """The step of median length."""
+    return sorted(steps, key=lambda spans: max(start + length for _, start, length in spans))[len(steps) // 2]
