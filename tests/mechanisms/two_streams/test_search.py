@@ -77,6 +77,18 @@ def test_two_streams_have_to_beat_every_plain_setting(times_ms: dict[Setting, fl
     assert searching.best() == best
 
 
+def test_two_streams_have_to_be_faster_in_every_round() -> None:
+    tried = search.Search([PLAIN, BOTH, BOTH_FEWER], torch.device("cpu"))
+    tried.times_ms = {
+        PLAIN: [100.0] * 3 + [60.0] * 3,
+        BOTH: [50.0] * 3 + [61.0] * 3,
+        BOTH_FEWER: [90.0] * 3 + [59.0] * 3,
+    }
+    assert tried.best() == BOTH_FEWER
+    del tried.times_ms[BOTH_FEWER]
+    assert tried.best() == PLAIN
+
+
 @pytest.mark.parametrize("best", [PLAIN, FEWER])
 def test_where_two_streams_do_not_pay_they_are_taken_off(monkeypatch: pytest.MonkeyPatch, best: Setting) -> None:
     loop = Loop(monkeypatch, lambda setting: 1.0 if setting == best else 2.0)
