@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parents[2]
-DATA = (".py", ".cpp", ".hpp", ".yaml", ".typed")
+DATA = (".py", ".cpp", ".hpp", ".yaml", ".html", ".typed")
 ARCHIVED = ("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "README.md", "SECURITY.md", "pyproject.toml", "setup.py")
 SECTION = re.compile(r"^## \[(.+?)\](?: - (\d{4}-\d{2}-\d{2}))?\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 

@@ -124,7 +124,7 @@ for i in range(2000):
     if len(alive) > 20:
         alive.pop(random.randrange(20))
     counts = pool.counts()
-    used = max(held, counts.live + counts.free)
+    used = max(used, counts.live + counts.free)
 print(most, used)
 """
     ).split()

@@ -58,7 +58,7 @@ def test_a_resumed_run_does_not_search_again(way: str, tmp_path: Path, monkeypat
 def test_another_budget_is_planned_for(way: str, tmp_path: Path) -> None:
     train(MemoryBudgetStrategy(SMALL), tmp_path / "one.ckpt", 1)
     _, second = train(MemoryBudgetStrategy(SMALL + 40_000), tmp_path / "two.ckpt", 2, tmp_path / "one.ckpt")
-    assert "earlier run" not in str(report_of(second))
+    assert "earlier run" not in report_of(second).one_line
 
 
 @OFFLOAD_LATER
@@ -68,7 +68,7 @@ def test_another_model_is_planned_for(way: str) -> None:
     done.fit_loop.max_epochs = 3
     for width, planned_again in ((17, True), (17, False)):
         done.fit(Net(width=width), loader())
-        assert ("earlier run" not in str(report_of(done))) == planned_again
+        assert ("earlier run" not in report_of(done).one_line) == planned_again
         done.fit_loop.max_epochs += 1
 
 

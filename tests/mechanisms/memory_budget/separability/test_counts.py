@@ -145,7 +145,8 @@ def test_a_count_that_is_0_in_a_part_weighs_it_as_the_step_does(name: str, kept:
         torch.testing.assert_close(summed, whole)
         expected = torch.autograd.grad(whole, [*model.parameters()], allow_unused=True)
         gradients = torch.autograd.grad(summed, [*model.parameters()], allow_unused=True)
-        torch.testing.assert_close(gradients, expected)
+        # 1 / 0.001 times the rounding of sums, which processors do in different orders
+        torch.testing.assert_close(gradients, expected, rtol=1e-5, atol=1e-5)
     else:
         assert kept == 0
 
