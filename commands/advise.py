@@ -137,6 +137,8 @@ class Advice:
     devices: int = 1
     memory_bytes: int | None = None
     trainer: dict[str, Any] = field(default_factory=dict)
+    only: list[str] = field(default_factory=list)
+    """Names of methods, or all if it is empty."""
     tried_ms: dict[Setting, float] = field(default_factory=dict)
     as_it_is: Setting | None = None
     strongest: Setting | None = None
@@ -197,6 +199,9 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--devices", type=int, metavar="N", help="local ranks of methods for several (default 2)")
     command.add_argument("--memory", metavar="BYTES", help="what training may take, such as 8GiB")
     command.add_argument("--seconds", type=float, default=60.0, help="at most, for each method (default 60)")
+    command.add_argument(
+        "--only", action="append", default=[], metavar="METHOD", help="try these alone, such as fused_optimizer"
+    )
     command.add_argument("--network", metavar="RATE", help="simulate ooo_ddp between machines, such as 10gbit")
     command.add_argument("--ranks", type=int, metavar="N", help="with --network: machines (default 8)")
     command.add_argument("--trainer", action="append", default=[], metavar="KEY=VALUE", help="for each Trainer")
@@ -243,8 +248,12 @@ def _checked(options: argparse.Namespace, cores: int) -> Advice:
     for name, file in (("--json", options.json), ("--html", options.html)):
         if file is not None and not file.absolute().parent.is_dir():
             raise ValueError(f"{name} {file}: there is no folder {file.parent}; make it first")
+    names = [*METHODS, "memory_budget"]
+    if unknown := [one for one in options.only if one not in names]:
+        raise ValueError(f"--only {unknown[0]}: give one of {', '.join(map(repr, names))}")
     memory = None if options.memory is None else parse_bytes("--memory", options.memory)
-    return Advice(devices=devices, memory_bytes=memory, trainer=_trainer_options(options.trainer))
+    trainer = _trainer_options(options.trainer)
+    return Advice(devices=devices, memory_bytes=memory, trainer=trainer, only=options.only)
 
 
 def _trainer_options(given: Sequence[str]) -> dict[str, Any]:
@@ -377,7 +386,8 @@ class _Measuring:
         if advice.memory_bytes is not None:
             budgets = {"memory_budget, --memory": advice.memory_bytes}
         methods = dict(METHODS) | {name: memory_budget(max(1, size)) for name, size in budgets.items()}
-        return dict(sorted(methods.items(), key=lambda entry: (entry[1].over_ddp, entry[1].ranks)))
+        tried = [one for one in methods.items() if not advice.only or one[0].partition(",")[0] in advice.only]
+        return dict(sorted(tried, key=lambda entry: (entry[1].over_ddp, entry[1].ranks)))
 
     def _why_not(self, method: Method) -> str:
         """Why it need not be tried."""

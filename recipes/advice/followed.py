@@ -108,14 +108,14 @@ def by_training(point: Point) -> Spread | None:
     return speedup(point.values(PLAIN, STEP), point.values(ADVISED, STEP)) if point.has(ADVISED, STEP) else None
 
 
-def _advice(case: dict[str, Any], seconds: float, tick: Tick) -> dict[str, Any]:
+def _advice(case: dict[str, Any], seconds: float, tick: Tick, *more: str) -> dict[str, Any]:
     """What the command says of a case, as a user runs it."""
     with tempfile.TemporaryDirectory() as folder:
         config, answer = Path(folder, "case.yaml"), Path(folder, "advice.json")
         blocks = {key: case[key] for key in ("model", "data", "batch_size", "optimizer")}
         OmegaConf.save(OmegaConf.create(blocks), config)
         command = [sys.executable, "-m", "retime.commands.main", "advise", "--config", str(config)]
-        command += ["--json", str(answer), "--seconds", str(seconds)]
+        command += ["--json", str(answer), "--seconds", str(seconds), *more]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         said = []
         with process:

@@ -290,6 +290,7 @@ def test_verdicts_are_by_quartiles(rounds: list[float], verdict: str) -> None:
         (("--network", "1gbit", "--ranks", "1"), "--ranks 1: give 2 machines or more"),
         (("--json", "/no/such/file.json"), "--json /no/such/file.json: there is no folder /no/such"),
         (("--html", "/no/such/file.html"), "--html /no/such/file.html: there is no folder"),
+        (("--only", "fusion"), "--only fusion: give one of 'fused_optimizer'"),
         (("--trainer", "nothing=1"), "--trainer nothing=1: write an argument of Trainer"),
         (("--trainer", "strategy=ddp"), "--trainer strategy=ddp"),
         (("--trainer", "precision"), "--trainer precision"),
