@@ -26,6 +26,7 @@ class BuildAndCompile(build_py):
         built = Path(self.build_lib, "retime")
         for stale in built.rglob("*.so"):
             stale.unlink()
+        sys.dont_write_bytecode = True  # of what is imported from the build folder: it would go into the wheel
         package = sys.modules["retime"] = ModuleType("retime")  # without its __init__, which asks for all dependencies
         package.__path__ = [str(built.resolve())]
         try:

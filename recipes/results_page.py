@@ -147,7 +147,7 @@ def _sentences(papers: Sequence[JudgedPaper]) -> list[str]:
 
 def _places(one: JudgedPaper, *verdicts: Verdict) -> str:
     links = dict.fromkeys(
-        f"[{place(claim.published)}](#{anchor(one.paper, claim.published)})"
+        _link(place(claim.published), anchor(one.paper, claim.published))
         for claim in one.claims
         if claim.verdict in verdicts and not claim.published.beside
     )
@@ -161,7 +161,7 @@ def _findings(papers: Sequence[JudgedPaper]) -> list[str]:
         by_name = {claim.id: claim for claim in one.paper.claims}
         for finding in one.paper.findings:
             links = dict.fromkeys(
-                f"[{one.paper.letter}{by_name[name].number}](#{anchor(one.paper, by_name[name])})"
+                _link(f"{one.paper.letter}{by_name[name].number}", anchor(one.paper, by_name[name]))
                 for name in finding.claims
             )
             lines.append(f"- **{one.paper.paper}**: {finding.text} ({', '.join(links)})")
@@ -194,6 +194,11 @@ def place(claim: Published) -> str:
     """The last figure, table, equation or section of a claim's place: `Figure 3` of "section 4, Figure 3"."""
     matches = _PLACE.findall(claim.where)
     return matches[-1] if matches else claim.where
+
+
+def _link(text: str, name: str) -> str:
+    """Return a link to an anchor of this page, as HTML: Sphinx knows Markdown's own to headings only."""
+    return f'<a href="#{name}">{text}</a>'
 
 
 def anchor(paper: Paper, claim: Published) -> str:

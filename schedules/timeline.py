@@ -28,7 +28,7 @@ _TASK = re.compile(r"[A-Z](\d+)(?:@(\d+))?('*)")  # Task's text form, of further
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#8C564B", "#000000")
 """Of charts; the colour-blind can tell them apart (Okabe and Ito)."""
-_COLOUR_OF_KIND = dict(zip((kind.words for kind in Kind), COLOURS, strict=False))
+_COLOUR_OF_KIND = dict(zip((kind.words for kind in Kind), COLOURS, strict=False)) | {"idle": "#999999"}
 
 
 @dataclass(frozen=True)
