@@ -36,6 +36,8 @@ def test_a_notebook_is_kept_without_outputs_and_is_linked(path: Path) -> None:
 def test_a_notebook_runs(path: Path, tmp_path: Path) -> None:
     """What each asserts of its results holds, and it prints its reports."""
     notebook = read(path)
-    nbclient.NotebookClient(notebook, timeout=limit_s(120), resources={"metadata": {"path": str(tmp_path)}}).execute()
+    nbclient.NotebookClient(
+        notebook, timeout=int(limit_s(120)), resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
     printed = [output.text for cell in notebook.cells for output in cell.get("outputs", []) if output.get("text")]
     assert printed, "it has printed nothing"

@@ -131,7 +131,7 @@ def test_a_whole_run(folder: Path) -> None:
     tried = ("fused_optimizer", "convert (scan modules)", "memory_budget")
     only = [word for name in tried for word in ("--only", name)]
     files = ("--json", "advice.json", "--html", "advice.html")
-    with start("advised_models:small", "--seconds", "12", *only, *files) as process:
+    with start("advised_models:small", "--seconds", "25", *only, *files) as process:
         out, errors = process.communicate(timeout=limit_s(600))
     assert process.returncode == 0, errors
     whole = json.loads((folder / "advice.json").read_text())

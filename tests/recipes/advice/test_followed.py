@@ -59,6 +59,6 @@ def test_the_gain_is_held_against_what_was_named() -> None:
 @pytest.mark.long
 def test_the_command_is_asked(settings: AdviceSettings) -> None:
     said: list[str] = []
-    found = followed._advice(settings.cases["MLP"], 12.0, said.append, "--only", "fused_optimizer")
+    found = followed._advice(settings.cases["MLP"], 25.0, said.append, "--only", "fused_optimizer")
     assert found["plain"]["step_ms"] > 0
     assert any("strongest plain step" in line for line in said)
