@@ -155,7 +155,7 @@ class MemoryTimeline(PhaseCallback):
             predicted = tuple(zip(phases, predicted_bytes, strict=True))
         if trainer.strategy.root_device.type != "cuda":
             before = sum(s.nbytes for s in profile.trace.storages if s.born < 0) if profile is not None else 0
-            measured = [(at, predicted_bytes - measured[0][1] + before) for at, predicted_bytes in measured]
+            measured = [(at, nbytes - measured[0][1] + before) for at, nbytes in measured]
         step = StepBytes(global_step, plan, predicted, tuple(measured), tuple(sampler.phases), note)
         self.steps.append(step)
         self._publish(trainer, {f"memory/{name}": float(value) for name, value in step.metrics().items()})
