@@ -20,6 +20,7 @@ minute or so, once for each number of threads.
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
 import warnings
@@ -41,6 +42,7 @@ from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import SingleDeviceSettings
 from retime.recipes.core.trainer_loop import Run, train
+from retime.recipes.core.verdicts import inside
 from retime.recipes.core.workers import Answer, Worker, WorkerError, closing
 from retime.recipes.cpu_memory.allocators import ALLOCATORS, NoAllocatorError, environment_of
 from retime.recipes.ooo import one_step
@@ -319,9 +321,8 @@ def gains(point: Point) -> dict[str, Spread]:
 
 def verdict(over: Spread, wanted: float) -> str:
     """Holds, does not hold, or undecided where the quartiles lie on both sides."""
-    if over.low <= wanted <= over.high and over.low < over.high:
-        return "undecided: the quartiles lie on both sides"
-    return "holds" if over.median >= wanted else "does not hold"
+    words = {True: "holds", False: "does not hold", None: "undecided: the quartiles lie on both sides"}
+    return words[inside(over, wanted, math.inf)]
 
 
 class Server:
