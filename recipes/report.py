@@ -14,7 +14,7 @@ from retime.recipes.core.history import changed
 from retime.recipes.core.measure import speedup
 from retime.recipes.core.recipe import Recipe
 from retime.recipes.core.results import FILE, Point, Result, load
-from retime.recipes.core.tables import label_of
+from retime.recipes.core.tables import label_of, markdown_table
 from retime.recipes.results_page import PAGE, PICTURE, judged_papers, name_of, page
 from retime.recipes.results_picture import draw
 
@@ -82,7 +82,7 @@ def markdown(result: Result, recipe: Recipe[Any]) -> str:
     comparisons = recipe.compare(result)
     if comparisons:
         heading = ["source", "quantity", "published or wanted", "this machine (quartiles over rounds)", "remark"]
-        lines += ["## Paper and this machine", "", *_table(heading, [line.cells() for line in comparisons]), ""]
+        lines += ["## Paper and this machine", "", *markdown_table(heading, [line.cells() for line in comparisons]), ""]
     for note in recipe.notes(result):
         lines += [note, ""]
     lines += ["## Measured", ""]
@@ -112,7 +112,7 @@ def _values(point: Point, recipe: Recipe[Any]) -> list[str]:
             else:
                 cells.append("")
         lines.append(cells)
-    return _table(["variant", *(quantity for quantity, _ in quantities), *references], lines)
+    return markdown_table(["variant", *(quantity for quantity, _ in quantities), *references], lines)
 
 
 def _provenance(result: Result) -> list[str]:
@@ -124,11 +124,6 @@ def _provenance(result: Result) -> list[str]:
         words += [f"{key} {point.settings[key]}" for key in ("rounds", "steps") if key in point.settings]
         places.setdefault(", ".join(words), []).append(f"{label_of(point.at) or 'all'} ({point.finished[:10]})")
     return [f"- {place}: {', '.join(points)}" for place, points in places.items()]
-
-
-def _table(heading: list[str], lines: list[list[str]]) -> list[str]:
-    rows = [heading, ["---"] * len(heading), *lines]
-    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
 
 
 def main(arguments: list[str]) -> None:

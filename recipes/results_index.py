@@ -13,6 +13,7 @@ from retime.recipes.core.claims import Target
 from retime.recipes.core.machine import CHANGED
 from retime.recipes.core.recipe import Recipe
 from retime.recipes.core.results import Point, Result
+from retime.recipes.core.tables import markdown_table
 from retime.recipes.core.verdicts import inside, kind_of
 
 _HEADING = ("result", "what", "experiment", "machine", "measured", "duration", "tree", "targets")
@@ -25,21 +26,22 @@ def index(results: Mapping[Path, Result], folder: Path) -> list[str]:
         results: each with the path of its `result.json`.
         folder: that of the page, from which links start.
     """
-    lines = ["| " + " | ".join(_HEADING) + " |", "| " + " | ".join("---" for _ in _HEADING) + " |"]
+    rows = []
     for path, result in sorted(results.items()):
         page = path.with_suffix(".md").relative_to(folder).as_posix()
-        cells = (
-            f"[{result.paper}, {result.where}]({page})",
-            result.title,
-            f"`{result.name}`",
-            machine(result) + (" (emulated)" if kind_of(result) == "emulated" else ""),
-            _days(result.points),
-            duration(sum(point.seconds for point in result.points)),
-            _tree(result.points),
-            verdicts_on_targets(result),
+        rows.append(
+            (
+                f"[{result.paper}, {result.where}]({page})",
+                result.title,
+                f"`{result.name}`",
+                machine(result) + (" (emulated)" if kind_of(result) == "emulated" else ""),
+                _days(result.points),
+                duration(sum(point.seconds for point in result.points)),
+                _tree(result.points),
+                verdicts_on_targets(result),
+            )
         )
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return lines
+    return markdown_table(_HEADING, rows)
 
 
 def machine(result: Result) -> str:

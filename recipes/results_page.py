@@ -18,6 +18,7 @@ from retime.recipes.core.history import age, changed
 from retime.recipes.core.published import PACKAGES, Paper, Published, paper
 from retime.recipes.core.recipe import Recipe, slug
 from retime.recipes.core.results import Result
+from retime.recipes.core.tables import markdown_table
 from retime.recipes.core.verdicts import Judged, Value, Verdict, counted, judge
 from retime.recipes.results_index import duration, index, machine
 
@@ -125,7 +126,7 @@ def _head(papers: Sequence[JudgedPaper]) -> list[str]:
     number = sum(len(one.results) for one in papers)
     tree = f"**{dirty} of the {number} results below come from working trees with changes: to be measured again.**"
     lines = ["# Results", "", tree if dirty else "All results below come from clean working trees.", "", *_WHAT, ""]
-    return [*lines, *table(heading, rows), "", *_LEGEND, ""]
+    return [*lines, *markdown_table(heading, rows), "", *_LEGEND, ""]
 
 
 def _sentences(papers: Sequence[JudgedPaper]) -> list[str]:
@@ -187,7 +188,7 @@ def _table(one: JudgedPaper, folder: Path, age: Age) -> list[str]:
                 evidence(one, claim, folder, age),
             ]
         )
-    return table(heading, rows)
+    return markdown_table(heading, rows)
 
 
 def place(claim: Published) -> str:
@@ -267,12 +268,6 @@ def evidence(one: JudgedPaper, claim: Judged, folder: Path, age: Age) -> str:
     code = one.paper.code.get(claim.kind, one.paper.code.get("measured", []))
     words = [f"[`{result.name}`]({published.result}/result.md)", taken, age(result, code)]
     return ", ".join([*words, *(["changed tree"] if changed(result) else [])])
-
-
-def table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A Markdown table."""
-    lines = [heading, ["---"] * len(heading), *rows]
-    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines]
 
 
 def _read(one: Paper) -> list[str]:

@@ -1,6 +1,6 @@
-"""A result on a terminal: the paper's numbers beside ours, then each point's variants."""
+"""A result on a terminal: the paper's numbers beside ours, then each point's variants. Tables in Markdown."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -46,3 +46,9 @@ def values(point: Point, quantity: str, references: dict[str, str], title: str) 
 def label_of(at: dict[str, Any]) -> str:
     """A point's place in words: `batch_size=4`."""
     return " ".join(f"{key}={value}" for key, value in at.items())
+
+
+def markdown_table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a table in Markdown."""
+    lines = [heading, ["---"] * len(heading), *rows]
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines]
