@@ -11,12 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from retime.commands import advise
 from retime.commands.advise import MethodError
 from retime.commands.advise_worker import DDP, METHODS, PLAIN, Method
 from retime.commands.main import main
+from retime.foundations.messages import NoEffectWarning
+from retime.mechanisms.memory_budget import BudgetedStep, parse_host
+from retime.mechanisms.two_streams import TwoStreamBackward
 from retime.recipes.core.measure import spread
+from retime.schedules.budget import BudgetError
 
 MIB = 2**20
 FACTS = {"model": "Net", "is_lightning": True, "parameters": 1234, "samples": 8, "no_scan": "there is no chain to scan"}
@@ -334,3 +340,18 @@ def test_what_is_to_be_pasted_is_there(name: str) -> None:
             *modules, last = dotted.split(".")
             assert hasattr(importlib.import_module(".".join(modules)), last), dotted
     assert method.options()["strategy"] is not None
+
+
+def test_warnings_and_refusals_that_decide_are_those_that_methods_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the command looks for in their texts, in the words that they have today."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    two_streams = TwoStreamBackward(net)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    with pytest.warns(NoEffectWarning) as warned:
+        net(torch.ones(2, 4)).sum().backward()
+    two_streams.remove()
+    assert advise._HAS_NO_EFFECT.search(str(warned[0].message))
+    step = BudgetedStep(net, [], 1, parse_host(None, torch.device("cpu")))
+    with pytest.raises(BudgetError, match=advise._FLOOR):
+        step.plan(lambda batch: net(batch).mean(), torch.ones(8, 4))
+    step.remove()
