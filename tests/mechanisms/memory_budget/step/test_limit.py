@@ -22,8 +22,8 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ne
 WORKER = SUPPORT / "memory_limit_worker.py"
 PLANNING = SUPPORT / "memory_planning_worker.py"
 MIB = 2**20
-ONCE = 30 * MIB
-"""For code that a process loads in its first steps, and what Python's objects of the first plan leave."""
+ONCE = 40 * MIB
+"""For code that a process loads in its first steps, and what Python's objects of the first plan leave: about 30 MiB."""
 DISK = TESTS.parent  # a folder for temporary files may be in memory
 
 
