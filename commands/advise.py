@@ -44,14 +44,13 @@ from retime.commands.advise_page import page, text
 from retime.commands.advise_worker import DDP, METHODS, PLAIN, Method, memory_budget, serve
 from retime.commands.job import add_job_options
 from retime.foundations.messages import parse_bytes
+from retime.foundations.workers import Worker, WorkerError
 from retime.recipes.core.measure import Spread, speedup, spread
-from retime.recipes.core.workers import Worker, WorkerError
 from retime.recipes.cpu_memory.allocators import environment_of
 from retime.recipes.emulated.network import MOST_HOSTS, loopback
 from retime.recipes.emulated.ranks import rank_variables
-from retime.recipes.emulated.rate import parse_rate
-from retime.recipes.ooo import systems
-from retime.schedules import Cluster, LayerCost, Link
+from retime.schedules import Cluster, LayerCost, Link, systems
+from retime.schedules.rate import parse_rate
 
 SUMMARY = "which methods pay for your own training step, measured"
 _ROUNDS, _LEAST_ROUNDS, _SEARCH_ROUNDS = 9, 3, 5

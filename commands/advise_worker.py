@@ -29,7 +29,7 @@ from retime.foundations.messages import DifferenceWarning, NoEffectWarning
 from retime.foundations.parts import samples_in
 from retime.foundations.storages import strided_bytes
 from retime.foundations.torch_private.engine import tree_leaves
-from retime.recipes.core.workers import Answer, next_request
+from retime.foundations.workers import Answer, next_request
 from retime.recipes.ooo.layers import layer_times
 
 _MANY = 10**6

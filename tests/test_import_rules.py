@@ -31,7 +31,7 @@ ROOMS = {"mechanisms", "foundations", "schedules"}
 WITHOUT_FACE = {"foundations/torch_private"}
 """Rooms whose files are imported directly, as each is about one part of torch."""
 FLOORS = (
-    {"arguments", "compatibility", "messages", "native", "patching", "streams", "torch_private"},
+    {"arguments", "compatibility", "messages", "native", "patching", "streams", "torch_private", "workers"},
     {"lazy_updates", "measure", "reports", "storages"},
     {"cpu_pool", "ddp", "parts", "weight_gradients"},
     {"preserve_state"},

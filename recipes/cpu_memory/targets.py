@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from retime.foundations.workers import Worker, closing
 from retime.recipes.core import charts
 from retime.recipes.core.build import build_batches
 from retime.recipes.core.claims import Comparison, Target
@@ -23,7 +24,6 @@ from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import AllocatorSettings
-from retime.recipes.core.workers import Worker, closing
 from retime.recipes.cpu_memory.allocators import ALLOCATORS, POOL, NoAllocatorError, environment_of
 from retime.recipes.cpu_memory.worker import serve
 from retime.recipes.fusion.variants import VARIANTS

@@ -10,8 +10,8 @@ import torch
 from retime.callbacks import CPUMemoryPool
 from retime.foundations.cpu_pool import MemoryPool, trim_heap
 from retime.foundations.measure import MemoryProbe, status_bytes
+from retime.foundations.workers import Answer
 from retime.recipes.core.build import CPU, build_model
-from retime.recipes.core.workers import Answer
 from retime.recipes.fusion.variants import VARIANTS, BareLoop
 
 

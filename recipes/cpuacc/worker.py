@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from retime.callbacks import StepTimeline
 from retime.foundations.measure import MemoryProbe, status_bytes
+from retime.foundations.workers import Answer
 from retime.mechanisms.cpu_accumulation import HostReducer
 from retime.recipes.core.build import CPU, build, build_batches, build_model
 from retime.recipes.core.measure import interleave
 from retime.recipes.core.trainer_loop import Batch, Run, Training, train
-from retime.recipes.core.workers import Answer
 from retime.recipes.cpuacc.checked_outputs import CheckedOutputs
 from retime.recipes.cpuacc.held_state import HeldState
 from retime.recipes.cpuacc.layer_times import QUANTITIES, LayerTimes

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 
-from retime.recipes.core.workers import free_port
+from retime.foundations.workers import free_port
 from retime.recipes.emulated.namespaces import new_prefix, remove, remove_stale
 from retime.recipes.emulated.requirements import ClusterUnavailable, call, unavailable
 

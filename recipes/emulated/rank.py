@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from retime.recipes.core import workers
+from retime.foundations import workers
 
 _LOST_SECONDS = 60.0
 """A collective that takes longer means that another rank is gone."""

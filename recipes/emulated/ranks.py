@@ -5,7 +5,7 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
 
-from retime.recipes.core.workers import Server, Worker, WorkerError, closing
+from retime.foundations.workers import Server, Worker, WorkerError, closing
 from retime.recipes.emulated.network import Network
 
 _GRACE_SECONDS = 3.0

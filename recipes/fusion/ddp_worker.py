@@ -6,10 +6,10 @@ from typing import Any
 import torch
 import torch.distributed
 
+from retime.foundations.workers import Answer
 from retime.recipes.core.build import build_batches, build_model
 from retime.recipes.core.measure import interleave
 from retime.recipes.core.schema import FusionSettings, Hardware
-from retime.recipes.core.workers import Answer
 from retime.recipes.fusion.trainer import WARMUP_STEPS, TrainerBlocks
 from retime.recipes.models import parameter_count
 

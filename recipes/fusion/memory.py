@@ -8,6 +8,7 @@ the C library is told to give tensors pages of their own.
 from pathlib import Path
 from typing import Any
 
+from retime.foundations.workers import answer_once
 from retime.recipes.core import charts
 from retime.recipes.core.claims import amount
 from retime.recipes.core.measure import spread
@@ -15,7 +16,6 @@ from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Result, Row
 from retime.recipes.core.schema import FusionSettings
-from retime.recipes.core.workers import answer_once
 from retime.recipes.fusion.memory_worker import serve
 from retime.recipes.fusion.step_times import label
 from retime.recipes.fusion.variants import choose_variants

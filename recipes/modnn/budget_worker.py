@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from retime.foundations.cpu_pool import FreedMemory, give_back_freed_memory, trim_heap
 from retime.foundations.measure import MemoryProbe
 from retime.foundations.parts import balanced_parts
+from retime.foundations.workers import Answer
 from retime.mechanisms.memory_budget import (
     BudgetedStep,
     PlanChoice,
@@ -30,7 +31,6 @@ from retime.mechanisms.memory_budget import (
     search_plan,
 )
 from retime.recipes.core.build import build_model, build_optimizer, loss_of
-from retime.recipes.core.workers import Answer
 from retime.recipes.models import parameter_count
 from retime.recipes.modnn.vdnn import Vdnn
 from retime.recipes.modnn.vdnn_plus import VdnnPlus

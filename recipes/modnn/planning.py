@@ -12,8 +12,8 @@ import torch
 
 from retime.foundations.cpu_pool import give_back_freed_memory, trim_heap
 from retime.foundations.measure import MemoryProbe
+from retime.foundations.workers import Answer
 from retime.mechanisms.memory_budget import PlanChoice, StepMemory, TrainingStep, part_sizes, search_plan
-from retime.recipes.core.workers import Answer
 from retime.recipes.modnn.networks import network_of
 
 

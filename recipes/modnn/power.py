@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from retime.foundations.workers import Worker
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison
 from retime.recipes.core.measure import Spread, spread
@@ -12,7 +13,6 @@ from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import MemorySettings
-from retime.recipes.core.workers import Worker
 from retime.recipes.modnn import claims
 from retime.recipes.modnn.energy_meter import NoMeterError, Watch, find_meter
 from retime.recipes.modnn.over_networks import NetworkRecipe

@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from retime.foundations.cpu_pool import FreedMemory, trim_heap
 from retime.foundations.measure import MemoryProbe
+from retime.foundations.workers import Answer
 from retime.mechanisms.memory_budget import BudgetedDataParallelStep, OffloadSavedTensors, bucket_bytes, parse_host
 from retime.recipes.core.build import CPU, build_model, build_optimizer, loss_of
-from retime.recipes.core.workers import Answer
 from retime.recipes.modnn.budget_worker import resident_bytes
 from retime.schedules.budget import BudgetError, OffloadPlan
 

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from retime.foundations.workers import Worker, WorkerError, closing
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, amount
 from retime.recipes.core.measure import Spread, interleave, speedup, spread
@@ -14,7 +15,6 @@ from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import MemorySettings
-from retime.recipes.core.workers import Worker, WorkerError, closing
 from retime.recipes.modnn import claims
 from retime.recipes.modnn.over_networks import NetworkRecipe
 from retime.recipes.modnn.rank_worker import EACH, ONCE, ONE, WHOLE, serve

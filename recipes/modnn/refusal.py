@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from retime.recipes.core.workers import Answer
+from retime.foundations.workers import Answer
 from retime.recipes.modnn.budget_worker import Training
 from retime.schedules.budget import BudgetError
 

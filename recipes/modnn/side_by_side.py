@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
+from retime.foundations.workers import Worker, WorkerError, answer_once, closing
 from retime.recipes.core.build import build_batches
 from retime.recipes.core.measure import interleave, spread
 from retime.recipes.core.recipe import Tick
 from retime.recipes.core.results import Row
 from retime.recipes.core.schema import MemorySettings
-from retime.recipes.core.workers import Worker, WorkerError, answer_once, closing
 from retime.recipes.cpu_memory.allocators import ALLOCATORS, NoAllocatorError, environment_of
 from retime.recipes.modnn.budget_worker import serve
 

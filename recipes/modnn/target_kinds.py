@@ -8,10 +8,10 @@ from contextlib import closing as closed
 from dataclasses import replace
 from typing import Any
 
+from retime.foundations.workers import WorkerError, answer_once
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Row
 from retime.recipes.core.schema import MemorySettings
-from retime.recipes.core.workers import WorkerError, answer_once
 from retime.recipes.modnn.planning import serve as serve_planning
 from retime.recipes.modnn.refusal import serve as serve_refusal
 from retime.recipes.modnn.side_by_side import (

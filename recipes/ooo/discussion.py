@@ -15,8 +15,8 @@ from retime.recipes.core.simulated import SimulatedRecipe
 from retime.recipes.ooo import claims
 from retime.recipes.ooo.clusters import SETTINGS, Setting
 from retime.recipes.ooo.model_costs import calibrated, compute_ms, count, layer_costs
-from retime.recipes.ooo.systems import BYTEPS, HEADINGS, OURS, OURS_PRIORITY, PRIORITY, Sizes, run
 from retime.schedules import LayerCost
+from retime.schedules.systems import BYTEPS, HEADINGS, OURS, OURS_PRIORITY, PRIORITY, Sizes, run
 
 K45 = "reverse first-45 on BytePS"
 _DEVICES, _CLUSTER = 16, "Pub-A"

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from retime.foundations.workers import Answer
 from retime.mechanisms.pipeline import PipelineStep
 from retime.recipes.core.measure import interleave
-from retime.recipes.core.workers import Answer
 from retime.recipes.emulated import SleepingLayer
 from retime.recipes.emulated.rank import joined, tell
 

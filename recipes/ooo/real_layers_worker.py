@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from retime.foundations.workers import Answer
 from retime.mechanisms.pipeline import PipelineStep
 from retime.recipes.core.build import build_batches, build_model, loss_of
 from retime.recipes.core.measure import interleave
-from retime.recipes.core.workers import Answer
 from retime.recipes.emulated.rank import joined, tell
 from retime.recipes.ooo.torch_pipelines import TorchPipeline
 

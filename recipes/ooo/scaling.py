@@ -20,7 +20,7 @@ from retime.recipes.ooo.calibration import CalibratedSimulator, calibrate, read_
 from retime.recipes.ooo.clusters import P100_SXM2, SETTINGS, V100
 from retime.recipes.ooo.discussion import discussed, network_share
 from retime.recipes.ooo.model_costs import Gpu, Operations, compute_ms, count, layer_costs
-from retime.recipes.ooo.systems import BASELINE_OF, BYTEPS, DDP, HEADINGS, OURS, OURS_DDP, PRIORITY, Sizes, run
+from retime.schedules.systems import BASELINE_OF, BYTEPS, DDP, HEADINGS, OURS, OURS_DDP, PRIORITY, Sizes, run
 
 PAPERS_NETWORK, CALIBRATED = "section 8.3", "calibrated"
 _CHECKED_BATCH = 64

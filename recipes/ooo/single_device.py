@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from retime.foundations.messages import DifferenceWarning, NoEffectWarning
+from retime.foundations.workers import Answer, Worker, WorkerError, closing
 from retime.recipes.core import charts
 from retime.recipes.core.build import CPU, build_batches, build_model, loss_of
 from retime.recipes.core.claims import Claim, Comparison, Target, amount, show
@@ -43,7 +44,6 @@ from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import SingleDeviceSettings
 from retime.recipes.core.trainer_loop import Run, train
 from retime.recipes.core.verdicts import inside
-from retime.recipes.core.workers import Answer, Worker, WorkerError, closing
 from retime.recipes.cpu_memory.allocators import ALLOCATORS, NoAllocatorError, environment_of
 from retime.recipes.ooo import one_step
 from retime.recipes.ooo.claims import FIGURE_7, FIGURE_9_PEAK_SHARE

@@ -1,4 +1,4 @@
-"""A worker that starts a process and is then busy, and a parent to be killed by recipes/core/test_workers.py."""
+"""A worker that starts a process and is then busy, and a parent to be killed by foundations/test_workers.py."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-from retime.recipes.core.workers import Answer, Worker, tell
+from retime.foundations.workers import Answer, Worker, tell
 
 
 def serve() -> Answer:

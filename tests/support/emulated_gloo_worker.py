@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from retime.recipes.core.workers import Answer
+from retime.foundations.workers import Answer
 from retime.recipes.emulated.bandwidth import measure_bandwidth
 from retime.recipes.emulated.rank import joined, tell
 

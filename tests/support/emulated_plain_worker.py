@@ -5,7 +5,7 @@ import signal
 import time
 from typing import Any
 
-from retime.recipes.core.workers import Answer, tell
+from retime.foundations.workers import Answer, tell
 
 
 def serve() -> Answer:

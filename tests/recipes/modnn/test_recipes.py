@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from retime.foundations.workers import Worker, WorkerError
 from retime.recipes import __main__ as command
 from retime.recipes.core.results import load
 from retime.recipes.core.schema import MemorySettings
-from retime.recipes.core.workers import Worker, WorkerError
 from retime.recipes.modnn import claims
 from retime.recipes.modnn.budget_worker import serve
 from retime.recipes.modnn.budgets import Budgets

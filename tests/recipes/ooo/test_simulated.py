@@ -19,9 +19,9 @@ from retime.recipes.ooo.clusters import P100_SXM2, SETTINGS, V100
 from retime.recipes.ooo.discussion import Discussion
 from retime.recipes.ooo.model_costs import Gpu, calibrated, compute_ms, count, layer_costs
 from retime.recipes.ooo.scaling import CALIBRATED, PAPERS_NETWORK, Scaling
-from retime.recipes.ooo.systems import BASELINE_OF, BYTEPS, HEADINGS, OURS, Sizes, run
 from retime.recipes.ooo.timelines import CONVENTIONAL, PRIORITISED, REVERSED
 from retime.schedules import Cluster, LayerCost, Link
+from retime.schedules.systems import BASELINE_OF, BYTEPS, HEADINGS, OURS, Sizes, run
 
 RESNET_50 = {"_target_": "retime.recipes.models.resnet", "depth": 50}
 SIZES = Sizes(4_096_000, 26_214_400)

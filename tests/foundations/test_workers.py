@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from retime.recipes.core.workers import Worker, WorkerError, answer_once
+from retime.foundations.workers import Worker, WorkerError, answer_once
 from support.busy_worker import serve
 from support.paths import PYTHONPATH
 from support.process_ends import ended, first_line, runs
