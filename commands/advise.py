@@ -43,17 +43,15 @@ from lightning.pytorch import Trainer
 from retime.commands.advise_page import page, text
 from retime.commands.advise_worker import DDP, METHODS, PLAIN, Method, memory_budget, serve
 from retime.commands.job import add_job_options
+from retime.foundations.measure import Spread, speedup, spread
 from retime.foundations.messages import parse_bytes
-from retime.foundations.workers import Worker, WorkerError
-from retime.recipes.core.measure import Spread, speedup, spread
-from retime.recipes.cpu_memory.allocators import environment_of
-from retime.recipes.emulated.network import MOST_HOSTS, loopback
-from retime.recipes.emulated.ranks import rank_variables
+from retime.foundations.workers import KEPT_HEAP, Worker, WorkerError, free_port, rank_variables
 from retime.schedules import Cluster, LayerCost, Link, systems
 from retime.schedules.rate import parse_rate
 
 SUMMARY = "which methods pay for your own training step, measured"
 _ROUNDS, _LEAST_ROUNDS, _SEARCH_ROUNDS = 9, 3, 5
+_MOST_RANKS = 64
 _BLOCK_MS, _MOST_STEPS = 300.0, 500
 """Of a block, which gives one number of a round; several steps where they are short."""
 _LATENCY_MS, _BUCKETS = 0.05, (2**20, 4 * 2**20, 25 * 2**20)
@@ -236,8 +234,8 @@ def _checked(options: argparse.Namespace, cores: int) -> Advice:
         ValueError: an option asks for what cannot be.
     """
     devices = options.devices if options.devices is not None else min(2, cores)
-    if not 1 <= devices <= MOST_HOSTS:
-        raise ValueError(f"--devices {devices}: give 1 to {MOST_HOSTS} local ranks")
+    if not 1 <= devices <= _MOST_RANKS:
+        raise ValueError(f"--devices {devices}: give 1 to {_MOST_RANKS} local ranks")
     if not 1 <= options.seconds < float("inf"):
         raise ValueError(f"--seconds {options.seconds:g}: give 1 or more")
     if options.ranks is not None and options.network is None:
@@ -285,9 +283,9 @@ class _Running:
         self._workers: list[Worker] = []
         self._limit, self.is_busy = limit, True
         try:
-            network = loopback(ranks)
+            port = free_port()
             for rank in range(ranks):
-                variables = rank_variables(network, rank) if ranks > 1 else {}
+                variables = rank_variables(rank, ranks, port) if ranks > 1 else {}
                 self._workers.append(Worker(serve, None, environment={**environment, **variables}))
                 self._workers[-1].tell(request)
             self.first = self._answers()
@@ -439,7 +437,7 @@ class _Measuring:
     def _start(self, method: Method, setting: Setting, limit: _Limit, *, facts: bool = False) -> _Running:
         ranks = self._advice.devices if method.ranks else 1
         how = {"method": method, "threads": setting.threads, "fused": setting.fused, "devices": ranks, "facts": facts}
-        environment = environment_of("kept_heap", {}) if setting.kept_heap else {}
+        environment = KEPT_HEAP if setting.kept_heap else {}
         return _Running({**self._request, **how}, environment, ranks, limit)
 
     def _setting_of(self, method: Method) -> Setting:
@@ -557,7 +555,7 @@ class _Measuring:
         assert advice.plain_ms is not None
         request = {**self._request, "layers": True, "threads": setting.threads}
         try:
-            with closing(_Running(request, environment_of("kept_heap", {}), 1, _Limit(self._seconds))) as process:
+            with closing(_Running(request, KEPT_HEAP, 1, _Limit(self._seconds))) as process:
                 timed = [LayerCost(*times) for times in process.first["layers"]]
         except MethodError as error:
             row.why = str(error)

@@ -9,7 +9,7 @@ from html import escape
 from typing import Any
 
 from retime.foundations.messages import show_bytes
-from retime.recipes.cpu_memory.allocators import environment_of
+from retime.foundations.workers import KEPT_HEAP
 
 _WIDTH = 100
 _TABLES: dict[str, Callable[[dict[str, Any]], bool]] = {
@@ -75,7 +75,7 @@ def advice(whole: Whole) -> Iterator[str]:
     wants += [f"{' and '.join(whole['job']['optimizers'])} with fused=True"] if strongest["fused"] else []
     yield f"Measured with {', '.join(wants)}{', and started with' if kept else ''}"
     if kept:
-        yield " ".join(f"{name}={value}" for name, value in environment_of("kept_heap", {}).items())
+        yield " ".join(f"{name}={value}" for name, value in KEPT_HEAP.items())
     if row is not None and not whole["job"]["is_lightning"] and row["accelerate"]:
         yield f"With Accelerate: {row['accelerate']}"
 

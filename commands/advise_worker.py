@@ -24,13 +24,12 @@ import retime
 from retime.callbacks.support.phases import StrategyPhases
 from retime.commands.errors import one_line
 from retime.commands.job import given_by, job_of, module_of, optimizers_in, quiet
-from retime.foundations.measure import MemoryProbe, StepTimer
+from retime.foundations.measure import MemoryProbe, StepTimer, layer_times
 from retime.foundations.messages import DifferenceWarning, NoEffectWarning
 from retime.foundations.parts import samples_in
 from retime.foundations.storages import strided_bytes
 from retime.foundations.torch_private.engine import tree_leaves
 from retime.foundations.workers import Answer, next_request
-from retime.recipes.ooo.layers import layer_times
 
 _MANY = 10**6
 """Batches that the loader says to have; a fit is ended from outside."""

@@ -5,7 +5,7 @@ import contextlib
 import importlib
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,14 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from retime.commands.reference import called
 from retime.foundations.torch_private.engine import tree_map
 from retime.mechanisms.memory_budget import Gradients
 
-_BLOCKS = ("model", "data", "optimizer", "batch_size")
+Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class _StandIn(Trainer):
@@ -45,11 +46,11 @@ class Job:
 
 @dataclass
 class Given:
-    """What the command line names: a model, its first batch, and which optimizer, if it says so."""
+    """What the command line names: a model, its first batch, and what makes an optimizer, if it says which."""
 
     model: nn.Module
     batch: Any
-    optimizer: dict[str, Any] | None
+    optimizer: Make | None
 
 
 def add_job_options(command: argparse.ArgumentParser) -> None:
@@ -114,14 +115,15 @@ def module_of(given: Given) -> LightningModule:
     Raises:
         ValueError: nothing says which optimizer.
     """
-    model, kind = given.model, type(given.model).__name__
-    own = isinstance(model, LightningModule) and is_overridden("configure_optimizers", model)
-    if not own and not given.optimizer:
+    model, make = given.model, given.optimizer
+    if isinstance(model, LightningModule) and is_overridden("configure_optimizers", model):
+        return model
+    if make is None:
+        kind = type(model).__name__
         raise ValueError(f"{kind} has no optimizer: give --optimizer, such as --optimizer torch.optim.AdamW")
     if not isinstance(model, LightningModule):
         return Supervised(_supervised_job(given))
-    if not own:
-        model.configure_optimizers = lambda: _built(given)  # type: ignore[method-assign]
+    model.configure_optimizers = lambda: make(model.parameters())  # type: ignore[method-assign]
     return model
 
 
@@ -144,102 +146,31 @@ def _from_reference(options: argparse.Namespace, words: Sequence[str]) -> Given:
     if next(model.parameters(), None) is None:
         raise ValueError(f"{reference} returned a {type(model).__name__} without parameters: nothing of it is trained")
     model = model.to(options.device).train()
-    if isinstance(batch, LightningDataModule):
-        batch = _first_batch(batch)
-    elif isinstance(batch, DataLoader):
-        batch = next(iter(batch))
-    return Given(model, _on(options.device, batch), _optimizer_block(options))
+    return Given(model, _on(options.device, _first_batch(batch)), _named_optimizer(options))
 
 
 def _from_config(options: argparse.Namespace, overrides: Sequence[str]) -> Given:
-    from retime.recipes.core import build
+    from retime.commands.configured import from_config
 
-    blocks = _blocks(options.config, overrides, options.device)
-    _need(options.config, blocks, "model", "data")
-    device = torch.device(options.device)
-    model = build.build_model(blocks["model"], device, seed=0)
-    batch = _batch_of(options, blocks, device)
-    optimizer = _optimizer_block(options) or blocks["optimizer"]
-    if not isinstance(model, LightningModule):
-        _need(options.config, blocks | {"optimizer": optimizer}, "optimizer")
-    return Given(model, batch, optimizer)
+    named = _named_optimizer(options)
+    model, data, configured = from_config(options.config, overrides, options.device, options.batch, named is not None)
+    return Given(model, _on(options.device, _first_batch(data)), named or configured)
 
 
-def _blocks(file: Path, overrides: Sequence[str], device: str) -> dict[str, Any]:
-    """The parts of a configuration that a plan needs; interpolations elsewhere in it may need a running Hydra."""
-    from omegaconf import OmegaConf
-
-    hardware = {"name": "cuda" if device.startswith("cuda") else "cpu"}
-    settings = OmegaConf.merge({"hardware": hardware}, _composed(file, overrides))
-    found = {key: OmegaConf.select(settings, key) for key in _BLOCKS}
-    return {
-        key: OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-        for key, value in found.items()
-    }
-
-
-def _composed(file: Path, overrides: Sequence[str]) -> Any:
-    """The configuration as Hydra puts it together: defaults, groups in the file's folder, overrides.
-
-    Raises:
-        ValueError, OSError: Hydra cannot read it, or does not know what is overridden.
-    """
-    from hydra import compose, initialize_config_dir
-    from hydra.errors import HydraException
-    from yaml import YAMLError  # type: ignore[import-untyped]  # comes with OmegaConf, without types
-
-    from retime.recipes.core.schema import register_all
-
-    if not file.is_file():
-        raise FileNotFoundError(f"--config {file}: there is no such file")
-    if file.suffix != ".yaml":
-        raise ValueError(f"--config {file}: Hydra reads files whose names end in .yaml")
-    register_all()
-    try:
-        with initialize_config_dir(str(file.parent.resolve()), version_base="1.3"):
-            return compose(file.stem, overrides=list(overrides))
-    except (HydraException, YAMLError) as error:
-        because = f": {error.__cause__}" if error.__cause__ else ""
-        raise ValueError(f"--config {file}: {error}{because}") from error
-
-
-def _need(file: Path, blocks: dict[str, Any], *keys: str) -> None:
-    missing = [key for key in keys if not blocks[key]]
-    if missing:
-        raise ValueError(
-            f"{file} has no {', '.join(missing)}: a plan needs a model and data, for a data set a batch_size, and for "
-            "a plain nn.Module an optimizer"
-        )
-
-
-def _batch_of(options: argparse.Namespace, blocks: dict[str, Any], device: torch.device) -> Any:
-    """The first training batch of a LightningDataModule, or of a data set of `(input, target)` pairs."""
-    from hydra.utils import get_object
-
-    from retime.recipes.core import build
-
-    block = blocks["data"]
-    target = get_object(block["_target_"]) if "_target_" in block else None
-    if isinstance(target, type) and issubclass(target, LightningDataModule):
-        sized = {"batch_size": options.batch} if options.batch else {}
-        return _on(device, _first_batch(build.build({**block, **sized})))
-    sized = {"batch_size": options.batch or blocks["batch_size"]}
-    _need(options.config, sized, "batch_size")
-    (batch,) = build.build_batches(block, sized["batch_size"], 1, device)
-    return batch
-
-
-def _first_batch(data: LightningDataModule) -> Any:
-    data.prepare_data()
-    data.setup("fit")
-    return next(iter(data.train_dataloader()))
+def _first_batch(data: Any) -> Any:
+    """Of a LightningDataModule or a loader; anything else is a batch."""
+    if isinstance(data, LightningDataModule):
+        data.prepare_data()
+        data.setup("fit")
+        return next(iter(data.train_dataloader()))
+    return next(iter(data)) if isinstance(data, DataLoader) else data
 
 
 def _on(device: torch.device | str, batch: Any) -> Any:
     return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 
-def _optimizer_block(options: argparse.Namespace) -> dict[str, Any] | None:
+def _named_optimizer(options: argparse.Namespace) -> Make | None:
     """What `--optimizer` names, with a learning rate, which every optimizer takes and no plan depends on.
 
     Raises:
@@ -254,21 +185,12 @@ def _optimizer_block(options: argparse.Namespace) -> dict[str, Any] | None:
         found = None
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise ValueError(f"--optimizer {options.optimizer}: there is no such class; write one as torch.optim.AdamW")
-    return {"_target_": options.optimizer, "lr": 0.01}
-
-
-def _built(given: Given) -> torch.optim.Optimizer:
-    from retime.recipes.core import build
-
-    assert given.optimizer is not None
-    return build.build_optimizer(given.optimizer, given.model.parameters(), {})
+    return lambda parameters: found(list(parameters), lr=0.01)
 
 
 def _supervised_job(given: Given) -> Job:
-    from retime.recipes.core import build
-
     model, batch = given.model, given.batch
-    optimizers = [_built(given)] if given.optimizer else []
+    optimizers = [given.optimizer(model.parameters())] if given.optimizer else []
     if not isinstance(batch, Mapping) and not (isinstance(batch, list | tuple) and len(batch) > 1):
         size = f" of {len(batch)}" if isinstance(batch, list | tuple) else ""
         raise ValueError(
@@ -277,7 +199,14 @@ def _supervised_job(given: Given) -> Job:
         )
     if isinstance(batch, Mapping):  # as models of transformers take it, which return their loss
         return Job(model, batch, lambda part: model(**part), optimizers)
-    return Job(model, batch, lambda part: build.loss_of(model(part[0]), part[1]), optimizers)
+    return Job(model, batch, lambda part: _cross_entropy(model(part[0]), part[1]), optimizers)
+
+
+def _cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Of logits `(..., classes)`; maps `(samples, classes, height, width)` have classes in dimension 1."""
+    if outputs.dim() != 4:
+        outputs, targets = outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1)
+    return cross_entropy(outputs, targets)
 
 
 def _lightning_job(given: Given) -> Job:
@@ -292,7 +221,7 @@ def _lightning_job(given: Given) -> Job:
     if is_overridden("configure_optimizers", model):
         optimizers = optimizers_in(model.configure_optimizers())
     elif given.optimizer:
-        optimizers = [_built(given)]
+        optimizers = [given.optimizer(model.parameters())]
     kept = is_overridden("optimizer_zero_grad", model)  # it may leave zeros
     return Job(model, given.batch, _training_step(model), optimizers, "kept" if kept else "freed after forward")
 

@@ -13,7 +13,7 @@ from retime.commands import advise, plan
 from retime.commands.errors import one_line
 
 _OF_RECIPES = ("hydra", "omegaconf", "sklearn", "transformers", "matplotlib", "rich")
-"""Packages of the recipes extra. Without them a LightningModule can be read, which brings its own optimizers."""
+"""Packages of the recipes extra, which --config needs, and a model of the user's may."""
 _INSTALL = ': pip install "lightning-retime[recipes]"'
 
 

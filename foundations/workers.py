@@ -33,7 +33,14 @@ from typing import IO, Any
 Answer = Callable[[dict[str, Any]], Any]
 Server = Callable[[], Answer]
 
-_PRELOADED = ["retime.recipes.modnn.budget_worker"]
+PRELOADED = ["retime"]
+"""Modules that the server imports before it forks; a package whose workers need more adds its own."""
+KEPT_HEAP = {
+    "MALLOC_MMAP_THRESHOLD_": "100000000000",
+    "MALLOC_TRIM_THRESHOLD_": "100000000000",
+    "MALLOC_TOP_PAD_": "67108864",
+}
+"""An environment: the C library maps no memory and gives none back, and its heap grows by 64 MiB."""
 _LINES = 3000  # characters of what a process printed before it died
 _GRACE_S = 10.0
 # What a launcher leaves in the environment; inherited, it would make a new job join the old one as a single rank.
@@ -199,6 +206,23 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def rank_variables(
+    rank: int, ranks: int, port: int, address: str = "127.0.0.1", interface: str = "lo"
+) -> dict[str, str]:
+    """The environment that torchrun would give a process: the address is rank 0's, the interface its own."""
+    return {
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(ranks),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_RUN_ID": "retime",  # Lightning then starts no processes of its own
+        "GLOO_SOCKET_IFNAME": interface,
+    }
+
+
 _served: Connection | None = None
 
 
@@ -255,7 +279,7 @@ def _end_with(life_line: int) -> None:
 
 def _forked(theirs: Connection, variables: Mapping[str, str] | None) -> Any:
     context = get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload(PRELOADED)
     with _one_thread():
         forkserver.ensure_running()
     cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []

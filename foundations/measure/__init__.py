@@ -1,5 +1,6 @@
-"""What measures training: step times, bytes of memory."""
+"""What measures training: times of steps and of layers, their spread, bytes of memory."""
 
+from retime.foundations.measure.layers import LayerTimes, layer_times, update_ms
 from retime.foundations.measure.memory import (
     MemoryProbe,
     MemorySampler,
@@ -8,18 +9,25 @@ from retime.foundations.measure.memory import (
     peak_so_far,
     status_bytes,
 )
+from retime.foundations.measure.rounds import Spread, speedup, spread
 from retime.foundations.measure.step_timer import OTHER, PHASES, StepTimer, StepTiming, clock_of
 
 __all__ = [
+    "LayerTimes",
     "MemoryProbe",
     "MemorySampler",
     "OTHER",
     "PHASES",
     "PeakWatch",
+    "Spread",
     "StepTimer",
     "StepTiming",
     "clock_of",
     "forget_peak",
+    "layer_times",
     "peak_so_far",
+    "speedup",
+    "spread",
     "status_bytes",
+    "update_ms",
 ]

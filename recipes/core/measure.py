@@ -8,39 +8,17 @@ ratio is formed inside each round, and its spread is the spread of those per-rou
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from retime.foundations.measure import clock_of
+from retime.foundations.measure import Spread, clock_of, speedup, spread
+
+__all__ = ["PhaseClock", "Spread", "interleave", "middle_step", "pinned", "speedup", "spread"]
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Median and quartiles over rounds, with the rounds themselves; the unit is the owner's."""
-
-    median: float
-    low: float
-    high: float
-    rounds: list[float] = field(default_factory=list)
-
-
-def spread(values: Sequence[float]) -> Spread:
-    """Median, lower and upper quartile of `values`, one value a round."""
-    if not values:
-        raise ValueError("no rounds were measured: set rounds to at least 1")
-    low, median, high = np.percentile(np.asarray(values, dtype=float), [25, 50, 75])
-    return Spread(float(median), float(low), float(high), [float(value) for value in values])
-
-
-def speedup(reference: Sequence[float], other: Sequence[float]) -> Spread:
-    """How many times faster `other` is than `reference`: their ratio in each round, then its spread."""
-    return spread([before / after for before, after in zip(reference, other, strict=True)])
 
 
 def interleave(

@@ -7,14 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from retime.foundations.workers import KEPT_HEAP
+
 POOL = "pool"
 
 _FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib")
-_KEPT_HEAP = {  # nothing is mapped, nothing given back; the heap grows by 64 MiB
-    "MALLOC_MMAP_THRESHOLD_": "100000000000",
-    "MALLOC_TRIM_THRESHOLD_": "100000000000",
-    "MALLOC_TOP_PAD_": "67108864",
-}
 
 
 @dataclass(frozen=True)
@@ -34,8 +31,8 @@ class Allocator:
 
 ALLOCATORS = {
     "glibc": Allocator("glibc"),
-    "kept_heap": Allocator("glibc, heap kept", _KEPT_HEAP),
-    "huge_heap": Allocator("glibc, heap kept, huge pages", {**_KEPT_HEAP, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}),
+    "kept_heap": Allocator("glibc, heap kept", KEPT_HEAP),
+    "huge_heap": Allocator("glibc, heap kept, huge pages", {**KEPT_HEAP, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}),
     "tcmalloc": Allocator(
         "tcmalloc", library=(("libtcmalloc_minimal.so.4", "libtcmalloc.so.4"), "libtcmalloc-minimal4")
     ),

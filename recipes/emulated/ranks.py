@@ -5,7 +5,7 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
 
-from retime.foundations.workers import Server, Worker, WorkerError, closing
+from retime.foundations.workers import Server, Worker, WorkerError, closing, rank_variables
 from retime.recipes.emulated.network import Network
 
 _GRACE_SECONDS = 3.0
@@ -38,7 +38,9 @@ def run_ranks(
     ranks: dict[str, Worker] = {}
     with closing(ranks):
         for rank, host in enumerate(network.hosts):
-            variables = {**(environment or {}), **rank_variables(network, rank)}
+            first = network.hosts[0].address
+            of_rank = rank_variables(rank, len(network.hosts), network.port, first, host.interface)
+            variables = {**(environment or {}), **of_rank}
             told = progress if rank == 0 else lambda text: None
             worker = Worker(
                 server,
@@ -52,22 +54,6 @@ def run_ranks(
             ranks[str(rank)] = worker
             worker.tell(request)
         return _answers(list(ranks.values()), f"{server.__module__}", timeout_s)
-
-
-def rank_variables(network: Network, rank: int) -> dict[str, str]:
-    """What torchrun would set."""
-    hosts = str(len(network.hosts))
-    return {
-        "MASTER_ADDR": network.hosts[0].address,
-        "MASTER_PORT": str(network.port),
-        "WORLD_SIZE": hosts,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": hosts,
-        "GROUP_RANK": "0",
-        "TORCHELASTIC_RUN_ID": "retime",  # Lightning then starts no processes of its own
-        "GLOO_SOCKET_IFNAME": network.hosts[rank].interface,
-    }
 
 
 def _answers(ranks: list[Worker], module: str, timeout_s: float) -> list[Any]:

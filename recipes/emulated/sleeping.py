@@ -10,21 +10,11 @@ autograd nodes, built-in ones with a hook each, so a schedule can run O now and 
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-
-@dataclass(frozen=True)
-class LayerTimes:
-    """What one layer costs: milliseconds of forward (F), output gradient (O), weight gradient (W); gradient bytes."""
-
-    name: str
-    forward_ms: float
-    output_ms: float
-    weight_ms: float
-    bytes: int
+from retime.foundations.measure import LayerTimes
 
 
 class SleepingLayer(nn.Module):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from retime.foundations.measure import LayerTimes
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Claim, Comparison, show
 from retime.recipes.core.measure import Spread, spread
@@ -16,7 +17,6 @@ from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result
 from retime.recipes.core.schema import OutOfOrderSettings
-from retime.recipes.emulated.sleeping import LayerTimes
 from retime.recipes.ooo.cluster import PAPER, OnRanks, best_of_ours, bound_ms, bound_notes, ratio
 from retime.recipes.ooo.variants import label
 

@@ -10,17 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from retime.foundations.measure import MemoryProbe
+from retime.foundations.measure import LayerTimes, MemoryProbe, layer_times, update_ms
 from retime.foundations.workers import Answer
 from retime.recipes.core.build import CPU, build_batches, build_model, build_optimizer
 from retime.recipes.core.measure import interleave
 from retime.recipes.core.trainer_loop import Batch
 from retime.recipes.emulated.bandwidth import measure_bandwidth
 from retime.recipes.emulated.rank import joined, tell
-from retime.recipes.emulated.sleeping import LayerTimes, sleeping_copy
+from retime.recipes.emulated.sleeping import sleeping_copy
 from retime.recipes.models import parameter_count
 from retime.recipes.ooo.fits import WARMUP_STEPS, Fit, Fits, gradient_bytes
-from retime.recipes.ooo.layers import layer_times, update_ms
 from retime.recipes.ooo.variants import COMMUNICATION, COMPUTE, variant
 from retime.schedules.rate import rate_text
 

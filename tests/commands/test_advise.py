@@ -18,10 +18,10 @@ from retime.commands import advise
 from retime.commands.advise import MethodError
 from retime.commands.advise_worker import DDP, METHODS, PLAIN, Method
 from retime.commands.main import main
+from retime.foundations.measure import spread
 from retime.foundations.messages import NoEffectWarning
 from retime.mechanisms.memory_budget import BudgetedStep, parse_host
 from retime.mechanisms.two_streams import TwoStreamBackward
-from retime.recipes.core.measure import spread
 from retime.schedules.budget import BudgetError
 
 MIB = 2**20

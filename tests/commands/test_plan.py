@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import sys
 from dataclasses import replace
@@ -415,19 +414,23 @@ def test_a_loader_is_taken_for_its_first_batch_and_a_lacking_optimizer_is_told(
     assert "barebones" not in errors
 
 
-def test_without_the_recipes_extra(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The recipes load anew, and find no hydra."""
-    loaded = [name.split(".") for name in sys.modules]
-    for package, *inner in (parts for parts in loaded if parts[:2] == ["retime", "recipes"] and len(parts) > 2):
-        monkeypatch.delitem(sys.modules, ".".join([package, *inner]))
-        monkeypatch.delattr(f"retime.recipes.{inner[1]}", raising=False)
-    for parts in (*(parts for parts in loaded if parts[0] in ("hydra", "omegaconf")), ["hydra"], ["omegaconf"]):
-        monkeypatch.setitem(sys.modules, ".".join(parts), None)
-    anew = importlib.import_module("retime.commands.main")
-    assert anew.main(["plan", f"{__name__}:lightning_model", "--budget", "1GiB"]) == 0
-    capsys.readouterr()
-    assert anew.main(["plan", f"{__name__}:plain_model", "--budget", "1GiB"]) == 2
-    assert 'pip install "lightning-retime[recipes]"' in capsys.readouterr().err
+def test_without_the_recipes_extra(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A configuration alone needs it: what reads them loads anew, and finds neither hydra nor the recipes."""
+    for name in [*sys.modules, "hydra", "omegaconf"]:
+        if name.split(".")[0] in ("hydra", "omegaconf") or name.startswith("retime.recipes"):
+            monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "retime.commands.configured", raising=False)
+    for reference in ("lightning_model", "plain_model"):
+        optimizer = ("--optimizer", "torch.optim.AdamW") if reference == "plain_model" else ()
+        status, said, errors = run(capsys, f"{__name__}:{reference}", "--budget", "1GiB", *optimizer)
+        assert status == 0, errors
+        assert "predicted peak" in said
+    (tmp_path / "train.yaml").touch()
+    status, _, errors = run(capsys, "--config", str(tmp_path / "train.yaml"))
+    assert status == 2
+    assert 'pip install "lightning-retime[recipes]"' in errors
 
 
 def test_another_missing_module_is_no_matter_of_the_extra(capsys: pytest.CaptureFixture[str]) -> None:

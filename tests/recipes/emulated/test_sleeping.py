@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from retime.foundations.measure import LayerTimes
 from retime.recipes.emulated import SleepingLayer, sleeping, sleeping_copy
-from retime.recipes.emulated.sleeping import LayerTimes
 
 
 @pytest.fixture

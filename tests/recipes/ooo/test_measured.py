@@ -4,11 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hydra import compose, initialize_config_module
 from hydra.errors import ConfigCompositionException
 from lightning.pytorch.strategies import DDPStrategy
-from torch import nn
 
 from retime.recipes.core.recipe import Recipe
 from retime.recipes.core.results import Point, Result, Row
@@ -17,9 +15,7 @@ from retime.recipes.emulated import ClusterUnavailable
 from retime.recipes.ooo.cases import case_of
 from retime.recipes.ooo.cluster import PEAK, bound_fraction, bound_ms, identical, ratio, strongest_peer
 from retime.recipes.ooo.convergence import Convergence
-from retime.recipes.ooo.fits import gradient_bytes
 from retime.recipes.ooo.hosts import Hosts, calibration
-from retime.recipes.ooo.layers import layer_times, update_ms
 from retime.recipes.ooo.memory import Memory, overhead_percent
 from retime.recipes.ooo.sweep import Sweep, best_fixed, concavity_breaks, within_best
 from retime.recipes.ooo.targets import Targets
@@ -104,19 +100,6 @@ def test_plain_variants_are_lightnings_own() -> None:
     assert small._ddp_kwargs == {"static_graph": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 4.5}
     with pytest.raises(ValueError, match="ooo_tuned needs the k of a search"):
         variant("ooo_tuned").strategy(4.5)
-
-
-def test_layers_are_timed_in_forward_order_with_their_bytes() -> None:
-    embedding = nn.Embedding(10, WIDTH)
-    network = nn.Sequential(embedding, nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
-    found = layer_times(network, torch.zeros(3, dtype=torch.int64), repeats=1)
-    assert [one.name for one in found] == ["0", "1", "2", "3"]
-    assert [one.bytes for one in found] == [4 * 10 * WIDTH, LINEAR_BYTES, 0, LINEAR_BYTES]
-    assert found[0].output_ms == 0.0  # token numbers have no gradient
-    assert found[2].weight_ms == 0.0
-    assert all(one.forward_ms > 0 for one in found)
-    assert sum(one.bytes for one in found) == gradient_bytes(network)
-    assert update_ms(network, lambda parameters: torch.optim.SGD(parameters, lr=0.1), repeats=1) > 0
 
 
 def test_bounds_and_ratios_are_formed_within_rounds() -> None:

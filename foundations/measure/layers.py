@@ -3,12 +3,22 @@
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from retime.recipes.emulated.sleeping import LayerTimes
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """What one layer costs: milliseconds of forward (F), output gradient (O), weight gradient (W); gradient bytes."""
+
+    name: str
+    forward_ms: float
+    output_ms: float
+    weight_ms: float
+    bytes: int
 
 
 def layer_times(model: nn.Module, inputs: Tensor, repeats: int = 5) -> list[LayerTimes]:
