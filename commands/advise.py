@@ -40,7 +40,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 
-from retime.commands.advise_page import page, text
+from retime.commands.advise_page import text, write
 from retime.commands.advise_worker import DDP, METHODS, PLAIN, Method, memory_budget, serve
 from retime.commands.job import add_job_options
 from retime.foundations.measure import Spread, speedup, spread
@@ -223,7 +223,7 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> int:
     if options.json is not None:
         options.json.write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     if options.html is not None:
-        options.html.write_text(page(whole, advice.spans), encoding="utf-8")
+        write(options.html, whole, advice.spans)
     return 130 if advice.interrupted else 0
 
 

@@ -6,10 +6,12 @@ import re
 import textwrap
 from collections.abc import Callable, Iterator
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from retime.foundations.messages import show_bytes
 from retime.foundations.workers import KEPT_HEAP
+from retime.schedules import Span, write_page
 
 _WIDTH = 100
 _TABLES: dict[str, Callable[[dict[str, Any]], bool]] = {
@@ -135,16 +137,11 @@ def _line(name: str, cells: tuple[str, ...]) -> str:
 
 # The page.
 
-_COLOURS = {"forward": "#0072b2", "backward": "#d55e00", "update": "#009e73"}
 _STYLE = """
-:root{color-scheme:light dark;--ink:#1a1a1a;--paper:#fff;--line:#ccc}
-@media(prefers-color-scheme:dark){:root{--ink:#eee;--paper:#161616;--line:#444}}
-body{font:16px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:76rem;margin:2rem auto;
-padding:0 1rem}
 table{border-collapse:collapse;width:100%}th,td{text-align:left;padding:.3rem .6rem;border-bottom:1px solid var(--line);
 vertical-align:top}th button{all:unset;cursor:pointer;font-weight:600}pre{border:1px solid var(--line);padding:.7rem;
-overflow-x:auto;white-space:pre-wrap}svg text{fill:var(--ink);font:12px system-ui,sans-serif}
-td:nth-child(-n+7){white-space:nowrap}.faster{font-weight:600}.scroll{overflow-x:auto}
+overflow-wrap:anywhere;white-space:pre-wrap}td:nth-child(-n+7){white-space:nowrap}.faster{font-weight:600}
+.scroll{overflow-x:auto}
 """
 _SCRIPT = """
 document.querySelectorAll("th button").forEach((button, column) => button.addEventListener("click", () => {
@@ -158,27 +155,24 @@ document.querySelectorAll("th button").forEach((button, column) => button.addEve
 """
 
 
-def page(whole: Whole, spans: dict[str, list[Any]]) -> str:
-    """One self-contained HTML document.
+def write(file: Path, whole: Whole, spans: dict[str, list[Any]]) -> None:
+    """Write one HTML document that needs nothing else: the advice, a step of each timeline, and all methods.
 
     Args:
+        file: where.
         whole: the advice as plain values.
         spans: by method, the phases `(name, start, duration)` in ms of some steps of each rank.
     """
+    title, phases = "retime advise", _phases(spans)
     if whole["plain"]["step_ms"] is None:
-        body = "<p>Nothing was measured yet.</p>"
-    else:
-        facts = "".join(f"<li>{escape(name)}: {escape(what)}</li>" for name, what in _plain(whole))
-        said = "".join(f"<p>{escape(paragraph)}</p>" for paragraph in advice(whole))
-        body = (
-            f"<p>{escape(_title(whole))}</p><ul>{facts}</ul>{said}<pre>{escape(paste(whole))}</pre>"
-            f"<h2>The step before and after</h2>{_timelines(spans)}<h2>All methods</h2>{_table(whole)}"
-        )
-    return (
-        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>retime advise</title>'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<style>{_STYLE}</style></head><body><h1>retime advise</h1>{body}<script>{_SCRIPT}</script></body></html>\n"
-    )
+        write_page(file, {}, title=title, above="<p>Nothing was measured yet.</p>")
+        return
+    facts = "".join(f"<li>{escape(name)}: {escape(what)}</li>" for name, what in _plain(whole))
+    said = "".join(f"<p>{escape(paragraph)}</p>" for paragraph in advice(whole))
+    above = f"<style>{_STYLE}</style><p>{escape(_title(whole))}</p><ul>{facts}</ul>{said}"
+    below = f"<h2>All methods</h2>{_table(whole)}<script>{_SCRIPT}</script>"
+    charts = {"The step before and after, as main threads see it": phases} if phases else {}
+    write_page(file, charts, title=title, above=f"{above}<pre>{escape(paste(whole))}</pre>", below=below)
 
 
 def _table(whole: Whole) -> str:
@@ -195,34 +189,15 @@ def _table(whole: Whole) -> str:
     return f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
 
 
-def _timelines(spans: dict[str, list[Any]]) -> str:
-    """One step of each, on one scale: a lane a rank, as its main thread sees the phases."""
-    steps = {name: [_middle(rank) for rank in ranks if rank] for name, ranks in spans.items()}
-    lanes = [
-        (f"{name}, rank {number}" if len(ranks) > 1 else name, lane)
-        for name, ranks in steps.items()
-        for number, lane in enumerate(ranks)
+def _phases(spans: dict[str, list[Any]]) -> list[Span]:
+    """One step of each, in one chart: a lane a rank."""
+    return [
+        Span(phase, f"{name}, rank {number}" if len(ranks) > 1 else name, start_ms, length_ms, phase)
+        for name, ranks in spans.items()
+        for number, rank in enumerate(ranks)
+        if rank
+        for phase, start_ms, length_ms in _middle(rank)
     ]
-    end_ms = max((start + length for _, lane in lanes for _, start, length in lane), default=0.0)
-    if not end_ms:
-        return "<p>No step was looked at.</p>"
-    left, width, height = 240, 720, 34
-    drawn = []
-    for number, (name, lane) in enumerate(lanes):
-        drawn.append(f'<text x="0" y="{number * height + 20}">{escape(name)}</text>')
-        for phase, start, length in lane:
-            place, size = left + start / end_ms * width, max(0.5, length / end_ms * width)
-            box = f'x="{place:.1f}" y="{number * height + 4}" width="{size:.1f}" height="24" fill="{_COLOURS[phase]}"'
-            drawn.append(f"<rect {box}><title>{phase}: {length:.3f} ms</title></rect>")
-    bottom = len(lanes) * height
-    legend = "".join(
-        f'<rect x="{left + 130 * n}" y="{bottom + 8}" width="12" height="12" fill="{colour}"/>'
-        f'<text x="{left + 18 + 130 * n}" y="{bottom + 18}">{phase}</text>'
-        for n, (phase, colour) in enumerate(_COLOURS.items())
-    )
-    scale = f'<text x="{left + width}" y="{bottom + 18}" text-anchor="end">{end_ms:.4g} ms</text>'
-    box = f'viewBox="0 0 {left + width} {bottom + 26}" role="img" aria-label="phases of one step"'
-    return f'<svg {box} width="100%">{"".join(drawn)}{legend}{scale}</svg>'
 
 
 def _middle(steps: list[Any]) -> Any:

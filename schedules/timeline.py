@@ -148,6 +148,8 @@ def write_page(
     title: str = "",
     unit: str = "layer",
     idle: str = "",
+    above: str = "",
+    below: str = "",
 ) -> None:
     """Write a page of HTML that needs nothing else: timelines to zoom into, with names in words and durations.
 
@@ -158,13 +160,15 @@ def write_page(
         unit: what the number in a name such as ``"F2@1"`` counts; names of another form stand as they are.
         idle: what to call the share of a lane's time without a task, from its first task to its last, such as
             ``"bubble"``; empty leaves it out.
+        above: HTML between title and charts; a page that has some needs no chart.
+        below: HTML behind the charts.
 
     Raises:
         ValueError: when a chart has no spans.
     """
     listed = {name: list(spans) for name, spans in charts.items()}
     empty = next((name for name, spans in listed.items() if not spans), None)
-    if empty is not None or not listed:
+    if empty is not None or not (listed or above):
         raise ValueError(f"cannot draw {os.fspath(path)!r}: there are no spans in chart {empty!r}; give at least one")
     data = {
         "title": title,
@@ -172,8 +176,9 @@ def write_page(
         "charts": [_chart(name, spans, unit, idle) for name, spans in listed.items()],
     }
     text = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", r"\u003c")  # a name may hold </script>
-    template = Path(__file__).with_suffix(".html").read_text("utf-8")
-    _prepare(path).write_text(template.replace(">DATA<", f">{text}<"), encoding="utf-8")
+    page = Path(__file__).with_suffix(".html").read_text("utf-8").replace(">DATA<", f">{text}<")
+    page = page.replace("<!-- below -->", below).replace("<!-- above -->", above)
+    _prepare(path).write_text(page, encoding="utf-8")
 
 
 def _chart(name: str, spans: Sequence[Span], unit: str, idle: str) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from retime.foundations.messages import NoEffectWarning
 from retime.mechanisms.memory_budget import BudgetedStep, parse_host
 from retime.mechanisms.two_streams import TwoStreamBackward
 from retime.schedules.budget import BudgetError
+from support.browser import CHROMIUM, NO_CHROMIUM, Browser, click_through
 
 MIB = 2**20
 FACTS = {"model": "Net", "is_lightning": True, "parameters": 1234, "samples": 8, "no_scan": "there is no chain to scan"}
@@ -91,6 +92,13 @@ def run(folder: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
     files = "--json", str(folder / "advice.json"), "--html", str(folder / "advice.html")
     status = main(["advise", "models:net", *files, *arguments])
     return status, json.loads((folder / "advice.json").read_text()), (folder / "advice.html").read_text()
+
+
+def charts_in(page: str) -> Any:
+    """The timelines of a page."""
+    inside = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert inside
+    return json.loads(inside[1])["charts"]
 
 
 def verdicts(whole: dict[str, Any]) -> dict[str, str]:
@@ -226,6 +234,7 @@ def test_ctrl_c_before_anything_was_measured(tmp_path: Path, capsys: pytest.Capt
     assert (status, whole["advised"], whole["methods"]) == (130, None, [])
     assert capsys.readouterr().out == "nothing was measured yet\n"
     assert "Nothing was measured yet" in page
+    assert charts_in(page) == []
 
 
 def test_a_bare_loop_gets_its_own_line(
@@ -242,8 +251,6 @@ def test_a_bare_loop_gets_its_own_line(
 class Checker(HTMLParser):
     """Every element that is opened is closed, and nothing is loaded from elsewhere."""
 
-    VOID = ("meta", "rect", "br")
-
     def __init__(self) -> None:
         super().__init__()
         self.open: list[str] = []
@@ -251,12 +258,9 @@ class Checker(HTMLParser):
 
     def handle_starttag(self, tag: str, attributes: Any) -> None:
         self.seen.append(tag)
-        assert not {"src", "href"} & {name for name, _ in attributes}
-        if tag not in ("meta", "br"):
+        assert not {"src", "href"} & {name for name, value in attributes if value != "data:,"}
+        if tag not in ("meta", "link", "br"):
             self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attributes: Any) -> None:
-        self.seen.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
@@ -268,10 +272,28 @@ def test_the_page_is_whole_and_needs_nothing_else(tmp_path: Path) -> None:
     _, whole, page = run(tmp_path)
     checker = Checker()
     checker.feed(page)
-    assert checker.open == []
+    assert checker.open == ["html"]
     assert checker.seen.count("tr") == 1 + len(whole["methods"])
-    assert checker.seen.count("rect") == 2 * 3 + 3  # two steps of three phases, and the legend
+    (chart,) = charts_in(page)
+    assert chart["lanes"] == ["plain", "fused_optimizer"]
+    assert [name for name, *_ in chart["spans"]] == ["forward", "backward", "update"] * 2
     assert "a &lt;b&gt; &amp; no list" in page
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
+def test_a_browser_sorts_the_methods_and_zooms(tmp_path: Path) -> None:
+    Fake.times = {"fused_optimizer": 8.0, "ooo_single_device": 11.0}
+    run(tmp_path)
+    assert click_through(tmp_path / "advice.html", tmp_path / "clicked") == []
+    with Browser(tmp_path / "browser") as browser:
+        browser.open(tmp_path / "advice.html", 1200)
+        assert browser.run("document.querySelector('.scroll').scrollWidth <= document.body.clientWidth")
+        first = "document.querySelector('tbody td').textContent"
+        assert browser.run(first) == "fused_optimizer"
+        for _ in range(2):
+            browser.click("th:nth-child(2) button")  # by speed, the other way round the second time
+        assert browser.run(first) != "fused_optimizer"
+        assert browser.errors == []
 
 
 @pytest.mark.parametrize(

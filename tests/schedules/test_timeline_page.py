@@ -50,6 +50,15 @@ def test_a_page_needs_no_other_file(tmp_path):
     assert not re.search(r"\bsrc=|@import|url\(", text)
 
 
+def test_a_page_has_more_than_charts(tmp_path):
+    page = tmp_path / "step.html"
+    write_page(page, {"": RANKS}, above="<p>first</p>", below="<p>last</p>")
+    text = page.read_text("utf-8")
+    assert text.index("<p>first</p>") < text.index("<main>") < text.index("<p>last</p>")
+    write_page(page, {}, above="<p>nothing was drawn</p>")
+    assert data_in(page)["charts"] == []
+
+
 def test_kinds_have_the_same_colour_in_every_chart():
     words = [kind.words for kind in Kind]
     for some in (words, words[::-1], words[3:5]):
