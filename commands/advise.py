@@ -41,7 +41,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from retime.commands.advise_page import text, write
-from retime.commands.advise_worker import DDP, METHODS, PLAIN, Method, memory_budget, serve
+from retime.commands.advise_worker import DDP_BUCKET_MB, METHODS, PLAIN, Method, ddp, memory_budget, serve
 from retime.commands.job import add_job_options
 from retime.foundations.measure import Spread, speedup, spread
 from retime.foundations.messages import parse_bytes
@@ -54,8 +54,10 @@ _ROUNDS, _LEAST_ROUNDS, _SEARCH_ROUNDS = 9, 3, 5
 _MOST_RANKS = 64
 _BLOCK_MS, _MOST_STEPS = 300.0, 500
 """Of a block, which gives one number of a round; several steps where they are short."""
-_LATENCY_MS, _BUCKETS = 0.05, (2**20, 4 * 2**20, 25 * 2**20)
+_LATENCY_MS, _BUCKETS = 0.05, tuple(size * 2**20 for size in (1, 4, 25, 100))
 """Of simulated networks: of a message; bytes of DDP's buckets, of which the best count, for either way."""
+_BUCKETS_MB = {1: 1, 4: 4, 100: DDP_BUCKET_MB}
+"""Of `ddp`, each with how many MiB of gradients there must be for it to be another bucket than a larger one."""
 _FASTER, _SLOWER, _UNDECIDED, _SIMULATED = "faster", "slower", "undecided", "simulated"
 _NOTHING, _OUT = "no effect", "does not apply"
 _HAS_NO_EFFECT = re.compile(r"no effect(: | on these steps)|do not pay here|no CPU memory pool: ")
@@ -142,6 +144,8 @@ class Advice:
     plain_ms: float | None = None
     plain_bytes: int | None = None
     ddp_ms: float | None = None
+    ddp_tried_ms: dict[int, float] = field(default_factory=dict)
+    """By MiB of its buckets, where there is a choice."""
     rows: list[Row] = field(default_factory=list)
     best: Row | None = None
     best_of_ranks: Row | None = None
@@ -181,6 +185,7 @@ class Advice:
                 "step_ms": self.plain_ms,
                 "peak_bytes": self.plain_bytes,
                 "ddp_ms": self.ddp_ms,
+                "ddp_tried_ms": {str(size): ms for size, ms in self.ddp_tried_ms.items()},
                 "trainer": PLAIN.trainer(1, self.trainer),
             },
             "methods": [row.to_dict(self.devices, self.trainer) for row in self.sorted_rows()],
@@ -353,6 +358,7 @@ class _Measuring:
         self._advice, self._cores = advice, cores
         self._base: _Running | None = None
         self._base_method = PLAIN
+        self._ddp: Method | None = None
 
     def close(self) -> None:
         """End the plain step's processes."""
@@ -459,18 +465,38 @@ class _Measuring:
             self._base, self._base_method = self._start(method, self._setting_of(method), limit), method
             self._base.steps(limit, method.warm_steps)
             step_ms, peak_bytes = self._base.block(limit, median(self._base.steps(limit, 2)["ms"]))
-            if method is DDP:
+            if method is self._ddp:
                 self._advice.ddp_ms = step_ms
             elif self._advice.plain_ms is None:
                 self._advice.plain_ms, self._advice.plain_bytes = step_ms, peak_bytes
                 self._advice.spans["plain"] = self._base.steps(limit, 3, spans=True)["spans"]
         return self._base
 
+    def _strongest_ddp(self) -> Method:
+        """`ddp` with the buckets that are fastest here, as far as half of --seconds is enough to try them."""
+        if self._ddp is None:
+            self.close()
+            gradients_mib, half = 4 * self._advice.facts["parameters"] / 2**20, _Limit(self._seconds / 2)
+            sizes = [DDP_BUCKET_MB, *(size for size, least in _BUCKETS_MB.items() if gradients_mib > least)]
+            times: dict[int, float] = {}
+            for size in sizes if len(sizes) > 1 else ():
+                if not half.left_s():
+                    break
+                _progress(f"ddp with buckets of {size} MiB")
+                limit, method = _Limit(self._seconds), ddp(size)
+                with closing(self._start(method, self._setting_of(method), limit)) as running:
+                    running.steps(limit, method.warm_steps)
+                    guess = median(running.steps(limit, 2)["ms"])
+                    times[size] = median(running.block(limit, guess)[0] for _ in range(_SEARCH_ROUNDS))
+            self._advice.ddp_tried_ms = times
+            self._ddp = ddp(min(times, key=times.__getitem__, default=DDP_BUCKET_MB))
+        return self._ddp
+
     def _measured(self, name: str, method: Method, *, show: bool = False) -> Row:
         setting = self._setting_of(method)
         row = Row(name, method, _OUT, threads=setting.threads, kept_heap=setting.kept_heap)
         try:
-            base = self._base_of(DDP if method.over_ddp else PLAIN)
+            base = self._base_of(self._strongest_ddp() if method.over_ddp else PLAIN)
         except MethodError as error:
             row.why = f"{'ddp' if method.over_ddp else 'the plain step'} does not run beside it: {error}"
             self.close()

@@ -113,6 +113,9 @@ def _plain(whole: Whole) -> Iterator[tuple[str, str]]:
         more, devices = whole["devices"] * plain["step_ms"] / plain["ddp_ms"], whole["devices"]
         what = f"{plain['ddp_ms']:.4g} ms for {devices} batches, {more:.2f} of the plain step's samples a second"
         yield f"ddp on {devices} ranks", what
+        if tried := plain["ddp_tried_ms"]:
+            fastest = min(tried, key=tried.__getitem__)
+            yield "  its buckets", f"{fastest} MiB, the fastest of {', '.join(sorted(tried, key=int))}"
     if whole["memory_bytes"] is not None:
         fits = "fits" if plain["peak_bytes"] <= whole["memory_bytes"] else "does not fit"
         yield "--memory", f"{show_bytes(whole['memory_bytes'])}: the strongest plain step {fits}"

@@ -10,13 +10,13 @@ import argparse
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
 import psutil
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer, strategies
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 
@@ -34,6 +34,8 @@ from retime.foundations.workers import Answer, next_request
 _MANY = 10**6
 """Batches that the loader says to have; a fit is ended from outside."""
 FIRST_STEPS = 2
+DDP_BUCKET_MB = 25
+"""Of a `ddp` that is told nothing."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,9 @@ class Method:
     def options(self) -> dict[str, Any]:
         """The Trainer's arguments."""
         is_class = self.strategy[0].isupper()
+        home = strategies if hasattr(strategies, self.strategy) else retime
         return {
-            "strategy": getattr(retime, self.strategy)(**self.arguments) if is_class else self.strategy,
+            "strategy": getattr(home, self.strategy)(**self.arguments) if is_class else self.strategy,
             "callbacks": [getattr(retime, self.callback)()] if self.callback else [],
         }
 
@@ -163,6 +166,12 @@ METHODS: dict[str, Method] = {
     ),
 }
 PLAIN, DDP = Method(_SAME), Method("more batches", "ddp", ranks=True)
+
+
+def ddp(bucket_cap_mb: int) -> Method:
+    """`ddp` with buckets of so many MiB."""
+    default = bucket_cap_mb == DDP_BUCKET_MB
+    return DDP if default else replace(DDP, strategy="DDPStrategy", arguments={"bucket_cap_mb": bucket_cap_mb})
 
 
 def memory_budget(budget_bytes: int) -> Method:

@@ -47,7 +47,7 @@ class Fake:
             return
         method: Method = request["method"]
         self.name = next((name for name, one in {"plain": PLAIN, "ddp": DDP, **METHODS}.items() if one == method), "")
-        self.name = self.name or f"budget {method.arguments['budget']}"
+        self.name = self.name or "{} {}".format(*next(iter(method.arguments.items())))
         Fake.started.append((self.name, request, environment, ranks))
         self.is_busy, self._turns, self._kept = False, count(), bool(environment)
         self._threads, self._fused = request["threads"], request["fused"]
@@ -171,6 +171,18 @@ def test_ddp_that_does_not_run_leaves_the_others(tmp_path: Path) -> None:
     assert (status, whole["advised"]) == (0, "fused_optimizer")
     row = next(row for row in whole["methods"] if row["name"] == "ooo_ddp")
     assert row["why"] == "ddp does not run beside it: a parameter was not used"
+
+
+def test_ddp_has_the_fastest_of_its_buckets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Fake.times = {"bucket_cap_mb 4": 8.0, "cpu_accumulate_ddp": 9.0}
+    monkeypatch.setitem(FACTS, "parameters", 6 * MIB)
+    _, whole, _ = run(tmp_path)
+    assert list(whole["plain"]["ddp_tried_ms"]) == ["25", "1", "4"]  # 100 MiB hold what 25 MiB hold
+    assert whole["plain"]["ddp_ms"] == pytest.approx(8, rel=0.01)
+    assert verdicts(whole)["cpu_accumulate_ddp"] == "slower"
+    assert "its buckets 4 MiB, the fastest of 1, 4, 25" in " ".join(capsys.readouterr().out.split())
 
 
 def test_methods_of_ranks_are_advised_beside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
