@@ -2,13 +2,14 @@
 
     nox                        # all of them
     nox -s "smoke(newest)"     # one
-    nox -s page                # docs/versions.md from what has run
+    nox -s page                # docs/versions.md from what has run; rows that have not run again stay as they are
 
 Environments are made by uv, and removed behind their run; each Python has to be on the PATH.
 """
 
 import json
 import shutil
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,8 +49,9 @@ HEAD = """# Versions
 
 Each row is an environment of its own, in which the wheel was installed and the smoke set ran: a small model trained by
 every strategy's name, callbacks, modules, bare loops and the doors for Accelerate and transformers, against plain
-training, bit by bit where that is promised. `make matrix` makes the environments and writes this page. Lower bounds in
-`pyproject.toml` are the oldest versions that passed.
+training, bit by bit where that is promised. `make matrix` makes the environments and writes this page, or
+`nox -s "smoke(NAME)"` and `nox -s page` one row of it. Lower bounds in `pyproject.toml` are the oldest versions that
+passed. What the index calls newest changes: a row says what was there on its day.
 
 """
 
@@ -88,13 +90,20 @@ def smoke(session: nox.Session, name: str) -> None:
 
 @nox.session(python=False)
 def page(session: nox.Session) -> None:
-    """Write docs/versions.md from what has run."""
-    rows = [f"| {' | '.join((*NAMES, 'smoke set'))} |", f"|{'---|' * (len(NAMES) + 1)}"]
-    left = [name for name in COMBINATIONS if not (OUTCOMES / f"{name}.json").exists()]
-    for name in (one for one in COMBINATIONS if one not in left):
-        ran = json.loads((OUTCOMES / f"{name}.json").read_text("utf-8"))
+    """Write docs/versions.md: what has run, and of the rest the rows that are there."""
+    rows = {row.split("`")[1]: row for row in PAGE.read_text("utf-8").splitlines() if row.startswith("| `")}
+    for name in COMBINATIONS:
+        outcome = OUTCOMES / f"{name}.json"
+        if not outcome.exists():
+            continue
+        ran = json.loads(outcome.read_text("utf-8"))
         passed = len(ran["outcomes"]) - len(ran["failed"])
         said = f"{passed} passed" + "".join(f", {one} failed" for one in ran["failed"])
-        rows.append(f"| {' | '.join(ran['versions'][package] for package in NAMES)} | {said} |")
+        day = f"{datetime.fromtimestamp(outcome.stat().st_mtime, UTC):%Y-%m-%d}"
+        cells = (*(ran["versions"][package] for package in NAMES), said, day)
+        rows[name] = f"| `{name}` | {' | '.join(cells)} |"
+    left = [name for name in COMBINATIONS if name not in rows]
+    heads = ("combination", *NAMES, "smoke set", "day")
+    table = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *(rows[one] for one in COMBINATIONS if one in rows)]
     missing = f"\nNot run: {', '.join(f'`{name}`' for name in left)} of `noxfile.py`.\n" if left else ""
-    PAGE.write_text(HEAD + "\n".join(rows) + "\n" + missing + FOOT, encoding="utf-8")
+    PAGE.write_text(HEAD + "\n".join(table) + "\n" + missing + FOOT, encoding="utf-8")

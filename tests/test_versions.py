@@ -9,8 +9,8 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-ROW = re.compile(r"^\| (\d.*?) \|$", re.MULTILINE)
-COLUMNS = ("python", "torch", "lightning", "accelerate", "transformers", "smoke set")
+ROW = re.compile(r"^\| (`.*?) \|$", re.MULTILINE)
+COLUMNS = ("combination", "python", "torch", "lightning", "accelerate", "transformers", "smoke set", "day")
 
 
 def passed() -> list[dict[str, str]]:
