@@ -185,7 +185,8 @@ def _named_optimizer(options: argparse.Namespace) -> Make | None:
         found = None
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise ValueError(f"--optimizer {options.optimizer}: there is no such class; write one as torch.optim.AdamW")
-    return lambda parameters: found(list(parameters), lr=0.01)
+    kind: Any = found
+    return lambda parameters: kind(list(parameters), lr=0.01)
 
 
 def _supervised_job(given: Given) -> Job:

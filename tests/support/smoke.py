@@ -17,10 +17,11 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import retime
+from retime.commands.main import main as command
 from retime.foundations.cpu_pool import MemoryPool
 from retime.mechanisms.two_streams import TwoStreamBackward
 from retime.strategies import STRATEGIES
@@ -205,6 +207,19 @@ def with_transformers(door: str, *arguments: Any, **options: Any) -> tuple[Weigh
     return train(door), train(None), 0.0
 
 
+def plain_job() -> tuple[nn.Module, list[Tensor]]:
+    """For `retime plan`."""
+    return Net().layers, next(iter(data()))
+
+
+def planned() -> tuple[Weights, Weights, float]:
+    """`retime plan` of a module without a step of its own, which needs no extra."""
+    words = ("plan", f"{__name__}:plain_job", "--optimizer", "torch.optim.AdamW", "--budget", "1GiB")
+    with redirect_stdout(StringIO()):
+        status = command(words)
+    return [torch.tensor(status)], [torch.tensor(0)], 0.0
+
+
 def checks() -> dict[str, Check]:
     """Those on two ranks come first: they fork this process, before it has started threads of its own."""
     found: dict[str, Check] = {}
@@ -217,6 +232,7 @@ def checks() -> dict[str, Check]:
         "OOOSingleDeviceStrategy": lambda: (fit(retime.OOOSingleDeviceStrategy(threads=(1, 1))), plain(), 0.0),
         "FuseOptimizer": lambda: (fit(callbacks=(retime.FuseOptimizer(),)), plain(), 0.0),
         "CPUMemoryPool": pool,
+        "retime plan": planned,
         "convert": lambda: (fit(convert=True), fit(convert=False), ROUNDING),
         "bare loop, backward fusion": lambda: loop(lambda *both: retime.fuse_optimizer(*both, mode="backward")),
         "bare loop, forward fusion": lambda: loop(lambda *both: retime.fuse_optimizer(*both, mode="forward")),
