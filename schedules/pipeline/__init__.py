@@ -14,7 +14,7 @@ from retime.schedules.pipeline.one_forward_one_backward import (
 )
 from retime.schedules.pipeline.ooo_pipe import FLUSH, GREEDY, ooo_pipe1, ooo_pipe2
 from retime.schedules.pipeline.placement import Placement, block, even_stages, modulo, v_shape
-from retime.schedules.pipeline.search import Candidate, candidates, fastest_list_schedule, search
+from retime.schedules.pipeline.search import fastest_list_schedule
 from retime.schedules.pipeline.simulation import PipelineTimeline, simulate_pipeline
 from retime.schedules.pipeline.synchronisation import link_name, synchronised
 from retime.schedules.pipeline.torch_csv import from_csv, orders_of, placement_of, to_csv
@@ -24,7 +24,6 @@ from retime.schedules.pipeline.zbv import zbv
 __all__ = [
     "FLUSH",
     "GREEDY",
-    "Candidate",
     "Cap",
     "Hops",
     "PipelineTimeline",
@@ -32,7 +31,6 @@ __all__ = [
     "Rule",
     "StageCosts",
     "block",
-    "candidates",
     "cross_layer",
     "even_stages",
     "extra_ms",
@@ -53,7 +51,6 @@ __all__ = [
     "ooo_pipe2",
     "orders_of",
     "placement_of",
-    "search",
     "simulate_pipeline",
     "synchronised",
     "to_csv",
