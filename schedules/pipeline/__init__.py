@@ -1,6 +1,5 @@
 """Pipeline parallel training: which stage on which rank, and in which order (Oh et al. 2022, section 5.2)."""
 
-from retime.schedules.pipeline.bounds import extra_ms, least_makespan_ms
 from retime.schedules.pipeline.costs import Hops, StageCosts
 from retime.schedules.pipeline.gpipe import cross_layer, gpipe
 from retime.schedules.pipeline.joined import joined_gradients
@@ -33,7 +32,6 @@ __all__ = [
     "block",
     "cross_layer",
     "even_stages",
-    "extra_ms",
     "fastest_list_schedule",
     "from_csv",
     "gpipe",
@@ -42,7 +40,6 @@ __all__ = [
     "joined_gradients",
     "lane_name",
     "least_cap",
-    "least_makespan_ms",
     "link_name",
     "list_schedule",
     "modulo",
