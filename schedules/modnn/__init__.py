@@ -7,7 +7,6 @@ from retime.schedules.modnn.bounds import (
     lower_bound,
     lower_bound_offloading_weights,
 )
-from retime.schedules.modnn.chain import vgg_chain
 from retime.schedules.modnn.offload_schedule import Techniques, offload_schedule
 from retime.schedules.modnn.planner import BatchPlan, Candidate, plan_batch, plan_vdnn
 from retime.schedules.modnn.result import COMPUTE, Copy, Direction, OffloadSchedule, Placement, Stall
@@ -37,5 +36,4 @@ __all__ = [
     "regular",
     "select_sub_batch",
     "vdnn_schedule",
-    "vgg_chain",
 ]

@@ -12,8 +12,8 @@ from retime.schedules.modnn.bounds import (
     lower_bound_offloading_weights,
     require_floor,
 )
-from retime.schedules.modnn.chain import vgg_chain
 from retime.schedules.modnn.sub_batch import consecutive_bytes, largest_feasible, regular, select_sub_batch
+from support.vgg_chain import vgg_chain
 
 
 def small():

@@ -8,13 +8,13 @@ import pytest
 from retime.schedules import ScheduleError
 from retime.schedules.budget.errors import BudgetError
 from retime.schedules.modnn.bounds import ideal_peak_bytes, lower_bound
-from retime.schedules.modnn.chain import vgg_chain
 from retime.schedules.modnn.device import Device
 from retime.schedules.modnn.offload_schedule import Techniques, offload_schedule
 from retime.schedules.modnn.planner import _least_ms, plan_batch, plan_vdnn
 from retime.schedules.modnn.result import Direction
 from retime.schedules.modnn.sub_batch import select_sub_batch
 from support.schedules_memory import judge, random_graph
+from support.vgg_chain import vgg_chain
 
 VGG = vgg_chain((16, 16, "M", 32, 32, "M", 64, 64, "M"), image=32, flops_per_ms=2e8)
 BANDWIDTH = 5e5

@@ -5,11 +5,11 @@ import pytest
 from retime.schedules import ScheduleError
 from retime.schedules.budget.errors import BudgetError
 from retime.schedules.budget.graph import Algorithm, Block, BlockKind, GraphTask, Phase, TaskGraph
-from retime.schedules.modnn.chain import vgg_chain
 from retime.schedules.modnn.offload_schedule import offload_schedule
 from retime.schedules.modnn.planner import plan_vdnn
 from retime.schedules.modnn.vdnn import vdnn_schedule
 from support.schedules_memory import judge
+from support.vgg_chain import vgg_chain
 
 
 def three_layers(names=("conv1", "pool2", "conv3")):
