@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from retime.schedules.modnn.allocator import Segment
 from retime.schedules.modnn.device import Device
 from retime.schedules.modnn.offload_scheme import Scheme, find_scheme
-from retime.schedules.modnn.prefetch import PrefetchRule, wanted_now
+from retime.schedules.modnn.prefetch import wanted_now
 from retime.schedules.modnn.sized import SizedAlgorithm
+from retime.schedules.modnn.techniques import Techniques
 
 
 @dataclass
@@ -32,8 +33,7 @@ def choose_algorithm(
     device: Device,
     task: int,
     now_ms: float,
-    how: str,
-    rule: PrefetchRule,
+    techniques: Techniques,
     *,
     any_will_do: bool = False,
 ) -> Choice | None:
@@ -43,19 +43,18 @@ def choose_algorithm(
         device: its state.
         task: about to run.
         now_ms: when its inputs are there.
-        how: ``"gain"``, ``"fastest"`` or ``"baseline"``, see :class:`Techniques`.
-        rule: of the prefetches that a workspace may hold up.
+        techniques: how to choose, and when the prefetches start that a workspace may hold up.
         any_will_do: where the baseline has no room, take another: after a defragmentation there is none to be had.
 
     Returns:
         ``None`` when there is memory for no algorithm, not even by offloading.
     """
-    options = device.sized.algorithms[task]
+    how, options = techniques.algorithms, device.sized.algorithms[task]
     if how == "baseline" and not any_will_do:
         options = options[:1]
     choices = []
     for option in options:
-        choice = _consider(device, task, now_ms, option, rule)
+        choice = _consider(device, task, now_ms, option, techniques)
         if choice:
             choices.append(choice)
     if how == "baseline":
@@ -65,7 +64,9 @@ def choose_algorithm(
     return max(choices, key=lambda choice: (choice.gain_ms, -choice.algorithm.workspace_bytes), default=None)
 
 
-def _consider(device: Device, task: int, now_ms: float, option: SizedAlgorithm, rule: PrefetchRule) -> Choice | None:
+def _consider(
+    device: Device, task: int, now_ms: float, option: SizedAlgorithm, techniques: Techniques
+) -> Choice | None:
     base_ms = device.sized.algorithms[task][0].ms
     size = option.workspace_bytes
     if not size:
@@ -75,23 +76,23 @@ def _consider(device: Device, task: int, now_ms: float, option: SizedAlgorithm, 
         offload_ms = device.vacated_ms(segment.offset, segment.offset + size, now_ms) - now_ms
     else:
         scheme = find_scheme(device, size, now_ms, needed_until=task)
-        if scheme is None and not rule.spare_unused:
+        if scheme is None and not techniques.spare_unused:
             scheme = find_scheme(device, size, now_ms, needed_until=task, unused_too=True)
         if scheme is None:
             return None
         offload_ms = scheme.delay_ms
-    delayed_ms = _delayed_prefetch_ms(device, task, now_ms, option, rule, fits=scheme is None)
+    delayed_ms = _delayed_prefetch_ms(device, task, now_ms, option, techniques, fits=scheme is None)
     return Choice(option, scheme, base_ms - option.ms - offload_ms - delayed_ms)
 
 
 def _delayed_prefetch_ms(
-    device: Device, task: int, now_ms: float, option: SizedAlgorithm, rule: PrefetchRule, *, fits: bool
+    device: Device, task: int, now_ms: float, option: SizedAlgorithm, techniques: Techniques, *, fits: bool
 ) -> float:
     """T_pre of Eq. 10: the transfers for the nearest task that needs some and for which the workspace takes the room.
 
     They wait until this task ends, so they cannot be held up for longer than it runs.
     """
-    blocks = wanted_now(device, task, now_ms + option.ms, rule)
+    blocks = wanted_now(device, task, now_ms + option.ms, techniques)
     if not blocks:
         return 0.0
     sizes = [device.sized.sizes[block] for block in blocks]

@@ -125,15 +125,6 @@ class Pool:
             yield segment
             segment = segment.after
 
-    @property
-    def free_bytes(self) -> int:
-        return self.capacity - self.used_bytes
-
-    @property
-    def largest_free_bytes(self) -> int:
-        """The largest request that needs no offloading."""
-        return max((segment.size for segment in self._free), default=0)
-
     def would_fit(self, sizes: Iterable[int]) -> list[bool]:
         """For each of these requests, made one after another: would it find a place?"""
         free = [segment.size for segment in self._free]

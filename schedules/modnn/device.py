@@ -142,13 +142,12 @@ class Device:
         """Whether the host alone holds the block's value."""
         return self.on_host[block] and self.segment[block] is None
 
-    def fetch_deadline_ms(self, lead: float, *, nearest_only: bool) -> float:
+    def fetch_deadline_ms(self, *, nearest_only: bool) -> float:
         """Return by when copies have to start so that no task waits for what only the host holds.
 
         The time is that of all tasks run one after another by their fastest algorithms. Infinite when nothing is away.
 
         Args:
-            lead: how much longer than they do copies are taken to take.
             nearest_only: look at the nearest task that lacks something, not at those further on.
         """
         if self._deadline_ms is None:
@@ -159,7 +158,7 @@ class Device:
                 if nearest_only and use > self._away[0][0]:
                     break
                 copies_ms += copy_ms[block]
-                deadline_ms = min(deadline_ms, before_ms[use] - lead * copies_ms)
+                deadline_ms = min(deadline_ms, before_ms[use] - copies_ms)
             self._deadline_ms = deadline_ms
             self.looked_at += len(self._away)
         return self._deadline_ms

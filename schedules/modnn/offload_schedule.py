@@ -2,53 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from retime.schedules.budget import TaskGraph
 from retime.schedules.errors import ScheduleError
 from retime.schedules.modnn.algorithm_choice import Choice, choose_algorithm
 from retime.schedules.modnn.bounds import require_floor
 from retime.schedules.modnn.device import WORKSPACE, Device
 from retime.schedules.modnn.offload_scheme import find_scheme
-from retime.schedules.modnn.prefetch import PrefetchRule, prefetch
+from retime.schedules.modnn.prefetch import prefetch
 from retime.schedules.modnn.result import OffloadSchedule
 from retime.schedules.modnn.run_log import RunLog
 from retime.schedules.modnn.sized import size_graph
-
-
-@dataclass(frozen=True)
-class Techniques:
-    """Which parts of the scheduling are on.
-
-    Args:
-        algorithms: ``"gain"`` chooses by Eq. 10; ``"fastest"`` takes the fastest for which memory can be had, as vDNN
-            does; ``"baseline"`` always takes the first.
-        prefetch_backlog: whether prefetches start early enough for all later tasks together, beyond Eq. 9; see
-            :class:`PrefetchRule`.
-        prefetch_lead: see :class:`PrefetchRule`.
-        spare_unused: whether a block that no task has used since it was made stays whatever happens, as in the paper.
-            Off, such blocks leave before a defragmentation would move everything: a mask that the forward pass writes
-            for the backward pass alone would otherwise lie there all the time.
-    """
-
-    algorithms: str = "gain"
-    prefetch_backlog: bool = True
-    prefetch_lead: float = 1.0
-    spare_unused: bool = False
-
-    def __post_init__(self) -> None:
-        if self.algorithms not in ("gain", "fastest", "baseline"):
-            raise ScheduleError(f"algorithms={self.algorithms!r} must be 'gain', 'fastest' or 'baseline'")
-        self.rule()
-
-    def rule(self) -> PrefetchRule:
-        """When prefetches start."""
-        return PrefetchRule(self.prefetch_backlog, self.prefetch_lead, self.spare_unused)
-
-    @classmethod
-    def paper(cls) -> Techniques:
-        """Algorithm 1 by the paper's rules alone; copies already queued still count in Eq. 9, see :func:`is_due`."""
-        return cls(prefetch_backlog=False, spare_unused=True)
+from retime.schedules.modnn.techniques import Techniques
 
 
 def offload_schedule(
@@ -95,7 +59,6 @@ class _Scheduler:
         self.sized = size_graph(graph, samples, update=update)
         self.device = Device(self.sized, budget_bytes - self.sized.resident_bytes, bandwidth)
         self.techniques = techniques
-        self.rule = techniques.rule()
         self.log = RunLog(self.sized, budget_bytes)
         self.now_ms = 0.0  # 1: T
 
@@ -105,7 +68,7 @@ class _Scheduler:
             self._prepare(task)
             choice = self._choose(task)
             self.log.stalled(task, self.now_ms - before_ms)
-            prefetch(self.device, task, self.now_ms, self.now_ms + choice.algorithm.ms, self.rule)
+            prefetch(self.device, task, self.now_ms, self.now_ms + choice.algorithm.ms, self.techniques)
             self._execute(task, choice)
         return self.log.result(self.device, self.now_ms)
 
@@ -156,11 +119,10 @@ class _Scheduler:
 
     def _choose(self, task: int) -> Choice:
         """Lines 9-14: the algorithm, and memory for its workspace."""
-        how = self.techniques.algorithms
-        choice = choose_algorithm(self.device, task, self.now_ms, how, self.rule)
+        choice = choose_algorithm(self.device, task, self.now_ms, self.techniques)
         if choice is None:
             self._defragment(task)
-            choice = choose_algorithm(self.device, task, self.now_ms, how, self.rule, any_will_do=True)
+            choice = choose_algorithm(self.device, task, self.now_ms, self.techniques, any_will_do=True)
         if choice is None:
             raise AssertionError(f"task {self.sized.tasks[task].name!r} fits, but has no room for its workspace")
         for block in choice.scheme.blocks if choice.scheme else ():

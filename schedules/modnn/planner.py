@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from retime.schedules.budget import BudgetError, GraphTask, TaskGraph
+from retime.schedules.budget import BudgetError, TaskGraph
 from retime.schedules.errors import ScheduleError
 from retime.schedules.modnn.bounds import alive_bytes, require_floor
-from retime.schedules.modnn.offload_schedule import Techniques, offload_schedule
+from retime.schedules.modnn.offload_schedule import offload_schedule
 from retime.schedules.modnn.result import Direction, OffloadSchedule
 from retime.schedules.modnn.sized import SizedGraph, size_graph
-from retime.schedules.modnn.sub_batch import ALPHA, largest_feasible, regular, select_sub_batch
-from retime.schedules.modnn.vdnn import is_convolution, vdnn_schedule
+from retime.schedules.modnn.sub_batch import largest_feasible, regular, select_sub_batch
+from retime.schedules.modnn.techniques import Techniques
+from retime.schedules.modnn.vdnn import vdnn_schedule
 
 _EQUAL_SPLITS = 8
 # Simulated times are not exact to half a percent, so bytes moved decide between plans that are as close as that.
@@ -88,7 +89,6 @@ def plan_batch(
     budget_bytes: int,
     bandwidth_bytes_per_ms: float,
     *,
-    alpha: float = ALPHA,
     techniques: Techniques | None = None,
     sub_batching: bool = True,
     search: bool = True,
@@ -105,7 +105,6 @@ def plan_batch(
         batch: its samples.
         budget_bytes: for everything, what stays on the device included.
         bandwidth_bytes_per_ms: of transfers between host and device, either way.
-        alpha: of Eq. 8.
         techniques: use these and no others.
         sub_batching: ``False`` keeps the batch whole.
         search: ``False`` stops at the paper's choice: Eq. 8, and :meth:`Techniques.paper` unless ``techniques`` are
@@ -119,7 +118,7 @@ def plan_batch(
     if batch < 1:
         raise ScheduleError(f"a batch of {batch} samples: give 1 or more")
     require_floor(graph, 1 if sub_batching else batch, budget_bytes, splitting=sub_batching)
-    chosen = select_sub_batch(graph, batch, budget_bytes, alpha=alpha) if sub_batching else batch
+    chosen = select_sub_batch(graph, batch, budget_bytes) if sub_batching else batch
     first = (chosen, techniques or Techniques.paper())
 
     def simulate(samples: int, how: Techniques, update: bool) -> OffloadSchedule:
@@ -164,15 +163,13 @@ def plan_vdnn(
     layers: str = "all",
     algorithms: str = "fastest",
     sub_batching: bool = False,
-    alpha: float = ALPHA,
-    convolution: Callable[[GraphTask], bool] = is_convolution,
 ) -> BatchPlan:
     """vDNN, or with ``sub_batching`` vDNN+: the same with the paper's choice of the sub-batch size (section 7.2).
 
     Where vDNN+ does not fit with the size of Eq. 8, the next smaller regular one is taken.
 
     Args:
-        layers, algorithms, convolution: see :func:`vdnn_schedule`; the others see :func:`plan_batch`.
+        layers, algorithms: see :func:`vdnn_schedule`; the others see :func:`plan_batch`.
 
     Raises:
         BudgetError: it does not fit.
@@ -186,11 +183,10 @@ def plan_vdnn(
             bandwidth_bytes_per_ms,
             layers=layers,
             algorithms=algorithms,
-            convolution=convolution,
             update=update,
         )
 
-    samples = select_sub_batch(graph, batch, budget_bytes, alpha=alpha) if sub_batching else batch
+    samples = select_sub_batch(graph, batch, budget_bytes) if sub_batching else batch
     while True:
         try:
             return _rounds(batch, samples, simulate, "vdnn", [])

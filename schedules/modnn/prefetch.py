@@ -2,53 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
-from retime.schedules.errors import ScheduleError
 from retime.schedules.modnn.device import Device
 from retime.schedules.modnn.offload_scheme import find_scheme
+from retime.schedules.modnn.techniques import Techniques
 
 
-@dataclass(frozen=True)
-class PrefetchRule:
-    """How prefetches are timed.
-
-    Args:
-        backlog: whether a prefetch starts, too, when a task further on would be late because the copies before its own
-            take long: between layers with much data and little arithmetic, Eq. 9, which looks at one task, starts them
-            one by one and late. ``False`` is the paper's rule.
-        lead: how much longer than they do copies are taken to take; 1 is the paper's rule.
-        spare_unused: whether blocks made and not yet used can never leave; see :class:`Techniques`.
-
-    Raises:
-        ScheduleError: the lead is not above 0.
-    """
-
-    backlog: bool = True
-    lead: float = 1.0
-    spare_unused: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 < self.lead < math.inf:
-            raise ScheduleError(f"a prefetch lead of {self.lead} must be above 0: 1 is the paper's Eq. 9")
-
-
-def prefetch(device: Device, task: int, now_ms: float, end_ms: float, rule: PrefetchRule) -> None:
+def prefetch(device: Device, task: int, now_ms: float, end_ms: float, techniques: Techniques) -> None:
     """Lines 15-27 of Algorithm 1: start the copies that have to start before ``task`` does.
 
     Tasks of which all inputs are on the device are passed over: nothing is to be done for them.
 
     Args:
         device: its state.
-        task: about to run.
-        now_ms: when it starts.
-        end_ms: when it will end.
-        rule: when copies start.
+        task: about to run, from ``now_ms`` to ``end_ms``.
+        techniques: when copies start.
     """
-    while (later := device.next_fetch()) is not None and is_due(device, task, end_ms, rule):
+    while (later := device.next_fetch()) is not None and is_due(device, task, end_ms, techniques):
         blocks = _missing(device, later)
-        if not is_useful(device, task, later, blocks, spare_unused=rule.spare_unused):
+        if not is_useful(device, task, later, blocks, spare_unused=techniques.spare_unused):
             return
         for block in blocks:
             room_ms = device.allocate(block, now_ms)
@@ -64,16 +35,16 @@ def prefetch(device: Device, task: int, now_ms: float, end_ms: float, rule: Pref
             device.fetch(block, room_ms)
 
 
-def is_due(device: Device, task: int, end_ms: float, rule: PrefetchRule) -> bool:
+def is_due(device: Device, task: int, end_ms: float, techniques: Techniques) -> bool:
     """Eq. 9: would a later task be delayed if copies started only after ``task``, at ``end_ms``?
 
     EST(s), the expected start of a task, is the fastest time of all tasks before it plus every delay so far, the choice
     of a slower algorithm for ``task`` included: that is ``end_ms`` plus the fastest time of the tasks between. Beyond
     the paper, what the stream has still to copy by then counts, and so do the copies for the tasks between, see
-    :class:`PrefetchRule`.
+    :class:`Techniques`.
     """
     queue_ms = max(0.0, device.lane.free_ms - end_ms)
-    deadline_ms = device.fetch_deadline_ms(rule.lead, nearest_only=not rule.backlog)
+    deadline_ms = device.fetch_deadline_ms(nearest_only=not techniques.prefetch_backlog)
     return queue_ms + device.sized.before_ms[task + 1] > deadline_ms
 
 
@@ -107,10 +78,10 @@ def is_useful(device: Device, task: int, later: int, blocks: list[int], *, spare
     return True
 
 
-def wanted_now(device: Device, task: int, end_ms: float, rule: PrefetchRule) -> list[int]:
+def wanted_now(device: Device, task: int, end_ms: float, techniques: Techniques) -> list[int]:
     """The blocks of the nearest later task that lacks some, if their prefetch is due before ``task`` runs."""
     later = device.next_fetch()
-    if later is None or not is_due(device, task, end_ms, rule):
+    if later is None or not is_due(device, task, end_ms, techniques):
         return []
     return _missing(device, later)
 

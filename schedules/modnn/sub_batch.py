@@ -47,7 +47,7 @@ def largest_feasible(graph: TaskGraph, batch: int, budget_bytes: int) -> int:
     return _largest(batch, fits)
 
 
-def select_sub_batch(graph: TaskGraph, batch: int, budget_bytes: int, *, alpha: float = ALPHA) -> int:
+def select_sub_batch(graph: TaskGraph, batch: int, budget_bytes: int) -> int:
     """The paper's sub-batch size: the largest for which Eq. 8 is within the budget, made regular.
 
     Where even one sample exceeds Eq. 8, which asks for more than the floor does, the answer is 1.
@@ -56,7 +56,6 @@ def select_sub_batch(graph: TaskGraph, batch: int, budget_bytes: int, *, alpha: 
         graph: the step.
         batch: samples of the whole batch; the answer is at most this.
         budget_bytes: what everything has to fit into.
-        alpha: see :func:`consecutive_bytes`.
 
     Raises:
         BudgetError: not even one sample fits.
@@ -65,7 +64,7 @@ def select_sub_batch(graph: TaskGraph, batch: int, budget_bytes: int, *, alpha: 
     if batch < 1:
         raise ScheduleError(f"a batch of {batch} samples: give 1 or more")
     require_floor(graph, 1, budget_bytes)
-    largest = _largest(batch, lambda samples: consecutive_bytes(graph, samples, alpha) <= budget_bytes)
+    largest = _largest(batch, lambda samples: consecutive_bytes(graph, samples) <= budget_bytes)
     return regular(largest) if largest < batch else batch
 
 

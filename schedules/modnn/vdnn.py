@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from retime.schedules.budget import BudgetError, GraphTask, Phase, TaskGraph
 from retime.schedules.errors import ScheduleError
 from retime.schedules.modnn.device import WORKSPACE, Device
@@ -27,7 +25,6 @@ def vdnn_schedule(
     *,
     layers: str = "all",
     algorithms: str = "fastest",
-    convolution: Callable[[GraphTask], bool] = is_convolution,
     update: bool = True,
 ) -> OffloadSchedule:
     """Simulate one round of vDNN.
@@ -44,7 +41,6 @@ def vdnn_schedule(
         bandwidth_bytes_per_ms: of the transfers, either way.
         layers: ``"all"`` offloads what any task reads, ``"conv"`` only what convolutions read.
         algorithms: ``"fastest"`` takes the fastest for which there is memory, ``"baseline"`` always the first.
-        convolution: tells convolutions from other tasks.
         update: ``False`` leaves out the weight updates.
 
     Raises:
@@ -58,7 +54,7 @@ def vdnn_schedule(
     if not bandwidth_bytes_per_ms > 0:
         raise ScheduleError(f"bandwidth_bytes_per_ms={bandwidth_bytes_per_ms} must be above 0")
     sized = size_graph(graph, samples, update=update)
-    convolutions = [convolution(task) for task in sized.tasks]
+    convolutions = [is_convolution(task) for task in sized.tasks]
     offload_at = _offload_points(sized, convolutions, layers)
 
     def run(capacity: int, how: str) -> OffloadSchedule:

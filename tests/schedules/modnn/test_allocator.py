@@ -38,7 +38,7 @@ def test_offsets_and_splits():
     assert (first.offset, second.offset) == (0, 4)
     assert layout(pool) == [(0, 4, 1), (4, 3, 2), (7, 3, None)]
     assert pool.allocate(4, 3) is None
-    assert pool.free_bytes == pool.largest_free_bytes == 3
+    assert pool.used_bytes == 7
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (0, 2, 1), (1, 0, 2)])
@@ -53,10 +53,7 @@ def test_free_segments_merge_with_their_neighbours(order):
     assert pool.allocate(9, 7).offset == 0
 
 
-def test_free_bytes_and_marks():
-    pool = holes(6, 2)
-    assert (pool.free_bytes, pool.largest_free_bytes) == (8, 6)
-    # Holes count for the high-water mark, not for the bytes in use.
+def test_holes_count_for_the_high_water_mark_and_not_for_the_bytes_in_use():
     pool = Pool(12)
     below = pool.allocate(4, 0)
     pool.allocate(4, 1)
@@ -69,7 +66,7 @@ def test_would_fit_places_requests_one_after_another():
     pool = holes(5, 3)
     assert pool.would_fit([3, 3, 3]) == [True, True, False]
     assert pool.would_fit([6, 5]) == [False, True]
-    assert pool.free_bytes == 8, "nothing was allocated"
+    assert pool.used_bytes == 2, "nothing was allocated"
 
 
 def test_wrong_requests():

@@ -4,7 +4,8 @@ import pytest
 
 from retime.schedules import ScheduleError
 from retime.schedules.budget.graph import Algorithm, Block, BlockKind, GraphTask, Phase, TaskGraph
-from retime.schedules.modnn.offload_schedule import Techniques, offload_schedule
+from retime.schedules.modnn.offload_schedule import offload_schedule
+from retime.schedules.modnn.techniques import Techniques
 from support.schedules_memory import judge
 
 KINDS = {"i": BlockKind.INPUT, "w": BlockKind.WEIGHT}
@@ -168,12 +169,6 @@ def test_figure_7_a_late_start_delays():
     assert [(stall.task, stall.ms) for stall in schedule.stalls] == [("end", 2)]
 
 
-def test_a_prefetch_lead_starts_copies_earlier():
-    """As if the 4 ms of copying took 8: behind p lie only the 4 ms of q."""
-    schedule = run(figure_7(5, 4), 6, Techniques(prefetch_lead=2))
-    assert copies(schedule)[-1] == ("prefetch", "a", 36, 40)
-
-
 def test_no_prefetch_that_a_defragmentation_would_undo():
     """While p runs there is room for a, due for end; but w then finds no room for f, and everything would leave."""
     built = graph(
@@ -305,8 +300,6 @@ def test_spans_are_the_two_lanes():
 def test_wrong_arguments():
     with pytest.raises(ScheduleError, match="'gain', 'fastest' or 'baseline'"):
         Techniques("best")
-    with pytest.raises(ScheduleError, match="lead of 0"):
-        Techniques(prefetch_lead=0)
     with pytest.raises(ScheduleError, match="bandwidth_bytes_per_ms=0"):
         offload_schedule(figure_3(1), 1, 100, 0)
     with pytest.raises(ScheduleError, match="0 samples"):

@@ -6,7 +6,8 @@ import pytest
 
 from retime.schedules.budget.errors import BudgetError
 from retime.schedules.modnn.bounds import ideal_peak_bytes, lower_bound
-from retime.schedules.modnn.offload_schedule import Techniques, offload_schedule
+from retime.schedules.modnn.offload_schedule import offload_schedule
+from retime.schedules.modnn.techniques import Techniques
 from retime.schedules.modnn.vdnn import vdnn_schedule
 from support.schedules_memory import judge, random_graph
 
@@ -27,7 +28,7 @@ def test_algorithm_1_never_breaks_the_rules(algorithms, spare_unused):
         for budget in budgets(graph, samples):
             if algorithms == "baseline":
                 budget += 12  # the baseline may need more workspace than the smallest, which the floor counts
-            techniques = Techniques(algorithms, rng.random() < 0.5, rng.choice([1.0, 2.0]), spare_unused)
+            techniques = Techniques(algorithms, rng.random() < 0.5, spare_unused)
             schedule = offload_schedule(graph, samples, budget, bandwidth, techniques)
             judge(graph, schedule)
             runs += 1
