@@ -190,7 +190,6 @@ class Operation:
     Attributes:
         name: without overload and underscore; ``"constant"`` and ``"batch"`` for what no operation gave.
         given: what the operation was given, by name: operations in the place of tensors.
-        shape: of the result.
         varies: follows from samples.
         value: of a constant: the sum of its absolute values; NaN where it was not read, or is drawn at random.
         selects: how many entries there are depends on values.
@@ -418,8 +417,6 @@ class RecordedRun:
     """A step on some samples.
 
     Attributes:
-        samples: how many.
-        output: what it returned.
         reads: how often it read samples' values.
         chosen: how often it chose by them, outside of layers.
         operation_of: what gave a tensor.
@@ -446,8 +443,6 @@ def record(
     """Run a step and note its operations. The caller sees to it that it begins alike each time and leaves no trace.
 
     Args:
-        step: computes on a batch.
-        batch: some samples.
         looks: is given the recorder before the run, to tell it what layers return.
         altered: what reads of samples' values give instead.
         more: what is chosen by samples' values outside of layers has some more rows.
@@ -482,9 +477,6 @@ def record_altered(
     Gives None where it can run on none of them. Left out are runs in which it checks what it reads, and raises.
 
     Args:
-        step: as in :func:`record`.
-        batch: the same.
-        run: what that gave.
         looks, kind, samples: as in :func:`record`.
     """
     further: dict[str, Any] = {"looks": looks, "kind": kind, "samples": samples}

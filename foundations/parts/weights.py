@@ -187,9 +187,6 @@ class Example:
     """The scalars that a probed step returned, by place, for a small batch and for its parts.
 
     Attributes:
-        whole: of the batch.
-        parts: of each part.
-        samples: of each part.
         weights: of each part's loss.
     """
 
@@ -254,7 +251,6 @@ def loss_weights(certificate: Certificate, parts: Sequence[Any], samples: Sequen
     backward pass out. Counting takes one transfer from the device.
 
     Args:
-        parts: all parts of one batch.
         samples: how many samples each has; None asks :func:`~retime.foundations.parts.split.batch_size_of`.
 
     Raises:

@@ -33,7 +33,6 @@ class ScratchMeter:
     """The most that each kind of operation allocates beyond the storages it returns.
 
     Args:
-        device: whose allocator is asked.
         pool: a CPU's, where it is installed: it counts oneDNN's scratch too. Else the process's resident size counts.
 
     Attributes:
@@ -91,7 +90,6 @@ def measured(
 
     Args:
         step: its state, and the random generators, stay as they are.
-        sizes: numbers of samples.
         host: where storages go; none where the step refuses saved-tensor hooks.
         plain: a dry run of the whole batch. With it the model's own parameters are read, unless the step writes into
             them; without it copies are.
@@ -256,8 +254,6 @@ class StepCosts:
         """Predicted time of a step.
 
         Args:
-            samples: of the whole batch.
-            sub_batch: samples at once.
             out_bytes, in_bytes: copied in one sub-batch.
             ahead: copies run beside the computation; otherwise each is waited for.
         """
@@ -456,7 +452,6 @@ def least_costs(step: TrainingStep, host: HostTier, sub_batch: int, plain: StepP
 
     Args:
         step: what to run. Its state, and the random generators, stay as they are.
-        host: where storages go.
         sub_batch: the fewest samples; where that is the batch, a quarter and an eighth of it are measured.
         plain: see :func:`~retime.mechanisms.memory_budget.costs.measured`.
 

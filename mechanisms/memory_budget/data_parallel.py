@@ -45,7 +45,6 @@ def alone(model: DistributedDataParallel, *, watch: bool = True) -> Iterator[Non
     SyncBatchNorm layers take the statistics of this rank.
 
     Args:
-        model: the wrapped model.
         watch: refuse collectives of the step's own; looking at each operation takes time.
 
     Raises:
@@ -124,9 +123,6 @@ class NewBuckets:
     """Watches for the buckets that DDP makes after its first step, in the order in which gradients were ready.
 
     The memory of the first ones is given back to the system before the forward pass begins.
-
-    Attributes:
-        are_rebuilt: they are there.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:

@@ -56,11 +56,7 @@ def check_dry_run(choice: str) -> DryRuns:
 
 
 class FirstSteps:
-    """Decides which first steps are trained without a plan, and counts them.
-
-    Args:
-        planner: of the same step.
-    """
+    """Decides which first steps are trained without a plan, and counts them."""
 
     def __init__(self, planner: StepPlanner) -> None:
         self._model, self._optimizers = planner.model, planner.optimizers

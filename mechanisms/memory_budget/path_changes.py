@@ -83,11 +83,7 @@ class GraphPaths:
 
 
 class Watched:
-    """A forward pass that is watched.
-
-    Attributes:
-        loss: what it gave.
-    """
+    """A forward pass that is watched."""
 
     loss: Tensor | None = None
 

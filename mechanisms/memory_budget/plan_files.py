@@ -41,8 +41,6 @@ def plans_in(state: object, made_for: Mapping[str, Any], source: str = EARLIER_R
     """The plans that :func:`state_of` gave, by name.
 
     Args:
-        state: from a checkpoint or a file.
-        made_for: what they are to be used for now.
         source: what reports say of where these plans come from.
 
     Raises:
@@ -159,10 +157,6 @@ def read_plans(path: str | os.PathLike[str]) -> Any:
 class GivenPlans:
     """The plans of a file, for the steps of one model; where one of them does not hold, nothing else is tried.
 
-    Args:
-        path: of the file.
-        planner: examines what it says.
-
     Raises:
         OSError, PlanFileError: it cannot be read, or was made for something else.
     """
@@ -180,8 +174,6 @@ class GivenPlans:
         """The plan for a batch.
 
         Args:
-            name: of its shape.
-            step, batch, samples: what is planned for.
             dry: the step may be called to examine the plan.
 
         Raises:

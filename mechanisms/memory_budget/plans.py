@@ -41,11 +41,9 @@ class MemoryLimit:
     """Keeps a process to what its plans need.
 
     Args:
-        model, optimizers: what a step trains.
         hidden_bytes: of tensors that nothing in Python holds: freed memory leaves room for them.
 
     Attributes:
-        freed: what happens to freed memory.
         hidden_bytes: as given; may be set anew.
     """
 
@@ -105,9 +103,7 @@ class BatchRecord:
     """A batch, with what decides which plan it runs under.
 
     Attributes:
-        batch: itself.
         key: everything of its shape but how many samples it has, and the model as it is.
-        samples: how many it has.
         sizes: bytes of each of its tensors.
     """
 
@@ -118,14 +114,7 @@ class BatchRecord:
 
     @classmethod
     def of(cls, batch: Any, model: nn.Module, gradients: str, split: Split) -> BatchRecord:
-        """The record of a batch that comes now.
-
-        Args:
-            batch: on the model's device.
-            model: as it is now.
-            gradients: whether those of steps before are there.
-            split: cuts the batch.
-        """
+        """The record of a batch that comes now."""
         return cls(batch, key_of(batch, model, gradients), samples_in(batch, split), sizes_of(batch))
 
     @property
@@ -325,16 +314,7 @@ MakePlan = Callable[[StepPlanner, Step, Any, int], PlannedShape]
 class BatchPlans:
     """The plans of one model's batches.
 
-    Args:
-        planner: makes them.
-        offloads: what runs under them.
-        report: is told of each.
-        compiled: is looked for while a step is tried out.
-        tried_out: entered around that.
-        make_plan: makes the plan of each new shape.
-
     Attributes:
-        planner, options: as given.
         book: the plans so far.
         first: first steps that run without one.
         memory: what is held beside what a step makes.

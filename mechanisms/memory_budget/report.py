@@ -122,7 +122,6 @@ class PlannedShape:
     """What was decided for batches of one shape.
 
     Attributes:
-        samples: of a batch.
         choice: the plan, its predicted peak and what it was chosen by.
         certificate: whether and how the batch may be split; None where it is not.
         costs: what was measured; None where a dry run was enough.

@@ -33,7 +33,6 @@ class PlanChoice:
     """A plan and what is expected of it.
 
     Attributes:
-        plan: what to run.
         in_flight_bytes: for :class:`OffloadSavedTensors`.
         peak_bytes: tensors and scratch, by a dry run under this plan.
         scratch_bytes: of these, what is needed beside tensors and what operations allocate.
@@ -97,9 +96,7 @@ def candidate_plans(memory: StepMemory, budget_bytes: int, plain_ms: float) -> I
     """The plan that offloads least for each sub-batch size and depth of prefetching, as far as one fits.
 
     Args:
-        memory: what the step needs.
         budget_bytes: for the step, without what is to stay free.
-        plain_ms: predicted time of the step without a plan.
     """
     for sub_batch in memory.sub_batches:
         lives = memory.lifetimes(sub_batch)
@@ -219,11 +216,9 @@ def plan_after(samples: int, sizes: Sequence[int], needed_bytes: int | None, bud
     What was saved last is needed first and lies idle the shortest, so that stays, as long as there is room.
 
     Args:
-        samples: of the batch.
         sizes: bytes of each storage that the step saved, by number.
         needed_bytes: the most that the step held, everything offloaded; None where it cannot be measured: then all of
             it goes away again.
-        budget_bytes: for all of it.
 
     Raises:
         BudgetError: the step needed more than the budget.
@@ -268,7 +263,6 @@ class PlanTrial:
 
     Args:
         step: what to run. Its state, and the random generators, stay as they are.
-        host: where plans offload to.
         plain: a dry run of the whole batch; None where there is none.
         budget_bytes: what the step may need, with parameters and the batch.
 

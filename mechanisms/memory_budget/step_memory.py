@@ -58,7 +58,6 @@ class StepRuns:
     for larger sub-batches follow from two of them; :attr:`note` says so.
 
     Args:
-        step: the step.
         sub_batches: see :class:`~retime.mechanisms.memory_budget.step_memory.StepMemory`.
         check: see there.
         earlier: runs of the same step for other sizes: the dry run of the whole batch is not made again.
@@ -316,7 +315,6 @@ class MemoryFloor:
         """The error that says why a budget is too small.
 
         Args:
-            budget_bytes: the budget.
             fewer: how fewer samples at once could run, or why they cannot; None: the caller chooses sub-batch sizes.
         """
         return BudgetError(
@@ -357,7 +355,6 @@ class FloorSearch:
     """The floor of a step, which need not be found out for a budget that the plain step fits into.
 
     Args:
-        runs: dry runs of the step.
         least: what the floor's plan needs beside its tensors.
         most_bytes: budgets of so much are accepted without asking for the floor, so it is no higher; None: unknown.
     """
@@ -427,7 +424,6 @@ class StepMemory:
     """What a step needs under any plan: what its runs hold, and what operations and allocators need beside that.
 
     Args:
-        step: the step.
         sub_batches: sub-batch sizes that may be used; only the whole batch where sub-batches would change the result.
             Sizes below the batch are at most half of it, rounded up.
         costs: what operations need is added to what tensors hold.

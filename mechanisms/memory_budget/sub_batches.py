@@ -49,9 +49,7 @@ class SubBatches:
     """A batch in parts; :meth:`run` does all of it, :meth:`forward` and :meth:`weighted` one part at a time.
 
     Args:
-        model: what the step trains.
         step: computes on a batch and returns the loss, or a mapping or object with ``loss``.
-        batch: the whole batch.
         sub_batch: the most samples that go through the model at once; parts are as few and as equal as that allows
             (:func:`~retime.foundations.parts.split.balanced_parts`).
         certificate: from :func:`~retime.mechanisms.memory_budget.separability.certify.certify`.

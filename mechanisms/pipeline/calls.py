@@ -124,8 +124,6 @@ class TensorKind:
     """A tensor without its values.
 
     Attributes:
-        shape: of it.
-        dtype: of it.
         requires_grad: whether a gradient goes back to it.
         written: code between the layers writes into it.
     """
@@ -275,11 +273,7 @@ _OTHER_NUMBERS = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True)
 class Returned:
-    """The call has come to its end.
-
-    Attributes:
-        value: that it returned.
-    """
+    """The call has come to its end."""
 
     value: Any
 

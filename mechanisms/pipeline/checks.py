@@ -129,9 +129,6 @@ def _is_checkpointed_reentrantly() -> bool:
 class LayerResults:
     """A visitor that looks at what goes between the layers, and adds noise to what they return if it is asked to.
 
-    Args:
-        names: of the layers.
-
     Attributes:
         low_precision: they have returned numbers of 16 bits.
     """

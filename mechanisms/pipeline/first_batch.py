@@ -97,7 +97,6 @@ class PipelineConfig:
     """How the model is to be spread.
 
     Attributes:
-        schedule: by name.
         layers_per_stage: under modulo allocation.
         activation_cap: bytes a rank.
         split: how layers become stages, as :class:`Planner` takes it.
@@ -115,11 +114,6 @@ class FirstBatch:
     """Looks at the first batch.
 
     Args:
-        model: whole.
-        layers: of it.
-        gates: at the layers.
-        place: of this process.
-        workers: for suspended calls.
         hollow: the model, where its layers have their values only while they run.
     """
 
@@ -139,12 +133,6 @@ class FirstBatch:
         self, step: Callable[[Any], Any], batch: Any, parts: Sequence[Any], config: PipelineConfig
     ) -> PipelineState:
         """Run it, and let each rank keep its stages only.
-
-        Args:
-            step: the training step.
-            batch: whole.
-            parts: its micro-batches.
-            config: of the user.
 
         Raises:
             PipelineError: the model or the batch cannot go through a pipeline.

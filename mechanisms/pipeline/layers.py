@@ -32,7 +32,6 @@ class LayerList:
     Attributes:
         path: of the module that holds them, or what they are.
         modules: in forward order.
-        names: of them.
     """
 
     path: str
@@ -44,7 +43,6 @@ def find_layers(model: nn.Module, path: str | None, ranks: int) -> LayerList | N
     """The layers of a model: those at ``path``, or the longest ``Sequential`` or ``ModuleList`` that holds most of it.
 
     Args:
-        model: to be cut.
         path: of a ``Sequential`` or ``ModuleList``, as ``model.get_submodule`` takes it; None or ``"auto"``: to be
             found, if there is one.
         ranks: each of which gets one layer or more.
@@ -163,7 +161,6 @@ def call_chain(model: nn.Module, run: Callable[[], Any], ranks: int) -> LayerLis
     called twice, or that the loss does not use (a second head), is no layer, and counts as what runs between them.
 
     Args:
-        model: to be cut.
         run: the step; it runs twice, in training and in evaluation mode, which have to call the same modules.
         ranks: each of which gets one layer or more.
 

@@ -181,15 +181,6 @@ def look_at_losses(
     only because parts are alike. The model is in evaluation mode for this, so that dropout and batch statistics do not
     count. Nothing is kept for gradients, and all runs begin with the same random numbers.
 
-    Args:
-        model: whole.
-        step: the training step.
-        batch: the first one.
-        parts: its micro-batches.
-        loss_weight: the user's ``loss_weight``.
-        gates: at the layers.
-        names: of the layers.
-
     Raises:
         PipelineError: no such weights are known.
     """

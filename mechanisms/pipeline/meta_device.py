@@ -34,12 +34,7 @@ def initial_values(
     transformers' models and others have it.
 
     Args:
-        model: that the modules belong to.
-        names: of all its modules.
         modules: those with the parameters, and all inside of them, outer ones first.
-        wanted: the parameters.
-        seed: of all values.
-        memory_for: gives a tensor for the values of a parameter.
 
     Raises:
         PipelineError: nobody says how a parameter begins.

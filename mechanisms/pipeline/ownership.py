@@ -49,7 +49,6 @@ def make_groups(pipeline: int, data: int, timeout: timedelta) -> tuple[Any, Any]
     Args:
         pipeline: ranks of each.
         data: number of pipelines.
-        timeout: of messages in a pipeline.
 
     Returns:
         The pipeline's, and the data parallel one, which is None if there is one pipeline.

@@ -90,7 +90,6 @@ class Costs:
     """What the layers cost, for one micro-batch.
 
     Attributes:
-        forward_ms: measured.
         saved_bytes: what a layer keeps for its backward pass.
         hop_ms: of a message between two ranks, or by ranks; see :data:`~retime.schedules.pipeline.Hops`.
         task_ms: what a task takes beside its layers, in the runtime.
@@ -130,11 +129,9 @@ class PipelinePlan:
     """A pipeline.
 
     Attributes:
-        name: of the schedule.
         stage_of: the stage of each layer, from 0.
         rank_of: the rank of each stage.
         orders: by rank, what it computes.
-        micro_batches: how many.
         makespan_ms: simulated from measured times; None for schedules of torch's.
         bubble_share: by rank, of that.
     """
@@ -197,8 +194,6 @@ class Planner:
 
     Args:
         schedule: one of :data:`SCHEDULES`, or a schedule of torch's.
-        ranks: of the pipeline.
-        costs: of the layers.
         group: layers a stage under modulo allocation; ``"auto"``: those that give the shortest simulated step.
         cap: bytes of activations that a rank may keep, for the schedules whose names begin with ``ooo``.
         split: ``"fastest"``: stages of equal time, as many as give the shortest simulated step; ``"even"``: ranks with

@@ -57,10 +57,7 @@ class TrainingCall:
 
     Args:
         plan: which layer runs where.
-        rank: this one.
-        device: of the model.
         outputs: kinds of what layers return, by layer and shapes of their arguments.
-        names: of the layers, for errors.
         writes: layers that write into what they are given.
 
     Attributes:
@@ -161,7 +158,6 @@ class EvaluationBroadcast:
     Args:
         plan: which layer runs where.
         group: the ranks of the pipeline.
-        device: of the model.
         outputs: kinds of what layers return, by layer and shapes of their arguments; new ones are added.
     """
 
@@ -224,8 +220,6 @@ class RankInfo:
     Attributes:
         group: the ranks of the pipeline.
         data_group: the ranks with the same stages in other pipelines; None: there are none.
-        device: of the model.
-        names: of the layers.
     """
 
     group: Any
@@ -288,12 +282,10 @@ class PipelineState:
     """What the first batch has shown.
 
     Attributes:
-        place: of this process.
         planner: for other numbers of micro-batches.
         plan: the one in use.
         whole: runs stretches of a step for ``split``.
         split: of this rank's stages.
-        owners: of the parameters.
         weights: of micro-batches' losses.
         outputs: kinds of what layers return, by layer and shapes of their arguments.
         positions: by stage, which tensors of its first layer's arguments come from the stage before.
@@ -376,14 +368,9 @@ class RunningStep:
     """The micro-batches' calls of the training step on this rank, each as far as its stages have come.
 
     Args:
-        spread: over which ranks.
-        step: the training step.
-        parts: micro-batches.
-        weights: of their losses.
         seeds: of the micro-batches, the same on all ranks: what runs in front of the layers draws the same numbers
             everywhere, whatever the schedule.
         divide_by: of the losses, beside their weights.
-        workers: for suspended calls.
     """
 
     def __init__(

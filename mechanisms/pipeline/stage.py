@@ -52,9 +52,7 @@ class Stage:
     Args:
         index: from 0.
         rank_of: the rank of each stage.
-        group: the ranks of the pipeline.
         step: runs the stretch for a micro-batch.
-        split: of the step.
         waiting: stages and micro-batches whose weight gradients wait.
         done: called when all weight gradients of the stage are there.
     """

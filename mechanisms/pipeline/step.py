@@ -51,13 +51,11 @@ class PipelineReport(Report):
     """Of this rank; empty before the first step.
 
     Attributes:
-        schedule: its name.
         layers: the list that the model was cut in.
         stages: of all ranks together.
         stages_here: the stages of this rank, from 0.
         micro_batches: of the last step.
         steps_by_micro_batches: how many steps had so many.
-        steps: that ran so far.
         parameter_bytes: of the parameters on this rank.
         parameter_bytes_by_rank: on each rank of the pipeline; of weights that several use, on each of them.
         parameter_bytes_of_all: of all parameters.

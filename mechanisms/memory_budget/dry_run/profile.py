@@ -36,8 +36,6 @@ class SavedStorage:
 
     Attributes:
         number: its ordinal in an :class:`OffloadPlan`.
-        nbytes: its size.
-        layer: the layer that made it.
         made: index of the operation that made it.
         freed: index of the last operation it lived through.
     """
@@ -69,7 +67,6 @@ class StepProfile:
     Attributes:
         plan: what it ran under.
         samples: of the whole batch.
-        trace: operations and storages.
     """
 
     plan: OffloadPlan

@@ -73,7 +73,6 @@ class KeptOutputs:
 
     Args:
         tracer: has just seen the part's forward pass.
-        output: what the step returned.
         size: samples of the part.
         count: parts of the batch; the output of a batch in one piece stays as it is.
 
@@ -129,7 +128,6 @@ class TrainingStep:
     Args:
         module: all parameters and buffers that ``loss`` uses.
         batch: a whole batch, any nesting that torch's pytrees know. Fake or meta tensors will do.
-        samples: how many samples it has.
         loss: runs the forward pass on a batch or a part of it and returns the scalar to differentiate, or a mapping or
             object with it as ``loss``: all of that is held to the step's end, as training does. It reads parameters
             from ``module`` at each call.
@@ -185,12 +183,7 @@ class TrainingStep:
 class StandInOptimizers:
     """Optimizers over the stand-ins of a step's parameters; made while these are in their places.
 
-    Args:
-        step: whose optimizers.
-        replacement: makes the stand-ins.
-
     Attributes:
-        trained: the trained parameters.
         lasting: those of them whose gradients no ``zero_grad`` frees.
         not_run: classes of optimizers that cannot be run by themselves, so that their states are not known.
     """
@@ -269,11 +262,6 @@ class TracedStep:
     """Runs a step, on stand-ins that are in their places, under a tracer.
 
     Args:
-        step: what to run.
-        batch: its stand-in.
-        optimizers: those of the step, over stand-ins.
-        tracer: counts storages and operations.
-        host: where storages go.
         mode: makes fake tensors; None where the run is real.
     """
 
@@ -420,7 +408,6 @@ class DryRun:
     """Stand-ins for all that a step changes, made once for many runs.
 
     Args:
-        step: what to run.
         real: stand-ins are copies; see :func:`profile_step`.
         host: where real runs offload to; by default plain CPU memory.
         in_place: real runs read the model's own parameters instead of copies. For steps that do not write into them.
@@ -560,7 +547,6 @@ def profile_step(
     """Trace the step with nothing offloaded.
 
     Args:
-        step: what to run.
         sub_batch: samples that go through at once; by default the whole batch. Of several sub-batches two are run:
             the first finds no gradients, every other one adds to them.
         real: run on copies of the model and the batch instead of fake tensors, which needs memory for them. With one
@@ -584,7 +570,6 @@ def replay(
     """Trace the step under a plan; see :func:`profile_step`.
 
     Args:
-        step: what to run.
         plan: the sub-batch size and what is offloaded.
         in_flight_bytes: as for :class:`OffloadSavedTensors`.
         real: see :func:`profile_step`.

@@ -259,10 +259,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         module: gives operations their layers; its hooks are taken off by :meth:`watch`'s end.
         meter: is told when operations begin and end.
-
-    Attributes:
-        trace: what was seen so far.
-        phase: the part of the step that runs.
     """
 
     def __init__(self, module: nn.Module, meter: Meter | None = None) -> None:

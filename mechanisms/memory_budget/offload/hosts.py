@@ -162,11 +162,7 @@ class _MemoryLoading:
 
 
 class _CachedBuffers:
-    """Buffers that nobody uses, by size.
-
-    Attributes:
-        nbytes: of all of them.
-    """
+    """Buffers that nobody uses, by size."""
 
     def __init__(self) -> None:
         self.nbytes = 0
