@@ -214,7 +214,6 @@ def sub_stream_tasks(
     """The schedulable interval of each weight gradient that is not on the main-stream, the last layer's first.
 
     Args:
-        regions: the main-stream.
         main_ms: milliseconds of each of its tasks alone.
         without_weights: layers that have no parameters.
 
@@ -461,7 +460,6 @@ def validate_two_streams(plan: TwoStreamSchedule, *, without_weights: Collection
     retime.schedules.errors.ScheduleError: W3 is missing, and F3' needs it: put it beside R1 or a region up to R2
 
     Args:
-        plan: what to check.
         without_weights: layers that have no parameters.
 
     Raises:

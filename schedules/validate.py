@@ -36,10 +36,6 @@ def validate(schedule: Schedule, needs: Needs | None = None) -> None:
 def execution_order(schedule: Schedule, needs: Needs | None = None) -> dict[Task, tuple[Task, ...]]:
     """Run the schedule without times: every lane in its own order, every task as soon as its needs are met.
 
-    Args:
-        schedule: what to run.
-        needs: see :func:`validate`.
-
     Returns:
         The tasks in an order in which all of them can run, each with its needs.
 

@@ -22,7 +22,6 @@ def keep_in_folders(accelerator: Accelerator, model: nn.Module, state: _State, c
     """Save and load this model in folders too, which ``prepare()`` has not seen; behind those that it has.
 
     Args:
-        accelerator: whose ``save_state`` and ``load_state`` are followed.
         model: of a pipeline. One that was prepared as well is in the folders already.
         state: that of the whole model, on the process that writes; all call it.
         check: raises where a folder would not be whole, before anything is written to it.
@@ -55,8 +54,6 @@ def whole_folders(
 
     Args:
         accelerator: whose ``save_state`` and ``load_state`` all processes call.
-        optimizer: of the pipeline, prepared.
-        step: of the pipeline.
         optimizer_state: the whole, on the process that writes; all call it.
     """
     plain_save, plain_load = accelerator.save_state, accelerator.load_state

@@ -21,8 +21,6 @@ def guards(
     """Inside, clipping by the norm of one process is refused, and ``get_state_dict`` of the model gives the whole.
 
     Args:
-        accelerator: of the loop.
-        model: that is spread over processes.
         whole_state: that of the whole model, on the process that writes, None on others; all call it.
     """
     plain, ours = accelerator.clip_grad_norm_, set(model.parameters())
@@ -53,8 +51,6 @@ def one_step_a_batch(accelerator: Accelerator, optimizer: AcceleratedOptimizer, 
     """Have prepared schedulers of an optimizer take one step a training step, where they take one for each process.
 
     Args:
-        accelerator: that prepared them.
-        optimizer: theirs.
         replicas: number of pipelines.
         undo: gets what sets them back.
 

@@ -20,7 +20,6 @@ def prepared_optimizer(optimizer: Optimizer, name: str) -> AcceleratedOptimizer:
     """The optimizer, if ``prepare`` has wrapped it.
 
     Args:
-        optimizer: what a user gave.
         name: of the object that it was given to, for the error.
 
     Raises:
@@ -38,8 +37,6 @@ def refuse_beside(optimizer: AcceleratedOptimizer, wanted: Mechanism, *, once: b
     """Raise for a mechanism that does not go with those which this optimizer has already.
 
     Args:
-        optimizer: prepared.
-        wanted: the mechanism.
         once: a second one of the same is refused here too, where it does not refuse that itself.
 
     Raises:

@@ -29,10 +29,7 @@ class OutOfOrderDataParallel(DuringTraining):
 
     Args:
         trainer: before its first ``train()``.
-        k: see there.
-        max_memory: see there.
-        cross_iteration: see there.
-        blocks: see there.
+        k, max_memory, cross_iteration, blocks: see there.
 
     Raises:
         ValueError: DeepSpeed, FSDP and DataParallel; a mechanism that does not go with it. When a training begins,

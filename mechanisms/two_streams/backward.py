@@ -255,7 +255,6 @@ class TwoStreamBackward:
         """Return a backward fusion of this optimizer, of which updates run behind weight gradients on the sub-stream.
 
         Args:
-            optimizer: of the model's parameters.
             options: of :class:`retime.mechanisms.fusion.BackwardFusion`.
         """
         fusion = SubStreamFusion(optimizer, self, **options)

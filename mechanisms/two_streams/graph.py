@@ -69,8 +69,6 @@ class GraphedPart:
     A copy or a pickle of the module has a ``forward`` that runs the class's own.
 
     Args:
-        name: of the module in its model.
-        module: the part.
         layers: those of its layers that may run on two streams.
         on_call: called before each forward pass that a backward pass may follow.
         counts: of weight gradients by whether they ran on the sub-stream, which replays add to.
@@ -289,7 +287,6 @@ class _Capture:
     """The graphs of one part, run in one way, and the memory that they read and write.
 
     Args:
-        module: the part.
         args: in whose form inputs are.
         key: forms, settings and a snapshot that it is right for.
         gradients: in which form gradients of the results come, by number; others get none.
@@ -298,7 +295,6 @@ class _Capture:
 
     Attributes:
         structure: of what the part returns.
-        parameters: the module's own.
     """
 
     def __init__(
@@ -437,8 +433,6 @@ def _rehearse(
     Libraries make what they need for a stream in their first calls there, which a capture does not have.
 
     Args:
-        module: the part.
-        args: its inputs.
         gradients: in which form gradients of the results come.
         stream: that the capture will be on.
         weights: that are known to have no other uses, where autocast keeps casts; None: it keeps none.

@@ -134,8 +134,6 @@ class SplitLayer:
     A copy or a pickle of the layer has a ``forward`` that runs the class's own.
 
     Args:
-        name: of the layer in its model.
-        module: the layer.
         around: it and the modules that it is inside of.
         take: called in the backward pass with each weight gradient that can run elsewhere; None: a copy's.
     """

@@ -68,9 +68,7 @@ def settings_for(device: torch.device, threads: int, *, graph: bool = False) -> 
     with fewer, and two streams are to be compared with the best plain one.
 
     Args:
-        device: of the model.
         threads: that kernels have on a CPU.
-        graph: whether CUDA graphs may be captured.
     """
     if has_streams(device):
         return [Setting(two, graph=one) for one in ((False, True) if graph else (False,)) for two in (False, True)]
@@ -193,7 +191,6 @@ def layers_to_give(times: Mapping[str, LayerTimes], passes: int, rest_s: float) 
     takes over half of what the sub-stream has left.
 
     Args:
-        times: of each layer.
         passes: backward passes that were timed.
         rest_s: of a backward pass, outside of these layers.
     """

@@ -45,8 +45,6 @@ class SubStreamFusion(BackwardFusion):
     """Backward fusion whose updates run on the sub-stream where the weight gradient does, and else as they come.
 
     Args:
-        optimizer: of the model's parameters.
-        two_streams: of that model.
         options: of :class:`retime.mechanisms.fusion.BackwardFusion`.
     """
 

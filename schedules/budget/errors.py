@@ -25,7 +25,6 @@ class BudgetError(ScheduleError, RuntimeError):
         problem: what was asked for.
         floor_bytes: the smallest budget with which this would work.
         task: the task that needs the most.
-        layer: its layer.
         hint: what would help.
         samples: the floor is that of so many samples at once; 0: not known.
     """

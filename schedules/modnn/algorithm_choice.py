@@ -17,7 +17,6 @@ class Choice:
     """An algorithm and what has to leave for its workspace.
 
     Args:
-        algorithm: chosen.
         scheme: what makes room; ``None`` where there is room.
         gain_ms: Eq. 10.
         segment: the workspace, once allocated.
@@ -40,8 +39,6 @@ def choose_algorithm(
     """The algorithm for ``task``, whose inputs and outputs are in place.
 
     Args:
-        device: its state.
-        task: about to run.
         now_ms: when its inputs are there.
         techniques: how to choose, and when the prefetches start that a workspace may hold up.
         any_will_do: where the baseline has no room, take another: after a defragmentation there is none to be had.

@@ -13,11 +13,8 @@ class Floor:
     """The least memory for one sub-batch size: Eq. 7 of the paper, with the smallest workspace of each task.
 
     Args:
-        samples: the sub-batch size.
         resident_bytes: S_W: parameters, gradients and optimizer states, which stay in device memory.
         working_bytes: inputs, outputs and workspace of the largest task (Eq. 6).
-        task: that task.
-        layer: its layer.
         workspace_bytes: the workspace within ``working_bytes``.
     """
 
@@ -68,7 +65,6 @@ def ideal_peak_bytes(graph: TaskGraph, samples: int, *, workspace: str = "fastes
     """The peak when nothing leaves the device: each block lives from its first task to its last, inputs from the start.
 
     Args:
-        graph: the step.
         samples: the whole batch.
         workspace: ``"fastest"``, as in the paper's ideal case; ``"least"`` for the smallest workspace of each task.
     """
@@ -101,9 +97,7 @@ def require_floor(graph: TaskGraph, samples: int, budget_bytes: int, *, splittin
     """The floor for ``samples``.
 
     Args:
-        graph: the step.
         samples: the smallest sub-batch allowed.
-        budget_bytes: what there is.
         splitting: whether ``samples`` was free to choose: says which way out the error names.
 
     Raises:

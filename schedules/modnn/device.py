@@ -19,7 +19,6 @@ class Device:
     """Memory, transfer stream and the blocks' whereabouts.
 
     Args:
-        sized: the graph.
         capacity_bytes: for what moves: the budget less what stays.
         bytes_per_ms: of the transfer stream, either way.
     """

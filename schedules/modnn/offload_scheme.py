@@ -34,9 +34,7 @@ def find_scheme(
     last wins, then the one that copies fewer bytes, then the lower address.
 
     Args:
-        device: its state.
         size: bytes wanted in one piece.
-        now_ms: when they are wanted.
         needed_until: blocks used again by this task or an earlier one stay: criterion 2, Figure 5.
         unused_too: drop criterion 1, by which a block stays that no task has used since it was made or fetched. Blocks
             still on their way stay in any case.

@@ -43,7 +43,6 @@ class BatchPlan:
     """How a batch is trained inside a budget.
 
     Args:
-        batch: samples.
         sub_batch: samples of each round; the last one may have fewer.
         round: the schedule of every round but the last, without weight updates; of the only round, with them.
         last: the schedule of the last round, with the weight updates.

@@ -13,7 +13,6 @@ def prefetch(device: Device, task: int, now_ms: float, end_ms: float, techniques
     Tasks of which all inputs are on the device are passed over: nothing is to be done for them.
 
     Args:
-        device: its state.
         task: about to run, from ``now_ms`` to ``end_ms``.
         techniques: when copies start.
     """

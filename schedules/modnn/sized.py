@@ -32,8 +32,6 @@ class Structure:
     Blocks are numbered; those that stay in device memory and empty ones are left out.
 
     Args:
-        tasks: as in the graph.
-        names: of the blocks.
         is_input: whether a block comes from the host.
         needs: by task, blocks that must be in device memory and hold a value when it starts.
         rewrites: by task, those of ``needs`` that it writes again.
@@ -57,11 +55,7 @@ class SizedGraph(Structure):
     """What :func:`size_graph` makes.
 
     Args:
-        samples: the sub-batch size.
-        sizes: bytes of each block.
-        algorithms: by task.
         before_ms: by task, the time of all earlier ones with the fastest algorithms; one more entry for the total.
-        resident_bytes: what stays in device memory throughout.
     """
 
     samples: int
@@ -91,7 +85,6 @@ def size_graph(graph: TaskGraph, samples: int, *, update: bool = True) -> SizedG
     """``graph`` for a sub-batch of so many samples.
 
     Args:
-        graph: the step's tasks and blocks.
         samples: of one sub-batch, 1 or more.
         update: ``False`` leaves out the weight updates: all sub-batches but the last one end before them.
 

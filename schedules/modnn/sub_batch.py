@@ -53,7 +53,6 @@ def select_sub_batch(graph: TaskGraph, batch: int, budget_bytes: int) -> int:
     Where even one sample exceeds Eq. 8, which asks for more than the floor does, the answer is 1.
 
     Args:
-        graph: the step.
         batch: samples of the whole batch; the answer is at most this.
         budget_bytes: what everything has to fit into.
 

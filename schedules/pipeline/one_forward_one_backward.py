@@ -94,9 +94,6 @@ def _in_turn(
     """The skeleton.
 
     Args:
-        placement: see :func:`interleaved`.
-        micro_batches: see :func:`interleaved`.
-        first_output_gradient: see :func:`gpipe`.
         ahead_per_rank: how many forward passes a rank has begun more than the rank behind it when the backward starts.
         split: put off W, rank r by r passes.
     """

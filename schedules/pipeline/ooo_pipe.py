@@ -68,15 +68,7 @@ def ooo_pipe2(
     rank1: F2 F4 O4 W4 O2 W2
 
     Args:
-        stages: how many.
-        ranks: how many.
-        micro_batches: see :func:`ooo_pipe1`.
-        group: consecutive stages that stay together; see :func:`modulo`.
-        costs: see :func:`ooo_pipe1`.
-        hops: see :data:`Hops`.
-        cap: see :data:`Cap`.
-        rule: see :func:`ooo_pipe1`.
-        first_output_gradient: see :func:`gpipe`.
+        stages, ranks, group: see :func:`modulo`; the others see :func:`ooo_pipe1`.
 
     Raises:
         ValueError: when a number is out of its range or the cap is not feasible.

@@ -89,8 +89,6 @@ def modulo(stages: int, ranks: int, *, group: int = 1) -> Placement:
     (0, 0, 1, 1, 0, 0, 1, 1)
 
     Args:
-        stages: how many.
-        ranks: how many.
         group: stages a group, so few that every rank gets one.
 
     Raises:
@@ -115,7 +113,6 @@ def v_shape(stages: int, ranks: int, *, costs: Sequence[float] | None = None) ->
 
     Args:
         stages: how many, at least two a rank.
-        ranks: how many.
         costs: what a stage costs; all the same when left out.
 
     Raises:

@@ -34,13 +34,7 @@ def fastest_list_schedule(
 ) -> Schedule:
     """The list schedule with the least makespan, of several rules: gradient fast-forwarding on a placement.
 
-    Args:
-        placement: which rank holds which stage.
-        micro_batches: at least 1.
-        costs: of the stages.
-        hops: see :data:`Hops`.
-        cap: see :data:`Cap`.
-        first_output_gradient: see :func:`gpipe`.
+    The arguments are those of :func:`list_schedule`.
 
     Raises:
         ValueError: when a number is out of its range or the cap is not feasible.

@@ -55,7 +55,6 @@ def muted_logging(trainer: Trainer, noticed: Callable[[], None] | None = None) -
     """While open, the module's ``log`` and the Trainer's loggers take nothing.
 
     Args:
-        trainer: of the step that is tried out.
         noticed: is called where the step asks a logger of the Trainer's to write.
     """
     loggers = trainer.loggers

@@ -71,8 +71,6 @@ class FusedStepping:
     """Fuses the optimizers of one Trainer; the strategy calls :meth:`start`, :meth:`step` and :meth:`stop`.
 
     Args:
-        mode: of the fusion.
-        bucket_bytes: of its buckets.
         side_stream: whether updates have a stream of their own.
         distributed: whether the model is wrapped in DistributedDataParallel; :meth:`reduce_through` or
             :meth:`leave_plain` then say who reduces what backward fusion updates from.

@@ -160,7 +160,6 @@ def end_behind_batch_on_sigterm(trainer: Trainer, tells_of_lost_rank: Callable[[
     all ranks get SIGTERM, one ends a moment before the others, to which it is lost: they end with SIGTERMException too.
 
     Args:
-        trainer: of the fit.
         tells_of_lost_rank: whether an error says that another rank is gone.
     """
     feature = "the end of a rank that gets SIGTERM"

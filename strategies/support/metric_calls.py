@@ -40,7 +40,6 @@ class MetricCall:
     """One call of a metric in ``training_step``.
 
     Attributes:
-        metric: what is called.
         empty: a copy of it that has counted nothing.
         returns: it was ``forward``, so there is a value of the batch.
         key: names its numbers in examples of a certificate.
@@ -145,7 +144,6 @@ class MetricCalls:
         """One part runs.
 
         Args:
-            samples: of the part.
             numbers: takes scalar arguments by name, for a certificate.
             part: its number; None where it is only tried out, and metrics are to count nothing.
         """
@@ -192,7 +190,6 @@ class MetricCalls:
         """Give the metrics what they were not given yet, and let them show the batch's values.
 
         Args:
-            samples: of each part.
             weights_of: a number among arguments, by its key, in these parts.
         """
         for call in self._calls.values():
@@ -280,7 +277,6 @@ def _value(empty: AnyMetric, given: Arguments, names: Sequence[str]) -> Any:
 
     Args:
         empty: a copy of the metric that counted nothing.
-        given: arguments.
         names: of the values of a call before, which a value that is NaN has too.
     """
     try:

@@ -55,12 +55,10 @@ class LoggedCall:
     """One call of ``log`` in ``training_step``.
 
     Attributes:
-        name: that is logged.
         count: how often the same part logged that name before.
         value: as it was then.
         size: the ``batch_size``; None where Lightning is to look at the batch.
         sized: a ``batch_size`` is given.
-        options: the others of ``log``.
     """
 
     name: str
@@ -211,7 +209,6 @@ class PartLog:
         """While open, nothing is logged; yields numbers by key, for the step's output.
 
         Args:
-            samples: of the part.
             dry: the part is only tried out. Only then numbers are yielded, as examples for a certificate;
                 :meth:`publish` puts together those of real parts, of which some may log what others do not.
             whole: it is the whole batch: its metrics need no help.
@@ -451,13 +448,7 @@ class PipelineLog:
             self._here.calls = None
 
     def collected(self, calls: Sequence[Calls], weights: Sequence[float], samples: Sequence[int]) -> Any:
-        """What other ranks are to be told: calls put together, and metrics that have changed.
-
-        Args:
-            calls: of each micro-batch.
-            weights: of their losses.
-            samples: in them.
-        """
+        """What other ranks are to be told: calls put together, and metrics that have changed."""
         states = {
             name: metric_state(metric)
             for name, metric in self._metrics.items()
@@ -504,12 +495,7 @@ class PipelineLog:
         return replace(call, size=size, value=value.cpu() if isinstance(value, Tensor) else value)
 
     def look(self, look: FirstLook, weights: LossWeights) -> None:
-        """See how each number of the first batch is to be put together, and say of which there is no way to.
-
-        Args:
-            look: at the first batch.
-            weights: of micro-batches' losses.
-        """
+        """See how each number of the first batch is to be put together, and say of which there is no way to."""
         if {one.kind for one in weights.weightings} == {"sum"}:
             self._fallback = "samples"
         outputs = [*(one.whole for one in look.examples), *(run.output for run in look.runs)]
