@@ -1,9 +1,6 @@
 """A Lightning that calls its private hooks by other names: strategies that live in them refuse to train without."""
 
-from collections.abc import Iterator
-
 import pytest
-import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import DDPStrategy
@@ -15,13 +12,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
 ]
 RENAMED = r"without calling DDPStrategy\._register_ddp_hooks.*"
-
-
-@pytest.fixture(autouse=True)
-def _no_group_is_left() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.fixture

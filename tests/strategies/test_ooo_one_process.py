@@ -1,7 +1,6 @@
 """Out-of-order data parallel with one process: trains as the plain way does, and says so once."""
 
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*reverse_first_k.*sync_dist"),  # the same number on all ranks
 ]
 ALONE = "has no effect.*with one process there is no communication to hide"
-
-
-@pytest.fixture(autouse=True)
-def _no_group_is_left() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def data() -> Any:

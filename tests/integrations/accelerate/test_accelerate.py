@@ -1,6 +1,5 @@
 """FusedOptimizer after Accelerator.prepare(): the loop stays, the bits stay."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,18 +10,10 @@ from support.fusion import batches, network
 
 pytest.importorskip("accelerate", reason="needs the extra lightning-retime[accelerate]")
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import AcceleratorState
 
 from retime.foundations.compatibility import Mechanism
 from retime.integrations.accelerate import FusedOptimizer, MemoryBudget
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate() -> Iterator[None]:
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    PartialState._reset_state()
 
 
 def prepared(**options: Any) -> tuple[Any, ...]:

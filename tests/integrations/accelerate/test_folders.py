@@ -4,25 +4,13 @@ Those of pipelines are in test_pipeline_folders.py: up to rounding, as a pipelin
 """
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("accelerate", reason="needs the extra lightning-retime[accelerate]")
-from accelerate.state import AcceleratorState, GradientState, PartialState
-
 from support.accelerate_folders import ON_ONE, ON_TWO, assert_folders_are_interchangeable
 from support.two_ranks import run_two_ranks
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate() -> Iterator[None]:
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    PartialState._reset_state()
 
 
 @pytest.mark.parametrize("name", ON_ONE)

@@ -1,13 +1,11 @@
 """Folders of `accelerator.save_state()` of a pipeline are those of a script on one device, and the other way round."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("accelerate", reason="needs the extra lightning-retime[accelerate]")
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors.torch import load_file
 
 from retime.foundations.messages import NoEffectWarning
@@ -15,15 +13,6 @@ from retime.integrations.accelerate import OutOfOrderPipeline
 from support.accelerate_pipeline_folders import HALF, Loop, losses_of_one_device
 from support.accelerate_pipeline_worker import BATCHES
 from support.two_ranks import run_ranks
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate() -> Iterator[None]:
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    PartialState._reset_state()
 
 
 def outputs(ranks: int, *arguments: str) -> list[str]:

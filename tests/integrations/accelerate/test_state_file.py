@@ -1,7 +1,6 @@
 """Folders of `accelerator.save_state()` are plain ones: plans lie in a file of their own beside the others."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +10,12 @@ from torch import nn
 
 pytest.importorskip("accelerate", reason="needs the extra lightning-retime[accelerate]")
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import AcceleratorState
 
 from retime import NoEffectWarning
 from retime.integrations.accelerate import MemoryBudget, OutOfOrderDataParallel
 from retime.integrations.accelerate.state_file import StateFile
 from support.memory_budget import SMALL, accelerate_loop, loader
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate() -> Iterator[None]:
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    PartialState._reset_state()
 
 
 def plain() -> Accelerator:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 pytest.importorskip("transformers", reason="needs the extra lightning-retime[transformers]")
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
@@ -27,14 +25,6 @@ from retime.integrations.transformers import (
 from retime.mechanisms.out_of_order import ALONE
 from retime.schedules.budget import BudgetError
 from support.transformers_trainers import assert_same, fit, gpt2, trainer
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate() -> Iterator[None]:
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    PartialState._reset_state()
 
 
 def assert_untouched(one: Trainer) -> None:

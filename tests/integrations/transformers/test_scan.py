@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 pytest.importorskip("transformers", reason="needs the extra lightning-retime[transformers]")
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from transformers import Trainer
 
 from retime import ScanGRU, convert, convert_back
@@ -19,14 +17,6 @@ from retime.integrations.transformers import FusedOptimizer
 from support.transformers_trainers import VOCABULARY, Left, assert_same, fit, trainer
 
 WIDTH = 16
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate() -> Iterator[None]:
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    PartialState._reset_state()
 
 
 class Tagger(nn.Module):

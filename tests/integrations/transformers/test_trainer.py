@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 pytest.importorskip("transformers", reason="needs the extra lightning-retime[transformers]")
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
 from retime.foundations.messages import DifferenceWarning
@@ -27,14 +26,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:the log has no grad_norm"),
     pytest.mark.filterwarnings("ignore:.*torch.cpu.amp.autocast.*:FutureWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate() -> Iterator[None]:
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    PartialState._reset_state()
 
 
 class Object(NamedTuple):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -15,13 +13,6 @@ from support import memory_budget as support
 from support.memory_budget import CLASSES, FEATURES, TINY, Net, fit, loader
 
 pytestmark = [*support.IGNORED, pytest.mark.filterwarnings("ignore:.*no longer give the batch's gradient")]
-
-
-@pytest.fixture(autouse=True)
-def _no_group_is_left() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 class EarlyOnly(Net):
