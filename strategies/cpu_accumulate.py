@@ -64,7 +64,6 @@ class CPUAccumulateStrategy(HostReductionMixin, LightningOnly, DDPArguments):
         self._updates: dict[Optimizer, HostUpdate] = {}
         self._updated = HostUpdateReport()
         """Report of optimizers that were swapped for others."""
-        self._reduction: BucketReduction | None = None
         self._last_report = HostReductionReport()
 
     @property
@@ -73,8 +72,8 @@ class CPUAccumulateStrategy(HostReductionMixin, LightningOnly, DDPArguments):
         return (Mechanism.HOST_REDUCTION, *([Mechanism.HOST_UPDATE] if self._update_on_host else []))
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy, made in the middle of a fit too, has the counts; it sums in a fit of its own."""
-        return super().__getstate__() | {"_reduction": None, "_updates": {}, "_last_report": self.report()}
+        """A copy, made in the middle of a fit too, has the counts."""
+        return super().__getstate__() | {"_updates": {}, "_last_report": self.report()}
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
@@ -89,7 +88,7 @@ class CPUAccumulateStrategy(HostReductionMixin, LightningOnly, DDPArguments):
     def register_hooks(self) -> None:
         model = self.model
         assert isinstance(model, DistributedDataParallel)
-        self._end()
+        self.end_reduction()
         if self._update_on_host and self.root_device.type != "cpu":
             raise ValueError(f"update_on_host=True is for processors, not for {self.root_device}: leave it out")
         reducer = self.make_reducer(model)
@@ -145,18 +144,16 @@ class CPUAccumulateStrategy(HostReductionMixin, LightningOnly, DDPArguments):
                 update.remove(failed=True)
             raise
         finally:
+            was_on = self._reduction is not None
             super().teardown()
-            if self._reduction is not None:
-                self._end()
+            if was_on:
                 rank_zero_info(f"retime: {self._last_report.headline}")
 
-    def _end(self) -> None:
+    def end_reduction(self) -> None:
         self._last_report = self.report()
         self._updates.clear()
         self._updated = HostUpdateReport()
-        reduction, self._reduction = self._reduction, None
-        if reduction is not None:
-            reduction.close(failed=sys.exc_info()[0] is not None)
+        super().end_reduction()
 
     def report(self) -> HostReductionReport:
         """What was added up so far, and where; what was updated together, and the state that this rank holds for it."""

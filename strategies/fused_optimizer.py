@@ -1,6 +1,5 @@
 """Optimizer fusion as Lightning strategies (Jiang et al. 2021)."""
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -145,7 +144,6 @@ class FusedOptimizerDDPStrategy(HostReductionMixin, _Fused, DDPArguments):
             refuse_users_hook(Mechanism.HOST_REDUCTION, ddp)
         self._stepping = FusedStepping(mode, bucket_bytes, distributed=True)
         self.reduce_on = reduce_on
-        self._reduction: BucketReduction | None = None
 
     @property
     def mechanisms(self) -> tuple[Mechanism, ...]:
@@ -157,17 +155,13 @@ class FusedOptimizerDDPStrategy(HostReductionMixin, _Fused, DDPArguments):
     def _sums_beside_fusion(self) -> bool:
         return self.reduce_on == "host" and self._stepping.mode == "forward"
 
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy, made in the middle of a fit too, sums in a fit of its own."""
-        return super().__getstate__() | {"_reduction": None}
-
     def take_report(self, report: FusionReport) -> None:
         self._stepping.take_report(report)
 
     def register_hooks(self) -> None:
         model = self.model
         assert isinstance(model, DistributedDataParallel)
-        self._end_reduction()
+        self.end_reduction()
         reducer = self.make_reducer(model)
         if self._stepping.mode == "forward":
             if reducer is None:
@@ -184,12 +178,3 @@ class FusedOptimizerDDPStrategy(HostReductionMixin, _Fused, DDPArguments):
         if self.root_device.type == "cuda":  # on other devices Lightning's DDPStrategy ignores the user's hook too
             hook, state = user_comm_hook(self)
         self._stepping.reduce_through(ReductionHook(model, hook, state, reducer=reducer))
-
-    def teardown(self) -> None:
-        super().teardown()
-        self._end_reduction()
-
-    def _end_reduction(self) -> None:
-        reduction, self._reduction = self._reduction, None
-        if reduction is not None:
-            reduction.close(failed=sys.exc_info()[0] is not None)

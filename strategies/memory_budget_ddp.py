@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -93,7 +92,6 @@ class MemoryBudgetDDPStrategy(HostReductionMixin, Budgeted, DDPArguments):
         if reduce_on == "host":
             refuse_users_hook(Mechanism.HOST_REDUCTION, ddp)
         self.reduce_on = reduce_on
-        self._reduction: BucketReduction | None = None
 
     @property
     def mechanisms(self) -> tuple[Mechanism, ...]:
@@ -102,7 +100,7 @@ class MemoryBudgetDDPStrategy(HostReductionMixin, Budgeted, DDPArguments):
 
     def _make_step(self, module: LightningModule, **options: Any) -> BudgetedStep:
         agreement = RankAgreement(timeout_of(self))
-        self._end_reduction()
+        self.end_reduction()
         model = self.model
         assert isinstance(model, DistributedDataParallel)
         reducer = self.make_reducer(model)
@@ -118,15 +116,6 @@ class MemoryBudgetDDPStrategy(HostReductionMixin, Budgeted, DDPArguments):
 
     def take_report(self, report: BudgetReport | None) -> None:
         self._last_report = report
-
-    def teardown(self) -> None:
-        super().teardown()
-        self._end_reduction()
-
-    def _end_reduction(self) -> None:
-        reduction, self._reduction = self._reduction, None
-        if reduction is not None:
-            reduction.close(failed=sys.exc_info()[0] is not None)
 
     def on_exception(self, exception: BaseException) -> None:
         unused = "Expected to have finished reduction" in str(exception)

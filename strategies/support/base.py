@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from retime.foundations.arguments import Above, AtLeast, AtMost, Timeout, checked
 from retime.foundations.compatibility import Mechanism, refuse
 from retime.foundations.ddp import RankLostError, RankProcesses, Reducer, sparse_layer
-from retime.mechanisms.cpu_accumulation import HostReducer
+from retime.mechanisms.cpu_accumulation import BucketReduction, HostReducer
 from retime.strategies.support.lightning_private import (
     DDPMoments,
     Launcher,
@@ -141,6 +141,11 @@ class HostReductionMixin(DDPMoments):
     reduce_on: ReduceOn = "device"
     urgent_sums = False
     """Whether some sums are to overtake others."""
+    _reduction: BucketReduction | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, made in the middle of a fit too, sums in a fit of its own."""
+        return super().__getstate__() | {"_reduction": None}
 
     def make_reducer(self, model: DistributedDataParallel) -> Reducer | None:
         """What sums this model's gradients; None: all-reduces where they are. All ranks call this before they train.
@@ -157,6 +162,16 @@ class HostReductionMixin(DDPMoments):
                 "communication hook: use sparse=False, or strategy='ddp' or reduce_on='device'"
             )
         return HostReducer(self.root_device, model.process_group, timeout_of(self), overtakes=self.urgent_sums)
+
+    def end_reduction(self) -> None:
+        """Take off what sums beside the mechanism, if anything does."""
+        reduction, self._reduction = self._reduction, None
+        if reduction is not None:
+            reduction.close(failed=sys.exc_info()[0] is not None)
+
+    def teardown(self) -> None:
+        super().teardown()
+        self.end_reduction()
 
 
 # Reports of fits that run in processes of their own: rank 0 returns its report with the weights.
