@@ -1,19 +1,15 @@
 """Optimizer fusion as Lightning strategies (Jiang et al. 2021)."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from retime.foundations.arguments import checked
 from retime.foundations.compatibility import Mechanism
@@ -28,11 +24,11 @@ from retime.strategies.support.base import (
     SingleDevice,
     refuse_users_hook,
 )
-from retime.strategies.support.fused_stepping import FusedStepping
+from retime.strategies.support.fused_stepping import FusedStepping, StepsFused
 from retime.strategies.support.lightning_private import user_comm_hook
 
 
-class _Fused(LightningOnly, Strategy):
+class _Fused(LightningOnly, StepsFused):
     """What both strategies do: hand every step to the stepping, and take everything off at the end."""
 
     _stepping: FusedStepping
@@ -46,24 +42,6 @@ class _Fused(LightningOnly, Strategy):
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             rank_zero_info(f"retime: {self._stepping.start(trainer)}")
-
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        self._stepping.before_backward(closure_loss)
-        super().pre_backward(closure_loss)
-
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        plain = super().optimizer_step
-        module = self.lightning_module
-        assert module is not None
-        return self._stepping.step(
-            module.trainer, optimizer, closure, lambda chosen: plain(optimizer, chosen, model, **kwargs), kwargs
-        )
 
     def teardown(self) -> None:
         if self._stepping.stop():

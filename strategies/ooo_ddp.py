@@ -2,14 +2,14 @@
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -27,7 +27,7 @@ from retime.strategies.support.base import (
     hook_was_not_asked_for,
     refuse_users_hook,
 )
-from retime.strategies.support.fused_stepping import FusedStepping
+from retime.strategies.support.fused_stepping import FusedStepping, StepsFused
 from retime.strategies.support.lightning_private import ddp_options, timeout_of
 
 CHECKPOINT_KEY = "retime_ooo_ddp"
@@ -36,7 +36,7 @@ FIXED_BUCKET_MB = 4
 MANUAL = "manual optimization decides by itself which gradients it wants; the order of its backward passes stays"
 
 
-class OOODataParallelStrategy(HostReductionMixin, LightningOnly, DDPArguments):
+class OOODataParallelStrategy(HostReductionMixin, LightningOnly, StepsFused, DDPArguments):
     """``ddp`` that hides gradient communication behind weight gradients and behind the next forward pass.
 
     The weight gradients of the first k blocks run last, in forward order, each block's gradients leave at once, and
@@ -65,6 +65,7 @@ class OOODataParallelStrategy(HostReductionMixin, LightningOnly, DDPArguments):
     strategy_name = "ooo_ddp"
     mechanisms = (Mechanism.OUT_OF_ORDER,)
     urgent_sums = True
+    _stepping: FusedStepping
 
     @checked
     def __init__(
@@ -177,25 +178,13 @@ class OOODataParallelStrategy(HostReductionMixin, LightningOnly, DDPArguments):
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self._ooo is not None:
             self._tell_search()
-            self._stepping.before_backward(closure_loss)
-            self._ooo.watch(closure_loss)
         super().pre_backward(closure_loss)
+        if self._ooo is not None:
+            self._ooo.watch(closure_loss)
 
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        plain = super().optimizer_step
-        if self._ooo is None or not self._cross_iteration:
-            return plain(optimizer, closure, model, **kwargs)
-        module = self.lightning_module
-        assert module is not None
-        return self._stepping.step(
-            module.trainer, optimizer, closure, lambda chosen: plain(optimizer, chosen, model, **kwargs), kwargs
-        )
+    @property
+    def fuses_steps(self) -> bool:
+        return self._ooo is not None and self._cross_iteration
 
     def _tell_search(self) -> None:
         """Say once that a search has begun, and once what it found."""

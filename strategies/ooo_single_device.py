@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,6 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from retime.foundations.arguments import checked
@@ -24,10 +23,10 @@ from retime.foundations.streams import has_streams
 from retime.mechanisms.fusion import BackwardFusion
 from retime.mechanisms.two_streams import NO_UPDATES_IN_GRAPHS, Threads, TwoStreamBackward, TwoStreamReport
 from retime.strategies.support.base import LightningOnly, SingleDevice
-from retime.strategies.support.fused_stepping import IN_A_TRAINER, FusedStepping
+from retime.strategies.support.fused_stepping import IN_A_TRAINER, FusedStepping, StepsFused
 
 
-class OOOSingleDeviceStrategy(LightningOnly, SingleDevice):
+class OOOSingleDeviceStrategy(LightningOnly, StepsFused, SingleDevice):
     """One device, with weight gradients of linear layers and convolutions on a stream beside the output gradients.
 
     On CUDA the fit runs on a stream of high priority, and the weight gradients on one of lower priority. On a CPU they
@@ -122,27 +121,6 @@ class OOOSingleDeviceStrategy(LightningOnly, SingleDevice):
     def _make_fusion(self, optimizer: Optimizer, module: LightningModule) -> BackwardFusion:
         assert self._two_streams is not None
         return self._two_streams.fuse(optimizer, **IN_A_TRAINER)
-
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        if self._stepping is not None:
-            self._stepping.before_backward(closure_loss)
-        super().pre_backward(closure_loss)
-
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        plain = super().optimizer_step
-        if self._stepping is None:
-            return plain(optimizer, closure, model, **kwargs)
-        module = self.lightning_module
-        assert module is not None
-        return self._stepping.step(
-            module.trainer, optimizer, closure, lambda chosen: plain(optimizer, chosen, model, **kwargs), kwargs
-        )
 
     def teardown(self) -> None:
         self._take_off()

@@ -337,6 +337,38 @@ class FusedStepping:
         return self._plain.followed_by(functools.reduce(FusionReport.beside, now, FusionReport(mode=self.mode)))
 
 
+class StepsFused(Strategy):
+    """Hands backward passes and optimizer steps to the stepping of a strategy, where it has one."""
+
+    _stepping: FusedStepping | None
+
+    @property
+    def fuses_steps(self) -> bool:
+        """Whether this fit's steps go through the stepping."""
+        return self._stepping is not None
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        if self._stepping is not None:
+            self._stepping.before_backward(closure_loss)
+        super().pre_backward(closure_loss)
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        plain = super().optimizer_step
+        if self._stepping is None or not self.fuses_steps:
+            return plain(optimizer, closure, model, **kwargs)
+        module = self.lightning_module
+        assert module is not None
+        return self._stepping.step(
+            module.trainer, optimizer, closure, lambda chosen: plain(optimizer, chosen, model, **kwargs), kwargs
+        )
+
+
 def _why_not_in_backward(trainer: Trainer, module: LightningModule) -> str | None:
     if not module.automatic_optimization:
         return f"manual optimization decides by itself when to step; {_USE_FORWARD}"
