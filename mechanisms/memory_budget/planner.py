@@ -321,5 +321,5 @@ class StepPlanner:
 
 
 def _note(memory: StepMemory, *more: str) -> str:
-    unknown = [f"what {name} keeps for itself is not counted" for name in memory.not_run]
+    unknown = [f"what {name} keeps for itself is not counted" for name in memory.runs.not_run]
     return "; ".join(filter(None, (memory.note, *unknown, *more)))

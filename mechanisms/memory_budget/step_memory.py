@@ -431,6 +431,9 @@ class StepMemory:
             of tensors than their description says (oneDNN's LSTM a work space); then real runs are used.
         runs: instead of new ones of ``step``, for ``sub_batches``.
         floor: by default the floor with what ``costs`` say.
+
+    Attributes:
+        runs: the dry runs behind the numbers.
     """
 
     def __init__(
@@ -445,29 +448,19 @@ class StepMemory:
     ) -> None:
         self.step = step
         self.costs = costs or StepCosts()
-        self._runs = runs or StepRuns(step, sub_batches, check=check)
-        self.sub_batches = self._runs.sub_batches
-        self._floor = floor or FloorSearch(self._runs, _least_of(self.costs, self.sub_batches[0]))
+        self.runs = runs or StepRuns(step, sub_batches, check=check)
+        self.sub_batches = self.runs.sub_batches
+        self._floor = floor or FloorSearch(self.runs, _least_of(self.costs, self.sub_batches[0]))
 
     @property
     def plain(self) -> StepProfile | None:
         """The whole batch with nothing offloaded; None where the step cannot be run dry."""
-        return self._runs.plain
+        return self.runs.plain
 
     @property
     def note(self) -> str:
         """Why predictions are not exact, or nothing can be offloaded; empty if they are, and storages can."""
-        return self._runs.note
-
-    @property
-    def not_run(self) -> list[str]:
-        """Classes of optimizers whose states are not known, because they could not be run by themselves."""
-        return self._runs.not_run
-
-    @property
-    def update_bytes(self) -> int:
-        """What is held during the optimizers' updates."""
-        return self._runs.update_bytes
+        return self.runs.note
 
     def require(self, budget_bytes: int) -> None:
         """Refuse a budget below the floor, which need not be found out for one that the plain step fits into.
@@ -482,36 +475,24 @@ class StepMemory:
         """Everything offloaded, the smallest sub-batch, nothing fetched ahead; never more than the plain step needs."""
         return self._floor.floor
 
-    def lifetimes(self, sub_batch: int) -> Lifetimes:
-        """Lives of storages for the whole batch at once, or for parts of it."""
-        return self._runs.lifetimes(sub_batch)
-
-    def plan(self, sub_batch: int, *, all_of: bool = False) -> OffloadPlan:
-        """Nothing, or everything, offloaded."""
-        return self._runs.plan(sub_batch, all_of=all_of)
-
     def peak_bytes(self, plan: OffloadPlan, in_flight_bytes: int = 0) -> int:
         """What tensors and operations hold at most under a plan, put together from the dry runs."""
-        return self._runs.peak_bytes(plan, in_flight_bytes, self.costs.operations)
+        return self.runs.peak_bytes(plan, in_flight_bytes, self.costs.operations)
 
     def exact_bytes(self, plan: OffloadPlan, in_flight_bytes: int = 0) -> tuple[int, int]:
         """The same by a dry run under this very plan, or put together where there is none; and of tensors alone.
 
         The second number is 0 where nothing can be run dry.
         """
-        return self._runs.exact_bytes(plan, in_flight_bytes, self.costs.operations)
+        return self.runs.exact_bytes(plan, in_flight_bytes, self.costs.operations)
 
     def small_bytes(self, plan: OffloadPlan, in_flight_bytes: int = 0) -> int:
         """Return by how much the peak is lower without tensors that a pool leaves to the C library; 0 where unknown."""
-        return self._runs.small_bytes(plan, in_flight_bytes, self.costs.operations)
-
-    def exact_run(self, plan: OffloadPlan, in_flight_bytes: int = 0) -> StepProfile:
-        """A dry run under this very plan, without the update, for steps that can be run dry."""
-        return self._runs.exact_run(plan, in_flight_bytes)
+        return self.runs.small_bytes(plan, in_flight_bytes, self.costs.operations)
 
     def with_sizes(self, sub_batches: tuple[int, ...], costs: StepCosts, *, check: bool) -> StepMemory:
         """The same step with other arguments; its dry run of the whole batch is not made again."""
-        runs = StepRuns(self.step, sub_batches, check=check, earlier=self._runs)
+        runs = StepRuns(self.step, sub_batches, check=check, earlier=self.runs)
         return StepMemory(self.step, sub_batches, costs, runs=runs)
 
     def with_least(self, least: StepCosts, most_bytes: int | None = None) -> StepMemory:
@@ -521,12 +502,12 @@ class StepMemory:
             least: measured for the floor; see :func:`least_costs`.
             most_bytes: budgets of so much are accepted without asking for the floor, so it is no higher; None: unknown.
         """
-        floor = FloorSearch(self._runs, least, most_bytes)
-        return StepMemory(self.step, self.sub_batches, self.costs, runs=self._runs, floor=floor)
+        floor = FloorSearch(self.runs, least, most_bytes)
+        return StepMemory(self.step, self.sub_batches, self.costs, runs=self.runs, floor=floor)
 
     def with_costs(self, costs: StepCosts) -> StepMemory:
         """The same runs and the same floor with other costs, once they have been measured."""
-        return StepMemory(self.step, self.sub_batches, costs, runs=self._runs, floor=self._floor)
+        return StepMemory(self.step, self.sub_batches, costs, runs=self.runs, floor=self._floor)
 
 
 def _least_of(costs: StepCosts, smallest: int) -> StepCosts:

@@ -80,4 +80,4 @@ def test_batch_norm_in_a_step_that_only_runs_for_real_gets_two_samples() -> None
     memory = StepMemory(step, (8,))
     assert memory.plain is None
     assert memory.floor.bytes > sum(parameter.nbytes for parameter in model.parameters())
-    assert memory.lifetimes(8).peak_bytes(memory.plan(8)) >= memory.floor.resident_bytes
+    assert memory.runs.lifetimes(8).peak_bytes(memory.runs.plan(8)) >= memory.floor.resident_bytes
