@@ -11,7 +11,6 @@ from retime.schedules.data_parallel import (
     size_buckets,
 )
 from retime.schedules.dependencies import dependencies
-from retime.schedules.depth import depth
 from retime.schedules.errors import ScheduleError
 from retime.schedules.fusion import backward_fusion, baseline, forward_fusion
 from retime.schedules.k_search import KSearch
@@ -80,7 +79,6 @@ __all__ = [
     "baseline",
     "communicate_last",
     "dependencies",
-    "depth",
     "execution_order",
     "forward_fusion",
     "joint_schedule",

@@ -2,17 +2,7 @@
 
 import pytest
 
-from retime.schedules import (
-    Schedule,
-    ScheduleError,
-    backward_fusion,
-    baseline,
-    depth,
-    forward_fusion,
-    simulate,
-    step_buffers,
-    validate,
-)
+from retime.schedules import backward_fusion, baseline, forward_fusion, simulate, step_buffers, validate
 
 PLANNERS = [baseline, backward_fusion, forward_fusion]
 
@@ -38,23 +28,11 @@ def test_forward_fusion_of_one_step_is_the_baseline():
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 5, 19, 100])
 def test_depths_of_section_3(layers):
-    updates_aside = {"U": "update"}
-    assert depth(baseline(layers)) == 3 * layers
-    assert depth(baseline(layers), updates_aside) == 3 * layers
-    assert depth(backward_fusion(layers), updates_aside) == 2 * layers + 1
-
-
-def test_depth_on_one_lane_counts_every_node():
-    assert depth(backward_fusion(5)) == 15
-    assert depth(baseline(5), split_backward=True) == 5 + 9 + 5
-    assert depth(Schedule(())) == 0
-
-
-def test_depth_refuses_to_join_what_stands_apart():
-    apart = Schedule.parse("O3 O2 W1 W2 W3")
-    assert depth(apart, split_backward=True) == 5
-    with pytest.raises(ScheduleError, match=r"O and W of layer 2 stand so far apart.*split_backward=True"):
-        depth(apart)
+    """With O and W as one node, as an eager framework runs them, an update waits for the last node, or for its own."""
+    nodes, updates_aside = {"F": 1, "O": 0, "W": 1, "U": 1}, {"U": "update"}
+    assert simulate(baseline(layers), nodes).makespan_ms == 3 * layers
+    assert simulate(baseline(layers), nodes, updates_aside).makespan_ms == 3 * layers
+    assert simulate(backward_fusion(layers), nodes, updates_aside).makespan_ms == 2 * layers + 1
 
 
 def test_updates_beside_the_backward_pass_take_the_time_of_one():
