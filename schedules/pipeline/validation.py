@@ -1,26 +1,17 @@
-"""Is a pipeline schedule complete, on the right ranks, free of circles, and within its cap?"""
+"""Is a pipeline schedule complete, on the right ranks and free of circles?"""
 
 from __future__ import annotations
 
 from retime.schedules.errors import ScheduleError, mark
-from retime.schedules.pipeline.costs import StageCosts, check_stages
 from retime.schedules.pipeline.lanes import lane_name
-from retime.schedules.pipeline.list_scheduler import Cap, cap_table
 from retime.schedules.pipeline.placement import Placement
-from retime.schedules.schedule import Lane, Schedule
+from retime.schedules.schedule import Schedule
 from retime.schedules.tasks import Kind, Task
 from retime.schedules.validate import validate
 
 
-def validate_pipeline(
-    schedule: Schedule,
-    placement: Placement,
-    micro_batches: int | None,
-    *,
-    cap: Cap = None,
-    costs: StageCosts | None = None,
-) -> None:
-    """Check that each F, O and W is there once and on its rank, that all can run, and that the cap holds.
+def validate_pipeline(schedule: Schedule, placement: Placement, micro_batches: int | None) -> None:
+    """Check that each F, O and W is there once and on its rank, and that all can run.
 
     O1 may be listed for all micro-batches or for none.
 
@@ -35,31 +26,23 @@ def validate_pipeline(
         schedule: a lane a rank; further lanes may hold S.
         placement: which rank holds which stage.
         micro_batches: how many, or ``None`` for one whole batch.
-        cap: see :data:`Cap`.
-        costs: whose ``activation_bytes`` the cap counts; one a stage when left out.
 
     Raises:
         ScheduleError: at the first mistake, with its lane and a mark.
-        ValueError: when the cap is not feasible or the costs are of other stages.
     """
-    costs = costs or StageCosts.uniform(placement.stages)
-    check_stages(costs, placement)
-    caps = cap_table(cap, placement, costs)
     batches = [None] if micro_batches is None else list(range(micro_batches))
     names = {lane_name(rank): rank for rank in range(placement.ranks)}
     for lane in schedule.lanes:
         for position, task in enumerate(lane.tasks):
             mistake = _mistake(task, names.get(lane.name), placement, batches)
             if mistake:
-                raise ScheduleError(f"{task} {mistake}\n{_mark(lane, position)}")
+                where = mark([str(one) for one in lane.tasks], position, prefix=f"{lane.name}: ")
+                raise ScheduleError(f"{task} {mistake}\n{where}")
     for task in _expected(schedule, placement, batches):
         if task not in schedule:
             rank = lane_name(placement.rank_of[task.layer - 1])
             raise ScheduleError(f"{task} is missing: put it on {rank}")
     validate(schedule)
-    for lane in schedule.lanes:
-        if lane.name in names:
-            _check_cap(lane, caps[names[lane.name]], costs)
 
 
 def _mistake(task: Task, rank: int | None, placement: Placement, batches: list[int] | list[None]) -> str | None:
@@ -84,21 +67,3 @@ def _expected(schedule: Schedule, placement: Placement, batches: list[int] | lis
         for kind in (Kind.F, Kind.O, Kind.W)
         if kind is not Kind.O or stage > 1 or lists_o1
     ]
-
-
-def _check_cap(lane: Lane, cap: float, costs: StageCosts) -> None:
-    alive = 0.0
-    for position, task in enumerate(lane.tasks):
-        if task.kind is Kind.F:
-            alive += costs.activation_bytes[task.layer - 1]
-            if alive > cap * (1 + 1e-9):
-                raise ScheduleError(
-                    f"{task} makes {alive:g} of activations alive where the cap is {cap:g}: run a W before it\n"
-                    f"{_mark(lane, position)}"
-                )
-        elif task.kind is Kind.W:
-            alive -= costs.activation_bytes[task.layer - 1]
-
-
-def _mark(lane: Lane, position: int) -> str:
-    return mark([str(task) for task in lane.tasks], position, prefix=f"{lane.name}: ")

@@ -32,8 +32,10 @@ def ours(placement, micro_batches, **options):
     """Milliseconds of the fastest list schedule where F, O and W of a stage take one, and O1 is run."""
     costs, hops = StageCosts.uniform(placement.stages), options.get("hops", 0.0)
     schedule = fastest_list_schedule(placement, micro_batches, costs, first_output_gradient=True, **options)
-    validate_pipeline(schedule, placement, micro_batches, cap=options.get("cap"))
-    return simulate_pipeline(schedule, placement, costs, hops=hops).makespan_ms
+    validate_pipeline(schedule, placement, micro_batches)
+    ran = simulate_pipeline(schedule, placement, costs, hops=hops)
+    assert max(ran.peak_bytes) <= options.get("cap", micro_batches * placement.stages)
+    return ran.makespan_ms
 
 
 def published(order, placement, micro_batches, hops=0.0):
@@ -76,12 +78,13 @@ def test_random_models(seed):
     hops = chance.choice((0, 0.3))
     for placement in placements(stages, ranks):
         schedule = fastest_list_schedule(placement, micro_batches, costs, hops=hops, cap=cap)
-        validate_pipeline(schedule, placement, micro_batches, cap=cap, costs=costs)
+        validate_pipeline(schedule, placement, micro_batches)
         assert schedule == fastest_list_schedule(placement, micro_batches, costs, hops=hops, cap=cap)
-        took_ms = simulate_pipeline(schedule, placement, costs, hops=hops).makespan_ms
+        ran = simulate_pipeline(schedule, placement, costs, hops=hops)
+        assert cap is None or max(ran.peak_bytes) <= cap
         for rule in (GREEDY, FLUSH) if cap is None else (GREEDY,):
             _, alone_ms = list_schedule(placement, micro_batches, costs, hops=hops, cap=cap, rule=rule)
-            assert took_ms <= alone_ms * (1 + 1e-9)
+            assert ran.makespan_ms <= alone_ms * (1 + 1e-9)
 
 
 def test_coarser_groups_where_messages_are_dear():
