@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from retime.foundations.messages import parse_bytes, warn_no_effect
+from retime.foundations.messages import warn_no_effect
 from retime.mechanisms.memory_budget.offload.last_owner import never_at_once
 from retime.mechanisms.memory_budget.offload.tier import Finalizers, HostError
 
@@ -105,22 +105,18 @@ class HostDisk:
     Args:
         folder: an existing folder on a disk. On a file system that is memory itself a warning says so.
         device: whose storages are taken; host memory is what this tier reads, so only CPU storages are.
-        capacity_bytes: reserved at once; the file grows beyond it when it has to.
 
     Raises:
-        HostError: the folder is missing, cannot be written to, or has not ``capacity_bytes`` left.
+        HostError: the folder is missing, or cannot be written to.
         TypeError: ``folder`` is no path.
         ValueError: the device is not the CPU.
     """
 
-    def __init__(
-        self, folder: str | Path, *, device: torch.device | str = "cpu", capacity_bytes: int | str = 0
-    ) -> None:
+    def __init__(self, folder: str | Path, *, device: torch.device | str = "cpu") -> None:
         if not isinstance(folder, str | Path):  # a number would be taken for an open file, and closed
             raise TypeError(f"HostDisk(folder={folder!r}): name a folder, as text or as a Path")
         if torch.device(device).type != "cpu":
             raise ValueError(f"host='disk:{folder}' takes storages of the CPU, not of {device}: use host='memory'")
-        capacity_bytes = parse_bytes("capacity_bytes", capacity_bytes, least=0)
         self.name = f"disk:{folder}"
         try:
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  # open as long as the tier
@@ -136,16 +132,10 @@ class HostDisk:
         self._extents = Extents()
         self._left = Finalizers()
         self._lock = threading.RLock()
-        self._capacity_bytes = capacity_bytes
         self._reserved = 0
         self._live = 0
         self._closed = False
         self._pool = _started()
-        try:
-            self._reserve(capacity_bytes)
-        except HostError:
-            self.close()
-            raise
 
     def takes(self, device: torch.device) -> bool:
         return device.type == "cpu"
@@ -155,7 +145,7 @@ class HostDisk:
             self._check_open()
             nbytes += storages * self._extents.rounded(1)
             self._left.see_to()
-            self._shrink(max(nbytes, self._capacity_bytes, self._extents.trimmed()))
+            self._shrink(max(nbytes, self._extents.trimmed()))
             self._reserve(nbytes)
 
     def store(self, source: torch.UntypedStorage) -> _DiskCopy:

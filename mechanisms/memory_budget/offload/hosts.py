@@ -214,20 +214,18 @@ def check_host_text(text: str | None) -> None:
         raise ValueError(f"host={text!r} names no place for offloaded tensors: use 'memory' or 'disk:FOLDER'")
 
 
-def parse_host(text: str | None, device: torch.device | str, capacity_bytes: int | str = 0) -> HostTier:
+def parse_host(text: str | None, device: torch.device | str) -> HostTier:
     """The host tier that ``host=text`` means for training on ``device``.
 
     Args:
         text: ``"memory"``: CPU memory, for CUDA devices. ``"disk:FOLDER"``: a file there, for training on the CPU.
             None: memory for CUDA, the folder for temporary files otherwise.
         device: where the step computes.
-        capacity_bytes: space to reserve on a disk at once, so that a full disk shows before the first step; or a text
-            such as ``"1GiB"``.
 
     Raises:
         TypeError: no text, and not None.
         ValueError: the text names no tier, or one that is no use for the device.
-        HostError: the folder is missing, cannot be written to, or has not the space.
+        HostError: the folder is missing, or cannot be written to.
     """
     check_host_text(text)
     device = torch.device(device)
@@ -235,7 +233,7 @@ def parse_host(text: str | None, device: torch.device | str, capacity_bytes: int
     if text is None:
         text = f"disk:{tempfile.gettempdir()}" if in_host_memory else "memory"
     if text != "memory":
-        return HostDisk(text.removeprefix("disk:"), device=device, capacity_bytes=capacity_bytes)
+        return HostDisk(text.removeprefix("disk:"), device=device)
     if in_host_memory:
         raise ValueError("host='memory' frees nothing when the model trains on the CPU: use host='disk:FOLDER'")
     return HostMemory(device)

@@ -25,10 +25,3 @@ def test_a_folder_is_a_path(folder: object) -> None:
     with pytest.raises(TypeError, match="name a folder"):
         HostDisk(folder)  # type: ignore[arg-type]
     os.fstat(1)  # still open
-
-
-def test_texts_name_sizes(tmp_path: Path) -> None:
-    with HostDisk(tmp_path, capacity_bytes="1MiB") as host:
-        assert os.fstat(host._file.fileno()).st_size == 2**20
-    with pytest.raises(ValueError, match="capacity_bytes='much' cannot be read"):
-        HostDisk(tmp_path, capacity_bytes="much")

@@ -52,7 +52,8 @@ def test_what_comes_back_is_what_left(tmp_path: Path, tier: str) -> None:
 
 
 def test_space_is_reserved_before_the_first_step(tmp_path: Path) -> None:
-    with HostDisk(tmp_path, capacity_bytes=3_000_000) as host:
+    with HostDisk(tmp_path) as host:
+        host.reserve(3_000_000, 0)
         assert os.fstat(host._file.fileno()).st_blocks * 512 >= 3_000_000
         assert os.listdir(tmp_path) == []  # the file has no name
 
@@ -74,8 +75,8 @@ def test_a_full_disk_says_what_to_do_and_holds_nothing(tmp_path: Path, monkeypat
                 host.store(storage(5000))
             assert caught.value.errno == errno.ENOSPC
         assert host.live_bytes() == 0
-    with pytest.raises(HostError):
-        HostDisk(tmp_path, capacity_bytes=1)
+        with pytest.raises(HostError):
+            host.reserve(1, 0)
 
 
 def test_a_real_limit_on_the_file_is_an_error_of_the_forward_pass(tmp_path: Path) -> None:
@@ -105,7 +106,7 @@ def test_a_folder_in_memory_is_warned_of() -> None:
 
 
 def test_parse_host(tmp_path: Path) -> None:
-    host = parse_host(f"disk:{tmp_path}", "cpu", capacity_bytes=10)
+    host = parse_host(f"disk:{tmp_path}", "cpu")
     assert isinstance(host, HostDisk)
     host.close()
     with pytest.raises(ValueError, match="'disk:FOLDER'"):

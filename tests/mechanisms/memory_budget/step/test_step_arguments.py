@@ -23,7 +23,7 @@ def test_sizes_are_texts_too(tmp_path: Path) -> None:
     built = step(budget_bytes="8GiB", reduction_bytes="1MiB")
     assert built.budget_bytes == 8 * 2**30
     built.remove()
-    with parse_host(f"disk:{tmp_path}", "cpu", "1MiB") as host:  # type: ignore[attr-defined]
+    with parse_host(f"disk:{tmp_path}", "cpu") as host:  # type: ignore[attr-defined]
         offload = OffloadSavedTensors(OffloadPlan(1), host, in_flight_bytes="1MiB", planned_bytes="2 kB")
         assert (offload.in_flight_bytes, offload.planned_bytes) == (2**20, 2000)
 
