@@ -275,32 +275,27 @@ def calibrate(
     step: TrainingStep,
     host: HostTier,
     *,
-    sub_batches: tuple[int, int] | None = None,
     plain: StepProfile | None = None,
     budget_bytes: int = 2**62,
     timed: bool = True,
 ) -> StepCosts:
     """Run the step with two sub-batch sizes, and time copies to the host.
 
+    They are an eighth and a quarter of the batch, or as many samples as fit into the budget, and at least two with
+    batch statistics. While memory is measured, all that can be is offloaded: nothing where the step refuses
+    saved-tensor hooks.
+
     Args:
         step: what to run. Its state, and the random generators, stay as they are.
         host: the tier that is timed.
-        sub_batches: numbers of samples, the smaller one first; by default an eighth and a quarter of the batch, or as
-            many as fit into the budget, and at least two samples with batch statistics. While memory is measured, all
-            that can be is offloaded: nothing where the step refuses saved-tensor hooks.
         plain: a dry run of the whole batch. With it the model's own parameters are read, unless the step writes into
             them; without it copies are.
         budget_bytes: what the step may need, with parameters and the batch.
         timed: False asks no clock: times follow from bytes and operations, so that every run finds the same.
-
-    Raises:
-        ValueError: two equal sizes, or more samples than the batch has.
     """
-    if sub_batches and not 0 < sub_batches[0] < sub_batches[1] <= step.samples:
-        raise ValueError(f"{sub_batches=}: give two sizes within the batch of {step.samples}, smaller first")
     # A BatchNorm after pooling refuses one sample.
     least = min(step.samples, 2 if batch_statistics_layers(step.module) else 1)
-    low, high, fits = (*sub_batches, True) if sub_batches else _sizes_within(step.samples, least, plain, budget_bytes)
+    low, high, fits = _sizes_within(step.samples, least, plain, budget_bytes)
     parameter = next(step.module.parameters())
     with within(step.given(), budget_bytes) as pool:
         room = budget_bytes - pool.bytes_elsewhere(step.given()) if pool.installed else 0

@@ -16,7 +16,6 @@ import torch
 from retime.foundations.arguments import AtLeast, checked
 from retime.foundations.cpu_pool import within
 from retime.foundations.storages import strided_bytes
-from retime.mechanisms.memory_budget.costs import StepCosts
 from retime.mechanisms.memory_budget.dry_run import DryRun, StepProfile, TrainingStep
 from retime.mechanisms.memory_budget.offload import HostTier
 from retime.mechanisms.memory_budget.step_memory import MemoryFloor, StepMemory
@@ -320,8 +319,6 @@ def search_plan(
     step: TrainingStep,
     budget_bytes: Annotated[int, AtLeast(1)],
     *,
-    sub_batches: tuple[int, ...] | None = None,
-    costs: StepCosts | None = None,
     memory: StepMemory | None = None,
     trial: Callable[[PlanChoice], float | None] | None = None,
 ) -> PlanChoice:
@@ -330,17 +327,15 @@ def search_plan(
     Args:
         step: what to run.
         budget_bytes: for everything: parameters, gradients, optimizer states, the batch, activations, scratch.
-        sub_batches: sizes to choose from; by default :func:`part_sizes`. Give only the batch where sub-batches
-            would change the result.
-        costs: from ``calibrate``.
-        memory: dry runs of the same step that were made before.
+        memory: of the same step, with the sub-batch sizes to choose from and what ``calibrate`` has measured; by
+            default of :func:`part_sizes`, and nothing measured.
         trial: times a plan for real; asked about the best few by predicted time, at most :data:`MOST_TRIALS`. None, or
             one that cannot tell, leaves it at the prediction.
 
     Raises:
         BudgetError: the budget is below the floor.
     """
-    memory = memory or StepMemory(step, sub_batches or part_sizes(step.samples), costs)
+    memory = memory or StepMemory(step, part_sizes(step.samples))
     costs = memory.costs
     plain_ms = costs.step_ms(step.samples, step.samples, 0, 0)
     memory.require(budget_bytes)

@@ -73,8 +73,8 @@ def test_costs_decide_between_sub_batches_and_copies() -> None:
     budget = StepMemory(step, sizes).plain.peak_bytes * 3 // 4
     slow_copies = StepCosts(fixed_ms=1, sample_ms=1, out_bytes_per_ms=10, in_bytes_per_ms=10)
     slow_starts = StepCosts(fixed_ms=1e6, sample_ms=1)
-    split = search_plan(step, budget, sub_batches=sizes, costs=slow_copies).plan
-    moved = search_plan(step, budget, sub_batches=sizes, costs=slow_starts).plan
+    split = search_plan(step, budget, memory=StepMemory(step, sizes, slow_copies)).plan
+    moved = search_plan(step, budget, memory=StepMemory(step, sizes, slow_starts)).plan
     assert split.sub_batch < SAMPLES
     assert not split.offload
     assert moved.sub_batch == SAMPLES
@@ -87,10 +87,11 @@ def test_scratch_counts_against_the_budget() -> None:
     assert plain is not None
     at_peak = plain.trace.operations[plain.trace.peak_at].kind
     costs = StepCosts(operations={at_peak: Size(0, 1000)}, scratch_bytes=7)
-    choice = search_plan(step, plain.peak_bytes + SAMPLES * 1000 + 7, sub_batches=(SAMPLES,), costs=costs)
+    memory = StepMemory(step, (SAMPLES,), costs)
+    choice = search_plan(step, plain.peak_bytes + SAMPLES * 1000 + 7, memory=memory)
     assert not choice.plan.offload
     assert choice.peak_bytes == plain.peak_bytes + SAMPLES * 1000 + 7
-    less = search_plan(step, plain.peak_bytes + SAMPLES * 1000 + 6, sub_batches=(SAMPLES,), costs=costs)
+    less = search_plan(step, plain.peak_bytes + SAMPLES * 1000 + 6, memory=memory)
     assert less.plan.offload
 
 
@@ -171,7 +172,8 @@ def test_choices_carry_what_was_measured(budget_share: float) -> None:
     """Also those that fit at once: what is needed beside tensors goes with the plan, which leaves room for it."""
     step = step_of("convolutions")
     costs = StepCosts(scratch_bytes=1000, spare_bytes=500)
-    whole = search_plan(step, 2**40, costs=costs)
-    chosen = search_plan(step, int(budget_share * whole.peak_bytes), costs=costs)
+    memory = StepMemory(step, part_sizes(step.samples), costs)
+    whole = search_plan(step, 2**40, memory=memory)
+    chosen = search_plan(step, int(budget_share * whole.peak_bytes), memory=memory)
     assert (chosen.scratch_bytes, chosen.spare_bytes) == (1000, 500)
     assert chosen.peak_bytes + 500 <= budget_share * whole.peak_bytes

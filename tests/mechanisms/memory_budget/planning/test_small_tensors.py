@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from retime.foundations.cpu_pool.pool import POOLED_BYTES, MemoryPool
 from retime.mechanisms.memory_budget.dry_run.run import TrainingStep
 from retime.mechanisms.memory_budget.search import PlanChoice, search_plan
+from retime.mechanisms.memory_budget.step_memory import StepMemory
 
 WIDTH, DEPTH, SAMPLES = 64, 12, 256
 ROOMY = 2**40
@@ -25,7 +26,7 @@ def step_of(samples: int) -> TrainingStep:
 
 def choice_of(samples: int, sub_batch: int, budget_bytes: int = ROOMY) -> PlanChoice:
     step = step_of(samples)
-    return search_plan(step, budget_bytes, sub_batches=(sub_batch,) if sub_batch < samples else (samples,))
+    return search_plan(step, budget_bytes, memory=StepMemory(step, (sub_batch,)))
 
 
 @pytest.mark.parametrize(("samples", "small"), [(32, True), (SAMPLES, False)])

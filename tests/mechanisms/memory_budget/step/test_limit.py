@@ -67,8 +67,6 @@ def test_calibration_measures_and_leaves_the_step_alone() -> None:
     assert min(costs.out_bytes_per_ms, costs.in_bytes_per_ms) > 0
     assert all(torch.equal(a, b) for a, b in zip(before, (*model.parameters(), *model.buffers()), strict=True))
     assert host.live_bytes() == 0
-    with pytest.raises(ValueError, match="two sizes within the batch of 16"):
-        calibrate(step, host, sub_batches=(4, 32))
 
 
 class Clamped(nn.Linear):
