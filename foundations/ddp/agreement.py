@@ -146,25 +146,20 @@ def end_of_process(process: int) -> int:
 
 
 class RankProcesses:
-    """The processes of all ranks; each of them makes one of these, and closes it.
+    """The processes of all ranks; each of them makes one of these, and closes it."""
 
-    Args:
-        group: whose ranks; None: all.
-    """
-
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self) -> None:
         here = machine()
-        processes: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(processes, (here, os.getpid()), group=group)
-        ranks = dist.get_process_group_ranks(group)
+        processes: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(processes, (here, os.getpid()))
         self._names = {
             rank: f"rank {rank} (process {process})"
-            for rank, (_, process) in zip(ranks, processes, strict=True)
+            for rank, (_, process) in enumerate(processes)
             if rank != dist.get_rank()
         }
         self._ends = {
             end: rank
-            for rank, (where, process) in zip(ranks, processes, strict=True)
+            for rank, (where, process) in enumerate(processes)
             if rank in self._names and where == here and (end := end_of_process(process)) >= 0
         }
 

@@ -8,7 +8,6 @@ plain optimizers see complete gradients without knowing of any of this.
 import time
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -125,24 +124,24 @@ def bucket_mb(seconds_per_mb: float) -> int:
     return next((size for size in SIZES_MB if size * seconds_per_mb <= WIRE_SECONDS), SIZES_MB[-1])
 
 
-def measured_seconds_per_mb(group: Any = None) -> float:
+def measured_seconds_per_mb() -> float:
     """Seconds that an all-reduce needs for each MiB, by the slowest rank's clock; all ranks get the same number.
 
     All ranks must call it. It sends 2 MiB a few times.
     """
-    cuda = dist.get_backend(group) == "nccl"
+    cuda = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     probe = torch.zeros(_PROBE_MB * 2**18, device=device)
     seconds = []
     for _ in range(_REPEATS + 1):  # the first one opens connections
-        dist.barrier(group)
+        dist.barrier()
         began = time.perf_counter()
-        dist.all_reduce(probe, group=group)
+        dist.all_reduce(probe)
         if cuda:
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - began)
     slowest = torch.tensor([min(seconds[1:])], dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return float(slowest) / _PROBE_MB
 
 
