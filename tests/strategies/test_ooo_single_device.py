@@ -232,30 +232,6 @@ def test_steps_that_need_all_gradients_update_behind_them(
     assert list(report.fusion.plain_steps.values()) == [STEPS]
 
 
-@pytest.mark.parametrize("first_ours", [False, True])
-def test_a_checkpoint_goes_on_in_the_other_strategy(first_ours: bool, tmp_path: Path) -> None:
-    plain = Net()
-    trainer("auto", limit_train_batches=3).fit(plain)
-    ours = [two_streams(fuse_updates=True) if fused else "auto" for fused in (first_ours, not first_ours)]
-    half = trainer(ours[0], limit_train_batches=3)
-    half.fit(Net())
-    half.save_checkpoint(tmp_path / "half.ckpt")
-    states = [torch.load(tmp_path / "half.ckpt", weights_only=False)]
-    fitted: list[Net] = []
-    for strategy in ("auto", ours[1]):
-        module, second = Net(), trainer(strategy, limit_train_batches=3)
-        second.fit_loop.max_epochs = 2
-        second.fit(module, ckpt_path=str(tmp_path / "half.ckpt"))
-        second.save_checkpoint(tmp_path / "whole.ckpt")
-        states.append(torch.load(tmp_path / "whole.ckpt", weights_only=False))
-        fitted.append(module)
-    assert_same(*fitted)
-    assert not all(torch.equal(*pair) for pair in zip(plain.parameters(), fitted[0].parameters(), strict=True))
-    one, other = (state["optimizer_states"][0]["state"] for state in states[1:])
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[number][key], other[number][key]) for number in one for key in one[number])
-
-
 @pytest.mark.parametrize("mode", ["forward", "backward"])
 def test_a_second_fusion_is_refused(mode: str) -> None:
     with pytest.raises(ValueError, match="fus"):

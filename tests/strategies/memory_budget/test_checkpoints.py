@@ -72,16 +72,6 @@ def test_another_model_is_planned_for(way: str) -> None:
         done.fit_loop.max_epochs += 1
 
 
-def test_plain_trainers_and_budgets_load_each_others_checkpoints(way: str, tmp_path: Path) -> None:
-    plain, _ = train("auto", tmp_path / "plain2.ckpt", 2)
-    train(MemoryBudgetStrategy(SMALL), tmp_path / "ours.ckpt", 1)
-    train("auto", tmp_path / "plain.ckpt", 1)
-    there, _ = train("auto", tmp_path / "there.ckpt", 2, tmp_path / "ours.ckpt")
-    back, _ = train(MemoryBudgetStrategy(SMALL), tmp_path / "back.ckpt", 2, tmp_path / "plain.ckpt")
-    assert_same(plain, there, way)
-    assert_same(plain, back, way)
-
-
 def test_a_checkpoint_whose_plans_were_changed_is_resumed(offloads: None, tmp_path: Path) -> None:
     train(MemoryBudgetStrategy(SMALL), tmp_path / "one.ckpt", 1)
     checkpoint = torch.load(tmp_path / "one.ckpt", weights_only=False)
