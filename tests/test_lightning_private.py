@@ -27,6 +27,7 @@ from retime.integrations.accelerate.accelerate_private import (
 )
 from retime.strategies.support import lightning_private
 from support.private_canaries import canary, dies
+from support.trainers import quiet_trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -35,16 +36,7 @@ pytestmark = [
 
 
 def fit(*callbacks: Callback, model: BoringModel | None = None, steps: int = 3) -> Trainer:
-    trainer = Trainer(
-        accelerator="cpu",
-        max_steps=steps,
-        limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=list(callbacks),
-    )
+    trainer = quiet_trainer(max_steps=steps, limit_val_batches=0, callbacks=list(callbacks))
     trainer.fit(model or BoringModel())
     return trainer
 
@@ -175,17 +167,7 @@ def test_swa_is_seen():
             return torch.utils.data.DataLoader(RandomDataset(32, 4), batch_size=2)
 
     swa = StochasticWeightAveraging(1e-3, swa_epoch_start=1)
-    trainer = Trainer(
-        accelerator="cpu",
-        max_epochs=2,
-        limit_train_batches=1,
-        limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[swa, Look()],
-    )
+    trainer = quiet_trainer(max_epochs=2, limit_train_batches=1, limit_val_batches=0, callbacks=[swa, Look()])
     trainer.fit(Model())
     assert lightning_private.has_batch_norm(swa)
     assert seen[0] is False

@@ -6,7 +6,6 @@ import warnings
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
@@ -14,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from retime import CPUMemoryPool, NoEffectWarning
 from retime.foundations.cpu_pool.pool import MemoryPool
+from support.trainers import quiet_trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning", "ignore:.*does not have many workers"),
@@ -35,15 +35,7 @@ class Wide(BoringModel):
 
 def fit(*callbacks, epochs=2):
     model = Wide()
-    trainer = Trainer(
-        max_epochs=epochs,
-        accelerator="cpu",
-        callbacks=list(callbacks),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(max_epochs=epochs, callbacks=list(callbacks))
     trainer.fit(model)
     return [parameter.detach().clone() for parameter in model.parameters()]
 

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from retime.callbacks import ParallelScanBackward
 from retime.foundations.messages import NoEffectWarning
 from retime.modules import ScanGRU, convert
+from support.trainers import quiet_trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning"),
@@ -64,9 +65,8 @@ def loader() -> DataLoader[Any]:
 
 
 def trainer(*callbacks: Any, folder: Any = None, **options: Any) -> Trainer:
-    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     kept = {"enable_checkpointing": folder is not None, "default_root_dir": folder}
-    return Trainer(**{**quiet, **kept, "max_epochs": 2, "accelerator": "cpu", "callbacks": list(callbacks), **options})
+    return quiet_trainer(**{**kept, "max_epochs": 2, "callbacks": list(callbacks), **options})
 
 
 class TestFit:

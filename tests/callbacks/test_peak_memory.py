@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 import retime.foundations.measure.memory as process_peak
 from retime.callbacks.peak_memory import PeakMemory
 from retime.foundations.measure.memory import MemoryProbe
+from support.trainers import quiet_trainer
 
 pytestmark = [  # what Lightning itself warns of
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning"),
@@ -59,15 +60,7 @@ class Hungry(LightningModule):
 
 
 def fit(callbacks: list[Callback], model: LightningModule, batches: int = 4, **options: Any) -> Trainer:
-    trainer = Trainer(
-        **{"max_epochs": 1, "logger": False, **options},
-        accelerator="cpu",
-        devices=1,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=callbacks,
-    )
+    trainer = quiet_trainer(**{"max_epochs": 1, **options}, callbacks=callbacks)
     trainer.fit(model, DataLoader(torch.ones(batches * 2, 4), batch_size=2))  # type: ignore[arg-type]
     return trainer
 

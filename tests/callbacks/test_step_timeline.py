@@ -27,6 +27,7 @@ from retime.callbacks.support.phases import StrategyPhases
 from retime.foundations.measure.step_timer import EXPOSED, StepTimer, StepTiming
 from retime.foundations.messages import NoEffectWarning
 from support.browser import CHROMIUM, NO_CHROMIUM, click_through
+from support.trainers import quiet_trainer
 
 pytestmark = [  # what Lightning itself warns of
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning"),
@@ -120,15 +121,7 @@ def loader(batches: int) -> DataLoader[torch.Tensor]:
 
 
 def fit(callbacks: list[Callback], model: Net | None = None, batches: int = 6, **options: Any) -> Trainer:
-    trainer = Trainer(
-        **{"max_epochs": 1, "logger": False, **options},
-        accelerator="cpu",
-        devices=1,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=callbacks,
-    )
+    trainer = quiet_trainer(**{"max_epochs": 1, **options}, callbacks=callbacks)
     trainer.fit(model or Net(), loader(batches))
     return trainer
 

@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from retime.callbacks import MemoryTimeline, StepTimeline
+from support.trainers import quiet_trainer
 
 TIMELINES = (MemoryTimeline, StepTimeline)
 
@@ -28,16 +29,7 @@ def test_a_folder_that_cannot_be_is_refused_before_training(kind: type, tmp_path
     (tmp_path / "file").write_text("")
     batches = Batches()
     timeline = kind(dirpath=tmp_path / "file" / "folder")
-    trainer = Trainer(
-        default_root_dir=tmp_path,
-        accelerator="cpu",
-        max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[timeline, batches],
-    )
+    trainer = quiet_trainer(default_root_dir=tmp_path, max_steps=1, callbacks=[timeline, batches])
     with pytest.raises(NotADirectoryError, match=f"{kind.__name__} cannot write into .*give another dirpath"):
         trainer.fit(BoringModel(), BoringModel().train_dataloader())
     assert batches.begun == 0

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import retime
 from support.fusion import adamw, batches, network
+from support.trainers import quiet_trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*LeafSpec:FutureWarning"),
@@ -126,10 +127,7 @@ def test_a_copied_trainer_fits_by_itself(tmp_path: Path) -> None:
                 KeepsATwin.twin = copy.deepcopy(trainer)
 
     def twin_of(*callbacks: Callback) -> Net:
-        trainer = Trainer(
-            accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_progress_bar=False,
-            enable_checkpointing=False, enable_model_summary=False, callbacks=[KeepsATwin(), *callbacks],
-        )  # fmt: skip
+        trainer = quiet_trainer(max_epochs=1, callbacks=[KeepsATwin(), *callbacks])
         trainer.fit(Net())
         twin = KeepsATwin.twin
         twin.fit_loop.max_epochs = 2

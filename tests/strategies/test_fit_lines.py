@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 import retime
+from support.trainers import quiet_trainer
 from support.two_ranks import run_two_ranks
 
 pytestmark = [
@@ -34,11 +35,8 @@ def said(caplog: pytest.LogCaptureFixture) -> Any:
 
 
 def trainer(folder: Path, strategy: Any, **options: Any) -> Trainer:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    return Trainer(
-        **quiet | options, default_root_dir=folder, strategy=strategy, accelerator="cpu", devices=1, max_steps=3,
-        enable_checkpointing=False, limit_val_batches=1, num_sanity_val_steps=0,
-    )  # fmt: skip
+    given = {"max_steps": 3, "limit_val_batches": 1, "num_sanity_val_steps": 0}
+    return quiet_trainer(default_root_dir=folder, strategy=strategy, **given | options)
 
 
 @pytest.mark.parametrize("name", ONE_DEVICE)

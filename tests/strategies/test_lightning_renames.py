@@ -6,6 +6,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import DDPStrategy
 
 from retime import FusedOptimizerDDPStrategy, OOODataParallelStrategy
+from support.trainers import quiet_trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -28,17 +29,7 @@ def renamed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trainer(strategy: DDPStrategy) -> Trainer:
-    return Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=1,
-        max_steps=2,
-        limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    return quiet_trainer(strategy=strategy, max_steps=2, limit_val_batches=0)
 
 
 def fit(strategy: DDPStrategy) -> None:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from contract.models import Net
 from retime import NoEffectWarning, ReverseFirstK
 from retime.mechanisms.out_of_order import OutOfOrderDataParallel
+from support.trainers import quiet_trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -35,18 +36,7 @@ def told(caught: list[warnings.WarningMessage]) -> list[str]:
 def fit(strategy: str, folder: Path, **options: Any) -> tuple[list[Tensor], Trainer]:
     torch.manual_seed(0)
     module = Net()
-    trainer = Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=1,
-        max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        **options,
-    )
+    trainer = quiet_trainer(strategy=strategy, max_epochs=2, default_root_dir=folder, **options)
     trainer.fit(module, data(), data())
     trainer.save_checkpoint(folder / f"{strategy}.ckpt")
     return [parameter.detach().clone() for parameter in module.parameters()], trainer

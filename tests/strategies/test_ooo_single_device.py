@@ -15,6 +15,7 @@ import retime
 from retime.foundations.messages import NoEffectWarning
 from retime.strategies import ooo_single_device
 from support.simulated_cuda import simulated_cuda
+from support.trainers import quiet_trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*LeafSpec:FutureWarning"),
@@ -61,10 +62,7 @@ class Fails(torch.autograd.Function):
 
 
 def trainer(strategy: Any, *callbacks: Callback, **options: Any) -> Trainer:
-    return Trainer(
-        strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_progress_bar=False,
-        enable_checkpointing=False, enable_model_summary=False, callbacks=list(callbacks), **options,
-    )  # fmt: skip
+    return quiet_trainer(strategy=strategy, max_epochs=1, callbacks=list(callbacks), **options)
 
 
 def two_streams(**options: Any) -> retime.OOOSingleDeviceStrategy:

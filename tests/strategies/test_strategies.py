@@ -19,15 +19,8 @@ from lightning.pytorch.strategies import (
 import retime
 from retime.callbacks import FuseOptimizer
 from retime.strategies import STRATEGIES, FusedOptimizerDDPStrategy, FusedOptimizerStrategy
+from support.trainers import quiet_trainer
 
-QUIET: dict[str, Any] = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "max_steps": 2,
-    "limit_val_batches": 0,
-}
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
@@ -36,7 +29,7 @@ pytestmark = [
 
 
 def trainer(**options: Any) -> Trainer:
-    return Trainer(**QUIET, **{"accelerator": "cpu", "devices": 1, **options})
+    return quiet_trainer(**{"max_steps": 2, "limit_val_batches": 0, **options})
 
 
 def test_names_are_registered_once_and_described() -> None:

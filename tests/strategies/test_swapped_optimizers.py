@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from retime.strategies import FusedOptimizerStrategy
+from support.trainers import quiet_trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -39,17 +40,7 @@ class Model(BoringModel):
 @pytest.mark.parametrize("mode", ["backward", "forward"])
 def test_a_swapped_optimizer_is_let_go_and_its_counts_stay(mode: str) -> None:
     strategy, swap = FusedOptimizerStrategy(mode), Swap()
-    trainer = Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        max_steps=6,
-        limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[swap],
-    )
+    trainer = quiet_trainer(strategy=strategy, max_steps=6, limit_val_batches=0, callbacks=[swap])
     trainer.fit(Model())
     assert swap.alive == [False]
     report = strategy.report()

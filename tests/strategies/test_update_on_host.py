@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from retime import CPUAccumulateStrategy, NoEffectWarning
+from support.trainers import quiet_trainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -17,17 +17,7 @@ pytestmark = [
 
 
 def test_one_process_has_no_updates_to_divide() -> None:
-    trainer = Trainer(
-        strategy=CPUAccumulateStrategy(update_on_host=True),
-        accelerator="cpu",
-        devices=1,
-        max_steps=2,
-        limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(strategy=CPUAccumulateStrategy(update_on_host=True), max_steps=2, limit_val_batches=0)
     with pytest.warns(
         NoEffectWarning, match="with one process there are no gradients to add up and no updates to divide"
     ):

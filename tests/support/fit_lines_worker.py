@@ -8,10 +8,10 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
 
 import retime  # noqa: F401  (registers the names)
 from contract.models import Net
+from support.trainers import quiet_trainer
 
 
 class Ours(logging.Handler):
@@ -34,10 +34,7 @@ def main() -> None:
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, inputs.sin()), batch_size=4)
     with tempfile.TemporaryDirectory() as folder:
         for name in ("fused_optimizer_ddp", "ooo_ddp", "cpu_accumulate_ddp", "memory_budget_ddp", "ooo_pipeline"):
-            Trainer(
-                strategy=name, accelerator="cpu", devices=2, max_epochs=1, logger=False, enable_checkpointing=False,
-                enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
-            ).fit(Net(), data)  # fmt: skip
+            quiet_trainer(strategy=name, devices=2, max_epochs=1, default_root_dir=folder).fit(Net(), data)
             for line in ours.lines[:1] + ours.lines[1:][-1:]:  # between them others tell of searches and plans
                 print(line, flush=True)
             ours.lines.clear()

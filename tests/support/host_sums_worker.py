@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -23,6 +23,7 @@ from retime.mechanisms.cpu_accumulation import HostReducer
 from retime.mechanisms.cpu_accumulation import shared_sums as sums
 from retime.mechanisms.cpu_accumulation.shared_sums import SharedFile, sums_library
 from retime.strategies import CPUAccumulateStrategy
+from support.trainers import quiet_trainer
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 CHECKS: dict[str, Callable[[], None]] = {}
@@ -197,17 +198,8 @@ class Dies(LightningModule):
 
 
 def fit_that_dies(when: str) -> None:
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=RANKS,
-        strategy=CPUAccumulateStrategy(bucket_cap_mb=0.02, timeout=timedelta(minutes=10)),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        max_epochs=1,
-        use_distributed_sampler=False,
-    )
+    strategy = CPUAccumulateStrategy(bucket_cap_mb=0.02, timeout=timedelta(minutes=10))
+    trainer = quiet_trainer(devices=RANKS, strategy=strategy, max_epochs=1, use_distributed_sampler=False)
     began = time.monotonic()
     try:
         trainer.fit(Dies(when), DataLoader([torch.randn(4, 64) for _ in range(5)], batch_size=None))

@@ -30,6 +30,7 @@ from retime.mechanisms.cpu_accumulation import shared_sums as sums
 from retime.mechanisms.cpu_accumulation.host_update import state_bytes
 from retime.strategies import CPUAccumulateStrategy
 from support.time_limits import limit_s
+from support.trainers import quiet_trainer
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 CHECKS: dict[str, Callable[[], None]] = {}
@@ -490,17 +491,8 @@ class Net(LightningModule):
 
 
 def trainer() -> Trainer:
-    return Trainer(
-        accelerator="cpu",
-        devices=RANKS,
-        strategy=CPUAccumulateStrategy(update_on_host=True, bucket_cap_mb=0.02, timeout=MINUTES),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        max_epochs=1,
-        use_distributed_sampler=False,
-    )
+    strategy = CPUAccumulateStrategy(update_on_host=True, bucket_cap_mb=0.02, timeout=MINUTES)
+    return quiet_trainer(devices=RANKS, strategy=strategy, max_epochs=1, use_distributed_sampler=False)
 
 
 def fit(made: Trainer, make: Make) -> None:

@@ -20,6 +20,7 @@ import retime.mechanisms.memory_budget.planner as step_planner
 from retime.mechanisms.memory_budget.costs import StepCosts
 from retime.mechanisms.memory_budget.report import BudgetReport
 from retime.strategies import MemoryBudgetStrategy
+from support.trainers import quiet_trainer
 
 FEATURES, CLASSES, BATCH = 16, 4, 256
 WIDTH, DEPTH = 16, 8
@@ -135,17 +136,8 @@ def loader(batches: int = 3, extra: int = 0, batch: int = BATCH) -> DataLoader[A
 
 
 def trainer(strategy: Any, **options: Any) -> Trainer:
-    quiet: dict[str, Any] = {"max_epochs": 1, "logger": False, "log_every_n_steps": 1}
-    return Trainer(
-        **quiet | options,
-        strategy=strategy,
-        accelerator="cpu",
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        **({} if "devices" in options else {"devices": 1}),
-    )
+    given: dict[str, Any] = {"max_epochs": 1, "log_every_n_steps": 1, "num_sanity_val_steps": 0}
+    return quiet_trainer(strategy=strategy, **given | options)
 
 
 def fit(module: LightningModule, strategy: Any = "auto", data: Any = None, **options: Any) -> Trainer:

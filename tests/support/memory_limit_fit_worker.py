@@ -14,7 +14,7 @@ import warnings
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -22,6 +22,7 @@ from retime.foundations.cpu_pool.pool import give_back_freed_memory, trim_heap
 from retime.foundations.measure import MemoryProbe, status_bytes
 from retime.strategies import MemoryBudgetStrategy
 from support.garbage import pass_over_what_is_there
+from support.trainers import quiet_trainer
 
 SAMPLES, WIDTH, DEPTH, CLASSES, BATCHES = 4096, 256, 12, 10, 3
 
@@ -84,17 +85,7 @@ def fit(folder: str, budget: str, *callbacks: Callback) -> tuple[Classifier, Any
     """The module, and the strategy, after training."""
     module = Classifier()
     strategy: Any = "auto" if budget == "plain" else MemoryBudgetStrategy(int(budget), host=f"disk:{folder}")
-    trainer = Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        logger=False,
-        callbacks=[*callbacks],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(strategy=strategy, max_epochs=1, callbacks=[*callbacks])
     trainer.fit(module, DataLoader(Batches(), batch_size=None))
     return module, trainer.strategy
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from retime import OOOPipelineStrategy
 from retime.mechanisms.pipeline import DeferredInitModel
 from support.pipeline_models import transformer
+from support.trainers import quiet_trainer
 
 FEATURES, CLASSES = 12, 3
 
@@ -130,17 +131,8 @@ def loader(kind: str = "classes") -> DataLoader[Any]:
 
 def trainer(strategy: Any, folder: Path, **options: Any) -> Trainer:
     """On processors, quiet."""
-    given: dict[str, Any] = {
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "use_distributed_sampler": False,
-        "default_root_dir": folder,
-        "max_epochs": 2,
-    }
-    return Trainer(strategy=strategy, **given | options)
+    given = {"devices": "auto", "use_distributed_sampler": False, "default_root_dir": folder, "max_epochs": 2}
+    return quiet_trainer(strategy=strategy, **given | options)
 
 
 def outcome(module: Any, fit: Trainer) -> dict[str, Any]:

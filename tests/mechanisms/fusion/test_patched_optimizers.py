@@ -5,12 +5,13 @@ from unittest import mock
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import retime
 from support.fusion import network
+from support.trainers import quiet_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*LeafSpec:FutureWarning")
 
@@ -64,10 +65,7 @@ class PatchedMethod(Net):
 
 
 def fit(module: Net, strategy: str) -> dict[str, Tensor]:
-    trainer = Trainer(
-        strategy=strategy, accelerator="cpu", devices=1, max_epochs=2, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = quiet_trainer(strategy=strategy, max_epochs=2)
     trainer.fit(module)
     return module.state_dict()
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.nn.functional import mse_loss
@@ -18,6 +18,7 @@ from retime.foundations.messages import DifferenceWarning
 from retime.mechanisms.memory_budget import BudgetedStep, HostNull
 from retime.strategies import MemoryBudgetStrategy
 from support.memory_budget import IGNORED
+from support.trainers import quiet_trainer
 
 pytestmark = [*IGNORED, pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")]  # torch.compile reads it
 STEPS = 2
@@ -154,15 +155,7 @@ def fit(make: Callable[[Backend], Any], backend: Backend, strategy: Any) -> Any:
     torch.manual_seed(0)
     inputs = torch.randn(STEPS * 4, 6)
     model = make(backend)
-    trainer = Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(strategy=strategy, max_epochs=1)
     trainer.fit(model, DataLoader(TensorDataset(inputs, inputs.sin()), batch_size=4))
     return model
 
