@@ -45,9 +45,9 @@ class StageCosts:
                     raise ValueError(f"{name} of stage {stage} is {value}: give 0 or more")
 
     @classmethod
-    def uniform(cls, stages: int, forward_ms: float = 1, backward_ms: float = 1) -> StageCosts:
-        """All stages alike, O as long as W: the units of the paper's figures."""
-        return cls((forward_ms,) * stages, (backward_ms,) * stages, (backward_ms,) * stages)
+    def uniform(cls, stages: int) -> StageCosts:
+        """All stages alike, F, O and W a millisecond each: the units of the paper's figures."""
+        return cls((1,) * stages, (1,) * stages, (1,) * stages)
 
     @property
     def stages(self) -> int:

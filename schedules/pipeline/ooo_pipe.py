@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from retime.schedules.pipeline.costs import Hops, StageCosts
 from retime.schedules.pipeline.lanes import require_one_chunk
-from retime.schedules.pipeline.list_scheduler import Cap, Rule, list_schedule
+from retime.schedules.pipeline.list_scheduler import Rule, list_schedule
 from retime.schedules.pipeline.placement import Placement, modulo
 from retime.schedules.schedule import Schedule
 from retime.schedules.tasks import Kind
@@ -16,16 +16,7 @@ GREEDY = Rule((Kind.O, Kind.F, Kind.W))
 """An output gradient as soon as it can run, else a forward pass, else a weight gradient."""
 
 
-def ooo_pipe1(
-    placement: Placement,
-    micro_batches: int | None,
-    *,
-    costs: StageCosts | None = None,
-    hops: Hops = 0.0,
-    cap: Cap = None,
-    rule: Rule = FLUSH,
-    first_output_gradient: bool = False,
-) -> Schedule:
+def ooo_pipe1(placement: Placement, micro_batches: int | None, *, first_output_gradient: bool = False) -> Schedule:
     """Gradient fast-forwarding: output gradients before weight gradients; Figures 5 (b), 6 (b) and 12 (b).
 
     >>> from retime.schedules.pipeline import block
@@ -36,17 +27,14 @@ def ooo_pipe1(
     Args:
         placement: consecutive stages on each rank.
         micro_batches: at least 1, or ``None`` for one whole batch (cross-layer model parallelism).
-        costs: times to decide by; one unit a task when left out.
-        hops: see :data:`Hops`.
-        cap: see :data:`Cap`.
-        rule: the paper's form when left out; :data:`GREEDY` starts the backward pass sooner.
         first_output_gradient: see :func:`gpipe`.
 
     Raises:
-        ValueError: when the placement is no :func:`block`, a number is out of its range, or the cap is not feasible.
+        ValueError: when the placement is no :func:`block`, or a number is out of its range.
     """
     require_one_chunk(placement, "OOO-Pipe1")
-    return _listed(placement, micro_batches, costs, hops, cap, rule, first_output_gradient)
+    costs = StageCosts.uniform(placement.stages)
+    return list_schedule(placement, micro_batches, costs, rule=FLUSH, first_output_gradient=first_output_gradient)[0]
 
 
 def ooo_pipe2(
@@ -55,9 +43,7 @@ def ooo_pipe2(
     micro_batches: int | None,
     *,
     group: int = 1,
-    costs: StageCosts | None = None,
     hops: Hops = 0.0,
-    cap: Cap = None,
     rule: Rule = FLUSH,
     first_output_gradient: bool = False,
 ) -> Schedule:
@@ -68,31 +54,16 @@ def ooo_pipe2(
     rank1: F2 F4 O4 W4 O2 W2
 
     Args:
-        stages, ranks, group: see :func:`modulo`; the others see :func:`ooo_pipe1`.
+        stages, ranks, group: see :func:`modulo`.
+        micro_batches: see :func:`ooo_pipe1`.
+        hops: see :data:`Hops`.
+        rule: the paper's form when left out; :data:`GREEDY` starts the backward pass sooner.
+        first_output_gradient: see :func:`gpipe`.
 
     Raises:
-        ValueError: when a number is out of its range or the cap is not feasible.
+        ValueError: when a number is out of its range.
     """
-    placement = modulo(stages, ranks, group=group)
-    return _listed(placement, micro_batches, costs, hops, cap, rule, first_output_gradient)
-
-
-def _listed(
-    placement: Placement,
-    micro_batches: int | None,
-    costs: StageCosts | None,
-    hops: Hops,
-    cap: Cap,
-    rule: Rule,
-    first_output_gradient: bool,
-) -> Schedule:
-    schedule, _ = list_schedule(
-        placement,
-        micro_batches,
-        costs or StageCosts.uniform(placement.stages),
-        hops=hops,
-        cap=cap,
-        rule=rule,
-        first_output_gradient=first_output_gradient,
-    )
-    return schedule
+    placement, costs = modulo(stages, ranks, group=group), StageCosts.uniform(stages)
+    return list_schedule(
+        placement, micro_batches, costs, hops=hops, rule=rule, first_output_gradient=first_output_gradient
+    )[0]

@@ -164,7 +164,7 @@ def test_fast_forwarding_needs_blocks():
 
 def test_a_rank_waits_for_what_is_on_its_way():
     """A weight gradient that begins just before an output gradient arrives holds it up; one that waits does not."""
-    placement, costs = modulo(16, 4), StageCosts.uniform(16, 20, 20)
+    placement, costs = modulo(16, 4), StageCosts(*[(20,) * 16] * 3)
     at_once, waiting = (
         list_schedule(placement, 4, costs, hops=1.0, rule=Rule(wait_ms=wait), first_output_gradient=True)
         for wait in (0.0, 2.0)
