@@ -9,9 +9,7 @@ from retime.foundations.ddp.agreement import (
     machine,
 )
 from retime.foundations.ddp.comm_hook import (
-    CommHook,
     DeviceReducer,
-    HookOwner,
     OwnGroupsReducer,
     Reducer,
     at_end_of_backward,
@@ -35,10 +33,8 @@ from retime.foundations.ddp.reductions import (
 
 __all__ = [
     "BucketMap",
-    "CommHook",
     "DeviceReducer",
     "PendingGradient",
-    "HookOwner",
     "OwnGroupsReducer",
     "RankAgreement",
     "RankLostError",

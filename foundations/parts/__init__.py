@@ -29,7 +29,6 @@ from retime.foundations.parts.split import (
     name_of,
     no_larger,
     part_lengths,
-    part_of,
     replaced_tensors,
     samples_in,
     sizes_of,
@@ -38,7 +37,6 @@ from retime.foundations.parts.split import (
 )
 from retime.foundations.parts.weights import (
     COMPARED,
-    OPPOSITE,
     Certificate,
     Count,
     Example,
@@ -58,7 +56,6 @@ __all__ = [
     "Head",
     "NotSeparableError",
     "NotUnderstoodError",
-    "OPPOSITE",
     "READS",
     "RecordedRun",
     "Recorder",
@@ -85,7 +82,6 @@ __all__ = [
     "no_larger",
     "normalised",
     "part_lengths",
-    "part_of",
     "record",
     "record_altered",
     "replaced_tensors",

@@ -1,6 +1,6 @@
 """Runs a step without leaving a trace: stand-ins, copies, and everything put back."""
 
-from retime.foundations.preserve_state.outside import ExternalTensors, GlobalsSnapshot, ObserverMode, ValueReadError
+from retime.foundations.preserve_state.outside import ExternalTensors, ObserverMode, ValueReadError
 from retime.foundations.preserve_state.stand_ins import (
     DryMode,
     Replacement,
@@ -15,7 +15,6 @@ from retime.foundations.preserve_state.stand_ins import (
 from retime.foundations.preserve_state.state import (
     CompiledCode,
     SavedState,
-    cuda_generators,
     nothing_compiled,
     preserve_state,
     random_state,
@@ -26,7 +25,6 @@ from retime.foundations.preserve_state.state import (
 )
 
 __all__ = [
-    "GlobalsSnapshot",
     "CompiledCode",
     "DryMode",
     "ObserverMode",
@@ -37,7 +35,6 @@ __all__ = [
     "ValueReadError",
     "aliases",
     "copies",
-    "cuda_generators",
     "fake",
     "nothing_compiled",
     "preserve_state",

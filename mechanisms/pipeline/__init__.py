@@ -13,7 +13,6 @@ from retime.mechanisms.pipeline.losses import (
     FirstLook,
     LossWeight,
     LossWeights,
-    check_loss_weight,
     needed_loss,
 )
 from retime.mechanisms.pipeline.meta_device import DeferredInitModel, is_on_meta, load_into_meta
@@ -28,7 +27,7 @@ from retime.mechanisms.pipeline.ownership import (
     whole_optimizer_state,
 )
 from retime.mechanisms.pipeline.plan import SCHEDULES, Costs, Planner, check_schedule
-from retime.mechanisms.pipeline.running import MicroBatchResult, whole_loss
+from retime.mechanisms.pipeline.running import whole_loss
 from retime.mechanisms.pipeline.step import PipelineReport, PipelineStep
 
 __all__ = [
@@ -38,7 +37,6 @@ __all__ = [
     "DeferredInitModel",
     "LossWeight",
     "LossWeights",
-    "MicroBatchResult",
     "Ownership",
     "PipelineError",
     "PipelineReport",
@@ -47,7 +45,6 @@ __all__ = [
     "RankLostError",
     "SCHEDULES",
     "Size",
-    "check_loss_weight",
     "check_optimizer",
     "check_schedule",
     "find_layers",

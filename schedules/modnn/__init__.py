@@ -10,12 +10,11 @@ from retime.schedules.modnn.bounds import (
 from retime.schedules.modnn.offload_schedule import offload_schedule
 from retime.schedules.modnn.planner import BatchPlan, Candidate, plan_batch, plan_vdnn
 from retime.schedules.modnn.result import COMPUTE, Copy, Direction, OffloadSchedule, Placement, Stall
-from retime.schedules.modnn.sub_batch import ALPHA, consecutive_bytes, regular, select_sub_batch
+from retime.schedules.modnn.sub_batch import consecutive_bytes
 from retime.schedules.modnn.techniques import Techniques
 from retime.schedules.modnn.vdnn import vdnn_schedule
 
 __all__ = [
-    "ALPHA",
     "BatchPlan",
     "COMPUTE",
     "Candidate",
@@ -34,7 +33,5 @@ __all__ = [
     "offload_schedule",
     "plan_batch",
     "plan_vdnn",
-    "regular",
-    "select_sub_batch",
     "vdnn_schedule",
 ]

@@ -15,7 +15,7 @@ from retime.schedules.pipeline.ooo_pipe import FLUSH, GREEDY, ooo_pipe1, ooo_pip
 from retime.schedules.pipeline.placement import Placement, block, even_stages, modulo, v_shape
 from retime.schedules.pipeline.search import fastest_list_schedule
 from retime.schedules.pipeline.simulation import PipelineTimeline, simulate_pipeline
-from retime.schedules.pipeline.synchronisation import link_name, synchronised
+from retime.schedules.pipeline.synchronisation import synchronised
 from retime.schedules.pipeline.torch_csv import from_csv, orders_of, placement_of, to_csv
 from retime.schedules.pipeline.validation import validate_pipeline
 from retime.schedules.pipeline.zbv import zbv
@@ -40,7 +40,6 @@ __all__ = [
     "joined_gradients",
     "lane_name",
     "least_cap",
-    "link_name",
     "list_schedule",
     "modulo",
     "one_forward_one_backward",

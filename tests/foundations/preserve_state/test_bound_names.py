@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from retime.foundations.preserve_state import GlobalsSnapshot
+from retime.foundations.preserve_state.outside import GlobalsSnapshot
 
 number = 0
 
