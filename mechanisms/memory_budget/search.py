@@ -43,7 +43,6 @@ class PlanChoice:
         plain_ms: predicted time of the step without a plan.
         out_bytes, in_bytes: copied in a whole step.
         floor: the smallest budget; None where the plain step fits, and nobody asked.
-        considered: plans that were predicted to fit, and their times.
     """
 
     plan: OffloadPlan
@@ -54,7 +53,6 @@ class PlanChoice:
     out_bytes: int
     in_bytes: int
     floor: MemoryFloor | None = None
-    considered: tuple[tuple[OffloadPlan, float], ...] = ()
     scratch_bytes: int = 0
     spare_bytes: int = 0
     tensor_bytes: int = 0
@@ -359,7 +357,6 @@ def search_plan(
             )
     budget_bytes -= costs.spare_bytes
     candidates = _in_order(list(candidate_plans(memory, budget_bytes, plain_ms)))
-    considered = tuple((choice.plan, choice.step_ms) for choice in candidates)
     fitting = filter(None, (with_exact_peak(memory, choice, budget_bytes) for choice in candidates))
     best = next(fitting, None)
     if best is None:  # what was measured varies; the floor's plan always runs
@@ -368,7 +365,7 @@ def search_plan(
         others = (with_exact_peak(memory, choice, budget_bytes) for choice in _worth_a_trial(candidates, best))
         few = [best, *(choice for choice in others if choice is not None)]
         best = _tried(few, trial, costs.update_ms) if len(few) > 1 else best
-    return replace(best, floor=memory.floor, considered=considered)
+    return replace(best, floor=memory.floor)
 
 
 def _at_floor(memory: StepMemory, plain_ms: float) -> PlanChoice:

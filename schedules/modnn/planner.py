@@ -46,7 +46,6 @@ class BatchPlan:
         sub_batch: samples of each round; the last one may have fewer.
         round: the schedule of every round but the last, without weight updates; of the only round, with them.
         last: the schedule of the last round, with the weight updates.
-        chosen_by: ``"search"``, ``"paper"`` (Eq. 8 and the techniques given) or ``"vdnn"``.
         considered: what was simulated, in order.
     """
 
@@ -54,7 +53,6 @@ class BatchPlan:
     sub_batch: int
     round: OffloadSchedule
     last: OffloadSchedule
-    chosen_by: str
     considered: tuple[Candidate, ...] = ()
 
     @property
@@ -123,12 +121,12 @@ def plan_batch(
     def simulate(samples: int, how: Techniques, update: bool) -> OffloadSchedule:
         return offload_schedule(graph, samples, budget_bytes, bandwidth_bytes_per_ms, how, update=update)
 
-    def finished(samples: int, how: Techniques, chosen_by: str, considered: list[Candidate]) -> BatchPlan:
-        return _rounds(batch, samples, lambda size, update: simulate(size, how, update), chosen_by, considered)
+    def finished(samples: int, how: Techniques, considered: list[Candidate]) -> BatchPlan:
+        return _rounds(batch, samples, lambda size, update: simulate(size, how, update), considered)
 
     considered: list[Candidate] = []
     if not search:
-        return finished(*first, "paper", considered)
+        return finished(*first, considered)
 
     update_ms = _update_ms(graph, batch)
 
@@ -150,7 +148,7 @@ def plan_batch(
                     break  # other techniques cannot do better with this size
     equally_fast = [candidate for candidate in considered if candidate.batch_ms <= best_ms * _EQUALLY_FAST]
     best = min(equally_fast, key=lambda candidate: (candidate.moved_bytes, candidate.batch_ms))
-    return finished(best.sub_batch, best.techniques, "search", considered)
+    return finished(best.sub_batch, best.techniques, considered)
 
 
 def plan_vdnn(
@@ -188,7 +186,7 @@ def plan_vdnn(
     samples = select_sub_batch(graph, batch, budget_bytes) if sub_batching else batch
     while True:
         try:
-            return _rounds(batch, samples, simulate, "vdnn", [])
+            return _rounds(batch, samples, simulate, [])
         except BudgetError:
             if not sub_batching or samples == 1:
                 raise
@@ -199,12 +197,11 @@ def _rounds(
     batch: int,
     samples: int,
     simulate: Callable[[int, bool], OffloadSchedule],
-    chosen_by: str,
     considered: list[Candidate],
 ) -> BatchPlan:
     last = simulate((batch - 1) % samples + 1, True)
     full = simulate(samples, False) if samples < batch else last
-    return BatchPlan(batch, samples, full, last, chosen_by, tuple(considered))
+    return BatchPlan(batch, samples, full, last, tuple(considered))
 
 
 def _estimate(
