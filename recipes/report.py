@@ -15,6 +15,7 @@ from retime.recipes.core.measure import speedup
 from retime.recipes.core.recipe import Recipe
 from retime.recipes.core.results import FILE, Point, Result, load
 from retime.recipes.core.tables import label_of, markdown_table
+from retime.recipes.page_figures import fill
 from retime.recipes.results_page import PAGE, PICTURE, judged_papers, name_of, page
 from retime.recipes.results_picture import draw
 
@@ -51,10 +52,11 @@ def rebuild(folder: Path, console: Console | None = None) -> list[Path]:
 
 
 def list_results(folder: Path) -> None:
-    """Write `README.md`, all claims of the papers beside the results under `folder`, with its picture."""
+    """Write `README.md`, all claims beside the results under `folder`, with its picture, and the figures of pages."""
     results = {path: load(path) for path in sorted(folder.rglob(FILE))}
     (folder / PAGE).write_text(page(results, folder), encoding="utf-8")
     draw(judged_papers({name_of(path, folder): result for path, result in results.items()}), folder / PICTURE)
+    fill(folder)
 
 
 def table_of_values(result: Result) -> str:

@@ -1,6 +1,6 @@
 """Verdicts on claims by rule: what a result's values say about what a paper states. No verdict is typed anywhere."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import combinations
@@ -140,8 +140,17 @@ def along(check: Check, values: Sequence[Value]) -> bool | None:
 def values_of(paper: Paper, published: Published, result: Result, comparisons: Sequence[Comparison]) -> list[Value]:
     """Read a claim's values from a result as its `read` says; what was not measured is left out."""
     how = published.read
+    if not (how.ratio or how.difference or how.row or how.fact or {"where", "what"} & how.lines.keys()):
+        comparisons = [line for line in comparisons if line.against == as_claim(paper, published)]
+    return read(how, result, comparisons, published.value)
+
+
+def read(
+    how: Reading, result: Result, comparisons: Sequence[Comparison], published: float | None = None
+) -> list[Value]:
+    """Read values from a result, or from its recipe's comparisons; what was not measured is left out."""
     if not (how.ratio or how.difference or how.row or how.fact):
-        return _from_lines(paper, published, comparisons)
+        return _from_lines(how.lines, comparisons)
     found = []
     for point in result.points:
         if any(point.at.get(key) != wanted for key, wanted in how.at.items()):
@@ -151,23 +160,18 @@ def values_of(paper: Paper, published: Published, result: Result, comparisons: S
         measured = _from_point(how, point)
         if measured is not None:
             label = label_of({key: value for key, value in point.at.items() if key not in how.at})
-            found.append(Value(label, measured, published.value, _place(how, point)))
+            found.append(Value(label, measured, published, _place(how, point)))
     return found
 
 
-def _from_lines(paper: Paper, published: Published, comparisons: Sequence[Comparison]) -> list[Value]:
-    """The lines of a recipe's comparison table that a claim names; targets of ours stand at the place "target"."""
-    wanted = published.read.lines
+def _from_lines(wanted: Mapping[str, str], comparisons: Sequence[Comparison]) -> list[Value]:
+    """The lines of a recipe's comparison table with these texts; targets of ours stand at the place "target"."""
     found = []
     for line in comparisons:
         against = line.against
-        if line.measured is None:
-            continue
-        if "where" not in wanted and "what" not in wanted and against != as_claim(paper, published):
+        if line.measured is None or (isinstance(against, Target) and "where" not in wanted):
             continue
         where = against.where if isinstance(against, Claim) else "target"
-        if isinstance(against, Target) and "where" not in wanted:
-            continue
         texts = {"where": where, "what": against.what, "note": line.note}
         if all(part in texts[key] for key, part in wanted.items()):
             label = against.what if "where" in wanted and "what" not in wanted else line.note
