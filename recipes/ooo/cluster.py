@@ -157,10 +157,13 @@ _FOR_RANKS = (
 
 
 def identical(answers: list[dict[str, Any]]) -> list[str]:
-    """The variants that ended every time, on every rank, with the weights of `ddp`."""
-    weights = [answer["weights"] for answer in answers]
-    plain = {digest for ranks in weights for digest in ranks.get("ddp", [])}
-    return [name for name in weights[0] if len(plain) == 1 and {d for ranks in weights for d in ranks[name]} == plain]
+    """The variants that ended every time, on every rank, with the weights and buffers of `ddp` on that rank.
+
+    Ranks are not held against one another: each ends with the BatchNorm statistics of its own last batch.
+    """
+    ranks = [answer["weights"] for answer in answers]
+    names = ranks[0] if all(len(weights.get("ddp", [])) == 1 for weights in ranks) else []
+    return [name for name in names if all(weights[name] == weights["ddp"] for weights in ranks)]
 
 
 def strongest_peer(point: Point) -> str | None:

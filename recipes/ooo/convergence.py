@@ -36,7 +36,7 @@ class Convergence(CaseRecipe[OutOfOrderSettings], OnRanks):
             for name in found
             if all(
                 answer["variants"][name]["losses"] == answer["variants"]["ddp"]["losses"]
-                and answer["variants"][name]["weights"] == answers[0]["variants"]["ddp"]["weights"]
+                and answer["variants"][name]["weights"] == answer["variants"]["ddp"]["weights"]
                 for answer in answers
             )
         ]

@@ -128,7 +128,12 @@ def test_identical_means_every_time_and_on_every_rank() -> None:
     first = {"weights": {"ddp": ["a"], "ooo_k0": ["a"], "ooo_k1": ["a"], "ooo_k2": ["a", "b"]}}
     other = {"weights": {"ddp": ["a"], "ooo_k0": ["a"], "ooo_k1": ["b"], "ooo_k2": ["a", "b"]}}
     assert identical([first, other]) == ["ddp", "ooo_k0"]
-    assert identical([first, {"weights": {**first["weights"], "ddp": ["c"]}}]) == []
+    statistics = {
+        "weights": {"ddp": ["c"], "ooo_k0": ["c"], "ooo_k1": ["a"], "ooo_k2": ["c"]}
+    }  # BatchNorm's of its rank
+    assert identical([first, statistics]) == ["ddp", "ooo_k0"]
+    assert identical([first, {"weights": {**first["weights"], "ddp": ["a", "c"]}}]) == []  # ddp itself differs
+    assert identical([{"weights": {"ooo_k0": ["a"]}}]) == []
 
 
 def targets_result() -> Result:
