@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+from support.warm_start import run_program
+
 MISSING = """
 import importlib, sys
 import retime  # which has torchmetrics import transformers, if that is there
@@ -31,14 +33,10 @@ assert type(instantiate(settings).strategy).__name__ == "FusedOptimizerStrategy"
 """
 
 
-def _run(script: str) -> None:
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 def test_an_error_names_the_extra_that_is_missing() -> None:
-    _run(MISSING)
+    run_program(MISSING)
 
 
 def test_a_configuration_names_a_strategy_that_nothing_has_imported() -> None:
-    _run(CONFIGURED)
+    done = subprocess.run([sys.executable, "-c", CONFIGURED], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,8 +1,6 @@
 """What holds for all accessors of private names, and who may use such names."""
 
 import importlib
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -10,6 +8,7 @@ from torch import Tensor
 
 from retime.foundations.torch_private import missing
 from support.private_canaries import canary
+from support.warm_start import run_program
 
 
 def test_a_name_that_is_gone_raises_with_the_feature():
@@ -49,13 +48,15 @@ def test_names_that_are_there_are_read_and_written():
 )
 def test_a_torch_without_a_name_is_refused_at_import(file, remove, feature):
     code = f"""
-import torch
+import sys, torch
+for name in [name for name in sys.modules if name.partition(".")[0] == "retime"]:
+    del sys.modules[name]
 {remove}
 try:
     import retime.foundations.torch_private.{file}
 except ImportError as error:
     print(type(error).__name__, error)
 """
-    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
-    assert ran.stdout.startswith("PrivateNameError"), ran.stderr
-    assert f"which {feature}" in ran.stdout
+    said = run_program(code)
+    assert said.startswith("PrivateNameError"), said
+    assert f"which {feature}" in said

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +25,7 @@ from retime.foundations.measure.step_timer import EXPOSED, StepTimer, StepTiming
 from retime.foundations.messages import NoEffectWarning
 from support.browser import CHROMIUM, NO_CHROMIUM, click_through
 from support.trainers import quiet_trainer
+from support.warm_start import run_program
 
 pytestmark = [  # what Lightning itself warns of
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning"),
@@ -371,15 +369,9 @@ trainer.fit(Net(), DataLoader(torch.randn(16, 4), batch_size=2))
 
 
 def test_two_processes_report_exposed_communication(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", DDP_SCRIPT, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+    said = run_program(DDP_SCRIPT, str(tmp_path), OMP_NUM_THREADS="1")
     spans = f"forward,backward,{EXPOSED},forward,backward,{EXPOSED},update"
-    lines = {line for line in done.stdout.splitlines() if line.startswith("rank ")}
+    lines = {line for line in said.splitlines() if line.startswith("rank ")}
     assert lines == {f"rank 0: {spans}; True; 2 files", f"rank 1: {spans}; True; 0 files"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch-0-step-1.html", "epoch-0-step-1.json"]
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from retime.foundations.cpu_pool.pool import pool_library
 from retime.foundations.native import NoLibraryError
+from support.warm_start import run_program
 
 _PROGRAM = """
 import torch
@@ -26,5 +24,4 @@ print("freed")
 def test_a_block_that_is_freed_after_the_pool_has_gone() -> None:
     if isinstance(pool_library(), NoLibraryError):
         pytest.skip(f"no pool: {pool_library()}")
-    run = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=False)
-    assert (run.returncode, run.stdout) == (0, "freed\n"), run.stderr
+    assert run_program(_PROGRAM) == "freed\n"

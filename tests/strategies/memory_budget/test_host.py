@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -23,6 +24,9 @@ from retime.strategies import MemoryBudgetStrategy
 from support import memory_budget as support
 from support.memory_budget import SMALL, Net, assert_close, fit, loader, report_of
 from support.paths import TESTS
+from support.process_ends import first_line
+from support.time_limits import limit_s
+from support.warm_start import Warm, run_program
 
 pytestmark = [
     *support.IGNORED,
@@ -170,29 +174,30 @@ def test_nothing_is_left_after_an_exception(
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 def test_nothing_is_left_after_kill_9(tmp_path: Path) -> None:
     program = f"""
-import time, torch
+import os, time, torch
 from retime.mechanisms.memory_budget.offload.disk import HostDisk
 from retime.mechanisms.memory_budget.offload.saved_tensors import OffloadSavedTensors
 from retime.schedules.budget import OffloadPlan
-host = HostDisk({str(tmp_path)!r})
+host = HostDisk({str(tmp_path / "host")!r})
 leaf = torch.ones(100_000, requires_grad=True)
 with OffloadSavedTensors(OffloadPlan(1, frozenset(range(3)), 0, 3), host, [leaf]):
     loss = leaf.exp().exp().exp().sum()
-    print(host.live_bytes(), flush=True)
-    time.sleep(60)
+    print(os.getpid(), host.live_bytes(), flush=True)
+    time.sleep(600)
 """
-    worker = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    try:
-        assert worker.stdout is not None
-        nbytes = int(worker.stdout.readline())
-        opened = [os.readlink(f"/proc/{worker.pid}/fd/{number}") for number in os.listdir(f"/proc/{worker.pid}/fd")]
-        assert nbytes >= 1_200_000
-        assert sum(str(tmp_path) in path for path in opened) == 1
-        assert os.listdir(tmp_path) == [], "no name, so nothing to find later"
-    finally:
-        worker.kill()  # kill -9
-        worker.communicate()
-    assert os.listdir(tmp_path) == []
+    host = tmp_path / "host"
+    host.mkdir()
+    script, out = tmp_path / "script.py", tmp_path / "out"
+    script.write_text(program)
+    with Warm(str(script), [], {**os.environ}, out, tmp_path / "errors") as worker:
+        pid, nbytes = first_line(out, worker).split()
+        opened = [os.readlink(f"/proc/{pid}/fd/{number}") for number in os.listdir(f"/proc/{pid}/fd")]
+        assert int(nbytes) >= 1_200_000
+        assert sum(str(host) in path for path in opened) == 1
+        assert os.listdir(host) == [], "no name, so nothing to find later"
+        os.kill(int(pid), signal.SIGKILL)
+        worker.wait(limit_s(20))
+    assert os.listdir(host) == []
 
 
 def may_mount() -> bool:
@@ -208,11 +213,7 @@ def test_a_disk_that_fills_up(tmp_path: Path) -> None:
     program = FILLS_UP.replace("TESTS", repr([str(TESTS), str(Path(__file__).parent)])).replace(
         "FOLDER", repr(str(tmp_path))
     )
-    mount = f'mount -t tmpfs -o size=1m none {tmp_path} && exec "$@"'
-    command = ["unshare", "-m", "sh", "-c", mount, "sh", sys.executable, "-c", program]
-    worker = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert worker.returncode == 0, worker.stderr
-    text = worker.stdout
+    text = run_program(program)
     assert "same weights True; same momenta True; files []" in text, text
     assert "has no space for" in text, text
     assert "No space left on device; 4096 bytes free" in text, text
@@ -220,7 +221,11 @@ def test_a_disk_that_fills_up(tmp_path: Path) -> None:
 
 
 FILLS_UP = """
-import sys, os, errno
+import ctypes, errno, os, subprocess, sys
+folder = FOLDER
+assert ctypes.CDLL(None).unshare(0x20000) == 0  # CLONE_NEWNS: what is mounted from now on is this process's alone
+subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", folder], check=True)
 sys.path[:0] = TESTS
 import torch
 from torch.utils.data import DataLoader
@@ -231,7 +236,6 @@ from retime.strategies import MemoryBudgetStrategy
 from test_host import Adam, Batches
 step_planner.calibrate = step_planner.least_costs = lambda *_, **__: support.OFFLOADS
 step_planner.PlanTrial.step_ms = lambda *_: None
-folder = FOLDER
 small, large = next(iter(support.loader(1))), next(iter(support.loader(1, batch=1024)))
 ballast = []
 def fill(index):
