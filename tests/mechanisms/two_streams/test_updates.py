@@ -15,6 +15,7 @@ from retime import declare_per_parameter
 from retime.foundations.messages import NoEffectWarning
 from retime.mechanisms.two_streams import TwoStreamBackward, TwoStreamReport
 from retime.mechanisms.two_streams.layers import LinearKernels
+from support.time_limits import limit_s
 
 STEPS = 6
 SPLIT = 7
@@ -296,11 +297,13 @@ class FailsBeside(SGD):
     """Fails once, on the second thread."""
 
     fails = False
+    failed = threading.Event()
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if FailsBeside.fails and threading.current_thread().name == "retime sub-stream":
             FailsBeside.fails = False
+            FailsBeside.failed.set()
             raise ArithmeticError("in an update")
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -312,13 +315,12 @@ def test_an_update_that_fails_on_the_second_thread(monkeypatch: pytest.MonkeyPat
     model = network()
     optimizer = FailsBeside(model.parameters(), 0.1)
     two_streams = TwoStreamBackward(model, optimizer=optimizer, threads=(1, 1))
-    first = threading.Event()
     compute = LinearKernels.output_gradient
 
     def waits(*args: Any) -> Tensor:
         """Give the second thread time for its first update."""
         if FailsBeside.fails and two_streams._waiting:
-            first.wait(0.2)
+            FailsBeside.failed.wait(limit_s(5))
         return compute(*args)
 
     monkeypatch.setattr(LinearKernels, "output_gradient", waits)
