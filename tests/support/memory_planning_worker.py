@@ -1,9 +1,10 @@
-"""Budgeted steps in a process of their own, under a limit of data bytes that holds from before the first plan is made.
+"""Budgeted steps in a process of their own, under a limit of data bytes that holds from before the plan is made.
 
-    python memory_planning_worker.py conv|gpt BUDGET_BYTES ONCE_BYTES
+    python memory_planning_worker.py conv|gpt BUDGET_BYTES BESIDE_BYTES
 
 Prints a line of JSON for each of two fits of the same model: what the process grew by, how many plans were tried out,
-and the plan's note. The limit is the budget and ONCE_BYTES, for what a process loads once.
+and the plan's note. The first one has no limit, as a process loads code and Python's objects once, which is more or
+less by machine and by what ran before. The second one's is the budget and BESIDE_BYTES.
 """
 
 import gc
@@ -40,13 +41,14 @@ def transformer() -> tuple[nn.Module, tuple[Tensor, ...], Callable[[Any], Tensor
     return net, (torch.randint(0, 2048, (32, 64)),), lambda part: net(input_ids=part[0], labels=part[0]).loss
 
 
-def fit(kind: str, budget_bytes: int, once_bytes: int) -> dict[str, Any]:
+def fit(kind: str, budget_bytes: int, beside_bytes: int | None) -> dict[str, Any]:
     torch.manual_seed(0)
     net, batch, loss = {"conv": convolutions, "gpt": transformer}[kind]()
     optimizer = torch.optim.Adam(net.parameters())
     model_bytes = sum(parameter.nbytes for parameter in net.parameters())
-    limit_bytes = status_bytes("VmData") - model_bytes + budget_bytes + once_bytes
-    resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    if beside_bytes is not None:
+        limit_bytes = status_bytes("VmData") - model_bytes + budget_bytes + beside_bytes
+        resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     said: list[str] = []
     step = BudgetedStep(net, [optimizer], budget_bytes, parse_host(None, "cpu"), say=said.append)
     for _ in range(2):
@@ -60,10 +62,10 @@ def fit(kind: str, budget_bytes: int, once_bytes: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    kind, budget_bytes, once_bytes = sys.argv[1], *map(int, sys.argv[2:])
+    kind, budget_bytes, beside_bytes = sys.argv[1], *map(int, sys.argv[2:])
     torch.set_num_threads(1)
-    for _ in range(2):
-        print(json.dumps(fit(kind, budget_bytes, once_bytes)))
+    for beside in (None, beside_bytes):
+        print(json.dumps(fit(kind, budget_bytes, beside)))
         gc.collect()
         trim_heap()
 
