@@ -12,6 +12,7 @@ from rich.console import Console
 from retime.recipes.core.claims import show
 from retime.recipes.core.history import changed
 from retime.recipes.core.measure import speedup
+from retime.recipes.core.of_points import sizes
 from retime.recipes.core.recipe import Recipe
 from retime.recipes.core.results import FILE, Point, Result, load
 from retime.recipes.core.tables import label_of, markdown_table
@@ -81,6 +82,8 @@ def markdown(result: Result, recipe: Recipe[Any]) -> str:
         lines += ["**Measured with changes that were not committed: to be measured again.**", ""]
     if result.simulated:
         lines += ["**Simulated, not measured.**", ""]
+    if sizes(result):
+        lines += [f"Sizes: {sizes(result)}.", ""]
     comparisons = recipe.compare(result)
     if comparisons:
         heading = ["source", "quantity", "published or wanted", "this machine (quartiles over rounds)", "remark"]

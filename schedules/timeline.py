@@ -111,13 +111,14 @@ def write_chrome_trace(path: str | os.PathLike[str], spans: Iterable[Span], *, p
     target.write_text(text + "\n", encoding="utf-8")
 
 
-def write_png(path: str | os.PathLike[str], spans: Iterable[Span], *, title: str = "") -> None:
-    """Draw ``spans`` as a Gantt chart: one row a lane, one colour a category, time in milliseconds.
+def write_png(path: str | os.PathLike[str], spans: Iterable[Span], *, title: str = "", time_unit: str = "ms") -> None:
+    """Draw ``spans`` as a Gantt chart: one row a lane, one colour a category.
 
     Args:
         path: the file to write, PNG whatever its suffix; missing folders are made.
         spans: the boxes; at least one.
         title: a line above the chart.
+        time_unit: what a millisecond of the spans stands for, below the axis.
 
     Raises:
         ImportError: when matplotlib is not installed, with the command that installs it.
@@ -135,9 +136,11 @@ def write_png(path: str | os.PathLike[str], spans: Iterable[Span], *, title: str
         ) from error
 
     lanes = _lanes(spans)
-    figure = Figure(figsize=(12.0, 1.6 + 0.55 * len(lanes)), dpi=120, layout="constrained")
+    figure = Figure(figsize=(12.0, 1.6 + 0.55 * len(lanes)), dpi=116, layout="constrained")
     FigureCanvasAgg(figure)  # Figure plus its own canvas: pyplot would touch state that the user's code shares
-    _draw(figure.subplots(), spans, lanes, title)
+    axes = figure.subplots()
+    _draw(axes, spans, lanes, title)
+    axes.set_xlabel(f"time ({time_unit})")
     figure.savefig(_prepare(path), format="png")
 
 
@@ -230,7 +233,6 @@ def _draw(axes: Axes, spans: Sequence[Span], lanes: Sequence[str], title: str) -
     axes.set_ylim(len(lanes) - 0.5, -0.5)  # first lane on top
     axes.set_yticks(range(len(lanes)))
     axes.set_yticklabels(lanes, parse_math=False)
-    axes.set_xlabel("time (ms)")
     if title:
         axes.set_title(title, parse_math=False)
     named = [category for category in colour_of if category]

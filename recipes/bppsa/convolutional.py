@@ -20,6 +20,7 @@ from retime.recipes.core import charts
 from retime.recipes.core.build import build, build_model, build_optimizer, loss_of
 from retime.recipes.core.claims import Comparison, Target
 from retime.recipes.core.measure import spread
+from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import ConvolutionalSettings
@@ -113,8 +114,9 @@ class Convergence(Recipe[ConvolutionalSettings]):
 
     def draw(self, result: Result, path: Path) -> None:
         first = result.points[0]
-        title = f"{result.title}, {first.facts['data']}, batch {first.facts['batch size']}"
-        drawing, panels = charts.panels(title, 1 + len(result.points), width=4.5 + 4.5 * len(result.points))
+        drawing, panels = charts.panels(
+            titled(result, first.facts["data"]), 1 + len(result.points), width=4.5 + 4.5 * len(result.points)
+        )
         names = [PLAIN, *scans(first)]
         for axes, point in zip(panels, result.points, strict=False):
             every = point.settings["evaluate_every"]

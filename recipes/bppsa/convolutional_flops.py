@@ -23,6 +23,7 @@ from retime.recipes.core import charts
 from retime.recipes.core.build import build, build_model, build_optimizer, loss_of
 from retime.recipes.core.claims import Comparison
 from retime.recipes.core.measure import spread
+from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
 from retime.recipes.core.results import Result, Row
 from retime.recipes.core.schema import ConvolutionalSettings
@@ -126,7 +127,9 @@ class PrunedFlops(CaseRecipe[ConvolutionalSettings]):
 
     def draw(self, result: Result, path: Path) -> None:
         count = max(2, len(result.points))
-        drawing, panels = charts.panels(result.title, count, width=6.2 * count, height=5.6, sharey=True)
+        initial, trained, _ = result.points[0].facts["test loss: initial, trained, pruned and retrained"]
+        more = f"trained from a test loss of {initial:.2f} to {trained:.2f} nats"
+        drawing, panels = charts.panels(titled(result, more), count, width=6.2 * count, height=5.6, sharey=True)
         for axes, point in zip(panels, result.points, strict=False):
             scan = [Dot(*each) for each in point.facts["scan: kind, FLOP, m*n*k, critical"]]
             for colour, kind in zip(charts.COLOURS, ("mm", "mv"), strict=False):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from retime.mechanisms.scan import choose_solver
 from retime.modules import convert
 from retime.recipes.core.build import build_batches, build_model, build_optimizer, loss_of
 from retime.recipes.core.measure import PhaseClock, Spread, interleave, middle_step, speedup, spread
@@ -27,9 +28,13 @@ LABELS = {
     BASELINE: "torch.nn",
     MOVED: f"torch.nn, weights changed by {SHIFT:g}",
     "auto": "auto: a scan or one loop",
+    "sequential": "one loop (sequential)",
+    "torch's own": "torch's own",
     "chunk": "scan, chunk",
     "blelloch": "scan, Blelloch (the paper's)",
 }
+RAN = "auto ran"
+"""Fact of a point: the solver that `auto` took there."""
 Batch = tuple[Tensor, Tensor]
 
 
@@ -91,6 +96,8 @@ class Recurrent(Recipe[RecurrentSettings]):
         facts: dict[str, Any] = {"data": data["_target_"].rsplit(".", 1)[-1], "time steps": batch[0].shape[1]}
         for name, difference in gradient_differences(loops, batch).items():
             facts[f"{name}: largest gradient difference from torch.nn, relative"] = difference
+        if OURS in loops:
+            facts[RAN] = solver_taken(model, batch)
         blocks = {name: partial(loop.block, batch, steps) for name, loop in loops.items()}
         times = interleave(blocks, settings.rounds, settings.warmup_rounds, tick)
         return Measured(phase_rows(times), facts)
@@ -146,8 +153,18 @@ def scans(point: Point) -> list[str]:
     return [name for name in point.variants("step") if name not in (BASELINE, MOVED)]
 
 
-def label(variant: str) -> str:
-    return LABELS.get(variant, f"scan, {variant}")
+def label(variant: str, point: Point | None = None) -> str:
+    """What a variant is called; `auto` by the solver that ran, at a point that says which."""
+    ran = point.facts.get(RAN) if point is not None and variant == OURS else None
+    return f"auto: {label(ran)}" if ran else LABELS.get(variant, f"scan, {variant}")
+
+
+def solver_taken(network: nn.Module, batch: Batch) -> str:
+    """The solver that "auto" takes for a network's recurrent layer on a batch of sequences ``[B, T, features]``."""
+    layer, inputs = network.recurrent, batch[0].transpose(0, 1)
+    state = inputs.new_empty(1, inputs.shape[1], layer.hidden_size)
+    solver = choose_solver(OURS, layer.mode, inputs, state)
+    return "torch's own" if solver is None else str(solver)
 
 
 def best_scan(point: Point, phase: str = "step") -> str | None:

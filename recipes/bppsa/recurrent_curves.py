@@ -15,6 +15,8 @@ from retime.recipes.bppsa import recurrent_claims as claims
 from retime.recipes.bppsa.recurrent import (
     BASELINE,
     MOVED,
+    OURS,
+    RAN,
     Batch,
     Recurrent,
     TrainingLoop,
@@ -23,6 +25,7 @@ from retime.recipes.bppsa.recurrent import (
     phase_rows,
     ratio,
     scans,
+    solver_taken,
 )
 from retime.recipes.core import charts
 from retime.recipes.core.build import build
@@ -37,6 +40,8 @@ from retime.recipes.data import ArrayData
 
 MOST_POINTS = 500
 """A stored curve has at most so many points, each the mean of a window of steps."""
+SMOOTHED = 20
+"""A drawn curve is the mean of so large a part of it."""
 
 
 class Shuffled:
@@ -110,6 +115,8 @@ class Curves(Recurrent):
         }
         times = interleave(blocks, settings.rounds, 0, tick)
         facts: dict[str, Any] = {"data": data.name, "steps": settings.rounds * settings.steps}
+        if OURS in runs:
+            facts[RAN] = solver_taken(start, batches[0])
         for name, run in runs.items():
             facts[f"{name} seconds"] = thinned(run.seconds, last=True)
             facts[f"{name} losses"] = thinned(run.losses)
@@ -123,7 +130,7 @@ class Curves(Recurrent):
 
     def compare(self, result: Result) -> list[Comparison]:
         return [
-            Comparison(claim, ratio(point, name, phase), label(name))
+            Comparison(claim, ratio(point, name, phase), label(name, point))
             for point in result.points
             for name in scans(point)
             for claim, phase in ((claims.OVERALL_RNN, "step"), (claims.BACKWARD_RNN, "backward"))
@@ -136,15 +143,19 @@ class Curves(Recurrent):
         rows = len(result.points)
         drawing, panels = charts.panels(titled(result), 2 * rows, height=4.4 * rows, rows=rows)
         for point, clock, step in zip(result.points, panels[::2], panels[1::2], strict=True):
+            window = max(1, len(point.facts[f"{point.variants('step')[0]} losses"]) // SMOOTHED)
             for index, name in enumerate(point.variants("step")):
-                losses, colour = point.facts[f"{name} losses"], charts.COLOURS[index]
+                raw, colour = point.facts[f"{name} losses"], charts.COLOURS[index]
+                losses, text = smoothed(raw, window), label(name, point)
                 width = max(0.8, 4.6 - 1.9 * index)  # curves on each other: all are seen
-                clock.plot(point.facts[f"{name} seconds"], losses, color=colour, label=label(name), linewidth=1.1)
-                numbers = [(k + 1) * point.facts["steps"] / len(losses) for k in range(len(losses))]
-                step.plot(numbers, losses, color=colour, label=label(name), linewidth=width)
+                clock.plot(point.facts[f"{name} seconds"], losses, color=colour, label=text, linewidth=1.4)
+                numbers = [(k + 1) * point.facts["steps"] / len(raw) for k in range(len(raw))]
+                step.plot(numbers, losses, color=colour, label=text, linewidth=width)
+                step.plot(numbers, raw, color=colour, linewidth=0.6, alpha=0.2)
             clock.set_xlabel("seconds of training steps")
             step.set_xlabel("training steps")
-            clock.set_ylabel("training loss (nats)" + (f", {label_of(point.at)}" if point.at else ""))
+            mean = f", mean of {window}" if window > 1 else ""
+            clock.set_ylabel(f"training loss (nats){mean}" + (f", {label_of(point.at)}" if point.at else ""))
             for axes in (clock, step):
                 axes.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
         charts.save(drawing, path)
@@ -167,7 +178,7 @@ class InstrumentCurves(Curves):
             published = claims.BY_FEATURES[point.at["features"], 16]
             for name in scans(point):
                 for claim, phase in ((published.overall(), "step"), (published.backward(), "backward")):
-                    lines.append(Comparison(claim, ratio(point, name, phase), label(name)))
+                    lines.append(Comparison(claim, ratio(point, name, phase), label(name, point)))
         return lines
 
 
@@ -190,10 +201,15 @@ def curve_notes(point: Point) -> list[str]:
         longer = point.facts[f"{BASELINE} seconds"][-1] / seconds[-1]
         place = f"{label_of(point.at)}, " if point.at else ""
         lines.append(
-            f"- {place}{label(name)}: loss {plain[0]:.3f} to {losses[-1]:.3f}, at most {apart(name):.1g} from "
+            f"- {place}{label(name, point)}: loss {plain[0]:.3f} to {losses[-1]:.3f}, at most {apart(name):.1g} from "
             f"torch.nn's at the same step{control}; torch.nn's steps took {amount(longer, 'x')} as long"
         )
     return lines
+
+
+def smoothed(values: list[float], window: int) -> list[float]:
+    """Each value's mean with those before it, `window` in all."""
+    return [sum(values[max(0, k + 1 - window) : k + 1]) / min(window, k + 1) for k in range(len(values))]
 
 
 def thinned(values: list[float], *, last: bool = False) -> list[float]:

@@ -58,17 +58,22 @@ class Scaling(Recurrent):
         return [*bounds(result), worst_difference(result), EPOCHS]
 
     def draw(self, result: Result, path: Path) -> None:
-        rows: list[tuple[list[Point], Callable[[Point], float], str]] = [
-            (over_length(result), length_of, "time steps T"),
-            (over_batch(result), fraction_of, "fraction of the device a sample, 1/B"),
+        rows: list[tuple[list[Point], Callable[[Point], float], str, Published]] = [
+            (over_length(result), length_of, "time steps T", lambda point: claims.BY_LENGTH.get(point.at["T"])),
+            (
+                over_batch(result),
+                fraction_of,
+                "fraction of the device a sample, 1/B",
+                lambda point: claims.BY_BATCH.get(point.at["B"]),
+            ),
         ]
-        rows = [row for row in rows if row[0]] or [(result.points, length_of, "time steps T")]
+        rows = [row for row in rows if row[0]] or [(result.points, *rows[0][1:])]
         drawing, panels = charts.panels(titled(result), 3 * len(rows), 14, 4.4 * len(rows), rows=len(rows))
-        for row, (points, where, text) in enumerate(rows):
+        for row, (points, where, text, published) in enumerate(rows):
             latency, speed, breakdown = panels[3 * row : 3 * row + 3]
             draw_backward(latency, points, where)
-            draw_speedups(speed, points, where)
-            draw_breakdown(breakdown, points, [tick_label(where(point)) for point in points])
+            draw_speedups(speed, points, where, published)
+            draw_breakdown(breakdown, points, [tick_label(where(point)) for point in points], published)
             for axes in (latency, speed):
                 axes.set_xscale("log")
                 ticks = [where(point) for point in points]
@@ -108,10 +113,14 @@ class Instruments(Recurrent):
 
     def draw(self, result: Result, path: Path) -> None:
         drawing, axes = charts.figure(titled(result), width=11)
-        draw_breakdown(axes, result.points, [f"{p.at['features']}, B={p.at['B']}" for p in result.points])
+        names = [f"{point.at['features']}, B={point.at['B']}" for point in result.points]
+        draw_breakdown(axes, result.points, names, lambda p: claims.BY_FEATURES.get((p.at["features"], p.at["B"])))
         charts.save(drawing, path)
 
 
+Published = Callable[[Point], claims.EpochSeconds | None]
+TABLES_OF = "V100"
+BELOW: Any = {"fontsize": 7, "loc": "upper center", "bbox_to_anchor": (0.5, -0.13), "ncols": 2, "frameon": False}
 EPOCHS = "Tables 4 to 6 give seconds an epoch; their ratios stand beside ours, which are ratios of steps."
 
 
@@ -119,7 +128,9 @@ def most(result: Result, claim: Claim, phase: str) -> Comparison:
     """The largest speedup over all points and variants beside the paper's largest."""
     found = [(ratio(point, name, phase), point, name) for point in result.points for name in scans(point)]
     best = max(((s, p, n) for s, p, n in found if s), key=lambda entry: entry[0].median, default=None)
-    return Comparison(claim, best[0], f"{label_of(best[1].at)}, {label(best[2])}") if best else Comparison(claim)
+    if best is None:
+        return Comparison(claim)
+    return Comparison(claim, best[0], f"{label_of(best[1].at)}, {label(best[2], best[1])}")
 
 
 def against(point: Point, published: claims.EpochSeconds | None) -> list[Comparison]:
@@ -128,8 +139,8 @@ def against(point: Point, published: claims.EpochSeconds | None) -> list[Compari
     if published is None or ours is None:
         return []
     return [
-        Comparison(published.overall(), ratio(point, ours, "step"), label(ours)),
-        Comparison(published.backward(), ratio(point, ours, "backward"), label(ours)),
+        Comparison(published.overall(), ratio(point, ours, "step"), label(ours, point)),
+        Comparison(published.backward(), ratio(point, ours, "backward"), label(ours, point)),
     ]
 
 
@@ -189,12 +200,17 @@ def draw_backward(axes: Any, points: list[Point], where: Callable[[Point], float
     axes.set_yscale("log")
     charts.plain_numbers(axes.yaxis)
     axes.set_ylabel("backward pass of a step (ms)")
-    axes.legend(fontsize=8)
+    axes.legend(**BELOW)
 
 
-def draw_speedups(axes: Any, points: list[Point], where: Callable[[Point], float]) -> None:
-    """Panels b and e: speedup of the backward pass, and of the whole step beside it."""
+def draw_speedups(axes: Any, points: list[Point], where: Callable[[Point], float], published: Published) -> None:
+    """Panels b and e: speedup of the backward pass, and of the whole step beside it; the paper's hollow."""
     index = 0
+    rows = [(where(point), row) for point in points if (row := published(point))]
+    for colour, marker, phase in zip(charts.COLOURS, "os", ("backward", "step"), strict=False):
+        values = [(row.overall() if phase == "step" else row.backward()).value for _, row in rows]
+        text = f"the paper's ({TABLES_OF}): {'whole step' if phase == 'step' else phase}"
+        axes.plot([x for x, _ in rows], values, marker, markerfacecolor="none", color=colour, label=text)
     for name in scans(points[0]):
         for phase in ("backward", "step"):
             found = [(where(point), ratio(point, name, phase)) for point in points]
@@ -206,13 +222,19 @@ def draw_speedups(axes: Any, points: list[Point], where: Callable[[Point], float
     axes.set_yscale("log")
     charts.plain_numbers(axes.yaxis)
     axes.set_ylabel("speedup over torch.nn (x)")
-    axes.legend(fontsize=8)
+    axes.legend(**BELOW)
 
 
-def draw_breakdown(axes: Any, points: list[Point], names: list[str]) -> None:
-    """Panels c and f, and Figure 9: phases of a step as parts of torch.nn's step, torch.nn's bar beside ours."""
-    highest = 1.0
+def draw_breakdown(axes: Any, points: list[Point], names: list[str], published: Published) -> None:
+    """Panels c and f, and Figure 9: phases of a step as parts of torch.nn's step, torch.nn's bar beside ours.
+
+    A hollow circle is the paper's whole step.
+    """
     for number, point in enumerate(points):
+        row = published(point)
+        if row:
+            text = f"the paper's step ({TABLES_OF})" if not number else None
+            axes.plot(number + 0.2, 1 / row.overall().value, "ko", markerfacecolor="none", label=text)
         whole = spread(point.values(BASELINE, "step")).median
         ours = best_scan(point)
         for shift, name in ((-0.2, BASELINE), (0.2, ours)):
@@ -224,10 +246,8 @@ def draw_breakdown(axes: Any, points: list[Point], names: list[str]) -> None:
                     number + shift, height, 0.36, bottom=bottom, color=colour, label=text, alpha=1 if shift < 0 else 0.7
                 )
                 bottom += height
-            highest = max(highest, bottom)
     axes.set_xticks(range(len(points)), names, fontsize=8)
     axes.set_ylabel("time over torch.nn's step")
     axes.grid(axis="x", visible=False)
-    axes.set_ylim(0, 1.22 * highest)  # room for the legend above the bars
     which = "left bar: torch.nn, right bar: our fastest"
-    axes.legend(fontsize=8, loc="upper center", ncols=len(PHASES), title=which, title_fontsize=8)
+    axes.legend(**BELOW, title=which, title_fontsize=7)

@@ -15,6 +15,8 @@ from retime.schedules import COLOURS as COLOURS
 
 GREY = "#888888"
 """For bounds and references."""
+DPI, MOST_PIXELS = 130, 1400
+"""Pixels an inch, fewer where a picture would be wider than a page shows."""
 _MARKERS = "osD^vPX*"
 
 
@@ -55,13 +57,17 @@ def only_text(title: str, lines: Sequence[str]) -> Any:
 
 def save(drawing: Any, path: Path) -> None:
     """Write the chart as PNG, without a time stamp, so that an unchanged result gives an unchanged file."""
-    drawing.savefig(path, dpi=130, metadata={"Software": None})
+    dpi = min(DPI, MOST_PIXELS / drawing.get_size_inches()[0])
+    drawing.savefig(path, dpi=dpi, metadata={"Software": None})
 
 
 def stacked_bars(
     axes: Any, bars: Mapping[str, Mapping[str, float]], unit: str, totals: Mapping[str, Spread] | None = None
 ) -> None:
-    """Horizontal bars of stacked parts; `bars` maps a bar's label to its parts. `totals` adds whiskers and numbers."""
+    """Horizontal bars of stacked parts; `bars` maps a bar's label to its parts.
+
+    `totals` adds the number, quartiles as a whisker and the median as its dot: medians of parts need not add up to it.
+    """
     labels = list(bars)
     parts = list(dict.fromkeys(part for bar in bars.values() for part in bar))
     left = [0.0] * len(labels)
@@ -74,8 +80,8 @@ def stacked_bars(
         for label, end in zip(labels, left, strict=True):
             total = totals[label]
             error = [[max(0.0, total.median - total.low)], [max(0.0, total.high - total.median)]]
-            axes.errorbar(end, label, xerr=error, color="black", capsize=3, linewidth=1)
-            edge = end + error[1][0]
+            axes.errorbar(total.median, label, xerr=error, fmt="ko", markersize=3, capsize=3, linewidth=1)
+            edge = max(end, total.high)
             axes.annotate(
                 f"{total.median:.4g}", (edge + 0.015 * reach, label), va="center", fontsize=9, annotation_clip=False
             )

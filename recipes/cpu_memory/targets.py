@@ -94,9 +94,8 @@ class AllocatorTargets(Recipe[AllocatorSettings]):
         return lines
 
     def draw(self, result: Result, path: Path) -> None:
-        drawing, panels = charts.panels(
-            titled(result), len(result.points), width=max(8.0, 4.2 * len(result.points)), height=4.8
-        )
+        rows = -(-len(result.points) // 3)
+        drawing, panels = charts.panels(titled(result), len(result.points), width=10.5, height=4.6 * rows, rows=rows)
         for axes, point in zip(panels, result.points, strict=True):
             best = best_of(point)
             labels = point.variants(STEP)

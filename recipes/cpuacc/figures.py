@@ -85,10 +85,10 @@ class Figures(Recipe[AccumulationSettings]):
 
     def draw(self, result: Result, path: Path) -> None:
         names = list(dict.fromkeys(point.at["network"] for point in result.points))
-        drawing, panels = charts.panels(titled(result), 2 * len(names), width=3.8 * 2 * len(names))
+        drawing, panels = charts.panels(titled(result), 2 * len(names), width=10.5, height=7.6, rows=2)
         for number, name in enumerate(names):
             points = sorted((p for p in result.points if p.at["network"] == name), key=lambda p: int(p.at["ranks"]))
-            times, scaling = panels[2 * number], panels[2 * number + 1]
+            times, scaling = panels[number], panels[len(names) + number]
             labels = dict.fromkeys(label for point in points for label in point.variants(STEP))
             for index, label in enumerate(labels):
                 ranks = [point.at["ranks"] for point in points if point.has(label, STEP)]
@@ -98,6 +98,9 @@ class Figures(Recipe[AccumulationSettings]):
                     shares = [efficiency(point, label) for point in points if point.has(label, STEP)]
                     charts.points_with_spread(scaling, ranks, shares, label, index, line=True)
             charts.even_line(scaling, ALONE)
+            scaling.axhline(SCALING.value, color=charts.GREY, linewidth=1, linestyle=":")
+            place, axis = (0.25, SCALING.value), ("axes fraction", "data")
+            scaling.annotate(f"the paper's: more than {SCALING.value:g}", place, xycoords=axis, fontsize=7, va="bottom")
             for axes, what in ((times, "iteration (ms)"), (scaling, "weak scaling efficiency")):
                 axes.set_ylim(bottom=0)
                 axes.set_title(name, fontsize=10)

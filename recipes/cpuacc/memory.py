@@ -88,15 +88,18 @@ class Memory(Recipe[AccumulationSettings]):
 
     def draw(self, result: Result, path: Path) -> None:
         count = len(result.points)
-        drawing, panels = charts.panels(titled(result), count, width=4.2 * count, height=4.8)
+        drawing, panels = charts.panels(titled(result), count, width=4.2 * count, height=4.8, sharey=True)
         for axes, point in zip(panels, result.points, strict=True):
             labels = point.variants(GROWN)
+            plain = point.values(labels[0], GROWN)
             for index, label in enumerate(labels):
-                charts.points_with_spread(axes, [index], [spread(point.values(label, GROWN))], None, index)
-            axes.set_ylim(0, 1.1 * max(max(point.values(label, GROWN)) for label in labels))
-            axes.set_title(f"{point.at['network']}, {point.at['ranks']} ranks, {point.at['images']} images", fontsize=9)
+                more = [mine - theirs for mine, theirs in zip(point.values(label, GROWN), plain, strict=True)]
+                charts.points_with_spread(axes, [index], [spread(more)], None, index)
+            where = f"{point.at['network']}, {point.at['ranks']} ranks, {point.at['images']} images"
+            axes.set_title(f"{where}\n0: {labels[0]} with {spread(plain).median:.0f} MiB", fontsize=9)
+            axes.axhline(0, color=charts.GREY, linewidth=1, linestyle="--")
             axes.set_xticks(range(len(labels)), labels, rotation=40, ha="right", fontsize=8)
-        panels[0].set_ylabel("a rank's process grows by (MiB)")
+        panels[0].set_ylabel("a rank's process grows by more (MiB)")
         charts.save(drawing, path)
 
 

@@ -93,7 +93,8 @@ class Updates(Recipe[AccumulationSettings]):
     def draw(self, result: Result, path: Path) -> None:
         quantities = ((STATE, "optimizer state of a rank (MiB)"), (GROWN, "a rank grows by (MiB)"), (STEP, "step (ms)"))
         count = len(result.points) * len(quantities)
-        drawing, panels = charts.panels(titled(result), count, width=3.6 * count, height=4.8)
+        rows = len(result.points)
+        drawing, panels = charts.panels(titled(result), count, width=10.5, height=4.2 * rows, rows=rows)
         places = [(point, *quantity) for point in result.points for quantity in quantities]
         for axes, (point, quantity, text) in zip(panels, places, strict=True):
             labels = point.variants(quantity)

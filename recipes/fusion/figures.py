@@ -12,7 +12,7 @@ import numpy as np
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Claim, Comparison, amount
 from retime.recipes.core.measure import Spread, speedup, spread
-from retime.recipes.core.of_points import hardware_line, ratio, titled
+from retime.recipes.core.of_points import ratio, titled
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result
 from retime.recipes.core.schema import FusionSettings
@@ -52,8 +52,7 @@ class Breakdown(StepTimes):
 
     def draw(self, result: Result, path: Path) -> None:
         (point,) = result.points
-        batch = point.settings["batch_size"]
-        drawing, axes = charts.figure(f"{result.title}, batch {batch}\n{hardware_line(result)}", height=4.8)
+        drawing, axes = charts.figure(titled(result), height=4.8)
         names = point.variants("step")
         bars = {label(name): {p: spread(point.values(name, p)).median for p in PHASES} for name in names}
         totals = {label(name): spread(point.values(name, "step")) for name in names}
@@ -114,11 +113,12 @@ class SavedTime(BatchSizes):
         drawing, axes = charts.figure(title)
         for points in by_model(result).values():
             fit = fitted(points)
-            for index, name in enumerate(compared(points)):
+            peer = strongest_peer(points[0]) or "fused"
+            for index, name in enumerate([*compared(points), *([peer] if peer != "baseline" else [])]):
                 pairs = [(p.at["batch_size"], difference(p, ("baseline", "step"), (name, "step"))) for p in points]
                 known = [(size, value) for size, value in pairs if value]
                 places, values = [size for size, _ in known], [value for _, value in known]
-                saved = fit.saved_ms[name] if fit else None
+                saved = fit.saved_ms.get(name) if fit else None
                 text = label(name) if saved is None else f"{label(name)}\nfitted t_saved = {amount(saved, 'ms')}"
                 colour = charts.points_with_spread(axes, places, values, text, index)
                 if saved is not None:
@@ -227,28 +227,23 @@ class Machines(Breakdown):
 
     def draw(self, result: Result, path: Path) -> None:
         (point,) = result.points
-        rows: list[tuple[str, dict[str, float]]] = [
-            (
-                f"{row.machine}\n(paper)",
-                {"forward-fusion": row.forward_speedup, "backward-fusion": row.backward_speedup},
-            )
-            for row in claims.TABLE_2
-        ]
-        ours = {f"{mode}-fusion": ratio(point, "baseline", like_the_paper(point, mode)) for mode in MODES}
-        best = {f"{mode}-fusion": ratio(point, strongest_peer(point), f"retime_{mode}") for mode in MODES}
-        rows.append((f"{hardware_line(result)}\n(same kernel)", {k: v.median for k, v in ours.items() if v}))
-        rows.append((f"this machine\n(against {strongest_peer(point)})", {k: v.median for k, v in best.items() if v}))
-        drawing, axes = charts.figure(result.title, width=10)
+        peer = strongest_peer(point)
+        names = [*(f"{row.machine}\n(paper)" for row in claims.TABLE_2), "this machine\n(same kernel)"]
+        names.append(f"this machine\n(against {peer})")
+        drawing, axes = charts.figure(titled(result), width=10)
         for index, mode in enumerate(MODES):
-            places = [number + (index - 0.5) * 0.36 for number in range(len(rows))]
-            heights = [row.get(f"{mode}-fusion", 0.0) for _, row in rows]
-            bars = axes.bar(places, heights, 0.34, color=charts.COLOURS[index], label=f"{mode}-fusion")
-            axes.bar_label(bars, fmt="%.2f", fontsize=8, label_type="center", color="white")  # clear of the line at 1
-        axes.set_xticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
+            published = [row.forward_speedup if mode == "forward" else row.backward_speedup for row in claims.TABLE_2]
+            ours = [ratio(point, "baseline", like_the_paper(point, mode)), ratio(point, peer, f"retime_{mode}")]
+            shift, text = (index - 0.5) * 0.2, f"{mode}-fusion"
+            paper = [Spread(value, value, value) for value in published]
+            places = [number + shift for number in range(len(names))]
+            charts.points_with_spread(axes, places[: len(paper)], paper, f"{text}, the paper's", index, filled=False)
+            known = [(x, value) for x, value in zip(places[len(paper) :], ours, strict=True) if value]
+            charts.points_with_spread(axes, [x for x, _ in known], [value for _, value in known], text, index)
+        axes.set_xticks(range(len(names)), names, fontsize=8)
         charts.even_line(axes, "no gain")
         axes.set_ylabel("speedup of a step (x)")
-        axes.legend(fontsize=8, loc="upper center", ncols=3)
-        axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
+        axes.legend(fontsize=8, loc="upper right")
         charts.save(drawing, path)
 
 

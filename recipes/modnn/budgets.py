@@ -114,6 +114,18 @@ class Budgets(NetworkRecipe):
             )
             places, values = [place for place, _ in known], [value for _, value in known]
             colour = charts.points_with_spread(panels[0], places, values, label, index, line=True)
+            lowest = min(shares)
+            for axes in panels:  # below it, a budget is refused
+                axes.axvline(lowest, color=colour, linewidth=1, linestyle=":", alpha=0.7)
+                axes.annotate(
+                    f"{network}:\nfloor {lowest:.0f} %",
+                    (lowest, 0.62 - 0.09 * index),
+                    xycoords=("data", "axes fraction"),
+                    fontsize=7,
+                    color=colour,
+                    ha="right" if lowest < 10 else "left",
+                    va="top",
+                )
             pooled = slowdown(point, POOLED)
             if pooled is not None:
                 panels[0].plot([100], [pooled.median], "*", markersize=11, color=colour, label=f"{network}, {POOLED}")
@@ -130,7 +142,7 @@ class Budgets(NetworkRecipe):
         for axes in panels:
             axes.set_xscale("log")
             axes.invert_xaxis()
-            axes.set_xlabel("budget (% of the ideal peak)")
+            axes.set_xlabel("budget (% of the ideal peak), less memory to the right")
             axes.set_xticks([100, 50, 25, 10, 5], ["100", "50", "25", "10", "5"])
         charts.even_line(panels[0], "fastest unlimited")
         charts.even_line(panels[1], "budget")

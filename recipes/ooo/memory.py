@@ -56,15 +56,18 @@ class Memory(CaseRecipe[OutOfOrderSettings], OnRanks):
 
     def draw(self, result: Result, path: Path) -> None:
         drawing, axes = charts.figure(titled(result))
-        names = result.points[0].variants(PEAK)
+        points = [point for point in result.points if point.has("ddp", PEAK)]
+        names = [name for name in result.points[0].variants(PEAK) if name != "ddp"]
         for index, name in enumerate(names):
-            known = [(place, point) for place, point in enumerate(result.points) if point.has(name, PEAK)]
             shift = (index - (len(names) - 1) / 2) * 0.8 / len(names)
-            values = [spread(point.values(name, PEAK)) for _, point in known]
-            charts.points_with_spread(axes, [place + shift for place, _ in known], values, label(name), index)
-        axes.set_xticks(range(len(result.points)), [point.at["case"] for point in result.points])
-        axes.set_ylabel("peak memory of a fit (MiB), one rank")
-        axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
+            known = [(place + shift, overhead_percent(point, name)) for place, point in enumerate(points)]
+            places, values = [x for x, value in known if value], [value for _, value in known if value]
+            charts.points_with_spread(axes, places, values, label(name), index)
+        peaks = [f"{point.at['case']}\nDDP: {spread(point.values('ddp', PEAK)).median:.0f} MiB" for point in points]
+        axes.set_xticks(range(len(points)), peaks)
+        axes.axhline(0, color=charts.GREY, linewidth=1, linestyle="--", label="DDP")
+        axes.axhline(OVERHEAD.value, color=charts.GREY, linewidth=1, linestyle=":", label="the paper's: less than this")
+        axes.set_ylabel("peak memory of a fit over DDP's, one rank (%)")
         charts.legend_beside(axes)
         charts.save(drawing, path)
 

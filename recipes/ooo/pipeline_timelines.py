@@ -125,8 +125,8 @@ class PipelineTimelines(Recipe[PaperPipelineSettings]):
             for name, lane, start, length, kind in point.facts[_timeline_of(title)]
         ]
         units = ", ".join(f"{title}: {point.values(title, STEP)[0]:g}" for title in _SHOWN)
-        title = f"{result.title}\n{point.at['layers']} layers (1 ms is one unit); units of {units}"
-        write_png(path, spans, title=title)
+        title = f"{result.title}\n{point.at['layers']} layers, simulated; units of {units}"
+        write_png(path, spans, title=title, time_unit="units")
         write_chrome_trace(path.with_name("trace.json"), spans, process_name=f"{result.paper}, {result.where}")
 
 

@@ -88,6 +88,7 @@ class Sweep(OnRanks):
                 axes.annotate(str(number), (k, samples / ms), textcoords="offset points", xytext=(4, 5), fontsize=8)
         axes.set_xlabel("k: layers whose weight gradients are computed last")
         axes.set_ylabel("samples per second, all hosts")
+        axes.set_ylim(bottom=0)
         charts.legend_beside(axes)
         charts.save(drawing, path)
 

@@ -1,5 +1,6 @@
 """`ooo_targets`: what this project wants out-of-order data parallel training to reach, each case with its numbers."""
 
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,10 @@ class Targets(CaseRecipe[OutOfOrderSettings], OnRanks):
 
     def draw(self, result: Result, path: Path) -> None:
         points = [point for point in result.points if point.has("ddp", "step") and not _is_identity(point)]
-        drawing, (speeds, parts) = charts.panels(titled(result), 2, width=16, height=1.5 + 1.2 * max(3, len(points)))
+        points.sort(key=lambda point: spread(point.values("ddp", "step")).median / _fastest_ours(point), reverse=True)
+        drawing, (speeds, parts) = charts.panels(
+            titled(result, "by gain"), 2, width=16, height=1.5 + 1.2 * max(3, len(points))
+        )
         _draw_speeds(speeds, points)
         _draw_parts(parts, points)
         charts.save(drawing, path)
@@ -90,6 +94,11 @@ class Targets(CaseRecipe[OutOfOrderSettings], OnRanks):
 
 def _is_identity(point: Point) -> bool:
     return str(point.at["case"]).startswith("identical")
+
+
+def _fastest_ours(point: Point) -> float:
+    name = best_of_ours(point)
+    return spread(point.values(name, "step")).median if name else inf
 
 
 def _draw_speeds(axes: Any, points: list[Point]) -> None:

@@ -86,7 +86,7 @@ class Timelines(SimulatedRecipe):
             for name, lane, start, length, category in point.facts[_timeline_of(title)]
         ]
         units = ", ".join(f"{title}: {point.values(title, 'step')[0]:g}" for title in point.variants("step"))
-        write_png(path, spans, title=f"{result.title} (1 ms is one unit)\n{units}")
+        write_png(path, spans, title=f"{result.title}\nunits of {units}", time_unit="units")
         write_chrome_trace(path.with_name("trace.json"), spans, process_name=f"{result.paper}, {result.where}")
 
 

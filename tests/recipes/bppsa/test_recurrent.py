@@ -9,11 +9,19 @@ from rich.console import Console
 
 from retime.recipes import __main__ as command
 from retime.recipes.bppsa import recurrent_claims as claims
-from retime.recipes.bppsa.recurrent import BASELINE, TrainingLoop, gradient_differences, steps_for
-from retime.recipes.bppsa.recurrent_curves import Curves, InstrumentCurves, Shuffled, thinned
+from retime.recipes.bppsa.recurrent import (
+    BASELINE,
+    RAN,
+    TrainingLoop,
+    gradient_differences,
+    label,
+    solver_taken,
+    steps_for,
+)
+from retime.recipes.bppsa.recurrent_curves import Curves, InstrumentCurves, Shuffled, smoothed, thinned
 from retime.recipes.bppsa.recurrent_sensitivity import Instruments, Scaling, over_batch, over_length
 from retime.recipes.bppsa.recurrent_targets import Targets, worst_of
-from retime.recipes.core.results import load
+from retime.recipes.core.results import Point, load
 from retime.recipes.core.schema import Hardware, RecurrentSettings
 from retime.recipes.data import bitstreams, synthetic_irmas
 from retime.recipes.models import recurrent_classifier
@@ -91,6 +99,19 @@ def test_long_curves_are_stored_as_means_of_windows():
     assert stored[:2] == [1.0, 4.0]
     assert len(stored) == 334
     assert thinned([float(k) for k in range(1001)], last=True)[-1] == 1000.0
+
+
+def test_drawn_curves_are_means():
+    assert smoothed([4.0, 2.0, 3.0, 1.0], 2) == [4.0, 3.0, 2.5, 2.0]
+    assert smoothed([4.0, 2.0], 1) == [4.0, 2.0]
+
+
+def test_auto_is_called_by_the_solver_that_ran():
+    assert label("auto", Point({}, {}, [], {RAN: "sequential"})) == "auto: one loop (sequential)"
+    assert label("auto", Point({}, {}, [])) == label("auto") == "auto: a scan or one loop"
+    long, short = (torch.zeros(2, steps, 1) for steps in (1000, 4))
+    assert solver_taken(recurrent_classifier("RNN"), (long, long)) == "chunk"
+    assert solver_taken(recurrent_classifier("RNN"), (short, short)) == "torch's own"
 
 
 def test_long_sequences_have_short_blocks():
