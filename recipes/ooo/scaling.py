@@ -1,6 +1,7 @@
 """Figure 10 of out-of-order backprop, simulated: throughput over the number of GPUs in the paper's clusters."""
 
 import dataclasses
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,22 @@ from retime.recipes.ooo.calibration import CalibratedSimulator, calibrate, read_
 from retime.recipes.ooo.clusters import P100_SXM2, SETTINGS, V100
 from retime.recipes.ooo.discussion import discussed, network_share
 from retime.recipes.ooo.model_costs import Gpu, Operations, compute_ms, count, layer_costs
-from retime.schedules.systems import BASELINE_OF, BYTEPS, DDP, HEADINGS, OURS, OURS_DDP, PRIORITY, Sizes, run
+from retime.schedules.systems import (
+    BASELINE_OF,
+    BYTEPS,
+    DDP,
+    HEADINGS,
+    OURS,
+    OURS_DDP,
+    OURS_PRIORITY,
+    PRIORITY,
+    Sizes,
+    run,
+)
 
 PAPERS_NETWORK, CALIBRATED = "section 8.3", "calibrated"
+OVER = {OURS: "over BytePS in the order made", OURS_PRIORITY: "over BytePS with ideal priorities"}
+"""Reverse first-k on either of them, over the same without."""
 _CHECKED_BATCH = 64
 
 
@@ -89,21 +103,23 @@ class Scaling(SimulatedRecipe):
 
     def compare(self, result: Result) -> list[Comparison]:
         lines = []
-        for (cluster, model, devices), claim in claims.SCALING.items():
-            for point in _points(result, cluster=cluster, model=model):
-                gain = _gain(point, devices)
-                lines.append(Comparison(claim, spread([gain]), f"simulated, network as in {point.at['network']}"))
+        for ours, over in OVER.items():
+            for (cluster, model, devices), claim in claims.SCALING.items():
+                for point in _points(result, cluster=cluster, model=model):
+                    note = f"simulated, {over}, network as in {point.at['network']}"
+                    lines.append(Comparison(claim, spread([_gain(point, devices, ours)]), note))
         for family, claim in claims.SMALL_NETWORKS.items():
-            for network in dict.fromkeys(point.at["network"] for point in result.points):
+            for network, ours in product(dict.fromkeys(point.at["network"] for point in result.points), OVER):
                 gains = [
-                    (_gain(point, devices), f"{point.at['model']} on {devices} GPUs of {point.at['cluster']}")
+                    (_gain(point, devices, ours), f"{point.at['model']} on {devices} GPUs of {point.at['cluster']}")
                     for point in _points(result, network=network)
                     if str(point.at["model"]).startswith(family)
                     for devices in point.facts["devices"]
                 ]
                 if gains:
                     gain, where = max(gains)
-                    lines.append(Comparison(claim, spread([gain]), f"simulated, {where}, network as in {network}"))
+                    note = f"simulated, {where}, {OVER[ours]}, network as in {network}"
+                    lines.append(Comparison(claim, spread([gain]), note))
         return lines + _checks(result)
 
     def notes(self, result: Result) -> list[str]:
@@ -134,11 +150,12 @@ class Scaling(SimulatedRecipe):
                 f"{amount(100 * calibration['worst_error'], '%')} at worst. The clusters take over the link's share."
             )
         for network in dict.fromkeys(point.at["network"] for point in result.points):
-            gains = [_gain(point, point.facts["devices"][-1]) for point in _points(result, network=network)]
-            lines.append(
-                f"Network as in {network}: with all GPUs of a cluster reverse first-k gains "
-                f"{amount(min(gains), 'x')} to {amount(max(gains), 'x')} over BytePS, depending on cluster and model."
-            )
+            for ours, over in OVER.items():
+                gains = [_gain(point, point.facts["devices"][-1], ours) for point in _points(result, network=network)]
+                lines.append(
+                    f"Network as in {network}: with all GPUs of a cluster reverse first-k gains "
+                    f"{amount(min(gains), 'x')} to {amount(max(gains), 'x')} {over}, depending on cluster and model."
+                )
         lines.append(
             "Reverse first-k gains over a network that sends in the order made. Over ideal priorities it gains only "
             "where the network idles: one that is always busy with the most urgent gradient needs no other order."
@@ -150,12 +167,14 @@ class Scaling(SimulatedRecipe):
         return lines
 
     def show(self, result: Result, console: Console) -> None:
-        """Print the gain over BytePS with as many GPUs as the cluster has, then what every recipe prints."""
-        table = Table("network", "cluster", "model", "GPUs", "BytePS", "reverse first-k", "gain", title=result.title)
+        """Print the gains with as many GPUs as the cluster has, then what every recipe prints."""
+        heading = ("network", "cluster", "model", "GPUs", "BytePS", "reverse first-k", *OVER.values())
+        table = Table(*heading, title=result.title)
         for point in result.points:
             devices = point.facts["devices"][-1]
             images = [amount(point.values(name, _quantity(devices))[0], "images/s") for name in (BYTEPS, OURS)]
-            table.add_row(*map(str, point.at.values()), str(devices), *images, amount(_gain(point, devices), "x"))
+            gains = [amount(_gain(point, devices, ours), "x") for ours in OVER]
+            table.add_row(*map(str, point.at.values()), str(devices), *images, *gains)
         console.print(table)
         summary = dataclasses.replace(result, points=[])
         tables.show(summary, self.quantity, self.compare(result), self.notes(result), self.references, console)
@@ -165,22 +184,26 @@ class Scaling(SimulatedRecipe):
         points = _points(result, network=network)
         clusters = list(dict.fromkeys(point.at["cluster"] for point in points))
         drawing, panels = charts.panels(
-            f"{result.title}\nnetwork as in {network}", max(2, len(clusters)), width=13, height=5.4
+            f"{result.title}\nnetwork as in {network}; solid: {OVER[OURS]}, dashed: {OVER[OURS_PRIORITY]}",
+            max(2, len(clusters)),
+            width=13,
+            height=5.4,
         )
         for axes, cluster in zip(panels, clusters, strict=False):
             for index, point in enumerate(_points(result, network=network, cluster=cluster)):
                 devices = point.facts["devices"]
-                gains = [_gain(point, number) for number in devices]
                 colour = charts.COLOURS[index % len(charts.COLOURS)]
-                axes.plot(devices, gains, "o-", color=colour, label=point.at["model"], markersize=4, linewidth=1.2)
+                for style, ours, label in (("o-", OURS, point.at["model"]), (".--", OURS_PRIORITY, "_nolegend_")):
+                    gains = [_gain(point, number, ours) for number in devices]
+                    axes.plot(devices, gains, style, color=colour, label=label, markersize=4, linewidth=1.2)
                 for (place, model, number), claim in claims.SCALING.items():
                     if (place, model) == (cluster, point.at["model"]):
-                        axes.plot([number], [claim.value], "*", color=colour, markersize=13, markeredgecolor="black")
-            charts.even_line(axes, "BytePS")
+                        axes.plot([number], [claim.value], "*", color=colour, markersize=13, markerfacecolor="white")
+            charts.even_line(axes, "the same without reordering")
             axes.set_title(f"{cluster}: {SETTINGS[cluster].gpu.name}", fontsize=10)
             charts.whole_ticks(axes, "GPUs")
         panels[0].set_ylabel("throughput of reverse first-k over BytePS (x)")
-        charts.legend_below(drawing, panels[0], 7, title="stars: the paper", title_fontsize=8)
+        charts.legend_below(drawing, panels[0], 7, title="stars: the paper, over BytePS", title_fontsize=8)
         charts.save(drawing, path)
         _draw_throughput(points, clusters, result, path.with_name("throughput.png"))
 
@@ -217,10 +240,10 @@ def _quantity(devices: int) -> str:
     return f"{devices} GPU" if devices == 1 else f"{devices} GPUs"
 
 
-def _gain(point: Point, devices: int) -> float:
+def _gain(point: Point, devices: int, ours: str) -> float:
     """Reverse first-k over the BytePS that it runs on."""
     quantity = _quantity(devices)
-    return point.values(OURS, quantity)[0] / point.values(BYTEPS, quantity)[0]
+    return point.values(ours, quantity)[0] / point.values(BASELINE_OF[ours], quantity)[0]
 
 
 def _points(result: Result, **at: str) -> list[Point]:

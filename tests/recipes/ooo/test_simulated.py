@@ -11,6 +11,7 @@ from torch import nn
 
 from retime.recipes import __main__ as command
 from retime.recipes import models
+from retime.recipes.core.measure import spread
 from retime.recipes.core.results import Point, Result, Row, load
 from retime.recipes.core.schema import Hardware, SimulatedSettings
 from retime.recipes.ooo import claims as ooo_claims
@@ -18,10 +19,10 @@ from retime.recipes.ooo.calibration import MeasuredRun, Parameters, calibrate, r
 from retime.recipes.ooo.clusters import P100_SXM2, SETTINGS, V100
 from retime.recipes.ooo.discussion import Discussion
 from retime.recipes.ooo.model_costs import Gpu, calibrated, compute_ms, count, layer_costs
-from retime.recipes.ooo.scaling import CALIBRATED, PAPERS_NETWORK, Scaling
+from retime.recipes.ooo.scaling import CALIBRATED, OVER, PAPERS_NETWORK, Scaling
 from retime.recipes.ooo.timelines import CONVENTIONAL, PRIORITISED, REVERSED
 from retime.schedules import Cluster, LayerCost, Link
-from retime.schedules.systems import BASELINE_OF, BYTEPS, HEADINGS, OURS, Sizes, run
+from retime.schedules.systems import BASELINE_OF, BYTEPS, HEADINGS, OURS, OURS_PRIORITY, PRIORITY, Sizes, run
 
 RESNET_50 = {"_target_": "retime.recipes.models.resnet", "depth": 50}
 SIZES = Sizes(4_096_000, 26_214_400)
@@ -245,6 +246,15 @@ def test_figure_10_with_and_without_calibration(tmp_path, monkeypatch):
     recipe.show(result, console)
     assert "16 x V100, ResNet-50" in console.export_text()
     recipe.draw(result, Path(tmp_path, "x.png"))
+    assert (tmp_path / "x.png").stat().st_size > 1000
+    in_order, priorities = (
+        [line for line in recipe.compare(result) if f"{over}, network as in {PAPERS_NETWORK}" in line.note]
+        for over in OVER.values()
+    )
+    assert in_order[0].measured == spread([gain])
+    ratio = paper.values(OURS_PRIORITY, "16 GPUs")[0] / paper.values(PRIORITY, "16 GPUs")[0]
+    assert priorities[0].measured == spread([ratio])
+    assert ratio < gain  # a network that sends the most urgent gradient first needs no other order
     without = dataclasses.replace(result, points=[paper])
     assert "Not calibrated on measured runs" in " ".join(recipe.notes(without))
 
