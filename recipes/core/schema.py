@@ -156,6 +156,15 @@ class ConvolutionalSettings(Settings):
 
 
 @dataclass
+class ScanPlanSettings(Settings):
+    """The settings of what is counted from a scan's plan."""
+
+    # axes of the figure
+    matrices: list[int] = field(default_factory=list)
+    workers: list[int] = field(default_factory=list)
+
+
+@dataclass
 class MemorySettings(Settings):
     """The settings of the memory-budget recipes (moDNN). `steps` are training steps."""
 
@@ -299,6 +308,7 @@ def register_all() -> None:
     register("ooo_simulated", SimulatedSettings)
     register("bppsa_recurrent", RecurrentSettings)
     register("bppsa_convolutional", ConvolutionalSettings)
+    register("bppsa_plan", ScanPlanSettings)
     register("modnn", MemorySettings)
     register("cpu_memory", AllocatorSettings)
     register("single_device", SingleDeviceSettings)
