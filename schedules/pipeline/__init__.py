@@ -6,12 +6,14 @@ from retime.schedules.pipeline.joined import joined_gradients
 from retime.schedules.pipeline.lanes import lane_name
 from retime.schedules.pipeline.list_scheduler import Cap, Rule, least_cap, list_schedule
 from retime.schedules.pipeline.one_forward_one_backward import (
+    WeightStashing,
     interleaved,
     interleaved_zero_bubble,
     one_forward_one_backward,
+    weight_stashing,
     zb_h1,
 )
-from retime.schedules.pipeline.ooo_pipe import FLUSH, GREEDY, ooo_pipe1, ooo_pipe2
+from retime.schedules.pipeline.ooo_pipe import FLUSH, GREEDY, fast_forwarded, ooo_pipe1, ooo_pipe2
 from retime.schedules.pipeline.placement import Placement, block, even_stages, modulo, v_shape
 from retime.schedules.pipeline.search import fastest_list_schedule
 from retime.schedules.pipeline.simulation import PipelineTimeline, simulate_pipeline
@@ -29,9 +31,11 @@ __all__ = [
     "Placement",
     "Rule",
     "StageCosts",
+    "WeightStashing",
     "block",
     "cross_layer",
     "even_stages",
+    "fast_forwarded",
     "fastest_list_schedule",
     "from_csv",
     "gpipe",
@@ -52,6 +56,7 @@ __all__ = [
     "to_csv",
     "v_shape",
     "validate_pipeline",
+    "weight_stashing",
     "zb_h1",
     "zbv",
 ]

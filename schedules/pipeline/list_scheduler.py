@@ -56,6 +56,7 @@ def list_schedule(
     cap: Cap = None,
     rule: Rule | None = None,
     first_output_gradient: bool = False,
+    in_order: Schedule | None = None,
 ) -> tuple[Schedule, float]:
     """Order the tasks of a pipeline by simulating it.
 
@@ -67,6 +68,8 @@ def list_schedule(
         cap: see :data:`Cap`.
         rule: how to decide; the default :class:`Rule` when left out.
         first_output_gradient: see :func:`gpipe`.
+        in_order: gives each rank's order of F and O, in which they stay; a rank that would wait for the next of them
+            runs a W. It takes no cap and no rule.
 
     Returns:
         The schedule, and its makespan in milliseconds. Under a cap or a limit of micro-batches in flight, ranks wait
@@ -74,7 +77,7 @@ def list_schedule(
 
     Raises:
         ValueError: when a number is out of its range, or the cap is below what one micro-batch takes; the message gives
-            the least feasible cap.
+            the least feasible cap; or ``in_order`` cannot run, or comes with a cap or a rule.
     """
     check_stages(costs, placement)
     check_micro_batches(1 if micro_batches is None else micro_batches)
@@ -86,10 +89,16 @@ def list_schedule(
     if rule.in_flight is not None and (rule.in_flight < 1 or rule.flush):
         why = "the flush form has all micro-batches in flight" if rule.flush else "give 1 or more, or None for no limit"
         raise ValueError(f"in_flight={rule.in_flight}: {why}")
+    if in_order is not None and (cap is not None or rule != Rule()):
+        raise ValueError("in_order says what runs: leave out cap and rule")
     caps = cap_table(cap, placement, costs, kept=(micro_batches or 1) if rule.flush else 1)
+    given = None if in_order is None else _without_weights(in_order)
     run = _Run(
-        placement, micro_batches or 1, costs, hop_table(hops, placement.ranks), caps, rule, first_output_gradient
+        placement, micro_batches or 1, costs, hop_table(hops, placement.ranks), caps, rule, first_output_gradient, given
     )
+    tasks = (micro_batches or 1) * (3 * placement.stages - (not first_output_gradient))
+    if given is not None and (any(given) or sum(map(len, run.lanes)) < tasks):
+        raise ValueError("in_order cannot run: its ranks wait for one another, or it lacks tasks or has others")
     named = [
         [Task(kind, stage + 1, None if micro_batches is None else batch) for kind, stage, batch in lane]
         for lane in run.lanes
@@ -139,6 +148,19 @@ def _amount(kept: int) -> str:
 _Cell = tuple[Kind, int, int]  # kind, stage from 0, micro-batch
 
 
+def _urgency(kind: Kind, stage: int, batch: int) -> tuple[int, int]:
+    """What decides within a kind: the least comes first."""
+    return (-stage, batch) if kind is Kind.F else (batch, -stage)
+
+
+def _without_weights(schedule: Schedule) -> list[list[_Cell]]:
+    """By rank, its F and O, the first one last."""
+    return [
+        [(task.kind, task.layer - 1, task.micro_batch or 0) for task in reversed(lane.tasks) if task.kind is not Kind.W]
+        for lane in schedule.lanes
+    ]
+
+
 class _Run:
     """The simulation; ``lanes`` and ``now`` are what it found."""
 
@@ -151,9 +173,11 @@ class _Run:
         caps: tuple[float, ...],
         rule: Rule,
         first_output_gradient: bool,
+        given: list[list[_Cell]] | None,
     ) -> None:
         self._rank_of, self._ranks, self._stages = placement.rank_of, placement.ranks, placement.stages
         self._batches, self._rule, self._hops = micro_batches, rule, hops
+        self._given = given  # by rank, what is left of its order of F and O, the next one last
         self._time = {kind: costs.by_kind(kind) for kind in rule.order}
         self._lowest_o = 0 if first_output_gradient else 1
         self._size, self._caps = costs.activation_bytes, caps
@@ -208,11 +232,21 @@ class _Run:
         )
 
     def _start(self, rank: int) -> None:
+        cell = self._most_urgent(rank) if self._given is None else self._next_given(rank)
+        if cell is None:
+            return
+        self._running[rank] = cell
+        self.lanes[rank].append(cell)
+        end = self.now + self._time[cell[0]][cell[1]]
+        self._post(end, rank, cell, arrived=0)
+        self._announce(rank, cell, end)
+
+    def _most_urgent(self, rank: int) -> _Cell | None:
         ready = self._ready[rank]
         for kind in self._rule.order:
             if not ready[kind]:
                 if self._comes_soon(rank, kind):
-                    return
+                    return None
                 continue
             if kind is Kind.F:
                 cell = self._admitted(rank)
@@ -222,14 +256,24 @@ class _Run:
                 _, stage, batch = heapq.heappop(ready[kind])
                 cell = (kind, stage, batch)
             if cell is not None:
-                break
-        else:
-            return
-        self._running[rank] = cell
-        self.lanes[rank].append(cell)
-        end = self.now + self._time[cell[0]][cell[1]]
-        self._post(end, rank, cell, arrived=0)
-        self._announce(rank, cell, end)
+                return cell
+        return None
+
+    def _next_given(self, rank: int) -> _Cell | None:
+        """Return the next F or O of the given order if it is ready, else the weight gradient that is most urgent."""
+        assert self._given is not None
+        ready, given = self._ready[rank], self._given[rank]
+        if given:
+            kind, stage, batch = given[-1]
+            entry = (_urgency(kind, stage, batch), stage, batch)
+            if entry in ready[kind]:
+                ready[kind].remove(entry)
+                heapq.heapify(ready[kind])
+                return given.pop()
+        if not ready[Kind.W]:
+            return None
+        _, stage, batch = heapq.heappop(ready[Kind.W])
+        return Kind.W, stage, batch
 
     def _announce(self, rank: int, cell: _Cell, end: float) -> None:
         """Note when the task that follows on another rank will be there."""
@@ -325,8 +369,7 @@ class _Run:
 
     def _offer(self, kind: Kind, stage: int, batch: int) -> None:
         self._coming[self._rank_of[stage]].pop((kind, stage, batch), None)
-        key = (-stage, batch) if kind is Kind.F else (batch, -stage)
-        heapq.heappush(self._ready[self._rank_of[stage]][kind], (key, stage, batch))
+        heapq.heappush(self._ready[self._rank_of[stage]][kind], (_urgency(kind, stage, batch), stage, batch))
 
     def _send(self, source: int, cell: _Cell) -> None:
         target = self._rank_of[cell[1]]

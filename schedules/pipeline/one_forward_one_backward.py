@@ -7,9 +7,12 @@ Narayanan et al. 2019 (PipeDream) and 2021 (Megatron-LM, section 2.2.2) for 1F1B
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
+from retime.schedules.pipeline.costs import Hops, StageCosts
 from retime.schedules.pipeline.lanes import Chunks, check_micro_batches, rank_schedule, require_one_chunk, require_turns
 from retime.schedules.pipeline.placement import Placement
+from retime.schedules.pipeline.simulation import PipelineTimeline, simulate_pipeline
 from retime.schedules.schedule import Schedule
 from retime.schedules.tasks import Task
 
@@ -34,6 +37,51 @@ def one_forward_one_backward(
     """
     require_one_chunk(placement, "1F1B")
     return _in_turn(placement, micro_batches, first_output_gradient, ahead_per_rank=1, split=False)
+
+
+@dataclass(frozen=True)
+class WeightStashing:
+    """A pipeline that is never drained.
+
+    Args:
+        step_ms: from one update to the next, in steady state.
+        versions: by rank, how many versions of its weights it keeps at once.
+    """
+
+    step_ms: float
+    versions: tuple[int, ...]
+
+
+def weight_stashing(placement: Placement, micro_batches: int, costs: StageCosts, *, hops: Hops = 0.0) -> WeightStashing:
+    """PipeDream: 1F1B without a flush; a micro-batch ends with the version of the weights that it began with.
+
+    No forward pass waits for an update, so that ranks are idle only where messages or uneven stages make them. What is
+    trained differs: gradients are of weights that are up to as many updates old as there are ranks.
+
+    >>> from retime.schedules.pipeline import StageCosts, block
+    >>> weight_stashing(block(4, 4), 4, StageCosts.uniform(4))
+    WeightStashing(step_ms=12.0, versions=(4, 3, 2, 1))
+
+    Args:
+        placement: consecutive stages on each rank.
+        micro_batches: between two updates, at least 1.
+        costs: of the stages.
+        hops: see :data:`Hops`.
+
+    Raises:
+        ValueError: when the placement is no :func:`block` or a number is out of its range.
+    """
+    check_micro_batches(micro_batches)
+
+    def run(batches: int) -> PipelineTimeline:
+        order = one_forward_one_backward(placement, batches, first_output_gradient=True)
+        return simulate_pipeline(order, placement, costs, hops=hops)
+
+    filled = 2 * placement.ranks
+    longer = run(filled + micro_batches)
+    # a rank keeps the weights of each micro-batch whose F has run there and whose W has not
+    versions = tuple(-(-alive // len(placement.stages_of(rank))) for rank, alive in enumerate(longer.peak_activations))
+    return WeightStashing(longer.makespan_ms - run(filled).makespan_ms, versions)
 
 
 def zb_h1(placement: Placement, micro_batches: int, *, first_output_gradient: bool = False) -> Schedule:

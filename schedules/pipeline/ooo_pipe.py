@@ -67,3 +67,38 @@ def ooo_pipe2(
     return list_schedule(
         placement, micro_batches, costs, hops=hops, rule=rule, first_output_gradient=first_output_gradient
     )[0]
+
+
+def fast_forwarded(
+    schedule: Schedule,
+    placement: Placement,
+    micro_batches: int,
+    *,
+    costs: StageCosts | None = None,
+    hops: Hops = 0.0,
+    first_output_gradient: bool = False,
+) -> Schedule:
+    """Gradient fast-forwarding alone: F and O in the given order, weight gradients where their rank would wait.
+
+    What section 8.4.2 of the paper does to Megatron 2, whose orders are :func:`interleaved`.
+
+    >>> from retime.schedules.pipeline import block, gpipe
+    >>> print(fast_forwarded(gpipe(block(4, 2), 1), block(4, 2), 1))
+    rank0: F1@0 F2@0 O2@0 W2@0 W1@0
+    rank1: F3@0 F4@0 O4@0 O3@0 W4@0 W3@0
+
+    Args:
+        schedule: of F, O and W, a lane a rank; where its W stand does not matter.
+        placement: which rank holds which stage.
+        micro_batches: of ``schedule``.
+        costs: of the stages; all alike when left out.
+        hops: see :data:`Hops`.
+        first_output_gradient: whether ``schedule`` lists O1.
+
+    Raises:
+        ValueError: when the schedule cannot run, or a number is out of its range.
+    """
+    costs = costs or StageCosts.uniform(placement.stages)
+    return list_schedule(
+        placement, micro_batches, costs, hops=hops, first_output_gradient=first_output_gradient, in_order=schedule
+    )[0]

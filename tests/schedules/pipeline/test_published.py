@@ -2,15 +2,17 @@
 
 import pytest
 
-from retime.schedules import Kind, Task
+from retime.schedules import Kind, Schedule, Task
 from retime.schedules.pipeline import (
     GREEDY,
     Placement,
     StageCosts,
     block,
+    fast_forwarded,
     gpipe,
     interleaved,
     interleaved_zero_bubble,
+    list_schedule,
     modulo,
     one_forward_one_backward,
     ooo_pipe1,
@@ -18,6 +20,7 @@ from retime.schedules.pipeline import (
     simulate_pipeline,
     v_shape,
     validate_pipeline,
+    weight_stashing,
     zb_h1,
     zbv,
 )
@@ -146,3 +149,54 @@ def test_table_of_makespans(shape, name):
         times.append(ran.makespan_ms)
         peaks.append(max(ran.peak_activations))
     assert (*times, max(peaks)) == TABLE[shape][name]
+
+
+def in_order(schedule, rank):
+    return [task for task in schedule.lanes[rank].tasks if task.kind is not Kind.W]
+
+
+@pytest.mark.parametrize(
+    ("publish", "placement"),
+    [(gpipe, block(8, 4)), (one_forward_one_backward, block(8, 4)), (interleaved, modulo(8, 4))],
+)
+@pytest.mark.parametrize("hops", [0.0, 0.3])
+def test_fast_forwarding_alone_keeps_the_order_of_f_and_o(publish, placement, hops):
+    costs = StageCosts.uniform(8)
+    given = publish(placement, 8, first_output_gradient=True)
+    found = fast_forwarded(given, placement, 8, costs=costs, hops=hops, first_output_gradient=True)
+    validate_pipeline(found, placement, 8)
+    assert all(in_order(found, rank) == in_order(given, rank) for rank in range(4))
+    plain, forwarded = (simulate_pipeline(order, placement, costs, hops=hops).makespan_ms for order in (given, found))
+    assert forwarded < plain
+
+
+def test_fast_forwarding_of_gpipe_is_ooo_pipe1():
+    """Figure 6 (b)."""
+    placement = block(8, 2)
+    found = fast_forwarded(gpipe(placement, 2), placement, 2)
+    assert simulate_pipeline(found, placement, StageCosts.uniform(8)).makespan_ms == 30
+
+
+def test_an_order_that_cannot_run_is_refused():
+    placement = block(4, 2)
+    backwards = "rank0: O2@0 F1@0 F2@0\nrank1: F3@0 F4@0 O4@0 O3@0"
+    without_o3 = "rank0: F1@0 F2@0\nrank1: F3@0 F4@0 O4@0"
+    for text in (backwards, without_o3, "rank0: F1@0 F2@0 O2@0\nrank1: F3@1 F4@0"):
+        with pytest.raises(ValueError, match="in_order cannot run"):
+            fast_forwarded(Schedule.parse(text), placement, 1)
+    with pytest.raises(ValueError, match="leave out cap and rule"):
+        list_schedule(placement, 1, StageCosts.uniform(4), cap=8, in_order=gpipe(placement, 1))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3, 8])
+def test_weight_stashing_is_never_drained(micro_batches):
+    """Nobody is idle where stages are even and messages free; else the slowest rank decides."""
+    even = weight_stashing(block(8, 4), micro_batches, StageCosts.uniform(8))
+    assert even.step_ms == 3 * 2 * micro_batches
+    assert even.versions == (4, 3, 2, 1)
+    uneven = weight_stashing(block(9, 4), micro_batches, StageCosts.uniform(9))
+    assert uneven.step_ms == 3 * 3 * micro_batches
+    flushed = one_forward_one_backward(block(8, 4), micro_batches, first_output_gradient=True)
+    assert even.step_ms < simulate_pipeline(flushed, block(8, 4), StageCosts.uniform(8)).makespan_ms
+    far = weight_stashing(block(8, 4), micro_batches, StageCosts.uniform(8), hops=4.0)
+    assert far.step_ms > even.step_ms
