@@ -283,6 +283,7 @@ class PaperPipelineSettings(SimulatedSettings):
     micro_batches: int | None = None  # null: the batch is whole, as in cross-layer model parallelism
     # Figures 11 and 13
     schedules: list[str] = field(default_factory=list)
+    micro_batch_counts: list[int] = field(default_factory=list)  # in place of those of the cases
     cases: dict[str, Any] = field(default_factory=dict)  # name: {layers, ranks, micro_batches, ratio, ...}
 
 

@@ -2,22 +2,55 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import inspect
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, TypeVar
 
 from retime.mechanisms.pipeline import Costs, PipelineError, Planner
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Claim, Comparison
 from retime.recipes.core.measure import spread
 from retime.recipes.core.of_points import titled
+from retime.recipes.core.published import claim_of
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import PaperPipelineSettings
+from retime.schedules.pipeline import (
+    Placement,
+    StageCosts,
+    WeightStashing,
+    block,
+    fast_forwarded,
+    interleaved,
+    simulate_pipeline,
+    weight_stashing,
+)
 
+T = TypeVar("T")
 STEP, SPEED = "step", "speed over one GPU"
 ONE, MODEL_PARALLEL, FINE = "one GPU", "cross-layer model parallel", " at each layer"
 GPIPE, PAPERS1, PAPERS2, OURS = "gpipe", "ooo1_flush", "ooo2_flush", "ooo2"
+DAPPLE, PIPEDREAM, MEGATRON, MEGATRON_FORWARDED = "1f1b", "pipedream", "interleaved", "interleaved_fast_forwarded"
+NAMES = {
+    MODEL_PARALLEL: "cross-layer model parallelism",
+    GPIPE: "GPipe",
+    DAPPLE: "1F1B (DAPPLE)",
+    PIPEDREAM: "PipeDream (weight stashing)",
+    MEGATRON: "interleaved 1F1B (Megatron 2)",
+    MEGATRON_FORWARDED: "Megatron 2 with fast-forwarding",
+    "zb_h1": "ZB-H1",
+    "zbv": "ZBV",
+    "interleaved_zero_bubble": "interleaved zero bubble",
+    PAPERS1: "OOO-Pipe1",
+    PAPERS2: "OOO-Pipe2",
+    PAPERS2 + FINE: "OOO-Pipe2, modulo allocation of each layer",
+    OURS: "OOO-Pipe2, backward as soon as possible",
+    "ooo": "the same, best allocation",
+}
+"""Schedules as the papers call them."""
+_ASIDE = (ONE, MODEL_PARALLEL, PIPEDREAM, MEGATRON_FORWARDED)  # trains otherwise, or has the paper's technique
 _PAPER = "Oh et al. 2022"
 CLAIMS: dict[str, dict[tuple[str, str, str], Claim]] = {
     "Figure 11, simulated": {
@@ -32,11 +65,22 @@ CLAIMS: dict[str, dict[tuple[str, str, str], Claim]] = {
             _PAPER, "section 8.4.1", "x", 2.0, "10 Gb, groups over modulo allocation at each transformer"
         ),
     },
+    "Figure 11 (a), RNN, simulated": {
+        ("RNN", PAPERS2, GPIPE): Claim(_PAPER, "Figure 11 (a)", "x", 1.99, "RNN, OOO-Pipe2 over GPipe"),
+        ("RNN", PAPERS2, MODEL_PARALLEL): Claim(
+            _PAPER, "Figure 11 (a)", "x", 1.47, "RNN, OOO-Pipe2 over model parallelism"
+        ),
+    },
     "Figure 13, simulated": {
         ("BERT-12, 8", PAPERS2, GPIPE): Claim(_PAPER, "Figure 13 (a)", "x", 1.73, "8 GPUs, OOO-Pipe2 over GPipe"),
         ("BERT-24, 16", PAPERS2, GPIPE): Claim(_PAPER, "Figure 13 (a)", "x", 1.41, "16 GPUs (1.41 to 1.45)"),
         ("BERT-48, 32", PAPERS2, GPIPE): Claim(_PAPER, "Figure 13 (a)", "x", 1.45, "32 GPUs (1.41 to 1.45)"),
-        ("BERT-48, 16", PAPERS2, "interleaved"): Claim(
+        ("BERT-12, 8", PAPERS2, PIPEDREAM): Claim(_PAPER, "Figure 13 (a)", "x", 1.63, "8 GPUs, over PipeDream"),
+        ("BERT-24, 16", PAPERS2, PIPEDREAM): Claim(_PAPER, "Figure 13 (a)", "x", 1.14, "16 GPUs, over PipeDream"),
+        ("BERT-48, 32", PAPERS2, PIPEDREAM): Claim(_PAPER, "Figure 13 (a)", "x", 1.25, "32 GPUs, over PipeDream"),
+        ("BERT-48, 8", PAPERS2, DAPPLE): Claim(_PAPER, "section 8.4.2", "x", 1.47, "BERT-48, 8 GPUs, over DAPPLE"),
+        ("BERT-48, 16", PAPERS2, DAPPLE): Claim(_PAPER, "section 8.4.2", "x", 1.29, "BERT-48, 16 GPUs, over DAPPLE"),
+        ("BERT-48, 16", PAPERS2, MEGATRON): Claim(
             _PAPER, "section 8.4.2", "x", 1.136, "BERT-48, over Megatron 2 (1.136 to 1.292)"
         ),
     },
@@ -78,17 +122,43 @@ class Case:
         Raises:
             PipelineError: the schedule cannot have such a pipeline.
         """
+        if schedule == PIPEDREAM:
+            return self.stashing.step_ms
         costs = Costs((1.0,) * self.layers, (1,) * self.layers, self.hops)
-        plan = Planner(schedule, self.ranks, costs, group="auto" if group is None else group).plan(self.micro_batches)
+        planned = MEGATRON if schedule == MEGATRON_FORWARDED else schedule
+        plan = Planner(planned, self.ranks, costs, group="auto" if group is None else group).plan(self.micro_batches)
+        if schedule == MEGATRON_FORWARDED:
+            return self._forwarded_units(plan.rank_of, plan.stage_of)
         if plan.makespan_ms is None:
             raise PipelineError(f"schedules: {schedule!r} is torch's own, which is not simulated: leave it out")
         return plan.makespan_ms
 
+    @property
+    def stashing(self) -> WeightStashing:
+        """PipeDream in steady state."""
+        costs = StageCosts.uniform(self.layers)
+        return weight_stashing(block(self.layers, self.ranks), self.micro_batches, costs, hops=self.hops)
+
+    def _forwarded_units(self, rank_of: tuple[int, ...], stage_of: tuple[int, ...]) -> float:
+        """A step of Megatron 2 with its own placement and order, and weight gradients in its gaps."""
+        placement = Placement(rank_of)
+        sizes = tuple(float(stage_of.count(stage)) for stage in range(placement.stages))
+        costs, batches = StageCosts(sizes, sizes, sizes), self.micro_batches
+        order = fast_forwarded(
+            interleaved(placement, batches, first_output_gradient=True),
+            placement,
+            batches,
+            costs=costs,
+            hops=self.hops,
+            first_output_gradient=True,
+        )
+        return simulate_pipeline(order, placement, costs, hops=self.hops).makespan_ms
+
 
 class PipelineScaling(Recipe[PaperPipelineSettings]):
-    """A point a case."""
+    """A point a case, or one a case and number of micro-batches."""
 
-    axes = ("cases",)
+    axes = ("cases", "micro_batch_counts")
 
     def _open(self, settings: PaperPipelineSettings, folder: Path) -> Result:
         result = super()._open(settings, folder)
@@ -96,10 +166,14 @@ class PipelineScaling(Recipe[PaperPipelineSettings]):
         return result
 
     def points(self, settings: PaperPipelineSettings) -> list[dict[str, Any]]:
-        return [{"case": name} for name in settings.cases]
+        counts = settings.micro_batch_counts
+        if not counts:
+            return [{"case": name} for name in settings.cases]
+        return [{"case": name, "micro_batches": count} for name in settings.cases for count in counts]
 
     def measure(self, settings: PaperPipelineSettings, at: dict[str, Any], tick: Tick) -> Measured:
-        case = case_of(settings, at["case"])
+        case = case_of(settings, at["case"], Case)
+        case = replace(case, micro_batches=at.get("micro_batches", case.micro_batches))
         whole = 3.0 * case.layers * case.micro_batches
         took = {ONE: whole, MODEL_PARALLEL: model_parallel_units(case)}
         impossible = {}
@@ -112,7 +186,9 @@ class PipelineScaling(Recipe[PaperPipelineSettings]):
             tick(name)
         rows = [Row(name, STEP, "units", [round(units, 4)]) for name, units in took.items()]
         rows += [Row(name, SPEED, "x", [round(whole / units, 4)]) for name, units in took.items()]
-        facts = {"layers": case.layers, "GPUs": case.ranks, "micro-batches": case.micro_batches}
+        facts: dict[str, Any] = {"layers": case.layers, "GPUs": case.ranks, "micro-batches": case.micro_batches}
+        if PIPEDREAM in took:
+            facts["PipeDream's versions of the weights, by GPU"] = list(case.stashing.versions)
         return Measured(rows, facts | {"not possible": impossible})
 
     def references(self, point: Point) -> dict[str, str]:
@@ -130,7 +206,7 @@ class PipelineScaling(Recipe[PaperPipelineSettings]):
             if point.has(OURS, STEP):
                 note += f"; {OURS} {point.values(peer, STEP)[0] / point.values(OURS, STEP)[0]:.2f}"
             lines.append(Comparison(claim, spread([value]), note))
-        return lines
+        return lines + (_of_several_points(points) if result.where == "Figure 13, simulated" else [])
 
     def notes(self, result: Result) -> list[str]:
         lines = [
@@ -140,7 +216,7 @@ class PipelineScaling(Recipe[PaperPipelineSettings]):
             "paper's form, all forward passes first; the others are the best of several cuts into stages."
         ]
         for point in result.points:
-            names = [name for name in point.variants(STEP) if name not in (ONE, MODEL_PARALLEL)]
+            names = [name for name in point.variants(STEP) if name not in _ASIDE]
             peers = [name for name in names if not name.startswith("ooo")]
             if OURS in names and peers:
                 best = min(peers, key=lambda name: point.values(name, STEP)[0])
@@ -149,41 +225,107 @@ class PipelineScaling(Recipe[PaperPipelineSettings]):
         return lines
 
     def draw(self, result: Result, path: Path) -> None:
+        if any("micro_batches" in point.at for point in result.points):
+            _draw_over_micro_batches(result, path)
+            return
         names = list(dict.fromkeys(name for point in result.points for name in point.variants(SPEED)))
         names = [name for name in names if name != ONE]
-        drawing, (axes,) = charts.panels(titled(result), 1, width=max(9.0, 1.4 * len(result.points) + 3), height=5.2)
-        width = 0.8 / max(1, len(names))
+        width = min(10.7, max(9.0, 1.4 * len(result.points) + 3))  # at most 1400 pixels
+        drawing, (axes,) = charts.panels(titled(result, "hollow: the paper"), 1, width=width, height=5.6)
+        bar = 0.8 / max(1, len(names))
         for index, name in enumerate(names):
             places = [number for number, point in enumerate(result.points) if point.has(name, SPEED)]
             heights = [result.points[number].values(name, SPEED)[0] for number in places]
             axes.bar(
-                [number + (index - (len(names) - 1) / 2) * width for number in places],
+                [number + (index - (len(names) - 1) / 2) * bar for number in places],
                 heights,
-                width=width,
+                width=bar,
                 color=charts.COLOURS[index % len(charts.COLOURS)],
                 hatch="" if index < len(charts.COLOURS) else "///",
-                label=name,
+                label=NAMES.get(name, name),
             )
-        axes.set_xticks(range(len(result.points)), [point.at["case"] for point in result.points], fontsize=8)
+        for (case, name, peer), claim in CLAIMS.get(result.where, {}).items():
+            for number, point in enumerate(result.points):
+                if point.at["case"] == case and name in names and point.has(peer, SPEED):
+                    place = number + (names.index(name) - (len(names) - 1) / 2) * bar
+                    axes.plot(place, claim.value * point.values(peer, SPEED)[0], "o", color="black", fillstyle="none")
+        labels = [point.at["case"].replace(", ", ",\n") for point in result.points]
+        axes.set_xticks(range(len(labels)), labels, fontsize=8)
         axes.set_ylabel("speed over one GPU")
         axes.grid(axis="x", visible=False)
         drawing.legend(fontsize=8, loc="outside lower center", ncols=4, frameon=False)
         charts.save(drawing, path)
 
 
-def case_of(settings: PaperPipelineSettings, name: str) -> Case:
+def case_of(settings: PaperPipelineSettings, name: str, kind: type[T]) -> T:
     """The case of a name.
 
     Raises:
         ValueError: a key that a case does not have, or one that is missing.
     """
     try:
-        return Case(**settings.cases[name])
+        return kind(**settings.cases[name])
     except TypeError as error:
-        raise ValueError(f"cases.{name}: {error}; a case has {', '.join(Case.__dataclass_fields__)}") from error
+        fields = inspect.signature(kind).parameters
+        raise ValueError(f"cases.{name}: {error}; a case has {', '.join(fields)}") from error
 
 
 def model_parallel_units(case: Case) -> float:
     """A step without micro-batches: one GPU computes at a time."""
     hops = 2 * sum(case.hops[rank][rank + 1] for rank in range(case.ranks - 1))
     return 3.0 * case.layers * case.micro_batches + hops * case.micro_batches
+
+
+def _of_several_points(points: dict[str, Point]) -> list[Comparison]:
+    """Figure 13's numbers that are formed of several points: strong scaling and averages."""
+    lines = []
+    for network in ("BERT-24", "BERT-48"):
+        few, many = (points.get(f"{network}, {gpus}") for gpus in (8, 32))
+        if few and many and few.has(PAPERS2, SPEED) and many.has(PAPERS2, SPEED):
+            gain = many.values(PAPERS2, SPEED)[0] / few.values(PAPERS2, SPEED)[0]
+            lines.append(Comparison(claim_of("ooo", "figure-13-strong"), spread([gain]), f"{network}: 32 GPUs over 8"))
+    over_pipedream = _ratios(points, ("BERT-12, 8", "BERT-24, 16", "BERT-48, 32"), PIPEDREAM, PAPERS2)
+    if over_pipedream:
+        lines.append(Comparison(claim_of("ooo", "pipedream"), spread([fmean(over_pipedream)]), "weak scaling"))
+    forwarded = _ratios(points, ("BERT-48, 8", "BERT-48, 16", "BERT-48, 24"), MEGATRON, MEGATRON_FORWARDED)
+    if forwarded:
+        gains = [100 * (ratio - 1) for ratio in forwarded]
+        note = f"BERT-48 on 8, 16 and 24 GPUs; {max(gains):.1f} % at most"
+        lines.append(Comparison(claim_of("ooo", "megatron-forwarding"), spread([fmean(gains)]), note))
+    return lines
+
+
+def _ratios(points: dict[str, Point], cases: tuple[str, ...], peer: str, name: str) -> list[float]:
+    """How many times faster ``name`` is, in the cases that have both."""
+    chosen = [points[case] for case in cases if case in points]
+    return [
+        point.values(peer, STEP)[0] / point.values(name, STEP)[0]
+        for point in chosen
+        if point.has(peer, STEP) and point.has(name, STEP)
+    ]
+
+
+def _draw_over_micro_batches(result: Result, path: Path) -> None:
+    """Gains of OOO-Pipe2 over each other schedule; a panel a case."""
+    cases = list(dict.fromkeys(point.at["case"] for point in result.points))
+    peers = [name for name in result.points[0].variants(STEP) if name not in (ONE, MODEL_PARALLEL, PAPERS2)]
+    title = titled(result, "dashed: the paper")
+    drawing, panels = charts.panels(title, len(cases), height=4.4, width=10.7, sharey=True)
+    for axes, case in zip(panels, cases, strict=True):
+        points = [point for point in result.points if point.at["case"] == case]
+        for colour, peer in zip(charts.COLOURS, peers, strict=False):
+            both = [point for point in points if point.has(peer, STEP) and point.has(PAPERS2, STEP)]
+            gains = [point.values(peer, STEP)[0] / point.values(PAPERS2, STEP)[0] for point in both]
+            places = [point.at["micro_batches"] for point in both]
+            axes.plot(places, gains, "o-", color=colour, label=f"over {NAMES.get(peer, peer)}", markersize=4)
+            claim = CLAIMS["Figure 13, simulated"].get((case, PAPERS2, peer))
+            if claim is not None:
+                axes.axhline(claim.value, color=colour, linestyle="--", linewidth=1)
+        axes.axhline(1.0, color=charts.GREY, linewidth=1)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.set_xlabel("micro-batches")
+        axes.set_title(f"{case} GPUs", fontsize=10)
+    panels[0].set_ylabel("speed of OOO-Pipe2 (x)")
+    charts.legend_below(drawing, panels[0], 4)
+    charts.save(drawing, path)

@@ -1,14 +1,29 @@
 """Figures 5, 6, 11, 12 and 13 on paper: the recipes' numbers are those of the schedules, beside the paper's."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_module
 from rich.console import Console
 
+from retime.recipes.core import charts
+from retime.recipes.core.measure import spread
 from retime.recipes.core.results import Result
 from retime.recipes.core.schema import PaperPipelineSettings, register_all, settings_of
-from retime.recipes.ooo.pipeline_scaling import GPIPE, ONE, OURS, STEP, Case, PipelineScaling
+from retime.recipes.ooo.pipeline_scaling import (
+    GPIPE,
+    MEGATRON,
+    MEGATRON_FORWARDED,
+    ONE,
+    OURS,
+    PAPERS2,
+    PIPEDREAM,
+    SPEED,
+    STEP,
+    Case,
+    PipelineScaling,
+)
 from retime.recipes.ooo.pipeline_timelines import AT_ONCE, DEALT, FORWARDED, PLAIN, PipelineTimelines
 
 
@@ -89,3 +104,59 @@ def test_a_case_says_what_it_lacks() -> None:
     settings = settings_with("ooo_fig11", "+cases.FFNN.nodes=2")
     with pytest.raises(ValueError, match=r"cases\.FFNN: .*a case has layers, ranks, micro_batches"):
         PipelineScaling().run(settings, Path("unused"), Console(quiet=True))
+
+
+def test_peers_of_the_paper(tmp_path: Path) -> None:
+    """PipeDream, fast-forwarding on Megatron 2, and what is formed of several cases."""
+    cases = {"BERT-24, 8": (8, 2), "BERT-24, 32": (8, 4), "BERT-48, 8": (16, 4), "BERT-12, 8": (4, 2)}  # smaller ones
+    settings = settings_with(
+        "ooo_fig13", "schedules=[gpipe,pipedream,interleaved,interleaved_fast_forwarded,ooo2_flush]"
+    )
+    settings.cases = {
+        name: {"layers": layers, "ranks": ranks, "micro_batches": ranks, "ratio": 0.05}
+        for name, (layers, ranks) in cases.items()
+    }
+    recipe = PipelineScaling()
+    result = recipe.run(settings, tmp_path, Console(quiet=True))
+    few, many, large, small = result.points
+    assert few.values(PIPEDREAM, STEP)[0] == pytest.approx(3 * 4 * 2, rel=0.01)  # four layers a GPU, idle for messages
+    assert few.facts["PipeDream's versions of the weights, by GPU"] == [2, 1]
+    assert large.values(MEGATRON_FORWARDED, STEP)[0] < large.values(MEGATRON, STEP)[0]
+    lines = {line.note: line for line in recipe.compare(result)}
+    gain = many.values(PAPERS2, SPEED)[0] / few.values(PAPERS2, SPEED)[0]
+    assert lines["BERT-24: 32 GPUs over 8"].measured == spread([gain])
+    assert "BERT-48: 32 GPUs over 8" not in lines  # one of the two was not simulated
+    ratio = small.values(PIPEDREAM, STEP)[0] / small.values(PAPERS2, STEP)[0]
+    assert lines["weak scaling"].measured == spread([ratio])
+    forwarded = 100 * (large.values(MEGATRON, STEP)[0] / large.values(MEGATRON_FORWARDED, STEP)[0] - 1)
+    (line,) = [line for line in lines.values() if "% at most" in line.note]
+    assert line.measured == spread([forwarded])
+
+
+def test_the_gain_falls_with_the_number_of_micro_batches(tmp_path: Path) -> None:
+    settings = settings_with("ooo_fig13_micro_batches", "schedules=[gpipe,ooo2_flush]", "micro_batch_counts=[1,4,16]")
+    settings.cases = {"BERT-12, 8": settings.cases["BERT-12, 8"]}
+    recipe = PipelineScaling()
+    result = recipe.run(settings, tmp_path, Console(quiet=True))
+    assert [point.at["micro_batches"] for point in result.points] == [1, 4, 16]
+    gains = [point.values(GPIPE, STEP)[0] / point.values(PAPERS2, STEP)[0] for point in result.points]
+    assert gains == sorted(gains, reverse=True)
+    assert recipe.compare(result) == []
+    recipe.draw(result, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 1000
+
+
+def test_a_simulated_picture_names_schedules_and_no_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(charts, "save", lambda drawing, path: drawn.append(drawing))
+    settings = settings_with("ooo_fig11", "schedules=[gpipe,zb_h1,ooo2_flush]", "~cases.FFNN")
+    recipe = PipelineScaling()
+    recipe.draw(recipe.run(settings, tmp_path, Console(quiet=True)), tmp_path / "picture.png")
+    (drawing,) = drawn
+    assert drawing.get_suptitle().endswith("nothing was measured")
+    assert [text.get_text() for text in drawing.legends[0].get_texts()] == [
+        "cross-layer model parallelism",
+        "GPipe",
+        "ZB-H1",
+        "OOO-Pipe2",
+    ]
