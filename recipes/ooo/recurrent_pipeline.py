@@ -1,0 +1,182 @@
+"""The RNN of Figure 11 (a) of out-of-order backprop on paper: cells with a part that does not depend on the state.
+
+Legend, a cell i: I is its part that does not depend on the state, F the one that does, O the gradient of the state, W
+and V the weight gradients of F and I. F needs its own I and the F before; O, W and V need the O behind (section 8.4.1).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import Any, NamedTuple
+
+from retime.recipes.core.recipe import Measured, Tick
+from retime.recipes.core.results import Result, Row
+from retime.recipes.core.schema import PaperPipelineSettings
+from retime.recipes.ooo.pipeline_scaling import (
+    GPIPE,
+    MODEL_PARALLEL,
+    ONE,
+    PAPERS1,
+    PAPERS2,
+    SPEED,
+    STEP,
+    PipelineScaling,
+    case_of,
+)
+from retime.schedules.pipeline import block, modulo
+
+STATE_FIRST = "cross-layer model parallel, state first"
+"""Cross-layer model parallelism whose GPUs run what does not depend on the state only where nothing else is ready."""
+
+
+class Job(NamedTuple):
+    """A task of a cell for a micro-batch; B is O and W as one, as frameworks run them."""
+
+    kind: str
+    cell: int
+    micro_batch: int = 0
+
+
+@dataclass(frozen=True)
+class Cells:
+    """A recurrent network on a cluster.
+
+    Args:
+        cells: how many.
+        ranks: GPUs.
+        micro_batches: of GPipe; the others have the batch whole.
+        independent: time of I over that of F; of V over that of W.
+        ratio: of a message to F of the whole batch.
+        fixed: share of a task's time that is the same however few samples it has.
+    """
+
+    cells: int
+    ranks: int
+    micro_batches: int
+    independent: float
+    ratio: float
+    fixed: float = 0.0
+
+    def units(self, name: str) -> float:
+        """A step's length; one GPU runs one task after another.
+
+        Raises:
+            ValueError: there is no schedule of that name.
+        """
+        batches = self.micro_batches if name == GPIPE else 1
+        jobs = self.jobs(batches, split=name in (PAPERS1, PAPERS2))
+        share = self.fixed + (1 - self.fixed) / batches
+        units = {job: self.weight(job) * share for job in jobs}
+        if name == ONE:
+            return sum(units.values())
+        rank_of = (modulo if name == PAPERS2 else block)(self.cells, self.ranks).rank_of
+        ranks = {job: rank_of[job.cell - 1] for job in jobs}
+        if name in (PAPERS1, PAPERS2):
+            return makespan(jobs, units, ranks, self.ratio * share, lambda job: "FOIWV".index(job.kind))
+        if name in (MODEL_PARALLEL, GPIPE):
+            return makespan(jobs, units, ranks, self.ratio * share, lambda job: 0)
+        if name == STATE_FIRST:
+            return makespan(jobs, units, ranks, self.ratio * share, lambda job: job.kind in "IV")
+        raise ValueError(
+            f"schedules: {name!r} is unknown here; there are {STATE_FIRST}, {GPIPE}, {PAPERS1} and {PAPERS2}"
+        )
+
+    def weight(self, job: Job) -> float:
+        """Time of a task on the whole batch; nobody needs the gradient of the first state."""
+        if job.kind in "IV":
+            return self.independent
+        return 2.0 if job.kind == "B" and job.cell > 1 else 1.0
+
+    def jobs(self, batches: int, *, split: bool) -> dict[Job, list[Job]]:
+        """Each task with those that it needs, in the order in which a framework comes upon them."""
+        needs: dict[Job, list[Job]] = {}
+        for batch in range(batches):
+            for cell in range(1, self.cells + 1):
+                needs[Job("I", cell, batch)] = []
+                before = [Job("F", cell - 1, batch)] if cell > 1 else []
+                needs[Job("F", cell, batch)] = [Job("I", cell, batch), *before]
+        for batch in range(batches):
+            for cell in range(self.cells, 0, -1):
+                behind = [Job("O" if split else "B", cell + 1, batch)]
+                if cell == self.cells:  # all forward passes come first
+                    behind = [Job("F", cell, batch), Job("F", cell, batches - 1)]
+                kinds = ("O", "W", "V") if split and cell > 1 else ("W", "V") if split else ("B", "V")
+                for kind in kinds:
+                    needs[Job(kind, cell, batch)] = list(dict.fromkeys(behind))
+        return needs
+
+
+class RecurrentPipeline(PipelineScaling):
+    """A point a case: an RNN by each schedule."""
+
+    axes = ("cases",)
+
+    def measure(self, settings: PaperPipelineSettings, at: dict[str, Any], tick: Tick) -> Measured:
+        case = case_of(settings, at["case"], Cells)
+        took = {name: case.units(name) for name in (ONE, MODEL_PARALLEL, STATE_FIRST, *settings.schedules)}
+        rows = [Row(name, STEP, "units", [round(units, 4)]) for name, units in took.items()]
+        rows += [Row(name, SPEED, "x", [round(took[ONE] / units, 4)]) for name, units in took.items()]
+        return Measured(rows, {"cells": case.cells, "GPUs": case.ranks, "GPipe's micro-batches": case.micro_batches})
+
+    def notes(self, result: Result) -> list[str]:
+        return [
+            "Units: F, O and W of a cell take one each for the whole batch, its part that does not depend on the state "
+            "as long, and so its weight gradient: the paper does not say how long. Cross-layer model parallelism and "
+            "GPipe run what is ready in the order in which it became ready, O and W as one; the "
+            "second row runs I and V only where nothing else is ready. OOO-Pipe runs F and O first. Only GPipe has "
+            "micro-batches, as in the paper.",
+            "A task of a micro-batch takes its share of the samples' time and, where a part of it is fixed, all of "
+            "that: small kernels do not fill a GPU, which is the second of the two reasons that the paper gives.",
+        ]
+
+
+def makespan(
+    jobs: dict[Job, list[Job]],
+    units: dict[Job, float],
+    rank_of: dict[Job, int],
+    message: float,
+    urgency: Callable[[Job], int],
+) -> float:
+    """When the last task ends, if each free rank begins the most urgent task that is ready.
+
+    Args:
+        jobs: each task with those that it needs.
+        units: what each takes.
+        rank_of: where each runs.
+        message: units between a task's end and what needs it on another rank.
+        urgency: the least comes first; of equals the one that was ready first.
+    """
+    readers, missing = defaultdict(list), {job: len(needs) for job, needs in jobs.items()}
+    for job, needs in jobs.items():
+        for need in needs:
+            readers[need].append(job)
+    number = {job: place for place, job in enumerate(jobs)}
+    arrives = dict.fromkeys(jobs, 0.0)
+    ready: dict[int, list[tuple[int, float, int, Job]]] = {rank: [] for rank in set(rank_of.values())}
+    busy: set[int] = set()
+    now = 0.0
+    events = [(0.0, number[job], job, True) for job, needs in jobs.items() if not needs]  # ready, or else ended
+    heapify(events)
+    while events:
+        now = events[0][0]
+        while events and events[0][0] == now:
+            _, _, job, is_ready = heappop(events)
+            if is_ready:
+                heappush(ready[rank_of[job]], (urgency(job), now, number[job], job))
+                continue
+            busy.discard(rank_of[job])
+            for reader in readers[job]:
+                missing[reader] -= 1
+                hop = message if rank_of[reader] != rank_of[job] else 0.0
+                arrives[reader] = max(arrives[reader], now + hop)
+                if not missing[reader]:
+                    heappush(events, (arrives[reader], number[reader], reader, True))
+        for rank, waiting in ready.items():
+            if waiting and rank not in busy:
+                job = heappop(waiting)[-1]
+                busy.add(rank)
+                heappush(events, (now + units[job], number[job], job, False))
+    return now
