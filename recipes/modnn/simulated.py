@@ -39,6 +39,7 @@ VDNN_ALL, VDNN_CONV = "vDNN, all layers", "vDNN, convolutions"
 VDNN_LEAST = "vDNN, all layers, no workspaces"
 VDNN_PLUS_ALL, VDNN_PLUS_CONV = "vDNN+, all layers", "vDNN+, convolutions"
 SUB_BATCHES, OFFLOADING, ALGORITHMS = "sub-batches alone", "offloading alone", "algorithms alone"
+TOGETHER, VDNN_AT_LEAST = "all techniques (Eq. 7)", "vDNN at least (Eq. 6, whole batch)"
 _PANELS_A_ROW = 3
 
 
@@ -295,6 +296,9 @@ class Alone(SimulatedK40):
                 Row(name, MEMORY, "%", [round(100 * nbytes / ideal_bytes, 3)]),
                 Row(name, SLOWER, "x", [round(batch_ms / ideal_ms, 4)]),
             ]
+        for name, samples in ((TOGETHER, 1), (VDNN_AT_LEAST, batch)):
+            share = 100 * lower_bound(counted, samples).bytes / ideal_bytes
+            rows.append(Row(name, MEMORY, "%", [round(share, 4)]))
         return Measured(rows, facts)
 
     def compare(self, result: Result) -> list[Comparison]:
@@ -309,6 +313,7 @@ class Alone(SimulatedK40):
             line(claims.claim("figure-14-sub-batches"), SUB_BATCHES, SLOWER, lambda ratio: ratio),
             line(claims.claim("figure-14-offloading"), OFFLOADING, SLOWER, lambda ratio: 100 * (ratio - 1)),
             line(claims.claim("figure-14-algorithms"), ALGORITHMS, SLOWER, lambda ratio: ratio),
+            *_over_vdnn(result),
         ]
 
     def notes(self, result: Result) -> list[str]:
@@ -325,6 +330,8 @@ class Alone(SimulatedK40):
             "threads, not the kernels' own loss with small matrices.",
             f"Offloading alone keeps the batch whole, in {budget} or what its largest task needs, by the paper's "
             "rules.",
+            "vDNN without sub-batches needs at least what its largest task takes with the whole batch, beside weights, "
+            "and moDNN with all techniques that of one sample. Both are counted as Eq. 7 in Figure 9.",
             *(
                 f"- {p.at['network']}: offloading alone {p.facts[OFFLOADING]}"
                 for p in result.points
@@ -365,6 +372,16 @@ def _entries(axes: Any, points: list[Point], names: tuple[str, ...]) -> list[Any
     """A legend's entries: what is drawn, and what a cross means if there is one."""
     crossed = any(not point.has(name, BATCH) for point in points for name in names)
     return [*axes.get_legend_handles_labels()[0], *([charts.marker_key("does not fit", "x")] if crossed else [])]
+
+
+def _over_vdnn(result: Result) -> list[Comparison]:
+    """How many times less memory moDNN needs, as an average over networks."""
+    both = [p for p in result.points if p.has(TOGETHER, MEMORY) and p.has(VDNN_AT_LEAST, MEMORY)]
+    if not both:
+        return []
+    ratios = [p.values(VDNN_AT_LEAST, MEMORY)[0] / p.values(TOGETHER, MEMORY)[0] for p in both]
+    note = f"simulated, average of {len(both)}; {min(ratios):.1f} to {max(ratios):.1f}"
+    return [Comparison(claims.claim("ten-times-vdnn"), spread([fmean(ratios)]), note)]
 
 
 def _values(result: Result, name: str, quantity: str) -> list[float]:

@@ -8,6 +8,7 @@ import pytest
 
 from retime.foundations.workers import Worker, WorkerError
 from retime.recipes import __main__ as command
+from retime.recipes.core.measure import spread
 from retime.recipes.core.results import load
 from retime.recipes.core.schema import MemorySettings
 from retime.recipes.modnn import claims
@@ -47,9 +48,12 @@ from retime.recipes.modnn.simulated import (
     PAPERS_RULES,
     SLOWER,
     SUB_BATCHES,
+    TOGETHER,
     VDNN_ALL,
+    VDNN_AT_LEAST,
     VDNN_CONV,
     VDNN_LEAST,
+    Alone,
 )
 from retime.recipes.modnn.simulated import IDEAL as IDEAL_TIME
 from retime.recipes.modnn.simulated import MEMORY as SHARE
@@ -167,6 +171,11 @@ def test_figures_13_and_14(run: Command) -> None:
     assert memory[SUB_BATCHES] < memory[OFFLOADING] < 100
     assert memory[ALGORITHMS] < 100
     assert 1 < point.values(ALGORITHMS, SLOWER)[0] <= 2.7
+    together, vdnn = (point.values(name, SHARE)[0] for name in (TOGETHER, VDNN_AT_LEAST))
+    assert together < memory[SUB_BATCHES]
+    assert together < vdnn <= memory[OFFLOADING]
+    (line,) = [line for line in Alone().compare(load(path)) if line.against == claims.claim("ten-times-vdnn")]
+    assert line.measured == spread([vdnn / together])
 
 
 def test_k40_times_by_hand() -> None:
