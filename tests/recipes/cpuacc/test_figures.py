@@ -9,7 +9,8 @@ from hydra import compose, initialize_config_module
 from rich.console import Console
 
 from retime.recipes.core.schema import register_all, settings_of
-from retime.recipes.cpuacc.figures import EXPOSED, SCALING, Figures, efficiency
+from retime.recipes.cpuacc.figures import EXPOSED, PUBLISHED, SCALING, Figures, efficiency
+from retime.recipes.cpuacc.naive import NAIVE
 from retime.recipes.cpuacc.targets import STEP
 from retime.recipes.cpuacc.worker import ALONE
 
@@ -31,7 +32,7 @@ def test_it_measures_and_draws(tmp_path: Path) -> None:
     register_all()
     with initialize_config_module("retime.conf", version_base=None):
         settings = settings_of(compose("config", SMALL))
-    few = ("ddp, 25 MiB", "cpu_accumulate_ddp, 25 MiB")
+    few = ("ddp, 25 MiB", "cpu_accumulate_ddp, 25 MiB", NAIVE)
     settings = replace(settings, variants={label: settings.variants[label] for label in few})
     recipe = Figures()
     result = recipe.run(settings, tmp_path, Console(quiet=True))
@@ -40,8 +41,10 @@ def test_it_measures_and_draws(tmp_path: Path) -> None:
     assert point.facts["the same final weights"] == list(settings.variants)
     assert point.has("cpu_accumulate_ddp, 25 MiB", EXPOSED)
     assert efficiency(point, ALONE).median == 1
+    assert list(recipe.references(point).values()) == ["ddp, 25 MiB", NAIVE]
     claims = [line.against for line in recipe.compare(result)]
-    assert claims.count(SCALING) == 2
-    assert len(claims) == 3
+    assert claims.count(SCALING) == 3
+    assert claims.count(PUBLISHED["VGG-16"]) == 2, "over ddp, and over the paper's own baseline"
+    assert len(claims) == 5
     recipe.draw(result, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 1000
