@@ -13,6 +13,7 @@ SMALLEST_BUDGET = Target("ideal peak over the smallest budget, VGG-like net", "x
 PREDICTION_ERROR = Target("measured peak away from the predicted one, at most", "%", 5, at_most=True)
 WITHIN_BUDGET = Target("measured peak over the budget", "x", 1, at_most=True)
 ONCE_OVER_EACH = Target("gradients reduced once a batch over after every sub-batch", "x", 1)
+HOST_MEANWHILE = Target("gradients added up on the host meanwhile over another way", "x", 1)
 RANKS_DIFFERENCE = Target("weights of ranks away from one process, relative", "ppm", 10, at_most=True)
 REFUSALS = Target(
     "budgets below the floor refused before step 1, with a floor that trains and what would help", "%", 100

@@ -15,13 +15,21 @@ from torch.nn.parallel import DistributedDataParallel
 from retime.foundations.cpu_pool import FreedMemory, trim_heap
 from retime.foundations.measure import MemoryProbe
 from retime.foundations.workers import Answer
+from retime.mechanisms.cpu_accumulation import BucketReduction, HostReducer
 from retime.mechanisms.memory_budget import BudgetedDataParallelStep, OffloadSavedTensors, bucket_bytes, parse_host
 from retime.recipes.core.build import CPU, build_model, build_optimizer, loss_of
+from retime.recipes.cpuacc.naive import ONE_BUCKET_MB, RootUpdate
 from retime.recipes.modnn.budget_worker import resident_bytes
 from retime.schedules.budget import BudgetError, OffloadPlan
 
 ONE, WHOLE = "one process", "whole batches"
 ONCE, EACH = "reduced once a batch", "reduced after every sub-batch"
+NAIVE, NAIVE_ONCE = "whole batches, naive", "once a batch, naive"
+"""The paper's baselines: a root updates and broadcasts."""
+ON_HOST = "once a batch, on the host"
+"""The paper's way: the host adds up while the last sub-batch runs."""
+PLANNING = (ONCE, NAIVE_ONCE, ON_HOST)
+"""The ways that plan for a budget."""
 _BUCKETS_MADE = 2
 """DDP makes its buckets once more in its second step."""
 
@@ -46,6 +54,8 @@ class Rank:
         """
         rank, ranks = request["rank"], request["ranks"]
         self._way: str = request["way"]
+        self._root: RootUpdate | None = None
+        self._on_host: BucketReduction | None = None
         self._plan: OffloadPlan | None = None
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
@@ -60,15 +70,26 @@ class Rank:
         self._model = self._module
         self._optimizer = build_optimizer(request["optimizer"], self._module.parameters(), {})
         if self._way != ONE:
-            self._model = DistributedDataParallel(self._module)
-            self._model.register_comm_hook(None, self._reduce)
+            self._model = self._wrapped(self._module)
         self._host = parse_host(request["host"], CPU)
-        answer = self._plan_once(request) if self._way == ONCE else self._take_up(request)
+        answer = self._plan_once(request) if self._way in PLANNING else self._take_up(request)
         gc.collect()
         trim_heap()
         self._probe = MemoryProbe(CPU)
         self._probe.start()
         return {"cores": len(cores), "plan": "no budget" if self._plan is None else str(self._plan), **answer}
+
+    def _wrapped(self, module: nn.Module) -> DistributedDataParallel:
+        """Have this way's gradients added up at a root, on the host or by gloo."""
+        naive = self._way in (NAIVE, NAIVE_ONCE)
+        model = DistributedDataParallel(module, bucket_cap_mb=ONE_BUCKET_MB if naive else None)
+        if naive:
+            self._root = RootUpdate(model)
+        elif self._way == ON_HOST:
+            self._on_host = BucketReduction(model, HostReducer())
+        else:
+            model.register_comm_hook(None, self._reduce)
+        return model
 
     def _rehearse(self, request: dict[str, Any], batch: Batch) -> None:
         """Two steps, and their plan, of a model that is not kept: code that is loaded or generated is not the model's.
@@ -77,11 +98,11 @@ class Rank:
         """
         module = build_model(request["model"], CPU, request["seed"])
         optimizer = build_optimizer(request["optimizer"], module.parameters(), {})
-        model = module if self._way == ONE else DistributedDataParallel(module)
+        model = module if self._way == ONE else self._wrapped(module)
         samples = OffloadPlan.parse(request["plan"]).sub_batch if self._way == EACH else len(batch[0])
         part = batch[0][:samples], batch[1][:samples]
         inside = None
-        if self._way == ONCE:
+        if self._way in PLANNING:
             assert isinstance(model, DistributedDataParallel)
             host = parse_host(request["host"], CPU)
             inside = BudgetedDataParallelStep(model, [optimizer], request["budget_bytes"], host)
@@ -95,6 +116,9 @@ class Rank:
                 optimizer.step()
         if inside is not None:
             inside.remove()
+        if self._on_host is not None:
+            self._on_host.close()
+        self._reduced_bytes = 0
 
     def _plan_once(self, request: dict[str, Any]) -> dict[str, Any]:
         assert isinstance(self._model, DistributedDataParallel)
@@ -113,7 +137,7 @@ class Rank:
         if self._way == EACH:
             self._plan, self._in_flight_bytes = OffloadPlan.parse(request["plan"]), request["in_flight_bytes"]
         self._freed = FreedMemory(CPU)
-        beside = bucket_bytes(self._model) if self._way == WHOLE else 0
+        beside = bucket_bytes(self._model) if self._way in (WHOLE, NAIVE) else 0
         there = [*self._module.parameters(), *self._module.buffers(), *self._batch]
         self._freed.hold(request["reserved_bytes"] + beside, there)
         return {}
@@ -133,13 +157,16 @@ class Rank:
 
     def _step(self) -> None:
         self._optimizer.zero_grad()
-        if self._way == ONCE:
+        if self._way in PLANNING:
             self._inside.run(self._loss, self._batch)
         elif self._plan is None:
             self._loss(self._batch).backward()  # type: ignore[no-untyped-call]
         else:
             self._reduce_each(self._plan)
-        self._optimizer.step()
+        if self._root is None or dist.get_rank() == 0:
+            self._optimizer.step()
+        if self._root is not None:
+            self._root.broadcast_weights()
         self._steps += 1
         if self._steps == _BUCKETS_MADE:
             trim_heap()  # all ways alike: of what DDP's first buckets were
@@ -171,10 +198,12 @@ class Rank:
 
     def _end(self, request: dict[str, Any]) -> dict[str, Any]:
         self._probe.stop()
-        if self._way == ONCE:
+        if self._way in PLANNING:
             self._inside.remove()
         else:
             self._freed.close()
+        if self._on_host is not None:
+            self._on_host.close()
         self._host.close()
         torch.save([parameter.detach() for parameter in self._module.parameters()], request["weights"])
         dist.barrier()

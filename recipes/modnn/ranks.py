@@ -1,4 +1,8 @@
-"""Figure 17 of moDNN for real: ranks inside a budget each, gradients reduced once a batch or after every sub-batch."""
+"""Figures 17 and 18 of moDNN for real: ranks inside a budget each, and who adds up their gradients when.
+
+A root that updates and broadcasts at the end of a step is the paper's naive way, the host meanwhile is moDNN's; torch's
+DDP is a stronger peer than the first.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import MemorySettings
 from retime.recipes.modnn import claims
 from retime.recipes.modnn.over_networks import NetworkRecipe
-from retime.recipes.modnn.rank_worker import EACH, ONCE, ONE, WHOLE, serve
+from retime.recipes.modnn.rank_worker import EACH, NAIVE, NAIVE_ONCE, ON_HOST, ONCE, ONE, PLANNING, WHOLE, serve
 from retime.recipes.modnn.report import prediction_error
 from retime.recipes.modnn.side_by_side import (
     BUDGET,
@@ -34,7 +38,7 @@ from retime.schedules.budget import OffloadPlan
 
 REDUCED = "reduced a step"
 REFUSED = "refused"
-WAYS = (WHOLE, ONCE, EACH)
+WAYS = (WHOLE, NAIVE, ONCE, EACH, NAIVE_ONCE, ON_HOST)
 
 
 class Ranks(NetworkRecipe):
@@ -50,7 +54,8 @@ class Ranks(NetworkRecipe):
         return len(WAYS) + 1
 
     def references(self, point: Point) -> dict[str, str]:
-        return {"speed over one process": ONE, "speed over every sub-batch": EACH}
+        found = {"speed over one process": ONE, "speed over every sub-batch": EACH}
+        return found | {f"speed over {way}": way for way in (NAIVE, NAIVE_ONCE) if point.has(way, STEP)}
 
     def measure(self, settings: MemorySettings, at: dict[str, Any], tick: Tick) -> Measured:
         case = settings.cases[at["network"]]
@@ -60,7 +65,7 @@ class Ranks(NetworkRecipe):
         workers: dict[str, Worker] = {}
         facts: dict[str, Any] = {"batch size": case["batch_size"], "ranks": settings.devices, "plans": {}}
         with network_for(settings, case) as network, closing(workers):
-            plain = {ONE: network.plan(), WHOLE: of_share}
+            plain = {ONE: network.plan(), WHOLE: of_share, NAIVE: of_share}
             predicted = {way: known["plain_peak_bytes"] for way, known in plain.items()}
             given = {way: {"reserved_bytes": known["plain_reserved_bytes"]} for way, known in plain.items()}
             for way in (ONE, *WAYS):
@@ -78,15 +83,16 @@ class Ranks(NetworkRecipe):
                         raise
                     return Measured([], {**facts, REFUSED: str(error)})
                 facts["cores"], facts["plans"][way] = ready[0]["cores"], ready[0]["plan"]
-                if way == ONCE:
+                if way in PLANNING:
                     predicted[way] = max(answer["predicted_bytes"] for answer in ready)
+                if way == ONCE:
                     given[EACH] = ready[0]
             blocks: dict[str, Callable[[], float]] = {
                 way: partial(_block_ms, _of(workers, way), settings.steps) for way in (ONE, *WAYS)
             }
             times = interleave(blocks, settings.rounds, settings.warmup_rounds, tick)
             rows = [Row(way, STEP, "ms", kept) for way, kept in times.items()]
-            rows += [Row(way, BUDGET, "MiB", [budget / MIB]) for way in (ONCE, EACH)]
+            rows += [Row(way, BUDGET, "MiB", [budget / MIB]) for way in (*PLANNING, EACH)]
             rows += [Row(way, PREDICTED, "MiB", [nbytes / MIB]) for way, nbytes in predicted.items()]
             rows += _ends(workers, network.folder)
         return Measured(rows, facts)
@@ -96,10 +102,14 @@ class Ranks(NetworkRecipe):
         for point in _trained(result):
             where = f"{point.at['network']} with {point.facts['ranks']} ranks on {point.facts['cores']} cores"
             budget = f"{where}, {point.at['budget']:g} %"
-            found = speedup(point.values(ONE, STEP), point.values(WHOLE, STEP))
-            lines.append(Comparison(claims.claim("figure-17-ideal"), found, f"{budget}, {WHOLE}: not four devices"))
+            if point.has(NAIVE, STEP):
+                found = speedup(point.values(ONE, STEP), point.values(NAIVE, STEP))
+                lines.append(Comparison(claims.claim("figure-17-ideal"), found, f"{budget}, {NAIVE}: not four devices"))
+                for theirs in (NAIVE, NAIVE_ONCE, ONCE):
+                    found = speedup(point.values(theirs, STEP), point.values(ON_HOST, STEP))
+                    lines.append(Comparison(claims.HOST_MEANWHILE, found, f"{budget}, over {theirs}"))
             lines += [_once_over_each(point, budget), *_peaks(point, budget)]
-            away = max(point.values(way, DIFFERENCE)[0] for way in WAYS)
+            away = max(point.values(way, DIFFERENCE)[0] for way in WAYS if point.has(way, DIFFERENCE))
             lines.append(Comparison(claims.RANKS_DIFFERENCE, spread([away]), budget))
         remark = "budgets here are shares of what a rank's batch needs, not GB of four devices"
         lines += [
@@ -110,13 +120,15 @@ class Ranks(NetworkRecipe):
 
     def notes(self, result: Result) -> list[str]:
         lines = [
-            "Ranks are processes of one core each that reduce gradients over gloo on this machine; DDP overlaps the "
-            "last backward pass with it. The paper's naive way, one device that sums at the end, is not that of DDP: "
-            "what is compared is a reduction a batch against one after every sub-batch, by the same plan.",
+            "Ranks are processes of one core each on this machine. Where gradients are reduced, DDP does so over gloo "
+            "while the last backward pass runs. Naive is the paper's way: all gradients go to a root in one piece when "
+            "the backward pass has ended, the root updates, and its weights come back. On the host the ranks add up in "
+            "memory that they share, while the last backward pass runs.",
             "All ways, the one process too, take tensors from the same pool, which keeps freed memory up to what the "
             "plan or the whole step needs. Measured is a rank's peak resident size above the same process before it "
             "built the model, after a rehearsal with another model. Budgets and predictions count DDP's buckets and "
-            "what reductions allocate; those of whole batches do not. No kernel limit holds a rank.",
+            "what reductions allocate; those of whole batches do not, and none counts "
+            "what the root receives or what the ranks share. No kernel limit holds a rank.",
         ]
         for point in result.points:
             if REFUSED in point.facts:
@@ -135,9 +147,10 @@ class Ranks(NetworkRecipe):
             charts.save(charts.only_text(result.title, reasons or ["nothing was measured"]), path)
             return
         drawing, (speeds, peaks) = charts.panels(titled(result), 2, width=12.0)
-        for index, way in enumerate(WAYS):
+        ways = [way for way in WAYS if all(point.has(way, STEP) for point in trained)]
+        for index, way in enumerate(ways):
             values = [speedup(point.values(ONE, STEP), point.values(way, STEP)) for point in trained]
-            charts.points_with_spread(speeds, _beside(values, index - 1), values, way, index)
+            charts.points_with_spread(speeds, _beside(values, index - (len(ways) - 1) / 2), values, way, index)
         speeds.set_ylabel("speed over one process (x)")
         charts.even_line(speeds, ONE)
         for quantity, filled in ((MEASURED, True), (PREDICTED, False)):
@@ -159,8 +172,8 @@ def _name(point: Point) -> str:
     return f"{point.at['network']}\n{point.at['budget']:g} %"
 
 
-def _beside(values: list[Spread], shift: int) -> list[float]:
-    return [place + 0.2 * shift for place in range(len(values))]
+def _beside(values: list[Spread], shift: float) -> list[float]:
+    return [place + 0.13 * shift for place in range(len(values))]
 
 
 def _once_over_each(point: Point, where: str) -> Comparison:
@@ -197,7 +210,7 @@ def _trained(result: Result) -> list[Point]:
 
 
 def _of(workers: dict[str, Worker], way: str) -> list[Worker]:
-    return [worker for name, worker in workers.items() if name.startswith(way)]
+    return [worker for name, worker in workers.items() if name.rpartition(" ")[0] == way]
 
 
 def _together(ranks: list[Worker], requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -221,6 +234,7 @@ def _ends(workers: dict[str, Worker], folder: Path) -> list[Row]:
         answers = _together(ranks, requests)
         rows.append(Row(way, MEASURED, "MiB", [max(answer["measured_bytes"] for answer in answers) / MIB]))
         if way != ONE:
-            rows.append(Row(way, REDUCED, "MiB", [answers[0]["reduced_bytes"] / MIB]))
+            if way in (WHOLE, ONCE, EACH):
+                rows.append(Row(way, REDUCED, "MiB", [answers[0]["reduced_bytes"] / MIB]))
             rows.append(Row(way, DIFFERENCE, "ppm", [away_ppm(place, folder / f"{ONE}.pt")]))
     return rows

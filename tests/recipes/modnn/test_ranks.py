@@ -8,8 +8,8 @@ import pytest
 from retime.recipes import __main__ as command
 from retime.recipes.core.results import Point, Result, Row, load
 from retime.recipes.modnn import claims
-from retime.recipes.modnn.rank_worker import EACH, ONCE, ONE, WHOLE
-from retime.recipes.modnn.ranks import REDUCED, REFUSED, Ranks
+from retime.recipes.modnn.rank_worker import EACH, NAIVE, NAIVE_ONCE, ONCE, ONE, PLANNING, WHOLE
+from retime.recipes.modnn.ranks import REDUCED, REFUSED, WAYS, Ranks
 from retime.recipes.modnn.side_by_side import BUDGET, DIFFERENCE, MEASURED, PREDICTED, STEP
 
 
@@ -29,7 +29,7 @@ def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     point, tight = result.points
     assert "below this step's floor" in tight.facts[REFUSED]
     assert tight.rows == []
-    assert point.variants(STEP) == [ONE, WHOLE, ONCE, EACH]
+    assert point.variants(STEP) == [ONE, *WAYS]
 
     plan = point.facts["plans"][ONCE]
     sub_batches = -(-2048 // int(plan.split()[1].rstrip(",")))
@@ -39,17 +39,19 @@ def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert point.values(WHOLE, REDUCED) == point.values(ONCE, REDUCED) == pytest.approx([weights_mib])
     assert point.values(EACH, REDUCED) == pytest.approx([sub_batches * weights_mib])
 
-    for way in (ONCE, EACH):
+    for way in (*PLANNING, EACH):
         assert point.values(way, BUDGET) == point.values(ONCE, BUDGET)
     assert point.values(ONCE, PREDICTED) <= point.values(ONCE, BUDGET)
     # one process has the whole batch, so the ranks' own share cannot need more
     assert point.values(WHOLE, PREDICTED) < point.values(ONE, PREDICTED)
-    assert point.variants(MEASURED) == [ONE, WHOLE, ONCE, EACH]
-    assert all(point.values(way, MEASURED)[0] > 0 for way in (ONE, WHOLE, ONCE, EACH))
+    assert point.variants(MEASURED) == [ONE, *WAYS]
+    assert all(point.values(way, MEASURED)[0] > 0 for way in (ONE, *WAYS))
 
-    for way in (WHOLE, ONCE, EACH):
+    for way in WAYS:
         assert point.values(way, DIFFERENCE)[0] < 10
     compared = {line.against: line.measured for line in Ranks().compare(result)}
+    lines = [line.note for line in Ranks().compare(result) if line.against == claims.HOST_MEANWHILE]
+    assert [note.split(", over ")[1] for note in lines] == [NAIVE, NAIVE_ONCE, ONCE]
     assert compared[claims.ONCE_OVER_EACH] is not None
     assert compared[claims.WITHIN_BUDGET] is not None
     assert compared[claims.PREDICTION_ERROR] is not None
