@@ -24,6 +24,8 @@ class HeldState(Callback):
         self.state = self.resident = 0
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
+        # ZeroRedundancyOptimizer has its part in an optimizer of its own, `optim`
+        optimizers: list[Any] = [getattr(optimizer, "optim", optimizer) for optimizer in trainer.optimizers]
+        states = [state for optimizer in optimizers for state in optimizer.state.values()]
         held = sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
         self.state, self.resident = max(self.state, held), max(self.resident, status_bytes("VmRSS"))

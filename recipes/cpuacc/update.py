@@ -23,6 +23,10 @@ MIB = 2**20
 SHARE = Target("optimizer state of the rank that holds most, over that of a rank under ddp / ranks", "x", 1.1, True)
 MEMORY = Target("memory of the rank that grew most, over that under ddp", "x", 1.0, True)
 SPEED = Target("steps per second over ddp", "x", 1.0)
+ZERO = "ddp, ZeroRedundancyOptimizer"
+"""torch's own way to divide the state, a strong peer: each rank updates its part and broadcasts the weights."""
+ZERO_MEMORY = Target("memory of the rank that grew most, over that under ZeroRedundancyOptimizer", "x", 1.0, True)
+ZERO_SPEED = Target("steps per second over ZeroRedundancyOptimizer", "x", 1.0)
 
 
 class Updates(Recipe[AccumulationSettings]):
@@ -49,8 +53,10 @@ class Updates(Recipe[AccumulationSettings]):
         weights: dict[str, set[str]] = {}
         parameters = 0
         for turn in range(settings.rounds):
-            for label, strategy in settings.variants.items():
-                answers = ask(settings, at["ranks"], {**request, "strategy": strategy}, tick)
+            for label, variant in settings.variants.items():
+                own = {"optimizer": variant["optimizer"]} if "optimizer" in variant else {}
+                strategy = {key: value for key, value in variant.items() if key != "optimizer"}
+                answers = ask(settings, at["ranks"], {**request, **own, "strategy": strategy}, tick)
                 for quantity, scale in ((STATE, MIB), (GROWN, MIB), (STEP, 1)):
                     most = max(answer[quantity] for answer in answers)
                     found.setdefault((quantity, label), []).append(round(most / scale, 4))
@@ -74,6 +80,11 @@ class Updates(Recipe[AccumulationSettings]):
                 Comparison(MEMORY, speedup(point.values(ours, GROWN), point.values(theirs, GROWN)), where),
                 Comparison(SPEED, speedup(point.values(theirs, STEP), point.values(ours, STEP)), where),
             ]
+            if point.has(ZERO, STEP):
+                lines += [
+                    Comparison(ZERO_MEMORY, speedup(point.values(ours, GROWN), point.values(ZERO, GROWN)), where),
+                    Comparison(ZERO_SPEED, speedup(point.values(ZERO, STEP), point.values(ours, STEP)), where),
+                ]
         return lines
 
     def notes(self, result: Result) -> list[str]:
