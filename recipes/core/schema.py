@@ -192,6 +192,7 @@ class MemorySettings(Settings):
     # the budget sweep and targets
     networks: dict[str, Any] = field(default_factory=dict)  # name: {model, data, batch_size, ...}, for cases to name
     rules: list[str] = field(default_factory=list)  # of vDNN+, beside: "all" layers offload, or "conv" only
+    peers: list[str] = field(default_factory=list)  # done by hand, beside: "parts", "checkpoint", "save_on_cpu"
     data: dict[str, Any] = field(default_factory=dict)  # a data set of (input, target) pairs
     host: str = "disk:"  # "disk:FOLDER"; without a folder, one for temporary files
     headroom_mb: float = 0.0  # that RLIMIT_DATA leaves beyond the budget

@@ -1,8 +1,8 @@
 """Trains one network inside one budget, in a process of its own whose data bytes the kernel limits.
 
 The first request is `plan`: what the step needs without a limit, and the floor, which is all; or `train`, with a budget
-in bytes, "floor" or none, or with a `rule` of vDNN. Then each `block` trains some steps, and `end` tells what the
-process held and moved and writes the weights.
+in bytes, "floor" or none, with a `rule` of vDNN, or with what a `peer` does by hand. Then each `block` trains some
+steps, and `end` tells what the process held and moved and writes the weights.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from retime.foundations.cpu_pool import FreedMemory, give_back_freed_memory, trim_heap
 from retime.foundations.measure import MemoryProbe
-from retime.foundations.parts import balanced_parts
+from retime.foundations.parts import balanced_parts, batch_statistics_layers
 from retime.foundations.workers import Answer
 from retime.mechanisms.memory_budget import (
     BudgetedStep,
@@ -32,6 +32,7 @@ from retime.mechanisms.memory_budget import (
 )
 from retime.recipes.core.build import build_model, build_optimizer, loss_of
 from retime.recipes.models import parameter_count
+from retime.recipes.modnn.by_hand import prepared, saving
 from retime.recipes.modnn.vdnn import Vdnn
 from retime.recipes.modnn.vdnn_plus import VdnnPlus
 from retime.schedules.budget import BudgetError
@@ -49,7 +50,8 @@ class Training:
     def __init__(self, request: dict[str, Any], batch: Batch) -> None:
         self.batch, self.samples = batch, len(batch[0])
         self.device = batch[0].device
-        self.model: nn.Module = build_model(request["model"], self.device, request["seed"])
+        self._peer = request.get("peer")
+        self.model = prepared(build_model(request["model"], self.device, request["seed"]), self._peer)
         self.optimizer = build_optimizer(request["optimizer"], self.model.parameters(), {})
         self._host, self._sub_batches = request["host"], request.get("sub_batches", True)
         self.inside: BudgetedStep | None = None
@@ -99,7 +101,16 @@ class Training:
     def pool(self, reserved_bytes: int) -> None:
         """No plan: the plain step with tensors from the pool, which keeps freed memory up to so many bytes."""
         self._freed = FreedMemory(self.device)
-        self._freed.hold(reserved_bytes, [*self.model.parameters(), *self.model.buffers(), *self.batch])
+        self._freed.hold(reserved_bytes, self._there())
+        self._freed.forget_peak()
+
+    def held_bytes(self) -> int | None:
+        """The most that tensors held since :meth:`pool`; None where nobody counts."""
+        peak = None if self._freed is None else self._freed.peak_bytes()
+        return None if peak is None else peak + sum(tensor.nbytes for tensor in self._there())
+
+    def _there(self) -> list[Tensor]:
+        return [*self.model.parameters(), *self.model.buffers(), *self.batch]
 
     def step(self) -> None:
         self.optimizer.zero_grad()
@@ -109,7 +120,10 @@ class Training:
             self.vdnn.run()
         else:
             for part in self._parts:
-                (self.loss(part) * (len(part[0]) / self.samples)).backward()  # type: ignore[no-untyped-call]
+                with saving(self._peer):
+                    loss = self.loss(part) * (len(part[0]) / self.samples)
+                loss.backward()  # type: ignore[no-untyped-call]
+                del loss
         self.optimizer.step()
 
     def close(self) -> None:
@@ -147,6 +161,7 @@ class Server:
             "plain_reserved_bytes": PlannedShape(training.samples, choice).reserved_bytes(choice.peak_bytes),
             "floor_bytes": training.floor_bytes(),
             "parameters": parameter_count(training.model),
+            "stays_whole": bool(batch_statistics_layers(training.model)),
         }
 
     def _train(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -191,6 +206,10 @@ class Server:
             if plans is None:
                 self._planning_s = time.perf_counter() - started
             training.step()
+            if "peer" in request or "sub_batch" in request:
+                training.step()  # with the optimizer's states there
+                # a pool that keeps what the plain step needs would hold more than the step needs in this way
+                request["reserved_bytes"] = training.held_bytes() or request["reserved_bytes"]
             training.close()
             if training.inside is None:
                 break

@@ -24,6 +24,7 @@ from retime.recipes.modnn.report import (
     budgets_of,
     differences,
     needed_mib,
+    over_best_peers,
     plans_and_failures,
     prediction_error,
     slowdown,
@@ -32,7 +33,9 @@ from retime.recipes.modnn.report import (
 )
 from retime.recipes.modnn.side_by_side import (
     BUDGET,
+    BY_HAND,
     FLOOR,
+    IN_SUB_BATCHES,
     MEASURED,
     MOVED,
     POOLED,
@@ -56,6 +59,8 @@ class Budgets(NetworkRecipe):
         return super().points(settings)
 
     def blocks_a_round(self, settings: MemorySettings) -> int | None:
+        if settings.peers:
+            return None  # a batch is cut into as many parts as it has samples for
         return len(settings.budgets) * (1 + len(settings.rules)) + 3 + len(settings.allocators)
 
     def references(self, point: Point) -> dict[str, str]:
@@ -77,7 +82,7 @@ class Budgets(NetworkRecipe):
             if names:
                 error, where = max((abs(prediction_error(point, name)), name) for name in names)
                 lines.append(Comparison(claims.PREDICTION_ERROR, spread([error]), f"{point.at['network']}, at {where}"))
-            lines += _over_vdnn_plus(point)
+            lines += [*_over_vdnn_plus(point), *over_best_peers(point)]
             died = point.facts["out of memory"]
             remark = ": ".join([point.at["network"], *([", ".join(died)] if died else [])])
             lines.append(Comparison(claims.OUT_OF_MEMORY, spread([len(died)]), remark))
@@ -95,6 +100,10 @@ class Budgets(NetworkRecipe):
             REVERSED,
             "vDNN+ is vDNN's rule executed for real, each storage back one ahead of its use, in the largest parts of "
             "the batch that fit the budget, with the same pool.",
+            "By hand, with that pool too: the batch in 2 to 32 equal parts whose gradients add up, blocks under "
+            "torch.utils.checkpoint, and torch.autograd.graph.save_on_cpu, which on a processor finds tensors where it "
+            "would bring them. The best peer of a budget is the fastest of the plain step, these and vDNN+ that held "
+            "no more.",
             "Weights differ: norm of the difference of all weights over their norm.",
             "The floor's budget is the floor that a refusal names, asked for until there is none.",
         ]
@@ -135,6 +144,12 @@ class Budgets(NetworkRecipe):
                 places, medians = [place for place, _ in known], [value.median for _, value in known]
                 if known:
                     panels[0].plot(places, medians, ":x", color=colour, label=f"{network}, vDNN+ ({rule})")
+            for start, marker, text in ((IN_SUB_BATCHES, "--v", "in parts by hand"), (BY_HAND, "P", "others by hand")):
+                done = [name for name in point.variants(STEP) if name.startswith(start.format(""))]
+                held = [100 * point.values(name, MEASURED)[0] / point.facts["ideal peak MiB"] for name in done]
+                medians = [value.median for name in done if (value := slowdown(point, name))]
+                if done:
+                    panels[0].plot(held, medians, marker, color=colour, alpha=0.6, label=f"{network}, {text}")
             ratios = [point.values(n, MEASURED)[0] / point.values(n, BUDGET)[0] for n in names]
             panels[1].plot(shares, ratios, "o-", color=charts.COLOURS[index], label=f"{network}, measured")
             ratios = [point.values(n, PREDICTED)[0] / point.values(n, BUDGET)[0] for n in names]

@@ -9,6 +9,7 @@ claim = partial(claim_of, "modnn")
 
 SLOWDOWN_50 = Target("step time over the fastest unlimited one at 50 % of the ideal peak", "x", 1.10, at_most=True)
 SLOWDOWN_25 = Target("step time over the fastest unlimited one at 25 % of the ideal peak", "x", 1.35, at_most=True)
+OVER_BEST_PEER = Target("speed over the best peer that fits in the same bytes", "x", 1)
 SMALLEST_BUDGET = Target("ideal peak over the smallest budget, VGG-like net", "x", 30)
 PREDICTION_ERROR = Target("measured peak away from the predicted one, at most", "%", 5, at_most=True)
 WITHIN_BUDGET = Target("measured peak over the budget", "x", 1, at_most=True)

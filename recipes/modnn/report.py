@@ -11,6 +11,7 @@ from retime.recipes.core.results import Point
 from retime.recipes.modnn import claims
 from retime.recipes.modnn.side_by_side import (
     BUDGET,
+    BY_HAND,
     DIFFERENCE,
     FAILURES,
     GIVING_BACK,
@@ -49,9 +50,40 @@ def untrained(point: Point, budgets: Iterable[Any]) -> list[str]:
 
 def fastest_plain(point: Point) -> str | None:
     """The step without a budget with whatever allocator serves it best, the pool of our own included."""
-    others = (GIVING_BACK, IN_SUB_BATCHES.format(""))
+    others = (GIVING_BACK, IN_SUB_BATCHES.format(""), BY_HAND.format(""))
     plain = [name for name in point.variants(STEP) if name.startswith(UNLIMITED) and not name.startswith(others)]
     return min(plain, key=lambda name: spread(point.values(name, STEP)).median, default=None)
+
+
+def best_peer(point: Point, name: str) -> str | None:
+    """The fastest plain step, one done by hand or vDNN+'s, among those that held no more bytes than this budget.
+
+    Not with another allocator: it keeps what the rehearsal took, so that what the step holds cannot be told.
+    """
+    ours, others = (UNLIMITED, POOLED), (IN_SUB_BATCHES.format(""), BY_HAND.format(""))
+    peers = [
+        peer
+        for peer in point.variants(STEP)
+        if (peer in ours or peer.startswith(others) or peer in point.facts.get("rules", {}))
+        and point.values(peer, MEASURED)[0] <= point.values(name, BUDGET)[0]
+    ]
+    return min(peers, key=lambda peer: spread(point.values(peer, STEP)).median, default=None)
+
+
+def over_best_peers(point: Point) -> Iterator[Comparison]:
+    """A line a budget; none where no peer was asked for."""
+    if not any(name.startswith(BY_HAND.format("")) for name in point.variants(STEP)):
+        return
+    for name in budgets_of(point):
+        where, peer = f"{point.at['network']}, {name}", best_peer(point, name)
+        if peer is None:
+            yield Comparison(claims.OVER_BEST_PEER, None, f"{where}: no peer fits")
+        else:
+            held, budget = (
+                amount(point.values(who, what)[0], "MiB") for who, what in ((peer, MEASURED), (name, BUDGET))
+            )
+            faster = speedup(point.values(peer, STEP), point.values(name, STEP))
+            yield Comparison(claims.OVER_BEST_PEER, faster, f"{where}: over {peer}, {held} of {budget}")
 
 
 def slowdown(point: Point, name: str) -> Spread | None:

@@ -23,13 +23,16 @@ from retime.recipes.core.results import Row
 from retime.recipes.core.schema import MemorySettings
 from retime.recipes.cpu_memory.allocators import ALLOCATORS, NoAllocatorError, environment_of
 from retime.recipes.modnn.budget_worker import serve
+from retime.recipes.modnn.by_hand import PARTS, PEERS, part_sizes
 
 MIB = 2**20
 UNLIMITED, GIVING_BACK, FLOOR = "unlimited", "unlimited, freed memory given back", "floor"
 POOLED = "unlimited, with the pool"
 """The plain step, with tensors from the pool that steps inside budgets use."""
 IN_SUB_BATCHES = "unlimited, in sub-batches of {}"
-"""That step in the sub-batches of a plan, without its budget: what is left is what the budget itself takes."""
+"""That step in parts: those of a plan without its budget, so that what is left is what the budget takes, or by hand."""
+BY_HAND = "unlimited, by hand: {}"
+"""That step with what users do in its place for memory, by `by_hand.PEERS`."""
 OTHER_ALLOCATOR = "unlimited, {}"
 """The plain step in a process that was started with another allocator, by that one's label."""
 STEP, PREDICTED, MEASURED, MOVED, DIFFERENCE, BUDGET = (
@@ -81,7 +84,8 @@ class Network:
         }
 
     def plan(self) -> dict[str, Any]:
-        """What a step needs: `ideal_bytes`, `plain_peak_bytes`, `plain_reserved_bytes`, `floor_bytes`; `parameters`.
+        """What a step needs: `ideal_bytes`, `plain_peak_bytes`, `plain_reserved_bytes`, `floor_bytes`; `parameters`;
+        whether its batch `stays_whole`, for batch statistics.
 
         The plain step's peak is predicted; the ideal is the budget it needs, with what stays free beside it;
         reserved are its tensors, with freed memory that is cached.
@@ -132,10 +136,18 @@ def side_by_side(
 ) -> tuple[list[Row], dict[str, Any]]:
     """Rows and facts of a network without a budget and inside each budget: percents of the ideal peak, or the floor.
 
-    For each rule of `settings.rules` vDNN+ trains inside the budgets in percent too. `block` has a worker train some
-    steps, and returns milliseconds a step; see `block_ms`, which is the default.
+    For each rule of `settings.rules` vDNN+ trains inside the budgets in percent too, and each of `settings.peers`
+    without a budget; a case may have rules and peers of its own. `block` has a worker train some steps, and returns
+    milliseconds a step; see `block_ms`, which is the default.
+
+    Raises:
+        ValueError: an unknown peer.
     """
     block = block or block_ms
+    rules, peers = case.get("rules", settings.rules), case.get("peers", settings.peers)
+    unknown = [peer for peer in peers if peer not in PEERS]
+    if unknown:
+        raise ValueError(f"peers has {unknown[0]!r}: choose {', '.join(PEERS)}")
     with network_for(settings, case) as network:
         known = network.plan()
         ideal, floor = known["ideal_bytes"], known["floor_bytes"]
@@ -154,7 +166,7 @@ def side_by_side(
         rows: list[Row] = []
         workers: dict[str, Worker] = {}
         with closing(workers):
-            for name, budget, more in [*_named(budgets, known, settings), *others]:
+            for name, budget, more in [*_named(budgets, known, settings, rules, peers), *others]:
                 try:
                     give_back = name != UNLIMITED and "environment" not in more
                     workers[name] = network.process(budget, give_back=give_back, **more)
@@ -163,9 +175,12 @@ def side_by_side(
                     continue
                 if budget is not None:
                     rows.append(Row(name, BUDGET, "MiB", [workers[name].ready["budget_bytes"] / MIB]))
-            for size in sorted(_sub_batches(workers, network.batch_size)) if settings.in_sub_batches else []:
-                name, pooled = IN_SUB_BATCHES.format(size), known["plain_reserved_bytes"]
-                workers[name] = network.process(None, reserved_bytes=pooled, sub_batch=size)
+            sizes = _sub_batches(workers, network.batch_size) if settings.in_sub_batches else set()
+            if PARTS in peers and not known["stays_whole"]:
+                sizes |= part_sizes(network.batch_size)
+            for size in sorted(sizes):
+                pooled = known["plain_reserved_bytes"]
+                workers[IN_SUB_BATCHES.format(size)] = network.process(None, reserved_bytes=pooled, sub_batch=size)
             blocks = {name: partial(block, worker, settings.steps, name, facts) for name, worker in workers.items()}
             for name, kept in interleave(blocks, settings.rounds, settings.warmup_rounds, tick).items():
                 if all(kept):  # it lived through all of them
@@ -190,7 +205,7 @@ def budget_name(budget: Any) -> str:
 
 
 def _named(
-    budgets: list[Any], known: dict[str, Any], settings: MemorySettings
+    budgets: list[Any], known: dict[str, Any], settings: MemorySettings, rules: list[str], peers: list[str]
 ) -> list[tuple[str, int | str | None, dict[str, Any]]]:
     """Processes by name: the budget of each, and what else its request has."""
     nbytes = {budget: FLOOR if budget == FLOOR else int(budget / 100 * known["ideal_bytes"]) for budget in budgets}
@@ -200,10 +215,11 @@ def _named(
         # The plain step once more, and its samples in another order: what rounding alone does to weights.
         (GIVING_BACK, None, {"reversed": True}),
         *([(POOLED, None, pooled)] if settings.hardware.device == "cpu" else []),  # CUDA devices have one anyway
+        *((BY_HAND.format(peer), None, {**pooled, "peer": peer}) for peer in peers if peer != PARTS),
         *((budget_name(budget), nbytes[budget], {}) for budget in budgets),
         *(
             (VDNN_PLUS.format(rule, budget_name(budget)), nbytes[budget], {"rule": rule, "limit": "training"})
-            for rule in settings.rules
+            for rule in rules
             for budget in budgets
             if budget != FLOOR
         ),

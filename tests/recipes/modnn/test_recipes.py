@@ -24,9 +24,10 @@ from retime.recipes.modnn.networks import (
     separate_gradients,
     weight_gradients_pass,
 )
-from retime.recipes.modnn.report import budgets_of, fastest_plain
+from retime.recipes.modnn.report import best_peer, budgets_of, fastest_plain
 from retime.recipes.modnn.side_by_side import (
     BUDGET,
+    BY_HAND,
     DIFFERENCE,
     GIVING_BACK,
     IN_SUB_BATCHES,
@@ -37,6 +38,7 @@ from retime.recipes.modnn.side_by_side import (
     STEP,
     UNLIMITED,
     VDNN_PLUS,
+    side_by_side,
 )
 from retime.recipes.modnn.side_by_side import MOVED as MOVED_A_STEP
 from retime.recipes.modnn.simulated import (
@@ -195,6 +197,8 @@ def test_k40_times_by_hand() -> None:
 def test_budgets_that_mean_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match=r"budgets has 'half': give percents of the ideal peak, or 'floor'"):
         Budgets().points(MemorySettings(budgets=[100, "half"]))
+    with pytest.raises(ValueError, match="peers has 'luck': choose parts, checkpoint, save_on_cpu"):
+        side_by_side(MemorySettings(peers=["luck"]), {}, [], print)
 
 
 def test_processes_answer_in_turn_and_say_what_went_wrong() -> None:
@@ -224,8 +228,16 @@ def test_budget_sweep(run: Command) -> None:
     (point,) = result.points
     assert point.facts["out of memory"] == point.facts["refused"] == {}
     theirs, kept = VDNN_PLUS.format("all", "50 %"), OTHER_ALLOCATOR.format("glibc, heap kept")
-    cut = IN_SUB_BATCHES.format(point.facts["plans"]["50 %"]["sub_batch"])
-    assert point.variants(STEP) == [UNLIMITED, GIVING_BACK, POOLED, "50 %", theirs, kept, cut]
+    size = point.facts["plans"]["50 %"]["sub_batch"]
+    cut, conv = IN_SUB_BATCHES.format(size), VDNN_PLUS.format("conv", "50 %")
+    by_hand = [BY_HAND.format(peer) for peer in ("checkpoint", "save_on_cpu")]
+    parts = [IN_SUB_BATCHES.format(samples) for samples in sorted({1, 2, 4, 8, size})]
+    plain = [UNLIMITED, GIVING_BACK, POOLED, *by_hand]
+    assert point.variants(STEP) == [*plain, "50 %", theirs, conv, kept, *parts]
+    assert [point.values(name, DIFFERENCE) for name in by_hand] == [[0.0], [0.0]]
+    peer = best_peer(point, "50 %")
+    assert peer is not None
+    assert point.values(peer, MEASURED)[0] <= point.values("50 %", BUDGET)[0]
     assert 0 < point.values(cut, DIFFERENCE)[0] < 10  # ppm: it adds up part by part
     assert point.values(kept, DIFFERENCE) == [0.0]
     assert budgets_of(point) == ["50 %"]

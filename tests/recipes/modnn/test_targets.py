@@ -20,11 +20,14 @@ from retime.recipes.modnn.refusal import FLOOR as FLOOR_THAT_TRAINS
 from retime.recipes.modnn.refusal import HINT, LAYER, TASK, check
 from retime.recipes.modnn.side_by_side import (
     BUDGET,
+    BY_HAND,
     DIFFERENCE,
     FLOOR,
     GIVING_BACK,
+    IN_SUB_BATCHES,
     MEASURED,
     MOVED,
+    POOLED,
     PREDICTED,
     STEP,
     Network,
@@ -204,6 +207,22 @@ def test_the_fastest_allocator_of_the_plain_step_counts() -> None:
     trained = point("a", "training", rows, plans={"50 %": plan}, refused={"25 %": "too small"})
     remark = "net, over unlimited, tcmalloc; 1.150 x over unlimited"
     assert lines(trained)[claims.SLOWDOWN_50.what] == [(pytest.approx(2.3), remark)]
+
+
+def test_the_best_peer_is_the_fastest_that_fits_in_the_same_bytes() -> None:
+    held = {"unlimited": (9.0, 80.0), POOLED: (8.0, 60.0), IN_SUB_BATCHES.format(4): (11.0, 30.0)}
+    held |= {BY_HAND.format("checkpoint"): (10.0, 50.0), "unlimited, tcmalloc": (1.0, 1.0)}
+    rows = [Row(name, STEP, "ms", [ms]) for name, (ms, _) in held.items()]
+    rows += [line for name, (_, mib) in held.items() for line in memory(name, measured=mib)]
+    plan = {"plan": "sub-batch 4", "sub_batch": 4, "predicted_slowdown": 1.0, "planning_s": 1.0}
+    for name, mib in (("50 %", 50.0), ("25 %", 25.0)):
+        rows += [Row(name, STEP, "ms", [5.0]), Row(name, DIFFERENCE, "ppm", [0.5])]
+        rows += memory(name, budget=mib, predicted=20.0, measured=20.0)
+    found = lines(point("a", "training", rows, plans={"50 %": plan, "25 %": plan}))
+    assert found[claims.OVER_BEST_PEER.what] == [
+        (2.0, f"net, 50 %: over {BY_HAND.format('checkpoint')}, 50.00 MiB of 50.00 MiB"),
+        (None, "net, 25 %: no peer fits"),
+    ]
 
 
 def test_notes_and_figure(tmp_path: Path) -> None:
