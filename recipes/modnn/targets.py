@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from itertools import cycle
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from retime.recipes.core import charts
@@ -31,7 +32,16 @@ from retime.recipes.modnn.report import (
     why_missing,
     with_missing,
 )
-from retime.recipes.modnn.side_by_side import BUDGET, FLOOR, GIVING_BACK, MEASURED, MOVED, PREDICTED, STEP
+from retime.recipes.modnn.side_by_side import (
+    BUDGET,
+    FLOOR,
+    GIVING_BACK,
+    IN_SUB_BATCHES,
+    MEASURED,
+    MOVED,
+    PREDICTED,
+    STEP,
+)
 from retime.recipes.modnn.target_kinds import AGAIN, FIRST, KINDS, OURS, PLANNING, TRAINED, VDNN
 
 _GENERAL = tuple(field.name for field in fields(MemorySettings))
@@ -86,6 +96,7 @@ class Targets(Recipe[MemorySettings]):
             *_refusals(kinds["refusal"]),
             *slowdowns(_timed(kinds["training"])),
             *(line for point in _timed(kinds["training"]) for line in over_best_peers(point)),
+            *_alone(kinds["training"]),
             *_smallest(kinds["smallest"]),
             *_traffic(kinds["traffic"]),
             *_planning(kinds["planning"]),
@@ -269,6 +280,25 @@ def _refusals(points: list[Point]) -> Iterator[Comparison]:
 def _timed(points: list[Point]) -> list[Point]:
     """Those of cases that are about times: an offload-only case is about weights."""
     return [point for point in points if point.settings["case"].get("times") is not False]
+
+
+def _alone(points: list[Point]) -> Iterator[Comparison]:
+    """Figures 13 and 14: sub-batches of one sample, by hand, and offloading alone at its floor, over the plain step."""
+    whole = [point for point in points if point.settings["case"].get("network", {}).get("sub_batches") is False]
+    for technique, name, those in (("sub-batches", IN_SUB_BATCHES.format(1), points), ("offloading", FLOOR, whole)):
+        runs = {point.at["network"]: point for point in those if point.has(name, STEP)}
+        if not runs:
+            continue
+        smaller = {net: point.facts["ideal peak MiB"] / point.values(name, MEASURED)[0] for net, point in runs.items()}
+        slower = {net: value for net, point in runs.items() if (value := slowdown(point, name))}
+        average = [fmean(rounds) for rounds in zip(*(value.rounds for value in slower.values()), strict=True)]
+        claim = claims.claim(f"figure-14-{technique}")
+        added = [100 * (ratio - 1) if claim.unit == "%" else ratio for ratio in average]
+        memory = ", ".join(f"{net} {amount(value, 'x')}" for net, value in smaller.items())
+        times = ", ".join(f"{net} {amount(value.median, 'x')}" for net, value in slower.items())
+        less = spread([fmean(smaller.values())])
+        yield Comparison(claims.claim(f"figure-13-{technique}"), less, f"{name}: {memory}")
+        yield Comparison(claim, spread(added), f"{name}: {times}")
 
 
 def _smallest(points: list[Point]) -> Iterator[Comparison]:

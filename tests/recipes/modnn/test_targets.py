@@ -225,6 +225,26 @@ def test_the_best_peer_is_the_fastest_that_fits_in_the_same_bytes() -> None:
     ]
 
 
+def test_each_technique_alone_is_held_against_figures_13_and_14() -> None:
+    one = IN_SUB_BATCHES.format(1)
+    rows = [Row(name, STEP, "ms", ms) for name, ms in (("unlimited", [10.0, 20.0]), (one, [30.0, 60.0]))]
+    rows += memory(one, measured=5.0)
+    cut = point("a", "training", rows, plans={}, **{"ideal peak MiB": 100.0})
+    rows = [Row(name, STEP, "ms", [ms]) for name, ms in (("unlimited", 10.0), (FLOOR, 15.0))]
+    rows += [Row(FLOOR, DIFFERENCE, "ppm", [0.0]), *memory(FLOOR, budget=50.0, predicted=40.0, measured=40.0)]
+    plan = {"plan": "sub-batch 8", "sub_batch": 8, "predicted_slowdown": 1.0, "planning_s": 1.0}
+    whole = point("b", "training", rows, plans={FLOOR: plan}, **{"ideal peak MiB": 100.0})
+    whole.settings["case"]["network"] = {"sub_batches": False}
+    found = lines(cut, whole)
+    for name, value, note in (
+        ("figure-13-sub-batches", 20.0, f"{one}: net 20.00 x"),
+        ("figure-14-sub-batches", 3.0, f"{one}: net 3.000 x"),
+        ("figure-13-offloading", 2.5, "floor: net 2.500 x"),
+        ("figure-14-offloading", 50.0, "floor: net 1.500 x"),
+    ):
+        assert found[claims.claim(name).what] == [(pytest.approx(value), note)]
+
+
 def test_notes_and_figure(tmp_path: Path) -> None:
     """Every run that did not train is told, and so is every plan."""
     plan = {"plan": "sub-batch 4", "sub_batch": 4, "predicted_slowdown": 1.5, "planning_s": 2.0}
