@@ -170,7 +170,7 @@ def _runs(point: Point) -> list[MeasuredRun]:
         except ValueError:
             continue  # a bound
         k = cluster.get("k") if isinstance(one.k, str) else one.k
-        if one.k is not None and k is None:
+        if one.priority or one.tuned_buckets or (one.k is not None and k is None):
             continue
         layer_bytes = int(point.settings.get("layer_bucket_mb", 25) * 2**20)
         runs.append(

@@ -18,7 +18,7 @@ from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result
 from retime.recipes.core.schema import OutOfOrderSettings
 from retime.recipes.ooo.cluster import PAPER, OnRanks, best_of_ours, bound_ms, bound_notes, ratio
-from retime.recipes.ooo.variants import label
+from retime.recipes.ooo.variants import COMMUNICATION, COMPUTE, label
 
 REAL, EMULATED = "real", "emulated"
 PUBLISHED = (
@@ -67,13 +67,20 @@ class Hosts(OnRanks):
         return self._known_costs[busy]
 
     def compare(self, result: Result) -> list[Comparison]:
-        return [Comparison(claim, None, "no peer here sends by priority, as BytePS does") for claim in PUBLISHED]
+        found = []
+        for point in result.points:
+            if point.at["compute"] == REAL and point.has("priority", "step"):
+                ours = best_of_ours(point)
+                over = ratio(point, "priority", ours) if ours else None
+                found.append((over, f"{point.at['hosts']} hosts, over a peer that sends by priority"))
+        lines = found or [(None, "no peer here sends by priority, as BytePS does")]
+        return [Comparison(claim, over, note) for claim in PUBLISHED for over, note in lines]
 
     def notes(self, result: Result) -> list[str]:
         lines = []
         for point in sorted(result.points, key=_order):
             lines += bound_notes(point, f"{point.at['compute']} computation")
-            ours, peers = best_of_ours(point), ("ddp", "ddp_layer_buckets", "ooo_k0")
+            ours, peers = best_of_ours(point), ("ddp", "ddp_layer_buckets", "ddp_tuned_buckets", "priority", "ooo_k0")
             over = {label(name): ratio(point, name, ours) for name in peers if ours}
             gains = [f"{show(gain, 'x')} over {name}" for name, gain in over.items() if gain]
             if gains:
@@ -97,7 +104,7 @@ class Hosts(OnRanks):
         for axes, kind in zip(panels, kinds, strict=True):
             points = sorted((point for point in result.points if point.at["compute"] == kind), key=_order)
             names = dict.fromkeys(
-                name for point in points for name in point.variants("step") if "_" in name or "ddp" in name
+                name for point in points for name in point.variants("step") if name not in (COMPUTE, COMMUNICATION)
             )
             for index, name in enumerate(names):
                 known = [point for point in points if point.has(name, "step")]

@@ -80,6 +80,8 @@ IDENTICAL = "final weights bit-identical to ddp, on all ranks"
         ("ooo_auto", "auto", True, False),
         ("ooo_tuned_waiting", "tuned", False, False),
         ("ooo_k3_waiting_layer_buckets", 3, False, True),
+        ("ddp_tuned_buckets", None, True, False),
+        ("priority", None, True, True),
     ],
 )
 def test_variants_say_what_they_are(name: str, k: int | str | None, cross_iteration: bool, layer_buckets: bool) -> None:
@@ -88,7 +90,7 @@ def test_variants_say_what_they_are(name: str, k: int | str | None, cross_iterat
     assert label(name)
 
 
-@pytest.mark.parametrize("name", ["dpd", "ooo", "ooo_k", "ddp_waiting", "ooo_k-1"])
+@pytest.mark.parametrize("name", ["dpd", "ooo", "ooo_k", "ddp_waiting", "ooo_k-1", "priority_waiting"])
 def test_unknown_variants_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"variant '{name}' is unknown: write ddp"):
         variant(name)
@@ -249,10 +251,11 @@ def test_wrong_values_are_refused_before_anything_runs() -> None:
 
 def test_variants_are_timed_on_ranks_with_both_bounds() -> None:
     heard: list[str] = []
-    found = Sweep().compare_variants(settings(), heard.append, 2, None)
-    names = {"ddp", "ddp_layer_buckets", "compute", "communication"}
+    variants = ["ddp", "ddp_layer_buckets", "ddp_tuned_buckets", "priority"]
+    found = Sweep().compare_variants(settings(variants=variants), heard.append, 2, None)
+    names = {*variants, "compute", "communication"}
     assert {row.variant: len(row.values) for row in found.rows} == dict.fromkeys(names, 1)
-    assert found.facts[IDENTICAL] == "ddp, ddp_layer_buckets"
+    assert found.facts[IDENTICAL] == ", ".join(variants)
     assert found.facts["gradient bytes"] == 2 * LINEAR_BYTES
     assert found.facts["cluster"]["hosts"] == 2
     assert found.facts["cluster"]["gloo_bits"] > 0
