@@ -26,13 +26,10 @@ import ast
 import inspect
 import json
 import os
-import re
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from multiprocessing.connection import wait
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -41,40 +38,39 @@ import torch
 from lightning.pytorch import Trainer
 
 from retime.commands.advise_page import text, write
+from retime.commands.advise_turns import (
+    FASTER,
+    UNDECIDED,
+    Limit,
+    MethodError,
+    Running,
+    in_turns,
+    judged,
+    no_effect,
+    notes_of,
+    settled,
+)
 from retime.commands.advise_worker import DDP_BUCKET_MB, METHODS, PLAIN, Method, ddp, memory_budget, serve
 from retime.commands.job import add_job_options
 from retime.foundations.measure import Spread, speedup, spread
 from retime.foundations.messages import parse_bytes
-from retime.foundations.workers import KEPT_HEAP, Worker, WorkerError, free_port, rank_variables
+from retime.foundations.workers import KEPT_HEAP
 from retime.schedules import Cluster, LayerCost, Link, systems
 from retime.schedules.rate import parse_rate
 
 SUMMARY = "which methods pay for your own training step, measured"
-_ROUNDS, _LEAST_ROUNDS, _SEARCH_ROUNDS = 9, 3, 5
+_ROUNDS, _SEARCH_ROUNDS = 9, 5
 _MOST_RANKS = 64
-_BLOCK_MS, _MOST_STEPS = 300.0, 500
-"""Of a block, which gives one number of a round; several steps where they are short."""
 _LATENCY_MS, _BUCKETS = 0.05, tuple(size * 2**20 for size in (1, 4, 25, 100))
 """Of simulated networks: of a message; bytes of DDP's buckets, of which the best count, for either way."""
 _BUCKETS_MB = {1: 1, 4: 4, 100: DDP_BUCKET_MB}
 """Of `ddp`, each with how many MiB of gradients there must be for it to be another bucket than a larger one."""
-_FASTER, _SLOWER, _UNDECIDED, _SIMULATED = "faster", "slower", "undecided", "simulated"
-_NOTHING, _OUT = "no effect", "does not apply"
-_HAS_NO_EFFECT = re.compile(r"no effect(: | on these steps)|do not pay here|no CPU memory pool: ")
-"""In a NoEffectWarning about all of a method, and not about some layers or parameters."""
+_SIMULATED, _NOTHING, _OUT = "simulated", "no effect", "does not apply"
 _FLOOR = "below this step's floor"
 """In the refusal of a budget: a smaller one need not be tried."""
 _MEASURED = ("ms", "peak_bytes", "said", "report", "spans")
 """Of a process's first answer; the rest are facts of the job."""
 _OURS = ("strategy", "devices", "accelerator", "num_nodes", "callbacks", "logger", "max_epochs", "max_steps")
-
-
-class MethodError(Exception):
-    """Why a method does not apply, in its own words; `missing` is a module that is not installed."""
-
-    def __init__(self, text: str, missing: str | None = None) -> None:
-        super().__init__(text)
-        self.missing = missing
 
 
 @dataclass(frozen=True)
@@ -114,7 +110,7 @@ class Row:
     def judge(self) -> None:
         """By the quartiles."""
         assert self.gain is not None
-        self.verdict = _FASTER if self.gain.low > 1 else _SLOWER if self.gain.high < 1 else _UNDECIDED
+        self.verdict = judged(self.gain)
 
     def to_dict(self, devices: int, trainer: dict[str, Any]) -> dict[str, Any]:
         """Plain values, with all that a method is, and how it is written beside the Trainer's other arguments."""
@@ -160,10 +156,10 @@ class Advice:
         """The fastest that is faster and fits, and if nothing plain fits the fastest that does."""
         fits = [row for row in self.sorted_rows() if row.gain is not None and self._fits(row.peak_bytes)]
         alone = [row for row in fits if not row.method.over_ddp and row.verdict != _NOTHING]
-        faster = [row for row in alone if row.verdict == _FASTER]
+        faster = [row for row in alone if row.verdict == FASTER]
         needed = alone if not self._fits(self.plain_bytes) else []
         self.best = next(iter([*faster, *needed]), None)
-        ranks = [row for row in fits if row.method.over_ddp and row.verdict == _FASTER]
+        ranks = [row for row in fits if row.method.over_ddp and row.verdict == FASTER]
         self.best_of_ranks = next(iter(ranks), None)
 
     def _fits(self, peak_bytes: int | None) -> bool:
@@ -271,80 +267,6 @@ def _trainer_options(given: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-class _Limit:
-    """Until when a method may be measured."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self._end = seconds, time.monotonic() + seconds
-
-    def left_s(self) -> float:
-        return max(0.0, self._end - time.monotonic())
-
-
-class _Running:
-    """Processes that train by one method, a rank each, and wait in the middle of it."""
-
-    def __init__(self, request: dict[str, Any], environment: dict[str, str], ranks: int, limit: _Limit) -> None:
-        self._workers: list[Worker] = []
-        self._limit, self.is_busy = limit, True
-        try:
-            port = free_port()
-            for rank in range(ranks):
-                variables = rank_variables(rank, ranks, port) if ranks > 1 else {}
-                self._workers.append(Worker(serve, None, environment={**environment, **variables}))
-                self._workers[-1].tell(request)
-            self.first = self._answers()
-        except BaseException:
-            self.close()
-            raise
-
-    def steps(self, limit: _Limit, count: int, **more: Any) -> dict[str, Any]:
-        """Train so many steps; all ranks' times (the slowest counts), and the most bytes that one had."""
-        self._limit, self.is_busy = limit, True
-        for worker in self._workers:
-            worker.tell({"steps": count, **more})
-        return self._answers()
-
-    def block(self, limit: _Limit, step_ms: float, **more: Any) -> tuple[float, int]:
-        """The median step of a block, and its peak."""
-        answer = self.steps(limit, max(1, min(_MOST_STEPS, round(_BLOCK_MS / step_ms))), **more)
-        return median(answer["ms"]), answer["peak_bytes"]
-
-    def close(self) -> None:
-        """End the processes, whatever they do."""
-        for worker in self._workers:
-            worker.close()
-
-    def _answers(self) -> dict[str, Any]:
-        waiting = {worker.connection: number for number, worker in enumerate(self._workers)}
-        answers: dict[int, Any] = {}
-        while waiting:
-            ready = wait(list(waiting), self._limit.left_s())
-            if not ready:
-                raise MethodError(f"it took longer than --seconds {self._limit.seconds:g}: give more")
-            for connection in ready:
-                number = waiting[connection]  # type: ignore[index]
-                try:
-                    if not self._workers[number].heard(0):
-                        continue
-                except WorkerError as error:
-                    raise MethodError(str(error).splitlines()[0]) from error
-                answers[number] = self._workers[number].answered
-                if "error" in answers[number]:
-                    raise MethodError(answers[number]["error"], answers[number]["missing"])
-                del waiting[connection]  # type: ignore[arg-type]
-        self.is_busy = False
-        every = [answers[number] for number in sorted(answers)]
-        if "ms" not in every[0]:
-            return dict(every[0])
-        return {
-            **every[0],
-            "ms": [max(step) for step in zip(*(one["ms"] for one in every), strict=True)],
-            "peak_bytes": max(one["peak_bytes"] for one in every),
-            "spans": [one["spans"] for one in every],
-        }
-
-
 class _Measuring:
     """Goes through the methods, and puts what it finds into the advice at once, so that Ctrl-C loses nothing.
 
@@ -356,7 +278,7 @@ class _Measuring:
         self._request = {"job": job, "words": list(words), "trainer": advice.trainer}
         self._seconds, self._ranks = options.seconds, options.ranks or 8
         self._advice, self._cores = advice, cores
-        self._base: _Running | None = None
+        self._base: Running | None = None
         self._base_method = PLAIN
         self._ddp: Method | None = None
 
@@ -405,13 +327,13 @@ class _Measuring:
 
     def _find_strongest(self) -> None:
         """The plain step by threads, fused kernels and heaps, in turns."""
-        advice, limit = self._advice, _Limit(self._seconds)
+        advice, limit = self._advice, Limit(self._seconds)
         default = torch.get_num_threads()
         powers = [2**power for power in range(self._cores.bit_length()) if 2**power < self._cores]
         threads = sorted({*powers, self._cores, default})
         _progress("the plain step, by threads, fused optimizer and heap")
         advice.as_it_is = Setting(default, False, False)
-        running: dict[bool, _Running] = {}
+        running: dict[bool, Running] = {}
         try:
             for kept in (False, True):
                 running[kept] = self._start(PLAIN, Setting(default, False, kept), limit, facts=True)
@@ -440,11 +362,11 @@ class _Measuring:
         advice.strongest = min(advice.tried_ms, key=advice.tried_ms.__getitem__)
         _progress(f"the strongest plain step: {advice.strongest}, {advice.tried_ms[advice.strongest]:.4g} ms")
 
-    def _start(self, method: Method, setting: Setting, limit: _Limit, *, facts: bool = False) -> _Running:
+    def _start(self, method: Method, setting: Setting, limit: Limit, *, facts: bool = False) -> Running:
         ranks = self._advice.devices if method.ranks else 1
         how = {"method": method, "threads": setting.threads, "fused": setting.fused, "devices": ranks, "facts": facts}
         environment = KEPT_HEAP if setting.kept_heap else {}
-        return _Running({**self._request, **how}, environment, ranks, limit)
+        return Running(serve, {**self._request, **how}, environment, ranks, limit)
 
     def _setting_of(self, method: Method) -> Setting:
         """The strongest plain one, as far as a method leaves it: cores are shared by its ranks or streams."""
@@ -457,11 +379,11 @@ class _Measuring:
             threads = self._cores
         return Setting(threads, strongest.fused, strongest.kept_heap and not method.own_memory)
 
-    def _base_of(self, method: Method) -> _Running:
+    def _base_of(self, method: Method) -> Running:
         """The plain step, or ddp, which waits; started if it is not there."""
         if self._base is None or self._base_method is not method:
             self.close()
-            limit = _Limit(self._seconds)
+            limit = Limit(self._seconds)
             self._base, self._base_method = self._start(method, self._setting_of(method), limit), method
             self._base.steps(limit, method.warm_steps)
             step_ms, peak_bytes = self._base.block(limit, median(self._base.steps(limit, 2)["ms"]))
@@ -476,14 +398,14 @@ class _Measuring:
         """`ddp` with the buckets that are fastest here, as far as half of --seconds is enough to try them."""
         if self._ddp is None:
             self.close()
-            gradients_mib, half = 4 * self._advice.facts["parameters"] / 2**20, _Limit(self._seconds / 2)
+            gradients_mib, half = 4 * self._advice.facts["parameters"] / 2**20, Limit(self._seconds / 2)
             sizes = [DDP_BUCKET_MB, *(size for size, least in _BUCKETS_MB.items() if gradients_mib > least)]
             times: dict[int, float] = {}
             for size in sizes if len(sizes) > 1 else ():
                 if not half.left_s():
                     break
                 _progress(f"ddp with buckets of {size} MiB")
-                limit, method = _Limit(self._seconds), ddp(size)
+                limit, method = Limit(self._seconds), ddp(size)
                 with closing(self._start(method, self._setting_of(method), limit)) as running:
                     running.steps(limit, method.warm_steps)
                     guess = median(running.steps(limit, 2)["ms"])
@@ -501,7 +423,7 @@ class _Measuring:
             row.why = f"{'ddp' if method.over_ddp else 'the plain step'} does not run beside it: {error}"
             self.close()
             return row
-        limit = _Limit(self._seconds)
+        limit = Limit(self._seconds)
         try:
             with closing(self._start(method, setting, limit)) as other:
                 before, after = self._rounds(base, other, limit, row)
@@ -519,34 +441,15 @@ class _Measuring:
             row.judge()
         return row
 
-    def _rounds(self, base: _Running, other: _Running, limit: _Limit, row: Row) -> tuple[list[float], list[float]]:
+    def _rounds(self, base: Running, other: Running, limit: Limit, row: Row) -> tuple[list[float], list[float]]:
         """The medians of blocks in turns; what the method says goes into the row."""
-        answer, done, method = other.first, len(other.first["ms"]), row.method
-        while done < method.warm_steps and limit.left_s() > self._seconds / 2:
-            count = min(method.warm_steps - done, max(1, round(_BLOCK_MS / max(answer["ms"]))))
-            answer, done = other.steps(limit, count), done + count
-        texts = {kind: [text for one, text in answer["said"] if one == kind] for kind, _ in answer["said"]}
-        row.notes = [*texts.get("DifferenceWarning", []), *texts.get("NoEffectWarning", [])]
-        row.why = next((one for one in row.notes if _HAS_NO_EFFECT.search(one)), "")
-        row.report = answer["report"]
-        if done < method.warm_steps:
-            row.notes.append(f"it settles in {method.warm_steps} steps, of which {done} ran in half of --seconds")
-        guesses = [median(one.steps(limit, 2)["ms"]) for one in (base, other)]
-        times: tuple[list[float], list[float]] = ([], [])
-        peaks: list[int] = []
-        while len(times[0]) < _ROUNDS:
-            began = limit.left_s()
-            for turn in (0, 1) if len(times[0]) % 2 else (1, 0):
-                ms, peak_bytes = (base, other)[turn].block(limit, guesses[turn])
-                times[turn].append(ms)
-                if turn:
-                    peaks.append(peak_bytes)
-            if began - limit.left_s() > limit.left_s():
-                break
-        if len(times[0]) < _LEAST_ROUNDS:
-            raise MethodError(f"only {len(times[0])} rounds in --seconds {limit.seconds:g}: give more")
-        row.peak_bytes = max(peaks)
-        return times
+        answer, done = settled(other, row.method.warm_steps, limit)
+        row.why, row.notes, row.report = no_effect(answer["said"]), notes_of(answer["said"]), answer["report"]
+        if done < row.method.warm_steps:
+            row.notes.append(f"it settles in {row.method.warm_steps} steps, of which {done} ran in half of --seconds")
+        before, after = in_turns(base, other, limit, _ROUNDS)
+        row.peak_bytes = max(peak for _, peak in after)
+        return [ms for ms, _ in before], [ms for ms, _ in after]
 
     def _confirm(self) -> None:
         """What is to be advised is measured again in new processes: where memory lies is decided once a process."""
@@ -562,12 +465,12 @@ class _Measuring:
             again = self._measured(row.name, row.method, show=True)
             row.confirmed = True
             if again.gain is None or row.gain is None:
-                row.verdict, row.why = _UNDECIDED, f"measured once only: {again.why}"
+                row.verdict, row.why = UNDECIDED, f"measured once only: {again.why}"
                 continue
             row.gain = spread([*row.gain.rounds, *again.gain.rounds])
-            if row.verdict == _FASTER:
+            if row.verdict == FASTER:
                 row.judge()
-                row.verdict = row.verdict if again.verdict == _FASTER else _UNDECIDED
+                row.verdict = row.verdict if again.verdict == FASTER else UNDECIDED
             _progress(_short(row))
 
     def _simulate(self, link_bits: float) -> None:
@@ -581,7 +484,7 @@ class _Measuring:
         assert advice.plain_ms is not None
         request = {**self._request, "layers": True, "threads": setting.threads}
         try:
-            with closing(_Running(request, KEPT_HEAP, 1, _Limit(self._seconds))) as process:
+            with closing(Running(serve, request, KEPT_HEAP, 1, Limit(self._seconds))) as process:
                 timed = [LayerCost(*times) for times in process.first["layers"]]
         except MethodError as error:
             row.why = str(error)

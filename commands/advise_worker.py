@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
@@ -205,6 +205,7 @@ class Turns(Callback):
         self._before_bytes, self._said, self._facts, self._callbacks = before_bytes, said, facts, callbacks
         self._steps, self._ms, self._began = FIRST_STEPS, list[float](), 0.0
         self._spans: list[Any] = []
+        self._wants_weights = False
         self._timer: StepTimer | None = None
         self._kernels: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
@@ -243,6 +244,7 @@ class Turns(Callback):
             names = [type(optimizer).__name__ for optimizer in trainer.optimizers]
             has_fused = any("fused" in group and not group["fused"] for group, _ in self._kernels)
             self._facts |= {"optimizers": names, "has_fused": has_fused}
+        weights = {"weights": _weights(trainer)} if self._wants_weights else {}
         request = next_request(
             {
                 "ms": self._ms,
@@ -250,6 +252,7 @@ class Turns(Callback):
                 "said": list(self._said),
                 "report": str(report() or ""),
                 "spans": self._spans,
+                **weights,
                 **self._facts,
             }
         )
@@ -257,6 +260,7 @@ class Turns(Callback):
             os._exit(0)  # the other side has what it wants; nothing of a fit outlives its process
         self._facts = {}
         self._steps, self._ms, self._spans = request["steps"], [], []
+        self._wants_weights = request.get("weights", False)
         self._timer = StepTimer(trainer.strategy.root_device) if request.get("spans") else None
         if "threads" in request:
             torch.set_num_threads(request["threads"])
@@ -272,18 +276,66 @@ class Turns(Callback):
 _FUSED = {"fused": True, "foreach": False}
 
 
-class _Batches:
-    """One batch, over and over. (A list would mean several loaders to Lightning.)"""
+def _weights(trainer: Trainer) -> Any:
+    """All weights and buffers in one array, as a checkpoint would have them now; float64 holds each value exactly."""
+    state = trainer.strategy.lightning_module_state_dict()  # on all ranks, which may have a part each
+    if not trainer.is_global_zero:
+        return None
+    values = [one.detach().reshape(-1).double() for one in state.values() if isinstance(one, torch.Tensor)]
+    return torch.cat(values).numpy()
 
-    def __init__(self, batch: Any) -> None:
-        self._batch = batch
+
+class _Batches:
+    """Batches, over and over. (A list would mean several loaders to Lightning.)"""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self._batches = batches
 
     def __iter__(self) -> Any:
         while True:
-            yield self._batch
+            yield from self._batches
 
     def __len__(self) -> int:
         return _MANY
+
+
+def fit_in_turns(
+    module: LightningModule,
+    batches: Sequence[Any],
+    method: Method,
+    *,
+    devices: int,
+    trainer: dict[str, Any],
+    facts: dict[str, Any],
+) -> None:
+    """Train by a method, on the batches over and over; a :class:`Turns` answers from inside.
+
+    Args:
+        module: of which nothing was trained yet.
+        batches: as the module's `training_step` takes them.
+        method: how to train.
+        devices: ranks, of which this process is one.
+        trainer: more arguments of the Trainer.
+        facts: go with the first answer.
+
+    Raises:
+        RuntimeError: the fit ended by itself.
+    """
+    tensors = [one for one in tree_leaves(list(batches)) if isinstance(one, torch.Tensor)]
+    own_bytes = strided_bytes([*module.parameters(), *module.buffers(), *tensors])
+    said: list[tuple[str, str]] = []
+    with warnings.catch_warnings():
+        _listen(said)
+        options = {**method.options(), **trainer}
+        turns = Turns(psutil.Process().memory_info().rss - own_bytes, said, facts, [*options["callbacks"]])
+        options["callbacks"].append(turns)
+        fit = Trainer(
+            accelerator="cpu", devices=devices, max_epochs=1, logger=DummyLogger(), limit_val_batches=0,
+            num_sanity_val_steps=0, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            **options,
+        )  # fmt: skip
+        fit.fit(module, _Batches(batches))
+    raise RuntimeError("training ended by itself: the module stops it, by max_steps or trainer.should_stop")
 
 
 class _Step(nn.Module):
@@ -298,13 +350,11 @@ class _Step(nn.Module):
 
 
 def _fit(request: dict[str, Any]) -> None:
-    """Train by `request["method"]`; a :class:`Turns` answers from inside. Returns only if the fit ends by itself."""
+    """Train by `request["method"]`; it answers from inside of the fit, which does not return."""
     torch.set_num_threads(request["threads"])
     torch.manual_seed(0)
     given = given_by(argparse.Namespace(**request["job"]), request["words"])
     module = module_of(given)
-    tensors = [one for one in tree_leaves(given.batch) if isinstance(one, torch.Tensor)]
-    own_bytes = strided_bytes([*module.parameters(), *module.buffers(), *tensors])
     made = module.configure_optimizers
 
     def with_kernels() -> Any:
@@ -314,20 +364,10 @@ def _fit(request: dict[str, Any]) -> None:
         return optimizers
 
     module.configure_optimizers = with_kernels  # type: ignore[method-assign]
-    said: list[tuple[str, str]] = []
     facts = _facts(given.model, given.batch) if request.get("facts") else {}
-    with quiet(), warnings.catch_warnings():
-        _listen(said)
-        options = {**request["method"].options(), **request["trainer"]}
-        turns = Turns(psutil.Process().memory_info().rss - own_bytes, said, facts, [*options["callbacks"]])
-        options["callbacks"].append(turns)
-        trainer = Trainer(
-            accelerator="cpu", devices=request["devices"], max_epochs=1, logger=DummyLogger(), limit_val_batches=0,
-            num_sanity_val_steps=0, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-            **options,
-        )  # fmt: skip
-        trainer.fit(module, _Batches(given.batch))
-    raise RuntimeError("training ended by itself: the module stops it, by max_steps or trainer.should_stop")
+    how = {"devices": request["devices"], "trainer": request["trainer"], "facts": facts}
+    with quiet():
+        fit_in_turns(module, [given.batch], request["method"], **how)
 
 
 def _listen(said: list[tuple[str, str]]) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from retime.commands import advise
-from retime.commands.advise import MethodError
+from retime.commands.advise_turns import MethodError, no_effect
 from retime.commands.advise_worker import DDP, METHODS, PLAIN, Method
 from retime.commands.main import main
 from retime.foundations.measure import spread
@@ -41,7 +41,7 @@ class Fake:
     started: list[tuple[str, dict[str, Any], dict[str, str], int]]
     open = 0
 
-    def __init__(self, request: dict[str, Any], environment: dict[str, str], ranks: int, limit: Any) -> None:
+    def __init__(self, _: Any, request: dict[str, Any], environment: dict[str, str], ranks: int, limit: Any) -> None:
         if "layers" in request:
             self.first = {"layers": [(1.0, 1.0, 1.0, 4 * MIB)] * 6}
             return
@@ -83,7 +83,7 @@ class Fake:
 def _fake(monkeypatch: pytest.MonkeyPatch) -> None:
     Fake.times, Fake.peaks, Fake.said, Fake.refused = {}, {}, {}, {}
     Fake.interrupt_at, Fake.started = "none", []
-    monkeypatch.setattr(advise, "_Running", Fake)
+    monkeypatch.setattr(advise, "Running", Fake)
     monkeypatch.setattr(advise.os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(advise.torch, "get_num_threads", lambda: 2)
 
@@ -384,7 +384,7 @@ def test_warnings_and_refusals_that_decide_are_those_that_methods_give(monkeypat
     with pytest.warns(NoEffectWarning) as warned:
         net(torch.ones(2, 4)).sum().backward()
     two_streams.remove()
-    assert advise._HAS_NO_EFFECT.search(str(warned[0].message))
+    assert no_effect([("NoEffectWarning", str(warned[0].message))])
     step = BudgetedStep(net, [], 1, parse_host(None, torch.device("cpu")))
     with pytest.raises(BudgetError, match=advise._FLOOR):
         step.plan(lambda batch: net(batch).mean(), torch.ones(8, 4))

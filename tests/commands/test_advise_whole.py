@@ -15,9 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from retime.commands import advise
-from retime.commands.advise import MethodError
-from retime.commands.advise_worker import METHODS, PLAIN
+from retime.commands.advise_turns import Limit, MethodError, Running
+from retime.commands.advise_worker import METHODS, PLAIN, serve
 from support.time_limits import limit_s
 
 MODELS = """
@@ -80,8 +79,8 @@ def request_of(name: str, method: Any = PLAIN, ranks: int = 1) -> dict[str, Any]
 
 
 def test_a_process_trains_in_turns(folder: Path) -> None:
-    limit = advise._Limit(limit_s(60))
-    with closing(advise._Running(request_of("small", METHODS["fused_optimizer"]), {}, 1, limit)) as running:
+    limit = Limit(limit_s(60))
+    with closing(Running(serve, request_of("small", METHODS["fused_optimizer"]), {}, 1, limit)) as running:
         first = running.first
         assert (first["model"], first["is_lightning"], first["optimizers"]) == ("Small", True, ["AdamW"])
         assert "no torch.nn.RNN, GRU or LSTM" in first["no_scan"]
@@ -96,26 +95,26 @@ def test_a_process_trains_in_turns(folder: Path) -> None:
 
 def test_an_error_is_a_reason_and_says_where(folder: Path) -> None:
     with pytest.raises(MethodError, match=r"advised_models\.py, line \d+, in training_step: ZeroDivisionError: not"):
-        advise._Running(request_of("fails"), {}, 1, advise._Limit(limit_s(60)))
+        Running(serve, request_of("fails"), {}, 1, Limit(limit_s(60)))
 
 
 def test_a_plain_module_wants_an_optimizer(folder: Path) -> None:
     with pytest.raises(MethodError, match="Sequential has no optimizer: give --optimizer"):
-        advise._Running(request_of("plain"), {}, 1, advise._Limit(limit_s(60)))
+        Running(serve, request_of("plain"), {}, 1, Limit(limit_s(60)))
 
 
 @pytest.mark.long
 def test_ranks_that_hang_are_ended(folder: Path) -> None:
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     with pytest.raises(MethodError, match="it took longer than --seconds 20: give more"):
-        advise._Running(request_of("hangs", METHODS["ooo_ddp"], 2), {}, 2, advise._Limit(20))
+        Running(serve, request_of("hangs", METHODS["ooo_ddp"], 2), {}, 2, Limit(20))
     assert {process.pid for process in psutil.Process().children(recursive=True)} <= before
 
 
 @pytest.mark.long
 def test_two_ranks(folder: Path) -> None:
-    limit = advise._Limit(limit_s(120))
-    with closing(advise._Running(request_of("small", METHODS["cpu_accumulate_ddp"], 2), {}, 2, limit)) as running:
+    limit = Limit(limit_s(120))
+    with closing(Running(serve, request_of("small", METHODS["cpu_accumulate_ddp"], 2), {}, 2, limit)) as running:
         answer = running.steps(limit, 3)
         assert len(answer["ms"]) == 3
         assert len(answer["spans"]) == 2
