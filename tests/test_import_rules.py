@@ -28,8 +28,9 @@ LEFT_OF = {
     },
     "conf": set(),
 }
-BESIDES = {"commands/configured.py": {"recipes"}}
-"""What a file imports besides its folder: it reads configurations, and is itself imported where one is named."""
+BESIDES = {"commands/configured.py": {"recipes"}, "recipes/advice/demo.py": {"commands"}}
+"""What a file imports besides its folder: one reads configurations, and is imported where one is named; one measures as
+a command does."""
 ROOMS = {"mechanisms", "foundations", "schedules"}
 WITHOUT_FACE = {"foundations/torch_private"}
 """Rooms whose files are imported directly, as each is about one part of torch."""

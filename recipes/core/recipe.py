@@ -209,6 +209,6 @@ def _same(old: Point, fingerprint: dict[str, Any], here: machine.Provenance) -> 
 
 
 def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
     # once a second: drawing is work for a core that ranks of the recipe train on
     return Progress(*columns, console=console, refresh_per_second=1)

@@ -9,7 +9,8 @@ its networks is built. Nothing is downloaded.
 module           builders                                          papers
 ===============  ================================================  ================================================
 `hub`            mobilenet_v2, resnet, bert, gpt2, llama           optimizer-fusion, ooo-backprop, modnn
-`chains`         mlp, convolutions, lenet5, alexnet, vgg           optimizer-fusion, modnn, cpu-accumulation, bppsa
+`chains`         mlp, residual_mlp, convolutions, lenet5,          optimizer-fusion, modnn, cpu-accumulation, bppsa
+                 alexnet, vgg
 `fcn`            fcn                                               modnn
 `densenet`       densenet                                          ooo-backprop
 `mobilenet`      mobilenet_v3                                      ooo-backprop
@@ -22,7 +23,7 @@ module           builders                                          papers
 In a Hydra config: ``model: {_target_: retime.recipes.models.vgg, depth: 19, batch_norm: true}``.
 """
 
-from retime.recipes.models.chains import alexnet, convolutions, lenet5, mlp, vgg
+from retime.recipes.models.chains import alexnet, convolutions, lenet5, mlp, residual_mlp, vgg
 from retime.recipes.models.common import parameter_count, parameters_per_layer
 from retime.recipes.models.densenet import densenet
 from retime.recipes.models.fcn import fcn
@@ -50,6 +51,7 @@ __all__ = [
     "parameters_per_layer",
     "recurrent_classifier",
     "recurrent_tagger",
+    "residual_mlp",
     "resnet",
     "transformer_base",
     "unet",

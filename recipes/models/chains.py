@@ -1,4 +1,4 @@
-"""Networks without branches: MLP, convolutions, LeNet-5, AlexNet and the VGG family, all plain ``nn.Sequential``.
+"""Networks that are chains: MLPs, convolutions, LeNet-5, AlexNet and the VGG family, all plain ``nn.Sequential``.
 
 Legend: B batch, C channels, H and W image height and width, N classes.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from retime.recipes.models.common import choose, initialise, scaled
 
@@ -44,6 +45,28 @@ def mlp(
     if num_classes is not None:
         layers.append(nn.Linear(width, num_classes))
     return nn.Sequential(*layers)
+
+
+class ResidualLayer(nn.Module):
+    """x + relu(W norm(x)): keeps a deep network of linear layers trainable."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """`(B, width)` to the same shape."""
+        return inputs + torch.relu(self.linear(self.norm(inputs)))
+
+
+def residual_mlp(depth: int = 12, width: int = 1024, in_features: int = 64, num_classes: int = 10) -> nn.Sequential:
+    """A linear layer, ``depth`` residual ones and a last one: enough parameters for their updates to cost time.
+
+    Input ``(B, ...)`` with ``in_features`` numbers a sample, output logits ``(B, num_classes)``.
+    """
+    layers = [ResidualLayer(width) for _ in range(depth)]
+    return nn.Sequential(nn.Flatten(), nn.Linear(in_features, width), *layers, nn.Linear(width, num_classes))
 
 
 def convolutions(depth: int = 12, channels: int = 64) -> nn.Sequential:

@@ -229,7 +229,7 @@ def test_an_experiment(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     file = tmp_path / "mine.yaml"
     file.write_text(
         "batch_size: 64\n"
-        "model: {_target_: retime.recipes.fusion.demo.residual_mlp, depth: 2, width: 64}\n"
+        "model: {_target_: retime.recipes.models.residual_mlp, depth: 2, width: 64}\n"
         "data: {_target_: retime.recipes.data.digits}\n"
         "optimizer: {_target_: torch.optim.SGD, lr: 0.1}\n"
     )
@@ -239,7 +239,7 @@ def test_an_experiment(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
 
 
 BLOCKS = {
-    "model": "{_target_: retime.recipes.fusion.demo.residual_mlp, depth: 2, width: 64}",
+    "model": "{_target_: retime.recipes.models.residual_mlp, depth: 2, width: 64}",
     "data": "{_target_: retime.recipes.data.digits}",
     "optimizer": "{_target_: torch.optim.SGD, lr: 0.1}",
     "batch_size": "64",
@@ -261,7 +261,7 @@ def test_defaults_groups_and_overrides(capsys: pytest.CaptureFixture[str], tmp_p
     for name, width in (("small", 16), ("large", 256)):
         write(
             tmp_path / "model" / f"{name}.yaml",
-            _target_="retime.recipes.fusion.demo.residual_mlp",
+            _target_="retime.recipes.models.residual_mlp",
             depth="2",
             width=str(width),
         )

@@ -41,6 +41,7 @@ COUNTS = [
     ("mobilenet_v3", {"variant": "small"}, 2_542_856),
     ("lenet5", {}, 61_706),
     ("mlp", {}, 24 * (1024 * 1024 + 1024)),
+    ("residual_mlp", {}, 12 * (1024 * 1024 + 3 * 1024) + (64 + 1) * 1024 + (1024 + 1) * 10),
     # transformers' MobileNetV2 and ResNet have torchvision's counts: same layers, same biases.
     ("mobilenet_v2", {}, 3_504_872),
     ("resnet", {"depth": 18}, 11_689_512),

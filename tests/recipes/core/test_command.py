@@ -1,4 +1,4 @@
-"""`python -m retime.recipes`, end to end at tiny sizes: list, run, sweep, demo, DDP and memory in fresh processes."""
+"""`python -m retime.recipes`, end to end at tiny sizes: list, run, sweep, DDP and memory in fresh processes."""
 
 import sys
 from collections.abc import Callable
@@ -99,38 +99,6 @@ def test_recording_is_said_in_one_way(
         run("experiment=ooo_fig4", *options)
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-def test_demo_shows_identical_results(run: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(
-        "experiment=demo",
-        *("hardware.cores=null", "rounds=1", "epochs=1", "batch_size=256"),
-        *("model.depth=2", "model.width=16"),
-    )
-    (result,) = results(tmp_path / "outputs").values()
-    (point,) = result.points
-    assert point.facts["fused weights"] == point.facts["retime_backward weights"]
-    assert point.facts["fused losses"] == point.facts["retime_backward losses"]
-    assert point.values("fused", "accuracy") == point.values("retime_backward", "accuracy")
-    assert point.values("retime_backward", "gradients alive") <= point.values("fused", "gradients alive")
-    shown = capsys.readouterr().out
-    assert "Same result: over 5 steps" in shown
-    assert "differ by at most 0" in shown
-
-
-def test_demo_fits_80_columns_and_its_numbers_divide(
-    run: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    run("experiment=demo", "hardware.cores=null", "batch_size=256", "model.depth=2", "model.width=16")
-    lines = capsys.readouterr().out.splitlines()
-    assert not [line for line in lines if "…" in line]
-    rows = {line[:18].strip(): line[18:].replace(" x", "").split() for line in lines if line.startswith(" ")}
-    assert rows["strategy"] == ["plain", "strategy", "plain", "strategy", '"fused_optimizer"']
-    plain = float(rows["steps a second"][1])
-    assert [float(rate) / plain for rate in rows["steps a second"]] == pytest.approx(
-        [float(speed) for speed in rows["speed"]], abs=0.006
-    )
 
 
 def test_targets_compare_trainer_runs(run: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
