@@ -161,7 +161,8 @@ def label(variant: str, point: Point | None = None) -> str:
 
 def solver_taken(network: nn.Module, batch: Batch) -> str:
     """The solver that "auto" takes for a network's recurrent layer on a batch of sequences ``[B, T, features]``."""
-    layer, inputs = network.recurrent, batch[0].transpose(0, 1)
+    layer: Any = network.recurrent
+    inputs = batch[0].transpose(0, 1)
     state = inputs.new_empty(1, inputs.shape[1], layer.hidden_size)
     solver = choose_solver(OURS, layer.mode, inputs, state)
     return "torch's own" if solver is None else str(solver)
