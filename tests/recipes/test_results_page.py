@@ -7,6 +7,7 @@ import pytest
 
 from retime.recipes import report, results_index
 from retime.recipes.core import history
+from retime.recipes.core.charts import MOST_PIXELS
 from retime.recipes.core.claims import Comparison, Target
 from retime.recipes.core.measure import spread
 from retime.recipes.core.results import FILE, Point, Result, Row, load
@@ -167,6 +168,12 @@ def test_the_picture_has_a_line_a_speedup(papers: list[JudgedPaper], tmp_path: P
         for one in papers
         for claim in one.claims
     )
+
+
+def test_no_picture_is_wider_than_a_page_shows() -> None:
+    widths = {path: int.from_bytes(path.read_bytes()[16:20], "big") for path in RESULTS.rglob("*.png")}
+    assert len(widths) > 50
+    assert [path for path, width in widths.items() if width > MOST_PIXELS] == []
 
 
 def test_rebuilding_one_result_writes_no_list(tmp_path: Path) -> None:
