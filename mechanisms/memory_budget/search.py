@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Annotated
 
 import torch
@@ -363,8 +364,7 @@ def search_plan(
         best, trial = _at_floor(memory, plain_ms), None
     if trial is not None:
         others = (with_exact_peak(memory, choice, budget_bytes) for choice in _worth_a_trial(candidates, best))
-        few = [best, *(choice for choice in others if choice is not None)]
-        best = _tried(few, trial, costs.update_ms) if len(few) > 1 else best
+        best = _tried(best, filter(None, others), trial, costs.update_ms)
     return replace(best, floor=memory.floor)
 
 
@@ -396,15 +396,20 @@ def _worth_a_trial(candidates: list[PlanChoice], best: PlanChoice) -> list[PlanC
     return few
 
 
-def _tried(choices: list[PlanChoice], trial: Callable[[PlanChoice], float | None], update_ms: float) -> PlanChoice:
+def _tried(
+    best: PlanChoice, others: Iterator[PlanChoice], trial: Callable[[PlanChoice], float | None], update_ms: float
+) -> PlanChoice:
     """The best by measured times, if all can be measured: a measured and a predicted time say nothing together."""
-    times = [trial(choice) for choice in choices]
-    measured = [
-        replace(choice, step_ms=step_ms + update_ms)
-        for choice, step_ms in zip(choices, times, strict=True)
-        if step_ms is not None
-    ]
-    return _in_order(measured, _NEAR_MEASURED)[0] if len(measured) == len(times) else choices[0]
+    second = next(others, None)
+    if second is None:
+        return best
+    measured = []
+    for choice in chain((best, second), others):
+        step_ms = trial(choice)
+        if step_ms is None:
+            return best  # others, each a dry run, need not be asked for
+        measured.append(replace(choice, step_ms=step_ms + update_ms))
+    return _in_order(measured, _NEAR_MEASURED)[0]
 
 
 def _in_order(candidates: list[PlanChoice], near_enough: float = _NEAR) -> list[PlanChoice]:

@@ -209,7 +209,8 @@ def test_gradients_that_stay_and_buckets_count(capsys: pytest.CaptureFixture[str
     assert peak("--ddp", "--bucket-cap-mb", "0.001") < peak("--ddp")
 
 
-def test_what_takes_long_is_said_first(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_takes_long_is_said_first(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("support.memory_budget.step_planner.PlanTrial.step_ms", lambda *_: 1.0)
     _, said, told = run(capsys, f"{__name__}:lightning_model", "--budget", str(TINY))
     lines = [line.removeprefix("retime: ") for line in told.splitlines() if line.startswith("retime: ")]
     words = [

@@ -83,7 +83,7 @@ def test_the_longest_parts_of_planning_are_said(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(
         "support.memory_budget.step_planner.calibrate", lambda *_, **__: said.append("CALIBRATES") or costs
     )
-    monkeypatch.setattr("support.memory_budget.step_planner.PlanTrial.step_ms", lambda *_: said.append("TRIES"))
+    monkeypatch.setattr("support.memory_budget.step_planner.PlanTrial.step_ms", lambda *_: said.append("TRIES") or 1.0)
     net = Net(None if tried else norm)
     step = BudgetedStep(net, [], 100_000, HostMemory("cpu"), say=said.append)
     shape = step.plan(net.loss, next(iter(loader())))
