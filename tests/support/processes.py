@@ -9,7 +9,10 @@ LONGEST = (
     f"{TABLE} on several ranks",
     "tests/mechanisms/out_of_order/test_data_parallel.py",
     "tests/mechanisms/memory_budget/step/test_graph_paths.py",
+    "tests/strategies/memory_budget/test_ddp.py",
+    "tests/commands/test_advise_whole.py",
     "tests/mechanisms/memory_budget/step/test_limit.py",
+    "tests/test_notebooks.py",
     "tests/test_documentation.py",
     TABLE,
 )
