@@ -337,7 +337,7 @@ class _Measuring:
         try:
             for kept in (False, True):
                 running[kept] = self._start(PLAIN, Setting(default, False, kept), limit, facts=True)
-            first = running[False].first
+            first, _ = (one.first for one in running.values())
             advice.facts = {key: value for key, value in first.items() if key not in _MEASURED}
             kernels = (False, True) if first["has_fused"] else (False,)
             settings = [Setting(*key) for key in ((t, f, k) for t in threads for f in kernels for k in (False, True))]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from multiprocessing.connection import wait
 from statistics import median
 from typing import Any
@@ -51,6 +52,8 @@ class Limit:
 class Running:
     """Processes that train by one method, a rank each, and wait in the middle of it.
 
+    They start in the background, which takes seconds: `first` and `steps` wait for them.
+
     Args:
         server: what answers in each; it has to train by :func:`retime.commands.advise_worker.fit_in_turns`.
         request: the first, which starts the training.
@@ -58,9 +61,6 @@ class Running:
             quicker.
         ranks: how many.
         limit: for the first answer.
-
-    Raises:
-        MethodError: it does not train, or not in time.
     """
 
     def __init__(
@@ -74,13 +74,22 @@ class Running:
                 variables = rank_variables(rank, ranks, port) if ranks > 1 else {}
                 self._workers.append(Worker(server, None, environment=environment, variables=variables))
                 self._workers[-1].tell({**request, "rank": rank})
-            self.first = self._answers()
         except BaseException:
             self.close()
             raise
 
+    @cached_property
+    def first(self) -> dict[str, Any]:
+        """The answer of the first steps.
+
+        Raises:
+            MethodError: they failed, or took too long.
+        """
+        return self._answers()
+
     def steps(self, limit: Limit, count: int, **more: Any) -> dict[str, Any]:
         """Train so many steps; all ranks' times (the slowest counts), and the most bytes that one had."""
+        _ = self.first  # one request at a time
         self._limit, self.is_busy = limit, True
         for worker in self._workers:
             worker.tell({"steps": count, **more})

@@ -20,6 +20,7 @@ from retime.commands.advise_worker import METHODS, PLAIN, serve
 from support.time_limits import limit_s
 
 MODELS = """
+import os
 import time
 import torch
 from lightning.pytorch import LightningModule
@@ -48,6 +49,7 @@ class Fails(Small):
 
 class Hangs(Small):
     def training_step(self, batch, batch_idx):
+        open(f"{os.getpid()}.hangs", "w").close()
         time.sleep(1000)
 
 def small():
@@ -94,20 +96,35 @@ def test_a_process_trains_in_turns(folder: Path) -> None:
 
 
 def test_an_error_is_a_reason_and_says_where(folder: Path) -> None:
-    with pytest.raises(MethodError, match=r"advised_models\.py, line \d+, in training_step: ZeroDivisionError: not"):
-        Running(serve, request_of("fails"), {}, 1, Limit(limit_s(60)))
+    said = r"advised_models\.py, line \d+, in training_step: ZeroDivisionError: not"
+    running = Running(serve, request_of("fails"), {}, 1, Limit(limit_s(60)))
+    with closing(running), pytest.raises(MethodError, match=said):
+        _ = running.first
 
 
 def test_a_plain_module_wants_an_optimizer(folder: Path) -> None:
-    with pytest.raises(MethodError, match="Sequential has no optimizer: give --optimizer"):
-        Running(serve, request_of("plain"), {}, 1, Limit(limit_s(60)))
+    running = Running(serve, request_of("plain"), {}, 1, Limit(limit_s(60)))
+    with closing(running), pytest.raises(MethodError, match="Sequential has no optimizer: give --optimizer"):
+        _ = running.first
+
+
+class UntilBothHang(Limit):
+    """Ends as soon as two ranks are in the middle of a step."""
+
+    def left_s(self) -> float:
+        while len([*Path().glob("*.hangs")]) < 2 and (left_s := super().left_s()):
+            time.sleep(min(0.05, left_s))
+        return 0.0
 
 
 @pytest.mark.long
 def test_ranks_that_hang_are_ended(folder: Path) -> None:
     before = {process.pid for process in psutil.Process().children(recursive=True)}
-    with pytest.raises(MethodError, match="it took longer than --seconds 20: give more"):
-        Running(serve, request_of("hangs", METHODS["ooo_ddp"], 2), {}, 2, Limit(20))
+    limit = UntilBothHang(limit_s(60))
+    with closing(Running(serve, request_of("hangs", METHODS["ooo_ddp"], 2), {}, 2, limit)) as running:
+        with pytest.raises(MethodError, match=r"it took longer than --seconds [\d.]+: give more"):
+            _ = running.first
+        assert len([*folder.glob("*.hangs")]) == 2, "they had not begun to train"
     assert {process.pid for process in psutil.Process().children(recursive=True)} <= before
 
 
