@@ -162,18 +162,26 @@ def test_a_whole_run(folder: Path) -> None:
 
 @pytest.mark.long
 def test_ctrl_c(folder: Path) -> None:
-    with start("advised_models:small", "--json", "advice.json") as process:
+    """While a method starts: what was said of the one before it is kept, and no process is."""
+    first, second = "convert (scan modules)", "memory_budget"
+    arguments = ["advise", "advised_models:small", "--json", "advice.json", "--only", first, "--only", second]
+    command = [sys.executable, "-m", "retime.commands.main", *arguments, "--seconds", str(limit_s(120))]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
         assert process.stderr is not None
         for line in process.stderr:
-            if "fused_optimizer: " in line:
+            if f"{first}: " in line:
                 break
-        time.sleep(1)
-        children = psutil.Process(process.pid).children(recursive=True)
-        assert children
+        started = psutil.Process(process.pid)
+        while len(children := started.children(recursive=True)) < 2:  # the plain step, and what is to be tried
+            time.sleep(0.05)
         os.kill(process.pid, signal.SIGINT)
         out, _ = process.communicate(timeout=limit_s(60))
     assert process.returncode == 130
     assert "the strongest plain step" in out
-    assert json.loads((folder / "advice.json").read_text())["interrupted"]
+    whole = json.loads((folder / "advice.json").read_text())
+    assert whole["interrupted"]
+    assert [row["name"] for row in whole["methods"]] == [first]
     _, alive = psutil.wait_procs(children, timeout=limit_s(20))
     assert not alive
