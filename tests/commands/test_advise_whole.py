@@ -15,8 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
+from retime.commands import advise_turns
 from retime.commands.advise_turns import Limit, MethodError, Running
 from retime.commands.advise_worker import METHODS, PLAIN, serve
+from retime.commands.main import main
 from support.time_limits import limit_s
 
 MODELS = """
@@ -137,22 +139,19 @@ def test_two_ranks(folder: Path) -> None:
         assert len(answer["spans"]) == 2
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "retime.commands.main", "advise", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
-
-
 @pytest.mark.long
-def test_a_whole_run(folder: Path) -> None:
+def test_a_whole_run(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(advise_turns, "_BLOCK_MS", 30.0)
     tried = ("fused_optimizer", "convert (scan modules)", "memory_budget")
     only = [word for name in tried for word in ("--only", name)]
     files = ("--json", "advice.json", "--html", "advice.html")
-    with start("advised_models:small", "--seconds", "25", *only, *files) as process:
-        out, errors = process.communicate(timeout=limit_s(600))
-    assert process.returncode == 0, errors
+    status = main(["advise", "advised_models:small", "--seconds", str(limit_s(120)), *only, *files])
+    out, errors = capsys.readouterr()
+    assert status == 0, errors
     whole = json.loads((folder / "advice.json").read_text())
     assert {row["name"].partition(",")[0] for row in whole["methods"]} == set(tried)
     assert {row["verdict"] for row in whole["methods"]} >= {"does not apply"}
+    assert next(row["gain"] for row in whole["methods"] if row["name"] == "fused_optimizer")
     assert out.splitlines()[-1].startswith("Trainer(")
     assert max(map(len, out.splitlines())) <= 100
     assert sorted(path.name for path in folder.iterdir() if path.name != "__pycache__") == [
