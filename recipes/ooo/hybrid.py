@@ -95,7 +95,8 @@ class Hybrids(Recipe[PaperPipelineSettings]):
 
     def measure(self, settings: PaperPipelineSettings, at: dict[str, Any], tick: Tick) -> Measured:
         case = case_of(settings, at["case"], Hybrid)
-        rows, facts = [], {}
+        rows: list[Row] = []
+        facts: dict[str, Any] = {}
         for (name, plan), reversed_name in zip(case.plans.items(), (FIRST_K, BOTH), strict=True):
             by_k = [round(case.units(*plan, k), 4) for k in range(case.layers + 1)]
             rows += [Row(name, STEP, "units", [by_k[0]]), Row(reversed_name, STEP, "units", [min(by_k)])]

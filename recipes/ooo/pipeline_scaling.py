@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
@@ -46,8 +47,9 @@ NAMES = {
     PAPERS1: "OOO-Pipe1",
     PAPERS2: "OOO-Pipe2",
     PAPERS2 + FINE: "OOO-Pipe2, modulo allocation of each layer",
-    OURS: "OOO-Pipe2, backward as soon as possible",
-    "ooo": "the same, best allocation",
+    "ooo1": "OOO-Pipe1, backward at once",
+    OURS: "OOO-Pipe2, backward at once",
+    "ooo": "best allocation, backward at once",
 }
 """Schedules as the papers call them."""
 _ASIDE = (ONE, MODEL_PARALLEL, PIPEDREAM, MEGATRON_FORWARDED)  # trains otherwise, or has the paper's technique
@@ -133,7 +135,7 @@ class Case:
             raise PipelineError(f"schedules: {schedule!r} is torch's own, which is not simulated: leave it out")
         return plan.makespan_ms
 
-    @property
+    @cached_property
     def stashing(self) -> WeightStashing:
         """PipeDream in steady state."""
         costs = StageCosts.uniform(self.layers)
@@ -158,7 +160,7 @@ class Case:
 class PipelineScaling(Recipe[PaperPipelineSettings]):
     """A point a case, or one a case and number of micro-batches."""
 
-    axes = ("cases", "micro_batch_counts")
+    axes: tuple[str, ...] = ("cases", "micro_batch_counts")
 
     def _open(self, settings: PaperPipelineSettings, folder: Path) -> Result:
         result = super()._open(settings, folder)
@@ -230,8 +232,7 @@ class PipelineScaling(Recipe[PaperPipelineSettings]):
             return
         names = list(dict.fromkeys(name for point in result.points for name in point.variants(SPEED)))
         names = [name for name in names if name != ONE]
-        width = min(10.7, max(9.0, 1.4 * len(result.points) + 3))  # at most 1400 pixels
-        drawing, (axes,) = charts.panels(titled(result, "hollow: the paper"), 1, width=width, height=5.6)
+        drawing, (axes,) = charts.panels(titled(result, "hollow: the paper"), 1, width=10.7, height=5.6)
         bar = 0.8 / max(1, len(names))
         for index, name in enumerate(names):
             places = [number for number, point in enumerate(result.points) if point.has(name, SPEED)]
@@ -250,10 +251,10 @@ class PipelineScaling(Recipe[PaperPipelineSettings]):
                     place = number + (names.index(name) - (len(names) - 1) / 2) * bar
                     axes.plot(place, claim.value * point.values(peer, SPEED)[0], "o", color="black", fillstyle="none")
         labels = [point.at["case"].replace(", ", ",\n") for point in result.points]
-        axes.set_xticks(range(len(labels)), labels, fontsize=8)
+        axes.set_xticks(range(len(labels)), labels, fontsize=7)
         axes.set_ylabel("speed over one GPU")
         axes.grid(axis="x", visible=False)
-        drawing.legend(fontsize=8, loc="outside lower center", ncols=4, frameon=False)
+        drawing.legend(fontsize=8, loc="outside lower center", ncols=3, frameon=False)
         charts.save(drawing, path)
 
 

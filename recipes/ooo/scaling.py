@@ -186,7 +186,7 @@ class Scaling(SimulatedRecipe):
         drawing, panels = charts.panels(
             f"{result.title}\nnetwork as in {network}; solid: {OVER[OURS]}, dashed: {OVER[OURS_PRIORITY]}",
             max(2, len(clusters)),
-            width=13,
+            width=10.7,
             height=5.4,
         )
         for axes, cluster in zip(panels, clusters, strict=False):
