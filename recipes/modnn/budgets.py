@@ -110,7 +110,7 @@ class Budgets(NetworkRecipe):
         return [*lines, *(line for point in result.points for line in plans_and_failures(point, point.at["network"]))]
 
     def draw(self, result: Result, path: Path) -> None:
-        drawing, panels = charts.panels(titled(result), 2, width=12.0, height=5.6)
+        drawing, panels = charts.panels(titled(result), 2, width=12.0, height=7.2)
         for index, point in enumerate(result.points):
             network, names = point.at["network"], budgets_of(point)
             if not names:
@@ -143,7 +143,8 @@ class Budgets(NetworkRecipe):
                 known = [(place, value) for place, value in zip(shares, theirs, strict=True) if value is not None]
                 places, medians = [place for place, _ in known], [value.median for _, value in known]
                 if known:
-                    panels[0].plot(places, medians, ":x", color=colour, label=f"{network}, vDNN+ ({rule})")
+                    marker = ":x" if rule == "all" else ":+"
+                    panels[0].plot(places, medians, marker, color=colour, label=f"{network}, vDNN+ ({rule})")
             for start, marker, text in ((IN_SUB_BATCHES, "--v", "in parts by hand"), (BY_HAND, "P", "others by hand")):
                 done = [name for name in point.variants(STEP) if name.startswith(start.format(""))]
                 held = [100 * point.values(name, MEASURED)[0] / point.facts["ideal peak MiB"] for name in done]

@@ -163,7 +163,7 @@ class Ranks(NetworkRecipe):
             axes.set_xticks(range(len(trained)), [_name(point) for point in trained])
             axes.set_xlabel("network, budget of a rank (% of its share's ideal peak)")
             axes.set_xlim(-0.5, len(trained) - 0.5)
-            axes.set_ylim(0, axes.get_ylim()[1] * 1.25)
+            axes.set_ylim(0, axes.get_ylim()[1] * 1.45)
             axes.legend(fontsize=8, loc="upper left", ncols=2)
         charts.save(drawing, path)
 
