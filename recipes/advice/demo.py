@@ -172,8 +172,12 @@ class _Case:
         model = build_model(self._case["model"], CPU, self._settings.seed)
         for module in (__name__, *{type(one).__module__ for one in model.modules()}):
             workers.PRELOADED.append(module)
-        size, samples = f"{parameter_count(model) / 1e6:.2g} M parameters", f"{self._case['batch_size']} samples a step"
-        self._facts[self._name] = f"{size}, {samples}, {self._case['optimizer']['_target_'].rpartition('.')[2]}"
+        data, optimizer = (self._case[key]["_target_"].rpartition(".")[2] for key in ("data", "optimizer"))
+        size, samples = (
+            f"{parameter_count(model) / 1e6:.2g} M parameters",
+            f"{self._case['batch_size']} of {data} a step",
+        )
+        self._facts[self._name] = f"{size}, {samples}, {optimizer}"
         for name in sorted(self._case["methods"], key=lambda name: name in METHODS and METHODS[name].over_ddp):
             fact = self._fact(name)
             self._facts[f"{self._name}: {name}"] = fact
