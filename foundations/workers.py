@@ -1,10 +1,11 @@
-"""Worker processes: each calls one function for every request that it is sent, and answers with what that returns.
+"""Worker processes: each answers every request that it is sent with what a function or method returns.
 
     answer = answer_once(serve, {"model": ..., "steps": 5})         # one request, in a process of its own
-    with closing({"a": Worker(serve, None)}): ...              # processes that take turns
+    with closing({"a": Worker(Server, {"do": "build"})}): ...       # processes that take turns
 
-A request is a dictionary, an answer any plain value. While it works, a process may `tell` lines of progress. It ends
-with the one that started it, however that ends, together with all processes that it has started itself.
+A request is a dictionary, whose `do` names the method or function that answers where there are several; an answer is
+any plain value. While it works, a process may `tell` lines of progress. It ends with the one that started it, however
+that ends, together with all processes that it has started itself.
 
 Processes are forked from one server that has imported torch, which takes seconds, and has done nothing else; with a
 `launch` command, or an `environment` that counts from a process's first instruction, they are started anew.
@@ -31,7 +32,7 @@ from multiprocessing.connection import Connection
 from typing import IO, Any
 
 Answer = Callable[[dict[str, Any]], Any]
-Server = Callable[[], Answer]
+Server = Callable[[], object]
 
 PRELOADED = ["retime"]
 """Modules that the server imports before it forks; a package whose workers need more adds its own."""
@@ -59,7 +60,8 @@ class Worker:
     """A process of its own that answers one request after the other.
 
     Args:
-        server: called in the process; returns what answers. A function that can be imported.
+        server: called in the process, a function or class that can be imported; returns a function that answers, or an
+            object whose methods do.
         request: the first one; its answer is :attr:`ready`. None asks for nothing yet.
         timeout_s: longest wait for an answer.
         launch: stands before the command that starts the process, such as `ip netns exec NAME`.
@@ -182,6 +184,11 @@ def answer_once(server: Server, request: dict[str, Any], timeout_s: float = 900.
     return worker.ready
 
 
+def by_name(*functions: Answer) -> Answer:
+    """Answer a request by the function that its `do` names."""
+    return lambda request: {one.__name__: one for one in functions}[request["do"]](request)
+
+
 def tell(text: str) -> None:
     """In a worker: a line of progress for whoever asked. Nothing elsewhere."""
     if _served is not None:
@@ -253,7 +260,7 @@ def _serve(channel: Connection, cores: Sequence[int] = (), environment: Mapping[
             if answer is None:
                 module, _, name = reference.partition(":")
                 server: Server = getattr(importlib.import_module(module), name)
-                answer = server()
+                answer = _answer_of(server())
             reply = _ANSWER, answer(request)
         except Exception as error:  # whatever it was, the other side wants to know
             traceback.print_exc()
@@ -261,6 +268,11 @@ def _serve(channel: Connection, cores: Sequence[int] = (), environment: Mapping[
         sys.stdout.flush()
         sys.stderr.flush()
         channel.send(reply)
+
+
+def _answer_of(served: Any) -> Answer:
+    """What a server returned, or the methods of what it returned."""
+    return served if callable(served) else lambda request: getattr(served, request["do"])(request)
 
 
 def _end_with(life_line: int) -> None:

@@ -44,7 +44,7 @@ def run(config: DictConfig) -> None:
         report.rebuild(Path(settings.results_dir), console)
         return
     recipe: Recipe[Any] = hydra.utils.get_class(settings.recipe)()
-    folder = result_folder(settings, HydraConfig.get().overrides.task, recipe.axes)
+    folder = result_folder(settings, HydraConfig.get().overrides.task, recipe.all_axes)
     recipe.run(settings, folder, console)
     report.rebuild(folder, console)
     if settings.record:

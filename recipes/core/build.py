@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,6 +52,14 @@ def build_batches(
     numbers = (range(batch * batch_size, (batch + 1) * batch_size) for batch in range(count))
     batches = (default_collate([data[number % len(data)] for number in batch]) for batch in numbers)
     return [(inputs.to(device), targets.to(device)) for inputs, targets in batches]
+
+
+def saved_batch(case: dict[str, Any], folder: Path) -> str:
+    """Write a case's batch to a file for other processes: its tensors alone, without the data set they are cut from."""
+    (batch,) = build_batches(case["data"], case["batch_size"], 1)
+    place = folder / "batch.pt"
+    torch.save(tuple(tensor.clone() for tensor in batch), place)
+    return str(place)
 
 
 def build_optimizer(

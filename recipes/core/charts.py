@@ -47,6 +47,14 @@ def panels(
     return drawing, cells[:count]
 
 
+def one_or_panels(title: str, count: int, **options: Any) -> tuple[Any, list[Any]]:
+    """An empty chart if there is one to draw, else charts side by side."""
+    if count > 1:
+        return panels(title, count, **options)
+    drawing, axes = figure(title)
+    return drawing, [axes]
+
+
 def only_text(title: str, lines: Sequence[str]) -> Any:
     """A figure without a chart, which says why there is none."""
     drawing = Figure(figsize=(8.0, 1.0 + 0.5 * len(lines)), layout="constrained")
@@ -79,7 +87,7 @@ def stacked_bars(
         reach = max(*left, *(total.high for total in totals.values()))
         for label, end in zip(labels, left, strict=True):
             total = totals[label]
-            error = [[max(0.0, total.median - total.low)], [max(0.0, total.high - total.median)]]
+            error = _whiskers([total])
             axes.errorbar(total.median, label, xerr=error, fmt="ko", markersize=3, capsize=3, linewidth=1)
             edge = max(end, total.high)
             axes.annotate(
@@ -124,7 +132,7 @@ def lanes(axes: Any, boxes: Iterable[Sequence[Any]], names: Mapping[str, str], *
 def points_with_spread(
     axes: Any,
     places: Sequence[float],
-    values: Sequence[Spread],
+    values: Sequence[Spread | None],
     label: str | None,
     index: int,
     *,
@@ -134,16 +142,15 @@ def points_with_spread(
 ) -> str:
     """Markers with quartile whiskers at `places`; returns the colour, for a fitted line in the same one.
 
-    `marker` is that of `index` unless given. Without a `label` the legend leaves them out.
+    What was not measured, None among `values`, has none. `marker` is that of `index` unless given. Without a `label`
+    the legend leaves them out.
     """
     colour = COLOURS[index % len(COLOURS)]
-    middle = [value.median for value in values]
-    below = [max(0.0, value.median - value.low) for value in values]
-    above = [max(0.0, value.high - value.median) for value in values]
+    there = [(place, value) for place, value in zip(places, values, strict=True) if value is not None]
     axes.errorbar(
-        places,
-        middle,
-        yerr=[below, above],
+        [place for place, _ in there],
+        [value.median for _, value in there],
+        yerr=_whiskers([value for _, value in there]),
         fmt=("-" if line else "") + (marker or _MARKERS[index % len(_MARKERS)]),
         color=colour,
         markerfacecolor=colour if filled else "white",
@@ -153,6 +160,28 @@ def points_with_spread(
         linewidth=1.2,
     )
     return colour
+
+
+def named(axes: Any, values: Mapping[str, Spread], colours: Sequence[int] = ()) -> None:
+    """A marker with whiskers for each name, each in another colour unless there are numbers of colours."""
+    for place, value in enumerate(values.values()):
+        points_with_spread(axes, [place], [value], None, colours[place] if colours else place)
+    axes.set_xticks(range(len(values)), list(values), rotation=40, ha="right", fontsize=8)
+
+
+def bars(axes: Any, values: Mapping[str, Spread], colours: Sequence[int], rotation: float) -> None:
+    """A bar with whiskers for each name, in the colours of these numbers."""
+    for place, (value, colour) in enumerate(zip(values.values(), colours, strict=True)):
+        axes.bar(place, value.median, width=0.65, color=COLOURS[colour])
+        axes.errorbar(place, value.median, yerr=_whiskers([value]), color="black", capsize=3, linewidth=1)
+    axes.set_xticks(range(len(values)), list(values), rotation=rotation, ha="right", fontsize=8)
+    axes.grid(axis="x", visible=False)
+
+
+def _whiskers(values: Sequence[Spread]) -> list[list[float]]:
+    """What quartiles are below and above medians."""
+    below = [max(0.0, value.median - value.low) for value in values]
+    return [below, [max(0.0, value.high - value.median) for value in values]]
 
 
 def marker_key(label: str, marker: str, colour: str = GREY, *, filled: bool = True) -> Line2D:

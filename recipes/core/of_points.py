@@ -7,11 +7,11 @@ from retime.recipes.core.measure import Spread, speedup
 from retime.recipes.core.results import Point, Result
 
 
-def ratio(point: Point, reference: str | None, variant: str) -> Spread | None:
-    """How many times faster `variant` steps than `reference`; None if one of them was not measured."""
-    if reference is None or not point.has(reference, "step") or not point.has(variant, "step"):
+def ratio(point: Point, reference: str | None, variant: str, quantity: str = "step") -> Spread | None:
+    """How many times faster `variant` is than `reference`; None if one of them was not measured."""
+    if reference is None or not point.has(reference, quantity) or not point.has(variant, quantity):
         return None
-    return speedup(point.values(reference, "step"), point.values(variant, "step"))
+    return speedup(point.values(reference, quantity), point.values(variant, quantity))
 
 
 _SIZES = {

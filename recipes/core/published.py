@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from retime.recipes.core.claims import Claim
+from retime.recipes.core.claims import Claim, Target
 
 PACKAGES = ("fusion", "cpuacc", "modnn", "bppsa", "ooo")
 """Folders of `retime.recipes` that have a `claims.yaml`, in the order of the page."""
@@ -135,6 +135,10 @@ class Paper:
         sizes: by result, what was measured there and the paper's size.
         findings: what we found in the paper.
         claims: in the paper's order.
+        numbers: others that recipes compare with, by name: fields of a :class:`Claim`; unless given, the unit is x and
+            the source is this paper.
+        tables: printed ones, by name, that recipes compute from.
+        targets: what this project wants to reach, by name: fields of a :class:`Target`, or values by case.
     """
 
     paper: str
@@ -145,13 +149,22 @@ class Paper:
     sizes: dict[str, str] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     claims: list[Published] = field(default_factory=list)
+    numbers: dict[str, Any] = field(default_factory=dict)
+    tables: dict[str, Any] = field(default_factory=dict)
+    targets: dict[str, Any] = field(default_factory=dict)
 
     def claim(self, name: str) -> Claim:
-        """The claim `name` as recipes compare with it; KeyError names it if it is not there or has no value."""
+        """The claim or number `name` as recipes compare with it; KeyError if it is not there or has no value."""
+        if name in self.numbers:
+            return Claim(**{"paper": self.paper, "unit": "x", **self.numbers[name]})
         for claim in self.claims:
             if claim.id == name and claim.value is not None:
                 return as_claim(self, claim)
         raise KeyError(f"{self.paper} has no claim {name!r} with a value")
+
+    def target(self, name: str) -> Target:
+        """The target `name`; KeyError if it is not there."""
+        return Target(**{"unit": "x", **self.targets[name]})
 
 
 def as_claim(paper: Paper, published: Published) -> Claim:
@@ -209,3 +222,8 @@ def check(paper: Paper) -> None:
 def claim_of(package: str, name: str) -> Claim:
     """The claim `name` of a paper as its recipes compare with it."""
     return paper(package).claim(name)
+
+
+def target_of(package: str, name: str) -> Target:
+    """The target `name` of a paper's recipes."""
+    return paper(package).target(name)

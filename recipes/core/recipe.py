@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -37,17 +38,25 @@ class Measured:
 class Recipe(ABC, Generic[S]):
     """An experiment of a paper: which points it has, how one is measured, what a report says about them.
 
-    `axes` are the settings along which a figure's points lie. Overriding one of them adds points to the same figure;
-    overriding anything else starts another figure in a folder named after the override.
+    Its axes are the settings along which a figure's points lie, those that `over` names and those of `axes`. Overriding
+    one of them adds points to the same figure; overriding anything else starts another figure in a folder named after
+    the override.
     """
 
+    over: tuple[tuple[str, str], ...] = ()
+    """What a point is at and the setting that lists it: `(("network", "cases"), ("ranks", "rank_counts"))`."""
     axes: tuple[str, ...] = ()
     quantity = "step"
     """The quantity a report forms ratios of, in milliseconds."""
+    simulated = False
+    """Whether nothing is measured, which the result then says."""
+    on_cpu = ""
+    """What it does that takes `hardware=cpu`, for whoever chooses another device: `trains on a CPU`."""
 
-    @abstractmethod
     def points(self, settings: S) -> list[dict[str, Any]]:
-        """Where the points lie; each is a small dictionary of plain values."""
+        """Where the points lie; each is a small dictionary of plain values. By default all combinations of `over`."""
+        names = [name for name, _ in self.over]
+        return [dict(zip(names, at, strict=True)) for at in product(*(getattr(settings, s) for _, s in self.over))]
 
     @abstractmethod
     def measure(self, settings: S, at: dict[str, Any], tick: Tick) -> Measured:
@@ -59,11 +68,17 @@ class Recipe(ABC, Generic[S]):
 
     def blocks(self, settings: S) -> int | None:
         """How many ticks a point gives, if that is known before it runs."""
+        turns = self.turns(settings)
+        return None if turns is None else turns * (settings.rounds + settings.warmup_rounds)
+
+    def turns(self, settings: S) -> int | None:
+        """How many variants take turns at a point, a tick each in every round, if that is known before it runs."""
         return None
 
     def detail(self, settings: S, at: dict[str, Any]) -> dict[str, Any]:
-        """Settings behind a point's short name: what `models: {small: ...}` says about `model=small`."""
-        return {}
+        """Settings behind a point's short names: what `models: {small: ...}` says about `model=small`."""
+        blocks = [(at[name], setting, getattr(settings, setting)) for name, setting in self.over if name in at]
+        return {setting.removesuffix("s"): named[name] for name, setting, named in blocks if isinstance(named, dict)}
 
     def references(self, point: Point) -> dict[str, str]:
         """Column heading to variant: the report divides each of these variants by every other one."""
@@ -81,17 +96,24 @@ class Recipe(ABC, Generic[S]):
         """Print the result for somebody at a terminal."""
         tables.show(result, self.quantity, self.compare(result), self.notes(result), self.references, console)
 
+    @property
+    def all_axes(self) -> tuple[str, ...]:
+        """The settings that add points to the same figure."""
+        return (*self.axes, *(setting for _, setting in self.over))
+
     def run(self, settings: S, folder: Path, console: Console) -> Result:
         """Measure the points that `folder` does not hold yet (all of them with `rerun`), and save after each.
 
         A point is kept if settings, machine and versions are the same; another commit alone does not count.
 
         Raises:
-            ValueError: `record` from a working tree with changes, without `allow_dirty`.
+            ValueError: `record` from a working tree with changes, without `allow_dirty`; a device that is not for it.
         """
+        if self.on_cpu and settings.hardware.device != "cpu":
+            raise ValueError(f"{settings.name} {self.on_cpu}: choose hardware=cpu")
         result = self._open(settings, folder)
         wanted = self.points(settings)
-        common = _fingerprint(settings, self.axes)
+        common = _fingerprint(settings, self.all_axes)
         with _progress(console) as bar, pinned(settings.hardware.cores):
             here = machine.provenance()  # with cores and threads as pinned
             _refuse_changes(settings, here["commit"])
@@ -143,19 +165,14 @@ class Recipe(ABC, Generic[S]):
             where=settings.where,
             title=settings.title,
             points=found.points if found else [],
+            simulated=self.simulated,
         )
 
 
 class CaseRecipe(Recipe[S]):
     """A recipe with a point for each of its settings' `cases`."""
 
-    axes: tuple[str, ...] = ("cases",)
-
-    def points(self, settings: S) -> list[dict[str, Any]]:
-        return [{"case": name} for name in settings.cases]  # type: ignore[attr-defined]
-
-    def detail(self, settings: S, at: dict[str, Any]) -> dict[str, Any]:
-        return {"case": settings.cases[at["case"]]}  # type: ignore[attr-defined]
+    over: tuple[tuple[str, str], ...] = (("case", "cases"),)
 
 
 def result_folder(settings: Settings, overrides: Sequence[str], axes: Sequence[str]) -> Path:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,15 @@ class Row:
     @property
     def spread(self) -> Spread:
         return spread(self.values)
+
+
+def phase_rows(times: Mapping[str, Sequence[Sequence[float]]], phases: Sequence[str]) -> list[Row]:
+    """Rows of the phases in ms, from each variant's rounds of a number a phase."""
+    return [
+        Row(name, phase, "ms", [round(block[index], 5) for block in kept])
+        for name, kept in times.items()
+        for index, phase in enumerate(phases)
+    ]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import logging
+import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -13,9 +14,11 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.hooks import RemovableHandle
 
+from retime.callbacks import StepTimeline
 from retime.recipes.core.build import build_optimizer, loss_of
-from retime.recipes.core.gradient_bytes import GradientBytes
 from retime.recipes.core.measure import PhaseClock
 
 Batch = tuple[Tensor, Tensor]
@@ -67,6 +70,41 @@ class Task(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return build_optimizer(self._optimizer, self.model.parameters(), self._flags)
+
+
+class GradientBytes:
+    """Watches the gradients that autograd hands to `parameters`; `peak` is the most bytes alive at one time.
+
+    Each gradient's storage is followed by a weak reference from the moment autograd has made it, so a gradient counts
+    until its memory is given back, be it in `.grad` or in a mechanism's private list. Counting happens whenever a
+    gradient arrives, which is when the sum can grow. Copies that somebody makes of a gradient are not seen.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.peak = 0
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._handles: list[RemovableHandle] = [
+            parameter.register_hook(self._arrived)  # type: ignore[no-untyped-call]
+            for parameter in parameters
+            if parameter.requires_grad
+        ]
+
+    def _arrived(self, gradient: Tensor) -> None:
+        storage = gradient.untyped_storage()
+        self._alive = {key: entry for key, entry in self._alive.items() if not self._expired(entry[0])}
+        self._alive[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())  # type: ignore[no-untyped-call]
+        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+
+    def _expired(self, storage: StorageWeakRef) -> bool:
+        return bool(storage.expired())  # type: ignore[no-untyped-call]
+
+    def restart(self) -> None:
+        """Forget the peak so far: a mechanism's first step may run the plain way."""
+        self.peak = 0
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
 
 
 class StepClock(Callback):
@@ -154,6 +192,14 @@ def train(
         peak_gradient_bytes=watch.peak if watch else 0,
         first_peak_gradient_bytes=clock.first_peak,
     )
+
+
+def step_phases(fit: Callable[[Callback], object], warm_up: int) -> dict[str, float]:
+    """Where the steps of a fit with this callback spend their time, as `StepTimeline` sees it: medians over steps."""
+    timeline = StepTimeline(every_n_steps=1, warm_up=warm_up, log=False, png=False, trace=False, page=False)
+    fit(timeline)
+    steps = [timing.metrics() for timing in timeline.timings]
+    return {phase: statistics.median(step[phase] for step in steps) for phase in steps[0]}
 
 
 def digest(model: nn.Module) -> str:

@@ -9,7 +9,7 @@ import torch
 from retime.foundations.measure import MemoryProbe
 from retime.foundations.workers import Answer
 from retime.recipes.core.build import build_batches, build_model
-from retime.recipes.core.gradient_bytes import GradientBytes
+from retime.recipes.core.trainer_loop import GradientBytes
 from retime.recipes.fusion.variants import VARIANTS, BareLoop
 from retime.recipes.models import parameter_count
 

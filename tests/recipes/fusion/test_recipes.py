@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from retime.recipes.core.build import KernelUnavailable, build, build_batches, build_optimizer, loss_of
-from retime.recipes.core.gradient_bytes import GradientBytes
-from retime.recipes.core.trainer_loop import digest, train
+from retime.recipes.core.trainer_loop import GradientBytes, digest, train
 from retime.recipes.fusion.fit import fit_speedup
 from retime.recipes.fusion.trainer import largest_layer_bytes, trainer_run
 from retime.recipes.fusion.variants import VARIANTS, BareLoop, choose_variants, kernel_flags
