@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes.util
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -67,6 +67,19 @@ def environment_of(name: str, paths: Mapping[str, str | None]) -> dict[str, str]
     if allocator.library is not None:
         environment["LD_PRELOAD"] = _library(name, allocator.library, paths.get(name))
     return environment
+
+
+def environments_of(
+    names: Iterable[str], paths: Mapping[str, str | None], missing: dict[str, str]
+) -> dict[str, dict[str, str]]:
+    """The variables of those allocators that are there; why the others are not goes to `missing`."""
+    there = {}
+    for name in names:
+        try:
+            there[name] = environment_of(name, paths)
+        except NoAllocatorError as error:
+            missing[name] = str(error)
+    return there
 
 
 def _library(name: str, library: tuple[tuple[str, ...], str], path: str | None) -> str:

@@ -10,22 +10,16 @@ import torch
 from retime.callbacks import CPUMemoryPool
 from retime.foundations.cpu_pool import MemoryPool, trim_heap
 from retime.foundations.measure import MemoryProbe, status_bytes
-from retime.foundations.workers import Answer
 from retime.recipes.core.build import CPU, build_model
 from retime.recipes.fusion.variants import VARIANTS, BareLoop
 
 
 class Server:
-    """Answers `build` with nothing, `block` with milliseconds, and `end` with what the process holds."""
+    """Builds a network, trains blocks of steps, and says at the end what the process holds."""
 
-    def __init__(self) -> None:
+    def build(self, request: dict[str, Any]) -> None:
+        """Make the network, with the pool or without."""
         torch.set_num_threads(1)
-
-    def answer(self, request: dict[str, Any]) -> Any:
-        handlers = {"build": self._build, "block": self._block, "end": self._end}
-        return handlers[request["do"]](request)
-
-    def _build(self, request: dict[str, Any]) -> None:
         batch = torch.load(request["batch"])
         self._counter = MemoryPool()
         if request["pool"]:
@@ -51,10 +45,12 @@ class Server:
             gc.collect()
         trim_heap()
 
-    def _block(self, request: dict[str, Any]) -> float:
+    def block(self, request: dict[str, Any]) -> float:
+        """Return the milliseconds of the typical one of so many steps."""
         return self._loop.block(request["steps"])[-1]
 
-    def _end(self, request: dict[str, Any]) -> dict[str, Any]:
+    def end(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return the bytes of the process and, with the pool, of its tensors; and what reports say."""
         self._probe.stop()
         peak = self._probe.peaks()["batch"]
         answer: dict[str, Any] = {"resident_bytes": peak}
@@ -67,11 +63,6 @@ class Server:
         if self._loop.wired.report is not None:
             answer["fusion"] = self._loop.wired.report().one_line
         return answer
-
-
-def serve() -> Answer:
-    """For :class:`Worker`."""
-    return Server().answer
 
 
 def _loop(request: dict[str, Any], batch: Any) -> BareLoop:

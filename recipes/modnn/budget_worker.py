@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from retime.foundations.cpu_pool import FreedMemory, give_back_freed_memory, trim_heap
-from retime.foundations.measure import MemoryProbe
+from retime.foundations.measure import MemoryProbe, status_bytes
 from retime.foundations.parts import balanced_parts, batch_statistics_layers
-from retime.foundations.workers import Answer
 from retime.mechanisms.memory_budget import (
     BudgetedStep,
     PlanChoice,
@@ -33,8 +32,7 @@ from retime.mechanisms.memory_budget import (
 from retime.recipes.core.build import build_model, build_optimizer, loss_of
 from retime.recipes.models import parameter_count
 from retime.recipes.modnn.by_hand import prepared, saving
-from retime.recipes.modnn.vdnn import Vdnn
-from retime.recipes.modnn.vdnn_plus import VdnnPlus
+from retime.recipes.modnn.vdnn import Vdnn, VdnnPlus
 from retime.schedules.budget import BudgetError
 
 _EVERYTHING = 2**60
@@ -147,11 +145,8 @@ class Server:
         self._base = 0
         self._planning_s = 0.0
 
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        handlers = {"plan": self._plan, "train": self._train, "block": self._block, "end": self._end}
-        return handlers[request["do"]](request)
-
-    def _plan(self, request: dict[str, Any]) -> dict[str, Any]:
+    def plan(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return what a step needs without a limit, and the floor."""
         give_back_freed_memory()
         training = Training(request, _batch(request))
         choice = training.plain_choice()
@@ -164,7 +159,8 @@ class Server:
             "stays_whole": bool(batch_statistics_layers(training.model)),
         }
 
-    def _train(self, request: dict[str, Any]) -> dict[str, Any]:
+    def train(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Plan inside the budget; return it, the seconds of planning and the size of sub-batches."""
         budget = request["budget_bytes"]
         cuda = request["device"] != "cpu"
         if request["give_back"] and not cuda:
@@ -172,7 +168,7 @@ class Server:
         plans = self._rehearse(request)
         gc.collect()
         trim_heap()
-        self._base, data_bytes = torch.cuda.memory_allocated() if cuda else resident_bytes(), _data_bytes()
+        self._base, data_bytes = torch.cuda.memory_allocated() if cuda else resident_bytes(), status_bytes("VmData")
         self._probe = MemoryProbe(request["device"])
         limit = None if cuda else request["limit"]  # a CUDA device's allocator has no such limit
         if limit == "planning":
@@ -229,7 +225,8 @@ class Server:
             training.limit(budget, plans)
         return budget
 
-    def _block(self, request: dict[str, Any]) -> dict[str, Any]:
+    def block(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return the milliseconds of so many steps."""
         assert self._training is not None
         times = []
         for _ in range(request["steps"]):
@@ -240,7 +237,8 @@ class Server:
             times.append(1e3 * (time.perf_counter() - started))
         return {"ms": times}
 
-    def _end(self, request: dict[str, Any]) -> dict[str, Any]:
+    def end(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Write the weights; return what the process held and moved."""
         training = self._training
         assert training is not None
         self._probe.stop()
@@ -272,11 +270,6 @@ class Server:
         return answer
 
 
-def serve() -> Answer:
-    """For :class:`Worker`."""
-    return Server().answer
-
-
 def _batch(request: dict[str, Any]) -> Batch:
     batch: Batch = torch.load(request["batch"], map_location=request["device"])
     return (batch[0].flip(0), batch[1].flip(0)) if request.get("reversed") else batch
@@ -304,8 +297,3 @@ def _limit_data(limit_bytes: int) -> None:
 def resident_bytes() -> int:
     """What this process holds of the machine's memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-def _data_bytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmData:")) * 1024

@@ -58,7 +58,7 @@ class Budgets(NetworkRecipe):
                 raise ValueError(f"budgets has {budget!r}: give percents of the ideal peak, or {FLOOR!r}")
         return super().points(settings)
 
-    def blocks_a_round(self, settings: MemorySettings) -> int | None:
+    def turns(self, settings: MemorySettings) -> int | None:
         if settings.peers:
             return None  # a batch is cut into as many parts as it has samples for
         return len(settings.budgets) * (1 + len(settings.rules)) + 3 + len(settings.allocators)
@@ -76,16 +76,17 @@ class Budgets(NetworkRecipe):
                 needed = [needed_mib(point, name) for name in budgets_of(point)]
                 ratio = spread([point.facts["ideal peak MiB"] / min(needed)]) if needed else None
                 remark = f"{point.at['network']}, batch {point.facts['batch size']}, trained"
-                lines.append(Comparison(claims.SMALLEST_BUDGET, ratio, remark))
+                lines.append(Comparison(claims.target("smallest-budget"), ratio, remark))
         for point in result.points:
             names, missing = budgets_of(point), untrained(point, point.settings["budgets"])
             if names:
                 error, where = max((abs(prediction_error(point, name)), name) for name in names)
-                lines.append(Comparison(claims.PREDICTION_ERROR, spread([error]), f"{point.at['network']}, at {where}"))
+                note = f"{point.at['network']}, at {where}"
+                lines.append(Comparison(claims.target("prediction-error"), spread([error]), note))
             lines += [*_over_vdnn_plus(point), *over_best_peers(point)]
             died = point.facts["out of memory"]
             remark = ": ".join([point.at["network"], *([", ".join(died)] if died else [])])
-            lines.append(Comparison(claims.OUT_OF_MEMORY, spread([len(died)]), remark))
+            lines.append(Comparison(claims.target("out-of-memory"), spread([len(died)]), remark))
             lines += differences([point], missing)
         return lines
 
@@ -117,12 +118,8 @@ class Budgets(NetworkRecipe):
                 continue
             shares = [100 * point.values(name, BUDGET)[0] / point.facts["ideal peak MiB"] for name in names]
             slower = [slowdown(point, name) for name in names]
-            known = [(place, value) for place, value in zip(shares, slower, strict=True) if value is not None]
-            label = (
-                f"{point.at['network']} ({point.facts['batch size']}), ideal {point.facts['ideal peak MiB']:.0f} MiB"
-            )
-            places, values = [place for place, _ in known], [value for _, value in known]
-            colour = charts.points_with_spread(panels[0], places, values, label, index, line=True)
+            label = f"{network} ({point.facts['batch size']}), ideal {point.facts['ideal peak MiB']:.0f} MiB"
+            colour = charts.points_with_spread(panels[0], shares, slower, label, index, line=True)
             lowest = min(shares)
             for axes in panels:  # below it, a budget is refused
                 axes.axvline(lowest, color=colour, linewidth=1, linestyle=":", alpha=0.7)
@@ -183,4 +180,5 @@ def _over_vdnn_plus(point: Point) -> Iterator[Comparison]:
         yield Comparison(claims.claim("figure-12-all"), spread(ratios), where)
         ours, others = (sum(point.values(pair[side], MOVED)[0] for pair in pairs) for side in (0, 1))
         share = spread([100 * ours / others]) if others else None
-        yield Comparison(claims.MOVED_SHARE, share, f"{where}: {ours:.0f} MiB against {others:.0f} MiB in all")
+        note = f"{where}: {ours:.0f} MiB against {others:.0f} MiB in all"
+        yield Comparison(claims.target("moved-share"), share, note)

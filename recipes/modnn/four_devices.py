@@ -32,7 +32,7 @@ def overlapped(cores: int) -> str:
 class FourDevices(SimulatedK40):
     """A point a network and a budget of each device, in GB."""
 
-    axes = ("cases", "budgets")
+    axes = ("budgets",)
 
     def points(self, settings: MemorySettings) -> list[dict[str, Any]]:
         unknown = [cores for cores in settings.cores if cores not in (1, ALL_CORES)]

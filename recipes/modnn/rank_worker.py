@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from retime.foundations.cpu_pool import FreedMemory, trim_heap
 from retime.foundations.measure import MemoryProbe
-from retime.foundations.workers import Answer
 from retime.mechanisms.cpu_accumulation import BucketReduction, HostReducer
 from retime.mechanisms.memory_budget import BudgetedDataParallelStep, OffloadSavedTensors, bucket_bytes, parse_host
 from retime.recipes.core.build import CPU, build_model, build_optimizer, loss_of
@@ -43,10 +42,7 @@ class Rank:
         torch.set_num_threads(1)
         self._reduced_bytes = self._steps = 0
 
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        return {"join": self._join, "block": self._block, "end": self._end}[request["do"]](request)
-
-    def _join(self, request: dict[str, Any]) -> dict[str, Any]:
+    def join(self, request: dict[str, Any]) -> dict[str, Any]:
         """Build the model, take this rank's share of the batch, and plan it or take up a plan.
 
         All ways take tensors from the same pool, which holds what their plans, or the whole step, need: they are not
@@ -187,7 +183,8 @@ class Rank:
         keep = [*self._module.parameters(), *self._module.buffers(), *part]
         return OffloadSavedTensors(plan, self._host, keep, self._in_flight_bytes, on_mismatch=lambda mismatch: None)
 
-    def _block(self, request: dict[str, Any]) -> dict[str, Any]:
+    def block(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return the milliseconds of so many steps."""
         times = []
         for _ in range(request["steps"]):
             dist.barrier()
@@ -196,7 +193,8 @@ class Rank:
             times.append(1e3 * (time.perf_counter() - started))
         return {"ms": times}
 
-    def _end(self, request: dict[str, Any]) -> dict[str, Any]:
+    def end(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Write the weights; return what the process held and moved."""
         self._probe.stop()
         if self._way in PLANNING:
             self._inside.remove()
@@ -220,8 +218,3 @@ def _share(request: dict[str, Any]) -> Batch:
     share = len(inputs) // request["ranks"]
     own = slice(request["rank"] * share, (request["rank"] + 1) * share)
     return inputs[own].clone(), targets[own].clone()
-
-
-def serve() -> Answer:
-    """For :class:`Worker`."""
-    return Rank().answer

@@ -21,7 +21,7 @@ from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import MemorySettings
 from retime.recipes.modnn import claims
 from retime.recipes.modnn.over_networks import NetworkRecipe
-from retime.recipes.modnn.rank_worker import EACH, NAIVE, NAIVE_ONCE, ON_HOST, ONCE, ONE, PLANNING, WHOLE, serve
+from retime.recipes.modnn.rank_worker import EACH, NAIVE, NAIVE_ONCE, ON_HOST, ONCE, ONE, PLANNING, WHOLE, Rank
 from retime.recipes.modnn.report import prediction_error
 from retime.recipes.modnn.side_by_side import (
     BUDGET,
@@ -44,13 +44,13 @@ WAYS = (WHOLE, NAIVE, ONCE, EACH, NAIVE_ONCE, ON_HOST)
 class Ranks(NetworkRecipe):
     """A point a network and a budget of each rank, in percent of what its share of the batch needs."""
 
-    axes = ("cases", "budgets")
+    axes = ("budgets",)
     quantity = STEP
 
     def points(self, settings: MemorySettings) -> list[dict[str, Any]]:
         return [{"network": name, "budget": float(share)} for name in settings.cases for share in settings.budgets]
 
-    def blocks_a_round(self, settings: MemorySettings) -> int | None:
+    def turns(self, settings: MemorySettings) -> int | None:
         return len(WAYS) + 1
 
     def references(self, point: Point) -> dict[str, str]:
@@ -74,7 +74,7 @@ class Ranks(NetworkRecipe):
                     **{**network.request, **given.get(way, {}), "do": "join", "way": way, "ranks": count},
                     **{"budget_bytes": budget, "rendezvous": str(network.folder / f"{way}.rendezvous")},
                 }
-                ranks = [Worker(serve, None, settings.timeout_s) for _ in range(count)]
+                ranks = [Worker(Rank, None, settings.timeout_s) for _ in range(count)]
                 workers |= {f"{way} {rank}": worker for rank, worker in enumerate(ranks)}
                 try:
                     ready = _together(ranks, [{**request, "rank": rank} for rank in range(count)])
@@ -107,10 +107,10 @@ class Ranks(NetworkRecipe):
                 lines.append(Comparison(claims.claim("figure-17-ideal"), found, f"{budget}, {NAIVE}: not four devices"))
                 for theirs in (NAIVE, NAIVE_ONCE, ONCE):
                     found = speedup(point.values(theirs, STEP), point.values(ON_HOST, STEP))
-                    lines.append(Comparison(claims.HOST_MEANWHILE, found, f"{budget}, over {theirs}"))
+                    lines.append(Comparison(claims.target("host-meanwhile"), found, f"{budget}, over {theirs}"))
             lines += [_once_over_each(point, budget), *_peaks(point, budget)]
             away = max(point.values(way, DIFFERENCE)[0] for way in WAYS if point.has(way, DIFFERENCE))
-            lines.append(Comparison(claims.RANKS_DIFFERENCE, spread([away]), budget))
+            lines.append(Comparison(claims.target("ranks-difference"), spread([away]), budget))
         remark = "budgets here are shares of what a rank's batch needs, not GB of four devices"
         lines += [
             Comparison(claim, None, remark)
@@ -178,12 +178,12 @@ def _beside(values: list[Spread], shift: float) -> list[float]:
 
 def _once_over_each(point: Point, where: str) -> Comparison:
     """Both ways are the same if the plan has a rank's share in one part."""
-    share = point.facts["batch size"] // point.facts["ranks"]
+    share, target = point.facts["batch size"] // point.facts["ranks"], claims.target("once-over-each")
     sub_batch = OffloadPlan.parse(point.facts["plans"][ONCE]).sub_batch
     if sub_batch >= share:
         remark = f"{where}: nothing to compare, a rank's {share} samples are one sub-batch, so both ways reduce once"
-        return Comparison(claims.ONCE_OVER_EACH, None, remark)
-    return Comparison(claims.ONCE_OVER_EACH, speedup(point.values(EACH, STEP), point.values(ONCE, STEP)), where)
+        return Comparison(target, None, remark)
+    return Comparison(target, speedup(point.values(EACH, STEP), point.values(ONCE, STEP)), where)
 
 
 def _peaks(point: Point, where: str) -> list[Comparison]:
@@ -191,13 +191,11 @@ def _peaks(point: Point, where: str) -> list[Comparison]:
     held, budget, predicted = (
         amount(point.values(ONCE, quantity)[0], "MiB") for quantity in (MEASURED, BUDGET, PREDICTED)
     )
+    share, error = spread([_of_budget(point, MEASURED)]), spread([abs(prediction_error(point, ONCE))])
+    where = f"{where}, {ONCE}: {held}"
     return [
-        Comparison(claims.WITHIN_BUDGET, spread([_of_budget(point, MEASURED)]), f"{where}, {ONCE}: {held} in {budget}"),
-        Comparison(
-            claims.PREDICTION_ERROR,
-            spread([abs(prediction_error(point, ONCE))]),
-            f"{where}, {ONCE}: {held} where {predicted} were predicted",
-        ),
+        Comparison(claims.target("within-budget"), share, f"{where} in {budget}"),
+        Comparison(claims.target("prediction-error"), error, f"{where} where {predicted} were predicted"),
     ]
 
 

@@ -77,13 +77,13 @@ def over_best_peers(point: Point) -> Iterator[Comparison]:
     for name in budgets_of(point):
         where, peer = f"{point.at['network']}, {name}", best_peer(point, name)
         if peer is None:
-            yield Comparison(claims.OVER_BEST_PEER, None, f"{where}: no peer fits")
+            yield Comparison(claims.target("over-best-peer"), None, f"{where}: no peer fits")
         else:
             held, budget = (
                 amount(point.values(who, what)[0], "MiB") for who, what in ((peer, MEASURED), (name, BUDGET))
             )
             faster = speedup(point.values(peer, STEP), point.values(name, STEP))
-            yield Comparison(claims.OVER_BEST_PEER, faster, f"{where}: over {peer}, {held} of {budget}")
+            yield Comparison(claims.target("over-best-peer"), faster, f"{where}: over {peer}, {held} of {budget}")
 
 
 def slowdown(point: Point, name: str) -> Spread | None:
@@ -115,7 +115,7 @@ def why_missing(point: Point, name: str) -> str:
 def slowdowns(points: Iterable[Point]) -> Iterator[Comparison]:
     """A line a network for each of the two budgets with a wanted slowdown."""
     known = list(points)
-    for name, target in (("50 %", claims.SLOWDOWN_50), ("25 %", claims.SLOWDOWN_25)):
+    for name, target in (("50 %", claims.target("slowdown-50")), ("25 %", claims.target("slowdown-25"))):
         for point in known:
             slower = slowdown(point, name)
             yield Comparison(target, slower, f"{point.at['network']}{_over(point, name) or why_missing(point, name)}")
@@ -148,7 +148,7 @@ def differences(points: Iterable[Point], missing: Iterable[str]) -> Iterator[Com
         for point in known
         if point.has(GIVING_BACK, DIFFERENCE)
     }
-    for target, split in ((claims.OFFLOAD_DIFFERENCE, False), (claims.SPLIT_DIFFERENCE, True)):
+    for target, split in ((claims.target("offload-difference"), False), (claims.target("split-difference"), True)):
         found = {
             f"{point.at['network']} at {name}": point.values(name, DIFFERENCE)[0]
             for point in known

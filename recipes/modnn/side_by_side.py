@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import closing as closed
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,13 +17,13 @@ from typing import Any
 import torch
 
 from retime.foundations.workers import Worker, WorkerError, answer_once, closing
-from retime.recipes.core.build import build_batches
+from retime.recipes.core.build import saved_batch
 from retime.recipes.core.measure import interleave, spread
 from retime.recipes.core.recipe import Tick
 from retime.recipes.core.results import Row
 from retime.recipes.core.schema import MemorySettings
-from retime.recipes.cpu_memory.allocators import ALLOCATORS, NoAllocatorError, environment_of
-from retime.recipes.modnn.budget_worker import serve
+from retime.recipes.cpu_memory.allocators import ALLOCATORS, environments_of
+from retime.recipes.modnn.budget_worker import Server
 from retime.recipes.modnn.by_hand import PARTS, PEERS, part_sizes
 
 MIB = 2**20
@@ -65,17 +66,13 @@ class Network:
         self.settings, self.folder = settings, folder
         case = {"data": settings.data, "optimizer": settings.optimizer, **case}
         self.batch_size = case["batch_size"]
-        (batch,) = build_batches(case.pop("data"), self.batch_size, 1)
-        # One file a batch: a tensor cut out of a data set would take the whole set along.
-        place = folder / "batch.pt"
-        torch.save(tuple(tensor.clone() for tensor in batch), place)
         host: str | None = settings.host
         if host == "disk:":  # CUDA devices have the processor's memory
             host = None if settings.hardware.device != "cpu" else f"disk:{tempfile.gettempdir()}"
         self.request = {
             **{key: case[key] for key in ("model", "optimizer")},
             "sub_batches": case.get("sub_batches", True),
-            "batch": str(place),
+            "batch": saved_batch(case, folder),
             "device": settings.hardware.device,
             "seed": settings.seed,
             "host": host,
@@ -90,7 +87,7 @@ class Network:
         The plain step's peak is predicted; the ideal is the budget it needs, with what stays free beside it;
         reserved are its tensors, with freed memory that is cached.
         """
-        known: dict[str, Any] = answer_once(serve, {**self.request, "do": "plan"}, self.settings.timeout_s)
+        known: dict[str, Any] = answer_once(Server, {**self.request, "do": "plan"}, self.settings.timeout_s)
         return known
 
     def process(self, budget: int | str | None, *, give_back: bool = True, **more: Any) -> Worker:
@@ -102,7 +99,17 @@ class Network:
         limit = self.request["limit"] if isinstance(budget, int) else "training"
         train = {"do": "train", "budget_bytes": budget, "give_back": give_back, "limit": limit}
         environment = more.pop("environment", None)
-        return Worker(serve, {**self.request, **train, **more}, self.settings.timeout_s, environment=environment)
+        return Worker(Server, {**self.request, **train, **more}, self.settings.timeout_s, environment=environment)
+
+    def trained(self, budget: int | str | None, **more: Any) -> tuple[list[float], dict[str, Any], dict[str, Any]]:
+        """Train a block in a process of its own: milliseconds, and what it answered before and at the end.
+
+        Raises:
+            WorkerError: it did not train; see `failure`.
+        """
+        with closed(self.process(budget, **more)) as worker:
+            step_ms = worker.ask({"do": "block", "steps": self.settings.steps})["ms"]
+            return step_ms, worker.ready, worker.ask({"do": "end", "weights": str(self.folder / "weights.pt")})
 
 
 @contextmanager
@@ -233,16 +240,13 @@ def _sub_batches(workers: dict[str, Worker], samples: int) -> set[int]:
 
 def _other_allocators(settings: MemorySettings) -> tuple[list[tuple[str, None, dict[str, Any]]], dict[str, str]]:
     """Processes without a budget by name, each with its environment; and allocators that are not there, why."""
-    there: list[tuple[str, None, dict[str, Any]]] = []
     missing: dict[str, str] = {}
-    for name in settings.allocators if settings.hardware.device == "cpu" else []:
-        try:
-            environment = environment_of(name, settings.libraries)
-        except NoAllocatorError as error:
-            missing[name] = str(error)
-        else:
-            there.append((OTHER_ALLOCATOR.format(ALLOCATORS[name].label), None, {"environment": environment}))
-    return there, missing
+    names = settings.allocators if settings.hardware.device == "cpu" else []
+    there = environments_of(names, settings.libraries, missing)
+    return [
+        (OTHER_ALLOCATOR.format(ALLOCATORS[name].label), None, {"environment": environment})
+        for name, environment in there.items()
+    ], missing
 
 
 def _end(worker: Worker, name: str, folder: Path, facts: dict[str, Any]) -> list[Row]:

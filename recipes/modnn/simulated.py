@@ -47,14 +47,10 @@ class SimulatedK40(NetworkRecipe):
     """What these figures share: graphs, plans, and a result that says that it is simulated."""
 
     quantity = BATCH
+    simulated = True
 
     def __init__(self) -> None:
         self._graphs: dict[str, TaskGraph] = {}
-
-    def _open(self, settings: MemorySettings, folder: Path) -> Result:
-        result = super()._open(settings, folder)
-        result.simulated = True
-        return result
 
     def references(self, point: Point) -> dict[str, str]:
         return {"speed over ideal": IDEAL}
@@ -203,7 +199,7 @@ class OneBudget(SimulatedK40):
 class ManyBudgets(SimulatedK40):
     """Figure 12: time of a batch over budgets; `budgets` are in GB."""
 
-    axes = ("cases", "budgets")
+    axes = ("budgets",)
     _ways = {  # noqa: RUF012
         MODNN: modnn,
         PAPERS_RULES: papers_rules,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from contextlib import closing as closed
 from dataclasses import replace
 from typing import Any
 
@@ -53,19 +52,18 @@ def smallest(settings: MemorySettings, case: Case, tick: Tick) -> Measured:
         rows: list[Row] = []
         for share in _ABOVE_FLOOR:
             try:
-                with closed(network.process(int(share * known["floor_bytes"]))) as worker:
-                    step_ms = worker.ask({"do": "block", "steps": settings.steps})["ms"]
-                    end = worker.ask({"do": "end", "weights": str(network.folder / "weights.pt")})
-                    rows = [
-                        Row(FLOOR, BUDGET, "MiB", [worker.ready["budget_bytes"] / MIB]),
-                        Row(FLOOR, STEP, "ms", step_ms),
-                        Row(FLOOR, PREDICTED, "MiB", [end["predicted_bytes"] / MIB]),
-                        Row(FLOOR, MEASURED, "MiB", [end["measured_bytes"] / MIB]),
-                    ]
-                    facts["plan"] = end["plan"]
-                    break
+                step_ms, ready, end = network.trained(int(share * known["floor_bytes"]))
             except WorkerError as error:
                 facts[failure(error)][f"{share:g} x the floor"] = str(error)
+                continue
+            rows = [
+                Row(FLOOR, BUDGET, "MiB", [ready["budget_bytes"] / MIB]),
+                Row(FLOOR, STEP, "ms", step_ms),
+                Row(FLOOR, PREDICTED, "MiB", [end["predicted_bytes"] / MIB]),
+                Row(FLOOR, MEASURED, "MiB", [end["measured_bytes"] / MIB]),
+            ]
+            facts["plan"] = end["plan"]
+            break
     return Measured(rows, facts)
 
 
@@ -88,9 +86,7 @@ def random_budgets(settings: MemorySettings, case: Case, tick: Tick) -> Measured
             label = f"{number}: {name}, batch {batch_size}, {100 * budget / ideal:.0f} % of the ideal peak"
             rows.append(Row(label, BUDGET, "MiB", [budget / MIB]))
             try:
-                with closed(network.process(budget)) as worker:
-                    worker.ask({"do": "block", "steps": settings.steps})
-                    end = worker.ask({"do": "end", "weights": str(network.folder / "weights.pt")})
+                _, _, end = network.trained(budget)
             except WorkerError as error:
                 outcomes[label] = f"{failure(error)}: {error}"
             else:
@@ -119,9 +115,7 @@ def traffic(settings: MemorySettings, case: Case, tick: Tick) -> Measured:
             for label in (name, ours):
                 try:
                     more = {"rule": rule} if label == name else {}
-                    with closed(network.process(budget, **more)) as worker:
-                        step_ms = worker.ask({"do": "block", "steps": settings.steps})["ms"]
-                        end = worker.ask({"do": "end", "weights": str(network.folder / "weights.pt")})
+                    step_ms, _, end = network.trained(budget, **more)
                 except WorkerError as error:
                     facts[failure(error)][label] = str(error)
                     break

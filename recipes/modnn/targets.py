@@ -217,9 +217,9 @@ def _prediction(kinds: dict[str, list[Point]]) -> Iterator[Comparison]:
         yield _worst(plain, f"{GIVING_BACK}, no plan")
     for point in kinds["random"]:
         found = {name: prediction_error(point, name) for name in point.variants(PREDICTED)}
-        good = sum(claims.PREDICTION_ERROR.met(abs(error)) for error in found.values())
+        good = sum(claims.target("prediction-error").met(abs(error)) for error in found.values())
         worst = sorted(found.items(), key=lambda run: -abs(run[1]))[:1]
-        wanted = amount(claims.PREDICTION_ERROR.value, "%")
+        wanted = amount(claims.target("prediction-error").value, "%")
         yield _worst(dict(worst), f"{point.at['case']}, {good} of {len(found)} that trained within {wanted}; most")
     for point in kinds["smallest"]:
         found = {name: prediction_error(point, name) for name in point.variants(PREDICTED)}
@@ -229,7 +229,7 @@ def _prediction(kinds: dict[str, list[Point]]) -> Iterator[Comparison]:
 def _worst(errors: dict[str, float], what: str, missing: Iterable[str] = ()) -> Comparison:
     listed = [f"{name} {amount(error, '%')}" for name, error in errors.items()]
     most = spread([max(abs(error) for error in errors.values())]) if errors else None
-    return Comparison(claims.PREDICTION_ERROR, most, f"{what}: {with_missing(listed, missing)}")
+    return Comparison(claims.target("prediction-error"), most, f"{what}: {with_missing(listed, missing)}")
 
 
 def _random(point: Point) -> Iterator[Comparison]:
@@ -243,7 +243,7 @@ def _random(point: Point) -> Iterator[Comparison]:
     target = Target("runs at a random budget that trained with a measured peak inside it", "runs", len(outcomes))
     remark = "; ".join([f"{len(trained)} trained", *([f"over their budgets: {', '.join(over)}"] if over else [])])
     yield Comparison(target, spread([len(trained) - len(over)]), remark)
-    yield Comparison(claims.OUT_OF_MEMORY, spread([len(died)]), where)
+    yield Comparison(claims.target("out-of-memory"), spread([len(died)]), where)
 
 
 def _within(kinds: dict[str, list[Point]]) -> Iterator[Comparison]:
@@ -260,7 +260,7 @@ def _within(kinds: dict[str, list[Point]]) -> Iterator[Comparison]:
             worst = max(shares, key=lambda run: shares[run])
             inside = sum(share <= 1 for share in shares.values())
             remark = f"{kind}, {inside} of {len(shares)} that trained are inside; most: {worst}"
-            yield Comparison(claims.WITHIN_BUDGET, spread([shares[worst]]), remark)
+            yield Comparison(claims.target("within-budget"), spread([shares[worst]]), remark)
 
 
 def _refusals(points: list[Point]) -> Iterator[Comparison]:
@@ -274,7 +274,7 @@ def _refusals(points: list[Point]) -> Iterator[Comparison]:
         good += not missing
         lacking += missing
     remark = "; ".join(lacking) or ", ".join(point.at["network"] for point in points)
-    yield Comparison(claims.REFUSALS, spread([100 * good / len(points)]), remark)
+    yield Comparison(claims.target("refusals"), spread([100 * good / len(points)]), remark)
 
 
 def _timed(points: list[Point]) -> list[Point]:
@@ -305,11 +305,11 @@ def _smallest(points: list[Point]) -> Iterator[Comparison]:
     for point in points:
         network = point.at["network"]
         if not point.has(FLOOR, MEASURED):
-            yield Comparison(claims.SMALLEST_BUDGET, None, f"{network}: did not train near its floor")
+            yield Comparison(claims.target("smallest-budget"), None, f"{network}: did not train near its floor")
             continue
         budget, held = (amount(point.values(FLOOR, quantity)[0], "MiB") for quantity in (BUDGET, MEASURED))
         yield Comparison(
-            claims.SMALLEST_BUDGET,
+            claims.target("smallest-budget"),
             spread([point.facts["ideal peak MiB"] / needed_mib(point, FLOOR)]),
             f"{network}: trained in {budget}, of which it held {held}; the larger counts; {point.facts['plan']}",
         )
@@ -322,13 +322,14 @@ def _traffic(points: list[Point]) -> Iterator[Comparison]:
             ours, theirs = OURS.format(rule), VDNN.format(rule)
             lacking = next((name for name in (theirs, ours) if not point.has(name, MOVED)), None)
             if lacking:
-                yield Comparison(claims.MOVED_SHARE, None, f"{network}, {lacking}{why_missing(point, lacking)}")
+                note = f"{network}, {lacking}{why_missing(point, lacking)}"
+                yield Comparison(claims.target("moved-share"), None, note)
                 continue
             (moved, most), (held, budget) = (
                 [point.values(name, quantity)[0] for name in (ours, theirs)] for quantity in (MOVED, MEASURED)
             )
             yield Comparison(
-                claims.MOVED_SHARE,
+                claims.target("moved-share"),
                 spread([100 * moved / most]),
                 f"{network}, {theirs}: {amount(moved, 'MiB')} in {amount(held, 'MiB')} against "
                 f"{amount(most, 'MiB')} in {amount(budget, 'MiB')}",
@@ -339,9 +340,9 @@ def _planning(points: list[Point]) -> Iterator[Comparison]:
     for point in points:
         (name,) = point.variants(PLANNING)
         where = f"{point.at['network']}, batch {point.facts['batch size']}"
-        yield Comparison(claims.PLANNING_TIME, spread(point.values(name, PLANNING)), where)
+        yield Comparison(claims.target("planning-time"), spread(point.values(name, PLANNING)), where)
         for quantity, what in ((FIRST, "the first time, with code it loads"), (AGAIN, "the second time")):
             extra = point.values(name, quantity)
             share = [100 * value / (1024 * point.facts["peak GiB"]) for value in extra]
             remark = f"{where}: {amount(spread(extra).median, 'MiB')} {what}"
-            yield Comparison(claims.PLANNING_MEMORY, spread(share), remark)
+            yield Comparison(claims.target("planning-memory"), spread(share), remark)

@@ -10,13 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retime.foundations.parts import balanced_parts
+from retime.foundations.cpu_pool import FreedMemory
+from retime.foundations.parts import balanced_parts, batch_statistics_layers
 from retime.foundations.preserve_state import preserve_state
 from retime.foundations.storages import tensors_in
 from retime.foundations.torch_private.layers import ConvBase
 from retime.foundations.torch_private.tensors import storage_address
-from retime.mechanisms.memory_budget import HostNull, HostTier, OffloadSavedTensors
-from retime.schedules.budget import OffloadPlan
+from retime.mechanisms.memory_budget import (
+    HostNull,
+    HostTier,
+    OffloadSavedTensors,
+    PlanChoice,
+    StepMemory,
+    TrainingStep,
+    calibrate,
+    part_sizes,
+)
+from retime.schedules.budget import BudgetError, OffloadPlan
 
 ALL, CONVOLUTIONS = "all", "conv"
 
@@ -81,6 +91,65 @@ class Vdnn:
     def remove(self) -> None:
         """Give back the host's space."""
         self._host.close()
+
+
+class VdnnPlus(Vdnn):
+    """Vdnn with the largest sub-batches that fit; tensors come from the pool that plans of this project use.
+
+    Args:
+        model, loss, batch, host, rule: as for :class:`Vdnn`.
+        optimizer: its states count.
+        budget_bytes: for everything.
+
+    Attributes:
+        peak_bytes: predicted.
+
+    Raises:
+        BudgetError: nothing fits.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[Any], Tensor],
+        batch: Any,
+        host: HostTier,
+        rule: str,
+        *,
+        optimizer: torch.optim.Optimizer,
+        budget_bytes: int,
+    ) -> None:
+        samples = len(batch[0])
+        step = TrainingStep(model, batch, samples, loss, [optimizer])
+        sizes = (samples,) if batch_statistics_layers(model) else part_sizes(samples)
+        costs = calibrate(step, host, budget_bytes=budget_bytes)
+        memory = StepMemory(step, sizes, costs, check=True)
+        needed = []
+        for size in sizes:
+            super().__init__(model, loss, batch, host, rule, size)
+            scratch = costs.scratch(self.plan.sub_batch)
+            self.peak_bytes = memory.exact_bytes(self.plan)[0] + scratch
+            needed.append(self.peak_bytes + costs.spare_bytes)
+            if needed[-1] <= budget_bytes:
+                break
+        else:
+            raise BudgetError(
+                f"{budget_bytes} bytes are too few for vDNN's rule {rule!r} in sub-batches",
+                floor_bytes=min(needed),
+                task="a sub-batch",
+                layer="the model",
+                hint="It offloads by kind of layer only.",
+            )
+        self._freed = FreedMemory(next(model.parameters()).device)
+        there = [*model.parameters(), *model.buffers(), *tensors_in(list(optimizer.state.values())), *tensors_in(batch)]
+        choice = PlanChoice(
+            *(self.plan, 0, self.peak_bytes, 0.0, 0.0, 0, 0), scratch_bytes=scratch, spare_bytes=costs.spare_bytes
+        )
+        self._freed.hold(choice.reserved_bytes(budget_bytes), there)
+
+    def remove(self) -> None:
+        self._freed.close()
+        super().remove()
 
 
 def _saved_storages(

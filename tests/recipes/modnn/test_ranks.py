@@ -50,12 +50,12 @@ def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for way in WAYS:
         assert point.values(way, DIFFERENCE)[0] < 10
     compared = {line.against: line.measured for line in Ranks().compare(result)}
-    lines = [line.note for line in Ranks().compare(result) if line.against == claims.HOST_MEANWHILE]
+    lines = [line.note for line in Ranks().compare(result) if line.against == claims.target("host-meanwhile")]
     assert [note.split(", over ")[1] for note in lines] == [NAIVE, NAIVE_ONCE, ONCE]
-    assert compared[claims.ONCE_OVER_EACH] is not None
-    assert compared[claims.WITHIN_BUDGET] is not None
-    assert compared[claims.PREDICTION_ERROR] is not None
-    assert compared[claims.RANKS_DIFFERENCE] is not None
+    assert compared[claims.target("once-over-each")] is not None
+    assert compared[claims.target("within-budget")] is not None
+    assert compared[claims.target("prediction-error")] is not None
+    assert compared[claims.target("ranks-difference")] is not None
     assert compared[claims.claim("figure-17-ideal")] is not None
     assert compared[claims.claim("figure-17-modnn")] is None
     assert compared[claims.claim("figure-18-6-gb-naive")] is None
@@ -80,14 +80,14 @@ def lines(given: Point) -> dict[str, tuple[float | None, str]]:
 def test_peaks_of_ranks_are_held_against_the_budget_and_the_prediction() -> None:
     over = lines(point(sub_batch=4, measured_mib=5.0))
     where = f"net with 2 ranks on 2 cores, 50 %, {ONCE}"
-    assert over[claims.WITHIN_BUDGET.what] == (1.25, f"{where}: 5.00 MiB in 4.00 MiB")
-    assert over[claims.PREDICTION_ERROR.what] == (150.0, f"{where}: 5.00 MiB where 2.00 MiB were predicted")
+    assert over[claims.target("within-budget").what] == (1.25, f"{where}: 5.00 MiB in 4.00 MiB")
+    assert over[claims.target("prediction-error").what] == (150.0, f"{where}: 5.00 MiB where 2.00 MiB were predicted")
     less = lines(point(sub_batch=4, measured_mib=1.0))
-    assert less[claims.PREDICTION_ERROR.what][0] == 50.0, "too much predicted is an error too"
+    assert less[claims.target("prediction-error").what][0] == 50.0, "too much predicted is an error too"
 
 
 @pytest.mark.parametrize(("sub_batch", "compared"), [(7, True), (8, False), (9, False)])
 def test_one_sub_batch_leaves_nothing_to_compare(sub_batch: int, compared: bool) -> None:
-    ratio, remark = lines(point(sub_batch, measured_mib=2.0))[claims.ONCE_OVER_EACH.what]
+    ratio, remark = lines(point(sub_batch, measured_mib=2.0))[claims.target("once-over-each").what]
     assert ratio == (1.25 if compared else None)
     assert ("nothing to compare" in remark) is not compared
