@@ -13,7 +13,6 @@ from retime.recipes.core import charts
 from retime.recipes.core.claims import Claim, Comparison, amount
 from retime.recipes.core.measure import Spread, speedup, spread
 from retime.recipes.core.of_points import ratio, titled
-from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result
 from retime.recipes.core.schema import FusionSettings
 from retime.recipes.fusion import claims
@@ -33,12 +32,6 @@ from retime.recipes.fusion.variants import PHASES
 
 class Breakdown(StepTimes):
     """Figure 3: forward, backward and optimizer time of one step."""
-
-    def points(self, settings: FusionSettings) -> list[dict[str, Any]]:
-        return [{}]
-
-    def measure(self, settings: FusionSettings, at: dict[str, Any], tick: Tick) -> Measured:
-        return self.time(settings, tick)
 
     def compare(self, result: Result) -> list[Comparison]:
         (point,) = result.points
@@ -63,7 +56,8 @@ class Breakdown(StepTimes):
 class BatchSizes(StepTimes):
     """Figures 4 and 5: step times over batch sizes, for one model or several, with the formula of C.2 fitted."""
 
-    axes = ("batch_size", "batch_sizes", "models")
+    over = (("model", "models"),)
+    axes = ("batch_size", "batch_sizes")
 
     def points(self, settings: FusionSettings) -> list[dict[str, Any]]:
         sizes = [settings.batch_size] if settings.batch_size else settings.batch_sizes
@@ -71,12 +65,6 @@ class BatchSizes(StepTimes):
         if not sizes or not names:
             raise ValueError("this experiment needs batch_sizes=[...] (or batch_size) and models with an entry")
         return [{"model": name, "batch_size": size} for name in names for size in sizes]
-
-    def detail(self, settings: FusionSettings, at: dict[str, Any]) -> dict[str, Any]:
-        return {"model": settings.models[at["model"]]}
-
-    def measure(self, settings: FusionSettings, at: dict[str, Any], tick: Tick) -> Measured:
-        return self.time(settings, tick, model=settings.models[at["model"]], batch_size=at["batch_size"])
 
     def notes(self, result: Result) -> list[str]:
         lines = []
@@ -114,10 +102,9 @@ class SavedTime(BatchSizes):
         for points in by_model(result).values():
             fit = fitted(points)
             peer = strongest_peer(points[0]) or "fused"
+            places = [point.at["batch_size"] for point in points]
             for index, name in enumerate([*compared(points), *([peer] if peer != "baseline" else [])]):
-                pairs = [(p.at["batch_size"], difference(p, ("baseline", "step"), (name, "step"))) for p in points]
-                known = [(size, value) for size, value in pairs if value]
-                places, values = [size for size, _ in known], [value for _, value in known]
+                values = [difference(point, ("baseline", "step"), (name, "step")) for point in points]
                 saved = fit.saved_ms.get(name) if fit else None
                 text = label(name) if saved is None else f"{label(name)}\nfitted t_saved = {amount(saved, 'ms')}"
                 colour = charts.points_with_spread(axes, places, values, text, index)
@@ -139,9 +126,7 @@ class Speedup(BatchSizes):
         for axes, mode in zip(panels, ("forward", "backward"), strict=True):
             for index, (model, points) in enumerate(groups.items()):
                 name = like_the_paper(points[0], mode)
-                known = [(p.at["batch_size"], ratio(p, "baseline", name)) for p in points]
-                places = [size for size, value in known if value]
-                values = [value for _, value in known if value]
+                places, values = [p.at["batch_size"] for p in points], [ratio(p, "baseline", name) for p in points]
                 colour = charts.points_with_spread(axes, places, values, model, index)
                 fit = fitted(points)
                 if fit and name in fit.saved_ms:
@@ -158,16 +143,7 @@ class Speedup(BatchSizes):
 class Models(StepTimes):
     """Figure 6: speedup against the average number of parameters in a layer."""
 
-    axes = ("models",)
-
-    def points(self, settings: FusionSettings) -> list[dict[str, Any]]:
-        return [{"model": name} for name in settings.models]
-
-    def detail(self, settings: FusionSettings, at: dict[str, Any]) -> dict[str, Any]:
-        return {"model": settings.models[at["model"]]}
-
-    def measure(self, settings: FusionSettings, at: dict[str, Any], tick: Tick) -> Measured:
-        return self.time(settings, tick, model=settings.models[at["model"]])
+    over = (("model", "models"),)
 
     def draw(self, result: Result, path: Path) -> None:
         def where(point: Point) -> float:
@@ -184,16 +160,7 @@ class Models(StepTimes):
 class Optimizers(StepTimes):
     """Figure 7: speedup against the optimizer's share of the baseline's step."""
 
-    axes = ("optimizers",)
-
-    def points(self, settings: FusionSettings) -> list[dict[str, Any]]:
-        return [{"optimizer": name} for name in settings.optimizers]
-
-    def detail(self, settings: FusionSettings, at: dict[str, Any]) -> dict[str, Any]:
-        return {"optimizer": settings.optimizers[at["optimizer"]]}
-
-    def measure(self, settings: FusionSettings, at: dict[str, Any], tick: Tick) -> Measured:
-        return self.time(settings, tick, optimizer=settings.optimizers[at["optimizer"]])
+    over = (("optimizer", "optimizers"),)
 
     def draw(self, result: Result, path: Path) -> None:
         def where(point: Point) -> float:
@@ -223,23 +190,22 @@ class Machines(Breakdown):
             ratio(point, "baseline", forward),
             ratio(point, "baseline", backward),
         )
-        return [Comparison(c, m) for row in claims.TABLE_2 for c, m in zip(row.claims(), ours, strict=True)]
+        return [Comparison(c, m) for row in claims.table_2().values() for c, m in zip(row, ours, strict=True)]
 
     def draw(self, result: Result, path: Path) -> None:
         (point,) = result.points
         peer = strongest_peer(point)
-        names = [*(f"{row.machine}\n(paper)" for row in claims.TABLE_2), "this machine\n(same kernel)"]
+        names = [*(f"{machine}\n(paper)" for machine in claims.table_2()), "this machine\n(same kernel)"]
         names.append(f"this machine\n(against {peer})")
         drawing, axes = charts.figure(titled(result), width=10)
         for index, mode in enumerate(MODES):
-            published = [row.forward_speedup if mode == "forward" else row.backward_speedup for row in claims.TABLE_2]
+            published = [row[index - 2].value for row in claims.table_2().values()]
             ours = [ratio(point, "baseline", like_the_paper(point, mode)), ratio(point, peer, f"retime_{mode}")]
             shift, text = (index - 0.5) * 0.2, f"{mode}-fusion"
             paper = [Spread(value, value, value) for value in published]
             places = [number + shift for number in range(len(names))]
             charts.points_with_spread(axes, places[: len(paper)], paper, f"{text}, the paper's", index, filled=False)
-            known = [(x, value) for x, value in zip(places[len(paper) :], ours, strict=True) if value]
-            charts.points_with_spread(axes, [x for x, _ in known], [value for _, value in known], text, index)
+            charts.points_with_spread(axes, places[len(paper) :], ours, text, index)
         axes.set_xticks(range(len(names)), names, fontsize=8)
         charts.even_line(axes, "no gain")
         axes.set_ylabel("speedup of a step (x)")
@@ -316,10 +282,8 @@ def draw_speedups(axes: Any, result: Result, where: Callable[[Point], float], na
     for mode in MODES:
         same_kernel = [ratio(point, "baseline", like_the_paper(point, mode)) for point in points]
         against_peer = [ratio(point, strongest_peer(point), f"retime_{mode}") for point in points]
-        for text, found in (("the default, same kernel", same_kernel), ("the strongest peer", against_peer)):
-            known = [(where(point), value) for point, value in zip(points, found, strict=True) if value]
-            places, values = [x for x, _ in known], [value for _, value in known]
-            charts.points_with_spread(axes, places, values, f"{mode}-fusion over {text}", index)
+        for text, values in (("the default, same kernel", same_kernel), ("the strongest peer", against_peer)):
+            charts.points_with_spread(axes, [*map(where, points)], values, f"{mode}-fusion over {text}", index)
             index += 1
     charts.even_line(axes, "no gain")
     bottom, top = axes.get_ylim()

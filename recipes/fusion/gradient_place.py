@@ -93,20 +93,16 @@ class LinearChain:
 class GradientPlace(Recipe[FusionSettings]):
     """One point a batch size."""
 
-    axes = ("batch_sizes",)
+    over = (("batch_size", "batch_sizes"),)
+    on_cpu = "asks about a CPU's caches"
 
-    def points(self, settings: FusionSettings) -> list[dict[str, Any]]:
-        return [{"batch_size": size} for size in settings.batch_sizes]
-
-    def blocks(self, settings: FusionSettings) -> int | None:
-        return len(PLACES) * (settings.rounds + settings.warmup_rounds)
+    def turns(self, settings: FusionSettings) -> int | None:
+        return len(PLACES)
 
     def references(self, point: Point) -> dict[str, str]:
         return {"speed over updates after the backward pass": AFTER}
 
     def measure(self, settings: FusionSettings, at: dict[str, Any], tick: Tick) -> Measured:
-        if settings.hardware.device != "cpu":
-            raise ValueError(f"{settings.name} asks about a CPU's caches: choose hardware=cpu")
         depth, width = settings.model["depth"], settings.model["width"]
         chains = {
             name: LinearChain(depth, width, at["batch_size"], *how, seed=settings.seed) for name, how in PLACES.items()

@@ -5,6 +5,7 @@ process before the model existed; on CUDA the allocator's peak. So that freed me
 the C library is told to give tensors pages of their own.
 """
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,36 +30,25 @@ _MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 class PeakMemory(Recipe[FusionSettings]):
     """`fusion_memory`: one point for each entry of `sizes`, the model's depth."""
 
-    axes = ("sizes",)
+    over = (("depth", "sizes"),)
     quantity = LATER
-
-    def points(self, settings: FusionSettings) -> list[dict[str, Any]]:
-        return [{"depth": depth} for depth in settings.sizes]
 
     def blocks(self, settings: FusionSettings) -> int | None:
         return len(choose_variants(settings.variants)) * settings.rounds
 
     def measure(self, settings: FusionSettings, at: dict[str, Any], tick: Tick) -> Measured:
-        found: dict[tuple[str, str], list[float]] = {}
+        measured: dict[tuple[str, str], list[float]] = {}
         facts: dict[str, Any] = {}
+        models = {"model": {**settings.model, "depth": at["depth"]}, "small_model": {**settings.model, "depth": 1}}
         for _ in range(settings.rounds):
             for name in settings.variants:
-                request = {
-                    "variant": name,
-                    "model": {**settings.model, "depth": at["depth"]},
-                    "small_model": {**settings.model, "depth": 1},
-                    "data": settings.data,
-                    "optimizer": settings.optimizer,
-                    "batch_size": settings.batch_size,
-                    "steps": settings.steps,
-                    "device": settings.hardware.device,
-                }
+                request = {**asdict(settings), **models, "variant": name, "device": settings.hardware.device}
                 reply = answer_once(serve, request, environment=_MALLOC)
                 for quantity, key in ((FIRST, "first_bytes"), (LATER, "later_bytes"), (GRADIENTS, "gradient_bytes")):
-                    found.setdefault((name, quantity), []).append(reply[key] / MIB)
+                    measured.setdefault((name, quantity), []).append(reply[key] / MIB)
                 facts = {"parameters": reply["parameters"], "measured by": reply["source"]}
                 tick(name)
-        return Measured([Row(name, quantity, "MiB", values) for (name, quantity), values in found.items()], facts)
+        return Measured([Row(name, quantity, "MiB", values) for (name, quantity), values in measured.items()], facts)
 
     def notes(self, result: Result) -> list[str]:
         lines = ["Bytes above the same process before it built the model; a fresh process for each value."]

@@ -28,11 +28,8 @@ _DRAWN_LAYERS = 3
 class Depths(Recipe[FusionSettings]):
     """Figure 1: a point a number of layers."""
 
-    axes = ("sizes",)
+    over = (("layers", "sizes"),)
     quantity = DEPTH
-
-    def points(self, settings: FusionSettings) -> list[dict[str, Any]]:
-        return [{"layers": size} for size in settings.sizes]
 
     def measure(self, settings: FusionSettings, at: dict[str, Any], tick: Tick) -> Measured:
         rows = []
@@ -71,14 +68,8 @@ class Depths(Recipe[FusionSettings]):
 class Transactions(Recipe[FusionSettings]):
     """Figure 2: a point a network and optimizer; `optimizers` give the tensors of history a parameter has."""
 
-    axes = ("models", "optimizers")
+    over = (("model", "models"), ("optimizer", "optimizers"))
     quantity = READ
-
-    def points(self, settings: FusionSettings) -> list[dict[str, Any]]:
-        return [{"model": model, "optimizer": name} for model in settings.models for name in settings.optimizers]
-
-    def detail(self, settings: FusionSettings, at: dict[str, Any]) -> dict[str, Any]:
-        return {"model": settings.models[at["model"]], "history": settings.optimizers[at["optimizer"]]}
 
     def measure(self, settings: FusionSettings, at: dict[str, Any], tick: Tick) -> Measured:
         with torch.device("meta"):

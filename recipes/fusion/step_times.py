@@ -8,7 +8,7 @@ import torch
 from retime.recipes.core.build import KernelUnavailable, build_batches, build_model
 from retime.recipes.core.measure import Spread, interleave, spread
 from retime.recipes.core.recipe import Measured, Recipe, Tick
-from retime.recipes.core.results import Point, Row
+from retime.recipes.core.results import Point, phase_rows
 from retime.recipes.core.schema import FusionSettings
 from retime.recipes.fusion.variants import PHASES, VARIANTS, BareLoop, choose_variants, kernel_flags
 from retime.recipes.models import parameter_count, parameters_per_layer
@@ -19,24 +19,16 @@ LIKE_THE_PAPER = ("retime_backward_default", "retime_forward_default")
 
 
 class StepTimes(Recipe[FusionSettings]):
-    """A recipe whose points are step times of the variants."""
+    """A recipe whose points are step times of the variants, with the model, optimizer and batch size of the point."""
 
-    def blocks(self, settings: FusionSettings) -> int | None:
-        return len(settings.variants) * (settings.rounds + settings.warmup_rounds)
+    def turns(self, settings: FusionSettings) -> int | None:
+        return len(settings.variants)
 
-    def time(
-        self,
-        settings: FusionSettings,
-        tick: Tick,
-        *,
-        model: dict[str, Any] | None = None,
-        optimizer: dict[str, Any] | None = None,
-        batch_size: int | None = None,
-    ) -> Measured:
+    def measure(self, settings: FusionSettings, at: dict[str, Any], tick: Tick) -> Measured:
         """Milliseconds of each phase and of the whole step, a value a round, for every variant that exists here."""
-        device = torch.device(settings.hardware.device)
-        model, optimizer = model or settings.model, optimizer or settings.optimizer
-        size = batch_size or settings.batch_size
+        device, named = torch.device(settings.hardware.device), self.detail(settings, at)
+        model, optimizer = named.get("model", settings.model), named.get("optimizer", settings.optimizer)
+        size = at.get("batch_size", settings.batch_size)
         if size is None:
             raise ValueError("this experiment needs batch_size=<number of samples>")
         (batch,) = build_batches(settings.data, size, 1, device)
@@ -53,18 +45,13 @@ class StepTimes(Recipe[FusionSettings]):
                 facts[f"{name} left out"] = str(reason)
         blocks = {name: partial(loop.block, settings.steps) for name, loop in loops.items()}
         times = interleave(blocks, settings.rounds, settings.warmup_rounds, tick)
-        rows = [
-            Row(name, phase, "ms", [round(block[index], 5) for block in kept])
-            for name, kept in times.items()
-            for index, phase in enumerate((*PHASES, "step"))
-        ]
         some = next(iter(loops.values())).model
         facts["parameters"] = parameter_count(some)
         facts["parameters per layer"] = round(parameters_per_layer(some))
         for name, loop in loops.items():
             if loop.wired.report is not None:
                 facts[f"{name} reports"] = loop.wired.report().one_line
-        return Measured(rows, facts)
+        return Measured(phase_rows(times, (*PHASES, "step")), facts)
 
     def references(self, point: Point) -> dict[str, str]:
         peer = strongest_peer(point)

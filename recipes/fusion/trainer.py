@@ -4,20 +4,24 @@ import copy
 import os
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed
 from lightning.pytorch.strategies import Strategy
 from torch import nn
 
 import retime  # noqa: F401 -- registers the strategy names
+from retime.foundations.workers import Answer
 from retime.recipes.core import charts
 from retime.recipes.core.build import build_batches, build_model
 from retime.recipes.core.claims import Comparison, Target, show
 from retime.recipes.core.measure import Spread, interleave, spread
 from retime.recipes.core.of_points import ratio, titled
+from retime.recipes.core.published import paper
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import FusionSettings
@@ -109,7 +113,7 @@ class Targets(CaseRecipe[FusionSettings], StepTimes):
     def compare(self, result: Result) -> list[Comparison]:
         cases = {point.at["case"]: point for point in result.points}
         lines: list[Comparison] = []
-        for case, wants in SPEED_TARGETS.items():
+        for case, wants in paper("fusion").targets["speed"].items():
             for variant, least in wants.items():
                 if case in cases:
                     what = f"{case}: {label(variant)} over the plain strategy"
@@ -139,15 +143,13 @@ class Targets(CaseRecipe[FusionSettings], StepTimes):
     def draw(self, result: Result, path: Path) -> None:
         drawing, axes = charts.figure(titled(result), width=9)
         names = [n for n in result.points[0].variants("step") if VARIANTS[n].ours]
-        cases = [point.at["case"] for point in result.points]
+        cases, wanted = [point.at["case"] for point in result.points], paper("fusion").targets["speed"]
         for index, name in enumerate(names):
             values = [ratio(point, "fused", name) for point in result.points]
             places = [number + (index - (len(names) - 1) / 2) * 0.3 for number in range(len(cases))]
-            known = [(x, value) for x, value in zip(places, values, strict=True) if value]
-            charts.points_with_spread(axes, [x for x, _ in known], [v for _, v in known], label(name), index)
-            wanted = [(x, SPEED_TARGETS.get(c, {}).get(name)) for x, c in zip(places, cases, strict=True)]
-            for x, least in wanted:
-                if least is not None:
+            charts.points_with_spread(axes, places, values, label(name), index)
+            for x, case in zip(places, cases, strict=True):
+                if (least := wanted.get(case, {}).get(name)) is not None:
                     axes.hlines(least, x - 0.12, x + 0.12, color=charts.COLOURS[index], linewidth=2.5, alpha=0.5)
         axes.plot([], [], color=charts.GREY, linewidth=2.5, alpha=0.6, label="wanted at least")
         charts.even_line(axes, "AdamW(fused=True), plain strategy")
@@ -159,10 +161,6 @@ class Targets(CaseRecipe[FusionSettings], StepTimes):
 
 
 CANNOT_HELP = "large_convolution"
-SPEED_TARGETS = {
-    "mlp_batch4": {"retime_backward": 1.10, "retime_forward": 1.00},
-    "mlp_batch64": {"retime_backward": 1.03},
-}
 
 
 class Distributed(StepTimes):
@@ -171,8 +169,6 @@ class Distributed(StepTimes):
     A process joins a process group once; a second job of a sweep in it would silently be a group of one.
     """
 
-    axes = ()
-
     def points(self, settings: FusionSettings) -> list[dict[str, Any]]:
         return [{"devices": 1}, {"devices": settings.devices}] if settings.devices > 1 else [{"devices": 1}]
 
@@ -180,22 +176,8 @@ class Distributed(StepTimes):
         return 1
 
     def measure(self, settings: FusionSettings, at: dict[str, Any], tick: Tick) -> Measured:
-        from retime.recipes.fusion.ddp_worker import serve  # which takes its blocks from here
-
-        request = {
-            "devices": at["devices"],
-            "device": settings.hardware.device,
-            "cores": sorted(os.sched_getaffinity(0)),
-            "model": settings.model,
-            "data": settings.data,
-            "optimizer": settings.optimizer,
-            "batch_size": settings.batch_size,
-            "variants": settings.variants,
-            "rounds": settings.rounds,
-            "warmup_rounds": settings.warmup_rounds,
-            "steps": settings.steps,
-            "seed": settings.seed,
-        }
+        settings = replace(settings, devices=at["devices"])
+        request = {"settings": settings, "cores": sorted(os.sched_getaffinity(0))}
         reply = run_ranks(loopback(at["devices"]), serve, request)[0]
         tick("fresh processes")
         if reply["world_size"] != at["devices"]:
@@ -229,6 +211,40 @@ class Distributed(StepTimes):
         axes.set_ylabel("one training step (ms)")
         charts.legend_beside(axes)
         charts.save(drawing, path)
+
+
+def serve() -> Answer:
+    """For `run_ranks`: each rank times the variants; Lightning joins them."""
+    return _times_of_rank
+
+
+def _times_of_rank(request: dict[str, Any]) -> dict[str, Any] | None:
+    """Step times of each variant as rank 0 sees them; None on other ranks."""
+    settings: FusionSettings = request["settings"]
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cpu")
+    if settings.hardware.device == "cpu":
+        cores = request["cores"]
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+        torch.set_num_threads(1)
+    else:
+        device = torch.device("cuda", rank)
+    model = build_model(settings.model, torch.device("cpu"), settings.seed)
+    steps = WARMUP_STEPS + settings.steps + 1
+    batches = build_batches(settings.data, settings.batch_size or 1, steps * settings.devices, device)
+    fits = TrainerBlocks(model, batches[rank :: settings.devices], settings, distributed=settings.devices > 1)
+    times = interleave(fits.blocks(), settings.rounds, settings.warmup_rounds)
+    digests = {name: fits.fit(name).weights for name in settings.variants}
+    world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    if world_size > 1:
+        # Left to the interpreter's end, gloo's threads may outlive what they use, and the process aborts.
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+    if rank != 0:
+        return None
+    same = [name for name, value in digests.items() if value == digests.get("fused")]
+    facts = {"parameters": parameter_count(model), "final weights bit-identical to fused": ", ".join(same)}
+    return {"world_size": world_size, "step_ms": times, "facts": facts}
 
 
 def ranks(point: Point) -> str:
