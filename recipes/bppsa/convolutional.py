@@ -39,7 +39,7 @@ class Convergence(Recipe[ConvolutionalSettings]):
     most one rounding unit. A max-pooling whose two largest inputs are that close then picks the other one.
     """
 
-    axes = ("precisions",)
+    over = (("precision", "precisions"),)
     quantity = "training loss"
 
     def points(self, settings: ConvolutionalSettings) -> list[dict[str, Any]]:
@@ -48,7 +48,7 @@ class Convergence(Recipe[ConvolutionalSettings]):
             raise ValueError(f"precisions={settings.precisions}: choose from float32, float64")
         if not settings.levels:
             raise ValueError("levels=[] leaves nothing to compare with: levels=[null] is the whole scan")
-        return [{"precision": name} for name in settings.precisions]
+        return super().points(settings)
 
     def blocks(self, settings: ConvolutionalSettings) -> int | None:
         return settings.steps * (2 + len(settings.levels))

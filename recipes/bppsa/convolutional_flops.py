@@ -1,8 +1,8 @@
 """Figure 10 of BPPSA: floating-point operations of each step of the scan over a pruned VGG-11, by static analysis."""
 
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from retime.mechanisms.scan import (
     scan_plan,
     transposed_jacobian,
 )
-from retime.recipes.bppsa import convolutional_claims as claims
+from retime.recipes.bppsa.claims import claim
 from retime.recipes.bppsa.convolutional import batches, collated, test_loss
 from retime.recipes.core import charts
 from retime.recipes.core.build import build, build_model, build_optimizer, loss_of
@@ -62,26 +62,23 @@ class PrunedFlops(CaseRecipe[ConvolutionalSettings]):
         losses = [test_loss(model.eval(), test)]
         steps_of(model, settings, settings.steps, device, tick)
         losses.append(test_loss(model.eval(), test))
-        dense = [operator_flop(found) for found in jacobians(model, image, "of one image")]
+        dense = [operator_flop(*layer) for layer in jacobians(model, image, "of one image")]
         kept = PRUNINGS[case["pruning"]](model, settings.share)
         steps_of(model, settings, settings.retrain_steps, device, tick)
         losses.append(test_loss(model.eval(), test))
         tick("counting")
         # the first layer's Jacobian leads to the input, which nobody differentiates by
-        chain = [found.pattern for found in jacobians(model, image, case["zeros"])[:0:-1]]
+        chain = [pattern for _, pattern in jacobians(model, image, case["zeros"])[:0:-1]]
         steps = count_flops(scan_plan(len(chain), case.get("levels", 2)), chain)
         sparse = [flop_of_vector(pattern) for pattern in chain]
-        rows = [
-            Row(SCAN, "FLOP in all", "FLOP", [float(sum(step.flop for step in steps))]),
-            Row(SCAN, "longest path", "FLOP", [float(sum(step.flop for step in steps if step.critical))]),
-            Row(SCAN, "worst step", "FLOP", [float(max(step.flop for step in steps))]),
-        ]
-        for name, flops in ((SPARSE, sparse), (DENSE, [flop for flop, _ in dense[1:]])):
-            rows += [
-                Row(name, "FLOP in all", "FLOP", [float(sum(flops))]),
-                Row(name, "longest path", "FLOP", [float(sum(flops))]),
-                Row(name, "worst step", "FLOP", [float(max(flops))]),
-            ]
+        rows = []
+        for name, flops, path in (
+            (SCAN, [step.flop for step in steps], [step.flop for step in steps if step.critical]),
+            (SPARSE, sparse, sparse),
+            (DENSE, [flop for flop, _ in dense[1:]], [flop for flop, _ in dense[1:]]),
+        ):
+            numbers = {"FLOP in all": sum(flops), "longest path": sum(path), "worst step": max(flops)}
+            rows += [Row(name, quantity, "FLOP", [float(number)]) for quantity, number in numbers.items()]
         facts = {
             "levels": case.get("levels", 2),
             "layers in the chain": len(chain),
@@ -100,8 +97,7 @@ class PrunedFlops(CaseRecipe[ConvolutionalSettings]):
 
     def compare(self, result: Result) -> list[Comparison]:
         return [
-            Comparison(claims.PRUNED_SHARE, spread([p.facts["weights pruned away %"]]), p.at["case"])
-            for p in result.points
+            Comparison(claim("pruned"), spread([p.facts["weights pruned away %"]]), p.at["case"]) for p in result.points
         ]
 
     def notes(self, result: Result) -> list[str]:
@@ -131,13 +127,13 @@ class PrunedFlops(CaseRecipe[ConvolutionalSettings]):
         more = f"trained from a test loss of {initial:.2f} to {trained:.2f} nats"
         drawing, panels = charts.panels(titled(result, more), count, width=6.2 * count, height=5.6, sharey=True)
         for axes, point in zip(panels, result.points, strict=False):
-            scan = [Dot(*each) for each in point.facts["scan: kind, FLOP, m*n*k, critical"]]
             for colour, kind in zip(charts.COLOURS, ("mm", "mv"), strict=False):
                 for critical in (False, True):
-                    some = [dot for dot in scan if (dot.kind, dot.critical) == (kind, critical)]
+                    steps = point.facts["scan: kind, FLOP, m*n*k, critical"]
+                    some = [step for step in steps if (step[0], step[3]) == (kind, critical)]
                     face = colour if critical else "none"
                     name = f"scan, {kind}{', longest path' if critical else ''}"
-                    places, heights = [dot.size for dot in some], [dot.flop for dot in some]
+                    places, heights = [size for _, _, size, _ in some], [flop for _, flop, _, _ in some]
                     axes.scatter(places, heights, facecolors=face, edgecolors=colour, label=name)
             for key, colour, marker, name in (
                 ("baseline: FLOP, m*n", charts.COLOURS[2], "o", "the paper's baseline: NOT pruned"),
@@ -148,56 +144,36 @@ class PrunedFlops(CaseRecipe[ConvolutionalSettings]):
                 axes.scatter(places, heights, marker=marker, label=name, **style)
             axes.set_xscale("log")
             axes.set_yscale("log")
-            axes.set_title(f"{point.at['case']}\n{wrapped(caveat(point))}", fontsize=8)
+            axes.set_title(f"{point.at['case']}\n{fill(caveat(point), 85, break_on_hyphens=False)}", fontsize=8)
             axes.set_xlabel("m * n * k of the step without sparsity")
         for axes in panels[len(result.points) :]:
             axes.set_visible(False)
         panels[0].set_ylabel("FLOP of the step")
-        handles, labels = panels[0].get_legend_handles_labels()
-        drawing.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=len(labels))
+        charts.legend_below(drawing, panels[0], 6)
         charts.save(drawing, path)
 
 
-@dataclass(frozen=True)
-class Dot:
-    """One step of the scan in the picture."""
-
-    kind: str
-    flop: float
-    size: float
-    critical: bool
-
-
-@dataclass(frozen=True)
-class Found:
-    """The Jacobian of one layer of the chain."""
-
-    layer: nn.Module
-    pattern: CsrPattern
-
-
-def jacobians(model: nn.Sequential, image: Tensor, zeros: str) -> list[Found]:
-    """From the first layer to the last one of the convolutional part: what comes before the first reshape or head."""
-    found = []
+def jacobians(model: nn.Sequential, image: Tensor, zeros: str) -> list[tuple[nn.Module, CsrPattern]]:
+    """Layers with their Jacobians, of the convolutional part: what comes before the first reshape or head."""
+    chain = []
     with torch.no_grad():
         for layer in model:
             if isinstance(layer, nn.AdaptiveAvgPool2d | nn.Flatten | nn.Linear):
                 break
             image, jacobian = transposed_jacobian(layer, image)
             pattern = jacobian.without_zeros() if zeros == "of one image" else jacobian.pattern
-            found.append(Found(layer, pattern.to(torch.device("cpu"))))
-    return found
+            chain.append((layer, pattern.to(torch.device("cpu"))))
+    return chain
 
 
-def operator_flop(found: Found) -> tuple[int, int]:
+def operator_flop(layer: nn.Module, pattern: CsrPattern) -> tuple[int, int]:
     """Operations of back-propagation's own operator and m * n, as the paper's published analysis counts them.
 
     A convolution costs two operations a non-zero; a ReLU sets its d outputs to zero and passes some on; a max-pooling
     sets them to zero and passes one a window.
     """
-    pattern = found.pattern
     size = pattern.rows * pattern.columns
-    if isinstance(found.layer, nn.Conv2d):
+    if isinstance(layer, nn.Conv2d):
         return flop_of_vector(pattern), size
     return pattern.rows + pattern.entries, size
 
@@ -223,13 +199,3 @@ def caveat(point: Any) -> str:
     """The sentence without which the picture misleads."""
     sparse, critical = point.values(SPARSE, "FLOP in all")[0], point.values(SCAN, "longest path")[0]
     return CAVEAT.format(ratio=critical / sparse, sparse=sparse, critical=critical)
-
-
-def wrapped(text: str, width: int = 84) -> str:
-    """`text` in lines for a chart's title."""
-    lines: list[str] = [""]
-    for word in text.split():
-        if len(lines[-1]) + len(word) > width:
-            lines.append("")
-        lines[-1] += f" {word}" if lines[-1] else word
-    return "\n".join(lines)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from retime.mechanisms.scan import jacobian_of, transposed_jacobian
-from retime.recipes.bppsa import convolutional_claims as claims
+from retime.recipes.bppsa.claims import claim
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison
 from retime.recipes.core.measure import PhaseClock, interleave, spread
@@ -25,22 +25,21 @@ VALUES, ALL = "values", "pattern and values"
 AUTOGRAD, NUMERICAL = "autograd, all columns", "finite differences, all columns"
 DIFFERENCE = 1e-3
 """Step of the finite differences."""
+OPERATORS = ("convolution", "relu", "max_pool")
 
 
 class Generation(Recipe[ConvolutionalSettings]):
     """The first convolution, ReLU and max-pooling of VGG-11, one image."""
 
-    axes = ("operators",)
-    quantity = "step"
+    over = (("operator", "operators"),)
 
     def points(self, settings: ConvolutionalSettings) -> list[dict[str, Any]]:
-        unknown = sorted(set(settings.operators) - set(claims.SPARSITY))
-        if unknown or not settings.operators:
-            raise ValueError(f"operators={settings.operators}: choose from {', '.join(claims.SPARSITY)}")
-        return [{"operator": name} for name in settings.operators]
+        if not settings.operators or not set(settings.operators) <= set(OPERATORS):
+            raise ValueError(f"operators={settings.operators}: choose from {', '.join(OPERATORS)}")
+        return super().points(settings)
 
-    def blocks(self, settings: ConvolutionalSettings) -> int | None:
-        return 4 * (settings.rounds + settings.warmup_rounds)
+    def turns(self, settings: ConvolutionalSettings) -> int | None:
+        return 4
 
     def measure(self, settings: ConvolutionalSettings, at: dict[str, Any], tick: Tick) -> Measured:
         device = torch.device(settings.hardware.device)
@@ -75,18 +74,17 @@ class Generation(Recipe[ConvolutionalSettings]):
     def compare(self, result: Result) -> list[Comparison]:
         lines = []
         for point in result.points:
-            name = point.at["operator"]
-            share = point.facts["sparsity"]
-            exact = spread([1e6 * (1 - share)])
-            note = f"sparsity {share:.6f}, the paper's {1 - claims.SPARSITY[name].value / 1e6:.5f}"
-            lines.append(Comparison(claims.SPARSITY[name], exact, note))
+            name, share = point.at["operator"].replace("_", "-"), point.facts["sparsity"]
+            sparsity, generation = claim(f"sparsity-{name}"), claim(f"generation-{name}")
+            note = f"sparsity {share:.6f}, the paper's {1 - sparsity.value / 1e6:.5f}"
+            lines.append(Comparison(sparsity, spread([1e6 * (1 - share)]), note))
             both = "pattern built again each time, as the paper's routine does"
-            lines.append(Comparison(claims.GENERATION[name], ratio(point, AUTOGRAD, ALL), both))
+            lines.append(Comparison(generation, ratio(point, AUTOGRAD, ALL), both))
             once = "pattern built once, values an iteration"
-            lines.append(Comparison(claims.GENERATION[name], ratio(point, AUTOGRAD, VALUES), once))
+            lines.append(Comparison(generation, ratio(point, AUTOGRAD, VALUES), once))
             if name == "convolution":
-                lines.append(Comparison(claims.DENSE_MIB, spread([point.facts["full matrix MiB"]])))
-                lines.append(Comparison(claims.CSR_MIB, spread([point.facts["CSR values MiB"]])))
+                lines.append(Comparison(claim("dense"), spread([point.facts["full matrix MiB"]])))
+                lines.append(Comparison(claim("csr"), spread([point.facts["CSR values MiB"]])))
         return lines
 
     def notes(self, result: Result) -> list[str]:

@@ -22,11 +22,8 @@ _COLOURS = {"guaranteed zeros": "#440154", "possible zeros": "#21d0d0", "non-zer
 class Patterns(Recipe[ConvolutionalSettings]):
     """A point an operator, small enough to see single places; `rounds` random inputs are held against its pattern."""
 
-    axes = ("operators",)
+    over = (("operator", "operators"),)
     quantity = PLACES
-
-    def points(self, settings: ConvolutionalSettings) -> list[dict[str, Any]]:
-        return [{"operator": name} for name in settings.operators]
 
     def measure(self, settings: ConvolutionalSettings, at: dict[str, Any], tick: Tick) -> Measured:
         layer, inputs = operator(at["operator"], settings, torch.device(settings.hardware.device))

@@ -14,16 +14,18 @@ from torch import Tensor, nn
 
 from retime.mechanisms.scan import choose_solver
 from retime.modules import convert
+from retime.recipes.core import of_points
 from retime.recipes.core.build import build_batches, build_model, build_optimizer, loss_of
 from retime.recipes.core.measure import PhaseClock, Spread, interleave, middle_step, speedup, spread
 from retime.recipes.core.recipe import Measured, Recipe, Tick
-from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.results import Point, Result, phase_rows
 from retime.recipes.core.schema import RecurrentSettings
 
 BASELINE, OURS, MOVED = "baseline", "auto", "moved"
 SHIFT = 1e-7
 """By which part the control changes its weights before training: about one rounding of float32."""
 PHASES = ("forward", "backward", "optimizer")
+TIMES = (*PHASES, "step")
 LABELS = {
     BASELINE: "torch.nn",
     MOVED: f"torch.nn, weights changed by {SHIFT:g}",
@@ -82,8 +84,8 @@ class TrainingLoop:
 class Recurrent(Recipe[RecurrentSettings]):
     """A recipe whose points are step times of the variants."""
 
-    def blocks(self, settings: RecurrentSettings) -> int | None:
-        return len(settings.variants) * (settings.rounds + settings.warmup_rounds)
+    def turns(self, settings: RecurrentSettings) -> int | None:
+        return len(settings.variants)
 
     def time(
         self, settings: RecurrentSettings, tick: Tick, data: dict[str, Any], batch_size: int, steps: int
@@ -100,7 +102,7 @@ class Recurrent(Recipe[RecurrentSettings]):
             facts[RAN] = solver_taken(model, batch)
         blocks = {name: partial(loop.block, batch, steps) for name, loop in loops.items()}
         times = interleave(blocks, settings.rounds, settings.warmup_rounds, tick)
-        return Measured(phase_rows(times), facts)
+        return Measured(phase_rows(times, TIMES), facts)
 
     def references(self, point: Point) -> dict[str, str]:
         return {"speed over torch.nn": BASELINE}
@@ -109,15 +111,6 @@ class Recurrent(Recipe[RecurrentSettings]):
 def network(settings: RecurrentSettings, inputs: Tensor, device: torch.device) -> nn.Module:
     """The network for sequences like `inputs`, with weights that depend on the seed alone."""
     return build_model({**settings.model, "input_size": inputs.shape[-1]}, device, settings.seed)
-
-
-def phase_rows(times: dict[str, list[list[float]]]) -> list[Row]:
-    """Rows of the phases and of the whole step, in ms."""
-    return [
-        Row(name, phase, "ms", [round(block[index], 5) for block in kept])
-        for name, kept in times.items()
-        for index, phase in enumerate((*PHASES, "step"))
-    ]
 
 
 def gradient_differences(loops: dict[str, TrainingLoop], batch: Batch) -> dict[str, float]:
@@ -143,9 +136,7 @@ def steps_for(settings: RecurrentSettings, sequence_length: int) -> int:
 
 def ratio(point: Point, variant: str, phase: str) -> Spread | None:
     """How many times faster a variant's phase is than torch.nn's; None if one was not measured."""
-    if not point.has(BASELINE, phase) or not point.has(variant, phase):
-        return None
-    return speedup(point.values(BASELINE, phase), point.values(variant, phase))
+    return of_points.ratio(point, BASELINE, variant, phase)
 
 
 def scans(point: Point) -> list[str]:

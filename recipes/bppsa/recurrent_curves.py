@@ -11,29 +11,29 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, default_collate
 
-from retime.recipes.bppsa import recurrent_claims as claims
+from retime.recipes.bppsa import claims
 from retime.recipes.bppsa.recurrent import (
     BASELINE,
     MOVED,
     OURS,
     RAN,
+    TIMES,
     Batch,
     Recurrent,
     TrainingLoop,
     label,
     network,
-    phase_rows,
     ratio,
     scans,
     solver_taken,
 )
 from retime.recipes.core import charts
 from retime.recipes.core.build import build
-from retime.recipes.core.claims import Comparison, amount
+from retime.recipes.core.claims import Claim, Comparison, amount
 from retime.recipes.core.measure import interleave, middle_step
 from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Tick
-from retime.recipes.core.results import Point, Result
+from retime.recipes.core.results import Point, Result, phase_rows
 from retime.recipes.core.schema import RecurrentSettings
 from retime.recipes.core.tables import label_of
 from retime.recipes.data import ArrayData
@@ -95,9 +95,6 @@ class Curves(Recurrent):
     The optimizer's time is in the curve; making the batches is not.
     """
 
-    def points(self, settings: RecurrentSettings) -> list[dict[str, Any]]:
-        return [{}]
-
     def blocks(self, settings: RecurrentSettings) -> int | None:
         return len(settings.variants) * settings.rounds
 
@@ -120,7 +117,7 @@ class Curves(Recurrent):
         for name, run in runs.items():
             facts[f"{name} seconds"] = thinned(run.seconds, last=True)
             facts[f"{name} losses"] = thinned(run.losses)
-        return Measured(phase_rows(times), facts)
+        return Measured(phase_rows(times, TIMES), facts)
 
     def _warm(self, name: str, start: nn.Module, settings: RecurrentSettings, batch: Batch) -> TrainingLoop:
         """A fresh loop, after a thrown-away one has warmed the caches and kernels up."""
@@ -133,8 +130,12 @@ class Curves(Recurrent):
             Comparison(claim, ratio(point, name, phase), label(name, point))
             for point in result.points
             for name in scans(point)
-            for claim, phase in ((claims.OVERALL_RNN, "step"), (claims.BACKWARD_RNN, "backward"))
+            for phase, claim in self.published(point).items()
         ]
+
+    def published(self, point: Point) -> dict[str, Claim]:
+        """The paper's speedups, by phase."""
+        return {"step": claims.claim("figure-7-overall"), "backward": claims.claim("figure-7-backward")}
 
     def notes(self, result: Result) -> list[str]:
         return [line for point in result.points for line in curve_notes(point)]
@@ -164,22 +165,13 @@ class Curves(Recurrent):
 class InstrumentCurves(Curves):
     """Figure 13: the GRU on each of IRMAS's feature sets."""
 
-    axes = ("features",)
-
-    def points(self, settings: RecurrentSettings) -> list[dict[str, Any]]:
-        return [{"features": name} for name in settings.features]
+    over = (("features", "features"),)
 
     def data(self, settings: RecurrentSettings, at: dict[str, Any]) -> dict[str, Any]:
         return {**settings.data, "features": at["features"]}
 
-    def compare(self, result: Result) -> list[Comparison]:
-        lines = []
-        for point in result.points:
-            published = claims.BY_FEATURES[point.at["features"], 16]
-            for name in scans(point):
-                for claim, phase in ((published.overall(), "step"), (published.backward(), "backward")):
-                    lines.append(Comparison(claim, ratio(point, name, phase), label(name, point)))
-        return lines
+    def published(self, point: Point) -> dict[str, Claim]:
+        return claims.of_epochs("Table 6", f"GRU, {point.at['features']}, B=16")
 
 
 def curve_notes(point: Point) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from matplotlib.ticker import NullLocator
 
-from retime.recipes.bppsa import recurrent_claims as claims
+from retime.recipes.bppsa import claims
 from retime.recipes.bppsa.recurrent import (
     BASELINE,
     PHASES,
@@ -45,13 +45,11 @@ class Scaling(Recurrent):
         return self.time(settings, tick, data, at["B"], steps_for(settings, at["T"]))
 
     def compare(self, result: Result) -> list[Comparison]:
-        lines = []
-        for claim, phase in ((claims.MOST_BACKWARD, "backward"), (claims.MOST_OVERALL, "step")):
-            lines.append(most(result, claim, phase))
+        lines = most(result, "figure-8")
         for point in over_length(result):
-            lines += against(point, claims.BY_LENGTH.get(point.at["T"]))
+            lines += against(point, by_length(point))
         for point in over_batch(result):
-            lines += against(point, claims.BY_BATCH.get(point.at["B"]))
+            lines += against(point, by_batch(point))
         return lines
 
     def notes(self, result: Result) -> list[str]:
@@ -59,13 +57,8 @@ class Scaling(Recurrent):
 
     def draw(self, result: Result, path: Path) -> None:
         rows: list[tuple[list[Point], Callable[[Point], float], str, Published]] = [
-            (over_length(result), length_of, "time steps T", lambda point: claims.BY_LENGTH.get(point.at["T"])),
-            (
-                over_batch(result),
-                fraction_of,
-                "fraction of the device a sample, 1/B",
-                lambda point: claims.BY_BATCH.get(point.at["B"]),
-            ),
+            (over_length(result), length_of, "time steps T", by_length),
+            (over_batch(result), fraction_of, "fraction of the device a sample, 1/B", by_batch),
         ]
         rows = [row for row in rows if row[0]] or [(result.points, *rows[0][1:])]
         drawing, panels = charts.panels(titled(result), 3 * len(rows), 14, 4.4 * len(rows), rows=len(rows))
@@ -87,21 +80,15 @@ class Scaling(Recurrent):
 class Instruments(Recurrent):
     """Figure 9 and Table 6: a GRU on IRMAS's feature sets S, M and L, over batch sizes."""
 
-    axes = ("features", "batch_sizes")
-
-    def points(self, settings: RecurrentSettings) -> list[dict[str, Any]]:
-        return [{"features": name, "B": size} for name in settings.features for size in settings.batch_sizes]
+    over = (("features", "features"), ("B", "batch_sizes"))
 
     def measure(self, settings: RecurrentSettings, at: dict[str, Any], tick: Tick) -> Measured:
         return self.time(settings, tick, {**settings.data, "features": at["features"]}, at["B"], settings.steps)
 
     def compare(self, result: Result) -> list[Comparison]:
-        lines = [
-            most(result, claims.MOST_BACKWARD_GRU, "backward"),
-            most(result, claims.MOST_OVERALL_GRU, "step"),
-        ]
+        lines = most(result, "figure-9")
         for point in result.points:
-            lines += against(point, claims.BY_FEATURES.get((point.at["features"], point.at["B"])))
+            lines += against(point, by_features(point))
         return lines
 
     def notes(self, result: Result) -> list[str]:
@@ -114,34 +101,47 @@ class Instruments(Recurrent):
     def draw(self, result: Result, path: Path) -> None:
         drawing, axes = charts.figure(titled(result), width=11)
         names = [f"{point.at['features']}, B={point.at['B']}" for point in result.points]
-        draw_breakdown(axes, result.points, names, lambda p: claims.BY_FEATURES.get((p.at["features"], p.at["B"])))
+        draw_breakdown(axes, result.points, names, by_features)
         charts.save(drawing, path)
 
 
-Published = Callable[[Point], claims.EpochSeconds | None]
+Published = Callable[[Point], dict[str, Claim]]
 TABLES_OF = "V100"
 BELOW: Any = {"fontsize": 7, "loc": "upper center", "bbox_to_anchor": (0.5, -0.13), "ncols": 2, "frameon": False}
 EPOCHS = "Tables 4 to 6 give seconds an epoch; their ratios stand beside ours, which are ratios of steps."
 
 
-def most(result: Result, claim: Claim, phase: str) -> Comparison:
-    """The largest speedup over all points and variants beside the paper's largest."""
-    found = [(ratio(point, name, phase), point, name) for point in result.points for name in scans(point)]
-    best = max(((s, p, n) for s, p, n in found if s), key=lambda entry: entry[0].median, default=None)
-    if best is None:
-        return Comparison(claim)
-    return Comparison(claim, best[0], f"{label_of(best[1].at)}, {label(best[2], best[1])}")
+def by_length(point: Point) -> dict[str, Claim]:
+    """Table 4 at the point's T, by phase."""
+    return claims.of_epochs("Table 4", f"RNN, T={point.at['T']}, B=16")
 
 
-def against(point: Point, published: claims.EpochSeconds | None) -> list[Comparison]:
-    """A table's row beside the fastest of our variants at that point."""
+def by_batch(point: Point) -> dict[str, Claim]:
+    """Table 5 at the point's batch size, by phase."""
+    return claims.of_epochs("Table 5", f"RNN, T=1000, B={point.at['B']}")
+
+
+def by_features(point: Point) -> dict[str, Claim]:
+    """Table 6 at the point's features and batch size, by phase."""
+    return claims.of_epochs("Table 6", f"GRU, {point.at['features']}, B={point.at['B']}")
+
+
+def most(result: Result, figure: str) -> list[Comparison]:
+    """The largest speedups over all points and variants beside the paper's largest."""
+    lines = []
+    for phase, which in (("backward", "backward"), ("step", "overall")):
+        speeds = [(ratio(point, name, phase), point, name) for point in result.points for name in scans(point)]
+        best = max(((s, p, n) for s, p, n in speeds if s), key=lambda entry: entry[0].median, default=None)
+        over, note = (best[0], f"{label_of(best[1].at)}, {label(best[2], best[1])}") if best else (None, "")
+        lines.append(Comparison(claims.claim(f"{figure}-{which}"), over, note))
+    return lines
+
+
+def against(point: Point, row: dict[str, Claim]) -> list[Comparison]:
+    """A table's row, if there is one, beside the fastest of our variants at that point."""
     ours = best_scan(point)
-    if published is None or ours is None:
-        return []
-    return [
-        Comparison(published.overall(), ratio(point, ours, "step"), label(ours, point)),
-        Comparison(published.backward(), ratio(point, ours, "backward"), label(ours, point)),
-    ]
+    published = row.items() if ours else ()
+    return [Comparison(claim, ratio(point, str(ours), phase), label(str(ours), point)) for phase, claim in published]
 
 
 def bounds(result: Result) -> list[str]:
@@ -208,15 +208,14 @@ def draw_speedups(axes: Any, points: list[Point], where: Callable[[Point], float
     index = 0
     rows = [(where(point), row) for point in points if (row := published(point))]
     for colour, marker, phase in zip(charts.COLOURS, "os", ("backward", "step"), strict=False):
-        values = [(row.overall() if phase == "step" else row.backward()).value for _, row in rows]
+        values = [row[phase].value for _, row in rows]
         text = f"the paper's ({TABLES_OF}): {'whole step' if phase == 'step' else phase}"
         axes.plot([x for x, _ in rows], values, marker, markerfacecolor="none", color=colour, label=text)
     for name in scans(points[0]):
         for phase in ("backward", "step"):
-            found = [(where(point), ratio(point, name, phase)) for point in points]
-            known = [(x, value) for x, value in found if value]
             text = f"{label(name)}: {'whole step' if phase == 'step' else phase}"
-            charts.points_with_spread(axes, [x for x, _ in known], [v for _, v in known], text, index, line=True)
+            values = [ratio(point, name, phase) for point in points]
+            charts.points_with_spread(axes, [where(p) for p in points], values, text, index, line=True)
             index += 1
     charts.even_line(axes, "torch.nn")
     axes.set_yscale("log")
@@ -234,7 +233,7 @@ def draw_breakdown(axes: Any, points: list[Point], names: list[str], published: 
         row = published(point)
         if row:
             text = f"the paper's step ({TABLES_OF})" if not number else None
-            axes.plot(number + 0.2, 1 / row.overall().value, "ko", markerfacecolor="none", label=text)
+            axes.plot(number + 0.2, 1 / row["step"].value, "ko", markerfacecolor="none", label=text)
         whole = spread(point.values(BASELINE, "step")).median
         ours = best_scan(point)
         for shift, name in ((-0.2, BASELINE), (0.2, ours)):

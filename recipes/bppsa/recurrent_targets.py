@@ -21,12 +21,12 @@ from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, Target
 from retime.recipes.core.measure import PhaseClock, Spread, interleave, middle_step, speedup, spread
 from retime.recipes.core.of_points import titled
+from retime.recipes.core.published import paper
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
-from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.results import Point, Result, Row, phase_rows
 from retime.recipes.core.schema import RecurrentSettings
 from retime.recipes.models.recurrent import CELLS
 
-LEAST_OF_GRID = 0.95
 PLAIN_MS, SCAN_MS, RATIO = "torch.nn", "scan, auto", "speed"
 BLOCK_MS = 30.0
 """A block of the grid repeats short steps for about so long."""
@@ -91,11 +91,7 @@ class Targets(CaseRecipe[RecurrentSettings], Recurrent):
         loops = {name: LayerLoop(name, start, length, batch_size, device) for name in settings.variants}
         blocks = {name: partial(loop.block, settings.steps) for name, loop in loops.items()}
         times = interleave(blocks, settings.rounds, settings.warmup_rounds, tick)
-        rows = [
-            Row(name, phase, "ms", [round(block[index], 5) for block in kept])
-            for name, kept in times.items()
-            for index, phase in enumerate(("forward", "backward", "step"))
-        ]
+        rows = phase_rows(times, ("forward", "backward", "step"))
         return Measured(rows, {"shape": f"{cell}, T={length}, B={batch_size}, H={hidden_size}"})
 
     def _grid(
@@ -138,12 +134,10 @@ class Targets(CaseRecipe[RecurrentSettings], Recurrent):
         for point in result.points:
             if is_grid(point):
                 place, worst = worst_of(point)
-                target = Target(
-                    f"{point.at['case']}: auto over torch.nn, whole step, at the worst shape", "x", LEAST_OF_GRID
-                )
-                lines.append(Comparison(target, worst, place))
+                what = f"{point.at['case']}: auto over torch.nn, whole step, at the worst shape"
+                lines.append(Comparison(Target(what, "x", wanted()["grid"]), worst, place))
                 continue
-            for phase, least in WANTED.get(point.at["case"], {}).items():
+            for phase, least in of_case(point).items():
                 text = "whole step" if phase == "step" else phase
                 target = Target(f"{point.facts['shape']}: {text} over torch.nn's", "x", least)
                 lines.append(Comparison(target, ratio(point, OURS, phase), label(OURS)))
@@ -154,9 +148,10 @@ class Targets(CaseRecipe[RecurrentSettings], Recurrent):
         for point in result.points:
             if is_grid(point):
                 speeds = [spread(row.values).median for row in point.rows if row.quantity == RATIO]
-                lost = sum(speed < LEAST_OF_GRID for speed in speeds)
+                least = wanted()["grid"]
+                lost = sum(speed < least for speed in speeds)
                 lines.append(
-                    f"- {point.at['case']}: {len(speeds)} shapes, {lost} below {LEAST_OF_GRID} x, median "
+                    f"- {point.at['case']}: {len(speeds)} shapes, {lost} below {least} x, median "
                     f"{spread(speeds).median:.2f} x, best {max(speeds):.1f} x"
                 )
         return lines
@@ -166,14 +161,11 @@ class Targets(CaseRecipe[RecurrentSettings], Recurrent):
         grids = [point for point in result.points if is_grid(point)]
         drawing, (cases, shapes) = charts.panels(titled(result), 2, width=13)
         for index, phase in enumerate(("backward", "step")):
-            known = [(place, ratio(point, OURS, phase)) for place, point in enumerate(speeds)]
-            places = [place + 0.25 * (index - 0.5) for place, value in known if value]
+            places = [place + 0.25 * (index - 0.5) for place in range(len(speeds))]
             text = "whole step" if phase == "step" else phase
-            charts.points_with_spread(cases, places, [value for _, value in known if value], text, index)
-            for place, point in enumerate(speeds):
-                least = WANTED.get(point.at["case"], {}).get(phase)
-                if least is not None:
-                    where = place + 0.25 * (index - 0.5)
+            charts.points_with_spread(cases, places, [ratio(point, OURS, phase) for point in speeds], text, index)
+            for where, point in zip(places, speeds, strict=True):
+                if (least := of_case(point).get(phase)) is not None:
                     cases.hlines(least, where - 0.1, where + 0.1, color=charts.COLOURS[index], linewidth=3, alpha=0.5)
         cases.plot([], [], color=charts.GREY, linewidth=3, alpha=0.6, label="wanted at least")
         cases.set_xticks(range(len(speeds)), [p.facts["shape"] for p in speeds], fontsize=7, rotation=20, ha="right")
@@ -182,7 +174,7 @@ class Targets(CaseRecipe[RecurrentSettings], Recurrent):
             rows = [row for row in point.rows if row.quantity == RATIO]
             values = sorted((row.spread for row in rows), key=lambda value: value.median)
             charts.points_with_spread(shapes, list(range(len(values))), values, str(point.at["case"]), index)
-        shapes.axhline(LEAST_OF_GRID, color=charts.GREY, linewidth=2.5, alpha=0.6, label="wanted at least")
+        shapes.axhline(wanted()["grid"], color=charts.GREY, linewidth=2.5, alpha=0.6, label="wanted at least")
         shapes.set_xlabel("shapes (T, B, H) of the grid, by speed")
         shapes.set_ylabel('whole step with solver="auto" over torch.nn (x)')
         for axes in (cases, shapes):
@@ -193,14 +185,15 @@ class Targets(CaseRecipe[RecurrentSettings], Recurrent):
         charts.save(drawing, path)
 
 
-WANTED = {
-    "rnn_batch16": {"backward": 2.0, "step": 1.8},
-    "rnn_batch1": {"backward": 10.0, "step": 4.5},
-    "gru_batch16": {"backward": 1.8, "step": 1.8},
-    "gru_batch1": {"backward": 15.0, "step": 4.5},
-    "cudnn_batch16": {"backward": 10.0},
-    "cudnn_batch1": {"backward": 100.0},
-}
+def wanted() -> dict[str, Any]:
+    """What the scan over time is to reach."""
+    return paper("bppsa").targets
+
+
+def of_case(point: Point) -> dict[str, float]:
+    """The least speeds over torch.nn by phase, for a point's case."""
+    least: dict[str, float] = wanted()["layers"].get(point.at["case"], {})
+    return least
 
 
 def layer(cell: str, hidden_size: int, seed: int, device: torch.device) -> nn.RNNBase:

@@ -26,11 +26,11 @@ ORDER_OF_STEPS, ORDER_OF_WORK, ORDER_OF_MEMORY = "steps over n/p + log p", "prod
 class ScanWorkers(Recipe[ScanPlanSettings]):
     """A point a number of Jacobians and of workers, up to one more worker than there are Jacobians."""
 
-    axes = ("matrices", "workers")
+    over = (("n", "matrices"), ("p", "workers"))
     quantity = STEPS
 
     def points(self, settings: ScanPlanSettings) -> list[dict[str, Any]]:
-        return [{"n": n, "p": p} for n in settings.matrices for p in settings.workers if p <= n + 1]
+        return [at for at in super().points(settings) if at["p"] <= at["n"] + 1]
 
     def measure(self, settings: ScanPlanSettings, at: dict[str, Any], tick: Tick) -> Measured:
         n, p = at["n"], at["p"]

@@ -161,10 +161,10 @@ def test_operators_of_back_propagation_are_counted_as_published() -> None:
     found = jacobians(model, image, "of one image")
     assert len(found) == 3
     positive = int((model[0](image) > 0).sum())
-    assert [operator_flop(each) for each in found] == [(2 * 10**2, 256), (16 + positive, 256), (16 + 4, 64)]
+    assert [operator_flop(*each) for each in found] == [(2 * 10**2, 256), (16 + positive, 256), (16 + 4, 64)]
 
 
 def test_worst_operator_of_unpruned_vgg_11_by_formula() -> None:
     """6.3e7 = 2 * 256 * 256 * 22^2: of 24 rows of taps over an 8 x 8 image 22 lie inside; here with fewer channels."""
     (found,) = jacobians(nn.Sequential(nn.Conv2d(6, 5, 3, padding=1)), torch.randn(1, 6, 8, 8), "guaranteed")
-    assert operator_flop(found)[0] == 2 * 6 * 5 * 22**2
+    assert operator_flop(*found)[0] == 2 * 6 * 5 * 22**2

@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 
 from retime.recipes import __main__ as command
-from retime.recipes.bppsa import recurrent_claims as claims
+from retime.recipes.bppsa import claims
 from retime.recipes.bppsa.recurrent import (
     BASELINE,
     RAN,
@@ -21,6 +21,7 @@ from retime.recipes.bppsa.recurrent import (
 from retime.recipes.bppsa.recurrent_curves import Curves, InstrumentCurves, Shuffled, smoothed, thinned
 from retime.recipes.bppsa.recurrent_sensitivity import Instruments, Scaling, over_batch, over_length
 from retime.recipes.bppsa.recurrent_targets import Targets, worst_of
+from retime.recipes.core.published import paper
 from retime.recipes.core.results import Point, load
 from retime.recipes.core.schema import Hardware, RecurrentSettings
 from retime.recipes.data import bitstreams, synthetic_irmas
@@ -120,11 +121,15 @@ def test_long_sequences_have_short_blocks():
 
 
 def test_the_papers_tables_say_what_its_text_says():
-    assert claims.BY_LENGTH[1000].overall().value == pytest.approx(1.82, abs=0.01)
-    assert claims.BY_LENGTH[1000].backward().value == pytest.approx(8.0, abs=0.1)
-    assert claims.BY_BATCH[16].overall().value == claims.BY_LENGTH[1000].overall().value
-    assert claims.BY_FEATURES["L", 16].backward().value == pytest.approx((11.43 - 5.78) / (6.91 - 6.06))
-    assert max(row.backward().value for row in claims.BY_LENGTH.values()) == pytest.approx(52.8, abs=0.1)
+    longest = claims.of_epochs("Table 4", "RNN, T=1000, B=16")
+    assert longest["step"].value == pytest.approx(1.82, abs=0.01)
+    assert longest["backward"].value == pytest.approx(8.0, abs=0.1)
+    assert claims.of_epochs("Table 5", "RNN, T=1000, B=16")["step"].value == longest["step"].value
+    prepared = claims.of_epochs("Table 6", "GRU, L, B=16")["backward"].value
+    assert prepared == pytest.approx((11.43 - 5.78) / (6.91 - 6.06))
+    gains = [claims.of_epochs("Table 4", what)["backward"].value for what in paper("bppsa").tables["Table 4"]]
+    assert max(gains) == pytest.approx(52.8, abs=0.1)
+    assert claims.of_epochs("Table 4", "RNN, T=1, B=16") == {}
 
 
 # --- recipes
