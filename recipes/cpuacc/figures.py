@@ -11,48 +11,30 @@ from pathlib import Path
 from typing import Any
 
 from retime.recipes.core import charts
-from retime.recipes.core.claims import Claim, Comparison
+from retime.recipes.core.claims import Comparison
 from retime.recipes.core.measure import Spread, speedup, spread
 from retime.recipes.core.of_points import titled
-from retime.recipes.core.recipe import Measured, Recipe, Tick
+from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result
 from retime.recipes.core.schema import AccumulationSettings
 from retime.recipes.cpuacc.naive import NAIVE
-from retime.recipes.cpuacc.targets import STEP, best_of, measure_fits
+from retime.recipes.cpuacc.targets import STEP, OnRanks, best_of, claim, measure_fits, place
 from retime.recipes.cpuacc.worker import ALONE
 
 EXPOSED, UPDATE = "communication exposed", "update"
-PAPER = "Sekiyama et al. 2017"
-PUBLISHED = {
-    "AlexNet": Claim(PAPER, "Figure 3", "x", 1.19, "AlexNet, 4 P100, over Caffe"),
-    "GoogLeNet": Claim(PAPER, "Figure 3", "x", 1.04, "GoogLeNet, 4 P100, over Caffe"),
-    "VGG-16": Claim(PAPER, "Figure 3", "x", 1.21, "VGG-16, 4 P100, over Caffe"),
-}
-SCALING = Claim(PAPER, "Figure 4", "x", 0.9, "weak scaling efficiency, 4 P100, more than")
-EXPOSED_BEFORE = Claim(PAPER, "Table 3", "ms", 43.0, "AlexNet: broadcast and accumulation, Caffe")
-EXPOSED_AFTER = Claim(PAPER, "Table 3", "ms", 0.0218, "AlexNet: remaining gradients from the CPU")
 
 
-class Figures(Recipe[AccumulationSettings]):
+class Figures(OnRanks):
     """A point a network and number of ranks."""
 
-    axes = ("cases", "rank_counts")
     quantity = STEP
-
-    def points(self, settings: AccumulationSettings) -> list[dict[str, Any]]:
-        return [{"network": name, "ranks": ranks} for name in settings.cases for ranks in settings.rank_counts]
-
-    def detail(self, settings: AccumulationSettings, at: dict[str, Any]) -> dict[str, Any]:
-        return {"case": settings.cases[at["network"]]}
 
     def references(self, point: Point) -> dict[str, str]:
         peers = (best_of(point, "ddp", STEP), NAIVE)
         return {f"speed over {peer}": peer for peer in peers if peer is not None and point.has(peer, STEP)}
 
     def measure(self, settings: AccumulationSettings, at: dict[str, Any], tick: Tick) -> Measured:
-        if settings.hardware.device != "cpu":
-            raise ValueError(f"{settings.name} trains on a CPU: choose hardware=cpu")
-        return measure_fits(settings, {**settings.cases[at["network"]], "ranks": at["ranks"]}, tick)
+        return measure_fits(settings, at, tick)
 
     def compare(self, result: Result) -> list[Comparison]:
         lines = []
@@ -60,23 +42,24 @@ class Figures(Recipe[AccumulationSettings]):
             ours, theirs = best_of(point, "cpu_accumulate", STEP), best_of(point, "ddp", STEP)
             if ours is None or theirs is None:
                 continue
-            where = f"{point.at['network']}, {point.at['ranks']} ranks"
-            claim = PUBLISHED.get(point.at["network"])
-            if claim is not None:
-                ratio = speedup(point.values(theirs, STEP), point.values(ours, STEP))
-                lines.append(Comparison(claim, ratio, f"{where}: {ours} over {theirs}"))
+            where = place(point)
+            if point.at["network"] in ("AlexNet", "GoogLeNet", "VGG-16"):
+                figure_3 = claim(f"figure-3 {point.at['network']}")
+                ratio, note = speedup(point.values(theirs, STEP), point.values(ours, STEP)), f"{ours} over {theirs}"
+                lines.append(Comparison(figure_3, ratio, f"{where}: {note}"))
                 if point.has(NAIVE, STEP):
                     ratio = speedup(point.values(NAIVE, STEP), point.values(ours, STEP))
-                    lines.append(Comparison(claim, ratio, f"{where}, over {NAIVE}: {ours}"))
-            ways = (ours, theirs, *([NAIVE] if point.has(NAIVE, STEP) else []))
-            lines += [Comparison(SCALING, efficiency(point, label), f"{where}: {label}") for label in ways]
-            for label, published in ((theirs, EXPOSED_BEFORE), (ours, EXPOSED_AFTER)):
+                    lines.append(Comparison(figure_3, ratio, f"{where}, over {NAIVE}: {ours}"))
+            scaling, ways = claim("scaling"), (ours, theirs, *([NAIVE] if point.has(NAIVE, STEP) else []))
+            lines += [Comparison(scaling, efficiency(point, label), f"{where}: {label}") for label in ways]
+            for label, when in ((theirs, "before"), (ours, "after")):
                 if point.at["network"] == "AlexNet" and point.has(label, EXPOSED):
-                    lines.append(Comparison(published, spread(point.values(label, EXPOSED)), f"{where}: {label}"))
+                    exposed = spread(point.values(label, EXPOSED))
+                    lines.append(Comparison(claim(f"exposed-{when}"), exposed, f"{where}: {label}"))
             if point.at["network"] == "AlexNet" and point.has(NAIVE, EXPOSED):
                 collected, there = (point.values(NAIVE, phase)[0] for phase in (EXPOSED, UPDATE))
                 whole = collected + there - point.values(theirs, UPDATE)[0]
-                lines.append(Comparison(EXPOSED_BEFORE, spread([whole]), f"{where}: {NAIVE}"))
+                lines.append(Comparison(claim("exposed-before"), spread([whole]), f"{where}: {NAIVE}"))
         return lines
 
     def notes(self, result: Result) -> list[str]:
@@ -89,8 +72,8 @@ class Figures(Recipe[AccumulationSettings]):
             same = ", ".join(point.facts["the same final weights"])
             mib = point.facts["gradient bytes"] / 2**20
             lines.append(
-                f"- {point.at['network']}, {point.at['ranks']} ranks on {point.facts['cores']} cores, {mib:.0f} MiB of "
-                f"gradients: the same final weights, bit by bit: {same}"
+                f"- {place(point)} on {point.facts['cores']} cores, {mib:.0f} MiB of gradients: the same final "
+                f"weights, bit by bit: {same}"
             )
         return lines
 
@@ -109,9 +92,9 @@ class Figures(Recipe[AccumulationSettings]):
                     shares = [efficiency(point, label) for point in points if point.has(label, STEP)]
                     charts.points_with_spread(scaling, ranks, shares, label, index, line=True)
             charts.even_line(scaling, ALONE)
-            scaling.axhline(SCALING.value, color=charts.GREY, linewidth=1, linestyle=":")
-            place, axis = (0.25, SCALING.value), ("axes fraction", "data")
-            scaling.annotate(f"the paper's: more than {SCALING.value:g}", place, xycoords=axis, fontsize=7, va="bottom")
+            least, axis = claim("scaling").value, ("axes fraction", "data")
+            scaling.axhline(least, color=charts.GREY, linewidth=1, linestyle=":")
+            scaling.annotate(f"the paper's: more than {least:g}", (0.25, least), xycoords=axis, fontsize=7, va="bottom")
             for axes, what in ((times, "iteration (ms)"), (scaling, "weak scaling efficiency")):
                 axes.set_ylim(bottom=0)
                 axes.set_title(name, fontsize=10)

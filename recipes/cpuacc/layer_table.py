@@ -6,56 +6,49 @@ that the ranks share and one out of it; the core on which the rank trains makes 
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Claim, Comparison
-from retime.recipes.core.measure import Spread, spread
+from retime.recipes.core.measure import speedup, spread
 from retime.recipes.core.of_points import titled
-from retime.recipes.core.recipe import Measured, Recipe, Tick
+from retime.recipes.core.published import paper
+from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import AccumulationSettings
 from retime.recipes.cpuacc.layer_times import ADD, BACKWARD, BRING, EXPOSED, QUANTITIES, TAKE
-from retime.recipes.cpuacc.targets import ask, cores
+from retime.recipes.cpuacc.targets import OnRanks, ask, cores, place
 
 ALL, ALONE = "all layers", "backward alone"
-PAPER = "Sekiyama et al. 2017"
-TABLE = {  # milliseconds, layers 8 to 1
-    BRING: (0.760, 3.156, 12.146, 0.133, 0.174, 0.275, 0.066, 0.014),
-    ADD: (1.263, 4.441, 13.074, 0.285, 0.465, 0.578, 0.155, 0.018),
-    TAKE: (1.786, 2.568, 5.538, 0.064, 0.095, 0.123, 0.041, 0.007),
-}
 COLUMNS = {BRING: "GPU-to-CPU copy", ADD: "accumulation on CPUs", TAKE: "CPU-to-GPU copy"}
-_IN_ALL = sum(sum(times) for times in TABLE.values())
-OF_BACKWARD = Claim(
-    PAPER, "Tables 3 and 4", "x", sum(TABLE[ADD]) / 111, "accumulation of all layers over the backward pass"
-)
-WAITED = Claim(PAPER, "Tables 3 and 4", "%", 100 * 0.0218 / _IN_ALL, "of copies and accumulation the step waits for")
-SLOWER = Claim(PAPER, "Table 3", "x", 111 / 104, "backward pass with accumulation beside it over one without")
 
 
-class LayerTable(Recipe[AccumulationSettings]):
+def published() -> tuple[dict[str, list[float]], list[Claim]]:
+    """Table 4, milliseconds of layers 8 to 1 by quantity; and what follows from it and from Table 3."""
+    by_layer: dict[str, list[float]] = paper("cpuacc").tables["table-4"]
+    whole = paper("cpuacc").tables["table-3"]
+    claim = partial(Claim, "Sekiyama et al. 2017")
+    added, in_all = sum(by_layer[ADD]), sum(sum(times) for times in by_layer.values())
+    waited = 100 * whole["exposed"] / in_all
+    return by_layer, [
+        claim("Tables 3 and 4", "x", added / whole["backward"], "accumulation of all layers over the backward pass"),
+        claim("Tables 3 and 4", "%", waited, "of copies and accumulation the step waits for"),
+        claim(
+            *("Table 3", "x", whole["backward"] / whole["alone"]),
+            "backward pass with accumulation beside it over one without",
+        ),
+    ]
+
+
+class LayerTable(OnRanks):
     """A point a network and number of ranks; a variant a layer."""
 
-    axes = ("cases", "rank_counts")
     quantity = ADD
 
-    def points(self, settings: AccumulationSettings) -> list[dict[str, Any]]:
-        return [{"network": name, "ranks": ranks} for name in settings.cases for ranks in settings.rank_counts]
-
-    def detail(self, settings: AccumulationSettings, at: dict[str, Any]) -> dict[str, Any]:
-        return {"case": settings.cases[at["network"]]}
-
-    def references(self, point: Point) -> dict[str, str]:
-        return {}
-
     def measure(self, settings: AccumulationSettings, at: dict[str, Any], tick: Tick) -> Measured:
-        if settings.hardware.device != "cpu":
-            raise ValueError(f"{settings.name} runs on a CPU: choose hardware=cpu")
-        request = {**settings.cases[at["network"]], "job": "layers"}
-        request |= {key: getattr(settings, key) for key in ("rounds", "warmup_rounds", "seed")}
-        answers = ask(settings, at["ranks"], request, tick)
+        answers = ask(settings, at, tick, "layers")
         sizes = answers[0]["layers"]
         labels = [f"layer {len(sizes) - number}" for number in range(len(sizes))]  # as the backward pass goes
         rows = []
@@ -70,28 +63,22 @@ class LayerTable(Recipe[AccumulationSettings]):
 
     def compare(self, result: Result) -> list[Comparison]:
         lines = []
+        table, totals = published()
         for point in result.points:
-            where = f"{point.at['network']}, {point.at['ranks']} ranks"
-            labels = _layers(point)
+            where, labels = place(point), _layers(point)
             if not labels:
                 continue
             added, backward = point.values(ALL, ADD), point.values(ALL, BACKWARD)
             exposed = [100 * wait for wait in point.values(ALL, EXPOSED)]
-            lines += [
-                Comparison(OF_BACKWARD, _ratio(added, backward), where),
-                Comparison(WAITED, _ratio(exposed, _work(point)), where),
-                Comparison(SLOWER, _ratio(backward, point.values(ALL, ALONE)), where),
-            ]
-            if len(labels) == len(TABLE[ADD]):
-                lines += [
-                    Comparison(
-                        Claim(PAPER, "Table 4", "ms", published, f"AlexNet, 4 P100, {label}: {COLUMNS[quantity]}"),
-                        spread(point.values(label, quantity)),
-                        f"{where}: {quantity}",
-                    )
-                    for quantity, times in TABLE.items()
-                    for label, published in zip(labels, times, strict=True)
-                ]
+            over = ((added, backward), (exposed, _work(point)), (backward, point.values(ALL, ALONE)))
+            lines += [Comparison(claim, speedup(*pair), where) for claim, pair in zip(totals, over, strict=True)]
+            if len(labels) == len(table[ADD]):
+                for quantity, times in table.items():
+                    for label, milliseconds in zip(labels, times, strict=True):
+                        what = f"AlexNet, 4 P100, {label}: {COLUMNS[quantity]}"
+                        claim = Claim("Sekiyama et al. 2017", "Table 4", "ms", milliseconds, what)
+                        ours = spread(point.values(label, quantity))
+                        lines.append(Comparison(claim, ours, f"{where}: {quantity}"))
         return lines
 
     def notes(self, result: Result) -> list[str]:
@@ -104,14 +91,14 @@ class LayerTable(Recipe[AccumulationSettings]):
             "when the backward pass was over, waits included. A value is the slowest rank's.",
         ]
         for point in result.points:
-            lines.append(f"- {point.at['network']}, {point.at['ranks']} ranks on {point.facts['cores']} cores:")
+            lines.append(f"- {place(point)} on {point.facts['cores']} cores:")
             lines += [f"  - {label}: {what}" for label, what in point.facts["layers"].items()]
             if _layers(point):
                 lines.append(f"  - {exposure(point)}")
         return lines
 
     def draw(self, result: Result, path: Path) -> None:
-        count = len(result.points)
+        count, (table, _) = len(result.points), published()
         drawing, panels = charts.panels(titled(result), count, width=6.5 * count)
         for axes, point in zip(panels, result.points, strict=True):
             labels = _layers(point)
@@ -119,14 +106,12 @@ class LayerTable(Recipe[AccumulationSettings]):
                 places = [number + 0.14 * (index - 2) for number in range(len(labels))]
                 values = [spread(point.values(label, quantity)) for label in labels]
                 charts.points_with_spread(axes, places, values, quantity, index)
-                if len(labels) == len(TABLE[ADD]) and quantity in TABLE:
-                    published = [Spread(time, time, time) for time in TABLE[quantity]]
-                    label = f"paper: {COLUMNS[quantity]}"
-                    charts.points_with_spread(axes, places, published, label, index, filled=False)
+                if len(labels) == len(table[ADD]) and quantity in table:
+                    theirs = [spread([time]) for time in table[quantity]]
+                    charts.points_with_spread(axes, places, theirs, f"paper: {COLUMNS[quantity]}", index, filled=False)
             axes.set_yscale("symlog", linthresh=0.01)
             axes.set_ylim(bottom=0)
-            where = f"{point.at['network']}, {point.at['ranks']} ranks on {point.facts['cores']} cores"
-            axes.set_title(where, fontsize=10)
+            axes.set_title(f"{place(point)} on {point.facts['cores']} cores", fontsize=10)
             axes.set_xticks(range(len(labels)), labels, rotation=40, ha="right", fontsize=8)
             axes.set_ylabel("time (ms), linear below 0.01")
         charts.legend_below(drawing, panels[0], columns=4)
@@ -152,12 +137,8 @@ def _layers(point: Point) -> list[str]:
 
 def _work(point: Point) -> list[float]:
     """Of all layers, by round."""
-    return [sum(times) for times in zip(*(point.values(ALL, quantity) for quantity in TABLE), strict=True)]
+    return [sum(times) for times in zip(*(point.values(ALL, quantity) for quantity in COLUMNS), strict=True)]
 
 
 def _slowest(label: str, quantity: str, by_rank: list[list[float]]) -> Row:
     return Row(label, quantity, "ms", [round(max(times), 4) for times in zip(*by_rank, strict=True)])
-
-
-def _ratio(above: list[float], below: list[float]) -> Spread:
-    return spread([one / other for one, other in zip(above, below, strict=True)])

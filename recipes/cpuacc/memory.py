@@ -10,49 +10,31 @@ from pathlib import Path
 from typing import Any
 
 from retime.recipes.core import charts
-from retime.recipes.core.claims import Claim, Comparison
+from retime.recipes.core.claims import Comparison
 from retime.recipes.core.measure import Spread, spread
 from retime.recipes.core.of_points import titled
-from retime.recipes.core.recipe import Measured, Recipe, Tick
+from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import AccumulationSettings
-from retime.recipes.cpuacc.targets import ask, cores
+from retime.recipes.cpuacc.targets import OnRanks, ask, claim, cores, place
 
 GROWN = "grown by"
 MIB = 2**20
-MORE_IMAGES = Claim("Sekiyama et al. 2017", "Introduction", "x", 1.1, "images of VGGNet-16 that fit, over Caffe")
 
 
-class Memory(Recipe[AccumulationSettings]):
+class Memory(OnRanks):
     """A point a network, number of ranks and batch size. A round is a start of fresh processes."""
 
-    axes = ("cases", "rank_counts", "batch_sizes")
+    over = (*OnRanks.over, ("images", "batch_sizes"))
     quantity = GROWN
-
-    def points(self, settings: AccumulationSettings) -> list[dict[str, Any]]:
-        return [
-            {"network": name, "ranks": ranks, "images": images}
-            for name in settings.cases
-            for ranks in settings.rank_counts
-            for images in settings.batch_sizes
-        ]
-
-    def detail(self, settings: AccumulationSettings, at: dict[str, Any]) -> dict[str, Any]:
-        return {"case": settings.cases[at["network"]]}
-
-    def references(self, point: Point) -> dict[str, str]:
-        return {}
+    on_cpu = "measures processes on a CPU"
 
     def measure(self, settings: AccumulationSettings, at: dict[str, Any], tick: Tick) -> Measured:
-        if settings.hardware.device != "cpu":
-            raise ValueError(f"{settings.name} measures processes on a CPU: choose hardware=cpu")
-        request = {**settings.cases[at["network"]], "job": "resident", "batch_size": at["images"]}
-        request |= {"steps": settings.steps, "seed": settings.seed}
         grown: dict[str, list[float]] = {label: [] for label in settings.variants}
         parameters = 0
         for turn in range(settings.rounds):
             for label, strategy in settings.variants.items():
-                answers = ask(settings, at["ranks"], {**request, "strategy": strategy}, tick)
+                answers = ask(settings, at, tick, "resident", batch_size=at["images"], strategy=strategy)
                 grown[label].append(round(max(answer["grown"] for answer in answers) / MIB, 2))
                 parameters = answers[0]["parameters"]
                 tick(f"{label}, start {turn + 1}")
@@ -65,10 +47,8 @@ class Memory(Recipe[AccumulationSettings]):
             for label in few.variants(GROWN):
                 if label.startswith("cpu_accumulate"):
                     theirs = label.replace("cpu_accumulate_ddp", "ddp")
-                    at = f"{few.at['network']}, {few.at['ranks']} ranks, {many.at['images']} images"
-                    lines.append(
-                        Comparison(MORE_IMAGES, more_images(few, many, label, theirs), f"{at}: {label} over {theirs}")
-                    )
+                    note = f"{place(few)}, {many.at['images']} images: {label} over {theirs}"
+                    lines.append(Comparison(claim("images"), more_images(few, many, label, theirs), note))
         return lines
 
     def notes(self, result: Result) -> list[str]:
@@ -81,24 +61,23 @@ class Memory(Recipe[AccumulationSettings]):
         for few, many in _pairs(result):
             mib = many.facts["parameters' bytes"] / MIB
             images = ", ".join(f"{label} {image_mib(few, many, label):.2f}" for label in few.variants(GROWN))
-            lines.append(
-                f"- {few.at['network']}, {few.at['ranks']} ranks, {mib:.0f} MiB of parameters: MiB an image: {images}"
-            )
+            lines.append(f"- {place(few)}, {mib:.0f} MiB of parameters: MiB an image: {images}")
         return lines
 
     def draw(self, result: Result, path: Path) -> None:
         count = len(result.points)
         drawing, panels = charts.panels(titled(result), count, width=4.2 * count, height=4.8, sharey=True)
         for axes, point in zip(panels, result.points, strict=True):
-            labels = point.variants(GROWN)
-            plain = point.values(labels[0], GROWN)
-            for index, label in enumerate(labels):
-                more = [mine - theirs for mine, theirs in zip(point.values(label, GROWN), plain, strict=True)]
-                charts.points_with_spread(axes, [index], [spread(more)], None, index)
-            where = f"{point.at['network']}, {point.at['ranks']} ranks, {point.at['images']} images"
-            axes.set_title(f"{where}\n0: {labels[0]} with {spread(plain).median:.0f} MiB", fontsize=9)
+            first, *_ = labels = point.variants(GROWN)
+            plain = point.values(first, GROWN)
+            more = {
+                label: spread([ours - theirs for ours, theirs in zip(point.values(label, GROWN), plain, strict=True)])
+                for label in labels
+            }
+            charts.named(axes, more)
+            where = f"{place(point)}, {point.at['images']} images"
+            axes.set_title(f"{where}\n0: {first} with {spread(plain).median:.0f} MiB", fontsize=9)
             axes.axhline(0, color=charts.GREY, linewidth=1, linestyle="--")
-            axes.set_xticks(range(len(labels)), labels, rotation=40, ha="right", fontsize=8)
         panels[0].set_ylabel("a rank's process grows by more (MiB)")
         charts.save(drawing, path)
 

@@ -7,54 +7,55 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from retime.recipes.core import charts
-from retime.recipes.core.claims import Comparison, Target
-from retime.recipes.core.measure import Spread, speedup, spread
+from retime.recipes.core.claims import Comparison
+from retime.recipes.core.measure import speedup, spread
 from retime.recipes.core.of_points import titled
-from retime.recipes.core.recipe import Measured, Recipe, Tick
+from retime.recipes.core.published import claim_of, target_of
+from retime.recipes.core.recipe import CaseRecipe, Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import AccumulationSettings
 from retime.recipes.cpuacc.worker import ALONE, COPY, GLOO, HOST, PIECES, serve
 from retime.recipes.emulated import loopback, run_ranks
 
 SUM, STEP = "sum", "step"
-OVER_GLOO = Target("sum in shared memory over the faster of gloo's", "x", 3.0)
-OF_COPY = Target("of the speed of a plain copy of the same bytes by as many processes", "x", 0.6)
-SAME = Target("sums with the bits of adding up in the order of the ranks", "x", 1.0)
-IN_FIT = Target("cpu_accumulate_ddp over ddp in Trainer.fit, best bucket size of each", "x", 1.2)
-OUT_OF_ORDER = Target("ooo_ddp with host sums over cpu_accumulate_ddp", "x", 1.0)
+claim, target = partial(claim_of, "cpuacc"), partial(target_of, "cpuacc")
 
 
-class Targets(Recipe[AccumulationSettings]):
+class OnRanks(Recipe[AccumulationSettings]):
+    """A recipe that ranks on this machine's cores measure: a point a network and number of ranks."""
+
+    over: tuple[tuple[str, str], ...] = (("network", "cases"), ("ranks", "rank_counts"))
+    on_cpu = "trains on a CPU"
+
+
+class Targets(CaseRecipe[AccumulationSettings]):
     """A point a number of ranks and a size of the tensor, and a point a case of training."""
 
-    axes = ("rank_counts", "sizes_mb", "cases")
+    axes = ("rank_counts", "sizes_mb")
     quantity = STEP
+    on_cpu = "sums on a CPU"
 
     def points(self, settings: AccumulationSettings) -> list[dict[str, Any]]:
         sums = [{"ranks": ranks, "MiB": size} for ranks in settings.rank_counts for size in settings.sizes_mb]
-        return [*sums, *({"case": name} for name in settings.cases)]
-
-    def detail(self, settings: AccumulationSettings, at: dict[str, Any]) -> dict[str, Any]:
-        return {"case": settings.cases[at["case"]]} if "case" in at else {}
+        return [*sums, *super().points(settings)]
 
     def references(self, point: Point) -> dict[str, str]:
         best = best_of(point, "ddp", STEP)
         return {} if best is None else {f"speed over {best}": best}
 
     def measure(self, settings: AccumulationSettings, at: dict[str, Any], tick: Tick) -> Measured:
-        if settings.hardware.device != "cpu":
-            raise ValueError(f"{settings.name} sums on a CPU: choose hardware=cpu")
-        if "case" not in at:
-            request = {**_common(settings), "job": "sums", "mib": at["MiB"], "repeats": settings.repeats}
-            answers = ask(settings, at["ranks"], request, tick)
-            rows = [Row(way, SUM, "ms", _slowest(answers, way)) for way in answers[0]["ms"]]
-            facts = {"same bits": all(one["same"] for one in answers), "how": answers[0]["how"]}
-            return Measured(rows, {**facts, "repeats": settings.repeats, "cores": cores()})
-        return measure_fits(settings, settings.cases[at["case"]], tick)
+        if "case" in at:
+            return measure_fits(settings, {"network": at["case"], "ranks": settings.cases[at["case"]]["ranks"]}, tick)
+        answers = ask(settings, at, tick, "sums", mib=at["MiB"])
+        rows = [Row(way, SUM, "ms", _slowest(answers, way)) for way in answers[0]["ms"]]
+        facts = {"same bits": all(one["same"] for one in answers), "how": answers[0]["how"]}
+        return Measured(rows, {**facts, "repeats": settings.repeats, "cores": cores()})
 
     def compare(self, result: Result) -> list[Comparison]:
         lines: list[Comparison] = []
@@ -97,21 +98,21 @@ class Targets(Recipe[AccumulationSettings]):
             axes.set_xticks(range(len(sums)), labels, fontsize=8)
             axes.set_ylabel("sums per second in shared memory\nagainst gloo (x)")
         for axes, point in zip(left, cases, strict=True):
-            labels = point.variants(STEP)
-            for index, label in enumerate(labels):
-                charts.points_with_spread(axes, [index], [spread(point.values(label, STEP))], None, index)
+            charts.named(axes, {label: spread(point.values(label, STEP)) for label in point.variants(STEP)})
             axes.set_ylim(bottom=0)
             axes.set_title(f"{point.at['case']}, {point.facts['ranks']} ranks", fontsize=9)
-            axes.set_xticks(range(len(labels)), labels, rotation=40, ha="right", fontsize=8)
             axes.set_ylabel("step (ms)")
         charts.save(drawing, path)
 
 
-def measure_fits(settings: AccumulationSettings, case: dict[str, Any], tick: Tick) -> Measured:
-    """Steps of a case's fits under each strategy, and where they go: rows, and what is the same."""
-    task = {key: case[key] for key in ("model", "data", "batch_size", "optimizer")}
-    request = {**_common(settings), **task, "job": "fits", "warmup_rounds": settings.warmup_rounds}
-    answers = ask(settings, case["ranks"], {**request, "variants": settings.variants}, tick)
+def place(point: Point) -> str:
+    """Where a point lies, in words."""
+    return f"{point.at['network']}, {point.at['ranks']} ranks"
+
+
+def measure_fits(settings: AccumulationSettings, at: dict[str, Any], tick: Tick) -> Measured:
+    """Steps of a network's fits under each strategy, and where they go: rows, and what is the same."""
+    answers = ask(settings, at, tick, "fits")
     rows = [Row(label, STEP, "ms", _slowest(answers, label)) for label in answers[0]["ms"]]
     rows += [
         Row(label, phase.removesuffix("_ms").replace("_", " "), "ms", [round(milliseconds, 4)])
@@ -122,17 +123,14 @@ def measure_fits(settings: AccumulationSettings, case: dict[str, Any], tick: Tic
     known = {label: {one["weights"][label] for one in answers} for label in settings.variants}
     first = known[next(iter(settings.variants))]
     same = [label for label, digests in known.items() if digests == first and len(first) == 1]
-    facts = {"gradient bytes": answers[0]["gradient_bytes"], "ranks": case["ranks"], "cores": cores()}
+    facts = {"gradient bytes": answers[0]["gradient_bytes"], "ranks": at["ranks"], "cores": cores()}
     return Measured(rows, {**facts, "the same final weights": same})
 
 
-def _common(settings: AccumulationSettings) -> dict[str, Any]:
-    return {"rounds": settings.rounds, "steps": settings.steps, "seed": settings.seed}
-
-
-def ask(settings: AccumulationSettings, ranks: int, request: dict[str, Any], tick: Tick) -> list[Any]:
-    """The ranks' answers, by rank."""
-    return run_ranks(loopback(ranks), serve, request, timeout_s=settings.timeout_s, progress=tick)
+def ask(settings: AccumulationSettings, at: dict[str, Any], tick: Tick, do: str, **more: Any) -> list[Any]:
+    """The answers of the point's ranks, by rank; what its network and `more` have stands in place of settings."""
+    request = {**asdict(settings), **settings.cases.get(at.get("network", ""), {}), "do": do, **more}
+    return run_ranks(loopback(at["ranks"]), serve, request, timeout_s=settings.timeout_s, progress=tick)
 
 
 def _slowest(answers: Iterable[dict[str, Any]], way: str) -> list[float]:
@@ -156,20 +154,20 @@ def _of_sum(point: Point) -> list[Comparison]:
     host = point.values(HOST, SUM)
     same = float(point.facts["same bits"])
     return [
-        Comparison(OVER_GLOO, speedup(point.values(peer, SUM), host), f"{where}, over {peer}"),
-        Comparison(OF_COPY, speedup(point.values(COPY, SUM), host), where),
-        Comparison(SAME, Spread(same, same, same), f"{where}, {point.facts['repeats']} runs"),
+        Comparison(target("over-gloo"), speedup(point.values(peer, SUM), host), f"{where}, over {peer}"),
+        Comparison(target("of-copy"), speedup(point.values(COPY, SUM), host), where),
+        Comparison(target("same"), spread([same]), f"{where}, {point.facts['repeats']} runs"),
     ]
 
 
 def _of_fit(point: Point) -> list[Comparison]:
     best = {name: best_of(point, name, STEP) for name in ("ddp", "cpu_accumulate_ddp", "ooo_ddp on host")}
     lines = []
-    for target, before, after in (
-        (IN_FIT, best["ddp"], best["cpu_accumulate_ddp"]),
-        (OUT_OF_ORDER, best["cpu_accumulate_ddp"], best["ooo_ddp on host"]),
+    for wanted, before, after in (
+        ("in-fit", best["ddp"], best["cpu_accumulate_ddp"]),
+        ("out-of-order", best["cpu_accumulate_ddp"], best["ooo_ddp on host"]),
     ):
         if before is not None and after is not None:
             ratio = speedup(point.values(before, STEP), point.values(after, STEP))
-            lines.append(Comparison(target, ratio, f"{point.at['case']}: {after} over {before}"))
+            lines.append(Comparison(target(wanted), ratio, f"{point.at['case']}: {after} over {before}"))
     return lines

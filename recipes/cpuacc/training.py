@@ -10,56 +10,31 @@ from pathlib import Path
 from typing import Any
 
 from retime.recipes.core import charts
-from retime.recipes.core.claims import Claim, Comparison, Target
-from retime.recipes.core.measure import Spread, speedup
+from retime.recipes.core.claims import Comparison
+from retime.recipes.core.measure import Spread, speedup, spread
 from retime.recipes.core.of_points import titled
-from retime.recipes.core.recipe import Measured, Recipe, Tick
+from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import AccumulationSettings
 from retime.recipes.cpuacc.naive import NAIVE
-from retime.recipes.cpuacc.targets import ask, cores
+from retime.recipes.cpuacc.targets import OnRanks, ask, claim, cores, place, target
 
-STEPS_TO, SECONDS_TO, DIFFERENCE, RIGHT, ELAPSED = (
-    "steps to accuracy",
-    "time to accuracy",
-    "difference",
-    "right",
-    "time",
-)
-SOONER = Claim(
-    "Sekiyama et al. 2017", "section 4.2.1", "x", 79 / 62, "AlexNet, 4 P100, 50 % accuracy sooner than Caffe"
-)
-SAME_STEPS = Target("steps to the accuracy over those of ddp", "x", 1.0, at_most=True)
-SAME_OUTPUTS = Target("most that an output differs from ddp's, at any check", "", 0.0, at_most=True)
+STEPS_TO, SECONDS_TO, DIFFERENCE = "steps to accuracy", "time to accuracy", "difference"
+RIGHT, ELAPSED = "right", "time"
 FROM_ORDER, FROM_REPEAT = "difference from sums in the order of the ranks", "difference in a second run"
-IN_ORDER = Target(
-    "most that an output differs from that with torch's own sums in the order of the ranks", "", 0.0, at_most=True
-)
-REPEATED = Target("most that an output differs in a second run", "", 0.0, at_most=True)
 
 
-class Trainings(Recipe[AccumulationSettings]):
+class Trainings(OnRanks):
     """A point a network and number of ranks."""
 
-    axes = ("cases", "rank_counts")
     quantity = SECONDS_TO
-
-    def points(self, settings: AccumulationSettings) -> list[dict[str, Any]]:
-        return [{"network": name, "ranks": ranks} for name in settings.cases for ranks in settings.rank_counts]
-
-    def detail(self, settings: AccumulationSettings, at: dict[str, Any]) -> dict[str, Any]:
-        return {"case": settings.cases[at["network"]]}
 
     def references(self, point: Point) -> dict[str, str]:
         first = point.variants(SECONDS_TO)[0]
         return {f"speed over {first}": first}
 
     def measure(self, settings: AccumulationSettings, at: dict[str, Any], tick: Tick) -> Measured:
-        if settings.hardware.device != "cpu":
-            raise ValueError(f"{settings.name} trains on a CPU: choose hardware=cpu")
-        request = {**settings.cases[at["network"]], "job": "outputs", "variants": settings.variants}
-        request |= {key: getattr(settings, key) for key in ("rounds", "steps", "seed", "check_every")}
-        answers = ask(settings, at["ranks"], request, tick)
+        answers = ask(settings, at, tick, "outputs")
         rows = [row for label, fits in answers[0].items() for row in _rows(settings, label, fits)]
         alike = all(_without_times(answer) == _without_times(answers[0]) for answer in answers)
         facts = {"accuracy": settings.accuracy, "cores": cores(), "all ranks answer the same": alike}
@@ -70,24 +45,22 @@ class Trainings(Recipe[AccumulationSettings]):
         for point in result.points:
             first, *others = point.variants(SECONDS_TO)
             for label in others:
-                where = f"{point.at['network']}, {point.at['ranks']} ranks: {label} over {first}"
+                where = f"{place(point)}: {label} over {first}"
                 sooner = speedup(point.values(first, SECONDS_TO), point.values(label, SECONDS_TO))
                 steps = speedup(point.values(label, STEPS_TO), point.values(first, STEPS_TO))
-                lines.append(Comparison(SOONER, sooner, where))
+                lines.append(Comparison(claim("sooner"), sooner, where))
                 if label == NAIVE:
                     continue
                 if NAIVE in others:  # the paper's baseline
                     sooner = speedup(point.values(NAIVE, SECONDS_TO), point.values(label, SECONDS_TO))
-                    lines.append(Comparison(SOONER, sooner, where.replace(f"over {first}", f"over {NAIVE}")))
-                lines.append(Comparison(SAME_STEPS, steps, where))
+                    lines.append(Comparison(claim("sooner"), sooner, where.replace(f"over {first}", f"over {NAIVE}")))
+                lines.append(Comparison(target("same-steps"), steps, where))
                 if point.at["ranks"] == 2:  # with more, gloo adds up in an order of its own
-                    most = max(point.values(label, DIFFERENCE))
-                    lines.append(Comparison(SAME_OUTPUTS, Spread(most, most, most), where))
-                for target, quantity in ((IN_ORDER, FROM_ORDER), (REPEATED, FROM_REPEAT)):
+                    lines.append(Comparison(target("same-outputs"), _most(point, label, DIFFERENCE), where))
+                for wanted, quantity in (("in-order", FROM_ORDER), ("repeated", FROM_REPEAT)):
                     if point.has(label, quantity):
-                        most = max(point.values(label, quantity))
-                        where = f"{point.at['network']}, {point.at['ranks']} ranks: {label}"
-                        lines.append(Comparison(target, Spread(most, most, most), where))
+                        most = _most(point, label, quantity)
+                        lines.append(Comparison(target(wanted), most, f"{place(point)}: {label}"))
         return lines
 
     def notes(self, result: Result) -> list[str]:
@@ -100,8 +73,8 @@ class Trainings(Recipe[AccumulationSettings]):
             most = max(value for label in point.variants(DIFFERENCE) for value in point.values(label, DIFFERENCE))
             share = 100 * point.facts["accuracy"]
             lines.append(
-                f"- {point.at['network']}, {point.at['ranks']} ranks on {point.facts['cores']} cores: held-out images "
-                f"looked at every {point.facts['checked every']} steps; {share:.0f} % of them right is the accuracy; "
+                f"- {place(point)} on {point.facts['cores']} cores: held-out images looked at every "
+                f"{point.facts['checked every']} steps; {share:.0f} % of them right is the accuracy; "
                 f"all ranks answer the same: {point.facts['all ranks answer the same']}; an output differs by "
                 f"{most:.2g} at most (on more than two ranks gloo adds up in another order); right at the end: "
                 + ", ".join(f"{label} {100 * point.values(label, RIGHT)[-1]:.1f} %" for label in point.variants(RIGHT))
@@ -117,11 +90,15 @@ class Trainings(Recipe[AccumulationSettings]):
                 axes.plot(seconds, right, color=charts.COLOURS[index], marker="o", markersize=3, label=label)
             axes.axhline(point.facts["accuracy"], color=charts.GREY, linewidth=1, linestyle="--")
             axes.set_ylim(0, 1)
-            axes.set_title(f"{point.at['network']}, {point.at['ranks']} ranks", fontsize=10)
+            axes.set_title(place(point), fontsize=10)
             axes.set_xlabel("training (s), first seed")
             axes.set_ylabel("held-out images right")
         charts.legend_below(drawing, panels[0], columns=3)
         charts.save(drawing, path)
+
+
+def _most(point: Point, label: str, quantity: str) -> Spread:
+    return spread([max(point.values(label, quantity))])
 
 
 def _rows(settings: AccumulationSettings, label: str, fits: list[dict[str, Any]]) -> list[Row]:

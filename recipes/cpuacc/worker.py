@@ -1,4 +1,4 @@
-"""What the ranks of the accumulation recipes run: `request["job"]` names one of the functions in JOBS."""
+"""What the ranks of the accumulation recipes run: one of these functions, which a request's `do` names."""
 
 from __future__ import annotations
 
@@ -12,18 +12,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
-from retime.callbacks import StepTimeline
 from retime.foundations.measure import MemoryProbe, status_bytes
-from retime.foundations.workers import Answer
+from retime.foundations.workers import Answer, by_name
 from retime.mechanisms.cpu_accumulation import HostReducer
 from retime.recipes.core.build import CPU, build, build_batches, build_model
 from retime.recipes.core.measure import interleave
-from retime.recipes.core.trainer_loop import Batch, Run, Training, train
-from retime.recipes.cpuacc.checked_outputs import CheckedOutputs
-from retime.recipes.cpuacc.held_state import HeldState
+from retime.recipes.core.trainer_loop import Batch, Run, Training, step_phases, train
 from retime.recipes.cpuacc.layer_times import QUANTITIES, LayerTimes
 from retime.recipes.cpuacc.rank_ordered import RANK_ORDERED
 from retime.recipes.emulated.rank import joined, tell
@@ -36,6 +33,63 @@ WARMUP_STEPS = 4
 """DDP rebuilds its buckets after the first step; allocators and caches settle in the next ones."""
 _PIECES = 4
 _MIB = 2**20
+
+
+class CheckedOutputs(Callback):
+    """Answers and how many are right; the time that takes is not the fit's.
+
+    Args:
+        every: steps.
+        batch: images ``(B, C, H, W)`` and their classes ``(B,)``.
+
+    Attributes:
+        answers: of each check, shape ``(B, classes)``.
+        right: share of the images, of each check.
+        seconds: of training before each check.
+    """
+
+    def __init__(self, every: int, batch: tuple[Tensor, Tensor]) -> None:
+        self._every = every
+        self._images, self._classes = batch
+        self._began = self._checking = 0.0
+        self.answers: list[Tensor] = []
+        self.right: list[float] = []
+        self.seconds: list[float] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._began = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if trainer.global_step % self._every:
+            return
+        began = time.perf_counter()
+        pl_module.eval()
+        with torch.no_grad():
+            answers = pl_module(self._images)
+        pl_module.train()
+        self.answers.append(answers)
+        self.right.append(float((answers.argmax(1) == self._classes).double().mean()))
+        self.seconds.append(began - self._began - self._checking)
+        self._checking += time.perf_counter() - began
+
+
+class HeldState(Callback):
+    """The most at the end of any step.
+
+    Attributes:
+        state: bytes of the optimizers' states.
+        resident: bytes of the process.
+    """
+
+    def __init__(self) -> None:
+        self.state = self.resident = 0
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        # ZeroRedundancyOptimizer has its part in an optimizer of its own, `optim`
+        optimizers: list[Any] = [getattr(optimizer, "optim", optimizer) for optimizer in trainer.optimizers]
+        states = [state for optimizer in optimizers for state in optimizer.state.values()]
+        held = sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
+        self.state, self.resident = max(self.state, held), max(self.resident, status_bytes("VmRSS"))
 
 
 def sums(request: dict[str, Any]) -> dict[str, Any]:
@@ -100,7 +154,10 @@ def fits(request: dict[str, Any]) -> dict[str, Any]:
 
     blocks = {label: partial(block, label) for label in [*request["variants"], ALONE]}
     times = interleave(blocks, request["rounds"], request["warmup_rounds"], tell)
-    phases = {label: _phases(model, batches, request, label) for label in (request["variants"] if ranks > 1 else ())}
+    phases = {
+        label: step_phases(partial(_fit, model, batches, request["optimizer"], strategy), WARMUP_STEPS)
+        for label, strategy in (request["variants"].items() if ranks > 1 else ())
+    }
     return {"ms": times, "weights": weights, "gradient_bytes": gradient_bytes(model), "phases": phases}
 
 
@@ -192,14 +249,6 @@ def _timed(do: Callable[[], Any]) -> float:
     return (time.perf_counter() - began) * 1e3
 
 
-def _phases(model: nn.Module, batches: list[Batch], request: dict[str, Any], label: str) -> dict[str, float]:
-    """Where the steps of one more fit spend their time, as `StepTimeline` sees it: medians over its steps."""
-    timeline = StepTimeline(every_n_steps=1, warm_up=WARMUP_STEPS, log=False, png=False, trace=False, page=False)
-    _fit(model, batches, request["optimizer"], request["variants"][label], timeline)
-    steps = [timing.metrics() for timing in timeline.timings]
-    return {phase: statistics.median(step[phase] for step in steps) for phase in steps[0]}
-
-
 def _fit(
     model: nn.Module,
     batches: list[Batch],
@@ -216,15 +265,6 @@ def _fit(
     )
 
 
-JOBS = {one.__name__: one for one in (sums, fits, outputs, layers, resident, held)}
-
-
-def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Do the job."""
-    found: dict[str, Any] = JOBS[request["job"]](request)
-    return found
-
-
 def serve() -> Answer:
     """For `run_ranks`."""
-    return joined(answer)
+    return joined(by_name(sums, fits, outputs, layers, resident, held))

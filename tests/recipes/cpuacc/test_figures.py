@@ -9,9 +9,9 @@ from hydra import compose, initialize_config_module
 from rich.console import Console
 
 from retime.recipes.core.schema import register_all, settings_of
-from retime.recipes.cpuacc.figures import EXPOSED, PUBLISHED, SCALING, Figures, efficiency
+from retime.recipes.cpuacc.figures import EXPOSED, Figures, efficiency
 from retime.recipes.cpuacc.naive import NAIVE
-from retime.recipes.cpuacc.targets import STEP
+from retime.recipes.cpuacc.targets import STEP, claim
 from retime.recipes.cpuacc.worker import ALONE
 
 SMALL = [
@@ -43,8 +43,8 @@ def test_it_measures_and_draws(tmp_path: Path) -> None:
     assert efficiency(point, ALONE).median == 1
     assert list(recipe.references(point).values()) == ["ddp, 25 MiB", NAIVE]
     claims = [line.against for line in recipe.compare(result)]
-    assert claims.count(SCALING) == 3
-    assert claims.count(PUBLISHED["VGG-16"]) == 2, "over ddp, and over the paper's own baseline"
+    assert claims.count(claim("scaling")) == 3
+    assert claims.count(claim("figure-3 VGG-16")) == 2, "over ddp, and over the paper's own baseline"
     assert len(claims) == 5
     recipe.draw(result, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 1000

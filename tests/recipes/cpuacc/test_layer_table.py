@@ -10,7 +10,7 @@ from rich.console import Console
 from retime.mechanisms.cpu_accumulation import SumTimes, TimedSum
 from retime.recipes.core.results import Point, Row
 from retime.recipes.core.schema import register_all, settings_of
-from retime.recipes.cpuacc.layer_table import ALL, ALONE, OF_BACKWARD, SLOWER, TABLE, WAITED, LayerTable, exposure
+from retime.recipes.cpuacc.layer_table import ALL, ALONE, LayerTable, exposure, published
 from retime.recipes.cpuacc.layer_times import ADD, BACKWARD, BRING, EXPOSED, QUANTITIES, TAKE, WAIT, of_pass
 
 SMALL = [
@@ -41,9 +41,10 @@ def test_it_measures_every_layer(tmp_path: Path) -> None:
             assert min(point.values(label, quantity)) > 0, (label, quantity)
     assert len(point.values(ALL, ALONE)) == 2
     assert point.facts["layers"]["layer 8"] == "21, 129,000 parameters"
-    totals, by_layer = [OF_BACKWARD, WAITED, SLOWER], recipe.compare(result)[3:]
+    table, totals = published()
     assert [line.against for line in recipe.compare(result)[:3]] == totals
-    assert [line.against.value for line in by_layer] == [time for times in TABLE.values() for time in times]
+    by_layer = [line.against.value for line in recipe.compare(result)[3:]]
+    assert by_layer == [time for times in table.values() for time in times]
     assert f"  - {exposure(point)}" in recipe.notes(result)
     recipe.draw(result, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 1000

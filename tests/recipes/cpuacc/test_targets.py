@@ -9,7 +9,7 @@ from hydra import compose, initialize_config_module
 from rich.console import Console
 
 from retime.recipes.core.schema import register_all, settings_of
-from retime.recipes.cpuacc.targets import IN_FIT, OF_COPY, OUT_OF_ORDER, OVER_GLOO, SAME, STEP, SUM, Targets
+from retime.recipes.cpuacc.targets import STEP, SUM, Targets, target
 from retime.recipes.cpuacc.worker import ALONE, COPY, GLOO, HOST, PIECES
 
 SMALL = [
@@ -42,7 +42,7 @@ def test_it_measures_and_reports(tmp_path: Path) -> None:
     assert fit.variants(STEP) == [*settings.variants, ALONE]
     assert fit.facts["the same final weights"] == list(settings.variants)
     wanted = [line.against for line in recipe.compare(result)[:5]]
-    assert wanted == [OVER_GLOO, OF_COPY, SAME, IN_FIT, OUT_OF_ORDER]
+    assert wanted == [target(name) for name in ("over-gloo", "of-copy", "same", "in-fit", "out-of-order")]
     assert any("exposed communication" in note for note in recipe.notes(result))
     recipe.draw(result, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 1000

@@ -10,17 +10,13 @@ from rich.console import Console
 
 from retime.recipes.core.schema import AccumulationSettings, register_all, settings_of
 from retime.recipes.cpuacc.naive import NAIVE
+from retime.recipes.cpuacc.targets import claim, target
 from retime.recipes.cpuacc.training import (
     DIFFERENCE,
     FROM_ORDER,
     FROM_REPEAT,
-    IN_ORDER,
-    REPEATED,
     RIGHT,
-    SAME_OUTPUTS,
-    SAME_STEPS,
     SECONDS_TO,
-    SOONER,
     STEPS_TO,
     Trainings,
 )
@@ -62,8 +58,10 @@ def test_outputs_are_the_same(settings: AccumulationSettings, tmp_path: Path) ->
         assert point.facts["all ranks answer the same"] is True
     assert all(two.values(label, DIFFERENCE) == [0] for label in settings.variants)
     claims = [line.against for line in recipe.compare(result)]
-    assert claims[:7] == [SOONER, SOONER, SAME_STEPS, SAME_OUTPUTS, IN_ORDER, REPEATED, SOONER]
-    assert claims[13:18] == [SOONER, SOONER, SAME_STEPS, IN_ORDER, REPEATED]
+    sooner, steps = claim("sooner"), target("same-steps")
+    same = [target(name) for name in ("same-outputs", "in-order", "repeated")]
+    assert claims[:7] == [sooner, sooner, steps, *same, sooner]
+    assert claims[13:18] == [sooner, sooner, steps, *same[1:]]
     assert "looked at every 1 steps" in recipe.notes(result)[1]
     recipe.draw(result, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 1000

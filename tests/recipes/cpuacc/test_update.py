@@ -9,18 +9,8 @@ from rich.console import Console
 
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import register_all, settings_of
-from retime.recipes.cpuacc.update import (
-    GROWN,
-    MEMORY,
-    SHARE,
-    SPEED,
-    STATE,
-    STEP,
-    ZERO,
-    ZERO_MEMORY,
-    ZERO_SPEED,
-    Updates,
-)
+from retime.recipes.cpuacc.targets import target
+from retime.recipes.cpuacc.update import GROWN, STATE, STEP, ZERO, Updates
 
 SMALL = ["experiment=cpuacc_update", "rounds=1", "steps=2", "rank_counts=[2]", "cases.VGG-16.model.width=0.125"]
 
@@ -40,7 +30,8 @@ def test_a_rank_holds_its_share_of_the_state(tmp_path: Path) -> None:
     assert held["update_on_host"] == pytest.approx(whole / 2, rel=0.1)
     assert whole / 2 <= held[ZERO] < whole, "the rank with most; it divides whole tensors"
     assert all(point.values(label, quantity)[0] > 0 for label in held for quantity in (GROWN, STEP))
-    assert [line.against for line in recipe.compare(result)] == [SHARE, MEMORY, SPEED, ZERO_MEMORY, ZERO_SPEED]
+    wanted = ("share", "memory", "speed", "zero-memory", "zero-speed")
+    assert [line.against for line in recipe.compare(result)] == [target(name) for name in wanted]
     assert f"the same final weights: ddp, {ZERO}, cpu_accumulate_ddp, update_on_host" in recipe.notes(result)[1]
     recipe.draw(result, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 1000
