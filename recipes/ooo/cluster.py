@@ -59,25 +59,24 @@ class OnRanks(Recipe[OutOfOrderSettings]):
                 "choose hardware=emulated, or hardware=cpu for unshaped loopback"
             )
 
-    def peak_rows(
-        self, settings: OutOfOrderSettings, network: Network, tick: Tick, names: list[str], **more: Any
-    ) -> tuple[list[Row], dict[str, Any]]:
-        """Peak memory of each variant's fit, from fresh processes: rows in MiB (the worst rank's), and facts."""
-        found: dict[tuple[str, str], list[float]] = {}
+    def peaks(self, settings: OutOfOrderSettings, tick: Tick) -> Measured:
+        """Peak memory of each variant's fit, from fresh processes: rows in MiB, the worst rank's."""
+        peaks: dict[tuple[str, str], list[float]] = {}
         facts: dict[str, Any] = {}
-        for _ in range(settings.rounds):
-            for name in names:
-                answers = self.run_job(settings, network, tick, "memory", **(more | {"variants": [name]}))
-                for quantity, key in ((PEAK, "later_bytes"), (FIRST_PEAK, "first_bytes")):
-                    found.setdefault((name, quantity), []).append(max(answer[key] for answer in answers) / MIB)
-                facts["gradient bytes"] = answers[0]["gradient_bytes"]
-        return [Row(name, quantity, "MiB", values) for (name, quantity), values in found.items()], facts
+        with self.network(settings, settings.hosts, settings.rate) as network:
+            for _ in range(settings.rounds):
+                for name in settings.variants:
+                    answers = self.run_job(settings, network, tick, "memory", variants=[name], k=None)
+                    for quantity, key in ((PEAK, "later_bytes"), (FIRST_PEAK, "first_bytes")):
+                        peaks.setdefault((name, quantity), []).append(max(answer[key] for answer in answers) / MIB)
+                    facts["gradient bytes"] = answers[0]["gradient_bytes"]
+        return Measured([Row(name, quantity, "MiB", values) for (name, quantity), values in peaks.items()], facts)
 
     def run_job(
         self, settings: OutOfOrderSettings, network: Network, tick: Tick, job: str, **more: Any
     ) -> list[dict[str, Any]]:
-        """Run one of `ooo_worker`'s jobs and return each rank's answer."""
-        request = {key: value for key, value in asdict(settings).items() if key in _FOR_RANKS} | {"job": job} | more
+        """Run one of the worker's jobs and return each rank's answer; `more` stands in place of settings."""
+        request = {**asdict(settings), "do": job, **more}
 
         def progress(text: str) -> None:
             if text.startswith("links carry"):
@@ -110,14 +109,12 @@ class OnRanks(Recipe[OutOfOrderSettings]):
         network.shape(bits)
         return {"compute_ms": round(compute_ms, 2), "rate": rate_text(bits)}
 
-    def compare_variants(
-        self, settings: OutOfOrderSettings, tick: Tick, hosts: int, rate: str | None, **more: Any
-    ) -> Measured:
+    def compare_variants(self, settings: OutOfOrderSettings, tick: Tick, **more: Any) -> Measured:
         """Step times of the variants and the bounds at one place, with what a simulator needs to be calibrated."""
-        for name in more.get("variants", settings.variants):
+        for name in settings.variants:
             variant(name)
-        with self.network(settings, hosts, rate) as network:
-            balanced = self.balance(settings, network, tick, **more) if rate == BALANCED else None
+        with self.network(settings, settings.hosts, settings.rate) as network:
+            balanced = self.balance(settings, network, tick, **more) if settings.rate == BALANCED else None
             answers = self.run_job(settings, network, tick, "compare", **more)
             bits = network.bits_per_second
         first = answers[0]
@@ -134,9 +131,9 @@ class OnRanks(Recipe[OutOfOrderSettings]):
             "gradient bytes": first["gradient_bytes"],
             "final weights bit-identical to ddp, on all ranks": ", ".join(identical(answers)) or "none",
             "cluster": {
-                "hosts": hosts,
+                "hosts": settings.hosts,
                 "rate_bits": bits,
-                "batch_size": more.get("batch_size", settings.batch_size),
+                "batch_size": settings.batch_size,
                 "k": first["k"],
                 "bucket_bytes": BUCKET_BYTES,
                 "communication_processor_ms": first["communication_processor_ms"],
@@ -148,12 +145,6 @@ class OnRanks(Recipe[OutOfOrderSettings]):
         if balanced:
             facts["balanced"] = balanced
         return Measured(rows, facts)
-
-
-_FOR_RANKS = (
-    *("model", "data", "optimizer", "batch_size", "variants", "rounds", "warmup_rounds", "steps", "seed"),
-    *("layer_bucket_mb", "search_steps", "epochs"),
-)
 
 
 def identical(answers: list[dict[str, Any]]) -> list[str]:
@@ -172,22 +163,15 @@ def strongest_peer(point: Point) -> str | None:
     return min(peers, key=lambda name: spread(point.values(name, "step")).median, default=None)
 
 
-def ratio(point: Point | None, reference: str | None, name: str) -> Spread | None:
-    """How many times faster `name` steps than `reference`; None if one of them was not measured."""
-    if point is None or reference is None or not point.has(reference, "step") or not point.has(name, "step"):
-        return None
-    return speedup(point.values(reference, "step"), point.values(name, "step"))
-
-
 def bound_ms(point: Point) -> list[float]:
     """In each round the longer of computation and communication: no schedule can step faster."""
     bounds = [point.values(name, "step") for name in (COMPUTE, COMMUNICATION) if point.has(name, "step")]
     return [max(values) for values in zip(*bounds, strict=True)]
 
 
-def bound_fraction(point: Point | None, name: str) -> Spread | None:
+def bound_fraction(point: Point, name: str) -> Spread | None:
     """Which part of the bound's speed a variant reaches, in each round."""
-    if point is None or not point.has(name, "step") or not point.has(COMPUTE, "step"):
+    if not point.has(name, "step") or not point.has(COMPUTE, "step"):
         return None
     return speedup(bound_ms(point), point.values(name, "step"))
 

@@ -10,7 +10,7 @@ from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import OutOfOrderSettings
-from retime.recipes.ooo.cases import case_of
+from retime.recipes.ooo.cases import of_case
 from retime.recipes.ooo.cluster import OnRanks
 from retime.recipes.ooo.variants import label
 
@@ -24,11 +24,9 @@ class Convergence(CaseRecipe[OutOfOrderSettings], OnRanks):
         return {}
 
     def measure(self, settings: OutOfOrderSettings, at: dict[str, Any], tick: Tick) -> Measured:
-        case = case_of(settings, at["case"])
-        rate = case.pop("rate", settings.rate)
-        with self.network(settings, settings.hosts, rate) as network:
-            more = {"batches": case.pop("steps", settings.steps), **case}
-            answers = self.run_job(settings, network, tick, "losses", **more)
+        case = of_case(settings, at["case"])
+        with self.network(case, case.hosts, case.rate) as network:
+            answers = self.run_job(case, network, tick, "losses", batches=case.steps)
         found = answers[0]["variants"]
         rows = [Row(name, "loss", "nats", one["losses"]) for name, one in found.items()]
         same = [
@@ -65,11 +63,7 @@ class Convergence(CaseRecipe[OutOfOrderSettings], OnRanks):
         ]
 
     def draw(self, result: Result, path: Path) -> None:
-        if len(result.points) == 1:
-            drawing, axes = charts.figure(titled(result))
-            panels = [axes]
-        else:
-            drawing, panels = charts.panels(titled(result), len(result.points))
+        drawing, panels = charts.one_or_panels(titled(result), len(result.points))
         for axes, point in zip(panels, result.points, strict=True):
             for index, name in enumerate(point.variants("loss")):
                 # the curves cover each other, so each is drawn thinner than the one before

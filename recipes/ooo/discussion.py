@@ -25,9 +25,6 @@ _DEVICES, _CLUSTER = 16, "Pub-A"
 class Discussion(SimulatedRecipe):
     """Two numbers of the text are given to the simulator, computation and baseline's overhead; the others come out."""
 
-    def points(self, settings: SimulatedSettings) -> list[dict[str, Any]]:
-        return [{}]
-
     def measure(self, settings: SimulatedSettings, at: dict[str, Any], tick: Tick) -> Measured:
         costs, setting = discussed(settings)
         share = network_share(settings, costs, setting)
@@ -67,15 +64,15 @@ class Discussion(SimulatedRecipe):
         deferred_ms = point.facts["W2 to W45 (ms)"]
         further_ms = overhead[base] - overhead[ours] - deferred_ms
         speed = point.values(base, "step")[0] / point.values(ours, "step")[0]
-        given = "given"
-        return [
-            Comparison(claims.COMPUTE_MS, spread(point.values(base, "computation")), given),
-            Comparison(claims.OVERHEAD_MS, spread([overhead[base]]), given),
-            Comparison(claims.DEFERRED_MS, spread([deferred_ms]), "simulated"),
-            Comparison(claims.FURTHER_MS, spread([further_ms]), "simulated: what remains of the gain"),
-            Comparison(claims.REMAINING_MS, spread([overhead[ours]]), "simulated"),
-            Comparison(claims.SPEEDUP, spread([speed]), "simulated"),
-        ]
+        values = {
+            "compute": (point.values(base, "computation")[0], "given"),
+            "overhead": (overhead[base], "given"),
+            "discussion-deferred": (deferred_ms, "simulated"),
+            "discussion-further": (further_ms, "simulated: what remains of the gain"),
+            "discussion-remaining": (overhead[ours], "simulated"),
+            "discussion-speedup": (speed, "simulated"),
+        }
+        return [Comparison(claims.claim(name), spread([value]), note) for name, (value, note) in values.items()]
 
     def notes(self, result: Result) -> list[str]:
         (point,) = result.points
@@ -100,10 +97,9 @@ class Discussion(SimulatedRecipe):
         names = point.variants("step")
         parts = ("computation", "communication overhead")
         bars = {name: {part: point.values(name, part)[0] for part in parts} for name in names}
-        bars["BytePS (paper)"] = dict(zip(parts, (claims.COMPUTE_MS.value, claims.OVERHEAD_MS.value), strict=True))
-        bars["reverse first-45 (paper)"] = dict(
-            zip(parts, (claims.COMPUTE_MS.value, claims.REMAINING_MS.value), strict=True)
-        )
+        for name, second in (("BytePS", "overhead"), ("reverse first-45", "discussion-remaining")):
+            numbers = [claims.claim(claim).value for claim in ("compute", second)]
+            bars[f"{name} (paper)"] = dict(zip(parts, numbers, strict=True))
         totals = {name: spread([sum(bar.values())]) for name, bar in bars.items()}
         charts.stacked_bars(axes, bars, "one training step (ms)", totals)
         charts.save(drawing, path)

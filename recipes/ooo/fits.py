@@ -2,22 +2,22 @@
 
 import copy
 import gc
+import os
 import statistics
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import Strategy
 from torch import nn
 
-from retime.callbacks import StepTimeline
 from retime.mechanisms.out_of_order import OutOfOrderReport
-from retime.recipes.core.idle_clock import IdleClock
-from retime.recipes.core.trainer_loop import Batch, Run, Training, train
+from retime.recipes.core.trainer_loop import Batch, Run, Training, step_phases, train
 from retime.recipes.ooo.variants import COMMUNICATION, COMPUTE, alone, variant
 from retime.strategies import OOODataParallelStrategy
 
@@ -26,6 +26,46 @@ WARMUP_STEPS = 4
 and what it leaves to the next forward pass shows in the fourth."""
 BUCKET_BYTES = 25 * 2**20
 """DistributedDataParallel's default bucket_cap_mb."""
+
+
+class IdleClock(Callback):
+    """Milliseconds a step in which this process's cores had nothing to do, kernel and other processes included.
+
+    Only a process pinned to cores of its own learns something from it. The kernel counts in ticks of 10 ms, so it takes
+    a few steps.
+
+    Args:
+        warm_up: steps that are not counted.
+    """
+
+    def __init__(self, warm_up: int) -> None:
+        self._warm_up = warm_up
+        self._steps = 0
+        self._began = self._ended = 0.0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._steps += 1
+        if self._steps == self._warm_up:
+            self._began = _idle_ms()
+        elif self._steps > self._warm_up:
+            self._ended = _idle_ms()
+
+    @property
+    def idle_ms(self) -> float:
+        """Of each counted step, all cores together.
+
+        Raises:
+            ValueError: no step was counted.
+        """
+        counted = self._steps - self._warm_up
+        if counted < 1:
+            raise ValueError(f"{self._steps} steps leave none to count after {self._warm_up} of warm-up: train longer")
+        return max(0.0, self._ended - self._began) / counted
+
+
+def _idle_ms() -> float:
+    times = psutil.cpu_times(percpu=True)
+    return float(1e3 * sum(times[core].idle + times[core].iowait for core in os.sched_getaffinity(0)))
 
 
 @dataclass(frozen=True)
@@ -103,10 +143,7 @@ class Fits:
 
     def phases_ms(self, name: str) -> dict[str, float]:
         """Where the steps of one more fit spend their time, as `StepTimeline` sees it: medians over its steps."""
-        timeline = StepTimeline(every_n_steps=1, warm_up=WARMUP_STEPS, log=False, png=False, trace=False, page=False)
-        self.fit(name, callbacks=[timeline])
-        steps = [timing.metrics() for timing in timeline.timings]
-        return {phase: statistics.median(step[phase] for step in steps) for phase in steps[0]}
+        return step_phases(lambda timeline: self.fit(name, callbacks=[timeline]), WARMUP_STEPS)
 
     def communication_ms(self, repeats: int = 3) -> float:
         """Milliseconds to all-reduce as many bytes as the gradients have, in DDP's buckets, with nothing beside it."""

@@ -5,27 +5,22 @@ sleep for the times measured on a real rank. The simulated part of the figure is
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from retime.foundations.measure import LayerTimes
 from retime.recipes.core import charts
-from retime.recipes.core.claims import Claim, Comparison, show
+from retime.recipes.core.claims import Comparison, show
 from retime.recipes.core.measure import Spread, spread
-from retime.recipes.core.of_points import titled
+from retime.recipes.core.of_points import ratio, titled
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result
 from retime.recipes.core.schema import OutOfOrderSettings
-from retime.recipes.ooo.cluster import PAPER, OnRanks, best_of_ours, bound_ms, bound_notes, ratio
+from retime.recipes.ooo.claims import claim
+from retime.recipes.ooo.cluster import OnRanks, best_of_ours, bound_ms, bound_notes
 from retime.recipes.ooo.variants import COMMUNICATION, COMPUTE, label
 
 REAL, EMULATED = "real", "emulated"
-PUBLISHED = (
-    Claim(PAPER, "Figure 10 (a)", "x", 1.153, "most over BytePS, 8 Titan XP"),
-    Claim(PAPER, "Figure 10 (b)", "x", 1.271, "most over BytePS, 20 P100, ResNet-101"),
-    Claim(PAPER, "Figure 10 (c)", "x", 1.265, "most over BytePS, 16 V100, ResNet-50"),
-)
 
 
 class Hosts(OnRanks):
@@ -51,10 +46,9 @@ class Hosts(OnRanks):
     def measure(self, settings: OutOfOrderSettings, at: dict[str, Any], tick: Tick) -> Measured:
         hosts = at["hosts"]
         costs = self._costs(settings, min(hosts, len(os.sched_getaffinity(0))), tick)
-        more: dict[str, Any] = {"sleeping": costs["layers"]} if at["compute"] == EMULATED else {}
-        if hosts == 1:
-            more["variants"] = [name for name in settings.variants if name.startswith("ddp")]
-        measured = self.compare_variants(settings, tick, hosts, settings.rate, **more)
+        sleeping = costs["layers"] if at["compute"] == EMULATED else None
+        names = [name for name in settings.variants if hosts > 1 or name.startswith("ddp")]
+        measured = self.compare_variants(replace(settings, hosts=hosts, variants=names), tick, sleeping=sleeping)
         measured.facts["layers"] = costs["layers"]
         measured.facts["cluster"]["update_ms"] = costs["update_ms"]
         return measured
@@ -67,14 +61,14 @@ class Hosts(OnRanks):
         return self._known_costs[busy]
 
     def compare(self, result: Result) -> list[Comparison]:
-        found = []
+        ratios = []
         for point in result.points:
             if point.at["compute"] == REAL and point.has("priority", "step"):
                 ours = best_of_ours(point)
                 over = ratio(point, "priority", ours) if ours else None
-                found.append((over, f"{point.at['hosts']} hosts, over a peer that sends by priority"))
-        lines = found or [(None, "no peer here sends by priority, as BytePS does")]
-        return [Comparison(claim, over, note) for claim in PUBLISHED for over, note in lines]
+                ratios.append((over, f"{point.at['hosts']} hosts, over a peer that sends by priority"))
+        lines = ratios or [(None, "no peer here sends by priority, as BytePS does")]
+        return [Comparison(claim(f"hosts-{part}"), over, note) for part in "abc" for over, note in lines]
 
     def notes(self, result: Result) -> list[str]:
         lines = []
@@ -96,11 +90,7 @@ class Hosts(OnRanks):
 
     def draw(self, result: Result, path: Path) -> None:
         kinds = [kind for kind in (REAL, EMULATED) if any(point.at["compute"] == kind for point in result.points)]
-        if len(kinds) == 1:
-            drawing, axes = charts.figure(titled(result))
-            panels = [axes]
-        else:
-            drawing, panels = charts.panels(titled(result), len(kinds), sharey=True)
+        drawing, panels = charts.one_or_panels(titled(result), len(kinds), sharey=True)
         for axes, kind in zip(panels, kinds, strict=True):
             points = sorted((point for point in result.points if point.at["compute"] == kind), key=_order)
             names = dict.fromkeys(
@@ -120,39 +110,6 @@ class Hosts(OnRanks):
         panels[0].set_ylabel("samples per second, all hosts")
         panels[-1].legend(fontsize=8)
         charts.save(drawing, path)
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """A measured point as a simulator wants it. Times in milliseconds, rates in bits per second of one link."""
-
-    hosts: int
-    compute: str
-    batch_size: int
-    rate_bits: float | None
-    gloo_bits: float | None
-    bucket_bytes: int
-    update_ms: float
-    k: int | None
-    layers: list[LayerTimes]
-    step_ms: dict[str, Spread]
-
-
-def calibration(point: Point) -> Calibration:
-    """What a point of `ooo_fig10` holds for a simulator; `step_ms` has the bounds `compute` and `communication` too."""
-    cluster = point.facts["cluster"]
-    return Calibration(
-        hosts=cluster["hosts"],
-        compute=point.at["compute"],
-        batch_size=cluster["batch_size"],
-        rate_bits=cluster["rate_bits"],
-        gloo_bits=cluster["gloo_bits"],
-        bucket_bytes=cluster["bucket_bytes"],
-        update_ms=cluster["update_ms"],
-        k=cluster["k"],
-        layers=[LayerTimes(**one) for one in point.facts["layers"]],
-        step_ms={row.variant: row.spread for row in point.rows if row.quantity == "step"},
-    )
 
 
 def throughput(point: Point, step_ms: list[float]) -> Spread:

@@ -13,7 +13,7 @@ from typing import Any
 
 from retime.recipes.core import charts
 from retime.recipes.core.of_points import titled
-from retime.recipes.core.recipe import Measured, Recipe, Tick
+from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
 from retime.recipes.core.results import Result, Row
 from retime.recipes.core.schema import PaperPipelineSettings
 from retime.recipes.ooo.pipeline_scaling import STEP, case_of
@@ -77,18 +77,10 @@ class Hybrid:
         ).makespan_ms
 
 
-class Hybrids(Recipe[PaperPipelineSettings]):
+class Hybrids(CaseRecipe[PaperPipelineSettings]):
     """A point a case; every k is tried."""
 
-    axes = ("cases",)
-
-    def _open(self, settings: PaperPipelineSettings, folder: Path) -> Result:
-        result = super()._open(settings, folder)
-        result.simulated = True
-        return result
-
-    def points(self, settings: PaperPipelineSettings) -> list[dict[str, Any]]:
-        return [{"case": name} for name in settings.cases]
+    simulated = True
 
     def blocks(self, settings: PaperPipelineSettings) -> int | None:
         return 2

@@ -4,17 +4,16 @@ from pathlib import Path
 from typing import Any
 
 from retime.recipes.core import charts
-from retime.recipes.core.claims import Claim, Comparison
+from retime.recipes.core.claims import Comparison
 from retime.recipes.core.measure import Spread, spread
 from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
 from retime.recipes.core.results import Point, Result
 from retime.recipes.core.schema import OutOfOrderSettings
-from retime.recipes.ooo.cases import case_of
-from retime.recipes.ooo.cluster import FIRST_PEAK, MIB, PAPER, PEAK, OnRanks
+from retime.recipes.ooo.cases import of_case
+from retime.recipes.ooo.claims import claim
+from retime.recipes.ooo.cluster import FIRST_PEAK, MIB, PEAK, OnRanks
 from retime.recipes.ooo.variants import label
-
-OVERHEAD = Claim(PAPER, "section 8.3", "%", 1.0, "memory that reordering adds, less than")
 
 
 class Memory(CaseRecipe[OutOfOrderSettings], OnRanks):
@@ -26,11 +25,7 @@ class Memory(CaseRecipe[OutOfOrderSettings], OnRanks):
         return {}
 
     def measure(self, settings: OutOfOrderSettings, at: dict[str, Any], tick: Tick) -> Measured:
-        case = case_of(settings, at["case"])
-        names = case.pop("variants", settings.variants)
-        with self.network(settings, settings.hosts, case.pop("rate", settings.rate)) as network:
-            rows, facts = self.peak_rows(settings, network, tick, names, **{**case, "k": None})
-        return Measured(rows, facts)
+        return self.peaks(of_case(settings, at["case"]), tick)
 
     def compare(self, result: Result) -> list[Comparison]:
         lines = []
@@ -38,7 +33,7 @@ class Memory(CaseRecipe[OutOfOrderSettings], OnRanks):
             for name in point.variants(PEAK):
                 if name.startswith("ooo_"):
                     remark = f"{point.at['case']}, {label(name)}; above an idle process with a group"
-                    lines.append(Comparison(OVERHEAD, overhead_percent(point, name), remark))
+                    lines.append(Comparison(claim("memory"), overhead_percent(point, name), remark))
         return lines
 
     def notes(self, result: Result) -> list[str]:
@@ -66,7 +61,9 @@ class Memory(CaseRecipe[OutOfOrderSettings], OnRanks):
         peaks = [f"{point.at['case']}\nDDP: {spread(point.values('ddp', PEAK)).median:.0f} MiB" for point in points]
         axes.set_xticks(range(len(points)), peaks)
         axes.axhline(0, color=charts.GREY, linewidth=1, linestyle="--", label="DDP")
-        axes.axhline(OVERHEAD.value, color=charts.GREY, linewidth=1, linestyle=":", label="the paper's: less than this")
+        axes.axhline(
+            claim("memory").value, color=charts.GREY, linewidth=1, linestyle=":", label="the paper's: less than this"
+        )
         axes.set_ylabel("peak memory of a fit over DDP's, one rank (%)")
         charts.legend_beside(axes)
         charts.save(drawing, path)

@@ -7,18 +7,19 @@ those of `PipelineStep`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from retime.mechanisms.pipeline import Costs, Planner
 from retime.recipes.core import charts
-from retime.recipes.core.claims import Claim, Comparison, Target
+from retime.recipes.core.claims import Comparison, Target
 from retime.recipes.core.measure import Spread, speedup, spread
 from retime.recipes.core.of_points import titled
-from retime.recipes.core.recipe import Measured, Recipe, Tick
+from retime.recipes.core.published import paper
+from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import PipelineSettings
 from retime.recipes.emulated import (
@@ -30,44 +31,21 @@ from retime.recipes.emulated import (
     run_ranks,
     unavailable,
 )
+from retime.recipes.ooo.cases import of_case
+from retime.recipes.ooo.claims import claim, target
 from retime.recipes.ooo.pipeline_worker import schedule_of, serve
 
 STEP = "step"
 GPIPE, ZBV = "gpipe", "zbv"
 OURS = "ooo2"
-_OF_A_CASE = (
-    *("ranks", "layers", "micro_batches", "unit_ms", "schedules", "rate", "message_kib", "rounds", "steps"),
-    *("layers_per_stage", "model", "data", "batch_size", "peers"),
-)
-_TO_RANKS = (
-    *("layers", "layers_per_stage", "micro_batches", "unit_ms", "schedules", "message_kib"),
-    *("steps", "rounds", "warmup_rounds", "seed"),
-)
-OVER = {
-    (4, OURS, GPIPE): Target("out-of-order pipeline with modulo allocation over GPipe", "x", 1.5),
-    (4, OURS, ZBV): Target("over ZBV", "x", 1.1),
-    (4, OURS, "interleaved_zero_bubble"): Target("over interleaved zero bubble", "x", 1.0),
-    (8, "ooo@32", ZBV): Target("out-of-order pipeline over ZBV at its activation memory", "x", 1.0),
-    (8, "ooo@51", ZBV): Target("out-of-order pipeline over ZBV with 1.6 times its activation memory", "x", 1.08),
-    (8, OURS, "interleaved_zero_bubble"): Target("over interleaved zero bubble", "x", 1.0),
-}
-"""By ranks, schedule and peer."""
-KEPT = Target(
-    "most layers' activations alive on a rank, modulo allocation over fast-forwarding alone", "x", 1.0, at_most=True
-)
 PAPERS_RANKS = 4
-PAPER = Claim("Oh et al. 2022", "section 8.4.1", "x", 1.5, "OOO-Pipe2 over GPipe, 16 layers on 4 GPUs")
-SIMULATED = Target("largest difference of a schedule's step from its simulation", "%", 5.0, at_most=True)
 
 
-class PipelineTargets(Recipe[PipelineSettings]):
+class PipelineTargets(CaseRecipe[PipelineSettings]):
     """A point a case."""
 
-    axes = ("cases",)
     quantity = STEP
-
-    def points(self, settings: PipelineSettings) -> list[dict[str, Any]]:
-        return [{"case": name} for name in settings.cases]
+    on_cpu = "runs ranks that sleep"
 
     def blocks(self, settings: PipelineSettings) -> int | None:
         cases = [of_case(settings, name) for name in settings.cases]
@@ -78,18 +56,12 @@ class PipelineTargets(Recipe[PipelineSettings]):
 
     def measure(self, settings: PipelineSettings, at: dict[str, Any], tick: Tick) -> Measured:
         case = of_case(settings, at["case"])
-        if case.hardware.device != "cpu":
-            raise ValueError(f"{case.name} runs ranks that sleep: choose hardware=cpu")
-        request = {name: getattr(case, name) for name in _TO_RANKS}
+        request = {**asdict(case), "do": "sleeping"}
         with _network(case) as network:
             answers = run_ranks(network, serve, request, timeout_s=case.timeout_s, progress=tick)
         hop_ms = max(one["hop_ms"] for one in answers)
         beside_ms = median(one["beside_ms"] for one in answers)
-        rows, simulated = [], {}
-        for schedule in case.schedules:
-            rounds = zip(*(one["ms"][schedule] for one in answers), strict=True)
-            rows.append(Row(schedule, STEP, "ms", [round(max(values), 3) for values in rounds]))
-            simulated[schedule] = round(simulated_ms(case, schedule, hop_ms, beside_ms), 3)
+        simulated = {name: round(simulated_ms(case, name, hop_ms, beside_ms), 3) for name in case.schedules}
         facts = {
             "ranks": case.ranks,
             "simulated ms": simulated,
@@ -99,30 +71,27 @@ class PipelineTargets(Recipe[PipelineSettings]):
             "task ms": {schedule: _largest([one["tasks"][schedule] for one in answers]) for schedule in simulated},
             "layers alive": {schedule: max(one["alive"][schedule] for one in answers) for schedule in simulated},
         }
-        return Measured(rows, facts)
+        return Measured(slowest_steps(answers, case.schedules), facts)
 
     def compare(self, result: Result) -> list[Comparison]:
         lines = []
         for point in result.points:
             where = f"{point.at['case']}, emulated compute"
             known = point.variants(STEP)
-            for (ranks, ours, peer), target in OVER.items():
+            for ranks, ours, peer, least, what in paper("ooo").targets["pipelines"]:
                 if ranks == point.facts["ranks"] and ours in known and peer in known:
                     ratio = speedup(point.values(peer, STEP), point.values(ours, STEP))
                     planned = point.facts["simulated ms"][peer] / point.facts["simulated ms"][ours]
                     kept = point.facts["layers alive"]
                     note = f"{where}; simulated {planned:.3f} x; layers alive {kept[ours]:g} and {kept[peer]:g}"
                     if ranks == PAPERS_RANKS and peer == GPIPE:
-                        lines.append(Comparison(PAPER, ratio, note))
-                    lines.append(Comparison(target, ratio, note))
+                        lines.append(Comparison(claim("pipeline"), ratio, note))
+                    lines.append(Comparison(Target(what, "x", least), ratio, note))
             if OURS in known and "ooo1" in known:
                 kept = point.facts["layers alive"]
-                share = spread([kept[OURS] / kept["ooo1"]])
-                lines.append(Comparison(KEPT, share, f"{where}; {kept[OURS]:g} and {kept['ooo1']:g}; section 5.2.1"))
-            worst = max(known, key=lambda schedule: abs(error_percent(point, schedule).median))
-            error = error_percent(point, worst)
-            apart = spread([abs(value) for value in error.rounds])
-            lines.append(Comparison(SIMULATED, apart, f"{where}: {worst}"))
+                share, said = spread([kept[OURS] / kept["ooo1"]]), f"{kept[OURS]:g} and {kept['ooo1']:g}"
+                lines.append(Comparison(target("kept"), share, f"{where}; {said}; section 5.2.1"))
+            lines.append(worst_error(point))
         return lines
 
     def notes(self, result: Result) -> list[str]:
@@ -150,25 +119,14 @@ class PipelineTargets(Recipe[PipelineSettings]):
         count = len(result.points)
         drawing, panels = charts.panels(titled(result), count, width=max(7.5, 4.8 * count), height=4.8)
         for axes, point in zip(panels, result.points, strict=True):
-            schedules = point.variants(STEP)
-            for index, schedule in enumerate(schedules):
-                took = spread(point.values(schedule, STEP))
-                axes.bar(index, took.median, width=0.65, color=charts.COLOURS[0 if schedule.startswith("ooo") else 5])
-                whiskers = [[took.median - took.low], [took.high - took.median]]
-                axes.errorbar(index, took.median, yerr=whiskers, color="black", capsize=3, linewidth=1)
-                axes.annotate(
-                    f"{took.median:.0f}",
-                    (index, took.high),
-                    xytext=(0, 7),
-                    textcoords="offset points",
-                    ha="center",
-                    fontsize=8,
-                )
-            simulated = [point.facts["simulated ms"][schedule] for schedule in schedules]
-            axes.plot(range(len(schedules)), simulated, "D", color="black", markerfacecolor="none", markersize=7)
-            axes.set_xticks(range(len(schedules)), schedules, rotation=30, ha="right", fontsize=8)
+            took = steps_of(point)
+            charts.bars(axes, took, [0 if schedule.startswith("ooo") else 5 for schedule in took], rotation=30)
+            above = {"xytext": (0, 7), "textcoords": "offset points", "ha": "center", "fontsize": 8}
+            for index, step in enumerate(took.values()):
+                axes.annotate(f"{step.median:.0f}", (index, step.high), **above)
+            simulated = [point.facts["simulated ms"][schedule] for schedule in took]
+            axes.plot(range(len(took)), simulated, "D", color="black", markerfacecolor="none", markersize=7)
             axes.set_ylabel("step (ms)")
-            axes.grid(axis="x", visible=False)
             axes.margins(y=0.12)
             axes.set_title(point.at["case"], fontsize=9)
         keys = [
@@ -180,17 +138,15 @@ class PipelineTargets(Recipe[PipelineSettings]):
         charts.save(drawing, path)
 
 
-def of_case(settings: PipelineSettings, name: str) -> PipelineSettings:
-    """The settings of one case.
+def slowest_steps(answers: list[dict[str, Any]], variants: Iterable[str]) -> list[Row]:
+    """The slowest rank's steps, by variant."""
+    rounds = {name: zip(*(one["ms"][name] for one in answers), strict=True) for name in variants}
+    return [Row(name, STEP, "ms", [round(max(ms), 3) for ms in by_rank]) for name, by_rank in rounds.items()]
 
-    Raises:
-        ValueError: a key that a case cannot have.
-    """
-    case = dict(settings.cases[name])
-    unknown = [key for key in case if key not in _OF_A_CASE]
-    if unknown:
-        raise ValueError(f"cases.{name}.{unknown[0]} is no setting of a case; there are {', '.join(_OF_A_CASE)}")
-    return replace(settings, **case)
+
+def steps_of(point: Point) -> dict[str, Spread]:
+    """A point's steps by variant."""
+    return {name: spread(point.values(name, STEP)) for name in point.variants(STEP)}
 
 
 @contextlib.contextmanager
@@ -225,7 +181,14 @@ def error_percent(point: Point, schedule: str) -> Spread:
     return spread([100 * (value / simulated - 1) for value in point.values(schedule, STEP)])
 
 
-def _largest(found: list[dict[str, float]]) -> dict[str, float]:
+def worst_error(point: Point) -> Comparison:
+    """The schedule whose step is farthest from its simulation."""
+    worst = max(point.variants(STEP), key=lambda schedule: abs(error_percent(point, schedule).median))
+    apart = spread([abs(value) for value in error_percent(point, worst).rounds])
+    return Comparison(target("simulated"), apart, f"{point.at['case']}, emulated compute: {worst}")
+
+
+def _largest(by_rank: list[dict[str, float]]) -> dict[str, float]:
     """By kind, over ranks."""
-    kinds = sorted({kind for one in found for kind in one})
-    return {kind: round(max(one.get(kind, 0.0) for one in found), 3) for kind in kinds}
+    kinds = sorted({kind for one in by_rank for kind in one})
+    return {kind: round(max(one.get(kind, 0.0) for one in by_rank), 3) for kind in kinds}

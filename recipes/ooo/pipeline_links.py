@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from retime.recipes.core.claims import Comparison
-from retime.recipes.core.measure import speedup, spread
+from retime.recipes.core.measure import speedup
 from retime.recipes.core.results import Result
-from retime.recipes.ooo.pipeline import SIMULATED, STEP, PipelineTargets, error_percent
-from retime.recipes.ooo.pipeline_scaling import CLAIMS, ONE, OURS
-
-__all__ = ["PipelineLinks"]
+from retime.recipes.ooo.claims import pipelines
+from retime.recipes.ooo.pipeline import STEP, PipelineTargets, worst_error
+from retime.recipes.ooo.pipeline_scaling import ONE, OURS
 
 
 class PipelineLinks(PipelineTargets):
@@ -17,7 +16,7 @@ class PipelineLinks(PipelineTargets):
     def compare(self, result: Result) -> list[Comparison]:
         lines = []
         points = {point.at["case"]: point for point in result.points}
-        for (case, name, peer), claim in CLAIMS["Figure 11, simulated"].items():
+        for (case, name, peer), claim in pipelines("Figure 11, simulated").items():
             point = points.get(case)
             if point is None or peer == ONE or not (point.has(name, STEP) and point.has(peer, STEP)):
                 continue
@@ -25,8 +24,4 @@ class PipelineLinks(PipelineTargets):
             ours = speedup(point.values(peer, STEP), point.values(OURS, STEP))
             note = f"{case}, emulated compute: {name} over {peer}; simulated {planned:.2f}; {OURS} {ours.median:.2f}"
             lines.append(Comparison(claim, speedup(point.values(peer, STEP), point.values(name, STEP)), note))
-        for case, point in points.items():
-            worst = max(point.variants(STEP), key=lambda schedule: abs(error_percent(point, schedule).median))
-            apart = spread([abs(value) for value in error_percent(point, worst).rounds])
-            lines.append(Comparison(SIMULATED, apart, f"{case}, emulated compute: {worst}"))
-        return lines
+        return [*lines, *map(worst_error, points.values())]

@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 
 from retime.mechanisms.pipeline import Costs, PipelineError, Planner
 from retime.recipes.core import charts
-from retime.recipes.core.claims import Claim, Comparison
+from retime.recipes.core.claims import Comparison
 from retime.recipes.core.measure import spread
 from retime.recipes.core.of_points import titled
-from retime.recipes.core.published import claim_of
-from retime.recipes.core.recipe import Measured, Recipe, Tick
+from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import PaperPipelineSettings
+from retime.recipes.ooo.claims import claim, pipelines
 from retime.schedules.pipeline import (
     Placement,
     StageCosts,
@@ -53,41 +53,6 @@ NAMES = {
 }
 """Schedules as the papers call them."""
 _ASIDE = (ONE, MODEL_PARALLEL, PIPEDREAM, MEGATRON_FORWARDED)  # trains otherwise, or has the paper's technique
-_PAPER = "Oh et al. 2022"
-CLAIMS: dict[str, dict[tuple[str, str, str], Claim]] = {
-    "Figure 11, simulated": {
-        ("FFNN", PAPERS1, GPIPE): Claim(_PAPER, "section 8.4.1", "x", 1.18, "FFNN, OOO-Pipe1 over GPipe"),
-        ("FFNN", PAPERS2, GPIPE): Claim(_PAPER, "section 8.4.1", "x", 1.5, "FFNN, OOO-Pipe2 over GPipe"),
-        ("BERT-24 NVLink", PAPERS1, GPIPE): Claim(_PAPER, "Figure 11 (a)", "x", 1.15, "BERT-24, OOO-Pipe1 over GPipe"),
-        ("BERT-24 NVLink", PAPERS2, GPIPE): Claim(_PAPER, "Figure 11 (a)", "x", 1.59, "BERT-24, OOO-Pipe2 over GPipe"),
-        ("BERT-24 NVLink", PAPERS2, ONE): Claim(_PAPER, "Figure 11 (a)", "x", 3.2, "BERT-24, over one GPU"),
-        ("BERT-24 PCIe", PAPERS2, GPIPE): Claim(_PAPER, "Figure 11 (b)", "x", 1.58, "PCIe, OOO-Pipe2 over GPipe"),
-        ("BERT-24 Ethernet", PAPERS2, GPIPE): Claim(_PAPER, "Figure 11 (b)", "x", 1.48, "10 Gb, OOO-Pipe2 over GPipe"),
-        ("BERT-24 Ethernet", PAPERS2, PAPERS2 + FINE): Claim(
-            _PAPER, "section 8.4.1", "x", 2.0, "10 Gb, groups over modulo allocation at each transformer"
-        ),
-    },
-    "Figure 11 (a), RNN, simulated": {
-        ("RNN", PAPERS2, GPIPE): Claim(_PAPER, "Figure 11 (a)", "x", 1.99, "RNN, OOO-Pipe2 over GPipe"),
-        ("RNN", PAPERS2, MODEL_PARALLEL): Claim(
-            _PAPER, "Figure 11 (a)", "x", 1.47, "RNN, OOO-Pipe2 over model parallelism"
-        ),
-    },
-    "Figure 13, simulated": {
-        ("BERT-12, 8", PAPERS2, GPIPE): Claim(_PAPER, "Figure 13 (a)", "x", 1.73, "8 GPUs, OOO-Pipe2 over GPipe"),
-        ("BERT-24, 16", PAPERS2, GPIPE): Claim(_PAPER, "Figure 13 (a)", "x", 1.41, "16 GPUs (1.41 to 1.45)"),
-        ("BERT-48, 32", PAPERS2, GPIPE): Claim(_PAPER, "Figure 13 (a)", "x", 1.45, "32 GPUs (1.41 to 1.45)"),
-        ("BERT-12, 8", PAPERS2, PIPEDREAM): Claim(_PAPER, "Figure 13 (a)", "x", 1.63, "8 GPUs, over PipeDream"),
-        ("BERT-24, 16", PAPERS2, PIPEDREAM): Claim(_PAPER, "Figure 13 (a)", "x", 1.14, "16 GPUs, over PipeDream"),
-        ("BERT-48, 32", PAPERS2, PIPEDREAM): Claim(_PAPER, "Figure 13 (a)", "x", 1.25, "32 GPUs, over PipeDream"),
-        ("BERT-48, 8", PAPERS2, DAPPLE): Claim(_PAPER, "section 8.4.2", "x", 1.47, "BERT-48, 8 GPUs, over DAPPLE"),
-        ("BERT-48, 16", PAPERS2, DAPPLE): Claim(_PAPER, "section 8.4.2", "x", 1.29, "BERT-48, 16 GPUs, over DAPPLE"),
-        ("BERT-48, 16", PAPERS2, MEGATRON): Claim(
-            _PAPER, "section 8.4.2", "x", 1.136, "BERT-48, over Megatron 2 (1.136 to 1.292)"
-        ),
-    },
-}
-"""By figure: case, schedule and peer."""
 
 
 @dataclass(frozen=True)
@@ -157,21 +122,15 @@ class Case:
         return simulate_pipeline(order, placement, costs, hops=self.hops).makespan_ms
 
 
-class PipelineScaling(Recipe[PaperPipelineSettings]):
+class PipelineScaling(CaseRecipe[PaperPipelineSettings]):
     """A point a case, or one a case and number of micro-batches."""
 
-    axes: tuple[str, ...] = ("cases", "micro_batch_counts")
-
-    def _open(self, settings: PaperPipelineSettings, folder: Path) -> Result:
-        result = super()._open(settings, folder)
-        result.simulated = True
-        return result
+    axes = ("micro_batch_counts",)
+    simulated = True
 
     def points(self, settings: PaperPipelineSettings) -> list[dict[str, Any]]:
-        counts = settings.micro_batch_counts
-        if not counts:
-            return [{"case": name} for name in settings.cases]
-        return [{"case": name, "micro_batches": count} for name in settings.cases for count in counts]
+        cases, counts = super().points(settings), settings.micro_batch_counts
+        return [{**at, "micro_batches": count} for at in cases for count in counts] if counts else cases
 
     def measure(self, settings: PaperPipelineSettings, at: dict[str, Any], tick: Tick) -> Measured:
         case = case_of(settings, at["case"], Case)
@@ -199,7 +158,7 @@ class PipelineScaling(Recipe[PaperPipelineSettings]):
     def compare(self, result: Result) -> list[Comparison]:
         lines = []
         points = {point.at["case"]: point for point in result.points}
-        for (case, name, peer), claim in CLAIMS.get(result.where, {}).items():
+        for (case, name, peer), published in pipelines(result.where).items():
             point = points.get(case)
             if point is None or not (point.has(name, STEP) and point.has(peer, STEP)):
                 continue
@@ -207,7 +166,7 @@ class PipelineScaling(Recipe[PaperPipelineSettings]):
             note = f"{case}: {name} over {peer}"
             if point.has(OURS, STEP):
                 note += f"; {OURS} {point.values(peer, STEP)[0] / point.values(OURS, STEP)[0]:.2f}"
-            lines.append(Comparison(claim, spread([value]), note))
+            lines.append(Comparison(published, spread([value]), note))
         return lines + (_of_several_points(points) if result.where == "Figure 13, simulated" else [])
 
     def notes(self, result: Result) -> list[str]:
@@ -245,11 +204,13 @@ class PipelineScaling(Recipe[PaperPipelineSettings]):
                 hatch="" if index < len(charts.COLOURS) else "///",
                 label=NAMES.get(name, name),
             )
-        for (case, name, peer), claim in CLAIMS.get(result.where, {}).items():
+        for (case, name, peer), published in pipelines(result.where).items():
             for number, point in enumerate(result.points):
                 if point.at["case"] == case and name in names and point.has(peer, SPEED):
                     place = number + (names.index(name) - (len(names) - 1) / 2) * bar
-                    axes.plot(place, claim.value * point.values(peer, SPEED)[0], "o", color="black", fillstyle="none")
+                    axes.plot(
+                        place, published.value * point.values(peer, SPEED)[0], "o", color="black", fillstyle="none"
+                    )
         labels = [point.at["case"].replace(", ", ",\n") for point in result.points]
         axes.set_xticks(range(len(labels)), labels, fontsize=7)
         axes.set_ylabel("speed over one GPU")
@@ -284,15 +245,15 @@ def _of_several_points(points: dict[str, Point]) -> list[Comparison]:
         few, many = (points.get(f"{network}, {gpus}") for gpus in (8, 32))
         if few and many and few.has(PAPERS2, SPEED) and many.has(PAPERS2, SPEED):
             gain = many.values(PAPERS2, SPEED)[0] / few.values(PAPERS2, SPEED)[0]
-            lines.append(Comparison(claim_of("ooo", "figure-13-strong"), spread([gain]), f"{network}: 32 GPUs over 8"))
+            lines.append(Comparison(claim("figure-13-strong"), spread([gain]), f"{network}: 32 GPUs over 8"))
     over_pipedream = _ratios(points, ("BERT-12, 8", "BERT-24, 16", "BERT-48, 32"), PIPEDREAM, PAPERS2)
     if over_pipedream:
-        lines.append(Comparison(claim_of("ooo", "pipedream"), spread([fmean(over_pipedream)]), "weak scaling"))
+        lines.append(Comparison(claim("pipedream"), spread([fmean(over_pipedream)]), "weak scaling"))
     forwarded = _ratios(points, ("BERT-48, 8", "BERT-48, 16", "BERT-48, 24"), MEGATRON, MEGATRON_FORWARDED)
     if forwarded:
         gains = [100 * (ratio - 1) for ratio in forwarded]
         note = f"BERT-48 on 8, 16 and 24 GPUs; {max(gains):.1f} % at most"
-        lines.append(Comparison(claim_of("ooo", "megatron-forwarding"), spread([fmean(gains)]), note))
+        lines.append(Comparison(claim("megatron-forwarding"), spread([fmean(gains)]), note))
     return lines
 
 
@@ -319,9 +280,9 @@ def _draw_over_micro_batches(result: Result, path: Path) -> None:
             gains = [point.values(peer, STEP)[0] / point.values(PAPERS2, STEP)[0] for point in both]
             places = [point.at["micro_batches"] for point in both]
             axes.plot(places, gains, "o-", color=colour, label=f"over {NAMES.get(peer, peer)}", markersize=4)
-            claim = CLAIMS["Figure 13, simulated"].get((case, PAPERS2, peer))
-            if claim is not None:
-                axes.axhline(claim.value, color=colour, linestyle="--", linewidth=1)
+            published = pipelines("Figure 13, simulated").get((case, PAPERS2, peer))
+            if published is not None:
+                axes.axhline(published.value, color=colour, linestyle="--", linewidth=1)
         axes.axhline(1.0, color=charts.GREY, linewidth=1)
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:g}")

@@ -10,10 +10,11 @@ from retime.recipes.core.measure import spread
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import PaperPipelineSettings
-from retime.schedules import Schedule, Span, write_chrome_trace, write_png
+from retime.recipes.ooo.claims import pipelines
+from retime.recipes.ooo.timelines import draw_timelines, timeline_fact
+from retime.schedules import Schedule
 from retime.schedules.pipeline import (
     GREEDY,
-    PipelineTimeline,
     Placement,
     StageCosts,
     block,
@@ -35,36 +36,14 @@ from retime.schedules.pipeline import (
 STEP, IDLE, ALIVE = "step", "idle", "layers alive"
 PLAIN, FORWARDED, DEALT = "(a) conventional", "(b) fast-forwarding", "(c) modulo allocation"
 AT_ONCE = "(c) without waiting for forward passes"
-_PAPER = "Oh et al. 2022"
-CLAIMS: dict[str, dict[tuple[int, str, str], Claim]] = {
-    "Figure 5": {
-        (8, PLAIN, ""): Claim(_PAPER, "section 5.2.1", "units", 23, "step, conventional"),
-        (8, FORWARDED, ""): Claim(_PAPER, "section 5.2.1", "units", 19, "step, fast-forwarding"),
-        (8, DEALT, ""): Claim(_PAPER, "section 5.2.1", "units", 16, "step, and modulo allocation"),
-        (8, DEALT, PLAIN): Claim(_PAPER, "section 5.2.1", "x", 1.44, "modulo allocation over conventional"),
-    },
-    "Figure 6": {},
-    "Figure 12": {
-        (16, FORWARDED, PLAIN): Claim(_PAPER, "section 8.4.1", "x", 1.22, "16 layers, fast-forwarding over GPipe"),
-        (16, AT_ONCE, PLAIN): Claim(_PAPER, "section 8.4.1", "x", 1.62, "16 layers, and modulo allocation over GPipe"),
-    },
-}
-"""By figure: layers, variant and what it is held against, if anything."""
 _SHOWN = (PLAIN, FORWARDED, DEALT)
 
 
 class PipelineTimelines(Recipe[PaperPipelineSettings]):
     """A point a number of layers; the first is drawn."""
 
-    axes = ("layer_counts",)
-
-    def _open(self, settings: PaperPipelineSettings, folder: Path) -> Result:
-        result = super()._open(settings, folder)
-        result.simulated = True
-        return result
-
-    def points(self, settings: PaperPipelineSettings) -> list[dict[str, Any]]:
-        return [{"layers": count} for count in settings.layer_counts]
+    over = (("layers", "layer_counts"),)
+    simulated = True
 
     def measure(self, settings: PaperPipelineSettings, at: dict[str, Any], tick: Tick) -> Measured:
         rows, facts = [], {}
@@ -75,7 +54,8 @@ class PipelineTimelines(Recipe[PaperPipelineSettings]):
             rows.append(Row(name, IDLE, "units", [max(ran.idle_ms)]))
             rows.append(Row(name, ALIVE, "layers", [max(ran.peak_activations)]))
             if name in _SHOWN:
-                facts[_timeline_of(name)] = _boxes(ran)
+                spans = ran.timeline.spans
+                facts[timeline_fact(name)] = [(s.name, s.lane, s.start_ms, s.duration_ms, s.category) for s in spans]
         return Measured(rows, facts)
 
     def references(self, point: Point) -> dict[str, str]:
@@ -84,7 +64,7 @@ class PipelineTimelines(Recipe[PaperPipelineSettings]):
     def compare(self, result: Result) -> list[Comparison]:
         lines = []
         for point in result.points:
-            for (layers, name, over), claim in CLAIMS.get(result.where, {}).items():
+            for (layers, name, over), claim in pipelines(result.where).items():
                 if layers == point.at["layers"]:
                     took = point.values(name, STEP)[0]
                     value = point.values(over, STEP)[0] / took if over else took
@@ -104,7 +84,7 @@ class PipelineTimelines(Recipe[PaperPipelineSettings]):
         else:
             lines.append("The paper gives no numbers for this figure; what it shows is in the table.")
         if result.where == "Figure 12":
-            flush = next(point for point in result.points if point.at["layers"] == max(result_layers(result)))
+            flush = max(result.points, key=lambda point: int(point.at["layers"]))
             ratio = flush.values(PLAIN, STEP)[0] / flush.values(DEALT, STEP)[0]
             lines.append(
                 f"1.62 is reached where an output gradient does not wait for its rank's last forward pass; in the "
@@ -118,16 +98,8 @@ class PipelineTimelines(Recipe[PaperPipelineSettings]):
         return lines
 
     def draw(self, result: Result, path: Path) -> None:
-        point = result.points[0]
-        spans = [
-            Span(name, f"{title[:3]} {lane}", start, length, kind)
-            for title in _SHOWN
-            for name, lane, start, length, kind in point.facts[_timeline_of(title)]
-        ]
-        units = ", ".join(f"{title}: {point.values(title, STEP)[0]:g}" for title in _SHOWN)
-        title = f"{result.title}\n{point.at['layers']} layers, simulated; units of {units}"
-        write_png(path, spans, title=title, time_unit="units")
-        write_chrome_trace(path.with_name("trace.json"), spans, process_name=f"{result.paper}, {result.where}")
+        layers = result.points[0].at["layers"]
+        draw_timelines(result, path, _SHOWN, f"{result.title}\n{layers} layers, simulated; units of ")
 
 
 def variants(layers: int, ranks: int, micro_batches: int | None) -> dict[str, tuple[Schedule, Placement]]:
@@ -150,21 +122,8 @@ def variants(layers: int, ranks: int, micro_batches: int | None) -> dict[str, tu
     return found
 
 
-def result_layers(result: Result) -> list[int]:
-    """The numbers of layers that were simulated."""
-    return [point.at["layers"] for point in result.points]
-
-
 def _agrees(line: Comparison) -> bool:
     """Whether a value rounds to the published one."""
     assert line.measured is not None
     assert isinstance(line.against, Claim)
     return abs(line.measured.median - line.against.value) <= 0.01
-
-
-def _timeline_of(name: str) -> str:
-    return f"{name}: name, lane, start, length, kind"
-
-
-def _boxes(ran: PipelineTimeline) -> list[tuple[str, str, float, float, str]]:
-    return [(span.name, span.lane, span.start_ms, span.duration_ms, span.category) for span in ran.timeline.spans]

@@ -1,9 +1,12 @@
-"""What a rank of `ooo_pipeline_targets` runs: steps of sleeping layers through `PipelineStep`, schedule by schedule."""
+"""What a rank of the pipeline recipes runs: steps by schedule in turn, of layers that sleep or of a network's own."""
 
 from __future__ import annotations
 
+import copy
+import math
 import statistics
 import time
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -11,17 +14,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from retime.foundations.workers import Answer
+from retime.foundations.workers import Answer, by_name
 from retime.mechanisms.pipeline import PipelineStep
+from retime.recipes.core.build import CPU, build_batches, build_model, loss_of
 from retime.recipes.core.measure import interleave
 from retime.recipes.emulated import SleepingLayer
 from retime.recipes.emulated.rank import joined, tell
+from retime.recipes.ooo.torch_pipelines import TorchPipeline
 
+ONE = "one device"
 _ELEMENTS = 2**15
 """Of a layer's weight: gradients of up to 64 KiB do not wait."""
 _SAMPLES = 2
 """Of a micro-batch."""
 _PINGS = 20
+_Train = Callable[[Any], float]
+"""A step's forward and backward passes on a batch; the loss on the rank that has it, 0 on others."""
 
 
 class SleepingModel(nn.Module):
@@ -41,7 +49,7 @@ class SleepingModel(nn.Module):
         return outputs
 
 
-def steps(request: dict[str, Any]) -> dict[str, Any]:
+def sleeping(request: dict[str, Any]) -> dict[str, Any]:
     """By schedule: milliseconds of a step a round, and of the last step's tasks by kind; what a simulation needs."""
     generator = torch.Generator().manual_seed(request["seed"])
     samples, width = _SAMPLES * request["micro_batches"], request["message_kib"] * 1024 // (4 * _SAMPLES)
@@ -59,7 +67,8 @@ def steps(request: dict[str, Any]) -> dict[str, Any]:
             activation_cap=None if alive is None else alive * _SAMPLES * width * 4,
             split="fastest",
         )
-        blocks[variant] = partial(_block, pipelines[variant], model, batch, request["steps"])
+        train = partial(_pipelined, pipelines[variant], partial(_mean, model))
+        blocks[variant] = partial(_block, train, model, batch, request["steps"], pipelines[variant])
     hop_ms, beside_ms = _hop_ms(_SAMPLES * width), _beside_ms(request["unit_ms"], batch)
     times = interleave(blocks, request["rounds"], request["warmup_rounds"], tell)
     tasks = {variant: _task_ms(pipeline) for variant, pipeline in pipelines.items()}
@@ -68,6 +77,39 @@ def steps(request: dict[str, Any]) -> dict[str, Any]:
     for pipeline in pipelines.values():
         pipeline.remove()
     return {"ms": times, "hop_ms": hop_ms, "beside_ms": beside_ms, "tasks": tasks, "stages": stages, "alive": layers}
+
+
+def computing(request: dict[str, Any]) -> dict[str, Any]:
+    """By variant: milliseconds of a step a round, the loss and the norm of all gradients; of ours, also bubbles."""
+    model = build_model(request["model"], CPU, request["seed"])
+    (batch,) = build_batches(request["data"], request["batch_size"], 1)
+    blocks, pipelines, losses_and_norms = {}, {}, {}
+    for name in request["variants"]:
+        copied = copy.deepcopy(model)
+        train: _Train
+        if name == ONE:
+            train = partial(_whole, copied, request["micro_batches"])
+        elif name.startswith("torch "):
+            train = TorchPipeline(copied, name.removeprefix("torch "), request["micro_batches"], loss_of).train
+        else:
+            pipelines[name] = PipelineStep(
+                copied, microbatches=request["micro_batches"], schedule=name, split="fastest"
+            )
+            train = partial(_pipelined, pipelines[name], partial(_loss, copied))
+        loss = train(batch)  # also: the first batch runs whole in ours, and torch's stages look at shapes
+        losses_and_norms[name] = _summed(loss), math.sqrt(_summed(_squares(copied.parameters())))
+        blocks[name] = partial(_block, train, copied, batch, request["steps"])
+    times = interleave(blocks, request["rounds"], request["warmup_rounds"], tell)
+    reports = {name: pipeline.report() for name, pipeline in pipelines.items()}
+    for pipeline in pipelines.values():
+        pipeline.remove()
+    return {
+        "ms": times,
+        "loss and norm": losses_and_norms,
+        "bubble": {name: report.bubble_share for name, report in reports.items()},
+        "simulated bubble": {name: report.simulated_bubble_share for name, report in reports.items()},
+        "stages": {name: report.stages for name, report in reports.items()},
+    }
 
 
 def schedule_of(variant: str) -> tuple[str, int | None]:
@@ -82,40 +124,59 @@ def schedule_of(variant: str) -> tuple[str, int | None]:
     return schedule, int(alive) if sign else None
 
 
-def _block(pipeline: PipelineStep, model: nn.Module, batch: Tensor, count: int) -> float:
-    if not pipeline.is_spread:  # the first batch also runs whole
-        pipeline.train(lambda part: _loss(model, part), batch)
+def _block(train: _Train, model: nn.Module, batch: Any, count: int, pipeline: PipelineStep | None = None) -> float:
+    """The median step; the first batch of a pipeline, which runs whole, is not counted."""
+    if pipeline is not None and not pipeline.is_spread:
+        train(batch)
     took = []
     for _ in range(count):
         model.zero_grad()
         dist.barrier()
         start = time.perf_counter()
-        pipeline.train(lambda part: _loss(model, part), batch)
+        train(batch)
         dist.barrier()
         took.append(1000 * (time.perf_counter() - start))
     return statistics.median(took)
 
 
-def _loss(model: nn.Module, part: Tensor) -> Tensor:
+def _mean(model: nn.Module, part: Tensor) -> Tensor:
     """A loss that keeps nothing for its backward pass: what is alive are the layers'."""
     loss: Tensor = model(part).mean()
     return loss
 
 
+def _loss(model: nn.Module, part: tuple[Tensor, Tensor]) -> Tensor:
+    return loss_of(model(part[0]), part[1])
+
+
+def _pipelined(pipeline: PipelineStep, loss: Callable[[Any], Tensor], batch: Any) -> float:
+    results = pipeline.train(loss, batch)
+    return sum(result.weight * float(result.output) for result in results)
+
+
+def _whole(model: nn.Module, micro_batches: int, batch: tuple[Tensor, Tensor]) -> float:
+    """The same micro-batches one after another on rank 0; the others wait."""
+    total = 0.0
+    if dist.get_rank() == 0:
+        for part in zip(*(tensor.chunk(micro_batches) for tensor in batch), strict=True):
+            loss = _loss(model, part) * (len(part[0]) / len(batch[0]))
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+    return total
+
+
 def _task_ms(pipeline: PipelineStep) -> dict[str, float]:
     """The median of the last step's tasks on this rank, by kind; B is O and W in one."""
-    report = pipeline.report()
-    found: dict[str, list[float]] = {}
-    for span in report.spans:
-        found.setdefault(span.kind, []).append(1000 * (span.end_s - span.start_s))
-    return {kind: statistics.median(values) for kind, values in found.items()}
+    by_kind: dict[str, list[float]] = {}
+    for span in pipeline.report().spans:
+        by_kind.setdefault(span.kind, []).append(1000 * (span.end_s - span.start_s))
+    return {kind: statistics.median(values) for kind, values in by_kind.items()}
 
 
 def _alive(pipeline: PipelineStep) -> int:
     """The most stages whose activations this rank kept at once in the last step."""
-    spans = sorted(pipeline.report().spans, key=lambda span: span.start_s)
     alive = most = 0
-    for span in spans:
+    for span in sorted(pipeline.report().spans, key=lambda span: span.start_s):
         alive += {"F": 1, "W": -1, "B": -1}.get(span.kind, 0)
         most = max(most, alive)
     return most
@@ -127,7 +188,7 @@ def _beside_ms(unit_ms: float, batch: Tensor) -> float:
     pipeline = PipelineStep(model, microbatches=len(batch) // _SAMPLES, schedule="zb_h1", split="fastest")
     for _ in range(2):
         model.zero_grad()
-        pipeline.train(lambda part: _loss(model, part), batch)
+        pipeline.train(partial(_mean, model), batch)
     took = [1000 * (span.end_s - span.start_s) for span in pipeline.report().spans if span.kind != "B"]
     pipeline.remove()
     return statistics.median(took) - unit_ms
@@ -149,6 +210,17 @@ def _hop_ms(elements: int) -> float:
     return statistics.median(took[1:])
 
 
+def _squares(parameters: Iterable[Tensor]) -> float:
+    return sum(float(p.grad.double().square().sum()) for p in parameters if p.grad is not None)
+
+
+def _summed(value: float) -> float:
+    """Over ranks."""
+    total = torch.tensor(value, dtype=torch.double)
+    dist.all_reduce(total)
+    return float(total)
+
+
 def serve() -> Answer:
     """For `run_ranks`."""
-    return joined(steps)
+    return joined(by_name(sleeping, computing))

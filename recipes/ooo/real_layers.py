@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from retime.recipes.core import charts
-from retime.recipes.core.claims import Comparison, Target
+from retime.recipes.core.claims import Comparison
 from retime.recipes.core.measure import speedup, spread
 from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Recipe, Tick
-from retime.recipes.core.results import Point, Result, Row
+from retime.recipes.core.results import Point, Result
 from retime.recipes.core.schema import PipelineSettings
 from retime.recipes.emulated import loopback, run_ranks
-from retime.recipes.ooo.pipeline import of_case
-from retime.recipes.ooo.real_layers_worker import ONE, serve
+from retime.recipes.ooo.cases import of_case
+from retime.recipes.ooo.claims import target
+from retime.recipes.ooo.pipeline import STEP, slowest_steps, steps_of
+from retime.recipes.ooo.pipeline_worker import ONE, serve
 
-STEP = "step"
 OURS, GPIPE = "ooo2", "torch GPipe"
-OVER_BEST = Target("out-of-order pipeline with modulo allocation over torch's best schedule", "x", 1.0)
-OVER_GPIPE = Target("over torch's GPipe", "x", 1.1)
-APART = Target("largest relative difference of loss or gradients' norm from one device", "", 1e-4, at_most=True)
-_TO_RANKS = ("model", "data", "batch_size", "micro_batches", "steps", "rounds", "warmup_rounds", "seed")
 
 
 class RealLayers(Recipe[PipelineSettings]):
     """A point a model."""
 
-    axes = ("cases",)
+    over = (("network", "cases"),)
     quantity = STEP
-
-    def points(self, settings: PipelineSettings) -> list[dict[str, Any]]:
-        return [{"network": name} for name in settings.cases]
+    on_cpu = "runs its ranks on this machine's cores"
 
     def blocks(self, settings: PipelineSettings) -> int | None:
         cases = [of_case(settings, name) for name in settings.cases]
@@ -43,29 +39,21 @@ class RealLayers(Recipe[PipelineSettings]):
 
     def measure(self, settings: PipelineSettings, at: dict[str, Any], tick: Tick) -> Measured:
         case = of_case(settings, at["network"])
-        if case.hardware.device != "cpu":
-            raise ValueError(f"{case.name} runs its ranks on this machine's cores: choose hardware=cpu")
-        request = {name: getattr(case, name) for name in _TO_RANKS} | {"variants": _variants(case)}
+        request = {**asdict(case), "do": "computing", "variants": _variants(case)}
         answers = run_ranks(loopback(case.ranks), serve, request, timeout_s=case.timeout_s, progress=tick)
-        rows = []
-        for name in request["variants"]:
-            rounds = zip(*(one["ms"][name] for one in answers), strict=True)
-            rows.append(Row(name, STEP, "ms", [round(max(values), 3) for values in rounds]))
-        return Measured(
-            rows,
-            {
-                "ranks": case.ranks,
-                "apart": _apart(answers[0]["loss and norm"]),
-                "stages": answers[0]["stages"],
-                "bubble share by rank": {
-                    name: [round(one["bubble"][name], 3) for one in answers] for name in answers[0]["bubble"]
-                },
-                "simulated bubble share by rank": {
-                    name: [one["simulated bubble"][name] and round(one["simulated bubble"][name], 3) for one in answers]
-                    for name in answers[0]["bubble"]
-                },
-            },
-        )
+
+        def share(what: str, name: str) -> list[float | None]:
+            return [one[what][name] and round(one[what][name], 3) for one in answers]
+
+        ours = answers[0]["bubble"]
+        facts = {
+            "ranks": case.ranks,
+            "apart": _apart(answers[0]["loss and norm"]),
+            "stages": answers[0]["stages"],
+            "bubble share by rank": {name: share("bubble", name) for name in ours},
+            "simulated bubble share by rank": {name: share("simulated bubble", name) for name in ours},
+        }
+        return Measured(slowest_steps(answers, request["variants"]), facts)
 
     def compare(self, result: Result) -> list[Comparison]:
         lines = []
@@ -74,13 +62,13 @@ class RealLayers(Recipe[PipelineSettings]):
             peer = best_of_torch(point)
             if point.has(OURS, STEP) and peer is not None:
                 ratio = speedup(point.values(peer, STEP), point.values(OURS, STEP))
-                lines.append(Comparison(OVER_BEST, ratio, f"{where}: {peer}"))
+                lines.append(Comparison(target("over-best"), ratio, f"{where}: {peer}"))
             if point.has(OURS, STEP) and point.has(GPIPE, STEP):
                 ratio = speedup(point.values(GPIPE, STEP), point.values(OURS, STEP))
-                lines.append(Comparison(OVER_GPIPE, ratio, where))
+                lines.append(Comparison(target("over-gpipe"), ratio, where))
             if point.facts["apart"]:
                 name, apart = max(point.facts["apart"].items(), key=lambda entry: entry[1])
-                lines.append(Comparison(APART, spread([apart]), f"{where}: {name}"))
+                lines.append(Comparison(target("apart"), spread([apart]), f"{where}: {name}"))
         return lines
 
     def notes(self, result: Result) -> list[str]:
@@ -94,15 +82,9 @@ class RealLayers(Recipe[PipelineSettings]):
         count = len(result.points)
         drawing, panels = charts.panels(titled(result), count, width=max(7.5, 5.5 * count), height=4.8)
         for axes, point in zip(panels, result.points, strict=True):
-            names = point.variants(STEP)
-            for index, name in enumerate(names):
-                took = spread(point.values(name, STEP))
-                axes.bar(index, took.median, width=0.65, color=charts.COLOURS[_colour(name)])
-                whiskers = [[took.median - took.low], [took.high - took.median]]
-                axes.errorbar(index, took.median, yerr=whiskers, color="black", capsize=3, linewidth=1)
-            axes.set_xticks(range(len(names)), names, rotation=40, ha="right", fontsize=8)
+            took = steps_of(point)
+            charts.bars(axes, took, [_colour(name) for name in took], rotation=40)
             axes.set_ylabel("step (ms)")
-            axes.grid(axis="x", visible=False)
             axes.set_title(f"{point.at['network']}, {point.facts['ranks']} ranks", fontsize=9)
         keys = [
             charts.colour_key("gradient fast-forwarding", charts.COLOURS[0]),

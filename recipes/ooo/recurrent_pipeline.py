@@ -112,7 +112,7 @@ class Cells:
 class RecurrentPipeline(PipelineScaling):
     """A point a case: an RNN by each schedule."""
 
-    axes = ("cases",)
+    axes = ()
 
     def measure(self, settings: PaperPipelineSettings, at: dict[str, Any], tick: Tick) -> Measured:
         case = case_of(settings, at["case"], Cells)

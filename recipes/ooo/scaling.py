@@ -10,7 +10,7 @@ from rich.table import Table
 
 from retime.recipes.core import charts, tables
 from retime.recipes.core.build import build
-from retime.recipes.core.claims import Claim, Comparison, amount
+from retime.recipes.core.claims import Comparison, amount
 from retime.recipes.core.measure import spread
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
@@ -43,7 +43,7 @@ _CHECKED_BATCH = 64
 class Scaling(SimulatedRecipe):
     """A point a cluster, network model and neural network; a quantity a number of GPUs."""
 
-    axes = ("clusters", "networks", "models")
+    over = (("network", "networks"), ("cluster", "clusters"), ("model", "models"))
 
     def __init__(self) -> None:
         self._operations: dict[str, list[Operations]] = {}
@@ -56,15 +56,8 @@ class Scaling(SimulatedRecipe):
             unknown = sorted(set(getattr(settings, name)) - set(known))
             if unknown:
                 raise ValueError(f"{name}={unknown}: there are {', '.join(known)}")
-        return [
-            {"network": network, "cluster": cluster, "model": model}
-            for network in self._networks(settings)
-            for cluster in settings.clusters
-            for model in settings.models
-        ]
-
-    def detail(self, settings: SimulatedSettings, at: dict[str, Any]) -> dict[str, Any]:
-        return {"model": settings.models[at["model"]]}
+        measured = Path(settings.calibration).exists()
+        return [at for at in super().points(settings) if at["network"] != CALIBRATED or measured]
 
     def measure(self, settings: SimulatedSettings, at: dict[str, Any], tick: Tick) -> Measured:
         share = self._share(settings, at["network"])
@@ -104,11 +97,12 @@ class Scaling(SimulatedRecipe):
     def compare(self, result: Result) -> list[Comparison]:
         lines = []
         for ours, over in OVER.items():
-            for (cluster, model, devices), claim in claims.SCALING.items():
+            for (cluster, model, devices), claim in claims.scaling().items():
                 for point in _points(result, cluster=cluster, model=model):
                     note = f"simulated, {over}, network as in {point.at['network']}"
                     lines.append(Comparison(claim, spread([_gain(point, devices, ours)]), note))
-        for family, claim in claims.SMALL_NETWORKS.items():
+        for family in ("DenseNet", "MobileNet"):
+            claim = claims.claim(f"small-{family.lower()}")
             for network, ours in product(dict.fromkeys(point.at["network"] for point in result.points), OVER):
                 gains = [
                     (_gain(point, devices, ours), f"{point.at['model']} on {devices} GPUs of {point.at['cluster']}")
@@ -196,7 +190,7 @@ class Scaling(SimulatedRecipe):
                 for style, ours, label in (("o-", OURS, point.at["model"]), (".--", OURS_PRIORITY, "_nolegend_")):
                     gains = [_gain(point, number, ours) for number in devices]
                     axes.plot(devices, gains, style, color=colour, label=label, markersize=4, linewidth=1.2)
-                for (place, model, number), claim in claims.SCALING.items():
+                for (place, model, number), claim in claims.scaling().items():
                     if (place, model) == (cluster, point.at["model"]):
                         axes.plot([number], [claim.value], "*", color=colour, markersize=13, markerfacecolor="white")
             charts.even_line(axes, "the same without reordering")
@@ -206,11 +200,6 @@ class Scaling(SimulatedRecipe):
         charts.legend_below(drawing, panels[0], 7, title="stars: the paper, over BytePS", title_fontsize=8)
         charts.save(drawing, path)
         _draw_throughput(points, clusters, result, path.with_name("throughput.png"))
-
-    def _networks(self, settings: SimulatedSettings) -> list[str]:
-        """Those asked for, without the calibrated one where nothing has been measured."""
-        measured = Path(settings.calibration).exists()
-        return [name for name in settings.networks if name != CALIBRATED or measured]
 
     def _share(self, settings: SimulatedSettings, network: str) -> float:
         if self._efficiency is None:
@@ -252,11 +241,11 @@ def _points(result: Result, **at: str) -> list[Point]:
 
 def _checks(result: Result) -> list[Comparison]:
     lines = []
-    published: dict[str, Claim] = {"ResNet-50": claims.P100_RESNET_50, "ResNet-152": claims.P100_RESNET_152}
-    for model, claim in published.items():
-        found = [point for point in _points(result, model=model) if "images/s on a P100 SXM2" in point.facts]
-        if found:
-            value = spread([found[0].facts["images/s on a P100 SXM2"]])
+    for model in ("ResNet-50", "ResNet-152"):
+        checked = [point for point in _points(result, model=model) if "images/s on a P100 SXM2" in point.facts]
+        if checked:
+            value = spread([checked[0].facts["images/s on a P100 SXM2"]])
+            claim = claims.claim(f"p100-{model.lower()}")
             lines.append(Comparison(claim, value, "roofline calibrated on V100, ResNet-50"))
     return lines
 

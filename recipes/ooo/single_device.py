@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from retime.foundations.messages import DifferenceWarning, NoEffectWarning
-from retime.foundations.workers import Answer, Worker, WorkerError, closing
+from retime.foundations.workers import Worker, WorkerError, closing
 from retime.recipes.core import charts
 from retime.recipes.core.build import CPU, build_batches, build_model, loss_of
 from retime.recipes.core.claims import Claim, Comparison, Target, amount, show
@@ -44,9 +44,9 @@ from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import SingleDeviceSettings
 from retime.recipes.core.trainer_loop import Run, train
 from retime.recipes.core.verdicts import inside
-from retime.recipes.cpu_memory.allocators import ALLOCATORS, NoAllocatorError, environment_of
+from retime.recipes.cpu_memory.allocators import ALLOCATORS, environments_of
 from retime.recipes.ooo import one_step
-from retime.recipes.ooo.claims import FIGURE_7, FIGURE_9_PEAK_SHARE
+from retime.recipes.ooo.claims import claim
 
 STEP, ALIVE = "step", "alive at the peak"
 PLAIN, COMPILED, TWO_STREAMS = "plain", "compiled", "two streams"
@@ -54,7 +54,6 @@ SEARCH_STEPS = 40
 """Steps of every fit before the timed ones: what a search may take."""
 
 NOT_SLOWER = 0.99
-OVER_COMPILED = Claim("torch.compile", "inductor", "x", 1.0, "two streams over the best compiled step")
 PEAKS = 3
 """How often bytes are counted."""
 
@@ -63,17 +62,16 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
     """A point a network; a variant a number of threads, plain or compiled, or two streams, with an allocator."""
 
     quantity = STEP
+    on_cpu = "compares allocators and threads of a CPU"
 
     def references(self, point: Point) -> dict[str, str]:
         best = (fastest(point, PLAIN), fastest(point, COMPILED))
         return {f"speed over {label}": label for label in best if label is not None}
 
     def measure(self, settings: SingleDeviceSettings, at: dict[str, Any], tick: Tick) -> Measured:
-        if settings.hardware.device != "cpu":
-            raise ValueError(f"{settings.name} compares allocators and threads of a CPU: choose hardware=cpu")
         case = settings.cases[at["case"]]
         threads = torch.get_num_threads()
-        request = {"case": case, "steps": case.get("steps", settings.steps), "seed": settings.seed}
+        request = {"do": "begin", "case": case, "steps": case.get("steps", settings.steps), "seed": settings.seed}
         missing: dict[str, str] = {}
         facts: dict[str, Any] = {"missing": missing, "batch size": case["batch_size"]}
         facts |= {"reports": {}, "kept": {}, "layers": {}}
@@ -84,20 +82,21 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
             fits |= {
                 _label(f"{PLAIN}, fused_optimizer", n): {"threads": n, "fuse": True} for n in range(1, threads + 1)
             }
-        environments = _environments(settings, missing)
+        environments = environments_of(settings.allocators, settings.libraries, missing)
         with tempfile.TemporaryDirectory() as cache:
             if settings.compiled:
                 first_s = _compile(settings, request, cache, threads, missing)
                 fits |= {label: {"threads": n, "compiled": True} for label, (n, _) in first_s.items()}
                 facts["first compiled step (s)"] = {label: seconds for label, (_, seconds) in first_s.items()}
-            fits[TWO_STREAMS] = {"threads": threads, "two": True} | ({"fuse": True} if fuses else {})
+            fits[TWO_STREAMS] = {"threads": threads, "two": True, "fuse": fuses}
             for name, environment in environments.items():
                 for _ in range(settings.processes):
                     workers = {"": _worker(request, settings.timeout_s, environment, cache)}
                     with closing(workers):
                         ask = workers[""].ask
-                        found = interleave({k: partial(ask, v) for k, v in fits.items()}, settings.rounds, 0, tick)
-                    for label, answers in found.items():
+                        blocks = {label: partial(ask, {"do": "fit", **fit}) for label, fit in fits.items()}
+                        by_label = interleave(blocks, settings.rounds, 0, tick)
+                    for label, answers in by_label.items():
                         label = f"{label}, {ALLOCATORS[name].label}"
                         times.setdefault(label, []).append(statistics.median(answer["ms"] for answer in answers))
                         if answers[-1]["report"]:
@@ -124,7 +123,7 @@ class SingleDevice(CaseRecipe[SingleDeviceSettings]):
             wanted = point.settings["case"].get("wanted", NOT_SLOWER)
             against: tuple[tuple[str, Claim | Target], ...] = (
                 (PLAIN, Target("two streams over the best plain step", "x", wanted)),
-                (COMPILED, OVER_COMPILED),
+                (COMPILED, claim("over-compiled")),
             )
             for kind, row in against:
                 ours, best, over = best_gain(point, kind)
@@ -180,29 +179,16 @@ def _draw_gains(axes: Any, result: Result) -> None:
     over_compiled = [best_gain(point, COMPILED)[2] for point in result.points]
     series += [("the best, over the best compiled step", over_compiled)] if any(over_compiled) else []
     for index, (words, values) in enumerate(series):
-        shift = 0.16 * (index - (len(series) - 1) / 2)
-        there = [(number + shift, over) for number, over in enumerate(values) if over is not None]
-        places, overs = [place for place, _ in there], [over for _, over in there]
-        charts.points_with_spread(axes, places, overs, words, index)
+        places = [number + 0.16 * (index - (len(series) - 1) / 2) for number in range(len(values))]
+        charts.points_with_spread(axes, places, values, words, index)
     charts.even_line(axes, "equally fast")
     axes.set_xticks(range(len(result.points)), [p.at["case"] for p in result.points], rotation=25, ha="right")
     axes.set_ylabel("steps per second of two streams\nagainst another step (x)")
     axes.legend(fontsize=8)
 
 
-def _environments(settings: SingleDeviceSettings, missing: dict[str, str]) -> dict[str, dict[str, str]]:
-    """What processes are started with, by allocator; those that are not here go to `missing`."""
-    found = {}
-    for name in settings.allocators:
-        try:
-            found[name] = environment_of(name, settings.libraries)
-        except NoAllocatorError as error:
-            missing[name] = str(error)
-    return found
-
-
 def _worker(request: dict[str, Any], timeout_s: float, environment: dict[str, str], cache: str) -> Worker:
-    return Worker(serve, request, timeout_s, environment={**environment, "TORCHINDUCTOR_CACHE_DIR": cache})
+    return Worker(Server, request, timeout_s, environment={**environment, "TORCHINDUCTOR_CACHE_DIR": cache})
 
 
 def _compile(
@@ -215,7 +201,7 @@ def _compile(
         try:
             workers = {"": _worker(request, settings.compile_limit_s, {}, cache)}
             with closing(workers):
-                found[label] = number, round(workers[""].ask({"threads": number, "compile": True}), 2)
+                found[label] = number, round(workers[""].ask({"do": "compile", "threads": number}), 2)
         except WorkerError as error:
             took_long = f"compiling takes more than {settings.compile_limit_s:g} s (compile_limit_s)"
             missing[label] = took_long if "no answer" in str(error) else str(error).strip().splitlines()[0]
@@ -230,14 +216,14 @@ def _look(
     facts: dict[str, Any],
 ) -> list[Row]:
     """One step of either kind goes to `facts`; rows of what is alive at the peak, unless nobody can count here."""
-    workers = {"": Worker(serve, request, settings.timeout_s, environment=environment)}
+    workers = {"": Worker(Server, request, settings.timeout_s, environment=environment)}
     rows = []
     with closing(workers):
         ask = workers[""].ask
-        facts |= ask({"threads": threads, "steps": True})
+        facts |= ask({"do": "both_steps", "threads": threads})
         try:
             for label, two in ((PLAIN, False), (TWO_STREAMS, True)):
-                peaks = [ask({"threads": threads, "alive": two}) for _ in range(PEAKS)]
+                peaks = [ask({"do": "peak_bytes", "threads": threads, "two": two}) for _ in range(PEAKS)]
                 rows.append(Row(label, ALIVE, "MiB", [round(peak / 2**20, 4) for peak in peaks]))
         except WorkerError as error:
             facts["missing"][ALIVE] = str(error)
@@ -246,21 +232,20 @@ def _look(
 
 def _papers(result: Result) -> Iterator[Comparison]:
     """The paper's numbers, of speed and of memory."""
-    for claim in FIGURE_7:
-        network = claim.what.partition(",")[0]
+    for published in (claim(f"figure-7-{network}") for network in ("mobilenet", "densenet", "resnet")):
+        network = published.what.partition(",")[0]
         for point in result.points:
             over = best_gain(point, PLAIN)[2]
             if over is not None and point.at["case"].startswith(network):
                 note = f"the paper's: a V100, over XLA, kernels issued ahead; here a CPU, {point.at['case']}"
-                yield Comparison(claim, over, note)
+                yield Comparison(published, over, note)
     for point in filter(_is_looked_at, result.points):
         if point.has(TWO_STREAMS, ALIVE):
             plain, two = (point.values(label, ALIVE) for label in (PLAIN, TWO_STREAMS))
             more = spread([100 * (ours / before - 1) for ours, before in zip(two, plain, strict=True)])
-            kept = "holds" if more.median <= FIGURE_9_PEAK_SHARE.value else "does not hold"
+            kept = "holds" if more.median <= claim("figure-9-peak").value else "does not hold"
             mib = amount(statistics.median(two) - statistics.median(plain), "MiB")
-            note = f"{point.at['case']}: {mib} more; {kept}"
-            yield Comparison(FIGURE_9_PEAK_SHARE, more, note)
+            yield Comparison(claim("figure-9-peak"), more, f"{point.at['case']}: {mib} more; {kept}")
 
 
 def _is_looked_at(point: Point) -> bool:
@@ -328,25 +313,30 @@ def verdict(over: Spread, wanted: float) -> str:
 class Server:
     """In a process of its own: the first request says what is trained, each further one what to do with it."""
 
-    def __init__(self) -> None:
-        self._request: dict[str, Any] = {}
+    def begin(self, request: dict[str, Any]) -> None:
+        """Take what is trained from this request."""
+        self._request = request
+        self._case, self._seed = request["case"], request["seed"]
 
-    def answer(self, request: dict[str, Any]) -> Any:
-        """A first request has no answer; others get steps, bytes, seconds of compiling, or a fit's times and report."""
-        if "case" in request:
-            self._request = request
-            return None
-        threads = request["threads"]
-        case, seed = self._request["case"], self._request["seed"]
-        if "steps" in request:
-            return one_step.both(case, seed, threads, self._request["layers"])
-        if "alive" in request:
-            two = request["alive"]
-            return one_step.peak_bytes(case, seed, threads, two=two, layers=self._request["layers"] if two else None)
-        torch.set_num_threads(threads)
-        if "compile" in request:
-            return self._compiled()[1]
-        return self._fit(two="two" in request, compiled="compiled" in request, fuse="fuse" in request)
+    def both_steps(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return one step of either kind."""
+        return one_step.both(self._case, self._seed, request["threads"], self._request["layers"])
+
+    def peak_bytes(self, request: dict[str, Any]) -> int:
+        """Return the most bytes alive in a plain step, or in one on two streams."""
+        layers, two = self._request["layers"] if request["two"] else None, request["two"]
+        return one_step.peak_bytes(self._case, self._seed, request["threads"], two=two, layers=layers)
+
+    def compile(self, request: dict[str, Any]) -> float:
+        """Return the seconds of compiling."""
+        torch.set_num_threads(request["threads"])
+        return self._compiled()[1]
+
+    def fit(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return a fit's median step and its strategy's report."""
+        torch.set_num_threads(request["threads"])
+        two, compiled, fuse = (bool(request.get(key)) for key in ("two", "compiled", "fuse"))
+        return self._fit(two=two, compiled=compiled, fuse=fuse)
 
     def _compiled(self) -> tuple[Any, float]:
         """The model, compiled in a first step, and the seconds of that."""
@@ -383,8 +373,3 @@ class Server:
         )
         names = None if layers is None else sorted(name.removeprefix("model.") for name in layers)  # a Loop's
         return {"ms": ms, "report": report.one_line, "on": on, "layers": names}
-
-
-def serve() -> Answer:
-    """For :class:`Worker`."""
-    return Server().answer

@@ -1,6 +1,7 @@
 """`ooo_ksweep`: throughput for every k, which the paper takes to be concave, and the search's way over it."""
 
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,12 @@ from typing import Any
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, Target
 from retime.recipes.core.measure import Spread, spread
-from retime.recipes.core.of_points import titled
+from retime.recipes.core.of_points import ratio, titled
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result
 from retime.recipes.core.schema import OutOfOrderSettings
-from retime.recipes.ooo.cluster import OnRanks, bound_ms, bound_notes, ratio, strongest_peer
+from retime.recipes.ooo.claims import target
+from retime.recipes.ooo.cluster import OnRanks, bound_ms, bound_notes, strongest_peer
 from retime.recipes.ooo.variants import label
 
 
@@ -22,7 +24,7 @@ class Sweep(OnRanks):
     def points(self, settings: OutOfOrderSettings) -> list[dict[str, Any]]:
         if not settings.ks:
             raise ValueError("ks is empty: name the k to measure, as in ks=[0,2,4]")
-        return [{}]
+        return super().points(settings)
 
     def blocks(self, settings: OutOfOrderSettings) -> int | None:
         count = len(settings.variants) + len(settings.ks) + 2
@@ -30,7 +32,7 @@ class Sweep(OnRanks):
 
     def measure(self, settings: OutOfOrderSettings, at: dict[str, Any], tick: Tick) -> Measured:
         variants = [*settings.variants, *(f"ooo_k{k}" for k in settings.ks)]
-        return self.compare_variants(settings, tick, settings.hosts, settings.rate, variants=variants)
+        return self.compare_variants(replace(settings, variants=variants), tick)
 
     def compare(self, result: Result) -> list[Comparison]:
         lines = []
@@ -43,8 +45,8 @@ class Sweep(OnRanks):
             note = f"{over.median:.2f} x over {label(peer)}" if peer and over and peer != "ddp" else ""
             lines.append(Comparison(Target(f"best k of the sweep ({best}) over ddp", "x", 1.25), found, note))
             if point.has("ooo_tuned", "step"):
-                target = Target("k='auto' slower than the best k", "%", 3.0, at_most=True)
-                lines.append(Comparison(target, within_best(point), f"auto k={point.facts['cluster']['k']}"))
+                auto = f"auto k={point.facts['cluster']['k']}"
+                lines.append(Comparison(target("sweep-search"), within_best(point), auto))
         return lines
 
     def notes(self, result: Result) -> list[str]:

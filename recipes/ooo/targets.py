@@ -7,11 +7,13 @@ from typing import Any
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Comparison, Target
 from retime.recipes.core.measure import spread
-from retime.recipes.core.of_points import titled
+from retime.recipes.core.of_points import ratio, titled
+from retime.recipes.core.published import paper
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
 from retime.recipes.core.results import Point, Result
 from retime.recipes.core.schema import OutOfOrderSettings
-from retime.recipes.ooo.cases import case_of
+from retime.recipes.ooo.cases import of_case
+from retime.recipes.ooo.claims import target
 from retime.recipes.ooo.cluster import (
     IDLE,
     MIB,
@@ -21,15 +23,11 @@ from retime.recipes.ooo.cluster import (
     bound_fraction,
     bound_notes,
     busy_ceiling,
-    ratio,
     strongest_peer,
 )
 from retime.recipes.ooo.sweep import best_fixed, fixed, search_steps, within_best
 from retime.recipes.ooo.variants import COMMUNICATION, COMPUTE, label
 
-SPEED = {"mlp": 1.25, "gpt2": 1.15, "resnet": 1.15, "unshaped": 0.97}
-BOUND_FRACTION = 0.75
-SEARCH_PERCENT, SEARCH_STEPS = 3.0, 60
 EXTRA_PERCENT = 1.0
 SHOWN = ("ddp", "ddp_layer_buckets", "ooo_tuned")
 """Variants whose steps are taken apart."""
@@ -40,35 +38,29 @@ class Targets(CaseRecipe[OutOfOrderSettings], OnRanks):
     """Each case is a point: step times of the variants, or peak memory (`kind: memory`)."""
 
     def measure(self, settings: OutOfOrderSettings, at: dict[str, Any], tick: Tick) -> Measured:
-        case = case_of(settings, at["case"])
-        kind, rate = case.pop("kind", "times"), case.pop("rate", settings.rate)
+        case, kind = of_case(settings, at["case"], "kind"), settings.cases[at["case"]].get("kind", "times")
         if kind == "times":
-            timelines = [name for name in SHOWN if name in case.get("variants", settings.variants)]
-            return self.compare_variants(settings, tick, settings.hosts, rate, **{**case, "timelines": timelines})
+            return self.compare_variants(case, tick, timelines=[name for name in SHOWN if name in case.variants])
         if kind != "memory":
             raise ValueError(f"cases.{at['case']}.kind={kind!r} is unknown: choose times or memory")
-        with self.network(settings, settings.hosts, rate) as network:
-            names = case.get("variants", settings.variants)
-            rows, facts = self.peak_rows(settings, network, tick, names, **{**case, "k": None})
-        return Measured(rows, facts)
+        return self.peaks(case, tick)
 
     def compare(self, result: Result) -> list[Comparison]:
         points = {point.at["case"]: point for point in result.points}
         lines = []
-        for case, least in SPEED.items():
+        for case, least in _speeds().items():
             if case in points:
                 ours = best_of_ours(points[case])
                 note = "; ".join(filter(None, (_peer_note(points[case], ours), _ceiling_note(points[case]))))
-                target = Target(f"{case}: out of order over Lightning's ddp", "x", least)
-                lines.append(Comparison(target, ratio(points[case], "ddp", ours) if ours else None, note))
+                wanted = Target(f"{case}: out of order over Lightning's ddp", "x", least)
+                lines.append(Comparison(wanted, ratio(points[case], "ddp", ours) if ours else None, note))
         if "mlp" in points:
             lines += _mlp(points["mlp"])
         same = [point for case, point in points.items() if case.startswith("identical")]
         if same:
             share = [100.0 * _all_identical(point) for point in same]
             cases = ", ".join(point.at["case"].removeprefix("identical_") for point in same)
-            target = Target("runs with final weights bit-identical to ddp", "%", 100.0)
-            lines.append(Comparison(target, spread([sum(share) / len(share)]), cases))
+            lines.append(Comparison(target("identical"), spread([sum(share) / len(share)]), cases))
         if "memory" in points:
             lines += _memory(points["memory"], points.get("mlp"))
         return lines
@@ -92,6 +84,12 @@ class Targets(CaseRecipe[OutOfOrderSettings], OnRanks):
         charts.save(drawing, path)
 
 
+def _speeds() -> dict[str, float]:
+    """The least speeds over ddp, by case."""
+    speeds: dict[str, float] = paper("ooo").targets["speed"]
+    return speeds
+
+
 def _is_identity(point: Point) -> bool:
     return str(point.at["case"]).startswith("identical")
 
@@ -104,13 +102,11 @@ def _fastest_ours(point: Point) -> float:
 def _draw_speeds(axes: Any, points: list[Point]) -> None:
     names = ("ddp_layer_buckets", "ooo_k0", "ooo_tuned_waiting", "ooo_tuned")
     for index, name in enumerate(names):
-        known = [(place, ratio(point, "ddp", name)) for place, point in enumerate(points)]
-        shift = (index - (len(names) - 1) / 2) * 0.17
-        places = [x + shift for x, value in known if value]
-        charts.points_with_spread(axes, places, [v for _, v in known if v], label(name), index)
+        places = [place + (index - (len(names) - 1) / 2) * 0.17 for place in range(len(points))]
+        charts.points_with_spread(axes, places, [ratio(p, "ddp", name) for p in points], label(name), index)
     for place, point in enumerate(points):
-        if point.at["case"] in SPEED:
-            axes.hlines(SPEED[point.at["case"]], place - 0.4, place + 0.4, color=charts.GREY, linewidth=2.5, alpha=0.6)
+        if (least := _speeds().get(point.at["case"])) is not None:
+            axes.hlines(least, place - 0.4, place + 0.4, color=charts.GREY, linewidth=2.5, alpha=0.6)
         ceiling = busy_ceiling(point)
         if ceiling:
             axes.hlines(ceiling.median, place - 0.4, place + 0.4, color="black", linewidth=1, linestyle=":")
@@ -148,18 +144,15 @@ def _mlp(point: Point) -> list[Comparison]:
     note = f"ddp {plain.median:.2f}" if plain else ""
     lines = []
     if ours:
-        target = Target("mlp: share of the bound max(compute, communication) reached", "x", BOUND_FRACTION)
-        lines.append(Comparison(target, bound_fraction(point, ours), note))
+        lines.append(Comparison(target("bound"), bound_fraction(point, ours), note))
     best = best_fixed(point)
     if best and point.has("ooo_tuned", "step"):
-        target = Target("mlp: k='auto' slower than the best k of a full sweep", "%", SEARCH_PERCENT, at_most=True)
         among = ", ".join(str(k) for k in fixed(point))
         note = f"auto k={point.facts['cluster']['k']}, best {best} of k={among}; ooo_ksweep has the full sweep"
-        lines.append(Comparison(target, within_best(point), note))
+        lines.append(Comparison(target("search"), within_best(point), note))
     steps = search_steps(point)
     if steps is not None:
-        target = Target("mlp: steps that k='auto' took to decide", "steps", SEARCH_STEPS, at_most=True)
-        lines.append(Comparison(target, spread([float(steps)])))
+        lines.append(Comparison(target("search-steps"), spread([float(steps)])))
     return lines
 
 
@@ -174,8 +167,8 @@ def _memory(point: Point, timed: Point | None) -> list[Comparison]:
         bucket_mib = min(point.settings.get("layer_bucket_mb", 4.0), point.facts["gradient bytes"] / MIB)
         bound = EXTRA_PERCENT / 100 * spread(plain).median + bucket_mib
         extra = spread([mine - ddp for mine, ddp in zip(point.values(ours, PEAK), plain, strict=True)])
-        target = Target(f"mlp: extra peak memory, {label(ours)} (1 % plus one bucket)", "MiB", bound, at_most=True)
-        lines.append(Comparison(target, extra))
+        wanted = Target(f"mlp: extra peak memory, {label(ours)} (1 % plus one bucket)", "MiB", bound, at_most=True)
+        lines.append(Comparison(wanted, extra))
     return lines
 
 

@@ -1,6 +1,6 @@
 """Figure 4 of out-of-order backprop: conventional, prioritised communication, reverse first-k; exact unit times."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,6 @@ _GPU, _NETWORK = "GPU", "network"
 class Timelines(SimulatedRecipe):
     """The three timelines from the loss's gradient to the end of the next forward pass, and the time of every k."""
 
-    def points(self, settings: SimulatedSettings) -> list[dict[str, Any]]:
-        return [{}]
-
     def measure(self, settings: SimulatedSettings, at: dict[str, Any], tick: Tick) -> Measured:
         timelines = {
             CONVENTIONAL: timeline(settings, 0),
@@ -42,7 +39,7 @@ class Timelines(SimulatedRecipe):
         rows += [Row(name, "GPU idle", "units", [found.idle_ms["compute"]]) for name, found in timelines.items()]
         by_k = {str(k): timeline(settings, k).makespan_ms for k in range(settings.layers)}
         facts: dict[str, Any] = {"unit times": dict(settings.units), "units by k": by_k}
-        facts |= {_timeline_of(name): boxes(found) for name, found in timelines.items()}
+        facts |= {timeline_fact(name): boxes(found) for name, found in timelines.items()}
         return Measured(rows, facts)
 
     def references(self, point: Point) -> dict[str, str]:
@@ -53,15 +50,9 @@ class Timelines(SimulatedRecipe):
         a, b, c = (point.values(name, "step")[0] for name in (CONVENTIONAL, PRIORITISED, REVERSED))
         by_k = {int(k): units for k, units in point.facts["units by k"].items()}
         optima = [k for k, units in by_k.items() if units == min(by_k.values())]
-        values = (a - b, b - c, a / c, b / c, max(optima))
-        of = (
-            claims.FIGURE_4_PRIORITISED,
-            claims.FIGURE_4_REVERSED,
-            claims.FIGURE_4_OVER_A,
-            claims.FIGURE_4_OVER_B,
-            claims.FIGURE_4_OTHER_OPTIMUM,
-        )
-        return [Comparison(claim, spread([value])) for claim, value in zip(of, values, strict=True)]
+        values = {"prioritised": a - b, "reversed": b - c, "over-a": a / c, "over-b": b / c}
+        values["other-optimum"] = max(optima)
+        return [Comparison(claims.claim(f"figure-4-{name}"), spread([value])) for name, value in values.items()]
 
     def notes(self, result: Result) -> list[str]:
         (point,) = result.points
@@ -78,20 +69,32 @@ class Timelines(SimulatedRecipe):
         ]
 
     def draw(self, result: Result, path: Path) -> None:
-        """Draw the timelines under each other, and write them as a Chrome trace beside the chart."""
         (point,) = result.points
-        spans = [
-            Span(name, f"{title[:3]} {lane}", start, length, category)
-            for title in point.variants("step")
-            for name, lane, start, length, category in point.facts[_timeline_of(title)]
-        ]
-        units = ", ".join(f"{title}: {point.values(title, 'step')[0]:g}" for title in point.variants("step"))
-        write_png(path, spans, title=f"{result.title}\nunits of {units}", time_unit="units")
-        write_chrome_trace(path.with_name("trace.json"), spans, process_name=f"{result.paper}, {result.where}")
+        draw_timelines(result, path, point.variants("step"), f"{result.title}\nunits of ")
 
 
-def _timeline_of(name: str) -> str:
+def timeline_fact(name: str) -> str:
+    """The fact that has a variant's timeline."""
     return f"{name}: name, lane, start, length, kind"
+
+
+def draw_timelines(result: Result, path: Path, variants: Sequence[str], title: str) -> None:
+    """Draw the first point's timelines under each other, and write them as a Chrome trace beside the chart.
+
+    Args:
+        result, path: as a recipe's `draw` gets them.
+        variants: whose timelines are drawn.
+        title: what stands in front of each one's units.
+    """
+    point = result.points[0]
+    spans = [
+        Span(name, f"{variant[:3]} {lane}", start, length, kind)
+        for variant in variants
+        for name, lane, start, length, kind in point.facts[timeline_fact(variant)]
+    ]
+    units = ", ".join(f"{variant}: {point.values(variant, 'step')[0]:g}" for variant in variants)
+    write_png(path, spans, title=title + units, time_unit="units")
+    write_chrome_trace(path.with_name("trace.json"), spans, process_name=f"{result.paper}, {result.where}")
 
 
 def timeline(settings: SimulatedSettings, k: int, last: Collection[int] = ()) -> Timeline:

@@ -49,11 +49,11 @@ class TorchPipeline:
     def _rank_of(stage: int, ranks: int, name: str) -> int:
         return min(stage, 2 * ranks - 1 - stage) if name in _IN_A_V else stage % ranks
 
-    def train(self, inputs: Tensor, targets: Tensor) -> float:
+    def train(self, batch: tuple[Tensor, Tensor]) -> float:
         """Add a batch's gradients to ``.grad``; returns the loss on the last stage's rank, 0 on others."""
-        first = (inputs,) if 0 in self.mine else ()
+        first = (batch[0],) if 0 in self.mine else ()
         losses: list[Tensor] = []
-        last = {"target": targets, "losses": losses} if self._stages - 1 in self.mine else {}
+        last = {"target": batch[1], "losses": losses} if self._stages - 1 in self.mine else {}
         self._schedule.step(*first, return_outputs=False, **last)
         return float(torch.stack(losses).mean()) if losses else 0.0
 

@@ -36,9 +36,22 @@ from retime.schedules import Kind, Task, TwoStreamSchedule, TwoStreamTimeline, p
 STEP, WAIT, EXECUTION, MAIN_WAITS = "step", "wait for issue", "execution", "main-stream waits"
 RATIO, HIGHEST_RATIO = "issue over execution, mean", "issue over execution, highest"
 PEAK, MOST_MORE, BLOCK_4_MORE = "peak", "most above one stream", "above one stream, end of DenseBlock-4"
+FIGURE_7 = {
+    "figure-7-mobilenet": ("MobileNet V3 (alpha=0.25)",),
+    "figure-7-densenet": ("DenseNet-121 (k=12)",),
+    "figure-7-resnet": ("ResNet-50", "ResNet-101"),
+}
+MULTI_STREAM = {
+    ("MobileNet V3 (alpha=0.25)", 32): "streams-mobilenet",
+    ("ResNet-50", 64): "streams-resnet-50",
+    ("ResNet-101", 64): "streams-resnet-101",
+}
+REORDERED_AT = ("DenseNet-121 (k=12)", 32)
+"""The text's "DenseNet-121" of 1.54."""
 _LITTLE = 0.05  # of a block's execution that the device waits, of a step before its peak
 _WIDEST = 10.7  # inches: 1,400 pixels
 _MAIN, _SUB, _ISSUE = "main", "sub", "issue"
+_FULL = "kernels with as many thread blocks as the device"
 
 Box = tuple[int, str, float, float]
 """A block (from 0), the lane, start and end in milliseconds."""
@@ -47,13 +60,10 @@ Box = tuple[int, str, float, float]
 class CountedRecipe(SimulatedRecipe):
     """A point a network and batch size. The paper's sentences are about DenseNet-121, and so are verdicts."""
 
-    axes = ("networks", "batch_sizes")
+    over = (("network", "networks"), ("batch_size", "batch_sizes"))
     quantity = STEP
     given = ""
     """What a reader has to know of this figure, in a sentence."""
-
-    def points(self, settings: SimulatedSettings) -> list[dict[str, Any]]:
-        return [{"network": name, "batch_size": size} for name in settings.networks for size in settings.batch_sizes]
 
     def measure(self, settings: SimulatedSettings, at: dict[str, Any], tick: Tick) -> Measured:
         network = counted.counted_network(at["network"], at["batch_size"], image_size=settings.image_size)
@@ -108,9 +118,9 @@ class IssueRatios(CountedRecipe):
         highest, executed = max(_values(point, HIGHEST_RATIO)[2:]), _values(point, EXECUTION)
         share = 100 * sum(executed[2:]) / sum(executed)
         what = f"{_where(point)}, at the assumed issue"
-        yield judged(claims.FIGURE_1_RATIO, highest, what, "counted kernels take other times than the paper's")
+        yield judged(claims.claim("figure-1-ratio"), highest, what, "counted kernels take other times than the paper's")
         why = "time follows arithmetic and bytes, of which the first two blocks have more"
-        yield judged(claims.FIGURE_1_SHARE, share, f"{_where(point)}, forward", why)
+        yield judged(claims.claim("figure-1-share"), share, f"{_where(point)}, forward", why)
 
     def verdicts(self, point: Point) -> Iterator[str]:
         for quantity in (RATIO, HIGHEST_RATIO):
@@ -122,7 +132,7 @@ class IssueRatios(CountedRecipe):
         drawing, panels = charts.panels(title, count, width=min(_WIDEST, 1.5 + 3.6 * count), sharey=True)
         for axes, point in zip(panels, result.points, strict=True):
             charts.pairs(axes, {which: _values(point, which) for which in (RATIO, HIGHEST_RATIO)})
-            paper = claims.FIGURE_1_RATIO.value
+            paper = claims.claim("figure-1-ratio").value
             axes.axhline(paper, color=charts.GREY, linestyle=":", label="the paper, DenseBlock-3 and 4, at most")
             charts.even_line(axes, "issue as long as execution")
             axes.set_title(_where(point), fontsize=10)
@@ -159,8 +169,8 @@ class IssueTimeline(CountedRecipe):
     def judge(self, point: Point) -> Iterator[Comparison]:
         shortest, longest = point.facts["convolutions of the last two blocks, shortest and longest (us)"]
         why = "a count of arithmetic and bytes has no floor, and no library's tiles"
-        yield judged(claims.FIGURE_2_SHORTEST, shortest, _where(point), why)
-        yield judged(claims.FIGURE_2_LONGEST, longest, _where(point), why)
+        yield judged(claims.claim("figure-2-shortest"), shortest, _where(point), why)
+        yield judged(claims.claim("figure-2-longest"), longest, _where(point), why)
 
     def verdicts(self, point: Point) -> Iterator[str]:
         waits, executed = _values(point, WAIT), _values(point, EXECUTION)
@@ -213,7 +223,7 @@ class Placements(CountedRecipe):
         last = [network.kernels(Task(Kind.W, layer))[0].thread_blocks for layer in blocks[-1]]
         full = sum(kernel.thread_blocks % CAPACITY == 0 for kernel in kernels)
         facts = {
-            "R2: kernels with as many thread blocks as the device (%)": 100 * full / len(kernels),
+            f"R2: {_FULL} (%)": 100 * full / len(kernels),
             "R2: setting up (%)": 100 * len(kernels) * SETUP_MS / sum(profile.main_ms[task] for task in second),
             "last block's weight gradients: thread blocks, how many, of": [*Counter(last).most_common(1)[0], len(last)],
             "profiled alone": {
@@ -229,16 +239,17 @@ class Placements(CountedRecipe):
         free = "hardly a kernel has just as many thread blocks as the device, so places stay free"
         late = "the main-stream waits for updates there, as weight gradients of the first blocks run late"
         other = "Algorithm 1 puts other weight gradients there, or none"
-        for region, claim, why in (("R2", claims.FIGURE_8_R2, free), ("R5", claims.FIGURE_8_R5, late)):
+        for region, why in (("R2", free), ("R5", late)):
+            claim = claims.claim(f"figure-8-{region.lower()}")
             yield judged(claim, point.facts["profiled alone"][region], "the two profiled alone", why)
             for name, why_not in ((PAPERS, why), (JOINT, other)):
                 yield judged(claim, point.values(name, f"{region} speedup")[0], name, why_not)
-        full = point.facts["R2: kernels with as many thread blocks as the device (%)"]
+        full, setup = (point.facts[f"R2: {what} (%)"] for what in (_FULL, "setting up"))
         common, how_many, of = point.facts["last block's weight gradients: thread blocks, how many, of"]
         why = "the count has no library's tiles"
-        yield judged(claims.FIGURE_8_FULL, full, _where(point), why)
-        yield judged(claims.FIGURE_8_SETUP, point.facts["R2: setting up (%)"], _where(point), "kernels take longer")
-        yield judged(claims.FIGURE_8_THREAD_BLOCKS, common, f"{how_many} of {of} kernels", why)
+        yield judged(claims.claim("figure-8-full"), full, _where(point), why)
+        yield judged(claims.claim("figure-8-setup"), setup, _where(point), "kernels take longer")
+        yield judged(claims.claim("figure-8-blocks"), common, f"{how_many} of {of} kernels", why)
 
     def verdicts(self, point: Point) -> Iterator[str]:
         for name, boxes in point.facts["boxes"].items():
@@ -300,10 +311,10 @@ class Memory(CountedRecipe):
         for name, late in ((PAPERS, behind), (JOINT, "Algorithm 1 lets weight gradients wait for later regions")):
             conventional, peak = point.values(ONE, PEAK)[0], point.values(name, PEAK)[0]
             for claim, value, what, why in (
-                (claims.FIGURE_9_MORE, point.values(name, MOST_MORE)[0], ", all layers", late),
-                (claims.FIGURE_9_MORE, point.values(name, BLOCK_4_MORE)[0], ", end of DenseBlock-4", late),
-                (claims.FIGURE_9_PEAK, 1e3 * (peak - conventional), "", "more weight gradients wait"),
-                (claims.FIGURE_9_PEAK_SHARE, 100 * (peak / conventional - 1), "", "more weight gradients wait"),
+                (claims.claim("figure-9-more"), point.values(name, MOST_MORE)[0], ", all layers", late),
+                (claims.claim("figure-9-more"), point.values(name, BLOCK_4_MORE)[0], ", end of DenseBlock-4", late),
+                (claims.claim("figure-9-peak-mb"), 1e3 * (peak - conventional), "", "more weight gradients wait"),
+                (claims.claim("figure-9-peak"), 100 * (peak / conventional - 1), "", "more weight gradients wait"),
             ):
                 yield judged(claim, value, f"{name}{what}", why)
 
@@ -354,18 +365,18 @@ class Speedups(CountedRecipe):
         gains = {at: _over_one(point, JOINT) for at, point in points.items()}
         what = "two streams alone"
         lines = [
-            judged(claim, gains[at], what, "an upper bound of this model")
-            for at, claim in claims.MULTI_STREAM.items()
+            judged(claims.claim(claim), gains[at], what, "an upper bound of this model")
+            for at, claim in MULTI_STREAM.items()
             if at in gains
         ]
-        if point := points.get(claims.REORDERED_AT):
+        if point := points.get(REORDERED_AT):
             gain = point.values(READY, STEP)[0] / point.values(JOINT, STEP)[0]
-            lines.append(judged(claims.REORDERED, gain, what, "in the layers' order they already gain most of it"))
-        of_figure_7 = (("MobileNet V3 (alpha=0.25)",), ("DenseNet-121 (k=12)",), ("ResNet-50", "ResNet-101"))
-        for claim, names in zip(claims.FIGURE_7, of_figure_7, strict=True):
+            why = "in the layers' order they already gain most of it"
+            lines.append(judged(claims.claim("reordered"), gain, what, why))
+        for claim, names in FIGURE_7.items():
             if there := [gain for (network, size), gain in gains.items() if network in names and size == 32]:
                 note = f"simulated, {what}, batch 32; not comparable: the paper's has pre-compiled issue in it"
-                lines.append(Comparison(claim, spread([max(there)]), note))
+                lines.append(Comparison(claims.claim(claim), spread([max(there)]), note))
         return lines
 
     def notes(self, result: Result) -> list[str]:
@@ -386,9 +397,9 @@ class Speedups(CountedRecipe):
             points = [point for point in result.points if point.at["batch_size"] == size]
             charts.pairs(axes, {name: [_over_one(point, name) for point in points] for name in (READY, JOINT)})
             for place, point in enumerate(points):
-                if claim := claims.MULTI_STREAM.get((point.at["network"], size)):
+                if claim := MULTI_STREAM.get((point.at["network"], size)):
                     star = {"color": charts.COLOURS[3], "markersize": 13, "markeredgecolor": "black"}
-                    axes.plot([place + 0.42], [claim.value], "*", **star)
+                    axes.plot([place + 0.42], [claims.claim(claim).value], "*", **star)
             names = [point.at["network"] for point in points]
             axes.set_xticks(range(len(points)), names, rotation=35, ha="right", fontsize=8)
             axes.set_title(f"batch {size}", fontsize=10)

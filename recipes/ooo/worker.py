@@ -1,4 +1,4 @@
-"""What the ranks of the out-of-order recipes run: `request["job"]` names one of the functions in JOBS."""
+"""What the ranks of the out-of-order recipes run: one of these functions, which a request's `do` names."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from retime.foundations.measure import LayerTimes, MemoryProbe, layer_times, update_ms
-from retime.foundations.workers import Answer
+from retime.foundations.workers import Answer, by_name
 from retime.recipes.core.build import CPU, build_batches, build_model, build_optimizer
 from retime.recipes.core.measure import interleave
 from retime.recipes.core.trainer_loop import Batch
@@ -25,14 +25,14 @@ from retime.schedules.rate import rate_text
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Measure the links, then do the job."""
+    """Measure the links, then do what `do` names."""
     bandwidth = measure_bandwidth()
     if bandwidth.gloo_bits is not None and bandwidth.tcp_bits is not None:
         tell(
             f"links carry {rate_text(bandwidth.gloo_bits)}/s in an all-reduce, {rate_text(bandwidth.tcp_bits)}/s of TCP"
         )
-    found: dict[str, Any] = JOBS[request["job"]](request)
-    return {**found, "bandwidth": asdict(bandwidth)}
+    done: dict[str, Any] = by_name(calibrate, compare, losses, memory, layers)(request)
+    return {**done, "bandwidth": asdict(bandwidth)}
 
 
 def calibrate(request: dict[str, Any]) -> dict[str, Any]:
@@ -66,11 +66,6 @@ def compare(request: dict[str, Any]) -> dict[str, Any]:
         "parameters": parameter_count(model),
         "gradient_bytes": gradient_bytes(model),
     }
-
-
-def search(request: dict[str, Any]) -> dict[str, Any]:
-    """The k that k="auto" finds here."""
-    return _search(_fits(request).search(request["search_steps"]))
 
 
 def losses(request: dict[str, Any]) -> dict[str, Any]:
@@ -147,9 +142,6 @@ def layers(request: dict[str, Any]) -> dict[str, Any]:
     found = layer_times(model, batch[0])
     update = update_ms(copy.deepcopy(model), lambda parameters: build_optimizer(request["optimizer"], parameters, {}))
     return {"layers": [asdict(one) for one in found], "update_ms": update}
-
-
-JOBS = {one.__name__: one for one in (calibrate, compare, search, losses, memory, layers)}
 
 
 def _fits(request: dict[str, Any], wrap: Callable[[list[Batch]], list[Batch]] = list) -> Fits:

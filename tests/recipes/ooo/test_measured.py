@@ -1,5 +1,6 @@
 """The out-of-order recipes that measure on ranks: variants, layer times, reports, and real runs at tiny sizes."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +9,15 @@ from hydra import compose, initialize_config_module
 from hydra.errors import ConfigCompositionException
 from lightning.pytorch.strategies import DDPStrategy
 
+from retime.recipes.core.of_points import ratio
 from retime.recipes.core.recipe import Recipe
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import Hardware, OutOfOrderSettings, register_all, settings_of
 from retime.recipes.emulated import ClusterUnavailable
-from retime.recipes.ooo.cases import case_of
-from retime.recipes.ooo.cluster import PEAK, bound_fraction, bound_ms, identical, ratio, strongest_peer
+from retime.recipes.ooo.cases import of_case
+from retime.recipes.ooo.cluster import PEAK, bound_fraction, bound_ms, identical, strongest_peer
 from retime.recipes.ooo.convergence import Convergence
-from retime.recipes.ooo.hosts import Hosts, calibration
+from retime.recipes.ooo.hosts import Hosts
 from retime.recipes.ooo.memory import Memory, overhead_percent
 from retime.recipes.ooo.sweep import Sweep, best_fixed, concavity_breaks, within_best
 from retime.recipes.ooo.targets import Targets
@@ -198,13 +200,6 @@ def test_memory_overhead_is_in_percent() -> None:
     assert extra.rounds == pytest.approx([1.5])
 
 
-def test_a_simulator_gets_what_it_is_calibrated_on() -> None:
-    found = calibration(point({"hosts": 2, "compute": "real"}, TIMES))
-    assert (found.hosts, found.compute, found.rate_bits, found.update_ms) == (2, "real", 2e9, 10.0)
-    assert found.layers[0].weight_ms == 3.0
-    assert found.step_ms["communication"].rounds == [230.0, 245.0]
-
-
 @pytest.fixture
 def _hydra() -> Any:
     register_all()
@@ -230,21 +225,21 @@ def test_wrong_settings_are_refused(override: str) -> None:
 def test_wrong_values_are_refused_before_anything_runs() -> None:
     def refused(message: str, **more: Any) -> None:
         with pytest.raises((ValueError, ClusterUnavailable), match=message):
-            Sweep().compare_variants(settings(), print, more.get("hosts", 2), more.get("rate"))
+            Sweep().compare_variants(settings(**more), print)
 
     refused("rate=2gbit needs links to shape: choose hardware=emulated", rate="2gbit")
     refused("hosts=0 is out of range", hosts=0)
     emulated = settings(hardware=Hardware("emulated", "cpu", None))
     with pytest.raises(ValueError, match="rate='fast' is no link rate"):
-        Sweep().compare_variants(emulated, print, 2, "fast")
+        Sweep().compare_variants(replace(emulated, rate="fast"), print)
     with pytest.raises(ValueError, match="not on hardware=cuda: choose hardware=emulated"):
-        Sweep().compare_variants(settings(hardware=Hardware("cuda", "cuda", None)), print, 2, None)
+        Sweep().compare_variants(settings(hardware=Hardware("cuda", "cuda", None)), print)
     with pytest.raises(ValueError, match="variant 'quick' is unknown"):
-        Sweep().compare_variants(settings(variants=["quick"]), print, 2, None)
+        Sweep().compare_variants(settings(variants=["quick"]), print)
     with pytest.raises(ValueError, match="ks is empty"):
         Sweep().points(settings())
     with pytest.raises(ValueError, match=r"cases.a.depth is no setting of a case"):
-        case_of(settings(cases={"a": {"depth": 3}}), "a")
+        of_case(settings(cases={"a": {"depth": 3}}), "a")
     with pytest.raises(ValueError, match="set emulate_compute=true"):
         Hosts().points(settings(host_counts=[1, 1000]))
 
@@ -252,7 +247,7 @@ def test_wrong_values_are_refused_before_anything_runs() -> None:
 def test_variants_are_timed_on_ranks_with_both_bounds() -> None:
     heard: list[str] = []
     variants = ["ddp", "ddp_layer_buckets", "ddp_tuned_buckets", "priority"]
-    found = Sweep().compare_variants(settings(variants=variants), heard.append, 2, None)
+    found = Sweep().compare_variants(settings(variants=variants), heard.append)
     names = {*variants, "compute", "communication"}
     assert {row.variant: len(row.values) for row in found.rows} == dict.fromkeys(names, 1)
     assert found.facts[IDENTICAL] == ", ".join(variants)

@@ -7,10 +7,13 @@ import pytest
 from hydra import compose, initialize_config_module
 from rich.console import Console
 
-from retime.recipes.core.claims import Claim
+from retime.recipes.core.claims import Claim, Target
+from retime.recipes.core.published import paper
 from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import PipelineSettings, register_all, settings_of
-from retime.recipes.ooo.pipeline import KEPT, OVER, PAPER, SIMULATED, STEP, PipelineTargets, of_case, simulated_ms
+from retime.recipes.ooo.cases import of_case
+from retime.recipes.ooo.claims import claim, target
+from retime.recipes.ooo.pipeline import STEP, PipelineTargets, simulated_ms
 from retime.recipes.ooo.pipeline_links import PipelineLinks
 
 ONE_CASE = ["~cases.eight_ranks", "~cases.eight_ranks_far"]
@@ -61,7 +64,7 @@ def test_the_targets_at_zbvs_memory_can_be_met_on_paper() -> None:
 
 
 def test_a_case_says_what_it_cannot_have() -> None:
-    with pytest.raises(ValueError, match=r"cases\.four_ranks\.stages is no setting of a case; there are ranks, layers"):
+    with pytest.raises(ValueError, match=r"cases\.four_ranks\.stages is no setting of a case; there are rounds, "):
         of_case(settings_with("+cases.four_ranks.stages=4"), "four_ranks")
     with pytest.raises(ValueError, match="'ooo2@many' has no number of layers"):
         simulated_ms(of_case(settings_with(), "four_ranks"), "ooo2@many", 0.0)
@@ -74,7 +77,8 @@ def test_steps_are_compared_with_peers_and_with_their_simulation() -> None:
     rows = [Row(schedule, STEP, "ms", values) for schedule, values in took.items()]
     result = Result("t", "recipe", "ooo-backprop", "where", "title", [Point({"case": "four_ranks"}, {}, rows, facts)])
     lines = PipelineTargets().compare(result)
-    assert [line.against for line in lines] == [PAPER, *(OVER[key] for key in OVER if key[0] == 4), KEPT, SIMULATED]
+    over = [Target(what, "x", least) for ranks, _, _, least, what in paper("ooo").targets["pipelines"] if ranks == 4]
+    assert [line.against for line in lines] == [claim("pipeline"), *over, target("kept"), target("simulated")]
     assert [line.measured.median for line in lines if line.measured] == pytest.approx([1.6, 1.6, 1.2, 0.9, 0.75, 10.0])
     assert lines[-1].note.endswith("interleaved_zero_bubble")  # shorter counts as well
 
@@ -98,11 +102,11 @@ def test_figure_11_is_compared_with_the_papers() -> None:
     facts = {"simulated ms": {"gpipe": 190.0, "ooo2_flush": 160.0, "ooo2": 100.0}}
     rows = [Row(schedule, STEP, "ms", values) for schedule, values in took.items()]
     points = [Point({"case": "BERT-24 Ethernet"}, {}, rows, facts)]
-    paper, error = PipelineLinks().compare(Result("t", "recipe", "ooo-backprop", "where", "title", points))
-    assert isinstance(paper.against, Claim)
-    assert paper.against.value == 1.48
-    assert paper.measured is not None
-    assert paper.measured.median == 1.25
-    assert paper.note.endswith("simulated 1.19; ooo2 2.00")
-    assert error.against == SIMULATED
+    published, error = PipelineLinks().compare(Result("t", "recipe", "ooo-backprop", "where", "title", points))
+    assert isinstance(published.against, Claim)
+    assert published.against.value == 1.48
+    assert published.measured is not None
+    assert published.measured.median == 1.25
+    assert published.note.endswith("simulated 1.19; ooo2 2.00")
+    assert error.against == target("simulated")
     assert error.note.endswith("gpipe")

@@ -64,7 +64,7 @@ def test_figure_4_from_the_command_line(tmp_path, monkeypatch, capsys):
 
 
 def test_only_29_28_and_25_units_give_the_papers_ratios():
-    over_a, over_b = ooo_claims.FIGURE_4_OVER_A.value, ooo_claims.FIGURE_4_OVER_B.value
+    over_a, over_b = ooo_claims.claim("figure-4-over-a").value, ooo_claims.claim("figure-4-over-b").value
     found = [(a, a - 1, c) for a in range(2, 60) for c in range(1, a) if (a / c, (a - 1) / c) == (over_a, over_b)]
     assert found == [(29, 28, 25)]
 
@@ -101,10 +101,11 @@ def test_resnet_50_on_a_v100_and_what_others_measured():
     costs = layer_costs(operations, gpu, 128)
     assert len(costs) == 54
     assert compute_ms(costs) == pytest.approx(380.0)
-    assert sum(c.weight_gradient_ms for c in costs[1:45]) == pytest.approx(ooo_claims.DEFERRED_MS.value, rel=0.05)
+    deferred = ooo_claims.claim("discussion-deferred").value
+    assert sum(c.weight_gradient_ms for c in costs[1:45]) == pytest.approx(deferred, rel=0.05)
     p100 = dataclasses.replace(P100_SXM2, efficiency=gpu.efficiency)
     images = 1e3 * 64 / compute_ms(layer_costs(operations, p100, 64))
-    assert images == pytest.approx(ooo_claims.P100_RESNET_50.value, rel=0.10)
+    assert images == pytest.approx(ooo_claims.claim("p100-resnet-50").value, rel=0.10)
 
 
 # --- systems and clusters
@@ -144,13 +145,14 @@ def test_discussion_of_section_8_3(tmp_path):
     recipe = Discussion()
     result = recipe.run(settings(recipe="retime.recipes.ooo.discussion.Discussion"), tmp_path, Console(quiet=True))
     lines = {line.against: line.measured.median for line in recipe.compare(result)}
-    assert lines[ooo_claims.COMPUTE_MS] == pytest.approx(380)
-    assert lines[ooo_claims.OVERHEAD_MS] == pytest.approx(350, abs=0.5)
-    assert lines[ooo_claims.DEFERRED_MS] == pytest.approx(85, rel=0.05)
-    assert 200 <= lines[ooo_claims.REMAINING_MS] <= 250
-    assert 1.15 <= lines[ooo_claims.SPEEDUP] <= 1.3
-    total = lines[ooo_claims.DEFERRED_MS] + lines[ooo_claims.FURTHER_MS] + lines[ooo_claims.REMAINING_MS]
-    assert total == pytest.approx(lines[ooo_claims.OVERHEAD_MS])
+    assert lines[ooo_claims.claim("compute")] == pytest.approx(380)
+    assert lines[ooo_claims.claim("overhead")] == pytest.approx(350, abs=0.5)
+    assert lines[ooo_claims.claim("discussion-deferred")] == pytest.approx(85, rel=0.05)
+    assert 200 <= lines[ooo_claims.claim("discussion-remaining")] <= 250
+    assert 1.15 <= lines[ooo_claims.claim("discussion-speedup")] <= 1.3
+    parts = ("discussion-deferred", "discussion-further", "discussion-remaining")
+    total = sum(lines[ooo_claims.claim(name)] for name in parts)
+    assert total == pytest.approx(lines[ooo_claims.claim("overhead")])
     assert result.simulated
     recipe.draw(result, tmp_path / "x.png")
 

@@ -16,11 +16,10 @@ from retime.recipes.core.results import Point, Result, Row
 from retime.recipes.core.schema import SingleDeviceSettings, register_all, settings_of
 from retime.recipes.cpu_memory import allocators
 from retime.recipes.ooo import one_step, single_device
-from retime.recipes.ooo.claims import FIGURE_9_PEAK_SHARE
+from retime.recipes.ooo.claims import claim
 from retime.recipes.ooo.single_device import (
     ALIVE,
     COMPILED,
-    OVER_COMPILED,
     PLAIN,
     SingleDevice,
     best_gain,
@@ -66,7 +65,7 @@ def test_it_measures_and_reports(settings: SingleDeviceSettings, tmp_path: Path)
     verdicts, memory = recipe.compare(result)
     assert isinstance(verdicts.against, Target)
     assert verdicts.note.startswith("linear, glibc, over plain, ")
-    assert memory.against is FIGURE_9_PEAK_SHARE
+    assert memory.against == claim("figure-9-peak")
     assert len(point.values("two streams", ALIVE)) == single_device.PEAKS
     assert any("two streams over the best plain step of the same allocator" in line for line in recipe.notes(result))
     recipe.draw(result, tmp_path / "picture.png")
@@ -93,7 +92,7 @@ def test_compiled_steps_are_measured_beside(
     assert not [reason for name, reason in point.facts["missing"].items() if name.startswith(COMPILED)]
     assert fastest(point, COMPILED) == "compiled, 1 thread, glibc"
     assert [*point.facts["first compiled step (s)"]] == ["compiled, 1 thread"]
-    assert [line.against for line in recipe.compare(result)].count(OVER_COMPILED) == 1
+    assert [line.against for line in recipe.compare(result)].count(claim("over-compiled")) == 1
     assert any("which compiles" in line for line in recipe.notes(result))
     recipe.draw(result, tmp_path / "picture.png")
 
@@ -101,14 +100,15 @@ def test_compiled_steps_are_measured_beside(
 def test_what_compiles_too_long_is_left_out_by_name(settings: SingleDeviceSettings, tmp_path: Path) -> None:
     missing: dict[str, str] = {}
     short = replace(settings, compile_limit_s=0.01)
-    request = {"case": LINEAR, "steps": 1, "seed": 0}
+    request = {"do": "begin", "case": LINEAR, "steps": 1, "seed": 0}
     assert single_device._compile(short, request, str(tmp_path), 1, missing) == {}
     assert missing == {"compiled, 1 thread": "compiling takes more than 0.01 s (compile_limit_s)"}
 
 
 def test_what_does_not_compile_is_left_out_with_the_reason(settings: SingleDeviceSettings, tmp_path: Path) -> None:
     missing: dict[str, str] = {}
-    request = {"case": {**LINEAR, "model": {"_target_": "torch.nn.Linear", "in_features": 1}}, "steps": 1, "seed": 0}
+    case = {**LINEAR, "model": {"_target_": "torch.nn.Linear", "in_features": 1}}
+    request = {"do": "begin", "case": case, "steps": 1, "seed": 0}
     assert single_device._compile(settings, request, str(tmp_path), 1, missing) == {}
     assert "out_features" in missing["compiled, 1 thread"]
 
@@ -145,7 +145,7 @@ def test_the_papers_number_stands_beside_each_case_of_its_networks() -> None:
 
     points = [point("ResNet-18", 4.0), point("ResNet-50", 2.0), point("GRU", 1.0)]
     lines = SingleDevice().compare(Result("x", "x", "x", "x", "x", points))
-    papers = [line for line in lines if line.against in single_device.FIGURE_7]
+    papers = [line for line in lines if line.against == claim("figure-7-resnet")]
     assert [line.note.rpartition(", ")[2] for line in papers] == ["ResNet-18", "ResNet-50"]
     assert [line.measured for line in papers] == [spread([1.0]), spread([2.0])]
 
@@ -157,10 +157,10 @@ def test_verdicts_follow_from_quartiles(rounds: list[float], said: str) -> None:
     assert verdict(spread(rounds), 1.1).startswith(said)
 
 
-def test_other_devices_are_refused(settings: SingleDeviceSettings) -> None:
+def test_other_devices_are_refused(settings: SingleDeviceSettings, tmp_path: Path) -> None:
     cuda = replace(settings, hardware=replace(settings.hardware, device="cuda"))
     with pytest.raises(ValueError, match="choose hardware=cpu"):
-        single_device.SingleDevice().measure(cuda, {"case": "linear"}, print)
+        single_device.SingleDevice().run(cuda, tmp_path, Console(quiet=True))
 
 
 @pytest.mark.parametrize("experiment", ["ooo_fig7", "ooo_fig7_more", "ooo_fig7_compiled"])
@@ -194,13 +194,13 @@ def test_layers_that_a_fit_chose_are_those_of_the_drawn_step(monkeypatch: pytest
     monkeypatch.setattr(single_device, "SEARCH_STEPS", 8)
     torch.set_num_threads(2)
     server = single_device.Server()
-    server.answer({"case": LINEAR, "steps": 1, "seed": 0})
-    layers = server.answer({"threads": 2, "two": True})["layers"]
+    server.begin({"case": LINEAR, "steps": 1, "seed": 0})
+    layers = server.fit({"threads": 2, "two": True})["layers"]
     assert layers is None, "still in the profile, and the first settings are plain ones"
     monkeypatch.setattr(single_device, "SEARCH_STEPS", 40)
-    layers = server.answer({"threads": 2, "two": True})["layers"]
-    server.answer({"case": LINEAR, "steps": 1, "seed": 0, "layers": layers})
-    boxes = [box.split(";") for box in server.answer({"threads": 2, "steps": True})[f"{one_step.BOXES}, two streams"]]
+    layers = server.fit({"threads": 2, "two": True})["layers"]
+    server.begin({"case": LINEAR, "steps": 1, "seed": 0, "layers": layers})
+    boxes = [box.split(";") for box in server.both_steps({"threads": 2})[f"{one_step.BOXES}, two streams"]]
     assert [int(kind) for kind, *_ in boxes].count(one_step.WEIGHT) == 1
 
 

@@ -26,9 +26,11 @@ from retime.recipes.ooo.counted_networks import (
 from retime.recipes.ooo.two_streams import (
     BLOCK_4_MORE,
     EXECUTION,
+    FIGURE_7,
     HIGHEST_RATIO,
     MAIN_WAITS,
     MOST_MORE,
+    MULTI_STREAM,
     PEAK,
     STEP,
     WAIT,
@@ -84,8 +86,8 @@ def test_figure_1_at_full_size(ran) -> None:
     highest = [[round(p.values(block, HIGHEST_RATIO)[0], 2) for block in BLOCKS] for p in result.points]
     assert highest == [[1.78, 4.33, 11.51, 6.30], [0.92, 1.80, 3.15, 3.15], [0.56, 1.05, 1.58, 2.36]]
     said = remarks(recipe, result)
-    assert [round(value, 1) for value, _ in said[claims.FIGURE_1_SHARE.what]] == [40.8, 36.7, 35.2]
-    assert [verdict.partition(":")[0] for _, verdict in said[claims.FIGURE_1_RATIO.what]] == [
+    assert [round(value, 1) for value, _ in said[claims.claim("figure-1-share").what]] == [40.8, 36.7, 35.2]
+    assert [verdict.partition(":")[0] for _, verdict in said[claims.claim("figure-1-ratio").what]] == [
         "does not hold",
         "holds",
         "does not hold",
@@ -111,8 +113,8 @@ def test_figure_2_at_full_size(ran) -> None:
     already = "does not hold, the device already waits in DenseBlock-3"
     assert f"- {MIDDLE}, batch 32: {masked}: {already}." in "\n".join(recipe.notes(result))
     said = remarks(recipe, result)
-    assert [round(us) for us, _ in said[claims.FIGURE_2_SHORTEST.what]] == [19]
-    assert [round(us) for us, _ in said[claims.FIGURE_2_LONGEST.what]] == [266]
+    assert [round(us) for us, _ in said[claims.claim("figure-2-shortest").what]] == [19]
+    assert [round(us) for us, _ in said[claims.claim("figure-2-longest").what]] == [266]
 
 
 def test_figure_2_without_issue(ran) -> None:
@@ -137,7 +139,7 @@ def test_figure_8(ran) -> None:
         assert drawn_ms + idle_ms == pytest.approx(plans[name].makespan_ms, rel=0.02), "gaps that are not drawn"
         assert next(block for block, lane, *_ in boxes if lane == "main") == 3, "the step begins with the last block"
     said = remarks(recipe, result)
-    assert [len(said[claim.what]) for claim in (claims.FIGURE_8_R2, claims.FIGURE_8_R5)] == [3, 3]
+    assert [len(said[claim.what]) for claim in (claims.claim("figure-8-r2"), claims.claim("figure-8-r5"))] == [3, 3]
     notes = "\n".join(recipe.notes(result))
     assert f"{PAPERS}: DenseBlock-4's weight gradients run beside R5" in notes
     assert "in the paper beside R5: " in notes
@@ -156,7 +158,7 @@ def test_figure_9(ran) -> None:
         at_end = curves[name][89] - curves[ONE][89]
         assert point.values(name, BLOCK_4_MORE)[0] == pytest.approx(at_end / 1e6, abs=0.01)
         assert point.values(name, PEAK)[0] == pytest.approx(plans[name].timeline.peak_bytes / 1e9, abs=1e-5)
-    assert len(remarks(recipe, result)[claims.FIGURE_9_MORE.what]) == 4
+    assert len(remarks(recipe, result)[claims.claim("figure-9-more").what]) == 4
     assert sum("the peak comes early in the step" in note for note in recipe.notes(result)) == 3
 
 
@@ -167,10 +169,10 @@ def test_figure_7_says_what_cannot_be_compared(ran) -> None:
     plans = simulated_plans(counted_network(mobile, 32, image_size=32), (READY, JOINT))
     gain = plans[ONE].makespan_ms / plans[JOINT].makespan_ms
     said = remarks(recipe, result)
-    assert said[claims.MULTI_STREAM_ALONE.what][0][0] == pytest.approx(gain, rel=1e-3)
-    for claim in claims.FIGURE_7:
+    assert said[claims.claim("streams-mobilenet").what][0][0] == pytest.approx(gain, rel=1e-3)
+    for claim in map(claims.claim, FIGURE_7):
         assert said[claim.what][0][1] == "not comparable: the paper's has pre-compiled issue in it"
-    assert claims.MULTI_STREAM["ResNet-50", 64].what not in said, "batch 64 did not run"
+    assert claims.claim(MULTI_STREAM["ResNet-50", 64]).what not in said, "batch 64 did not run"
     notes = "\n".join(recipe.notes(result))
     assert "upper bounds of this model" in notes
     assert "and that less than MobileNet, at most: " in notes
