@@ -31,11 +31,11 @@ from retime.commands.advise_worker import DDP, FIRST_STEPS, METHODS, PLAIN, Meth
 from retime.foundations import workers
 from retime.foundations.measure import speedup, spread
 from retime.foundations.workers import Answer
+from retime.recipes.advice.settings import AdviceSettings
 from retime.recipes.core import charts
 from retime.recipes.core.build import CPU, build_batches, build_model
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.core.schema import AdviceSettings
 from retime.recipes.core.trainer_loop import Task, quiet_lightning
 from retime.recipes.models import parameter_count
 

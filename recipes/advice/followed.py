@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 import retime
 from retime.foundations.messages import DifferenceWarning, NoEffectWarning
 from retime.foundations.workers import Answer, Worker
+from retime.recipes.advice.settings import AdviceSettings
 from retime.recipes.core import charts
 from retime.recipes.core.build import CPU, build_batches, build_model
 from retime.recipes.core.claims import Comparison, Target
@@ -26,7 +27,6 @@ from retime.recipes.core.measure import Spread, speedup, spread
 from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.core.schema import AdviceSettings
 from retime.recipes.core.trainer_loop import Run, train
 from retime.recipes.cpu_memory.allocators import environment_of
 from retime.recipes.emulated import loopback, run_ranks

@@ -19,6 +19,7 @@ from retime.mechanisms.scan import (
 )
 from retime.recipes.bppsa.claims import claim
 from retime.recipes.bppsa.convolutional import batches, collated, test_loss
+from retime.recipes.bppsa.settings import ConvolutionalSettings
 from retime.recipes.core import charts
 from retime.recipes.core.build import build, build_model, build_optimizer, loss_of
 from retime.recipes.core.claims import Comparison
@@ -26,7 +27,6 @@ from retime.recipes.core.measure import spread
 from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
 from retime.recipes.core.results import Result, Row
-from retime.recipes.core.schema import ConvolutionalSettings
 
 PRUNINGS = {"class_blind": prune_class_blind, "class_uniform": prune_class_uniform}
 ZEROS = ("of one image", "guaranteed")

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from retime.mechanisms.scan import transposed_jacobian
 from retime.recipes.bppsa.convolutional_jacobians import operator
+from retime.recipes.bppsa.settings import ConvolutionalSettings
 from retime.recipes.core import charts
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Result, Row
-from retime.recipes.core.schema import ConvolutionalSettings
 
 STORED, NON_ZERO, ALL = "stored", "non-zero for one input", "whole matrix"
 PLACES, OTHERS = "places", "places that autograd sees otherwise"

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from retime.mechanisms.scan import choose_solver
 from retime.modules import convert
+from retime.recipes.bppsa.settings import RecurrentSettings
 from retime.recipes.core import of_points
 from retime.recipes.core.build import build_batches, build_model, build_optimizer, loss_of
 from retime.recipes.core.measure import PhaseClock, Spread, interleave, middle_step, speedup, spread
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, phase_rows
-from retime.recipes.core.schema import RecurrentSettings
 
 BASELINE, OURS, MOVED = "baseline", "auto", "moved"
 SHIFT = 1e-7

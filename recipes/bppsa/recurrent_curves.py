@@ -27,6 +27,7 @@ from retime.recipes.bppsa.recurrent import (
     scans,
     solver_taken,
 )
+from retime.recipes.bppsa.settings import RecurrentSettings
 from retime.recipes.core import charts
 from retime.recipes.core.build import build
 from retime.recipes.core.claims import Claim, Comparison, amount
@@ -34,7 +35,6 @@ from retime.recipes.core.measure import interleave, middle_step
 from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, phase_rows
-from retime.recipes.core.schema import RecurrentSettings
 from retime.recipes.core.tables import label_of
 from retime.recipes.data import ArrayData
 

@@ -19,13 +19,13 @@ from retime.recipes.bppsa.recurrent import (
     steps_for,
     worst_difference,
 )
+from retime.recipes.bppsa.settings import RecurrentSettings
 from retime.recipes.core import charts
 from retime.recipes.core.claims import Claim, Comparison, show
 from retime.recipes.core.measure import spread
 from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result
-from retime.recipes.core.schema import RecurrentSettings
 from retime.recipes.core.tables import label_of
 
 

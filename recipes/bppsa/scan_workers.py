@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from retime.mechanisms.scan import scan_plan
+from retime.recipes.bppsa.settings import ScanPlanSettings
 from retime.recipes.core import charts
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.core.schema import ScanPlanSettings
 
 SCAN, LINEAR, PIPELINE = "scan", "linear scan", "pipeline"
 STEPS, WORK, MEMORY = "steps", "products", "memory of a worker"

@@ -1,10 +1,9 @@
 """Recipes that simulate: their results say so."""
 
-from retime.recipes.core.recipe import Recipe
-from retime.recipes.core.schema import SimulatedSettings
+from retime.recipes.core.recipe import Recipe, S
 
 
-class SimulatedRecipe(Recipe[SimulatedSettings]):
+class SimulatedRecipe(Recipe[S]):
     """A recipe whose result says that it is simulated."""
 
     simulated = True

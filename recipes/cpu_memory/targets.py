@@ -22,8 +22,8 @@ from retime.recipes.core.of_points import titled
 from retime.recipes.core.published import target_of
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.core.schema import AllocatorSettings
 from retime.recipes.cpu_memory.allocators import ALLOCATORS, POOL, environment_of, environments_of
+from retime.recipes.cpu_memory.settings import AllocatorSettings
 from retime.recipes.cpu_memory.worker import Server
 from retime.recipes.fusion.variants import VARIANTS
 

@@ -16,8 +16,8 @@ from retime.recipes.core.measure import Spread, speedup, spread
 from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result
-from retime.recipes.core.schema import AccumulationSettings
 from retime.recipes.cpuacc.naive import NAIVE
+from retime.recipes.cpuacc.settings import AccumulationSettings
 from retime.recipes.cpuacc.targets import STEP, OnRanks, best_of, claim, measure_fits, place
 from retime.recipes.cpuacc.worker import ALONE
 

@@ -17,8 +17,8 @@ from retime.recipes.core.of_points import titled
 from retime.recipes.core.published import paper
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.core.schema import AccumulationSettings
 from retime.recipes.cpuacc.layer_times import ADD, BACKWARD, BRING, EXPOSED, QUANTITIES, TAKE
+from retime.recipes.cpuacc.settings import AccumulationSettings
 from retime.recipes.cpuacc.targets import OnRanks, ask, cores, place
 
 ALL, ALONE = "all layers", "backward alone"

@@ -19,7 +19,7 @@ from retime.recipes.core.of_points import titled
 from retime.recipes.core.published import claim_of, target_of
 from retime.recipes.core.recipe import CaseRecipe, Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.core.schema import AccumulationSettings
+from retime.recipes.cpuacc.settings import AccumulationSettings
 from retime.recipes.cpuacc.worker import ALONE, COPY, GLOO, HOST, PIECES, serve
 from retime.recipes.emulated import loopback, run_ranks
 

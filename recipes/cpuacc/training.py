@@ -15,8 +15,8 @@ from retime.recipes.core.measure import Spread, speedup, spread
 from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.core.schema import AccumulationSettings
 from retime.recipes.cpuacc.naive import NAIVE
+from retime.recipes.cpuacc.settings import AccumulationSettings
 from retime.recipes.cpuacc.targets import OnRanks, ask, claim, cores, place, target
 
 STEPS_TO, SECONDS_TO, DIFFERENCE = "steps to accuracy", "time to accuracy", "difference"

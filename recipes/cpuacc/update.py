@@ -15,7 +15,7 @@ from retime.recipes.core.measure import speedup, spread
 from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.core.schema import AccumulationSettings
+from retime.recipes.cpuacc.settings import AccumulationSettings
 from retime.recipes.cpuacc.targets import OnRanks, ask, cores, place, target
 from retime.recipes.cpuacc.worker import GROWN, STATE, STEP
 

@@ -14,9 +14,9 @@ from retime.recipes.core.claims import Claim, Comparison, amount
 from retime.recipes.core.measure import Spread, speedup, spread
 from retime.recipes.core.of_points import ratio, titled
 from retime.recipes.core.results import Point, Result
-from retime.recipes.core.schema import FusionSettings
 from retime.recipes.fusion import claims
 from retime.recipes.fusion.fit import SpeedupFit, fit_speedup
+from retime.recipes.fusion.settings import FusionSettings
 from retime.recipes.fusion.step_times import (
     LIKE_THE_PAPER,
     OURS,

@@ -21,7 +21,7 @@ from retime.recipes.core.measure import PhaseClock, interleave, middle_step, spe
 from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.core.schema import FusionSettings
+from retime.recipes.fusion.settings import FusionSettings
 from retime.recipes.fusion.variants import VARIANTS, BareLoop
 
 AFTER, OWN, ROTATING, SAME = "after the backward pass", "at once, a place each", "at once, 3 places", "at once, 1 place"

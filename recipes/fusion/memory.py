@@ -16,8 +16,8 @@ from retime.recipes.core.measure import spread
 from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Result, Row
-from retime.recipes.core.schema import FusionSettings
 from retime.recipes.fusion.memory_worker import serve
+from retime.recipes.fusion.settings import FusionSettings
 from retime.recipes.fusion.step_times import label
 from retime.recipes.fusion.variants import choose_variants
 

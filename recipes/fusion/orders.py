@@ -12,7 +12,7 @@ from retime.recipes.core import charts
 from retime.recipes.core.build import build
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.core.schema import FusionSettings
+from retime.recipes.fusion.settings import FusionSettings
 from retime.schedules import Kind, Schedule, Task, backward_fusion, baseline, depth, forward_fusion, simulate
 
 BASELINE, FORWARD, BACKWARD = "baseline", "forward-fusion", "backward-fusion"

@@ -9,7 +9,7 @@ from retime.recipes.core.build import KernelUnavailable, build_batches, build_mo
 from retime.recipes.core.measure import Spread, interleave, spread
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Point, phase_rows
-from retime.recipes.core.schema import FusionSettings
+from retime.recipes.fusion.settings import FusionSettings
 from retime.recipes.fusion.variants import PHASES, VARIANTS, BareLoop, choose_variants, kernel_flags
 from retime.recipes.models import parameter_count, parameters_per_layer
 

@@ -15,7 +15,6 @@ from retime.recipes.core.measure import speedup, spread
 from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result
-from retime.recipes.core.schema import MemorySettings
 from retime.recipes.modnn import claims
 from retime.recipes.modnn.over_networks import NetworkRecipe
 from retime.recipes.modnn.report import (
@@ -31,6 +30,7 @@ from retime.recipes.modnn.report import (
     slowdowns,
     untrained,
 )
+from retime.recipes.modnn.settings import MemorySettings
 from retime.recipes.modnn.side_by_side import (
     BUDGET,
     BY_HAND,

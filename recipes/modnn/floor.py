@@ -14,10 +14,10 @@ from retime.recipes.core.claims import Comparison, amount
 from retime.recipes.core.measure import spread
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.core.schema import MemorySettings
 from retime.recipes.modnn import claims
 from retime.recipes.modnn.networks import in_place, network_of, separate_gradients, weight_gradients_pass
 from retime.recipes.modnn.over_networks import NetworkRecipe
+from retime.recipes.modnn.settings import MemorySettings
 from retime.schedules.budget import BlockKind
 from retime.schedules.modnn import all_blocks_bytes, lower_bound, lower_bound_offloading_weights
 

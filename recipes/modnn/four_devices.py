@@ -11,9 +11,9 @@ from retime.recipes.core.claims import Claim, Comparison
 from retime.recipes.core.measure import spread
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.core.schema import MemorySettings
 from retime.recipes.modnn import claims
 from retime.recipes.modnn.accumulation import Host, backward_ms, gradients, naive_ms, overlapped_ms
+from retime.recipes.modnn.settings import MemorySettings
 from retime.recipes.modnn.simulated import BATCH, GB, IDEAL, SimulatedK40, ideal_time_ms, modnn
 from retime.schedules.budget import BudgetError
 from retime.schedules.modnn import BatchPlan, Techniques, offload_schedule

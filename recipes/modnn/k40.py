@@ -7,8 +7,8 @@ from math import prod
 
 from torch import nn
 
-from retime.recipes.core.schema import MemorySettings
 from retime.recipes.modnn.networks import Network, in_place, operation_of, separate_gradients
+from retime.recipes.modnn.settings import MemorySettings
 from retime.schedules.budget import Algorithm, GraphTask, TaskGraph
 
 _BYTES = 4  # of a number

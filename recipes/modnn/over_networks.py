@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from retime.recipes.core.recipe import Recipe
-from retime.recipes.core.schema import MemorySettings
+from retime.recipes.modnn.settings import MemorySettings
 
 
 class NetworkRecipe(Recipe[MemorySettings]):

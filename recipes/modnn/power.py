@@ -12,11 +12,11 @@ from retime.recipes.core.measure import Spread, spread
 from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.core.schema import MemorySettings
 from retime.recipes.modnn import claims
 from retime.recipes.modnn.energy_meter import NoMeterError, Watch, find_meter
 from retime.recipes.modnn.over_networks import NetworkRecipe
 from retime.recipes.modnn.report import budgets_of
+from retime.recipes.modnn.settings import MemorySettings
 from retime.recipes.modnn.side_by_side import BUDGET, STEP, UNLIMITED, block_ms, side_by_side
 
 ENERGY, MEAN, MOST = "energy a step", "average power", "most power"

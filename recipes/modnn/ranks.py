@@ -18,11 +18,11 @@ from retime.recipes.core.measure import Spread, interleave, speedup, spread
 from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.core.schema import MemorySettings
 from retime.recipes.modnn import claims
 from retime.recipes.modnn.over_networks import NetworkRecipe
 from retime.recipes.modnn.rank_worker import EACH, NAIVE, NAIVE_ONCE, ON_HOST, ONCE, ONE, PLANNING, WHOLE, Rank
 from retime.recipes.modnn.report import prediction_error
+from retime.recipes.modnn.settings import MemorySettings
 from retime.recipes.modnn.side_by_side import (
     BUDGET,
     DIFFERENCE,

@@ -21,10 +21,10 @@ from retime.recipes.core.build import saved_batch
 from retime.recipes.core.measure import interleave, spread
 from retime.recipes.core.recipe import Tick
 from retime.recipes.core.results import Row
-from retime.recipes.core.schema import MemorySettings
 from retime.recipes.cpu_memory.allocators import ALLOCATORS, environments_of
 from retime.recipes.modnn.budget_worker import Server
 from retime.recipes.modnn.by_hand import PARTS, PEERS, part_sizes
+from retime.recipes.modnn.settings import MemorySettings
 
 MIB = 2**20
 UNLIMITED, GIVING_BACK, FLOOR = "unlimited", "unlimited, freed memory given back", "floor"

@@ -14,12 +14,12 @@ from retime.recipes.core.claims import Claim, Comparison, amount
 from retime.recipes.core.measure import spread
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.core.schema import MemorySettings
 from retime.recipes.modnn import claims
 from retime.recipes.modnn.floor import bars
 from retime.recipes.modnn.k40 import k40_graph
 from retime.recipes.modnn.networks import network_of, weight_gradients_pass
 from retime.recipes.modnn.over_networks import NetworkRecipe
+from retime.recipes.modnn.settings import MemorySettings
 from retime.schedules.budget import BudgetError, TaskGraph
 from retime.schedules.modnn import (
     BatchPlan,

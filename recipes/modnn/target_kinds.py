@@ -10,9 +10,9 @@ from typing import Any
 from retime.foundations.workers import WorkerError, answer_once
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Row
-from retime.recipes.core.schema import MemorySettings
 from retime.recipes.modnn.planning import serve as serve_planning
 from retime.recipes.modnn.refusal import serve as serve_refusal
+from retime.recipes.modnn.settings import MemorySettings
 from retime.recipes.modnn.side_by_side import (
     BUDGET,
     FLOOR,

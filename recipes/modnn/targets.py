@@ -15,7 +15,6 @@ from retime.recipes.core.measure import spread
 from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result
-from retime.recipes.core.schema import MemorySettings
 from retime.recipes.modnn import claims
 from retime.recipes.modnn.report import (
     POOL,
@@ -32,6 +31,7 @@ from retime.recipes.modnn.report import (
     why_missing,
     with_missing,
 )
+from retime.recipes.modnn.settings import MemorySettings
 from retime.recipes.modnn.side_by_side import (
     BUDGET,
     FLOOR,

@@ -9,10 +9,10 @@ from retime.recipes.core.claims import show
 from retime.recipes.core.measure import Spread, speedup, spread
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Row
-from retime.recipes.core.schema import OutOfOrderSettings
 from retime.recipes.emulated import Network, emulated_network, loopback, parse_rate, rate_text, run_ranks
 from retime.recipes.emulated.bandwidth import sent_bytes
 from retime.recipes.ooo.fits import BUCKET_BYTES
+from retime.recipes.ooo.settings import OutOfOrderSettings
 from retime.recipes.ooo.variants import COMMUNICATION, COMPUTE, label, variant
 from retime.recipes.ooo.worker import serve
 

@@ -9,9 +9,9 @@ from retime.recipes.core.measure import spread
 from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.core.schema import OutOfOrderSettings
 from retime.recipes.ooo.cases import of_case
 from retime.recipes.ooo.cluster import OnRanks
+from retime.recipes.ooo.settings import OutOfOrderSettings
 from retime.recipes.ooo.variants import label
 
 

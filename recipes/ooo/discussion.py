@@ -10,11 +10,11 @@ from retime.recipes.core.claims import Comparison, amount
 from retime.recipes.core.measure import spread
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.core.schema import SimulatedSettings
 from retime.recipes.core.simulated import SimulatedRecipe
 from retime.recipes.ooo import claims
 from retime.recipes.ooo.clusters import SETTINGS, Setting
 from retime.recipes.ooo.model_costs import calibrated, compute_ms, count, layer_costs
+from retime.recipes.ooo.settings import SimulatedSettings
 from retime.schedules import LayerCost
 from retime.schedules.systems import BYTEPS, HEADINGS, OURS, OURS_PRIORITY, PRIORITY, Sizes, run
 
@@ -22,7 +22,7 @@ K45 = "reverse first-45 on BytePS"
 _DEVICES, _CLUSTER = 16, "Pub-A"
 
 
-class Discussion(SimulatedRecipe):
+class Discussion(SimulatedRecipe[SimulatedSettings]):
     """Two numbers of the text are given to the simulator, computation and baseline's overhead; the others come out."""
 
     def measure(self, settings: SimulatedSettings, at: dict[str, Any], tick: Tick) -> Measured:

@@ -9,10 +9,10 @@ from retime.recipes.core.measure import Spread, spread
 from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
 from retime.recipes.core.results import Point, Result
-from retime.recipes.core.schema import OutOfOrderSettings
 from retime.recipes.ooo.cases import of_case
 from retime.recipes.ooo.claims import claim
 from retime.recipes.ooo.cluster import FIRST_PEAK, MIB, PEAK, OnRanks
+from retime.recipes.ooo.settings import OutOfOrderSettings
 from retime.recipes.ooo.variants import label
 
 

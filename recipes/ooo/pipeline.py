@@ -21,7 +21,6 @@ from retime.recipes.core.of_points import titled
 from retime.recipes.core.published import paper
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.core.schema import PipelineSettings
 from retime.recipes.emulated import (
     ClusterUnavailable,
     Network,
@@ -34,6 +33,7 @@ from retime.recipes.emulated import (
 from retime.recipes.ooo.cases import of_case
 from retime.recipes.ooo.claims import claim, target
 from retime.recipes.ooo.pipeline_worker import schedule_of, serve
+from retime.recipes.ooo.settings import PipelineSettings
 
 STEP = "step"
 GPIPE, ZBV = "gpipe", "zbv"

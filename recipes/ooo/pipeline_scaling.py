@@ -16,8 +16,8 @@ from retime.recipes.core.measure import spread
 from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.core.schema import PaperPipelineSettings
 from retime.recipes.ooo.claims import claim, pipelines
+from retime.recipes.ooo.settings import PaperPipelineSettings
 from retime.schedules.pipeline import (
     Placement,
     StageCosts,

@@ -9,8 +9,8 @@ from retime.recipes.core.claims import Claim, Comparison
 from retime.recipes.core.measure import spread
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.core.schema import PaperPipelineSettings
 from retime.recipes.ooo.claims import pipelines
+from retime.recipes.ooo.settings import PaperPipelineSettings
 from retime.recipes.ooo.timelines import draw_timelines, timeline_fact
 from retime.schedules import Schedule
 from retime.schedules.pipeline import (

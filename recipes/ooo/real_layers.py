@@ -12,12 +12,12 @@ from retime.recipes.core.measure import speedup, spread
 from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import Measured, Recipe, Tick
 from retime.recipes.core.results import Point, Result
-from retime.recipes.core.schema import PipelineSettings
 from retime.recipes.emulated import loopback, run_ranks
 from retime.recipes.ooo.cases import of_case
 from retime.recipes.ooo.claims import target
 from retime.recipes.ooo.pipeline import STEP, slowest_steps, steps_of
 from retime.recipes.ooo.pipeline_worker import ONE, serve
+from retime.recipes.ooo.settings import PipelineSettings
 
 OURS, GPIPE = "ooo2", "torch GPipe"
 

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Result, Row
-from retime.recipes.core.schema import PaperPipelineSettings
 from retime.recipes.ooo.pipeline_scaling import (
     GPIPE,
     MODEL_PARALLEL,
@@ -26,6 +25,7 @@ from retime.recipes.ooo.pipeline_scaling import (
     PipelineScaling,
     case_of,
 )
+from retime.recipes.ooo.settings import PaperPipelineSettings
 from retime.schedules.pipeline import block, modulo
 
 STATE_FIRST = "cross-layer model parallel, state first"

@@ -14,13 +14,13 @@ from retime.recipes.core.claims import Comparison, amount
 from retime.recipes.core.measure import spread
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.core.schema import SimulatedSettings
 from retime.recipes.core.simulated import SimulatedRecipe
 from retime.recipes.ooo import claims
 from retime.recipes.ooo.calibration import CalibratedSimulator, calibrate, read_runs
 from retime.recipes.ooo.clusters import P100_SXM2, SETTINGS, V100
 from retime.recipes.ooo.discussion import discussed, network_share
 from retime.recipes.ooo.model_costs import Gpu, Operations, compute_ms, count, layer_costs
+from retime.recipes.ooo.settings import SimulatedSettings
 from retime.schedules.systems import (
     BASELINE_OF,
     BYTEPS,
@@ -40,7 +40,7 @@ OVER = {OURS: "over BytePS in the order made", OURS_PRIORITY: "over BytePS with 
 _CHECKED_BATCH = 64
 
 
-class Scaling(SimulatedRecipe):
+class Scaling(SimulatedRecipe[SimulatedSettings]):
     """A point a cluster, network model and neural network; a quantity a number of GPUs."""
 
     over = (("network", "networks"), ("cluster", "clusters"), ("model", "models"))

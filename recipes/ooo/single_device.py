@@ -41,12 +41,12 @@ from retime.recipes.core.measure import Spread, interleave, speedup, spread
 from retime.recipes.core.of_points import titled
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.core.schema import SingleDeviceSettings
 from retime.recipes.core.trainer_loop import Run, train
 from retime.recipes.core.verdicts import inside
 from retime.recipes.cpu_memory.allocators import ALLOCATORS, environments_of
 from retime.recipes.ooo import one_step
 from retime.recipes.ooo.claims import claim
+from retime.recipes.ooo.settings import SingleDeviceSettings
 
 STEP, ALIVE = "step", "alive at the peak"
 PLAIN, COMPILED, TWO_STREAMS = "plain", "compiled", "two streams"

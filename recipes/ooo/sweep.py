@@ -12,9 +12,9 @@ from retime.recipes.core.measure import Spread, spread
 from retime.recipes.core.of_points import ratio, titled
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result
-from retime.recipes.core.schema import OutOfOrderSettings
 from retime.recipes.ooo.claims import target
 from retime.recipes.ooo.cluster import OnRanks, bound_ms, bound_notes, strongest_peer
+from retime.recipes.ooo.settings import OutOfOrderSettings
 from retime.recipes.ooo.variants import label
 
 

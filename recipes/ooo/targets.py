@@ -11,7 +11,6 @@ from retime.recipes.core.of_points import ratio, titled
 from retime.recipes.core.published import paper
 from retime.recipes.core.recipe import CaseRecipe, Measured, Tick
 from retime.recipes.core.results import Point, Result
-from retime.recipes.core.schema import OutOfOrderSettings
 from retime.recipes.ooo.cases import of_case
 from retime.recipes.ooo.claims import target
 from retime.recipes.ooo.cluster import (
@@ -25,6 +24,7 @@ from retime.recipes.ooo.cluster import (
     busy_ceiling,
     strongest_peer,
 )
+from retime.recipes.ooo.settings import OutOfOrderSettings
 from retime.recipes.ooo.sweep import best_fixed, fixed, search_steps, within_best
 from retime.recipes.ooo.variants import COMMUNICATION, COMPUTE, label
 

@@ -8,9 +8,9 @@ from retime.recipes.core.claims import Comparison
 from retime.recipes.core.measure import spread
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.core.schema import SimulatedSettings
 from retime.recipes.core.simulated import SimulatedRecipe
 from retime.recipes.ooo import claims
+from retime.recipes.ooo.settings import SimulatedSettings
 from retime.schedules import (
     Span,
     Timeline,
@@ -26,7 +26,7 @@ CONVENTIONAL, PRIORITISED, REVERSED = "(a) conventional", "(b) prioritised commu
 _GPU, _NETWORK = "GPU", "network"
 
 
-class Timelines(SimulatedRecipe):
+class Timelines(SimulatedRecipe[SimulatedSettings]):
     """The three timelines from the loss's gradient to the end of the next forward pass, and the time of every k."""
 
     def measure(self, settings: SimulatedSettings, at: dict[str, Any], tick: Tick) -> Measured:

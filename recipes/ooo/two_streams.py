@@ -17,7 +17,6 @@ from retime.recipes.core.claims import CLOSE, Comparison, amount, judged
 from retime.recipes.core.measure import spread
 from retime.recipes.core.recipe import Measured, Tick
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.core.schema import SimulatedSettings
 from retime.recipes.core.simulated import SimulatedRecipe
 from retime.recipes.ooo import claims
 from retime.recipes.ooo import counted_networks as counted
@@ -31,6 +30,7 @@ from retime.recipes.ooo.counted_networks import (
     SETUP_MS,
     CountedNetwork,
 )
+from retime.recipes.ooo.settings import SimulatedSettings
 from retime.schedules import Kind, Task, TwoStreamSchedule, TwoStreamTimeline, profile_regions, simulate_two_streams
 
 STEP, WAIT, EXECUTION, MAIN_WAITS = "step", "wait for issue", "execution", "main-stream waits"
@@ -57,7 +57,7 @@ Box = tuple[int, str, float, float]
 """A block (from 0), the lane, start and end in milliseconds."""
 
 
-class CountedRecipe(SimulatedRecipe):
+class CountedRecipe(SimulatedRecipe[SimulatedSettings]):
     """A point a network and batch size. The paper's sentences are about DenseNet-121, and so are verdicts."""
 
     over = (("network", "networks"), ("batch_size", "batch_sizes"))

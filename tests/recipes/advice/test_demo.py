@@ -16,8 +16,9 @@ from retime.commands.advise_turns import MethodError
 from retime.commands.advise_worker import METHODS
 from retime.recipes.advice import demo
 from retime.recipes.advice.demo import PEAK, SPEED, STEP, Demo
+from retime.recipes.advice.settings import AdviceSettings
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.core.schema import AdviceSettings, register_all, settings_of
+from retime.recipes.core.schema import register_all, settings_of
 from support.time_limits import limit_s
 
 MLP = {"_target_": "retime.recipes.models.mlp", "depth": 2, "width": 16, "in_features": 8, "num_classes": 4}

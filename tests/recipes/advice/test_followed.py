@@ -9,8 +9,9 @@ from rich.console import Console
 
 from retime.recipes.advice import followed
 from retime.recipes.advice.followed import ADVISED, PLAIN, STEP, Followed
+from retime.recipes.advice.settings import AdviceSettings
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.core.schema import AdviceSettings, register_all, settings_of
+from retime.recipes.core.schema import register_all, settings_of
 from support.time_limits import limit_s
 
 

@@ -31,8 +31,8 @@ from retime.recipes.bppsa.convolutional_jacobians import (
     autograd_columns,
     numerical_columns,
 )
+from retime.recipes.bppsa.settings import ConvolutionalSettings
 from retime.recipes.core.results import Result, load
-from retime.recipes.core.schema import ConvolutionalSettings
 from retime.recipes.models import lenet5
 
 Command = Callable[..., Path]

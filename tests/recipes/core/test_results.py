@@ -13,8 +13,9 @@ from retime.recipes import report
 from retime.recipes.core import machine
 from retime.recipes.core.recipe import Measured
 from retime.recipes.core.results import Result, Row, load
-from retime.recipes.core.schema import FusionSettings, Hardware
+from retime.recipes.core.schema import Hardware
 from retime.recipes.fusion.figures import Optimizers, SavedTime
+from retime.recipes.fusion.settings import FusionSettings
 from retime.recipes.fusion.variants import PHASES
 
 VARIANTS = {"baseline": 10.0, "fused": 8.0, "retime_backward": 7.0, "retime_forward": 8.5, "no_update": 6.0}

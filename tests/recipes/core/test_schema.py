@@ -9,7 +9,8 @@ from hydra.errors import ConfigCompositionException
 
 from retime.recipes.__main__ import experiments
 from retime.recipes.core.recipe import result_folder
-from retime.recipes.core.schema import FusionSettings, Hardware, Settings, register_all, settings_of
+from retime.recipes.core.schema import Hardware, Settings, register_all, settings_of
+from retime.recipes.fusion.settings import FusionSettings
 
 
 @pytest.fixture(autouse=True)

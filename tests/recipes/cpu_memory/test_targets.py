@@ -8,9 +8,10 @@ from hydra import compose, initialize_config_module
 from rich.console import Console
 
 from retime.foundations.cpu_pool import MemoryPool
-from retime.recipes.core.schema import AllocatorSettings, register_all, settings_of
+from retime.recipes.core.schema import register_all, settings_of
 from retime.recipes.cpu_memory import allocators
 from retime.recipes.cpu_memory.allocators import NoAllocatorError, environment_of
+from retime.recipes.cpu_memory.settings import AllocatorSettings
 from retime.recipes.cpu_memory.targets import GROWN, LIVE, STEP, AllocatorTargets, best_of
 
 SMALL = [

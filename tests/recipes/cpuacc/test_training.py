@@ -8,8 +8,9 @@ import pytest
 from hydra import compose, initialize_config_module
 from rich.console import Console
 
-from retime.recipes.core.schema import AccumulationSettings, register_all, settings_of
+from retime.recipes.core.schema import register_all, settings_of
 from retime.recipes.cpuacc.naive import NAIVE
+from retime.recipes.cpuacc.settings import AccumulationSettings
 from retime.recipes.cpuacc.targets import claim, target
 from retime.recipes.cpuacc.training import (
     DIFFERENCE,

@@ -9,11 +9,12 @@ import pytest
 
 from retime.recipes import __main__ as command
 from retime.recipes.core.results import Point, Result, Row, load
-from retime.recipes.core.schema import Hardware, MemorySettings
+from retime.recipes.core.schema import Hardware
 from retime.recipes.modnn import claims
 from retime.recipes.modnn import power as modnn_power
 from retime.recipes.modnn.energy_meter import EnergyMeter
 from retime.recipes.modnn.power import ENERGY, MEAN, MOST, NO_METER, Power
+from retime.recipes.modnn.settings import MemorySettings
 from retime.recipes.modnn.side_by_side import BUDGET, STEP, UNLIMITED
 
 

@@ -10,7 +10,6 @@ from retime.foundations.workers import Worker, WorkerError
 from retime.recipes import __main__ as command
 from retime.recipes.core.measure import spread
 from retime.recipes.core.results import load
-from retime.recipes.core.schema import MemorySettings
 from retime.recipes.modnn import claims
 from retime.recipes.modnn.budget_worker import Server
 from retime.recipes.modnn.budgets import Budgets
@@ -25,6 +24,7 @@ from retime.recipes.modnn.networks import (
     weight_gradients_pass,
 )
 from retime.recipes.modnn.report import best_peer, budgets_of, fastest_plain
+from retime.recipes.modnn.settings import MemorySettings
 from retime.recipes.modnn.side_by_side import (
     BUDGET,
     BY_HAND,

@@ -14,10 +14,11 @@ from retime.mechanisms.memory_budget.offload.hosts import HostMemory
 from retime.recipes import __main__ as command
 from retime.recipes.core.build import CPU, build_model, loss_of
 from retime.recipes.core.results import Point, Result, Row, load
-from retime.recipes.core.schema import Hardware, MemorySettings
+from retime.recipes.core.schema import Hardware
 from retime.recipes.modnn import claims
 from retime.recipes.modnn.refusal import FLOOR as FLOOR_THAT_TRAINS
 from retime.recipes.modnn.refusal import HINT, LAYER, TASK, check
+from retime.recipes.modnn.settings import MemorySettings
 from retime.recipes.modnn.side_by_side import (
     BUDGET,
     BY_HAND,

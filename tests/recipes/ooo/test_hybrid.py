@@ -5,9 +5,10 @@ from pathlib import Path
 from hydra import compose, initialize_config_module
 from rich.console import Console
 
-from retime.recipes.core.schema import PaperPipelineSettings, register_all, settings_of
+from retime.recipes.core.schema import register_all, settings_of
 from retime.recipes.ooo.hybrid import BOTH, FIRST_K, FORWARDED, PLAIN, Hybrid, Hybrids
 from retime.recipes.ooo.pipeline_scaling import STEP
+from retime.recipes.ooo.settings import PaperPipelineSettings
 
 
 def test_reverse_first_k_inside_a_pipeline(tmp_path: Path) -> None:

@@ -12,13 +12,14 @@ from lightning.pytorch.strategies import DDPStrategy
 from retime.recipes.core.of_points import ratio
 from retime.recipes.core.recipe import Recipe
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.core.schema import Hardware, OutOfOrderSettings, register_all, settings_of
+from retime.recipes.core.schema import Hardware, register_all, settings_of
 from retime.recipes.emulated import ClusterUnavailable
 from retime.recipes.ooo.cases import of_case
 from retime.recipes.ooo.cluster import PEAK, bound_fraction, bound_ms, identical, strongest_peer
 from retime.recipes.ooo.convergence import Convergence
 from retime.recipes.ooo.hosts import Hosts
 from retime.recipes.ooo.memory import Memory, overhead_percent
+from retime.recipes.ooo.settings import OutOfOrderSettings
 from retime.recipes.ooo.sweep import Sweep, best_fixed, concavity_breaks, within_best
 from retime.recipes.ooo.targets import Targets
 from retime.recipes.ooo.variants import label, variant

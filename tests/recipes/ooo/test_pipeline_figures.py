@@ -10,7 +10,7 @@ from rich.console import Console
 from retime.recipes.core import charts
 from retime.recipes.core.measure import spread
 from retime.recipes.core.results import Result
-from retime.recipes.core.schema import PaperPipelineSettings, register_all, settings_of
+from retime.recipes.core.schema import register_all, settings_of
 from retime.recipes.ooo.pipeline_scaling import (
     GPIPE,
     MEGATRON,
@@ -25,6 +25,7 @@ from retime.recipes.ooo.pipeline_scaling import (
     PipelineScaling,
 )
 from retime.recipes.ooo.pipeline_timelines import AT_ONCE, DEALT, FORWARDED, PLAIN, PipelineTimelines
+from retime.recipes.ooo.settings import PaperPipelineSettings
 
 
 def settings_with(experiment: str, *overrides: str) -> PaperPipelineSettings:

@@ -6,9 +6,10 @@ import pytest
 from hydra import compose, initialize_config_module
 from rich.console import Console
 
-from retime.recipes.core.schema import PaperPipelineSettings, register_all, settings_of
+from retime.recipes.core.schema import register_all, settings_of
 from retime.recipes.ooo.pipeline_scaling import GPIPE, MODEL_PARALLEL, ONE, PAPERS1, PAPERS2, STEP
 from retime.recipes.ooo.recurrent_pipeline import STATE_FIRST, Cells, RecurrentPipeline
+from retime.recipes.ooo.settings import PaperPipelineSettings
 
 
 def test_a_recurrent_network_by_hand() -> None:

@@ -13,13 +13,14 @@ from retime.recipes import __main__ as command
 from retime.recipes import models
 from retime.recipes.core.measure import spread
 from retime.recipes.core.results import Point, Result, Row, load
-from retime.recipes.core.schema import Hardware, SimulatedSettings
+from retime.recipes.core.schema import Hardware
 from retime.recipes.ooo import claims as ooo_claims
 from retime.recipes.ooo.calibration import MeasuredRun, Parameters, calibrate, read_runs, simulated_ms
 from retime.recipes.ooo.clusters import P100_SXM2, SETTINGS, V100
 from retime.recipes.ooo.discussion import Discussion
 from retime.recipes.ooo.model_costs import Gpu, calibrated, compute_ms, count, layer_costs
 from retime.recipes.ooo.scaling import CALIBRATED, OVER, PAPERS_NETWORK, Scaling
+from retime.recipes.ooo.settings import SimulatedSettings
 from retime.recipes.ooo.timelines import CONVENTIONAL, PRIORITISED, REVERSED
 from retime.schedules import Cluster, LayerCost, Link
 from retime.schedules.systems import BASELINE_OF, BYTEPS, HEADINGS, OURS, OURS_PRIORITY, PRIORITY, Sizes, run

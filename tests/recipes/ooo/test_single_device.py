@@ -13,10 +13,11 @@ from retime.mechanisms.two_streams import search
 from retime.recipes.core.claims import Claim, Target
 from retime.recipes.core.measure import spread
 from retime.recipes.core.results import Point, Result, Row
-from retime.recipes.core.schema import SingleDeviceSettings, register_all, settings_of
+from retime.recipes.core.schema import register_all, settings_of
 from retime.recipes.cpu_memory import allocators
 from retime.recipes.ooo import one_step, single_device
 from retime.recipes.ooo.claims import claim
+from retime.recipes.ooo.settings import SingleDeviceSettings
 from retime.recipes.ooo.single_device import (
     ALIVE,
     COMPILED,

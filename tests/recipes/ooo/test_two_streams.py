@@ -10,7 +10,7 @@ from rich.console import Console
 
 from retime.recipes.core.claims import Claim, judged
 from retime.recipes.core.results import Result
-from retime.recipes.core.schema import SimulatedSettings, register_all, settings_of
+from retime.recipes.core.schema import register_all, settings_of
 from retime.recipes.ooo import claims
 from retime.recipes.ooo.counted_networks import (
     JOINT,
@@ -23,6 +23,7 @@ from retime.recipes.ooo.counted_networks import (
     memory_by_layer,
     simulated_plans,
 )
+from retime.recipes.ooo.settings import SimulatedSettings
 from retime.recipes.ooo.two_streams import (
     BLOCK_4_MORE,
     EXECUTION,

@@ -1,0 +1,55 @@
+"""Settings of the BPPSA recipes."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from retime.recipes.core.schema import Settings
+
+
+@dataclass
+class RecurrentSettings(Settings):
+    """The settings of the parallel-scan recipes for recurrent networks."""
+
+    model: dict[str, Any] = field(default_factory=dict)  # takes input_size, returns logits
+    data: dict[str, Any] = field(default_factory=dict)  # a data set of (sequence, class) pairs
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    variants: list[str] = field(default_factory=list)  # "baseline" is torch.nn, any other name a solver
+    batch_size: int = 16
+    sequence_length: int = 1000
+    # axes of the figures that have one
+    sequence_lengths: list[int] = field(default_factory=list)
+    batch_sizes: list[int] = field(default_factory=list)
+    features: list[str] = field(default_factory=list)  # IRMAS's feature sets of Table 3: S, M, L
+    cases: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class ConvolutionalSettings(Settings):
+    """The settings of the parallel-scan recipes for convolutional networks. `steps` are training steps."""
+
+    model: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)  # a data set of (input, target) pairs; takes split="val" too
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    batch_size: int = 32
+    # Table 1
+    operators: list[str] = field(default_factory=list)
+    image_size: int = 32
+    channels: int = 64  # of the first convolution
+    columns: int = 100  # of a Jacobian that the baselines compute; their time for all columns is this time, scaled
+    # Figure 6
+    precisions: list[str] = field(default_factory=list)
+    levels: list[int | None] = field(default_factory=list)  # up-sweep levels of each scan; null is the whole one
+    evaluate_every: int = 10  # training steps between two test losses
+    # Figure 10
+    share: float = 0.97  # of the weights that pruning takes away
+    retrain_steps: int = 0
+    cases: dict[str, Any] = field(default_factory=dict)  # name: {pruning, zeros, levels}
+
+
+@dataclass
+class ScanPlanSettings(Settings):
+    """The settings of what is counted from a scan's plan."""
+
+    # axes of the figure
+    matrices: list[int] = field(default_factory=list)
+    workers: list[int] = field(default_factory=list)
